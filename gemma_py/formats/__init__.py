@@ -1,0 +1,1 @@
+"""Bytes on disk to arrays, nothing else: GGUF, safetensors, JSON."""

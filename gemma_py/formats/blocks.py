@@ -1,0 +1,185 @@
+"""The tensor types: blocks of bytes to codes and scales, and to float32.
+
+A quantised value is `scale * code` or `scale * code -+ minimum`, where a scale (and a minimum) serves `group`
+neighbouring values. `unpack` gives the integer codes and the scales; `dequantise` gives the values, with the same bits
+as the `gguf` package's numpy code. Everything here is elementwise: no sum is formed, so numpy may do it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Minimum(Enum):
+    """How a format's minimum enters a value. (The sign is kept apart so that even a NaN keeps its bits.)"""
+
+    NONE = 0
+    ADDED = 1
+    SUBTRACTED = -1
+
+
+class Unpacked(NamedTuple):
+    """codes: int8 [blocks, block]; scales, minimums: f32 [blocks, block / group]."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    minimums: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class BlockType:
+    name: str
+    block: int  # values a block
+    bytes: int  # bytes a block
+    group: int = 0  # values a scale; 0: a float type
+    minimum: Minimum = Minimum.NONE
+    unpack: Callable[[np.ndarray], Unpacked] | None = None
+    widen: Callable[[np.ndarray], np.ndarray] | None = None
+
+    @property
+    def quantised(self) -> bool:
+        return self.group > 0
+
+    def dequantise(self, blocks: np.ndarray) -> np.ndarray:
+        """f32 [blocks, block] of blocks: uint8 [blocks, bytes]."""
+        if self.widen is not None:
+            return self.widen(blocks)
+        assert self.unpack is not None
+        codes, scales, minimums = self.unpack(blocks)
+        with np.errstate(invalid="ignore", over="ignore"):
+            values = scales[..., None] * codes.reshape(len(codes), -1, self.group).astype(np.float32)
+            if self.minimum is Minimum.ADDED:
+                assert minimums is not None
+                values = values + minimums[..., None]
+            elif self.minimum is Minimum.SUBTRACTED:
+                assert minimums is not None
+                values = values - minimums[..., None]
+        return values.reshape(len(codes), self.block)
+
+
+def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The f16 at byte `at` of every block, as f32 [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+
+
+def _fields(packed: np.ndarray, width: int, run: int) -> np.ndarray:
+    """Bit fields of `width` bits, the lowest of a run of `run` bytes first: uint8 [blocks, values]."""
+    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+    return ((packed.reshape(len(packed), -1, 1, run) >> shifts) & np.uint8((1 << width) - 1)).reshape(len(packed), -1)
+
+
+def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
+    """32 bits from byte `at`, bit i for value i, each worth 16."""
+    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
+
+
+def _signed(codes: np.ndarray, offset: int = 0) -> np.ndarray:
+    return codes.view(np.int8) - np.int8(offset)
+
+
+def _q4_0(b: np.ndarray) -> Unpacked:
+    return Unpacked(_signed(_fields(b[:, 2:], 4, 16), 8), _half(b, 0))
+
+
+def _q4_1(b: np.ndarray) -> Unpacked:
+    return Unpacked(_signed(_fields(b[:, 4:], 4, 16)), _half(b, 0), _half(b, 2))
+
+
+def _q5_0(b: np.ndarray) -> Unpacked:
+    return Unpacked(_signed(_fields(b[:, 6:], 4, 16) | _fifth_bits(b, 2), 16), _half(b, 0))
+
+
+def _q5_1(b: np.ndarray) -> Unpacked:
+    return Unpacked(_signed(_fields(b[:, 8:], 4, 16) | _fifth_bits(b, 4)), _half(b, 0), _half(b, 2))
+
+
+def _q8_0(b: np.ndarray) -> Unpacked:
+    return Unpacked(b[:, 2:].view(np.int8), _half(b, 0))
+
+
+def _q2_k(b: np.ndarray) -> Unpacked:
+    scales = (b[:, :16] & np.uint8(15)).astype(np.float32)
+    minimums = (b[:, :16] >> np.uint8(4)).astype(np.float32)
+    return Unpacked(_signed(_fields(b[:, 16:80], 2, 32)), _half(b, 80) * scales, _half(b, 82) * minimums)
+
+
+def _q3_k(b: np.ndarray) -> Unpacked:
+    # A set bit in the mask means "nothing to subtract", so the third bit counts 4 and 4 is always taken away.
+    codes = _fields(b[:, 32:96], 2, 32) | (_fields(b[:, :32], 1, 32) << np.uint8(2))
+    scales = _fields(b[:, 96:104], 4, 8) | (_fields(b[:, 104:108], 2, 4) << np.uint8(4))
+    return Unpacked(_signed(codes, 4), _half(b, 108) * _signed(scales, 32).astype(np.float32))
+
+
+def _six_bit_pairs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight 6-bit scales and eight 6-bit minimums in twelve bytes, as f32 [blocks, 8] each."""
+    scales, minimums, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    top = np.uint8(0x30)
+    scales = np.concatenate([scales & np.uint8(63), rest & np.uint8(15) | scales >> np.uint8(2) & top], axis=1)
+    minimums = np.concatenate([minimums & np.uint8(63), rest >> np.uint8(4) | minimums >> np.uint8(2) & top], axis=1)
+    return scales.astype(np.float32), minimums.astype(np.float32)
+
+
+def _q4_k(b: np.ndarray) -> Unpacked:
+    scales, minimums = _six_bit_pairs(b[:, 4:16])
+    return Unpacked(_signed(_fields(b[:, 16:], 4, 32)), _half(b, 0) * scales, _half(b, 2) * minimums)
+
+
+def _q5_k(b: np.ndarray) -> Unpacked:
+    scales, minimums = _six_bit_pairs(b[:, 4:16])
+    codes = _fields(b[:, 48:], 4, 32) | (_fields(b[:, 16:48], 1, 32) << np.uint8(4))
+    return Unpacked(_signed(codes), _half(b, 0) * scales, _half(b, 2) * minimums)
+
+
+def _q6_k(b: np.ndarray) -> Unpacked:
+    codes = _fields(b[:, :128], 4, 64) | (_fields(b[:, 128:192], 2, 32) << np.uint8(4))
+    scales = b[:, 192:208].view(np.int8).astype(np.float32)
+    return Unpacked(_signed(codes, 32), _half(b, 208) * scales)
+
+
+_NON_LINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+
+
+def _iq4_nl(b: np.ndarray) -> Unpacked:
+    return Unpacked(_NON_LINEAR[_fields(b[:, 2:], 4, 16)], _half(b, 0))
+
+
+def _iq4_xs(b: np.ndarray) -> Unpacked:
+    low = _fields(b[:, 4:8], 4, 1)
+    high = _fields(b[:, 2:4], 2, 1) << np.uint8(4)
+    scales = _signed(low | high, 32).astype(np.float32)
+    return Unpacked(_NON_LINEAR[_fields(b[:, 8:], 4, 16)], _half(b, 0) * scales)
+
+
+def _f32(b: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(b).view(np.float32)
+
+
+def _f16(b: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(b).view(np.float16).astype(np.float32)
+
+
+def _bf16(b: np.ndarray) -> np.ndarray:
+    return (np.ascontiguousarray(b).view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+F32 = BlockType("F32", 1, 4, widen=_f32)
+F16 = BlockType("F16", 1, 2, widen=_f16)
+BF16 = BlockType("BF16", 1, 2, widen=_bf16)
+_QUANTISED = (
+    BlockType("Q4_0", 32, 18, 32, unpack=_q4_0),
+    BlockType("Q4_1", 32, 20, 32, Minimum.ADDED, _q4_1),
+    BlockType("Q5_0", 32, 22, 32, unpack=_q5_0),
+    BlockType("Q5_1", 32, 24, 32, Minimum.ADDED, _q5_1),
+    BlockType("Q8_0", 32, 34, 32, unpack=_q8_0),
+    BlockType("Q2_K", 256, 84, 16, Minimum.SUBTRACTED, _q2_k),
+    BlockType("Q3_K", 256, 110, 16, unpack=_q3_k),
+    BlockType("Q4_K", 256, 144, 32, Minimum.SUBTRACTED, _q4_k),
+    BlockType("Q5_K", 256, 176, 32, Minimum.SUBTRACTED, _q5_k),
+    BlockType("Q6_K", 256, 210, 16, unpack=_q6_k),
+    BlockType("IQ4_NL", 32, 18, 32, unpack=_iq4_nl),
+    BlockType("IQ4_XS", 256, 136, 32, unpack=_iq4_xs),
+)
+TYPES = {kind.name: kind for kind in (F32, F16, BF16, *_QUANTISED)}

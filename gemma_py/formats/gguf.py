@@ -1,0 +1,248 @@
+"""GGUF: a memory-mapped reader that believes nothing.
+
+Layout: magic, version, counts, metadata (key, type, value)*, tensor records (name, dims, type, offset)*, padding, data.
+Every count is compared with the bytes that are left before anything of its size is made.
+"""
+
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from gemma_py.errors import FormatError, UnsupportedError
+from gemma_py.formats.blocks import TYPES
+from gemma_py.formats.files import map_file
+from gemma_py.formats.tensor import StoredTensor
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_SMALLEST_FIELD = 8 + 4 + 1  # an empty key, a type, one byte
+_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension
+_LARGEST_ALIGNMENT = 1 << 16
+_LARGEST_SHARD_COUNT = 99_999
+
+# GGML's numbers. Those without a name in TYPES are recognised, so that the error can name them.
+_TYPE_NAMES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
+    12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
+    29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """metadata: key to a scalar, a str, a numpy array, or a list of str. tensors: by name, in file order."""
+
+    paths: tuple[Path, ...]
+    version: int
+    metadata: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+
+class _Cursor:
+    """Reads forward through the mapped bytes; every step is checked against the end."""
+
+    def __init__(self, path: Path, data: np.ndarray) -> None:
+        self.path, self.at, self.size = path, 0, len(data)
+        self.bytes = memoryview(data)
+
+    def fail(self, message: str) -> NoReturn:
+        raise FormatError(f"{self.path}: {message}")
+
+    def need(self, count: int, what: str) -> None:
+        if count > self.size - self.at:
+            self.fail(f"{what} needs {count} bytes at offset {self.at}, but the file ends at {self.size}")
+
+    def scalar(self, form: str, what: str) -> Any:
+        size = struct.calcsize(form)
+        self.need(size, what)
+        (value,) = struct.unpack_from(form, self.bytes, self.at)
+        self.at += size
+        return value
+
+    def text(self, what: str) -> str:
+        length = self.scalar("<Q", f"the length of {what}")
+        self.need(length, what)
+        raw = bytes(self.bytes[self.at : self.at + length])
+        self.at += length
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.fail(f"{what} is not UTF-8: {error.reason} at byte {error.start}")
+
+    def texts(self, count: int, what: str) -> list[str]:
+        """Many strings: the loop that a vocabulary of 262,144 pieces spends its time in."""
+        data, at, size, out = self.bytes, self.at, self.size, []
+        length_of = struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                (length,) = length_of(data, at)
+                at += 8
+                if length > size - at:
+                    self.fail(f"{what}, element {len(out)}: {length} bytes at offset {at}, but the file ends at {size}")
+                out.append(str(data[at : at + length], "utf-8"))
+                at += length
+        except struct.error:
+            self.fail(f"{what} has {count} elements, but the file ends in element {len(out)}")
+        except UnicodeDecodeError as error:
+            self.fail(f"{what}, element {len(out)}: not UTF-8: {error.reason}")
+        self.at = at
+        return out
+
+    def value(self, kind: int, what: str) -> Any:
+        if kind in _SCALARS:
+            if _SCALARS[kind] == "<?":
+                return self.flag(what)
+            return self.scalar(_SCALARS[kind], what)
+        if kind == _STRING:
+            return self.text(what)
+        if kind == _ARRAY:
+            return self.array(what)
+        self.fail(f"{what} has the unknown type {kind}")
+
+    def flag(self, what: str) -> bool:
+        value = self.scalar("<B", what)
+        if value > 1:
+            self.fail(f"{what} is a boolean of value {value}")
+        return bool(value)
+
+    def array(self, what: str) -> Any:
+        kind = self.scalar("<I", f"the element type of {what}")
+        count = self.scalar("<Q", f"the length of {what}")
+        if kind == _STRING:
+            self.need(8 * count, f"{what} of {count} strings")
+            return self.texts(count, what)
+        if kind == _ARRAY:
+            raise UnsupportedError(f"{self.path}: {what} is an array of arrays")
+        if kind not in _SCALARS:
+            self.fail(f"{what} has elements of the unknown type {kind}")
+        form = np.dtype(np.uint8 if _SCALARS[kind] == "<?" else _SCALARS[kind])
+        self.need(form.itemsize * count, f"{what} of {count} elements")
+        values = np.frombuffer(self.bytes, form, count, self.at)
+        self.at += values.nbytes
+        return values
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Open one file, or all shards when the name is that of a shard (`-00001-of-0000N.gguf`)."""
+    match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if match is None:
+        file = _read_one(path)
+        count = _integer(file.metadata, "split.count", path, 1)
+        if count > 1:
+            raise FormatError(f"{path}: one of {count} shards, but its name does not end in -0000N-of-{count:05}.gguf")
+        return file
+    count = int(match[3])
+    if not 1 <= int(match[2]) <= count <= _LARGEST_SHARD_COUNT:
+        raise FormatError(f"{path}: no such shard as {match[2]} of {match[3]}")
+    names = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)]
+    for name in names:
+        if not name.exists():
+            raise FormatError(f"{name}: this shard is missing; {count} are needed")
+    return _join([_read_one(name) for name in names])
+
+
+def _integer(metadata: dict[str, Any], key: str, path: Path, default: int) -> int:
+    value = metadata.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise FormatError(f"{path}: {key} should be a whole number, found {value!r:.60}")
+    return value
+
+
+def _join(shards: list[GGUFFile]) -> GGUFFile:
+    """One file out of shards; the first one's metadata counts."""
+    first = shards[0]
+    tensors: dict[str, StoredTensor] = {}
+    for number, shard in enumerate(shards):
+        path = shard.paths[0]
+        if _integer(shard.metadata, "split.count", path, 0) != len(shards):
+            raise FormatError(f"{path}: split.count should be {len(shards)}, found {shard.metadata.get('split.count')}")
+        if _integer(shard.metadata, "split.no", path, 0) != number:
+            raise FormatError(f"{path}: split.no should be {number}, found {shard.metadata.get('split.no')}")
+        for name, tensor in shard.tensors.items():
+            if name in tensors:
+                raise FormatError(f"{path}: tensor {name!r} stands in {tensors[name].path} too")
+            tensors[name] = tensor
+    expected = _integer(first.metadata, "split.tensors.count", first.paths[0], len(tensors))
+    if expected != len(tensors):
+        raise FormatError(f"{first.paths[0]}: {expected} tensors expected in all shards, found {len(tensors)}")
+    return GGUFFile(tuple(shard.paths[0] for shard in shards), first.version, first.metadata, tensors)
+
+
+def _read_one(path: Path) -> GGUFFile:
+    data = map_file(path)
+    cursor = _Cursor(path, data)
+    if bytes(data[:4]) != b"GGUF":
+        cursor.fail("not a GGUF file: it does not begin with 'GGUF'")
+    cursor.at = 4
+    version = cursor.scalar("<I", "the version")
+    if version not in (2, 3):
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        if swapped in (2, 3):
+            raise UnsupportedError(f"{path}: a big-endian GGUF file; only little-endian ones are read")
+        raise UnsupportedError(f"{path}: GGUF version {version}; 2 and 3 are read")
+    tensor_count = cursor.scalar("<Q", "the number of tensors")
+    field_count = cursor.scalar("<Q", "the number of metadata fields")
+    cursor.need(field_count * _SMALLEST_FIELD, f"metadata of {field_count} fields")
+    metadata: dict[str, Any] = {}
+    for number in range(field_count):
+        key = cursor.text(f"the key of metadata field {number}")
+        if key in metadata:
+            cursor.fail(f"the metadata field {key!r:.80} stands twice")
+        kind = cursor.scalar("<I", f"the type of {key!r:.80}")
+        metadata[key] = cursor.value(kind, f"the metadata field {key!r:.80}")
+    alignment = _integer(metadata, "general.alignment", path, 32)
+    if not 1 <= alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
+        cursor.fail(f"general.alignment should be a power of two up to {_LARGEST_ALIGNMENT}, found {alignment}")
+    cursor.need(tensor_count * _SMALLEST_RECORD, f"a table of {tensor_count} tensors")
+    return GGUFFile((path,), version, metadata, _read_tensors(cursor, data, tensor_count, alignment))
+
+
+def _read_tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int) -> dict[str, StoredTensor]:
+    records = {}
+    for number in range(count):
+        name = cursor.text(f"the name of tensor {number}")
+        what = f"tensor {name!r:.80}"
+        if name in records:
+            cursor.fail(f"{what} stands twice")
+        rank = cursor.scalar("<I", f"the rank of {what}")
+        if not 1 <= rank <= 4:
+            cursor.fail(f"{what} has rank {rank}; 1 to 4 are possible")
+        dims = [cursor.scalar("<Q", f"dimension {axis} of {what}") for axis in range(rank)]
+        number_of_type = cursor.scalar("<I", f"the type of {what}")
+        offset = cursor.scalar("<Q", f"the offset of {what}")
+        type_name = _TYPE_NAMES.get(number_of_type)
+        if type_name is None:
+            cursor.fail(f"{what} has the unknown type {number_of_type}")
+        if type_name not in TYPES:
+            raise UnsupportedError(f"{cursor.path}: {what} is of type {type_name}; readable are {', '.join(TYPES)}")
+        kind = TYPES[type_name]
+        size = kind.bytes
+        for dim in dims:  # Python's integers do not wrap
+            size *= dim
+        if size == 0 or size // kind.block > len(data):
+            cursor.fail(f"{what} of shape {dims[::-1]} takes {size // kind.block} bytes, the file has {len(data)}")
+        if dims[0] % kind.block:
+            cursor.fail(f"{what} has rows of {dims[0]} values, not whole blocks of {kind.block} as {type_name} needs")
+        records[name] = (kind, tuple(reversed(dims)), offset, size // kind.block)
+    if not records:
+        return {}  # a first shard may hold metadata alone
+    start = -(-cursor.at // alignment) * alignment
+    end = 0
+    tensors = {}
+    for name, (kind, shape, offset, size) in sorted(records.items(), key=lambda item: item[1][2]):
+        expected = -(-end // alignment) * alignment
+        if offset != expected:
+            problem = "overlaps the tensor before it" if offset < end else "leaves a gap before it"
+            cursor.fail(f"tensor {name!r:.80} at offset {offset} {problem}: {expected} expected")
+        end = offset + size
+        if start + end > len(data):
+            cursor.fail(f"tensor {name!r:.80} ends at byte {start + end}, but the file ends at {len(data)}")
+        tensors[name] = StoredTensor(name, kind, shape, data[start + offset : start + end], cursor.path)
+    if len(data) - start - end > alignment:
+        cursor.fail(f"{len(data) - start - end} bytes stand after the last tensor")
+    return {name: tensors[name] for name in records}

@@ -1,0 +1,33 @@
+"""One stored tensor: where its bytes are and how to read them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from gemma_py.formats.blocks import BlockType
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """shape is in numpy's order, rows last: [N, K] has N rows of K. data: uint8, read-only, mapped."""
+
+    name: str
+    type: BlockType
+    shape: tuple[int, ...]
+    data: np.ndarray
+    path: Path
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}: tensor {self.name!r}"
+
+    def blocks(self, first: int = 0, last: int | None = None) -> np.ndarray:
+        """uint8 [blocks, bytes] of rows first to last."""
+        per_row = self.shape[-1] // self.type.block
+        table = self.data.reshape(-1, self.type.bytes)
+        return table[first * per_row : None if last is None else last * per_row]
+
+    def to_float32(self) -> np.ndarray:
+        """All values as f32, in the stored shape."""
+        return self.type.dequantise(self.blocks()).reshape(self.shape)

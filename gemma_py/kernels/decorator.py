@@ -1,0 +1,58 @@
+"""The one decorator of all compiled code, and where its machine code is kept."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+
+from gemma_py.paths import cache_dir
+
+# numba's own key sees neither edits in other files nor the optimiser's switches, so both are in the directory's name.
+_SWITCHES = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "CPU_NAME", "CPU_FEATURES", "BOUNDSCHECK")
+
+
+def _sources() -> list[Path]:
+    package = Path(__file__).parent.parent
+    return sorted([*package.glob("kernels/*.py"), *package.glob("model/*.py")])
+
+
+def _cache_path() -> Path | None:
+    """A private directory for this very code; None where none can be written, and nothing is cached then."""
+    key = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for switch in _SWITCHES:
+        key.update(f"{switch}={getattr(numba.config, switch, None)!r}".encode())
+    for source in _sources():
+        key.update(source.read_bytes())
+    path = cache_dir() / "kernels" / key.hexdigest()[:24]
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Machine code is loaded from here: nobody else may have put it there.
+        if path.stat().st_uid != os.getuid() or path.stat().st_mode & 0o022:
+            return None
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError:
+        return None
+
+
+_CACHE = _cache_path()
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """njit without the GIL, without fastmath, with IEEE division, cached. Kernels allocate nothing."""
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(_CACHE or "")
+    try:
+        return numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=_CACHE is not None)(function)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """The same for small helpers that kernels call: compiled into them, so never cached alone."""
+    return numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)

@@ -1,0 +1,82 @@
+"""Typed reading of a description somebody else wrote: every field is checked, and an error names it."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+
+from gemma_py.errors import ConfigError
+
+_MISSING: Any = object()
+LARGEST = 1 << 31  # no dimension, id or count of a real model is near
+
+
+class Fields:
+    """A mapping whose values are taken out by type. None counts as missing, as in Hugging Face's files."""
+
+    def __init__(self, where: str, values: Mapping[str, Any]) -> None:
+        self.where, self.values = where, values
+
+    def fail(self, name: str, expected: str) -> NoReturn:
+        found = self.values.get(name)
+        raise ConfigError(f"{self.where}: {name} should be {expected}, found {found!r:.80}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise ConfigError(f"{self.where}: {name} is missing")
+        return default
+
+    def integer(self, name: str, default: Any = _MISSING, least: int = 1) -> Any:
+        value = self._get(name, default)
+        if value is default:
+            return value
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
+            self.fail(name, f"a whole number from {least}")
+        return value
+
+    def number(self, name: str, default: Any = _MISSING) -> Any:
+        """A positive number."""
+        value = self._get(name, default)
+        if value is default:
+            return value
+        bad = isinstance(value, bool) or not isinstance(value, int | float)
+        if bad or abs(value) > 1e30 or not math.isfinite(value) or value < 1e-30:
+            self.fail(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            self.fail(name, "true or false")
+        return value
+
+    def text(self, name: str, default: Any = _MISSING) -> Any:
+        value = self._get(name, default)
+        if value is not default and not isinstance(value, str):
+            self.fail(name, "a string")
+        return value
+
+    def table(self, name: str) -> "Fields | None":
+        """A nested object; None where it is missing."""
+        value = self._get(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self.fail(name, "an object")
+        return Fields(f"{self.where}: {name}", value)
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """One token id or a list of them; empty where the field is missing."""
+        value = self._get(name, None)
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < LARGEST for v in values):
+            self.fail(name, "a token id or a list of them")
+        return tuple(values)

@@ -1,0 +1,32 @@
+"""Where our own files live (XDG), and how they are written: private, whole or not at all."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+def cache_dir() -> Path:
+    """$XDG_CACHE_HOME/gemma_py, or ~/.cache/gemma_py. Not created here."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path is to be ignored.
+    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "gemma_py"
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name only when it is complete. Raises OSError where it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, name = tempfile.mkstemp(prefix=path.name + ".", suffix=".partial", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise

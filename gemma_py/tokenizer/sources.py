@@ -1,0 +1,137 @@
+"""Vocabularies from tokenizer.json and from GGUF metadata."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gemma_py.errors import TokenizerError, UnsupportedError
+from gemma_py.formats.files import read_json
+from gemma_py.tokenizer.tokenizer import Tokenizer
+from gemma_py.tokenizer.vocabulary import Vocabulary, cached
+
+_GEMMA3_PIECES = 262_144
+_LARGEST_PIECE = 4096  # characters; the splits of a piece are tried one by one
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # tokenizer.ggml.token_type
+
+# What Gemma's tokenizer.json says and a GGUF leaves unsaid.
+_GEMMA_OPTIONS = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+_GEMMA_PIPELINE = {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    "pre_tokenizer": None,  # Gemma's splits at spaces, of which its normalizer leaves none
+    "decoder": {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ],
+    },
+}
+
+
+def tokenizer_from_gguf(path: Path, metadata: dict[str, Any]) -> Tokenizer | None:
+    """The tokenizer in a GGUF's metadata; None where there is none."""
+    if "tokenizer.ggml.tokens" not in metadata:
+        return None
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in ("llama", "gemma4"):  # both mean: SentencePiece-like pieces
+        raise UnsupportedError(f"{path}: tokenizer.ggml.model {model!r:.40}; Gemma files say 'llama'")
+    if model == "gemma4":
+        raise UnsupportedError(f"{path}: tokenizer.ggml.model 'gemma4' is not supported yet")
+    if metadata.get("tokenizer.ggml.add_space_prefix", False) is not False:
+        raise UnsupportedError(f"{path}: tokenizer.ggml.add_space_prefix is set; Gemma's tokenizer adds no space")
+    vocabulary = cached(path, "gguf", lambda: _vocabulary_of_gguf(path, metadata))
+    bos = metadata.get("tokenizer.ggml.bos_token_id", 2)
+    return Tokenizer(vocabulary, bos_id=bos, where=str(path))
+
+
+def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
+    """Pieces, types and scores to merges, as the converters from SentencePiece do it.
+
+    A merge is any split of a piece into two pieces. Better scores come first, user-defined pieces (runs of white space)
+    before all; of one score, longer left halves first.
+    """
+    tokens = metadata["tokenizer.ggml.tokens"]
+    scores = metadata.get("tokenizer.ggml.scores")
+    types = metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list):
+        raise TokenizerError(f"{path}: tokenizer.ggml.tokens should be a list of strings")
+    for name, table in (("scores", scores), ("token_type", types)):
+        if not isinstance(table, np.ndarray) or len(table) != len(tokens):
+            raise TokenizerError(f"{path}: tokenizer.ggml.{name} should have {len(tokens)} elements, one a token")
+    assert isinstance(scores, np.ndarray)
+    assert isinstance(types, np.ndarray)
+    if not np.isfinite(scores).all():
+        raise TokenizerError(f"{path}: tokenizer.ggml.scores has NaN or infinite elements")
+    kinds = types.tolist()
+    rank = np.where(types == _USER_DEFINED, 0, scores).tolist()
+    # Runs of spaces are user-defined and stored as spaces; text reaches the merges with "▁" in their place.
+    pieces = [t.replace(" ", "▁") if kind == _USER_DEFINED else t for t, kind in zip(tokens, kinds, strict=True)]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    if len(vocab) != len(pieces):
+        raise TokenizerError(f"{path}: tokenizer.ggml.tokens has {len(pieces) - len(vocab)} pieces twice")
+    find = vocab.get
+    merges = []
+    for number, piece in enumerate(pieces):
+        if kinds[number] in (_CONTROL, _BYTE):
+            continue
+        if len(piece) > _LARGEST_PIECE:
+            raise TokenizerError(f"{path}: token {number} has {len(piece)} characters; {_LARGEST_PIECE} are allowed")
+        splits = []
+        for cut in range(1, len(piece)):
+            left = find(piece[:cut])
+            if left is not None:
+                right = find(piece[cut:])
+                if right is not None:
+                    splits.append((left, right, rank[number], cut, len(piece) - cut))
+        splits.sort()
+        merges += splits
+    merges.sort(key=lambda merge: merge[2:], reverse=True)
+    added = [
+        (number, pieces[number], kind == _CONTROL)
+        for number, kind in enumerate(kinds)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    if len(pieces) == _GEMMA3_PIECES and pieces[255_999] == "<start_of_image>":
+        # Gemma 3's own tokenizer has one token more than its text models have embeddings.
+        added.append((_GEMMA3_PIECES, "<image_soft_token>", True))
+    table = np.array([merge[:2] for merge in merges], np.int32).reshape(-1, 2)
+    return Vocabulary(pieces, table, added, _GEMMA_OPTIONS, _GEMMA_PIPELINE)
+
+
+def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
+    """The tokenizer in a tokenizer.json."""
+    return Tokenizer(cached(path, "json", lambda: _vocabulary_of_json(path)), bos_token=bos_token, where=str(path))
+
+
+def _vocabulary_of_json(path: Path) -> Vocabulary:
+    document = read_json(path)
+    model = document.get("model") if isinstance(document, dict) else None
+    if not isinstance(model, dict):
+        raise TokenizerError(f"{path}: the field 'model' is missing")
+    if model.get("type", "BPE") != "BPE":
+        raise UnsupportedError(f"{path}: model.type {model.get('type')!r:.40}; Gemma's tokenizers are BPE")
+    vocab = model.get("vocab")
+    whole = isinstance(vocab, dict) and all(isinstance(number, int) for number in vocab.values())
+    if not whole or sorted(vocab.values()) != list(range(len(vocab))):
+        raise TokenizerError(f"{path}: model.vocab should number its pieces 0, 1, 2 ... without gaps")
+    merges = np.empty((0, 2), np.int32)
+    try:
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])]
+        if pairs:
+            merges = np.array([(vocab[left], vocab[right]) for left, right in pairs], np.int32)
+    except (KeyError, TypeError, ValueError) as error:
+        raise TokenizerError(f"{path}: model.merges should hold pairs of pieces from model.vocab: {error!r:.80}") from None
+    added = []
+    for token in document.get("added_tokens") or []:
+        try:
+            added.append((int(token["id"]), str(token["content"]), bool(token.get("special", False))))
+            if any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip")):
+                raise UnsupportedError(f"{path}: added token {token['content']!r:.60} strips white space or asks for words")
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise TokenizerError(f"{path}: added_tokens should have id and content, found {token!r:.80}") from None
+    names = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "dropout")
+    options = {name: model[name] for name in names if model.get(name) is not None}
+    pipeline = {name: document.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+    return Vocabulary(sorted(vocab, key=vocab.__getitem__), merges, sorted(added), options, pipeline)
