@@ -73,24 +73,32 @@ def quantise(x, codes, scales):
             codes[k] = np.int16(code)
 
 
+@inlined
+def _dot(x, w, n, group):
+    """The exact sum of x[group, k] * w[n, group, k]. It fits: 32 * 128 * 32767 < 2^31."""
+    total = np.int32(0)
+    for k in range(x.shape[1]):
+        total = np.int32(total + np.int32(x[group, k]) * np.int32(w[n, group, k]))
+    return total
+
+
 @kernel
 def matmul_codes(x, sx, w, sw, minimums, y):
     """y[n] = sum over groups of (sx * sw) * dot(codes) - (sx * minimum) * sum(codes of x).
 
-    x: [K] int16   sx: [K / 32]   w: [N, K] int8   sw: [N, groups]   minimums: [N, groups] or empty   y: [N], written
+    x: [groups, width] int16   sx: [K / 32]   w: [N, groups, width] int8   sw: [N, groups]
+    minimums: [N, groups] or empty   y: [N], written
     """
-    groups = sw.shape[1]
-    width = w.shape[1] // groups
+    groups, width = x.shape
     for n in range(w.shape[0]):
         total = _ZERO
         for group in range(groups):
-            dot, codes = np.int32(0), np.int32(0)
-            for k in range(group * width, (group + 1) * width):
-                dot = np.int32(dot + np.int32(x[k]) * np.int32(w[n, k]))
-                codes = np.int32(codes + np.int32(x[k]))
             scale = sx[group * width // BLOCK]
-            total = fma(scale * sw[n, group], _F(dot), total)
+            total = fma(scale * sw[n, group], _F(_dot(x, w, n, group)), total)
             if minimums.shape[0] > 0:
+                codes = np.int32(0)
+                for k in range(width):
+                    codes = np.int32(codes + np.int32(x[group, k]))
                 total = fma(-(scale * minimums[n, group]), _F(codes), total)
         y[n] = total
 
@@ -133,7 +141,9 @@ def matmul(x: Input, matrix: Matrix) -> np.ndarray:
     if isinstance(matrix, FloatMatrix):
         matmul_float(x.values, matrix.values, y)
     else:
-        matmul_codes(*x.codes(), matrix.codes, matrix.scales, matrix.minimums, y)
+        (codes, scales), (N, groups) = x.codes(), matrix.scales.shape
+        w = matrix.codes.reshape(N, groups, -1)
+        matmul_codes(codes.reshape(groups, -1), scales, w, matrix.scales, matrix.minimums, y)
     return y
 
 
