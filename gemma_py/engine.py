@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from gemma_py.model import reference
 from gemma_py.model.checkpoint import open_checkpoint
 from gemma_py.model.config import Config
 from gemma_py.model.weights import Weights
-from gemma_py.score import log_probabilities
+from gemma_py.score import log_probability
 from gemma_py.tokenizer import Tokenizer
 
 
@@ -100,11 +99,25 @@ class Engine:
             made += [] if ended else [token]
             reason = "stop" if ended else "length" if count == max_tokens else None
             text = self._text(made, last=reason is not None)
-            yield Token(token, text[len(shown) :], log_probabilities(logits[None], [token])[0], reason)
+            yield Token(token, text[len(shown) :], log_probability(logits, token), reason)
             if reason is not None:
                 return
             shown = text
             logits = session.decode(token)
+
+    def score(self, ids: Sequence[int]) -> Iterator[float]:
+        """Negative log likelihood of each token after the first, given all before it; in nats, one by one."""
+        tokens = self.check_ids(ids)
+        if len(tokens) < 2:
+            raise InputError(f"scoring needs at least 2 tokens, found {len(tokens)}")
+        if len(tokens) > self.context:
+            raise ContextError(f"{len(tokens)} tokens exceed the context of {self.context} tokens")
+        return self._score(tokens)
+
+    def _score(self, tokens: list[int]) -> Iterator[float]:
+        session = self.session()
+        for token, following in itertools.pairwise(tokens):
+            yield -log_probability(session.decode(token), following)
 
     def _text(self, ids: list[int], last: bool) -> str:
         """The text so far; a character whose bytes are not all there yet is held back."""
@@ -188,9 +201,3 @@ def load(model: str | Path, threads: int | None = None, context: int | None = No
     path = resolve(model)
     checkpoint = open_checkpoint(path)
     return Engine(checkpoint.config, checkpoint.weights(), checkpoint.tokenizer(), path, context)
-
-
-def perplexity(nll: Sequence[float]) -> float:
-    """e^(mean NLL); infinite where that is beyond a float."""
-    mean = math.fsum(nll) / len(nll)
-    return math.exp(mean) if mean < 700 else math.inf

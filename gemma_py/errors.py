@@ -31,3 +31,7 @@ class ContextError(GemmaError):
 
 class InputError(GemmaError):
     """Arguments or input that cannot be meant: ids outside the vocabulary, an empty prompt, a closed engine."""
+
+
+class ComputationError(GemmaError):
+    """A forward pass that gave no numbers."""

@@ -1,15 +1,17 @@
 """How likely given tokens are, in float64 and in a fixed order."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from gemma_py.errors import ComputationError
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.elementary import exp64, log64
 
 
 @kernel
-def log_probability(logits, token):
+def _log_probability(logits, token):
     """logits[token] - max - ln(sum over v of exp(logits[v] - max)), v ascending, in f64.    logits: [V]"""
     largest = np.float64(logits[0])
     for v in range(logits.shape[0]):
@@ -21,6 +23,15 @@ def log_probability(logits, token):
     return np.float64(logits[token]) - largest - log64(total)
 
 
-def log_probabilities(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
-    """One natural logarithm a row of logits: [T, V]."""
-    return [log_probability(row, token) for row, token in zip(logits, tokens, strict=True)]
+def log_probability(logits: np.ndarray, token: int) -> float:
+    """Natural logarithm of the token's probability. Logits that are no numbers are an error, not a score."""
+    value = float(_log_probability(logits, token))
+    if math.isnan(value):
+        raise ComputationError("the logits hold NaN: the weights lead to values beyond float32")
+    return value
+
+
+def perplexity(nll: Sequence[float]) -> float:
+    """e^(mean NLL); infinite where that is beyond a float."""
+    mean = math.fsum(nll) / len(nll)
+    return math.exp(mean) if mean < 700 else math.inf

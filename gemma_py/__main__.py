@@ -1,0 +1,3 @@
+from gemma_py.cli.main import entry
+
+entry()

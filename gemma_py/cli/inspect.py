@@ -1,0 +1,114 @@
+"""What a checkpoint is: shape, layers, tensor types, sizes, tokenizer, template.
+
+Reads descriptions only; no weight is loaded.
+"""
+
+import argparse
+from collections import Counter
+from typing import Any
+
+from gemma_py.catalog import resolve
+from gemma_py.cli.common import add_model, print_json, size
+from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+
+
+def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
+    config, tensors = checkpoint.config, checkpoint.tensors.values()
+    types: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for tensor in tensors:
+        types[tensor.type.name] += tensor.data.nbytes
+        counts[tensor.type.name] += 1
+    tokenizer = checkpoint.tokenizer()
+    made: dict[str, Any] = {
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "model_type": config.model_type,
+        "parameters": sum(tensor_size(tensor.shape) for tensor in tensors),
+        "bytes": sum(types.values()),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "context": config.max_position_embeddings,
+        "tied_head": config.tie_word_embeddings,
+        "attn_logit_softcapping": config.attn_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "query_pre_attn_scalar": config.query_pre_attn_scalar,
+        "eos_token_ids": list(config.eos_token_ids),
+        "layers": [
+            {
+                "window": layer.sliding_window,
+                "heads": layer.num_attention_heads,
+                "kv_heads": layer.num_key_value_heads,
+                "head_dim": layer.head_dim,
+                "intermediate_size": layer.intermediate_size,
+                "rope_theta": layer.rope.theta,
+                "rope_factor": layer.rope.factor,
+                "norms": sorted(norm.value for norm in layer.norms),
+            }
+            for layer in config.layers
+        ],
+        "types": {name: {"tensors": counts[name], "bytes": types[name]} for name in types},
+        "tokenizer": None
+        if tokenizer is None
+        else {"size": tokenizer.size, "control_tokens": len(tokenizer.control_ids), "bos": tokenizer.bos_id},
+        "chat_template": checkpoint.chat_template,
+    }
+    if with_tensors:
+        made["tensors"] = [
+            {"name": tensor.name, "type": tensor.type.name, "shape": list(tensor.shape), "bytes": tensor.data.nbytes}
+            for tensor in tensors
+        ]
+    return made
+
+
+def tensor_size(shape: tuple[int, ...]) -> int:
+    count = 1
+    for dim in shape:
+        count *= dim
+    return count
+
+
+def run(args: argparse.Namespace) -> None:
+    made = report(open_checkpoint(resolve(args.model)), args.tensors)
+    if args.json:
+        print_json(made)
+        return
+    layers = made["layers"]
+    first = layers[0]
+    windows = Counter(layer["window"] for layer in layers)
+    kinds = [f"{n} full" if window is None else f"{n} with a window of {window}" for window, n in windows.items()]
+    ropes = {
+        f"{y['rope_theta']:g}" + (f" / {y['rope_factor']:g}" if y["rope_factor"] != 1 else "")
+        + (" (full)" if y["window"] is None else " (window)")
+        for y in layers
+    }  # fmt: skip
+    caps = [f"{name} {made[f'{name}_logit_softcapping']:g}" for name in ("attn", "final") if made[f"{name}_logit_softcapping"]]
+    tokenizer = made["tokenizer"]
+    template = made["chat_template"]
+    rows = [
+        ("path", made["path"]),
+        ("format", made["format"] + ", " + ", ".join(
+            f"{kind['tensors']} {name} ({size(kind['bytes'])})" for name, kind in made["types"].items())),
+        ("model", f"{made['model_type']}, {made['parameters'] / 1e6:,.1f} M parameters, {size(made['bytes'])}"),
+        ("shape", f"hidden {made['hidden_size']}, feed-forward {first['intermediate_size']}, "
+                  f"vocabulary {made['vocab_size']}, context {made['context']}"),
+        ("layers", f"{len(layers)}: " + ", ".join(kinds)),
+        ("attention", f"{first['heads']} query and {first['kv_heads']} key/value heads of {first['head_dim']}, "
+                      f"query scalar {made['query_pre_attn_scalar']:g}"),
+        ("rope", ", ".join(sorted(ropes))),
+        ("soft caps", ", ".join(caps) or "none"),
+        ("head", "tied to the embedding" if made["tied_head"] else "its own matrix"),
+        ("tokenizer", "none: token ids only" if tokenizer is None else
+            f"{tokenizer['size']} pieces, {tokenizer['control_tokens']} control tokens, bos {tokenizer['bos']}, "
+            f"end {', '.join(map(str, made['eos_token_ids']))}"),
+        ("template", "none" if template is None else f"{len(template)} characters"),
+    ]  # fmt: skip
+    for name, text in rows:
+        print(f"{name:10} {text}")
+    for tensor in made.get("tensors", []):
+        print(f"{tensor['type']:7} {tensor['bytes']:>12} {tensor['shape']!s:18} {tensor['name']}")

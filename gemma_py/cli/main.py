@@ -1,0 +1,79 @@
+"""The command line: arguments in, a command called, errors turned into one line and an exit code."""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import gemma_py
+from gemma_py.catalog import DEFAULT_MODEL
+from gemma_py.cli import generate, inspect, models, score
+from gemma_py.errors import GemmaError
+
+GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+_COMMANDS = (generate, score, inspect, models)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Usage errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message} (see --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = _Parser(
+        prog="gemma_py",
+        description="Run Gemma models on CPUs. The same prompt gives the same bits, on any machine.",
+        epilog=f"MODEL is a GGUF file, a Hugging Face directory, or a name from `gemma_py models`; {DEFAULT_MODEL} if left "
+        "out. Exit codes: 0 good, 1 failed, 2 usage, 130 interrupted.",
+    )
+    top.add_argument("--version", action="version", version=f"gemma_py {gemma_py.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    for module in _COMMANDS:
+        name = module.__name__.rpartition(".")[2]
+        description = (module.__doc__ or "").strip()
+        command = commands.add_parser(
+            name,
+            help=description.partition("\n")[0].rstrip("."),
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        command.set_defaults(run=module.run)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(arguments)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+        return GOOD
+    except GemmaError as error:
+        message = str(error)
+    except BrokenPipeError:
+        # The reader left (`... | head`): nothing more to say, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except MemoryError:
+        message = "out of memory"
+    except OSError as error:
+        message = str(error)
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+    print(f"gemma_py: {' '.join(message.split())}", file=sys.stderr)
+    return FAILED
+
+
+def entry() -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(main())

