@@ -48,8 +48,8 @@ class BlockType:
         if self.widen is not None:
             return self.widen(blocks)
         assert self.unpack is not None
-        codes, scales, minimums = self.unpack(blocks)
-        with np.errstate(invalid="ignore", over="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):  # hostile scales; who needs finite ones checks for them
+            codes, scales, minimums = self.unpack(blocks)
             values = scales[..., None] * codes.reshape(len(codes), -1, self.group).astype(np.float32)
             if self.minimum is Minimum.ADDED:
                 assert minimums is not None

@@ -1,0 +1,46 @@
+"""Shared by the suite: tiny checkpoints of every family, made from a seed, and a helper that runs the command line."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import tiny_checkpoints as tiny  # noqa: E402  (lives in tools/)
+
+import gemma_py  # noqa: E402
+from gemma_py.cli.main import main  # noqa: E402
+
+TINY = ROOT / "models" / "tiny-gemma3"
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A directory a variant, of the seed that the goldens have."""
+    base = tmp_path_factory.mktemp("checkpoints")
+    for name, variant in tiny.VARIANTS.items():
+        tiny.write(variant, base / name, seed=1)
+    return {name: base / name for name in tiny.VARIANTS}
+
+
+@pytest.fixture(scope="session")
+def tiny_engine() -> gemma_py.Engine:
+    return gemma_py.load(TINY)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call

@@ -1,0 +1,117 @@
+"""GGUF files for tests: byte by byte for hostile ones, and a tiny model through the gguf package's writer."""
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+
+import gguf
+import numpy as np
+import tiny_checkpoints as tiny
+
+from gemma_py.formats.blocks import TYPES
+
+U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def field(key: str | bytes, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def record(name: str, dims: Sequence[int], kind: int, offset: int) -> bytes:
+    head = text(name) + struct.pack("<I", len(dims))
+    return head + b"".join(struct.pack("<Q", dim) for dim in dims) + struct.pack("<IQ", kind, offset)
+
+
+def assemble(fields: Sequence[bytes], records: Sequence[bytes], data: bytes, alignment: int = 32, **head: int) -> bytes:
+    counts = struct.pack("<QQ", head.get("tensor_count", len(records)), head.get("field_count", len(fields)))
+    start = b"GGUF" + struct.pack("<I", head.get("version", 3)) + counts + b"".join(fields) + b"".join(records)
+    return start + b"\0" * (-len(start) % alignment) + data
+
+
+def small() -> bytes:
+    """A sound file of two tensors and a few fields; its last tensor ends with the file."""
+    fields = [
+        field("general.architecture", STRING, text("gemma3")),
+        field("a.number", U32, struct.pack("<I", 7)),
+        field("a.flag", BOOL, b"\1"),
+        field("a.list", ARRAY, struct.pack("<IQ", STRING, 3) + text("x") + text("") + text("ü")),
+        field("a.table", ARRAY, struct.pack("<IQ", F32, 2) + struct.pack("<ff", 1.5, -2.0)),
+    ]
+    records = [record("first", [8, 3], 0, 0), record("second", [32], 8, 96)]
+    return assemble(fields, records, np.arange(24, dtype="<f4").tobytes() + bytes(range(34)))
+
+
+_PARTS = {
+    "embed_tokens": "token_embd", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm", "norm": "output_norm", "lm_head": "output",
+}  # fmt: skip
+
+
+def gguf_name(name: str, family: str) -> str:
+    """Hugging Face's tensor name in GGUF's words."""
+    name = name.removeprefix("model.").removesuffix(".weight")
+    layer = ""
+    if name.startswith("layers."):
+        _, number, name = name.split(".", 2)
+        layer = f"blk.{number}."
+    part = _PARTS[name]
+    return layer + ("ffn_norm" if (family, part) == ("gemma", "post_attention_norm") else part) + ".weight"
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Bytes of sane random values: random codes, and scales around 1 / sqrt(columns)."""
+    block = TYPES[kind]
+    count = rows * columns // block.block
+    blocks = np.random.default_rng(seed).integers(0, 256, (count, block.bytes), dtype=np.uint8)
+    scale = np.float16(0.02 / columns**0.5 if block.block == 256 else 0.1 / columns**0.5)
+    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+    for at in halves.get(kind, (0,)):
+        blocks[:, at : at + 2] = np.frombuffer(scale.tobytes(), np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def write_model(
+    path: Path, variant: tiny.Variant, seed: int, kinds: dict[str, str] | None = None
+) -> Path:
+    """The variant's weights as a GGUF. kinds: tensor type by part ("q_proj", ...); those parts get random blocks."""
+    c = variant.config.get("text_config", variant.config)
+    family = {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3"}[c["model_type"]]
+    writer = gguf.GGUFWriter(str(path), family)
+    writer.add_context_length(c["max_position_embeddings"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_head_count_kv(c["num_key_value_heads"])
+    writer.add_key_length(c["head_dim"])
+    writer.add_value_length(c["head_dim"])
+    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    if family != "gemma":
+        writer.add_sliding_window(c["sliding_window"])
+    if family == "gemma3":
+        writer.add_rope_freq_base(c["rope_parameters"]["full_attention"]["rope_theta"])
+    if family == "gemma2":
+        writer.add_attn_logit_softcapping(c["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(c["final_logit_softcapping"])
+    for number, (name, values) in enumerate(tiny.tensors(variant, seed).items()):
+        new = gguf_name(name, family)
+        kind = next((k for part, k in (kinds or {}).items() if part in name), None)
+        if kind is not None:
+            blocks = random_blocks(kind, *values.shape, seed=seed * 100 + number)
+            writer.add_tensor(new, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor(new, values + 1 if values.ndim == 1 else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

