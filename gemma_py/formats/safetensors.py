@@ -3,6 +3,7 @@
 The `safetensors` package cannot give bfloat16 to numpy and copies what it gives; a header of JSON is all there is to read.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,6 +23,11 @@ _OTHER_BITS = {
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """All tensors of one file, by name. Tensors of types that no text weight has are left out."""
+    return {name: tensor for name, tensor in _read(path).items() if tensor is not None}
+
+
+def _read(path: Path) -> dict[str, StoredTensor | None]:
+    """None stands for a tensor of a type that no text weight has, or of no values."""
 
     def fail(message: str) -> NoReturn:
         raise FormatError(f"{path}: {message}")
@@ -39,9 +45,10 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         fail("the header is not a JSON object")
     header.pop("__metadata__", None)
     body = data[8 + length :]
-    spans, tensors = [], {}
+    spans = []
+    tensors: dict[str, StoredTensor | None] = {}
     for name, entry in header.items():
-        kind, bits, shape, first, last = _entry(name, entry, fail)
+        kind, bits, shape, first, last = _entry(path, name, entry, fail)
         size = bits
         for dim in shape:
             size *= dim
@@ -50,8 +57,8 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         if last > len(body):
             fail(f"tensor {name!r:.80} ends at byte {last} of the data, but the data has {len(body)}")
         spans.append((first, last, name))
-        if kind is not None and last > first:
-            tensors[name] = StoredTensor(name, kind, tuple(shape), body[first:last], path)
+        readable = kind is not None and last > first
+        tensors[name] = StoredTensor(name, kind, tuple(shape), body[first:last], path) if readable else None
     end = 0
     for first, last, name in sorted(spans):
         if first != end:
@@ -63,7 +70,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _entry(name: str, entry: Any, fail: Any) -> tuple[Any, int, list[int], int, int]:
+def _entry(path: Path, name: str, entry: Any, fail: Callable[[str], NoReturn]) -> tuple[Any, int, list[int], int, int]:
     """(type or None, bits a value, shape, first byte, last byte) of one header entry."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         fail(f"tensor {name!r:.80}: expected dtype, shape and data_offsets, found {entry!r:.80}")
@@ -80,7 +87,7 @@ def _entry(name: str, entry: Any, fail: Any) -> tuple[Any, int, list[int], int, 
         kind = _READABLE[dtype]
         return kind, kind.bytes * 8, shape, offsets[0], offsets[1]
     if not isinstance(dtype, str) or dtype not in _OTHER_BITS:
-        raise UnsupportedError(f"tensor {name!r:.80}: the type {dtype!r:.40}; readable are {', '.join(_READABLE)}")
+        raise UnsupportedError(f"{path}: tensor {name!r:.80}: the type {dtype!r:.40}; readable are {', '.join(_READABLE)}")
     return None, _OTHER_BITS[dtype], shape, offsets[0], offsets[1]
 
 
@@ -90,16 +97,19 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
     table = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(table, dict) or not table:
         raise FormatError(f"{path}: weight_map should map tensor names to files")
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor | None] = {}
     for file in sorted({_shard_name(path, name) for name in table.values()}):
         shard = path.parent / file
         if not shard.exists():
             raise FormatError(f"{shard}: this shard is missing, {path.name} names it")
-        for name, tensor in read_safetensors(shard).items():
+        for name, tensor in _read(shard).items():
             if table.get(name) != file:
                 raise FormatError(f"{shard}: tensor {name!r:.80} is not listed for this file in {path.name}")
             tensors[name] = tensor
-    return tensors
+    for name, file in table.items():
+        if name not in tensors:
+            raise FormatError(f"{path}: tensor {name!r:.80} is not in {file}, which should hold it")
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _shard_name(index: Path, name: Any) -> str:

@@ -1,0 +1,140 @@
+"""The safetensors reader, against the package's own writer and against every broken file."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemma_py.errors import FormatError, GemmaError, UnsupportedError
+from gemma_py.formats.safetensors import read_index, read_safetensors
+
+
+def raw(header: Any, body: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def entry(dtype: str, shape: list[int], first: int, last: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
+
+
+SMALL = raw({"a": entry("F32", [2, 3], 0, 24), "b": entry("BF16", [4], 24, 32), "n": entry("I64", [1], 32, 40)},
+            np.arange(6, dtype="<f4").tobytes() + b"\x80\x3f" * 4 + b"\0" * 8)  # fmt: skip
+
+
+def write(tmp_path: Path, data: bytes, name: str = "model.safetensors") -> Path:
+    path = tmp_path / name
+    path.write_bytes(data)
+    return path
+
+
+def test_a_sound_file_is_read(tmp_path: Path) -> None:
+    tensors = read_safetensors(write(tmp_path, SMALL))
+    assert set(tensors) == {"a", "b"}  # integers are nobody's text weights
+    assert tensors["a"].to_float32().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensors["b"].to_float32().tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_matches_the_package_s_writer(tmp_path: Path, dtype: type) -> None:
+    values = {"x": np.random.default_rng(0).standard_normal((7, 5)).astype(dtype), "y": np.ones(3, dtype)}
+    path = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(values, path, metadata={"format": "pt"})
+    tensors = read_safetensors(path)
+    for name, value in values.items():
+        np.testing.assert_array_equal(tensors[name].to_float32(), value.astype(np.float32))
+
+
+def test_every_prefix_is_refused(tmp_path: Path) -> None:
+    for length in range(len(SMALL)):
+        with pytest.raises(FormatError):
+            read_safetensors(write(tmp_path, SMALL[:length]))
+
+
+F32_8 = b"\0" * 8
+BROKEN = {
+    "header larger than the file": (struct.pack("<Q", 1 << 20) + b"{}", "larger than the file"),
+    "header of 2^63": (struct.pack("<Q", 1 << 63) + b"{}", "are allowed"),
+    "no JSON": (raw(b"{"), "not valid JSON"),
+    "a list": (raw([]), "not a JSON object"),
+    "not UTF-8": (raw(b'{"\xff": 1}'), "not UTF-8"),
+    "deep": (raw(b'{"a":' * 100_000 + b"1" + b"}" * 100_000), "too deeply"),
+    "NaN": (raw(b'{"a": NaN}'), "NaN"),
+    "key twice": (raw(b'{"a": 1, "a": 2}'), "'a' stands twice"),
+    "no offsets": (raw({"a": {"dtype": "F32", "shape": [2]}}, F32_8), "'a'"),
+    "extra field": (raw({"a": entry("F32", [2], 0, 8) | {"more": 1}}, F32_8), "'a'"),
+    "shape negative": (raw({"a": entry("F32", [-2], 0, 8)}, F32_8), "'a'"),
+    "shape of floats": (raw({"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}, F32_8), "'a'"),
+    "shape true": (raw({"a": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}}, F32_8), "'a'"),
+    "shape wraps": (raw({"a": entry("F32", [1 << 62, 4], 0, 8)}, F32_8), "'a'"),
+    "shape of 10^6 dims": (raw({"a": entry("F32", [1] * 1000, 0, 4)}, F32_8), "'a'"),
+    "offsets reversed": (raw({"a": entry("F32", [2], 8, 0)}, F32_8), "data_offsets"),
+    "offsets of three": (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}}, F32_8), "data_offsets"),
+    "size wrong": (raw({"a": entry("F32", [3], 0, 8)}, F32_8), "takes 12 bytes, not 8"),
+    "past the end": (raw({"a": entry("F32", [4], 0, 16)}, F32_8), "ends at byte 16"),
+    "overlap": (raw({"a": entry("F32", [2], 0, 8), "b": entry("F32", [1], 4, 8)}, F32_8), "overlaps"),
+    "gap": (raw({"a": entry("F32", [1], 4, 8)}, F32_8), "gap"),
+    "left over": (raw({"a": entry("F32", [1], 0, 4)}, F32_8), "after the last tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_refused(tmp_path: Path, name: str) -> None:
+    data, message = BROKEN[name]
+    with pytest.raises(FormatError, match=message) as caught:
+        read_safetensors(write(tmp_path, data))
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_an_unknown_type_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="F4_NEW"):
+        read_safetensors(write(tmp_path, raw({"a": entry("F4_NEW", [2], 0, 8)}, F32_8)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_mutated_files_give_an_error_or_a_sound_file(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    content = bytearray(SMALL)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at : at + 1] = data.draw(st.binary(min_size=0, max_size=9))
+    try:
+        tensors = read_safetensors(write(tmp_path_factory.mktemp("mutated"), bytes(content)))
+    except GemmaError:
+        return
+    for tensor in tensors.values():
+        with np.errstate(all="ignore"):
+            assert tensor.to_float32().shape == tensor.shape
+
+
+def index(tmp_path: Path, weight_map: Any) -> Path:
+    return write(tmp_path, json.dumps({"weight_map": weight_map}).encode(), "model.safetensors.index.json")
+
+
+def test_shards(tmp_path: Path) -> None:
+    write(tmp_path, raw({"a": entry("F32", [2], 0, 8)}, F32_8), "1.safetensors")
+    write(tmp_path, raw({"b": entry("F32", [2], 0, 8)}, F32_8), "2.safetensors")
+    assert set(read_index(index(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"}))) == {"a", "b"}
+    for weight_map, message in (
+        ({"a": "1.safetensors", "b": "3.safetensors"}, "missing"),
+        ({"b": "1.safetensors"}, "not listed"),
+        ({"a": "../1.safetensors"}, "beside it"),
+        ({"a": "/etc/passwd"}, "beside it"),
+        ({"a": 5}, "beside it"),
+        ({}, "weight_map"),
+        ([], "weight_map"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            read_index(index(tmp_path, weight_map))
+
+
+def test_a_tensor_that_the_index_names_but_no_shard_holds(tmp_path: Path) -> None:
+    write(tmp_path, raw({"a": entry("F32", [2], 0, 8)}, F32_8), "1.safetensors")
+    with pytest.raises(FormatError, match="'b'"):
+        read_index(index(tmp_path, {"a": "1.safetensors", "b": "1.safetensors"}))
