@@ -71,7 +71,8 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
     """Bytes of sane random values: random codes, and scales around 1 / sqrt(columns)."""
     block = TYPES[kind]
     count = rows * columns // block.block
-    blocks = np.random.default_rng(seed).integers(0, 256, (count, block.bytes), dtype=np.uint8)
+    raw = np.random.RandomState(seed).bytes(count * block.bytes)  # a stream that numpy has frozen
+    blocks = np.frombuffer(raw, np.uint8).reshape(count, block.bytes).copy()
     scale = np.float16(0.02 / columns**0.5 if block.block == 256 else 0.1 / columns**0.5)
     halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
     for at in halves.get(kind, (0,)):

@@ -1,0 +1,24 @@
+"""Write tests/data/tiny_bits.json: a digest of logits and KV rows for every tiny model, as this machine computes them.
+
+    python tools/make_bits.py
+
+To be run only when an order of arithmetic was changed on purpose; every other machine must give the same digests.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path.insert(0, str(TESTS))
+
+import test_reference  # noqa: E402  (the digests are defined where they are checked)
+import tiny_checkpoints as tiny  # noqa: E402
+
+with tempfile.TemporaryDirectory() as scratch:
+    for name, variant in tiny.VARIANTS.items():
+        tiny.write(variant, Path(scratch) / name, seed=1)
+    checkpoints = {name: Path(scratch) / name for name in tiny.VARIANTS}
+    made = test_reference.digests(checkpoints, Path(scratch))
+(TESTS / "data" / "tiny_bits.json").write_text(json.dumps(made, indent=1) + "\n")
