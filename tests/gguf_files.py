@@ -55,6 +55,8 @@ _PARTS = {
     "post_feedforward_layernorm": "post_ffw_norm", "norm": "output_norm", "lm_head": "output",
 }  # fmt: skip
 
+PARTS_OF_A_LAYER = [part for part in _PARTS.values() if part not in ("token_embd", "output_norm", "output")]
+
 
 def gguf_name(name: str, family: str) -> str:
     """Hugging Face's tensor name in GGUF's words."""

@@ -1,0 +1,185 @@
+"""The engine and its sessions: the same bits however a prompt is cut, clear errors, nothing shared between sessions."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoints as tiny
+from conftest import TINY
+
+import gemma_py
+from gemma_py.errors import ContextError, InputError
+
+IDS = [2, *range(20, 60)]
+
+
+def bits(logits: np.ndarray) -> np.ndarray:
+    return logits.view(np.uint32)
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_decode_matches_prefill(checkpoints: dict[str, Path], name: str) -> None:
+    with gemma_py.load(checkpoints[name]) as engine:
+        whole, cut, single = engine.session(), engine.session(), engine.session()
+        every = whole.prefill(IDS, all_logits=True)
+        assert every.shape == (len(IDS), engine.config.vocab_size)
+        assert every.dtype == np.float32
+        pieces = [cut.prefill(IDS[:7]), cut.prefill(IDS[7:8]), cut.prefill(IDS[8:], chunk=3)]
+        for at, logits in zip((6, 7, len(IDS) - 1), pieces, strict=True):
+            np.testing.assert_array_equal(bits(every[at]), bits(logits))
+        for at, token in enumerate(IDS):
+            np.testing.assert_array_equal(bits(every[at]), bits(single.decode(token)))
+        assert whole.kv_digest() == cut.kv_digest() == single.kv_digest()
+        assert len(set(whole.kv_digest())) == len(engine.config.layers)
+
+
+def test_reference_logits_match_the_session(tiny_engine: gemma_py.Engine) -> None:
+    expected = gemma_py.reference.logits(tiny_engine, IDS)
+    np.testing.assert_array_equal(bits(expected), bits(tiny_engine.session().prefill(IDS, all_logits=True)))
+
+
+def test_sessions_interleave(tiny_engine: gemma_py.Engine) -> None:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(1536) for _ in range(25)] for _ in range(3)]
+    alone = []
+    for prompt in prompts:
+        session = tiny_engine.session()
+        alone.append((session.prefill(prompt), session.kv_digest()))
+    sessions, left = [tiny_engine.session() for _ in prompts], [list(prompt) for prompt in prompts]
+    logits = [np.empty(0, np.float32)] * len(prompts)
+    while any(left):
+        turn = rng.choice([number for number, rest in enumerate(left) if rest])
+        logits[turn] = sessions[turn].decode(left[turn].pop(0))
+    for number, (expected, digest) in enumerate(alone):
+        np.testing.assert_array_equal(bits(logits[number]), bits(expected))
+        assert sessions[number].kv_digest() == digest
+
+
+def test_a_digest_sees_one_bit(tiny_engine: gemma_py.Engine) -> None:
+    session = tiny_engine.session()
+    session.prefill(IDS)
+    before = session.kv_digest()
+    row = session._cache.values[2][len(IDS) - 1]
+    row.view(np.uint32).reshape(-1)[3] ^= 1
+    after = session.kv_digest()
+    assert [a == b for a, b in zip(before, after, strict=True)] == [layer != 2 for layer in range(len(before))]
+
+
+def test_a_digest_covers_what_a_later_token_may_read(tiny_engine: gemma_py.Engine) -> None:
+    session = tiny_engine.session()
+    session.prefill(IDS)
+    before = session.kv_digest()
+    window = tiny_engine.config.layers[0].sliding_window
+    assert window == 16
+    session._cache.keys[0][len(IDS) - window] += 1  # out of reach for position len(IDS)
+    assert session.kv_digest() == before
+    session._cache.keys[0][len(IDS) - window + 1] += 1
+    assert session.kv_digest() != before
+
+
+def test_an_empty_session_has_digests(tiny_engine: gemma_py.Engine) -> None:
+    assert len(tiny_engine.session().kv_digest()) == len(tiny_engine.config.layers)
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [1536], [1.5], ["a"], None, [None], [True], [[1]], [2**70], 5])
+def test_bad_ids_are_refused_before_any_work(tiny_engine: gemma_py.Engine, ids: object) -> None:
+    session = tiny_engine.session()
+    session.prefill(IDS[:3])
+    with pytest.raises(InputError):
+        session.prefill(ids)  # type: ignore[arg-type]
+    assert session.position == 3
+
+
+def test_numpy_ids_are_ids(tiny_engine: gemma_py.Engine) -> None:
+    a, b = tiny_engine.session(), tiny_engine.session()
+    np.testing.assert_array_equal(a.prefill(np.array(IDS)), b.prefill(IDS))  # type: ignore[arg-type]
+
+
+def test_the_context_is_kept_before_any_work() -> None:
+    with gemma_py.load(TINY, context=10) as engine:
+        session = engine.session()
+        session.prefill(IDS[:8])
+        with pytest.raises(ContextError, match="3 tokens after 8 exceed the context of 10"):
+            session.prefill(IDS[:3])
+        assert session.position == 8
+        session.prefill(IDS[:2])
+        with pytest.raises(ContextError):
+            session.decode(1)
+        with pytest.raises(ContextError, match="context of 10"):
+            engine.generate(IDS[:8], max_tokens=3)
+        with pytest.raises(ContextError):
+            engine.score(IDS[:11])
+
+
+def test_the_models_own_context_is_the_limit() -> None:
+    with gemma_py.load(TINY, context=10**9) as engine:
+        assert engine.context == 4096
+    with pytest.raises(InputError):
+        gemma_py.load(TINY, context=0)
+
+
+def test_a_closed_engine_says_so() -> None:
+    engine = gemma_py.load(TINY)
+    session = engine.session()
+    engine.close()
+    with pytest.raises(InputError, match="closed"):
+        session.prefill(IDS)
+    engine.close()
+
+
+def test_generate_is_greedy_and_streams_whole_characters(tiny_engine: gemma_py.Engine) -> None:
+    assert tiny_engine.tokenizer is not None
+    tokens = list(tiny_engine.generate("some text", max_tokens=12))
+    ids = tiny_engine.encode("some text")
+    session = tiny_engine.session()
+    logits = session.prefill(ids)
+    for token in tokens:
+        assert token.id == int(np.argmax(logits))
+        exact = logits.astype(np.float64) - logits.max()
+        assert token.logprob == pytest.approx(float(exact[token.id] - np.log(np.exp(exact).sum())), abs=1e-12)
+        logits = session.decode(token.id)
+    assert [token.finish_reason for token in tokens] == [None] * 11 + ["length"]
+    assert "".join(token.text for token in tokens) == tiny_engine.tokenizer.decode([token.id for token in tokens])
+    assert list(tiny_engine.generate(ids, max_tokens=12)) == tokens
+
+
+def test_generate_stops_at_an_end_token() -> None:
+    with gemma_py.load(TINY) as engine:
+        first = next(iter(engine.generate(IDS, max_tokens=5)))
+        object.__setattr__(engine.config, "eos_token_ids", (first.id,))
+        (only,) = engine.generate(IDS, max_tokens=5)
+        assert (only.finish_reason, only.text) == ("stop", "")
+
+
+def test_half_characters_are_held_back(tiny_engine: gemma_py.Engine) -> None:
+    assert tiny_engine.tokenizer is not None
+    snowman = [tiny_engine.tokenizer.token_id(f"<0x{byte:02X}>") for byte in "☃".encode()]
+    assert None not in snowman
+    ids = [token for token in snowman if token is not None]
+    shown = [tiny_engine._text(ids[:count], last=False) for count in (1, 2, 3)]
+    assert shown == ["", "", "☃"]
+    assert tiny_engine._text(ids[:2], last=True) != ""
+
+
+@pytest.mark.parametrize("count", [0, -5])
+def test_max_tokens_must_be_positive(tiny_engine: gemma_py.Engine, count: int) -> None:
+    with pytest.raises(InputError, match="max_tokens"):
+        tiny_engine.generate(IDS, max_tokens=count)
+
+
+def test_without_a_tokenizer_ids_still_work(checkpoints: dict[str, Path]) -> None:
+    with gemma_py.load(checkpoints["gemma2"]) as engine:
+        assert engine.tokenizer is None
+        assert len(list(engine.generate(IDS, max_tokens=2))) <= 2
+        with pytest.raises(InputError, match="no tokenizer"):
+            engine.generate("text")
+
+
+def test_score_is_the_negative_log_softmax(tiny_engine: gemma_py.Engine) -> None:
+    logits = tiny_engine.session().prefill(IDS, all_logits=True).astype(np.float64)[:-1]
+    logits -= logits.max(1, keepdims=True)
+    expected = np.log(np.exp(logits).sum(1)) - logits[range(len(IDS) - 1), IDS[1:]]
+    np.testing.assert_allclose(list(tiny_engine.score(IDS)), expected, rtol=0, atol=1e-12)
+    with pytest.raises(InputError, match="at least 2"):
+        tiny_engine.score([2])

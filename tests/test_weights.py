@@ -1,0 +1,138 @@
+"""Tensors against the config: missing, surplus, misshapen, not finite; each is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoints as tiny
+from gguf_files import PARTS_OF_A_LAYER, write_model
+
+import gemma_py
+from gemma_py.errors import ConfigError, FormatError, GemmaError, ModelNotFoundError
+from gemma_py.model.checkpoint import open_checkpoint
+
+VARIANT = tiny.VARIANTS["gemma3"]
+Q0 = "model.layers.0.self_attn.q_proj.weight"
+
+
+def rewritten(path: Path, change: Callable[[dict[str, np.ndarray]], None], dtype: str = "F32") -> Path:
+    tiny.write(VARIANT, path, seed=2)
+    values = tiny.tensors(VARIANT, 2)
+    change(values)
+    tiny.save_safetensors(path / "model.safetensors", values, dtype)
+    return path
+
+
+def put(name: str, value: np.ndarray) -> Callable[[dict[str, np.ndarray]], None]:
+    return lambda values: values.__setitem__(name, value)
+
+
+def poison(name: str, number: float) -> Callable[[dict[str, np.ndarray]], None]:
+    return lambda values: values[name].reshape(-1).__setitem__(7, number)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.pop(Q0), "q_proj.weight' is missing"),
+        (lambda values: values.pop("model.norm.weight"), "'model.norm.weight' is missing"),
+        (lambda values: values.pop("model.embed_tokens.weight"), "embed_tokens"),
+        (put(Q0, np.zeros((5, 32), np.float32)), r"q_proj.weight': shape \[96, 32\] expected"),
+        (put(Q0, np.zeros(96 * 32, np.float32)), r"found \[3072\]"),
+        (put("model.layers.7.mlp.up_proj.weight", np.zeros((64, 32), np.float32)), "layers.7.mlp.up_proj.weight' is not part"),
+        (put("model.layers.0.self_attn.q_proj.bias", np.zeros(96, np.float32)), "q_proj.bias' is not part"),
+        (poison(Q0, np.nan), "q_proj.weight': holds NaN"),
+        (poison(Q0, np.inf), "q_proj.weight': holds NaN"),
+        (poison("model.layers.3.input_layernorm.weight", -np.inf), "input_layernorm.weight': holds NaN"),
+        (poison("model.embed_tokens.weight", np.nan), "embed_tokens.weight': holds NaN"),
+    ],
+)
+def test_a_wrong_tensor_is_named(tmp_path: Path, change: Callable[[dict[str, np.ndarray]], None], message: str) -> None:
+    with pytest.raises((ConfigError, FormatError), match=message):
+        gemma_py.load(rewritten(tmp_path, change))
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_not_finite_in_every_width(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(FormatError, match="q_proj.weight': holds NaN"):
+        gemma_py.load(rewritten(tmp_path, poison(Q0, np.inf), dtype))
+
+
+def test_a_sound_checkpoint_loads(tmp_path: Path) -> None:
+    gemma_py.load(rewritten(tmp_path, lambda values: None)).close()
+
+
+def test_harmless_leftovers_are_accepted(tmp_path: Path) -> None:
+    """Old files carry rope tables; some tied ones store the head twice."""
+
+    def change(values: dict[str, np.ndarray]) -> None:
+        values["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(12, np.float32)
+        values["lm_head.weight"] = values["model.embed_tokens.weight"].copy()
+
+    gemma_py.load(rewritten(tmp_path, change)).close()
+
+
+def test_a_quantised_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", VARIANT, seed=2, kinds={"up_proj": "Q8_0"})
+    tensor = open_checkpoint(path).tensors["blk.2.ffn_up.weight"]
+    data = bytearray(path.read_bytes())
+    at = data.find(tensor.data.tobytes())
+    data[at + 34 : at + 36] = b"\x00\x7c"  # the second block's scale becomes infinite
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match="blk.2.ffn_up.weight"):
+        gemma_py.load(path)
+
+
+@pytest.mark.parametrize("part", PARTS_OF_A_LAYER)
+def test_every_tensor_of_a_gguf_is_needed(tmp_path: Path, part: str) -> None:
+    path = write_model(tmp_path / "m.gguf", VARIANT, seed=2)
+    data = path.read_bytes()
+    wanted = f"blk.3.{part}.weight".encode()
+    path.write_bytes(data.replace(wanted, wanted.replace(b"blk.3.", b"blk.9.")))
+    with pytest.raises(ConfigError, match=rf"blk.3.{part}.weight' is missing"):
+        gemma_py.load(path)
+
+
+def directory(tmp_path: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no config.json"),
+        ({"x.gguf": b"GGUF"}, "holds x.gguf"),
+        ({"config.json": b"{"}, "not valid JSON"),
+        ({"config.json": b"[]"}, "JSON object"),
+        ({"config.json": b"{}"}, "no Gemma"),
+        ({"config.json": b"[" * 200_000}, "too deeply"),
+        ({"config.json": b'{"a": 1e999}'}, "no Gemma"),
+        ({"config.json": b'{"a": ' + b"9" * 10_000 + b"}"}, "not valid JSON"),
+        ({"config.json": json.dumps(VARIANT.config).encode()}, "neither model.safetensors"),
+    ],
+)
+def test_an_incomplete_directory(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    with pytest.raises(GemmaError, match=message) as caught:
+        gemma_py.load(directory(tmp_path, files))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_paths_that_are_no_models(tmp_path: Path) -> None:
+    for path, message in ((tmp_path / "nothing", "no such file"), (Path("/dev/null"), "neither a file")):
+        with pytest.raises((ModelNotFoundError, FormatError), match=message):
+            gemma_py.load(path)
+    rewritten(tmp_path, lambda values: None)
+    with pytest.raises(FormatError, match="give the directory"):
+        gemma_py.load(tmp_path / "model.safetensors")
+
+
+def test_links_are_followed_as_in_the_hugging_face_cache(tmp_path: Path) -> None:
+    blobs, snapshot = rewritten(tmp_path / "blobs", lambda values: None), tmp_path / "snapshot"
+    snapshot.mkdir()
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../blobs/{file.name}")
+    gemma_py.load(snapshot).close()
