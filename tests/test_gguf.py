@@ -42,7 +42,9 @@ def test_matches_the_gguf_package_s_writer(tmp_path: Path) -> None:
     writer.add_array("some.numbers", [1, 2, 3])
     values = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
     writer.add_tensor("floats", values)
-    writer.add_tensor("codes", gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor(
+        "codes", gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0), raw_dtype=gguf.GGMLQuantizationType.Q8_0
+    )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -122,7 +124,9 @@ def test_hostile_files_are_refused(tmp_path: Path, name: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_mutated_files_give_an_error_or_a_sound_file(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_mutated_files_give_an_error_or_a_sound_file(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     content = bytearray(small())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 1))

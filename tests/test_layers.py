@@ -69,7 +69,11 @@ def test_imports_go_one_way() -> None:
 
 @pytest.mark.parametrize(
     ("source", "wrong"),
-    [("from gemma_py.engine import load", "kernels"), ("import gemma_py.kernels.simd", "formats"), ("import gemma_py", "model")],
+    [
+        ("from gemma_py.engine import load", "kernels"),
+        ("import gemma_py.kernels.simd", "formats"),
+        ("import gemma_py", "model"),
+    ],
 )
 def test_an_upward_import_is_caught(source: str, wrong: str) -> None:
     assert violations({wrong: imports(source)})

@@ -368,6 +368,7 @@ def test_rope_at_far_positions() -> None:
     spec.rope(turned, 131_071, frequencies)
     angle = (np.float32(131_071) * frequencies).astype(np.float64)  # the angle itself is float32, as in transformers
     expected = np.concatenate(
-        [x[:, :64] * np.cos(angle) - x[:, 64:] * np.sin(angle), x[:, 64:] * np.cos(angle) + x[:, :64] * np.sin(angle)], 1
+        [x[:, :64] * np.cos(angle) - x[:, 64:] * np.sin(angle), x[:, 64:] * np.cos(angle) + x[:, :64] * np.sin(angle)],
+        1,
     )
     np.testing.assert_allclose(turned, expected, rtol=0, atol=1e-6)

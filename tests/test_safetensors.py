@@ -43,7 +43,10 @@ def test_a_sound_file_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_matches_the_package_s_writer(tmp_path: Path, dtype: type) -> None:
-    values = {"x": np.random.default_rng(0).standard_normal((7, 5)).astype(dtype), "y": np.ones(3, dtype)}
+    values: dict[str, np.ndarray] = {
+        "x": np.random.default_rng(0).standard_normal((7, 5)).astype(dtype),
+        "y": np.ones(3, dtype),
+    }
     path = tmp_path / "model.safetensors"
     safetensors.numpy.save_file(values, path, metadata={"format": "pt"})
     tensors = read_safetensors(path)
@@ -99,7 +102,9 @@ def test_an_unknown_type_is_named(tmp_path: Path) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_mutated_files_give_an_error_or_a_sound_file(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_mutated_files_give_an_error_or_a_sound_file(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     content = bytearray(SMALL)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 1))

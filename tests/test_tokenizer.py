@@ -63,7 +63,24 @@ def from_gguf(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 TEXTS = st.text(max_size=60) | st.lists(
     st.sampled_from(
-        [" ", "  ", "\n", "\n\n", "\t", "▁", "a", "the ", "<b>", "<bos>", "<start_of_turn>", "<unused0>", "é", "🙂", "\0", "_"]
+        [
+            " ",
+            "  ",
+            "\n",
+            "\n\n",
+            "\t",
+            "▁",
+            "a",
+            "the ",
+            "<b>",
+            "<bos>",
+            "<start_of_turn>",
+            "<unused0>",
+            "é",
+            "🙂",
+            "\0",
+            "_",
+        ]
     ),
     max_size=20,
 ).map("".join)
@@ -251,7 +268,9 @@ def demo() -> Tokenizer:
 
 
 def golden() -> list[tuple[str, list[int]]]:
-    table: list[tuple[str, list[int]]] = json.loads(gzip.decompress((ROOT / "tests/data/tokenizer.json.gz").read_bytes()))
+    table: list[tuple[str, list[int]]] = json.loads(
+        gzip.decompress((ROOT / "tests/data/tokenizer.json.gz").read_bytes())
+    )
     return table
 
 

@@ -41,7 +41,10 @@ def poison(name: str, number: float) -> Callable[[dict[str, np.ndarray]], None]:
         (lambda values: values.pop("model.embed_tokens.weight"), "embed_tokens"),
         (put(Q0, np.zeros((5, 32), np.float32)), r"q_proj.weight': shape \[96, 32\] expected"),
         (put(Q0, np.zeros(96 * 32, np.float32)), r"found \[3072\]"),
-        (put("model.layers.7.mlp.up_proj.weight", np.zeros((64, 32), np.float32)), "layers.7.mlp.up_proj.weight' is not part"),
+        (
+            put("model.layers.7.mlp.up_proj.weight", np.zeros((64, 32), np.float32)),
+            "layers.7.mlp.up_proj.weight' is not part",
+        ),
         (put("model.layers.0.self_attn.q_proj.bias", np.zeros(96, np.float32)), "q_proj.bias' is not part"),
         (poison(Q0, np.nan), "q_proj.weight': holds NaN"),
         (poison(Q0, np.inf), "q_proj.weight': holds NaN"),
@@ -56,7 +59,7 @@ def test_a_wrong_tensor_is_named(tmp_path: Path, change: Callable[[dict[str, np.
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_not_finite_in_every_width(tmp_path: Path, dtype: str) -> None:
-    with pytest.raises(FormatError, match="q_proj.weight': holds NaN"):
+    with pytest.raises(FormatError, match=r"q_proj.weight': holds NaN"):
         gemma_py.load(rewritten(tmp_path, poison(Q0, np.inf), dtype))
 
 
@@ -81,7 +84,7 @@ def test_a_quantised_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:
     at = data.find(tensor.data.tobytes())
     data[at + 34 : at + 36] = b"\x00\x7c"  # the second block's scale becomes infinite
     path.write_bytes(data)
-    with pytest.raises(FormatError, match="blk.2.ffn_up.weight"):
+    with pytest.raises(FormatError, match=r"blk.2.ffn_up.weight"):
         gemma_py.load(path)
 
 

@@ -47,9 +47,21 @@ def texts(added: list[str]) -> list[str]:
     chosen = [token for number, token in enumerate(added) if not token.startswith("<unused") or number % 60 == 0]
     for token in chosen:
         made += [token, f"x{token}y {token} z"]
-    made += [" " * n for n in (2, 5, 31, 32, 33, 64)] + ["\n" * n for n in (2, 3, 31, 32, 63)] + ["\t" * n for n in (2, 31, 40)]
+    made += (
+        [" " * n for n in (2, 5, 31, 32, 33, 64)]
+        + ["\n" * n for n in (2, 3, 31, 32, 63)]
+        + ["\t" * n for n in (2, 31, 40)]
+    )
     made += ["".join(rng.choices(PIECES, k=rng.randint(2, 30))) for _ in range(400)]
-    ranges = [(0x20, 0x7E), (0, 0xFF), (0x370, 0x5FF), (0x900, 0xDFF), (0x3040, 0x9FFF), (0x1F300, 0x1FAFF), (0xE000, 0xFFFF)]
+    ranges = [
+        (0x20, 0x7E),
+        (0, 0xFF),
+        (0x370, 0x5FF),
+        (0x900, 0xDFF),
+        (0x3040, 0x9FFF),
+        (0x1F300, 0x1FAFF),
+        (0xE000, 0xFFFF),
+    ]
     for _ in range(200):
         low, high = rng.choice(ranges)
         made.append("".join(chr(rng.randint(low, high)) for _ in range(rng.randint(1, 40))))
@@ -77,7 +89,9 @@ def main() -> int:
                 wrong += 1
                 print(f"{name}: {text!r:.80}: {expected} expected")
             user = tokenizer.encode(text, bos=False)
-            if set(user) & tokenizer.control_ids or tokenizer.decode(user) != theirs.decode(expected, skip_special_tokens=False):
+            if set(user) & tokenizer.control_ids or tokenizer.decode(user) != theirs.decode(
+                expected, skip_special_tokens=False
+            ):
                 wrong += 1
                 print(f"{name}: {text!r:.80}: as user text {user}")
         if number < len(everything):

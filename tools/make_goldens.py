@@ -56,12 +56,14 @@ def main() -> int:
                 ours = engine.session().prefill(ids, all_logits=True)
             error = float(np.abs(ours - theirs).max() / theirs.std())
             worst = max(worst, error)
-            print(f"seed {seed} {name:24} largest error {error:.2e} of the logits' standard deviation {theirs.std():.3f}")
+            print(
+                f"seed {seed} {name:24} largest error {error:.2e} of the logits' standard deviation {theirs.std():.3f}"
+            )
             golden[name] = (ids, theirs)
     if args.check is None:
         DATA.mkdir(parents=True, exist_ok=True)
         logits = {name: theirs.astype(np.float32) for name, (_, theirs) in golden.items()}
-        np.savez_compressed(DATA / "tiny_logits.npz", **logits)
+        np.savez_compressed(DATA / "tiny_logits.npz", **logits)  # type: ignore[arg-type]
         ids_of = {name: ids for name, (ids, _) in golden.items()}
         (DATA / "tiny_ids.json").write_text(json.dumps({"seed": args.seed, "ids": ids_of}) + "\n")
     print(json.dumps({"largest_error": worst, "bar": BAR}))

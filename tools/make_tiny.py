@@ -67,7 +67,13 @@ def main() -> None:
     files = {
         "tokenizer.json": document,
         "tokenizer_config.json": {"bos_token": "<bos>", "eos_token": "<eos>", "tokenizer_class": "GemmaTokenizer"},
-        "generation_config.json": {"bos_token_id": 2, "eos_token_id": [1, 6], "do_sample": True, "top_k": 64, "top_p": 0.95},
+        "generation_config.json": {
+            "bos_token_id": 2,
+            "eos_token_id": [1, 6],
+            "do_sample": True,
+            "top_k": 64,
+            "top_p": 0.95,
+        },
     }
     for name, content in files.items():
         (TARGET / name).write_text(json.dumps(content, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")

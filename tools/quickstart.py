@@ -70,7 +70,7 @@ def main() -> int:
     if not arguments or arguments[0] not in EXTRAS:
         print(__doc__, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  (this file must say so before anything is installed)
         say(f"Python 3.11 or later is needed; this is {sys.version.split()[0]}")
         return 2
     task, rest = arguments[0], arguments[1:]

@@ -4,6 +4,7 @@ The weights come from splitmix64 and integer arithmetic, so a seed gives the sam
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ class Variant:
     shards: int = 1
     prefix: str = "model."
     head: str | None = None  # name of an untied head
-    extra: dict[str, tuple[int, ...]] = field(default_factory=dict)  # tensors of other parts
+    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tensors of other parts
 
 
 def _gemma1(**changes: Any) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
             table |= {f"{layer}self_attn.{x}_norm.weight": (E,) for x in "qk"}
     if variant.head:
         table[variant.head] = (c["vocab_size"], D)
-    return table | variant.extra
+    return {**table, **variant.extra}
 
 
 def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
@@ -169,7 +170,9 @@ def save_safetensors(path: Path, values: dict[str, np.ndarray], dtype: str) -> N
         values = {name: (value.view(np.uint32) >> np.uint32(16)).astype(np.uint16) for name, value in values.items()}
     data = safetensors.numpy.save(values)
     length = int.from_bytes(data[:8], "little")
-    header = data[8 : 8 + length].replace(b'"dtype":"U16"', b'"dtype":"BF16"') if dtype == "BF16" else data[8 : 8 + length]
+    header = (
+        data[8 : 8 + length].replace(b'"dtype":"U16"', b'"dtype":"BF16"') if dtype == "BF16" else data[8 : 8 + length]
+    )
     path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
 
 
@@ -182,7 +185,7 @@ def write(variant: Variant, directory: Path, seed: int) -> None:
         save_safetensors(directory / "model.safetensors", values, variant.dtype)
         return
     names = sorted(values)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for n in range(variant.shards):
         file = f"model-{n + 1:05}-of-{variant.shards:05}.safetensors"
         part = {name: values[name] for name in names[n :: variant.shards]}

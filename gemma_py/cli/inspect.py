@@ -87,7 +87,11 @@ def run(args: argparse.Namespace) -> None:
         + (" (full)" if y["window"] is None else " (window)")
         for y in layers
     }  # fmt: skip
-    caps = [f"{name} {made[f'{name}_logit_softcapping']:g}" for name in ("attn", "final") if made[f"{name}_logit_softcapping"]]
+    caps = [
+        f"{name} {made[f'{name}_logit_softcapping']:g}"
+        for name in ("attn", "final")
+        if made[f"{name}_logit_softcapping"]
+    ]
     tokenizer = made["tokenizer"]
     template = made["chat_template"]
     rows = [

@@ -27,5 +27,7 @@ def run(args: argparse.Namespace) -> None:
     for entry in entries:
         mark = "*" if at_hand(entry) else " "
         parameters = f"{entry.parameters / 1e9:.2f} B" if entry.parameters >= 1e8 else f"{entry.parameters / 1e6:.2f} M"
-        print(f"{mark} {entry.name:22} {parameters:>8} {size(entry.bytes):>10}  {entry.format:17} {entry.source:46} {entry.note}")
+        print(
+            f"{mark} {entry.name:22} {parameters:>8} {size(entry.bytes):>10}  {entry.format:17} {entry.source:46} {entry.note}"
+        )
     print("* at hand: `python -m gemma_py generate NAME --prompt ...`. Others: download, then give the path.")

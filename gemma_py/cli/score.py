@@ -25,7 +25,10 @@ def run(args: argparse.Namespace) -> None:
             values.append(value)
             if not args.json:
                 piece = engine.tokenizer.piece(ids[number]) if engine.tokenizer else None
-                print(f"{number:6} {ids[number]:7} {value:10.5f}  {'' if piece is None else repr(piece)[1:-1]}", flush=True)
+                print(
+                    f"{number:6} {ids[number]:7} {value:10.5f}  {'' if piece is None else repr(piece)[1:-1]}",
+                    flush=True,
+                )
         mean = math.fsum(values) / len(values)
         if args.json:
             print_json({"ids": ids, "nll": values, "mean_nll": mean, "perplexity": perplexity(values)})

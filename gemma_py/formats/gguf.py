@@ -48,7 +48,7 @@ class _Cursor:
 
     def __init__(self, path: Path, data: np.ndarray) -> None:
         self.path, self.at, self.size = path, 0, len(data)
-        self.bytes = memoryview(data)
+        self.bytes = memoryview(data.data)
 
     def fail(self, message: str) -> NoReturn:
         raise FormatError(f"{self.path}: {message}")
@@ -76,7 +76,8 @@ class _Cursor:
 
     def texts(self, count: int, what: str) -> list[str]:
         """Many strings: the loop that a vocabulary of 262,144 pieces spends its time in."""
-        data, at, size, out = self.bytes, self.at, self.size, []
+        data, at, size = self.bytes, self.at, self.size
+        out: list[str] = []
         length_of = struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-
 from gemma_py.errors import FormatError, UnsupportedError
 from gemma_py.formats.blocks import BF16, F16, F32
 from gemma_py.formats.files import map_file, parse_json, read_json
@@ -87,7 +86,9 @@ def _entry(path: Path, name: str, entry: Any, fail: Callable[[str], NoReturn]) -
         kind = _READABLE[dtype]
         return kind, kind.bytes * 8, shape, offsets[0], offsets[1]
     if not isinstance(dtype, str) or dtype not in _OTHER_BITS:
-        raise UnsupportedError(f"{path}: tensor {name!r:.80}: the type {dtype!r:.40}; readable are {', '.join(_READABLE)}")
+        raise UnsupportedError(
+            f"{path}: tensor {name!r:.80}: the type {dtype!r:.40}; readable are {', '.join(_READABLE)}"
+        )
     return None, _OTHER_BITS[dtype], shape, offsets[0], offsets[1]
 
 
@@ -117,5 +118,3 @@ def _shard_name(index: Path, name: Any) -> str:
     if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
         raise FormatError(f"{index}: weight_map should name files beside it, found {name!r:.80}")
     return name
-
-

@@ -71,9 +71,7 @@ def _open_directory(path: Path) -> Checkpoint:
         raise ModelNotFoundError(f"{path}: no config.json in this directory{hint}")
     document = read_json(path / "config.json")
     generation = path / "generation_config.json"
-    config = config_from_hf(
-        document, str(path / "config.json"), read_json(generation) if generation.exists() else None
-    )
+    config = config_from_hf(document, str(path / "config.json"), read_json(generation) if generation.exists() else None)
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists():
         tensors = read_safetensors(single)
@@ -112,7 +110,9 @@ def _template(path: Path) -> str | None:
         return read_text(file)
     template = _tokenizer_config(path).get("chat_template")
     if isinstance(template, list):  # several by name; "default" is the one for chat
-        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
+        template = next(
+            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
+        )
     if template is not None and not isinstance(template, str):
         raise ConfigError(f"{path / 'tokenizer_config.json'}: chat_template should be a string")
     return template

@@ -27,7 +27,9 @@ def config_from_hf(document: Any, where: str, generation: Any = None) -> Config:
     fields = outer.table("text_config") or outer
     written = fields.text("model_type", outer.text("model_type", ""))
     if written in _LATER:
-        raise UnsupportedError(f"{where}: model_type {written!r} is not supported yet; readable are {', '.join(_FAMILIES)}")
+        raise UnsupportedError(
+            f"{where}: model_type {written!r} is not supported yet; readable are {', '.join(_FAMILIES)}"
+        )
     if written not in _FAMILIES:
         raise UnsupportedError(f"{where}: model_type {written!r:.40} is no Gemma; readable are {', '.join(_FAMILIES)}")
     family = _FAMILIES[written]

@@ -311,7 +311,9 @@ def normalised(x: np.ndarray, norm: Norm, weights: LayerWeights, eps: np.float32
     return y
 
 
-def attention(x: np.ndarray, number: int, layer: Layer, weights: LayerWeights, config: Config, cache: Cache) -> np.ndarray:
+def attention(
+    x: np.ndarray, number: int, layer: Layer, weights: LayerWeights, config: Config, cache: Cache
+) -> np.ndarray:
     """[D] of x: [D], already normalised; writes the row of this position into the cache."""
     H, G, E, eps = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim, _F(config.rms_norm_eps)
     position, row = cache.position, Input(x)

@@ -169,7 +169,9 @@ class _Source:
         if tensor is None:
             raise ConfigError(f"{self.where}: tensor {name!r} is missing")
         if tensor.shape != shape:
-            raise ConfigError(f"{tensor.where}: shape {list(shape)} expected from the config, found {list(tensor.shape)}")
+            raise ConfigError(
+                f"{tensor.where}: shape {list(shape)} expected from the config, found {list(tensor.shape)}"
+            )
         self.used.add(name)
         return tensor
 
@@ -190,7 +192,9 @@ class _Source:
         D, F = self.config.hidden_size, layer.intermediate_size
         HE, GE = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
         shapes = {"q": (HE, D), "k": (GE, D), "v": (GE, D), "o": (D, HE), "gate": (F, D), "up": (F, D), "down": (D, F)}
-        matrices = {part: self.matrix(self.names.matrices[part].format(number), *shape) for part, shape in shapes.items()}
+        matrices = {
+            part: self.matrix(self.names.matrices[part].format(number), *shape) for part, shape in shapes.items()
+        }
         widths = {Norm.QUERY: layer.head_dim, Norm.KEY: layer.head_dim}
         gains = {
             norm: self.gain(self.names.norms[norm].format(number), widths.get(norm, D))

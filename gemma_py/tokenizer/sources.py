@@ -112,9 +112,9 @@ def _vocabulary_of_json(path: Path) -> Vocabulary:
         raise TokenizerError(f"{path}: the field 'model' is missing")
     if model.get("type", "BPE") != "BPE":
         raise UnsupportedError(f"{path}: model.type {model.get('type')!r:.40}; Gemma's tokenizers are BPE")
-    vocab = model.get("vocab")
+    vocab: dict[str, int] = model.get("vocab") or {}
     whole = isinstance(vocab, dict) and all(isinstance(number, int) for number in vocab.values())
-    if not whole or sorted(vocab.values()) != list(range(len(vocab))):
+    if not whole or not vocab or sorted(vocab.values()) != list(range(len(vocab))):
         raise TokenizerError(f"{path}: model.vocab should number its pieces 0, 1, 2 ... without gaps")
     merges = np.empty((0, 2), np.int32)
     try:
@@ -122,13 +122,17 @@ def _vocabulary_of_json(path: Path) -> Vocabulary:
         if pairs:
             merges = np.array([(vocab[left], vocab[right]) for left, right in pairs], np.int32)
     except (KeyError, TypeError, ValueError) as error:
-        raise TokenizerError(f"{path}: model.merges should hold pairs of pieces from model.vocab: {error!r:.80}") from None
+        raise TokenizerError(
+            f"{path}: model.merges should hold pairs of pieces from model.vocab: {error!r:.80}"
+        ) from None
     added = []
     for token in document.get("added_tokens") or []:
         try:
             added.append((int(token["id"]), str(token["content"]), bool(token.get("special", False))))
             if any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip")):
-                raise UnsupportedError(f"{path}: added token {token['content']!r:.60} strips white space or asks for words")
+                raise UnsupportedError(
+                    f"{path}: added token {token['content']!r:.60} strips white space or asks for words"
+                )
         except (KeyError, TypeError, ValueError, AttributeError):
             raise TokenizerError(f"{path}: added_tokens should have id and content, found {token!r:.80}") from None
     names = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "dropout")

@@ -18,7 +18,7 @@ def _guarded(action: Callable[[], Any], where: str, error_type: type[Exception] 
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        raise error_type(f"{where}: {type(error).__name__}: {str(error):.200}") from None
+        raise error_type(f"{where}: {type(error).__name__}: {error!s:.200}") from None
 
 
 def _model(vocabulary: Vocabulary) -> Any:

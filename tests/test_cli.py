@@ -1,0 +1,233 @@
+"""The command line: what it prints, exit codes, and one line for every error."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+from gguf_files import small
+
+import gemma_py
+from gemma_py.catalog import catalogue, resolve
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_score_json(run: Run, tmp_path: Path) -> None:
+    ids = [2, 30, 31, 500, 7]
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps(ids))
+    code, out, err = run("score", TINY, "--ids", file, "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert set(report) == {"ids", "nll", "mean_nll", "perplexity"}
+    assert report["ids"] == ids
+    with gemma_py.load(TINY) as engine:
+        assert report["nll"] == list(engine.score(ids))
+    assert report["mean_nll"] == pytest.approx(sum(report["nll"]) / 4)
+    assert report["perplexity"] == pytest.approx(2.718281828 ** report["mean_nll"])
+
+
+def test_score_of_a_text_and_of_its_file_are_the_same(run: Run, tmp_path: Path) -> None:
+    text = "some text\twith <bos> and 🙂\n"
+    (tmp_path / "text").write_text(text)
+    _, a, _ = run("score", TINY, "--text", text, "--json")
+    _, b, _ = run("score", TINY, "--file", tmp_path / "text", "--json")
+    assert json.loads(a) == json.loads(b)
+    assert json.loads(a)["ids"].count(2) == 1
+    code, table, _ = run("score", TINY, "--text", text)
+    assert code == 0
+    assert len(table.splitlines()) == len(json.loads(a)["nll"]) + 1
+    assert "perplexity" in table
+
+
+def test_generate(run: Run) -> None:
+    code, out, err = run("generate", TINY, "--prompt", "some text", "--max-tokens", 5, "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert len(report["ids"]) == len(report["logprobs"]) == 5
+    assert report["finish_reason"] == "length"
+    code, out, _ = run("generate", TINY, "--prompt", "some text", "--max-tokens", 5)
+    assert (code, out) == (0, report["text"] + "\n")
+
+
+def test_inspect(run: Run, checkpoints: dict[str, Path]) -> None:
+    for name, path in checkpoints.items():
+        code, out, err = run("inspect", path, "--json", "--tensors")
+        assert (code, err) == (0, ""), name
+        report = json.loads(out)
+        assert report["bytes"] == sum(tensor["bytes"] for tensor in report["tensors"])
+        assert report["model_type"] in name.replace("gemma1", "gemma")
+        assert run("inspect", path)[0] == 0
+    report = json.loads(run("inspect", TINY, "--json")[1])
+    assert [layer["window"] for layer in report["layers"]] == [16] * 5 + [None, 16]
+    assert report["tokenizer"]["size"] == 1536
+    assert "start_of_turn" in report["chat_template"]
+    assert report["parameters"] == 444_672
+
+
+def test_models(run: Run) -> None:
+    entries = json.loads(run("models", "--json")[1])["models"]
+    assert {"gemma-3-270m", "gemma-3-27b-it", "gemma-2-9b-it", "gemma-7b", "gemma-3-4b-it-qat", "tiny-gemma3"} <= {
+        entry["name"] for entry in entries
+    }
+    assert len({entry["name"] for entry in entries}) == len(entries)
+    code, out, _ = run("models")
+    assert code == 0
+    assert len(out.splitlines()) == len(entries) + 1
+
+
+def test_catalogue_sizes_follow_from_the_shapes() -> None:
+    for entry in catalogue():
+        s = entry.shape
+        norms = 2 if entry.name.startswith(("gemma-2b", "gemma-7b")) else 4
+        heads = 2 * s["E"] if "gemma-3" in entry.name or "gemma3" in entry.name or "function" in entry.name else 0
+        layer = s["D"] * s["E"] * 2 * (s["H"] + s["G"]) + 3 * s["D"] * s["F"] + norms * s["D"] + heads
+        assert entry.parameters == s["V"] * s["D"] + s["L"] * layer + s["D"], entry.name
+    assert resolve("tiny-gemma3").is_dir()
+
+
+def test_help_everywhere(run: Run) -> None:
+    for arguments in ([], ["score"], ["generate"], ["inspect"], ["models"]):
+        code, out, _ = run(*arguments, "--help")
+        assert code == 0
+        assert "usage" in out
+    assert run("--version")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["score", TINY],
+        ["score", TINY, "--text", "a", "--file", "b"],
+        ["generate", TINY],
+        ["generate", TINY, "--prompt", "a", "--max-tokens", "x"],
+        ["score", TINY, "--unknown"],
+    ],
+)
+def test_usage_errors(run: Run, arguments: list[str]) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+
+
+def bad_files(tmp_path: Path) -> dict[str, list[object]]:
+    files = {
+        "broken.gguf": small()[:50],
+        "no_model.gguf": small(),
+        "empty.gguf": b"",
+        "text.txt": b"\xff\xfe",
+        "ids.json": b"{}",
+        "floats.json": b"[1.5]",
+        "large.json": b"[99999999999999999999999999]",
+        "one.json": b"[2]",
+        "outside.json": b"[2, 1536]",
+        "deep.json": b"[" * 100_000,
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    at = tmp_path.__truediv__
+    return {
+        "broken": ["inspect", at("broken.gguf")],
+        "no model": ["inspect", at("no_model.gguf")],
+        "empty": ["score", at("empty.gguf"), "--text", "a"],
+        "nothing there": ["inspect", at("nothing")],
+        "a directory": ["inspect", tmp_path],
+        "unknown name": ["generate", "gemma-9-900b", "--prompt", "a"],
+        "not downloaded": ["generate", "gemma-3-27b-it", "--prompt", "a"],
+        "text not UTF-8": ["score", TINY, "--file", at("text.txt")],
+        "no text file": ["score", TINY, "--file", at("nothing")],
+        "text is a directory": ["score", TINY, "--file", tmp_path],
+        "ids no list": ["score", TINY, "--ids", at("ids.json")],
+        "ids of floats": ["score", TINY, "--ids", at("floats.json")],
+        "ids too large": ["score", TINY, "--ids", at("large.json")],
+        "one id": ["score", TINY, "--ids", at("one.json")],
+        "id outside": ["score", TINY, "--ids", at("outside.json")],
+        "deep": ["score", TINY, "--ids", at("deep.json")],
+        "empty text": ["score", TINY, "--text", ""],
+        "too long": ["score", TINY, "--text", "a b c d e f", "--context", "3"],
+        "too many tokens": ["generate", TINY, "--prompt", "a", "--max-tokens", "99999"],
+        "no tokens": ["generate", TINY, "--prompt", "a", "--max-tokens", "0"],
+        "no context": ["generate", TINY, "--prompt", "a", "--context", "-1"],
+        "surrogates": ["generate", TINY, "--prompt", "\udcff"],
+        "a NUL in the path": ["inspect", "a\0b"],
+        "a long path": ["inspect", "x" * 5000],
+    }
+
+
+@pytest.mark.parametrize("case", [
+    "broken", "no model", "empty", "nothing there", "a directory", "unknown name", "not downloaded", "text not UTF-8",
+    "no text file", "text is a directory", "ids no list", "ids of floats", "ids too large", "one id", "id outside", "deep",
+    "empty text", "too long", "too many tokens", "no tokens", "no context", "surrogates", "a NUL in the path", "a long path",
+])  # fmt: skip
+@pytest.mark.parametrize("as_json", [False, True])
+def test_bad_input_is_one_line_and_exit_code_1(run: Run, tmp_path: Path, case: str, as_json: bool) -> None:
+    code, out, err = run(*bad_files(tmp_path)[case], *(["--json"] if as_json else []))
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("gemma_py: ")
+
+
+def process(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "gemma_py", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # type: ignore[call-overload]
+
+
+def test_as_a_program() -> None:
+    with process("generate", TINY, "--prompt", "some text", "--max-tokens", 3) as child:
+        out, err = child.communicate(timeout=120)
+    assert (child.returncode, err) == (0, b"")
+    assert out.endswith(b"\n")
+
+
+def test_standard_input() -> None:
+    with process("score", TINY, "--file", "-", "--json", stdin=subprocess.PIPE) as child:
+        out, err = child.communicate("some tëxt".encode(), timeout=120)
+    assert (child.returncode, err) == (0, b"")
+    assert len(json.loads(out)["nll"]) >= 2
+    with process("score", TINY, "--file", "-", stdin=subprocess.PIPE) as child:
+        out, err = child.communicate(b"\xff", timeout=120)
+    assert (child.returncode, out) == (1, b"")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_reader_that_leaves() -> None:
+    with process("score", TINY, "--text", "word " * 400) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.readline()
+        child.stdout.close()
+        err = child.stderr.read()
+        assert child.wait(timeout=120) == 1
+    assert err == b""
+
+
+def test_an_interrupt() -> None:
+    with process("score", TINY, "--text", "word " * 1500) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.readline()
+        child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=120) == 130
+        assert child.stderr.read() == b""
+
+
+def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": "/proc/nowhere", "HOME": "/proc/nowhere"}
+    with process("generate", TINY, "--prompt", "a", "--max-tokens", 2, "--json", env=environment) as child:
+        out, err = child.communicate(timeout=300)
+    assert (child.returncode, err) == (0, b"")
+    assert len(json.loads(out)["ids"]) == 2
+
+
+def test_logits_that_are_no_numbers_are_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemma_py.engine.Session.decode", lambda self, token: np.full(1536, np.nan, np.float32))
+    code, out, err = run("score", TINY, "--text", "some text", "--json")
+    assert (code, out) == (1, "")
+    assert "NaN" in err

@@ -1,0 +1,18 @@
+"""Fresh random checkpoints against transformers itself. Skipped by name where the extra `oracle` is not installed."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.oracle
+
+
+@pytest.mark.parametrize("seed", [11, 12, 13])
+def test_other_seeds_match_transformers(seed: int) -> None:
+    pytest.importorskip("torch", reason="needs the extra oracle: torch")
+    pytest.importorskip("transformers", reason="needs the extra oracle: transformers")
+    command = [sys.executable, "tools/make_goldens.py", "--check", str(seed)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
