@@ -6,9 +6,9 @@
 All panels of a kind lie in one flat array (an arena), so that one compiled function serves every matrix of a model; a
 matrix says where its own begin. Columns that fill the last panel are zero and are never written to a result.
 
-Any part of the work can be done by anyone: a call does the given rows of the given panels, each output by itself. Rows go
-six or five at a time, so that a panel's values are loaded once for all of them; what is left over is filled with the last
-row again, which writes the same bits twice. One row alone goes through four panels at a time.
+Any part of the work can be done by anyone: a call does the given rows of the given panels, each output by itself.
+Rows go six or five at a time, so that a panel's values are loaded once for all of them; what is left over is filled
+with the last row again, which writes the same bits twice. One row alone goes through four panels at a time.
 """
 
 from typing import NamedTuple

@@ -148,6 +148,16 @@ def store_first(typing, array, index, value, count):
 
 
 @intrinsic
+def load_one(typing, array, index):
+    """array[index]"""
+    if not _is_flat(array, types.float32):
+        return None
+    return types.float32(array, types.intp), lambda context, builder, sig, args: _load(
+        context, builder, sig, args, _F32, 4
+    )
+
+
+@intrinsic
 def splat(typing, array, index):
     """array[index] in all 16 lanes."""
     if not _is_flat(array, types.float32):
