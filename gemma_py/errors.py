@@ -35,3 +35,21 @@ class InputError(GemmaError):
 
 class ComputationError(GemmaError):
     """A forward pass that gave no numbers."""
+
+
+class WorkerError(ComputationError):
+    """A worker that raised, gave up, stalled or died, and where; layer and phase are None before it entered any.
+
+    `settled`: every worker has left the run, so its arrays are nobody's and may be used again. If not, a stalled worker
+    may still write to arrays of the failed run, once it wakes and until its next wait: drop them.
+    """
+
+    def __init__(
+        self, worker: int, workers: int, layer: int | None, phase: int | None, what: str, name: str | None = None
+    ) -> None:
+        self.worker, self.workers, self.layer, self.phase, self.what = worker, workers, layer, phase, what
+        self.settled = True
+        where = f"in layer {layer}, phase {phase if name is None else name}"
+        if layer is None:
+            where = "before its first phase"
+        super().__init__(f"worker {worker} of {workers} {what} {where}")

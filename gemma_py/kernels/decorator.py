@@ -18,7 +18,7 @@ _SWITCHES = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "CPU_NAME", "CPU_FEATURES
 
 def _sources() -> list[Path]:
     package = Path(__file__).parent.parent
-    return sorted([*package.glob("kernels/*.py"), *package.glob("model/*.py")])
+    return sorted(file for part in ("kernels", "model", "runtime") for file in package.glob(f"{part}/*.py"))
 
 
 def _cache_path() -> Path | None:

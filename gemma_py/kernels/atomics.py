@@ -1,0 +1,138 @@
+"""What threads need of the machine: ordered access to int64 cells, a pause, and IEEE arithmetic.
+
+A cell is one element of a contiguous int64 array. Loads acquire and stores release: whoever loads a value sees all
+that was written before it was stored. That makes plain array writes safe to hand over; the runtime relies on no more.
+"""
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.intrinsics import bits_of_f32
+
+_WORD = 8  # bytes; numpy aligns to 16, so no cell is ever torn
+
+
+def _is_cells(array):
+    return isinstance(array, types.Array) and array.dtype == types.int64 and array.ndim == 1 and array.layout == "C"
+
+
+def _pointer(context, builder, sig, args):
+    data = context.make_array(sig.args[0])(context, builder, args[0]).data
+    return builder.gep(data, [args[1]])
+
+
+@intrinsic
+def load_acquire(typing, array, index):
+    """The cell's value; what its writer wrote before is visible from here on."""
+    if not _is_cells(array):
+        return None
+
+    def codegen(context, builder, sig, args):
+        return builder.load_atomic(_pointer(context, builder, sig, args), "acquire", _WORD)
+
+    return types.int64(array, types.intp), codegen
+
+
+@intrinsic
+def store_release(typing, array, index, value):
+    """Set the cell; all that this thread wrote before is visible to whoever loads it."""
+    if not _is_cells(array):
+        return None
+
+    def codegen(context, builder, sig, args):
+        builder.store_atomic(args[2], _pointer(context, builder, sig, args), "release", _WORD)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.int64), codegen
+
+
+@intrinsic
+def fetch_add(typing, array, index, value):
+    """Add to the cell and give what it held before, as one step of acquire and release."""
+    if not _is_cells(array):
+        return None
+
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", _pointer(context, builder, sig, args), args[2], "acq_rel")
+
+    return types.int64(array, types.intp, types.int64), codegen
+
+
+@intrinsic
+def compare_exchange(typing, array, index, expected, value):
+    """Set the cell if it holds `expected`; give what it held before."""
+    if not _is_cells(array):
+        return None
+
+    def codegen(context, builder, sig, args):
+        pair = builder.cmpxchg(_pointer(context, builder, sig, args), args[2], args[3], "acq_rel", "acquire")
+        return builder.extract_value(pair, 0)
+
+    return types.int64(array, types.intp, types.int64, types.int64), codegen
+
+
+def _call_libc(builder, name, operands):
+    kind = ir.FunctionType(ir.IntType(32), [operand.type for operand in operands])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
+
+
+@intrinsic
+def yield_cpu(typing):
+    """Let another thread run on this core, if one wants to. POSIX, so Linux and macOS alike."""
+    return types.int32(), lambda context, builder, sig, args: _call_libc(builder, "sched_yield", args)
+
+
+@intrinsic
+def sleep_microseconds(typing, duration):
+    """Sleep; less than a second. For test modes only: nothing on the normal path sleeps."""
+    return types.int32(types.uint32), lambda context, builder, sig, args: _call_libc(builder, "usleep", args)
+
+
+@intrinsic
+def relax(typing):
+    """Tell the core that this is a spin loop; nothing on machines that have no word for it."""
+
+    def codegen(context, builder, sig, args):
+        machine = binding.get_process_triple().split("-")[0]
+        if machine in ("x86_64", "amd64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        elif machine in ("aarch64", "arm64"):
+            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
+            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
+            builder.call(hint, [ir.Constant(ir.IntType(32), 1)])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+# Read from memory at run time, so that no compiler computes the answers ahead.
+_PROBE = np.array([2.0**-140, 1.0, 2.0**-126, 0.5, 2.0**-24, 1.5 * 2.0**-24, 0.5 * 2.0**-24], np.float32)
+
+
+@inlined
+def _kept(a, b):
+    return bits_of_f32(a * b) != 0
+
+
+@kernel
+def _is_ieee(probe):
+    # Flags are read from bits: comparing floats would itself see a subnormal as zero.
+    small, one, least, half, tie, above, below = probe[0], probe[1], probe[2], probe[3], probe[4], probe[5], probe[6]
+    subnormal = _kept(small, one) and _kept(least, half)  # as an operand, and as a result of normal operands
+    up = bits_of_f32(one + above) == bits_of_f32(one) + 1 and bits_of_f32(-one - above) == bits_of_f32(-one) + 1
+    down = bits_of_f32(one + below) == bits_of_f32(one) and bits_of_f32(-one - below) == bits_of_f32(-one)
+    return subnormal and up and down and bits_of_f32(one + tie) == bits_of_f32(one)
+
+
+def is_ieee() -> bool:
+    """Whether the calling thread keeps subnormals and rounds to nearest even.
+
+    Both are switches of a thread, inherited from the one that started it, and some libraries set the first for speed
+    (-ffast-math at load time, torch.set_flush_denormal). Bits would then depend on who started the program.
+    """
+    return bool(_is_ieee(_PROBE))

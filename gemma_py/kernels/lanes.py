@@ -1,0 +1,90 @@
+"""exp and tanh of `elementary`, and its users, sixteen at a time: the same operations, choices instead of branches."""
+
+import numpy as np
+
+from gemma_py.kernels import elementary as scalar
+from gemma_py.kernels.decorator import inlined
+from gemma_py.kernels.simd import (
+    add,
+    bits,
+    div,
+    fma,
+    less,
+    load,
+    load_first,
+    mul,
+    neg,
+    select,
+    shift_left,
+    splat_value,
+    store,
+    store_first,
+    sub,
+    zero,
+)
+
+_F = np.float32
+_BIAS, _MANTISSA = np.int32(127), np.int32(23)
+_MINUS_LN2_HIGH, _MINUS_LN2_LOW = _F(-scalar._LN2_HIGH), _F(-scalar._LN2_LOW)
+_ROUND, _ROUND_BITS, _LOG2E = scalar._ROUND32, scalar._ROUND32_BITS, scalar._LOG2E
+_E5, _E4, _E3, _E2, _E1 = scalar._E5, scalar._E4, scalar._E3, scalar._E2, scalar._E1
+_T4, _T3, _T2, _T1, _T0 = scalar._T4, scalar._T3, scalar._T2, scalar._T1, scalar._T0
+_ONE, _TWO, _HALF, _SMALL = scalar._ONE, scalar._TWO, scalar._HALF, scalar._SMALL
+_LEAST, _MOST, _INFINITY = scalar._LEAST, scalar._MOST, scalar._INFINITY
+
+
+@inlined
+def exp(x):
+    """e^x in every lane. What an x out of range makes on the way is thrown away by the choice at the end."""
+    shifted = fma(x, splat_value(_LOG2E), splat_value(_ROUND))
+    n = sub(shifted, splat_value(_ROUND))
+    r = fma(n, splat_value(_MINUS_LN2_LOW), fma(n, splat_value(_MINUS_LN2_HIGH), x))
+    p = fma(splat_value(_E5), r, splat_value(_E4))
+    p = fma(p, r, splat_value(_E3))
+    p = fma(p, r, splat_value(_E2))
+    p = fma(p, r, splat_value(_E1))
+    p = fma(p, r, splat_value(_HALF))
+    p = add(fma(mul(p, r), r, r), splat_value(_ONE))
+    power = sub(bits(shifted), splat_value(_ROUND_BITS))
+    result = mul(p, bits(shift_left(add(power, splat_value(_BIAS)), splat_value(_MANTISSA))))
+    result = select(less(splat_value(_MOST), x), splat_value(_INFINITY), result)
+    return select(less(x, splat_value(_LEAST)), zero(), result)
+
+
+@inlined
+def tanh(x):
+    """tanh in every lane."""
+    negative = less(x, zero())
+    a = select(negative, neg(x), x)
+    s = mul(a, a)
+    p = fma(splat_value(_T4), s, splat_value(_T3))
+    p = fma(p, s, splat_value(_T2))
+    p = fma(p, s, splat_value(_T1))
+    p = fma(p, s, splat_value(_T0))
+    small = fma(mul(p, s), a, a)
+    large = sub(splat_value(_ONE), div(splat_value(_TWO), add(exp(mul(splat_value(_TWO), a)), splat_value(_ONE))))
+    result = select(less(a, splat_value(_SMALL)), small, large)
+    return select(negative, neg(result), result)
+
+
+@inlined
+def soft_cap(x, cap):
+    """cap * tanh(x / cap) for a cap that is not 0."""
+    return mul(splat_value(cap), tanh(div(x, splat_value(cap))))
+
+
+@inlined
+def take(x, at, end):
+    """x[at : at + 16], with zeros from `end` on."""
+    if at + 16 <= end:
+        return load(x, at)
+    return load_first(x, at, end - at)
+
+
+@inlined
+def put(x, at, end, value):
+    """x[at : at + 16] = value, of which nothing at `end` and beyond is written."""
+    if at + 16 <= end:
+        store(x, at, value)
+    else:
+        store_first(x, at, value, end - at)

@@ -1,0 +1,195 @@
+"""Everything between matrices, on rows of flat arrays: row t of width D is x[t * D : (t + 1) * D].
+
+The same operations in the same order as `model.reference`, sixteen numbers at a time. A call does the rows first ..
+last - 1, or the numbers first .. last - 1 where the operation knows no rows, each by itself.
+"""
+
+import numpy as np
+
+from gemma_py.kernels import lanes
+from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.elementary import sine_cosine64
+from gemma_py.kernels.intrinsics import f32_of_bits, fma, sqrt, widen
+from gemma_py.kernels.lanes import put, take
+from gemma_py.kernels.matmul import BLOCK, COLUMNS
+from gemma_py.kernels.simd import (
+    add,
+    band,
+    bits,
+    div,
+    izero,
+    largest_lane,
+    less,
+    load,
+    load_one,
+    mul,
+    neg,
+    select,
+    splat_value,
+    store,
+    sub,
+    sum_lanes,
+    to_i32,
+)
+from gemma_py.kernels.simd import fma as fma_lanes
+
+_F = np.float32
+_ZERO, _ONE, _HALF, _NAN = _F(0.0), _F(1.0), _F(0.5), _F(np.nan)
+_LARGEST_CODE, _ROUND = _F(32767.0), _F(12582912.0)
+_LEAST_CODE = _F(-32767.0)
+_MAGNITUDE, _LARGEST_F32_BITS = np.int32(0x7FFFFFFF), np.int32(0x7F7FFFFF)
+_GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)
+
+
+# --- codes ------------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _codes_of(x, scale):
+    """Sixteen values as integers of scale, which is above 0."""
+    code = sub(add(div(x, splat_value(scale)), splat_value(_ROUND)), splat_value(_ROUND))
+    code = select(less(code, splat_value(_LEAST_CODE)), splat_value(_LEAST_CODE), code)
+    return to_i32(select(less(splat_value(_LARGEST_CODE), code), splat_value(_LARGEST_CODE), code))
+
+
+@kernel
+def quantise_rows(x, K, codes, scales, sums, first, last):
+    """x is nearly scale * code, in blocks of 32.
+
+    x: [T * K]   codes: [T * K] int16, written   scales: [T * K / 32], written   sums: [T * K / 16] of codes, written
+
+    Magnitudes are compared as integers: their order is the same, and above the largest float lie infinity and NaN.
+    """
+    for block in range(first * K // BLOCK, last * K // BLOCK):
+        at = block * BLOCK
+        a, b, mask = load(x, at), load(x, at + COLUMNS), splat_value(_MAGNITUDE)
+        low, high = band(bits(a), mask), band(bits(b), mask)
+        largest = largest_lane(select(less(low, high), high, low))
+        scale = f32_of_bits(largest) / _LARGEST_CODE if largest <= _LARGEST_F32_BITS else _NAN
+        scales[block] = scale
+        low, high = izero(), izero()
+        if scale > _ZERO:
+            low, high = _codes_of(a, scale), _codes_of(b, scale)
+        store(codes, at, low)
+        store(codes, at + COLUMNS, high)
+        sums[2 * block] = _F(sum_lanes(low))
+        sums[2 * block + 1] = _F(sum_lanes(high))
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _normalise(x, at, gain, D, total, eps, y):
+    factor = splat_value(_ONE / sqrt(total / _F(D) + eps))
+    for d in range(0, D, COLUMNS):
+        put(y, at + d, at + D, mul(mul(take(x, at + d, at + D), factor), take(gain, d, D)))
+
+
+@kernel
+def rms_norm_rows(x, gain, D, eps, y, first, last):
+    """y[t, d] = x[t, d] / sqrt(mean(x[t]^2) + eps) * gain[d].    x: [T * D]   gain: [D]   y: [T * D], written; may be x
+
+    The sum of a row is one chain, so eight rows are summed at a time. Heads are rows: of T * H rows of width E.
+    """
+    t = first
+    while t + 8 <= last:
+        a = t * D
+        s0, s1, s2, s3, s4, s5, s6, s7 = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
+        for d in range(a, a + D):
+            x0, x1, x2, x3 = load_one(x, d), load_one(x, d + D), load_one(x, d + 2 * D), load_one(x, d + 3 * D)
+            e = d + 4 * D
+            s0, s1, s2, s3 = fma(x0, x0, s0), fma(x1, x1, s1), fma(x2, x2, s2), fma(x3, x3, s3)
+            x4, x5, x6, x7 = load_one(x, e), load_one(x, e + D), load_one(x, e + 2 * D), load_one(x, e + 3 * D)
+            s4, s5, s6, s7 = fma(x4, x4, s4), fma(x5, x5, s5), fma(x6, x6, s6), fma(x7, x7, s7)
+        for row, total in enumerate((s0, s1, s2, s3, s4, s5, s6, s7)):
+            _normalise(x, a + row * D, gain, D, total, eps, y)
+        t += 8
+    while t < last:
+        total = _ZERO
+        for d in range(t * D, t * D + D):
+            value = load_one(x, d)
+            total = fma(value, value, total)
+        _normalise(x, t * D, gain, D, total, eps, y)
+        t += 1
+
+
+# --- positions --------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def rope_table(frequencies, first_position, cosines, sines, first, last):
+    """The turns of positions first_position + t.    frequencies: [E / 2]   cosines, sines: [T * E / 2], written"""
+    half = frequencies.shape[0]
+    for t in range(first, last):
+        for i in range(half):
+            angle = _F(first_position + t) * frequencies[i]
+            sine, cosine = sine_cosine64(np.float64(angle))
+            sines[t * half + i] = _F(sine)
+            cosines[t * half + i] = _F(cosine)
+
+
+@kernel
+def rope_rows(x, heads, E, cosines, sines, first, last):
+    """Turn the pairs (x[t, head, i], x[t, head, i + E / 2]).    x: [T * heads * E]   cosines, sines: [T * E / 2]"""
+    half = E // 2
+    for t in range(first, last):
+        for head in range(t * heads, (t + 1) * heads):
+            at, end, turn = head * E, head * E + half, t * half
+            for i in range(0, half, COLUMNS):
+                a, b = take(x, at + i, end), take(x, at + i + half, end + half)
+                cosine, sine = take(cosines, turn + i, turn + half), take(sines, turn + i, turn + half)
+                put(x, at + i, end, fma_lanes(a, cosine, neg(mul(b, sine))))
+                put(x, at + i + half, end + half, fma_lanes(b, cosine, mul(a, sine)))
+
+
+# --- one number by itself ---------------------------------------------------------------------------------------------
+
+
+@kernel
+def gelu_gate(gate, up, first, last):
+    """gate[f] = gelu(gate[f]) * up[f], with gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
+    for f in range(first, last, COLUMNS):
+        x = take(gate, f, last)
+        cube = fma_lanes(mul(mul(splat_value(_GELU_CUBE), x), x), x, x)
+        hump = add(splat_value(_ONE), lanes.tanh(mul(splat_value(_GELU_SLOPE), cube)))
+        put(gate, f, last, mul(mul(mul(splat_value(_HALF), x), hump), take(up, f, last)))
+
+
+@kernel
+def add_to(x, y, first, last):
+    """x += y"""
+    for d in range(first, last, COLUMNS):
+        put(x, d, last, add(take(x, d, last), take(y, d, last)))
+
+
+@kernel
+def soft_cap(x, cap, first, last):
+    """x[n] = cap * tanh(x[n] / cap), for a cap above 0"""
+    for n in range(first, last, COLUMNS):
+        put(x, n, last, lanes.soft_cap(take(x, n, last), cap))
+
+
+# --- embeddings: rows of a matrix in panels ---------------------------------------------------------------------------
+
+
+@kernel
+def embed_floats(w, token, factor, y, at):
+    """y[at + k] = w[token, k] * factor.    w: FloatPanels"""
+    column = w.at + token // COLUMNS * w.K * COLUMNS + token % COLUMNS
+    for k in range(w.K):
+        y[at + k] = widen(w.arena[column + k * COLUMNS]) * factor
+
+
+@kernel
+def embed_codes(w, token, factor, y, at):
+    """y[at + k] = (scale * code - minimum) * factor, each step rounded.    w: CodePanels"""
+    panel, lane, groups = token // COLUMNS, token % COLUMNS, w.K // w.group
+    codes = w.codes_at + panel * w.K * COLUMNS + 2 * lane
+    column = panel * groups * COLUMNS + lane
+    for k in range(w.K):
+        group = column + k // w.group * COLUMNS
+        value = w.scales[w.scales_at + group] * _F(w.codes[codes + k // 2 * 2 * COLUMNS + k % 2])
+        if w.minimums_at >= 0:
+            value = value - w.scales[w.minimums_at + group]
+        y[at + k] = value * factor

@@ -1,0 +1,412 @@
+"""SIMD values as numba types: every operation is one explicit LLVM instruction on 16 lanes.
+
+    f32x16   sixteen floats          i32x16   sixteen integers
+    i16x32   sixteen pairs of int16  b1x16    sixteen truths, what a comparison gives
+
+LLVM cuts 16 lanes into one AVX-512 register, two of AVX2 or four of NEON: neither the optimiser nor the machine's
+width decides the order of a sum. Nothing here adds floats across lanes; `sum_lanes` and `largest_lane` are of integers,
+exact. Loads and stores take an array of one dimension and an index that is not tested: numba's own test for negative
+indices halves the speed of an inner loop.
+"""
+
+from functools import cache
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+_B1, _I8, _I16, _I32, _F32 = ir.IntType(1), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+class Vector(types.Type):
+    """A fixed-width LLVM vector."""
+
+    def __init__(self, element, lanes, name):
+        self.llvm = ir.VectorType(element, lanes)
+        super().__init__(name)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager, kind):
+        super().__init__(manager, kind, kind.llvm)
+
+
+f32x16 = Vector(_F32, 16, "f32x16")
+i32x16 = Vector(_I32, 16, "i32x16")
+i16x32 = Vector(_I16, 32, "i16x32")
+b1x16 = Vector(_B1, 16, "b1x16")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _address(context, builder, array_type, array, index, kind):
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
+
+
+def _load(context, builder, sig, args, kind, align):
+    value = builder.load(_address(context, builder, sig.args[0], args[0], args[1], kind))
+    value.align = align
+    return value
+
+
+def _is_flat(array, *dtypes):
+    return isinstance(array, types.Array) and array.ndim == 1 and array.layout == "C" and array.dtype in dtypes
+
+
+def _constant(kind, values):
+    return ir.Constant(kind, list(values))
+
+
+def _shuffle(builder, a, b, lanes):
+    return builder.shuffle_vector(a, b, _constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
+def _splat(builder, scalar, kind):
+    undefined = ir.Constant(kind, ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return _shuffle(builder, one, undefined, [0] * kind.count)
+
+
+def _call(builder, name, result, operands):
+    kind = ir.FunctionType(result, [operand.type for operand in operands])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
+
+
+@intrinsic
+def load(typing, array, index):
+    """array[index : index + 16] as f32: of f32, or of uint16 that hold bfloat16."""
+    if not _is_flat(array, types.float32, types.uint16):
+        return None
+
+    def codegen(context, builder, sig, args):
+        if sig.args[0].dtype == types.float32:
+            return _load(context, builder, sig, args, f32x16.llvm, 4)
+        stored = _load(context, builder, sig, args, ir.VectorType(_I16, 16), 2)
+        upper = builder.shl(builder.zext(stored, i32x16.llvm), _constant(i32x16.llvm, [16] * 16))
+        return builder.bitcast(upper, f32x16.llvm)
+
+    return f32x16(array, types.intp), codegen
+
+
+@intrinsic
+def store(typing, array, index, value):
+    """array[index : index + 16] = value: f32 as it is, i32 into int16 by its low half."""
+    if not _is_flat(array, {f32x16: types.float32, i32x16: types.int16}.get(value)):
+        return None
+
+    def codegen(context, builder, sig, args):
+        value, align = args[2], 4
+        if sig.args[2] == i32x16:
+            value, align = builder.trunc(value, ir.VectorType(_I16, 16)), 2
+        builder.store(value, _address(context, builder, sig.args[0], args[0], args[1], value.type)).align = align
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, value), codegen
+
+
+def _first_lanes(builder, count):
+    lanes = _constant(i32x16.llvm, range(16))
+    return builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(count, _I32), i32x16.llvm))
+
+
+@intrinsic
+def load_first(typing, array, index, count):
+    """The same of the first count <= 16 floats, zero in the other lanes, whose memory is not touched."""
+    if not _is_flat(array, types.float32):
+        return None
+
+    def codegen(context, builder, sig, args):
+        place = _address(context, builder, sig.args[0], args[0], args[1], f32x16.llvm)
+        kind = ir.FunctionType(f32x16.llvm, [place.type, _I32, b1x16.llvm, f32x16.llvm])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.load.v16f32.p0")
+        zeros = _constant(f32x16.llvm, [0.0] * 16)
+        return builder.call(function, [place, ir.Constant(_I32, 4), _first_lanes(builder, args[2]), zeros])
+
+    return f32x16(array, types.intp, types.intp), codegen
+
+
+@intrinsic
+def store_first(typing, array, index, value, count):
+    """Only the first count <= 16 lanes are written."""
+    if not _is_flat(array, types.float32):
+        return None
+
+    def codegen(context, builder, sig, args):
+        place = _address(context, builder, sig.args[0], args[0], args[1], f32x16.llvm)
+        kind = ir.FunctionType(ir.VoidType(), [f32x16.llvm, place.type, _I32, b1x16.llvm])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16f32.p0")
+        builder.call(function, [args[2], place, ir.Constant(_I32, 4), _first_lanes(builder, args[3])])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16, types.intp), codegen
+
+
+@intrinsic
+def load_one(typing, array, index):
+    """array[index]"""
+    if not _is_flat(array, types.float32):
+        return None
+    return types.float32(array, types.intp), lambda context, builder, sig, args: _load(
+        context, builder, sig, args, _F32, 4
+    )
+
+
+@intrinsic
+def splat(typing, array, index):
+    """array[index] in all 16 lanes."""
+    if not _is_flat(array, types.float32):
+        return None
+
+    def codegen(context, builder, sig, args):
+        return _splat(builder, _load(context, builder, sig, args, _F32, 4), f32x16.llvm)
+
+    return f32x16(array, types.intp), codegen
+
+
+@intrinsic
+def splat_value(typing, value):
+    """A float or an int32 in all 16 lanes."""
+    result = {types.float32: f32x16, types.int32: i32x16}.get(value)
+    if result is None:
+        return None
+    return result(value), lambda context, builder, sig, args: _splat(builder, args[0], result.llvm)
+
+
+@intrinsic
+def zero(typing):
+    return f32x16(), lambda context, builder, sig, args: _constant(f32x16.llvm, [0.0] * 16)
+
+
+@intrinsic
+def izero(typing):
+    return i32x16(), lambda context, builder, sig, args: _constant(i32x16.llvm, [0] * 16)
+
+
+@intrinsic
+def lane_numbers(typing):
+    """0 .. 15"""
+    return i32x16(), lambda context, builder, sig, args: _constant(i32x16.llvm, range(16))
+
+
+@intrinsic
+def load_columns(typing, array, index, stride):
+    """Four vectors: array[index + row * stride + column] for 16 rows in the lanes, column 0 .. 3."""
+    if not _is_flat(array, types.float32):
+        return None
+    four = ir.VectorType(_F32, 4)
+
+    def codegen(context, builder, sig, args):
+        def row(number):
+            at = builder.add(args[1], builder.mul(args[2], ir.Constant(args[2].type, number)))
+            value = builder.load(_address(context, builder, sig.args[0], args[0], at, four))
+            value.align = 4
+            return value
+
+        # Rows k and k + 4 share 8 lanes, so that what follows stays within halves of 128 bits.
+        halves = []
+        for first in (0, 8):
+            a, b, c, d = (_shuffle(builder, row(first + k), row(first + k + 4), range(8)) for k in range(4))
+            low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
+            ab, cd = _shuffle(builder, a, b, low), _shuffle(builder, c, d, low)
+            ef, gh = _shuffle(builder, a, b, high), _shuffle(builder, c, d, high)
+            left, right = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+            parts = ((ab, cd, left), (ab, cd, right), (ef, gh, left), (ef, gh, right))
+            halves.append([_shuffle(builder, *part) for part in parts])
+        columns = [_shuffle(builder, a, b, range(16)) for a, b in zip(*halves, strict=True)]
+        return context.make_tuple(builder, sig.return_type, columns)
+
+    return types.UniTuple(f32x16, 4)(array, types.intp, types.intp), codegen
+
+
+# --- arithmetic and choice --------------------------------------------------------------------------------------------
+
+
+def _operation(float_name, integer_name, arguments=2):
+    """An instruction on equal vectors, by the kind of the operands; None where that kind has no such instruction."""
+
+    def signature(operands):
+        kind = operands[0]
+        name = {f32x16: float_name, i32x16: integer_name}.get(kind)
+        if name is None or any(other != kind for other in operands):
+            return None
+        return kind(*operands), lambda context, builder, sig, args: getattr(builder, name)(*args)
+
+    if arguments == 1:
+
+        @intrinsic
+        def operation(typing, a):
+            return signature((a,))
+    else:
+
+        @intrinsic
+        def operation(typing, a, b):
+            return signature((a, b))
+
+    return operation
+
+
+add = _operation("fadd", "add")
+sub = _operation("fsub", "sub")
+mul = _operation("fmul", "mul")
+div = _operation("fdiv", None)
+neg = _operation("fneg", "neg", 1)
+band = _operation(None, "and_")
+shift_left = _operation(None, "shl")
+
+
+@intrinsic
+def fma(typing, a, b, c):
+    """a * b + c, rounded once, in every lane."""
+    return f32x16(f32x16, f32x16, f32x16), lambda context, builder, sig, args: _call(
+        builder, "llvm.fma.v16f32", f32x16.llvm, args
+    )
+
+
+@intrinsic
+def sqrt(typing, x):
+    return f32x16(f32x16), lambda context, builder, sig, args: _call(builder, "llvm.sqrt.v16f32", f32x16.llvm, args)
+
+
+@intrinsic
+def less(typing, a, b):
+    """a < b, false where one is NaN."""
+    if a != b or a not in (f32x16, i32x16):
+        return None
+    if a == f32x16:
+        return b1x16(a, b), lambda context, builder, sig, args: builder.fcmp_ordered("<", *args)
+    return b1x16(a, b), lambda context, builder, sig, args: builder.icmp_signed("<", *args)
+
+
+@intrinsic
+def both(typing, a, b):
+    return b1x16(b1x16, b1x16), lambda context, builder, sig, args: builder.and_(*args)
+
+
+@intrinsic
+def select(typing, mask, a, b):
+    """a where the mask is true, else b."""
+    if a != b or a not in (f32x16, i32x16):
+        return None
+    return a(b1x16, a, b), lambda context, builder, sig, args: builder.select(*args)
+
+
+@intrinsic
+def bits(typing, a):
+    """The bits of floats as integers, and of integers as floats."""
+    result = {f32x16: i32x16, i32x16: f32x16}.get(a)
+    if result is None:
+        return None
+    return result(a), lambda context, builder, sig, args: builder.bitcast(args[0], result.llvm)
+
+
+@intrinsic
+def to_f32(typing, a):
+    return f32x16(i32x16), lambda context, builder, sig, args: builder.sitofp(args[0], f32x16.llvm)
+
+
+@intrinsic
+def to_i32(typing, a):
+    """Of floats that are integers within range, nothing else."""
+    return i32x16(f32x16), lambda context, builder, sig, args: builder.fptosi(args[0], i32x16.llvm)
+
+
+@intrinsic
+def sum_lanes(typing, a):
+    return types.int32(i32x16), lambda context, builder, sig, args: _call(
+        builder, "llvm.vector.reduce.add.v16i32", _I32, args
+    )
+
+
+@intrinsic
+def largest_lane(typing, a):
+    return types.int32(i32x16), lambda context, builder, sig, args: _call(
+        builder, "llvm.vector.reduce.smax.v16i32", _I32, args
+    )
+
+
+# --- exact dot products of codes --------------------------------------------------------------------------------------
+
+
+@intrinsic
+def splat_pair(typing, array, index):
+    """The int16 pair array[index], array[index + 1], sixteen times."""
+    if not _is_flat(array, types.int16):
+        return None
+
+    def codegen(context, builder, sig, args):
+        pair = _load(context, builder, sig, args, _I32, 2)
+        return builder.bitcast(_splat(builder, pair, i32x16.llvm), i16x32.llvm)
+
+    return i16x32(array, types.intp), codegen
+
+
+@intrinsic
+def load_pairs(typing, array, index):
+    """array[index : index + 32] of int8 or int16."""
+    if not _is_flat(array, types.int8, types.int16):
+        return None
+
+    def codegen(context, builder, sig, args):
+        if sig.args[0].dtype == types.int16:
+            return _load(context, builder, sig, args, i16x32.llvm, 2)
+        return builder.sext(_load(context, builder, sig, args, ir.VectorType(_I8, 32), 1), i16x32.llvm)
+
+    return i16x32(array, types.intp), codegen
+
+
+@cache
+def _pair_instruction(triple, cpu, features):
+    """(name, lanes) of x86's pmaddwd on the widest register that this target adds integers in; None where it has none.
+
+    LLVM alone knows what a target's name implies, so it is asked how it would add.
+    """
+    if not triple.startswith("x86_64"):
+        return None
+    kind = "<LANES x i16>"
+    source = f"define {kind} @f({kind} %a, {kind} %b) {{ %c = add {kind} %a, %b\n ret {kind} %c }}"
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
+    for register, lanes, name in (("zmm", 16, "llvm.x86.avx512.pmaddw.d.512"), ("ymm", 8, "llvm.x86.avx2.pmadd.wd")):
+        assembly = machine.emit_assembly(llvm.parse_assembly(source.replace("LANES", str(2 * lanes))))
+        if any("vpaddw" in line and register in line for line in assembly.splitlines()):
+            return name, lanes
+    return None
+
+
+@intrinsic
+def dot_pairs(typing, a, b, total):
+    """total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
+
+    x86's pmaddwd where there is one: LLVM does not find it in the plain form, which is four times slower.
+    """
+
+    def codegen(context, builder, sig, args):
+        a, b, total = args
+        undefined = ir.Constant(i16x32.llvm, ir.Undefined)
+        instruction = _pair_instruction(*context.codegen().magic_tuple())
+        if instruction is None:
+            wide = ir.VectorType(_I32, 32)
+            products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+            blank = ir.Constant(wide, ir.Undefined)
+            even, odd = (_shuffle(builder, products, blank, range(k, 32, 2)) for k in (0, 1))
+            return builder.add(builder.add(total, even), odd)
+        name, lanes = instruction
+        if lanes == LANES:
+            return builder.add(total, _call(builder, name, i32x16.llvm, [a, b]))
+        low, high = (
+            _call(
+                builder,
+                name,
+                ir.VectorType(_I32, lanes),
+                [_shuffle(builder, whole, undefined, range(first, first + 16)) for whole in (a, b)],
+            )
+            for first in (0, 16)
+        )
+        return builder.add(total, _shuffle(builder, low, high, range(16)))
+
+    return i32x16(i16x32, i16x32, i32x16), codegen
