@@ -1,7 +1,7 @@
 """The engine: a loaded model, and sessions that each have their own KV cache."""
 
-import hashlib
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,10 @@ import numpy as np
 
 from gemma_py.catalog import resolve
 from gemma_py.errors import ContextError, InputError
-from gemma_py.model import reference
-from gemma_py.model.checkpoint import open_checkpoint
-from gemma_py.model.config import Config
+from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.model.weights import Weights
+from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.runner import CHUNK, Runner
 from gemma_py.score import log_probability
 from gemma_py.tokenizer import Tokenizer
 
@@ -30,23 +30,43 @@ class Token:
     finish_reason: str | None = None
 
 
+_SCORED_AT_ONCE = 32  # tokens whose logits are held at a time: of Gemma's vocabulary, 32 MiB
+
+
 class Engine:
-    """Weights, config and tokenizer. Use as a context manager, or close it."""
+    """Weights, config and tokenizer. Use as a context manager, or close it.
+
+    Several sessions may be alive at once and be used from several Python threads; their passes take turns. A forked child
+    may go on using an engine; it gets worker threads of its own.
+    """
 
     def __init__(
-        self, config: Config, weights: Weights, tokenizer: Tokenizer | None, path: Path, context: int | None = None
+        self, checkpoint: Checkpoint, threads: int | None = None, context: int | None = None, deadline: float = 5.0
     ) -> None:
         if context is not None and context < 1:
             raise InputError(f"the context should hold at least 1 token, found {context}")
-        self.config, self.tokenizer, self.path = config, tokenizer, path
-        self.context = min(context or config.max_position_embeddings, config.max_position_embeddings)
-        self._weights: Weights | None = weights
+        if threads is not None and not 1 <= threads <= _MOST_THREADS:
+            raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads}")
+        self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
+        self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
+        self.tokenizer = checkpoint.tokenizer()
+        self._runner: Runner | None = Runner(
+            checkpoint.weights(), self.config, threads or available_processors(), deadline
+        )
 
     @property
-    def weights(self) -> Weights:
-        if self._weights is None:
+    def runner(self) -> Runner:
+        if self._runner is None:
             raise InputError("the engine is closed")
-        return self._weights
+        return self._runner
+
+    @property
+    def threads(self) -> int:
+        return self.runner.team.workers
+
+    def reference_weights(self) -> Weights:
+        """The weights as the specification takes them, read anew: the engine itself keeps only the packed form."""
+        return self.checkpoint.weights()
 
     def session(self) -> "Session":
         return Session(self)
@@ -116,8 +136,11 @@ class Engine:
 
     def _score(self, tokens: list[int]) -> Iterator[float]:
         session = self.session()
-        for token, following in itertools.pairwise(tokens):
-            yield -log_probability(session.decode(token), following)
+        for first in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
+            following = tokens[first + 1 : first + 1 + _SCORED_AT_ONCE]
+            logits = session.prefill(tokens[first : first + len(following)], all_logits=True)
+            for row, token in zip(logits, following, strict=True):
+                yield -log_probability(row, token)
 
     def _text(self, ids: list[int], last: bool) -> str:
         """The text so far; a character whose bytes are not all there yet is held back."""
@@ -127,7 +150,10 @@ class Engine:
         return text if last else text.rstrip("\ufffd")
 
     def close(self) -> None:
-        self._weights = None
+        """Ends the worker threads and lets the weights go. Twice is once."""
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
 
     def __enter__(self) -> "Engine":
         return self
@@ -141,7 +167,7 @@ class Session:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._cache = reference.Cache(engine.config)
+        self._cache = Cache(engine.config, poison=engine.runner.poison)
 
     @property
     def position(self) -> int:
@@ -151,10 +177,12 @@ class Session:
     def prefill(self, ids: Sequence[int], chunk: int | None = None, all_logits: bool = False) -> np.ndarray:
         """Append tokens. float32 [V] of the last one, or [T, V] of all.
 
-        chunk is how many tokens share a pass; the specification takes one at a time, whatever it says, and no chunk
-        may change a bit.
+        chunk is how many tokens share a pass. It changes speed and memory, never a bit.
+
+        If a worker fails, WorkerError names it, nothing is committed of the chunk at hand, and the call may be repeated;
+        only after a worker that stalled and never came back is the session lost, and says so.
         """
-        engine, weights = self.engine, self.engine.weights
+        engine, runner = self.engine, self.engine.runner
         tokens = engine.check_ids(ids)
         if chunk is not None and chunk < 1:
             raise InputError(f"chunk should be at least 1, found {chunk}")
@@ -162,13 +190,11 @@ class Session:
             raise ContextError(
                 f"{len(tokens)} tokens after {self.position} exceed the context of {engine.context} tokens"
             )
-        self._cache.reserve(self.position + len(tokens))
+        size = chunk or CHUNK
         rows = []
-        for number, token in enumerate(tokens, 1):
-            x = reference.forward(weights, engine.config, self._cache, token)
-            if all_logits or number == len(tokens):
-                rows.append(reference.head(weights, engine.config, x))
-        return np.stack(rows) if all_logits else rows[-1]
+        for first in range(0, len(tokens), size):
+            rows.append(runner.run(self._cache, tokens[first : first + size], all_logits))
+        return np.concatenate(rows) if all_logits else rows[-1]
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token: float32 [V]."""
@@ -179,25 +205,25 @@ class Session:
 
         Little-endian float32, keys of all those positions before values, each [positions, G, E].
         """
-        digests = []
-        for number, layer in enumerate(self.engine.config.layers):
-            window = layer.sliding_window
-            first = 0 if window is None else max(0, self.position - window + 1)
-            digest = hashlib.sha256()
-            for rows in (self._cache.keys, self._cache.values):
-                if rows:
-                    digest.update(np.ascontiguousarray(rows[number][first : self.position], "<f4").tobytes())
-            digests.append(digest.hexdigest())
-        return digests
+        return self._cache.digest()
 
 
-def load(model: str | Path, threads: int | None = None, context: int | None = None) -> Engine:
+_MOST_THREADS = 1024
+
+
+def available_processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def load(
+    model: str | Path, threads: int | None = None, context: int | None = None, deadline: float = 5.0
+) -> Engine:
     """A GGUF file, a Hugging Face directory, or a name from the catalogue.
 
-    threads: the specification runs on one; more is an error until the parallel path is there.
+    threads: worker threads, as many as processors if left out; they change speed, never a bit. deadline: seconds until a
+    stalled worker is reported.
     """
-    if threads not in (None, 1):
-        raise InputError(f"threads={threads}: this version computes on one thread")
-    path = resolve(model)
-    checkpoint = open_checkpoint(path)
-    return Engine(checkpoint.config, checkpoint.weights(), checkpoint.tokenizer(), path, context)
+    return Engine(open_checkpoint(resolve(model)), threads, context, deadline)

@@ -1,5 +1,6 @@
 """The one decorator of all compiled code, and where its machine code is kept."""
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -41,6 +42,17 @@ def _cache_path() -> Path | None:
 
 
 _CACHE = _cache_path()
+
+
+def first_time() -> bool:
+    """Whether kernels have never been compiled into the cache here; always, where nothing can be cached."""
+    return _CACHE is None or not (_CACHE / "compiled").exists()
+
+
+def mark_compiled() -> None:
+    if _CACHE is not None:
+        with contextlib.suppress(OSError):
+            (_CACHE / "compiled").touch()
 
 
 def kernel(function: Callable[..., Any]) -> Any:

@@ -1,0 +1,101 @@
+"""The KV cache of one session: a ring a sliding layer, storage that grows a full one.
+
+All layers lie in one pair of flat arenas. In layer l, position t of head g begins at table[l, AT] + (g * capacity +
+t % capacity) * E: a head's rows are neighbours.
+A ring holds at least window + chunk - 1 rows: a chunk never overwrites a row that a query of the same chunk reads.
+"""
+
+import hashlib
+
+import numpy as np
+
+from gemma_py.errors import InputError
+from gemma_py.model.config import Config
+
+AT, CAPACITY = range(2)  # columns of the table
+
+
+class Cache:
+    """Rows at positions below `position` are committed; the rest mean nothing, and are NaN where `poison` is set."""
+
+    def __init__(self, config: Config, poison: bool = False) -> None:
+        self.config, self.poison = config, poison
+        self.position = 0
+        self.table = np.zeros((len(config.layers), 2), np.int64)
+        self.keys = self.values = np.empty(0, np.float32)
+        self.abandoned = False
+
+    def reserve(self, tokens: int) -> None:
+        """Room for a chunk of so many tokens after the committed ones."""
+        if self.abandoned:
+            raise InputError("this session was left in an unknown state by a stalled worker; start a new one")
+        needed = []
+        for layer, (_, capacity) in zip(self.config.layers, self.table, strict=True):
+            rows = self.position + tokens
+            if layer.sliding_window is not None:
+                rows = min(rows, layer.sliding_window + tokens - 1)
+            # Growing by half again keeps the copying of a long decode linear.
+            needed.append(int(capacity) if rows <= capacity else max(rows, int(capacity) * 3 // 2, 64))
+        if needed != self.table[:, CAPACITY].tolist():
+            self._move(needed)
+
+    def _move(self, capacities: list[int]) -> None:
+        """New arenas with these capacities, and the rows that a later query may read."""
+        shapes = [(y.num_key_value_heads, n, y.head_dim) for y, n in zip(self.config.layers, capacities, strict=True)]
+        sizes = [G * capacity * E for G, capacity, E in shapes]
+        table = np.stack([np.cumsum([0, *sizes[:-1]]), capacities], 1).astype(np.int64)
+        arenas = [np.empty(sum(sizes), np.float32) for _ in range(2)]
+        for number, shape in enumerate(shapes):
+            positions = self._committed(number)
+            at = table[number, AT]
+            for old, new in zip((self.keys, self.values), arenas, strict=True):
+                rows = new[at : at + sizes[number]].reshape(shape)
+                if self.poison:
+                    rows[:] = np.nan
+                if len(positions):
+                    places = positions % self.table[number, CAPACITY]
+                    rows[:, positions % shape[1]] = self._rows(old, number)[:, places]
+        self.table = table
+        self.keys, self.values = arenas
+
+    def _committed(self, number: int) -> np.ndarray:
+        """Positions whose rows a later query may read: the last window - 1 of a sliding layer, else all."""
+        window = self.config.layers[number].sliding_window
+        first = 0 if window is None else max(0, self.position - window + 1)
+        return np.arange(first, self.position)
+
+    def _rows(self, arena: np.ndarray, number: int) -> np.ndarray:
+        """[G, capacity, E] of a layer, in the ring's order."""
+        (at, capacity), layer = self.table[number], self.config.layers[number]
+        G, E = layer.num_key_value_heads, layer.head_dim
+        return arena[at : at + G * capacity * E].reshape(G, capacity, E)
+
+    def rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of a layer that a later query may read, by position: [positions, G, E]."""
+        places = self._committed(number) % max(1, self.table[number, CAPACITY])
+        keys, values = (self._rows(arena, number)[:, places] for arena in (self.keys, self.values))
+        return keys.transpose(1, 0, 2), values.transpose(1, 0, 2)
+
+    def digest(self) -> list[str]:
+        """sha256 a layer of those rows: little-endian float32, keys before values, each [positions, G, E]."""
+        digests = []
+        for number in range(len(self.config.layers)):
+            digest = hashlib.sha256()
+            for rows in self.rows(number):
+                digest.update(np.ascontiguousarray(rows, "<f4").tobytes())
+            digests.append(digest.hexdigest())
+        return digests
+
+    def abandon(self) -> None:
+        """A pass failed and one of its workers may still write to these arenas: nobody may use them again."""
+        self.abandoned = True
+
+    def forget_uncommitted(self) -> None:
+        """In test mode: whatever lies beyond the committed rows becomes NaN again, so that reading it shows."""
+        if not self.poison:
+            return
+        for number in range(len(self.config.layers)):
+            capacity = int(self.table[number, CAPACITY])
+            stale = np.setdiff1d(np.arange(capacity), self._committed(number) % max(1, capacity))
+            for arena in (self.keys, self.values):
+                self._rows(arena, number)[:, stale] = np.nan

@@ -1,0 +1,414 @@
+"""The forward pass of a chunk: one kernel call a worker, phases separated by barriers, tiles claimed from counters.
+
+    T tokens of the chunk   D model width   H query heads   G key/value heads   E head width   F feed-forward width
+
+Reads from top to bottom like the paper. Every phase divides outputs among tiles, never a sum, so who computes a tile does
+not matter, nor how large it is. Keys and values become visible in position order only (`publish`), and attention waits
+for the last row that its tile needs (`await_rows`): between ROPE_KV and ATTENTION there is no other barrier.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gemma_py.kernels.attention import Ring, attend
+from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.intrinsics import bits_of_f32
+from gemma_py.kernels.matmul import COLUMNS, CodedRows, CodePanels, FloatPanels, matmul_codes, matmul_floats
+from gemma_py.kernels.rows import (
+    add_to,
+    embed_codes,
+    embed_floats,
+    gelu_gate,
+    quantise_rows,
+    rms_norm_rows,
+    rope_rows,
+    rope_table,
+    soft_cap,
+)
+from gemma_py.model import packed as p
+from gemma_py.runtime import cache as c
+from gemma_py.runtime.cells import LINE
+from gemma_py.runtime.sync import await_rows, barrier, claim, claim_any, enter, publish
+
+# Phases, in order, with the names that errors and traces use. START comes before the first layer, HEAD after the last.
+PHASES = (
+    "embedding",
+    "query, key and value",
+    "rope and kv",
+    "attention",
+    "attention codes",
+    "output",
+    "middle",
+    "gate and up",
+    "gate codes",
+    "down",
+    "end",
+    "head",
+)
+EMBED, QKV, ROPE_KV, ATTENTION, OUT_CODES, OUT, MIDDLE, GATE_UP, DOWN_CODES, DOWN, END, HEAD = range(12)
+COUNTERS = len(PHASES)  # a layer
+
+_ROWS = 120  # of a matmul tile: a multiple of the kernels' 5 and 6, whose codes stay in the second cache
+_FEW_ROWS = 8  # of a tile of norms
+_QUERIES = 16  # positions of an attention tile
+_EVERYTHING = 1 << 40  # a window that never ends
+
+
+class Scratch(NamedTuple):
+    """What a pass writes beside cache and logits; by row of the chunk. Shared by all workers but for `attention`."""
+
+    x: np.ndarray  # [T * D], the residual stream
+    n: np.ndarray  # [T * D], normalised
+    q: np.ndarray  # [T * H * E]
+    k: np.ndarray  # [T * G * E]
+    v: np.ndarray  # [T * G * E]
+    a: np.ndarray  # [T * H * E], what attention gives
+    y: np.ndarray  # [T * D], what a half of a layer gives
+    gate: np.ndarray  # [T * F]
+    up: np.ndarray  # [T * F]
+    coded: CodedRows  # of whichever input is next
+    cosines: np.ndarray  # [ropes * T * widest E / 2]
+    sines: np.ndarray
+    attention: np.ndarray  # [workers * scratch_size(E)]
+
+
+class Trace(NamedTuple):
+    """In test mode: a hash of each row after each phase, and who computed it last. Empty arrays: off."""
+
+    hashes: np.ndarray  # int64 [L + 1, phases, T]
+    workers: np.ndarray  # int64, the same
+
+
+@inlined
+def panels_for(N):
+    return (N + COLUMNS - 1) // COLUMNS
+
+
+@kernel
+def hash_row(x, first, last):
+    """FNV-1a over the bits of x[first .. last - 1], a word at a time."""
+    digest = np.uint64(14695981039346656037)
+    for i in range(first, last):
+        digest = (digest ^ np.uint64(np.uint32(bits_of_f32(x[i])))) * np.uint64(1099511628211)
+    return np.int64(digest)
+
+
+@kernel
+def matmul(m, number, x, coded, y, first_row, last_row, first_panel, last_panel):
+    """y[t, n] of rows t and panels of n; the matrix's stored format decides which input it takes and in what order."""
+    row = m.matrices[number]
+    N, K = row[p.ROWS], row[p.INPUTS]
+    if row[p.KIND] == p.CODES:
+        w = CodePanels(m.codes, m.scales, row[p.AT], row[p.SCALES_AT], row[p.MINIMUMS_AT], N, K, row[p.GROUP])
+        matmul_codes(coded, w, y, first_row, last_row, first_panel, last_panel)
+    elif row[p.KIND] == p.HALVES:
+        matmul_floats(x, FloatPanels(m.halves, row[p.AT], N, K), y, first_row, last_row, first_panel, last_panel)
+    else:
+        matmul_floats(x, FloatPanels(m.floats, row[p.AT], N, K), y, first_row, last_row, first_panel, last_panel)
+
+
+@kernel
+def embed(m, token, y, at):
+    """y[at .. at + D - 1] = the token's row times sqrt(D)."""
+    row = m.matrices[m.numbers.embedding]
+    N, K, factor = row[p.ROWS], row[p.INPUTS], m.numbers.embedding_factor
+    if row[p.KIND] == p.CODES:
+        w = CodePanels(m.codes, m.scales, row[p.AT], row[p.SCALES_AT], row[p.MINIMUMS_AT], N, K, row[p.GROUP])
+        embed_codes(w, token, factor, y, at)
+    elif row[p.KIND] == p.HALVES:
+        embed_floats(FloatPanels(m.halves, row[p.AT], N, K), token, factor, y, at)
+    else:
+        embed_floats(FloatPanels(m.floats, row[p.AT], N, K), token, factor, y, at)
+
+
+@kernel
+def norm(m, gain_at, D, x, y, first, last):
+    """y = the rows of x normalised, or x where the layer has no such norm.    y may be x"""
+    if gain_at >= 0:
+        rms_norm_rows(x, m.gains[gain_at : gain_at + D], D, m.numbers.eps, y, first, last)
+    else:
+        for i in range(first * D, last * D):
+            y[i] = x[i]
+
+
+@kernel
+def next_input(m, s, gain_at, codes, first, last):
+    """The normalised rows that the next matrices read, and their codes if one of them takes codes."""
+    D = m.numbers.hidden
+    norm(m, gain_at, D, s.x, s.n, first, last)
+    if codes:
+        quantise_rows(s.n, D, s.coded.codes, s.coded.scales, s.coded.sums, first, last)
+
+
+@kernel
+def tiles_of(T, panels, workers):
+    """(row blocks, panels a tile, tiles) of a matmul of T rows: some tiles a worker, however small the matrix."""
+    blocks = (T + _ROWS - 1) // _ROWS
+    width = max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
+    return blocks, width, blocks * ((panels + width - 1) // width)
+
+
+@kernel
+def matmul_phase(worker, workers, cells, counter, m, number, x, coded, y, T):
+    """All tiles of one matrix."""
+    panels = panels_for(m.matrices[number, p.ROWS])
+    blocks, width, tiles = tiles_of(T, panels, workers)
+    tile = claim_any(cells, worker, counter, tiles)
+    while tile >= 0:
+        row, panel = tile % blocks * _ROWS, tile // blocks * width
+        matmul(m, number, x, coded, y, row, min(row + _ROWS, T), panel, min(panel + width, panels))
+        tile = claim_any(cells, worker, counter, tiles)
+
+
+@kernel
+def qkv_phase(worker, workers, cells, counter, m, layer, s, T):
+    """q, k and v = the normalised rows times three matrices, whose tiles are numbered one after the other."""
+    kv_panels = panels_for(m.matrices[layer[p.K], p.ROWS])
+    q_panels = panels_for(m.matrices[layer[p.Q], p.ROWS])
+    blocks, width, q_tiles = tiles_of(T, q_panels, workers)
+    kv_tiles = blocks * ((kv_panels + width - 1) // width)
+    tiles = q_tiles + 2 * kv_tiles
+    tile = claim_any(cells, worker, counter, tiles)
+    while tile >= 0:
+        number, y, panels, local = layer[p.Q], s.q, q_panels, tile
+        if tile >= q_tiles + kv_tiles:
+            number, y, panels, local = layer[p.V], s.v, kv_panels, tile - q_tiles - kv_tiles
+        elif tile >= q_tiles:
+            number, y, panels, local = layer[p.K], s.k, kv_panels, tile - q_tiles
+        row, panel = local % blocks * _ROWS, local // blocks * width
+        matmul(m, number, s.n, s.coded, y, row, min(row + _ROWS, T), panel, min(panel + width, panels))
+        tile = claim_any(cells, worker, counter, tiles)
+
+
+@kernel
+def gate_up_phase(worker, workers, cells, counter, m, layer, s, T):
+    """gate = gelu(gate) * up, tile by tile while both are at hand."""
+    F = layer[p.INNER]
+    panels = panels_for(F)
+    blocks, width, tiles = tiles_of(T, panels, workers)
+    tile = claim_any(cells, worker, counter, tiles)
+    while tile >= 0:
+        row, panel = tile % blocks * _ROWS, tile // blocks * width
+        row_end, panel_end = min(row + _ROWS, T), min(panel + width, panels)
+        matmul(m, layer[p.GATE], s.n, s.coded, s.gate, row, row_end, panel, panel_end)
+        matmul(m, layer[p.UP], s.n, s.coded, s.up, row, row_end, panel, panel_end)
+        for t in range(row, row_end):
+            gelu_gate(s.gate, s.up, t * F + panel * COLUMNS, t * F + min(panel_end * COLUMNS, F))
+        tile = claim_any(cells, worker, counter, tiles)
+
+
+@kernel
+def codes_phase(worker, cells, counter, x, K, coded, T):
+    """Codes of all rows of x: [T * K]."""
+    tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
+    tile = claim_any(cells, worker, counter, tiles)
+    while tile >= 0:
+        row = tile * _FEW_ROWS
+        quantise_rows(x, K, coded.codes, coded.scales, coded.sums, row, min(row + _FEW_ROWS, T))
+        tile = claim_any(cells, worker, counter, tiles)
+
+
+@kernel
+def rope_kv_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T):
+    """Norm and turn q and k, store k and v, and publish: tiles are claimed and become visible in position order."""
+    H, G, E = layer[p.HEADS], layer[p.KV_HEADS], layer[p.HEAD_DIM]
+    widest = m.frequencies.shape[1]
+    table = layer[p.ROPE] * T * widest
+    cosines, sines = s.cosines[table : table + T * widest], s.sines[table : table + T * widest]
+    at, capacity = place[c.AT], place[c.CAPACITY]
+    tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
+    tile = claim(cells, worker, counter, tiles)
+    while tile >= 0:
+        first = tile * _FEW_ROWS
+        last = min(first + _FEW_ROWS, T)
+        norm(m, layer[p.Q_GAIN], E, s.q, s.q, first * H, last * H)
+        norm(m, layer[p.K_GAIN], E, s.k, s.k, first * G, last * G)
+        rope_rows(s.q, H, E, cosines, sines, first, last)
+        rope_rows(s.k, G, E, cosines, sines, first, last)
+        for t in range(first, last):
+            for g in range(G):
+                to, source = at + (g * capacity + (position + t) % capacity) * E, (t * G + g) * E
+                for e in range(E):
+                    keys[to + e] = s.k[source + e]
+                    values[to + e] = s.v[source + e]
+        if not publish(cells, worker, mark, position + first, position + last):
+            return False
+        tile = claim(cells, worker, counter, tiles)
+    return True
+
+
+@kernel
+def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T):
+    """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
+    H, G, E = layer[p.HEADS], layer[p.KV_HEADS], layer[p.HEAD_DIM]
+    at, capacity = place[c.AT], place[c.CAPACITY]
+    ring = Ring(keys, values, at, capacity, E, capacity * E, G, E)
+    window = layer[p.WINDOW] if layer[p.WINDOW] > 0 else _EVERYTHING
+    size = s.attention.shape[0] // (cells.own.shape[0] // LINE)
+    scratch = s.attention[worker * size : (worker + 1) * size]
+    tiles = G * ((T + _QUERIES - 1) // _QUERIES)
+    tile = claim_any(cells, worker, counter, tiles)
+    while tile >= 0:
+        first = position + tile // G * _QUERIES
+        last = min(first + _QUERIES, position + T)
+        if not await_rows(cells, worker, mark, last - 1):
+            return False
+        numbers = m.numbers
+        attend(s.q, ring, H, tile % G, window, numbers.attention_scale, numbers.attention_cap, position, first, last,
+               scratch, s.a)  # fmt: skip
+        tile = claim_any(cells, worker, counter, tiles)
+    return True
+
+
+@kernel
+def head_phase(worker, workers, cells, counter, m, s, T, all_logits, logits):
+    """logits = the last row, or all rows, times the head, with the final cap."""
+    V, cap = m.numbers.vocabulary, m.numbers.final_cap
+    panels, skipped = panels_for(V), 0 if all_logits else T - 1
+    rows = T - skipped
+    blocks, width, tiles = tiles_of(rows, panels, workers)
+    D = m.numbers.hidden
+    x = s.n[skipped * D :]
+    coded = CodedRows(
+        s.coded.codes[skipped * D :], s.coded.scales[skipped * D // 32 :], s.coded.sums[skipped * D // 16 :]
+    )
+    tile = claim_any(cells, worker, counter, tiles)
+    while tile >= 0:
+        row, panel = tile % blocks * _ROWS, tile // blocks * width
+        row_end, panel_end = min(row + _ROWS, rows), min(panel + width, panels)
+        matmul(m, m.numbers.head, x, coded, logits, row, row_end, panel, panel_end)
+        if cap > 0:
+            for t in range(row, row_end):
+                soft_cap(logits, cap, t * V + panel * COLUMNS, t * V + min(panel_end * COLUMNS, V))
+        tile = claim_any(cells, worker, counter, tiles)
+
+
+@kernel
+def trace_rows(worker, cells, trace, layer, phase, x, width, T):
+    """In test mode, after a barrier and before the next: every worker hashes some rows."""
+    workers = cells.own.shape[0] // LINE
+    for t in range(worker, T, workers):
+        trace.hashes[layer, phase, t] = hash_row(x, t * width, (t + 1) * width)
+
+
+@kernel
+def forward(worker, workers, cells, m, s, keys, values, table, tokens, position, all_logits, logits, trace):
+    """A chunk of tokens through the model. True when done, False when the run is broken.
+
+    m: Packed   s: Scratch   keys, values, table: of the cache, with room for the chunk   tokens: int64 [T]
+    position: of the first token; marks start there   logits: [T * V], or [V] of the last token, written   trace: Trace
+    """
+    T, D, L = tokens.shape[0], m.numbers.hidden, m.layers.shape[0]
+    few = (T + _FEW_ROWS - 1) // _FEW_ROWS
+    tracing = trace.hashes.shape[0] > 0
+    if not enter(cells, worker, 0, EMBED):
+        return False
+    tile = claim_any(cells, worker, EMBED, few)
+    while tile >= 0:
+        first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
+        for t in range(first, last):
+            embed(m, tokens[t], s.x, t * D)
+        widest = m.frequencies.shape[1]
+        for turn in range(m.frequencies.shape[0]):
+            places = slice(turn * T * widest, (turn + 1) * T * widest)
+            rope_table(m.frequencies[turn], position, s.cosines[places], s.sines[places], first, last)
+        next_input(m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_CODES], first, last)
+        tile = claim_any(cells, worker, EMBED, few)
+    if not barrier(cells, worker, workers):
+        return False
+
+    for number in range(L):
+        layer = m.layers[number]
+        counters = number * COUNTERS
+        place = table[layer[p.KV_SOURCE]]
+        HE = layer[p.HEADS] * layer[p.HEAD_DIM]
+
+        if not enter(cells, worker, number, QKV):
+            return False
+        qkv_phase(worker, workers, cells, counters + QKV, m, layer, s, T)
+        if not barrier(cells, worker, workers):
+            return False
+
+        if not enter(cells, worker, number, ROPE_KV):
+            return False
+        if not rope_kv_phase(worker, cells, counters + ROPE_KV, number, m, layer, s, keys, values, place, position, T):
+            return False
+
+        if not enter(cells, worker, number, ATTENTION):
+            return False
+        if not attention_phase(worker, cells, counters + ATTENTION, number, m, layer, s, keys, values, place, position, T):
+            return False
+        if not barrier(cells, worker, workers):
+            return False
+        if tracing:
+            trace_rows(worker, cells, trace, number, ROPE_KV, s.k, layer[p.KV_HEADS] * layer[p.HEAD_DIM], T)
+            trace_rows(worker, cells, trace, number, ATTENTION, s.a, HE, T)
+
+        if not enter(cells, worker, number, OUT_CODES):
+            return False
+        if layer[p.O_CODES]:
+            codes_phase(worker, cells, counters + OUT_CODES, s.a, HE, s.coded, T)
+            if not barrier(cells, worker, workers):
+                return False
+        if not enter(cells, worker, number, OUT):
+            return False
+        matmul_phase(worker, workers, cells, counters + OUT, m, layer[p.O], s.a, s.coded, s.y, T)
+        if not barrier(cells, worker, workers):
+            return False
+
+        if not enter(cells, worker, number, MIDDLE):
+            return False
+        tile = claim_any(cells, worker, counters + MIDDLE, few)
+        while tile >= 0:
+            first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
+            norm(m, layer[p.O_GAIN], D, s.y, s.y, first, last)
+            add_to(s.x, s.y, first * D, last * D)
+            next_input(m, s, layer[p.FF_GAIN], layer[p.GATE_CODES], first, last)
+            tile = claim_any(cells, worker, counters + MIDDLE, few)
+        if not barrier(cells, worker, workers):
+            return False
+        if tracing:
+            trace_rows(worker, cells, trace, number, MIDDLE, s.x, D, T)
+
+        if not enter(cells, worker, number, GATE_UP):
+            return False
+        gate_up_phase(worker, workers, cells, counters + GATE_UP, m, layer, s, T)
+        if not barrier(cells, worker, workers):
+            return False
+        if tracing:
+            trace_rows(worker, cells, trace, number, GATE_UP, s.gate, layer[p.INNER], T)
+
+        if not enter(cells, worker, number, DOWN_CODES):
+            return False
+        if layer[p.DOWN_CODES]:
+            codes_phase(worker, cells, counters + DOWN_CODES, s.gate, layer[p.INNER], s.coded, T)
+            if not barrier(cells, worker, workers):
+                return False
+        if not enter(cells, worker, number, DOWN):
+            return False
+        matmul_phase(worker, workers, cells, counters + DOWN, m, layer[p.DOWN], s.gate, s.coded, s.y, T)
+        if not barrier(cells, worker, workers):
+            return False
+
+        if not enter(cells, worker, number, END):
+            return False
+        final = number == L - 1
+        gain_at = m.numbers.final_gain if final else m.layers[number + 1, p.IN_GAIN]
+        codes = m.numbers.head_codes if final else m.layers[number + 1, p.QKV_CODES]
+        tile = claim_any(cells, worker, counters + END, few)
+        while tile >= 0:
+            first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
+            norm(m, layer[p.FF_OUT_GAIN], D, s.y, s.y, first, last)
+            add_to(s.x, s.y, first * D, last * D)
+            next_input(m, s, gain_at, codes, first, last)
+            tile = claim_any(cells, worker, counters + END, few)
+        if not barrier(cells, worker, workers):
+            return False
+        if tracing:
+            trace_rows(worker, cells, trace, number, END, s.x, D, T)
+
+    if not enter(cells, worker, L, HEAD):
+        return False
+    head_phase(worker, workers, cells, L * COUNTERS + HEAD, m, s, T, all_logits, logits)
+    return barrier(cells, worker, workers)

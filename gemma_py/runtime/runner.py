@@ -1,0 +1,136 @@
+"""Runs chunks of tokens through a model on a team: owns scratch, compiles once, keeps sessions apart."""
+
+import os
+import sys
+import threading
+import weakref
+
+import numpy as np
+
+from gemma_py.errors import UnsupportedError, WorkerError
+from gemma_py.kernels.attention import scratch_size
+from gemma_py.kernels.decorator import first_time, mark_compiled
+from gemma_py.kernels.matmul import BLOCK, HALF, CodedRows
+from gemma_py.model.config import Config
+from gemma_py.model.packed import Packed, pack
+from gemma_py.model.reference import rope_frequencies
+from gemma_py.model.weights import Weights
+from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.forward import COUNTERS, PHASES, Scratch, Trace, forward
+from gemma_py.runtime.team import Team
+from gemma_py.runtime.trial import Trial
+
+CHUNK = 512  # tokens of a pass unless told otherwise
+NO_TRACE = Trace(np.zeros((0, 0, 0), np.int64), np.zeros((0, 0, 0), np.int64))
+
+
+class Runner:
+    """One pass at a time, whichever Python thread asks; sessions differ by their cache alone."""
+
+    def __init__(self, weights: Weights, config: Config, workers: int, deadline: float = 5.0) -> None:
+        if any(layer.kv_source != number for number, layer in enumerate(config.layers)):
+            raise UnsupportedError("layers that share another's keys and values are not supported yet")
+        self.config = config
+        self.team = Team(workers, deadline, PHASES)
+        self.packed = _packed(weights, config)
+        self.poison = False  # test mode: scratch and uncommitted rows are NaN before every pass
+        self.trial: Trial | None = None  # test mode: see trial.py
+        self._lock = threading.Lock()
+        self._scratch: Scratch | None = None
+        self._rows = 0
+        self._compile()
+        _runners.add(self)
+
+    def run(self, cache: Cache, tokens: list[int], all_logits: bool, trace: Trace = NO_TRACE) -> np.ndarray:
+        """Logits [V] of the last token or [T, V] of all. The cache gains the tokens only if everything went well."""
+        T = len(tokens)
+        with self._lock:
+            cache.reserve(T)
+            if self.poison:
+                cache.forget_uncommitted()
+            logits = np.empty(self.config.vocab_size * (T if all_logits else 1), np.float32)
+            args = (
+                self.packed, self._scratch_for(T), cache.keys, cache.values, cache.table,
+                np.array(tokens, np.int64), cache.position, all_logits, logits, trace,
+            )  # fmt: skip
+            layers = len(self.config.layers)
+            try:
+                self.team.run(
+                    forward, *args, marks=[cache.position] * layers, claims=(layers + 1) * COUNTERS, trial=self.trial
+                )
+            except BaseException as error:
+                if not isinstance(error, WorkerError) or not error.settled:
+                    self._scratch = None  # somebody may still write there
+                    cache.abandon()
+                raise
+            cache.position += T
+        return logits.reshape(T, -1) if all_logits else logits
+
+    def _compile(self) -> None:
+        """Before any worker starts, in the calling thread; from the disk where it has been done before."""
+        if first_time():
+            print("compiling kernels, once per machine: about half a minute", file=sys.stderr, flush=True)
+        cache = Cache(self.config)
+        empty = np.empty(0, np.float32)
+        self.team.compile(
+            forward, self.packed, self._scratch_for(1), empty, empty, cache.table, np.empty(0, np.int64), 0, False,
+            empty, NO_TRACE,
+        )  # fmt: skip
+        mark_compiled()
+
+    def _scratch_for(self, T: int) -> Scratch:
+        """Room for T rows, kept for later passes."""
+        if self._scratch is None or self._rows < T:
+            self._rows = T
+            self._scratch = _make_scratch(self.config, self.packed, T, self.team.workers)
+        if self.poison:
+            for array in (*self._scratch[:9], *self._scratch.coded[1:], *self._scratch[10:]):
+                array.fill(np.nan)
+        return self._scratch
+
+    def close(self) -> None:
+        self.team.close()
+
+
+_runners: "weakref.WeakSet[Runner]" = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a forked child, whoever held a lock is gone, and a pass that was under way will never end."""
+    for runner in list(_runners):
+        runner._lock = threading.Lock()
+        runner._scratch = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _packed(weights: Weights, config: Config) -> Packed:
+    """Layers that turn by the same angles share a row of frequencies."""
+    kinds = list(dict.fromkeys((layer.rope, layer.head_dim) for layer in config.layers))
+    widest = max(width for _, width in kinds) // 2
+    frequencies = np.zeros((len(kinds), widest), np.float32)
+    for row, (rope, width) in zip(frequencies, kinds, strict=True):
+        if width // 2 != widest:
+            raise UnsupportedError("layers with heads of different widths are not supported yet")
+        rope_frequencies(rope.theta, np.float32(rope.factor), row)
+    return pack(weights, config, frequencies, [kinds.index((y.rope, y.head_dim)) for y in config.layers])
+
+
+def _make_scratch(config: Config, packed: Packed, T: int, workers: int) -> Scratch:
+    D, layers = config.hidden_size, config.layers
+    HE = max(y.num_attention_heads * y.head_dim for y in layers)
+    GE = max(y.num_key_value_heads * y.head_dim for y in layers)
+    F = max(y.intermediate_size for y in layers)
+    widest = max(D, HE, F)
+    ropes = T * packed.frequencies.size
+
+    def floats(count: int) -> np.ndarray:
+        return np.empty(max(1, count), np.float32)
+
+    coded = CodedRows(
+        np.empty(T * widest, np.int16), floats(T * widest // BLOCK + T), floats(T * widest // HALF + T)
+    )
+    rows = (floats(T * width) for width in (D, D, HE, GE, GE, HE, D, F, F))
+    attention = floats(workers * scratch_size(max(y.head_dim for y in layers)))
+    return Scratch(*rows, coded, floats(ropes), floats(ropes), attention)
