@@ -10,6 +10,7 @@ from conftest import TINY
 
 import gemma_py
 from gemma_py.errors import ContextError, InputError
+from gemma_py.runtime.cache import CAPACITY
 
 IDS = [2, *range(20, 60)]
 
@@ -60,8 +61,8 @@ def test_a_digest_sees_one_bit(tiny_engine: gemma_py.Engine) -> None:
     session = tiny_engine.session()
     session.prefill(IDS)
     before = session.kv_digest()
-    row = session._cache.values[2][len(IDS) - 1]
-    row.view(np.uint32).reshape(-1)[3] ^= 1
+    place = (len(IDS) - 1) % session._cache.table[2, CAPACITY]
+    session._cache._rows(session._cache.values, 2)[1, place].view(np.uint32)[3] ^= 1
     after = session.kv_digest()
     assert [a == b for a, b in zip(before, after, strict=True)] == [layer != 2 for layer in range(len(before))]
 
@@ -70,11 +71,12 @@ def test_a_digest_covers_what_a_later_token_may_read(tiny_engine: gemma_py.Engin
     session = tiny_engine.session()
     session.prefill(IDS)
     before = session.kv_digest()
-    window = tiny_engine.config.layers[0].sliding_window
+    window, capacity = tiny_engine.config.layers[0].sliding_window, session._cache.table[0, CAPACITY]
     assert window == 16
-    session._cache.keys[0][len(IDS) - window] += 1  # out of reach for position len(IDS)
+    rows = session._cache._rows(session._cache.keys, 0)
+    rows[:, (len(IDS) - window) % capacity] += 1  # out of reach for position len(IDS)
     assert session.kv_digest() == before
-    session._cache.keys[0][len(IDS) - window + 1] += 1
+    rows[:, (len(IDS) - window + 1) % capacity] += 1
     assert session.kv_digest() != before
 
 

@@ -13,6 +13,7 @@ LAYERS = (
     ("formats", "kernels", "demo"),
     ("tokenizer",),
     ("model", "catalog"),
+    ("runtime",),
     ("score",),
     ("engine",),
     ("reference",),

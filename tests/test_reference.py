@@ -27,7 +27,7 @@ BARS = 1e-4  # of the logits' standard deviation; 1e-5 is reached: float32 sums 
 
 
 def error(engine: gemma_py.Engine, name: str) -> float:
-    ours = engine.session().prefill(GOLDEN["ids"][name], all_logits=True)
+    ours = gemma_py.reference.logits(engine, GOLDEN["ids"][name])
     return float(np.abs(ours - LOGITS[name]).max() / LOGITS[name].std())
 
 
@@ -103,13 +103,13 @@ def test_a_quantised_matrix_is_its_own_values(tmp_path: Path, kind: str) -> None
     codes = write_model(tmp_path / "codes.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind))
     with gemma_py.load(codes) as engine:
         values = {tensor.name: tensor.to_float32() for tensor in stored(codes)}
-        matrix = engine.weights.layers[0].down
+        matrix = engine.reference_weights().layers[0].down
         row = np.empty(matrix.shape[1], np.float32)
         assert isinstance(matrix, spec.CodeMatrix)
         minimums = matrix.minimums[3] if len(matrix.minimums) else matrix.minimums.reshape(-1)
         spec.dequantise_row(matrix.codes[3], matrix.scales[3], minimums, row)
         np.testing.assert_array_equal(row, values["blk.0.ffn_down.weight"][3])
-        quantised = engine.session().prefill(list(range(12)), all_logits=True)
+        quantised = gemma_py.reference.logits(engine, list(range(12)))
     floats = write_floats(tmp_path / "floats.gguf", values)
     expected = wide_logits(floats)
     assert np.abs(quantised - expected).max() / expected.std() < 1e-3

@@ -1,0 +1,238 @@
+"""The promise: the same bits for any threads, chunks, schedules and company; and checks that see when it is broken."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoints as tiny
+from gguf_files import write_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gemma_py
+from gemma_py import reference
+from gemma_py.errors import WorkerError
+from gemma_py.model.config import Config
+from gemma_py.runtime import cache as caches
+from gemma_py.runtime import forward as passes
+from gemma_py.runtime.trial import Trial
+
+THREADS = (1, 2, 3, 4, 8)
+TOKENS = 70  # two tiles of attention and several windows
+
+
+@contextmanager
+def opened(path: Path, threads: int, trial: Trial | None = None) -> Iterator[gemma_py.Engine]:
+    """An engine in test mode: scratch and unpublished rows are NaN, so reading one shows."""
+    with gemma_py.load(path, threads=threads) as engine:
+        engine.runner.poison = True
+        engine.runner.trial = trial
+        yield engine
+
+
+def prompt(config: Config, length: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(config.vocab_size) for _ in range(length)]
+
+
+def bits(logits: np.ndarray) -> np.ndarray:
+    return logits.view(np.uint32)
+
+
+def cut(ids: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """ids in pieces of these sizes, again and again."""
+    at = 0
+    for size in itertools.cycle(sizes):
+        if at >= len(ids):
+            return
+        yield list(ids[at : at + size])
+        at += size
+
+
+class Expected:
+    """What the specification says of a prompt."""
+
+    def __init__(self, engine: gemma_py.Engine, ids: list[int]) -> None:
+        self.ids = ids
+        self.logits, cache = reference.logits_and_rows(engine, ids)
+        self.digest = reference.digest(cache)
+
+    def same(self, engine: gemma_py.Engine, sizes: Sequence[int], all_logits: bool = True) -> bool:
+        session = engine.session()
+        made = [session.prefill(piece, all_logits=all_logits) for piece in cut(self.ids, sizes)]
+        logits = np.concatenate(made) if all_logits else made[-1]
+        wanted = self.logits if all_logits else self.logits[-1]
+        return bool((bits(logits) == bits(wanted)).all()) and session.kv_digest() == self.digest
+
+
+_known: dict[tuple[str, int], Expected] = {}
+
+
+def expected(name: str, engine: gemma_py.Engine, length: int = TOKENS) -> Expected:
+    key = (name, length)
+    if key not in _known:
+        _known[key] = Expected(engine, prompt(engine.config, length))
+    return _known[key]
+
+
+def window_of(config: Config) -> int:
+    return next((y.sliding_window for y in config.layers if y.sliding_window is not None), 8)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_every_chunk_size_matches_the_reference(checkpoints: dict[str, Path], name: str, threads: int) -> None:
+    with opened(checkpoints[name], threads) as engine:
+        want, W = expected(name, engine), window_of(engine.config)
+        for chunk in (1, 7, W - 1, W, W + 1, 2 * W + 1, TOKENS):
+            assert want.same(engine, [chunk]), f"chunk {chunk}"
+        assert want.same(engine, [5, 1, 13, 2])
+        assert want.same(engine, [TOKENS], all_logits=False)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 9, 10, 31, 32, 33, 63, 64, 65, 119, 120, 121])
+def test_lengths_around_the_borders(checkpoints: dict[str, Path], length: int) -> None:
+    """Of tiles of attention (32), of rings (window 9), of tiles of norms (8) and of matmuls (120)."""
+    with opened(checkpoints["gemma3"], 3) as engine:
+        want = expected("gemma3", engine, length)
+        assert want.same(engine, [length])
+        assert want.same(engine, [max(1, length - 1), 1])
+
+
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
+WIDE = tiny.Variant(
+    tiny._gemma3(hidden_size=256, intermediate_size=512, head_dim=64, query_pre_attn_scalar=64, num_hidden_layers=2,
+                 sliding_window=5, vocab_size=77)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_stored_format_matches_the_reference(tmp_path: Path, kind: str) -> None:
+    path = write_model(tmp_path / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind))
+    with opened(path, 2) as engine:
+        want = Expected(engine, prompt(engine.config, 40))
+        for sizes in ([40], [1], [7, 12]):
+            assert want.same(engine, sizes)
+
+
+def test_formats_mixed_within_a_layer_match_the_reference(tmp_path: Path) -> None:
+    """As in files of the "M" kinds; and codes beside floats behind one input."""
+    kinds = {"q_proj": "Q5_0", "v_proj": "Q8_0", "o_proj": "Q6_K", "up_proj": "Q2_K", "down_proj": "Q4_K"}
+    path = write_model(tmp_path / "m.gguf", WIDE, seed=5, kinds=kinds)
+    with opened(path, 2) as engine:
+        want = Expected(engine, prompt(engine.config, 40))
+        for sizes in ([40], [1], [7, 12]):
+            assert want.same(engine, sizes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_drawn_shapes_match_the_reference(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Head widths, groups, windows, odd K and N, at random."""
+    draw = data.draw
+    groups = draw(st.integers(1, 3))
+    shape = {
+        "head_dim": 2 * draw(st.integers(1, 20)),
+        "num_key_value_heads": groups,
+        "num_attention_heads": groups * draw(st.integers(1, 5)),
+        "hidden_size": draw(st.integers(1, 70)),
+        "intermediate_size": draw(st.integers(1, 90)),
+        "vocab_size": draw(st.integers(10, 120)),
+        "sliding_window": draw(st.integers(1, 40)),
+        "num_hidden_layers": draw(st.integers(1, 4)),
+        "query_pre_attn_scalar": draw(st.integers(1, 300)),
+    }
+    family = draw(st.sampled_from([tiny._gemma1, tiny._gemma2, tiny._gemma3]))
+    if family is tiny._gemma1:
+        shape.pop("sliding_window")
+        shape.pop("query_pre_attn_scalar")
+    path = tmp_path_factory.mktemp("drawn")
+    tiny.write(tiny.Variant(family(**shape), dtype=draw(st.sampled_from(["F32", "BF16"]))), path, draw(st.integers(1, 99)))
+    with opened(path, draw(st.integers(1, 4)), Trial(seed=draw(st.integers(0, 1000)))) as engine:
+        want = Expected(engine, prompt(engine.config, draw(st.integers(1, 90))))
+        assert want.same(engine, draw(st.lists(st.integers(1, 90), min_size=1, max_size=4)))
+
+
+def test_sessions_in_random_company(checkpoints: dict[str, Path]) -> None:
+    rng = random.Random(3)
+    with opened(checkpoints["gemma3"], 2) as engine:
+        wants = [Expected(engine, prompt(engine.config, length, seed=length)) for length in (20, 50, 77)]
+        sessions = [engine.session() for _ in wants]
+        left, last = [list(want.ids) for want in wants], [np.empty(0, np.float32)] * len(wants)
+        while any(left):
+            turn = rng.choice([number for number, rest in enumerate(left) if rest])
+            size = rng.randint(1, 12)
+            last[turn] = sessions[turn].prefill(left[turn][:size])
+            left[turn] = left[turn][size:]
+        for want, session, logits in zip(wants, sessions, last, strict=True):
+            np.testing.assert_array_equal(bits(logits), bits(want.logits[-1]))
+            assert session.kv_digest() == want.digest
+
+
+def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path]) -> None:
+    """Random delays and yields at every claim, publish, wait and barrier; tiles in random order; 4 workers."""
+    with opened(checkpoints["gemma3"], 4) as engine:
+        want = expected("gemma3", engine)
+        for seed in range(1, 41):
+            engine.runner.trial = Trial(seed=seed)
+            assert want.same(engine, [TOKENS] if seed % 2 else [23]), f"seed {seed}"
+
+
+# --- negative controls: break it, and the checks above must see it ----------------------------------------------------
+
+
+def caught(engine: gemma_py.Engine, want: Expected, trials: Iterator[Trial], sizes: Sequence[int] = (TOKENS,)) -> bool:
+    """Whether any of these schedules gives other bits, or an error."""
+    for trial in trials:
+        engine.runner.trial = trial
+        try:
+            if not want.same(engine, sizes):
+                return True
+        except WorkerError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("drop", ["await", "order"])
+def test_control_rows_read_or_published_out_of_order(checkpoints: dict[str, Path], drop: str) -> None:
+    with opened(checkpoints["gemma3"], 4) as engine:
+        assert caught(engine, expected("gemma3", engine), (Trial(seed=seed, drop=drop) for seed in range(1, 300)))
+
+
+BARRIERS = (passes.EMBED, passes.QKV, passes.ATTENTION, passes.OUT_CODES, passes.OUT, passes.MIDDLE, passes.GATE_UP,
+            passes.DOWN_CODES, passes.DOWN, passes.END)  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", BARRIERS, ids=lambda phase: passes.PHASES[phase].replace(" ", "-"))
+def test_control_a_barrier_dropped(tmp_path: Path, phase: int) -> None:
+    """A quantised model, in which every barrier stands."""
+    path = write_model(tmp_path / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
+    with opened(path, 4) as engine:
+        want = Expected(engine, prompt(engine.config, TOKENS))
+        assert want.same(engine, [TOKENS])
+        trials = (Trial(seed=seed, drop="barrier", drop_phase=phase) for seed in range(1, 300))
+        assert caught(engine, want, trials)
+
+
+def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserve(self: caches.Cache, tokens: int) -> None:
+        needed = [
+            self.position + tokens if y.sliding_window is None else min(self.position + tokens, y.sliding_window + tokens - 2)
+            for y in self.config.layers
+        ]
+        if needed != self.table[:, caches.CAPACITY].tolist():
+            self._move([max(1, rows) for rows in needed])
+
+    with opened(checkpoints["gemma3"], 2) as engine:
+        want = expected("gemma3", engine)
+        monkeypatch.setattr(caches.Cache, "reserve", reserve)
+        assert not want.same(engine, [10])
+
+
+def test_every_phase_is_named() -> None:
+    assert len(passes.PHASES) == passes.COUNTERS == passes.HEAD + 1
