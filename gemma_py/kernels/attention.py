@@ -43,12 +43,18 @@ _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 
 
 class Ring(NamedTuple):
-    """The keys and values of a layer: position t, head g, number e at  at + (t % capacity * G + g) * E + e."""
+    """The keys and values of a layer: position t, head g, number e at  at + t % capacity * stride + g * head + e.
+
+    [capacity, G, E] has stride = G * E and head = E; [G, capacity, E] has stride = E and head = capacity * E. The
+    latter is faster: rows whose distance is a multiple of 4 KiB push one another out of a small cache.
+    """
 
     keys: np.ndarray  # flat arena of f32
     values: np.ndarray  # flat arena of f32, laid out alike
     at: int
     capacity: int
+    stride: int
+    head: int
     G: int
     E: int
 
@@ -157,7 +163,7 @@ def _range(query, heads, chunk_at, window, begin, end):
 def _attend_lanes(q, ring, H, g, window, scale, cap, chunk_at, first_query, last_query, scratch, out):
     """At most sixteen queries; query number n is head n % heads at position n // heads of the chunk."""
     E, heads = ring.E, H // ring.G
-    stride, base = ring.G * E, ring.at + g * E
+    stride, base = ring.stride, ring.at + g * ring.head
     used = last_query - first_query
     o, s = LANES * E, 2 * LANES * E
     spare = s + TILE * LANES
