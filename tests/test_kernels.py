@@ -16,6 +16,7 @@ from gemma_py.kernels.attention import Ring, attend, scratch_size
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.matmul import CodedRows, CodePanels, FloatPanels, panels_of
 from gemma_py.model import reference
+from gemma_py.model.weights import CodeMatrix, FloatMatrix, Matrix
 
 F = np.float32
 EPS = F(1e-6)
@@ -161,14 +162,15 @@ def test_the_largest_codes_do_not_overflow():
 
 @pytest.mark.parametrize("group", [None, 16, 32])
 def test_embedding_rows_match_the_reference(group):
+    matrix: Matrix
     rng, (V, D) = np.random.default_rng(2), (37, 64)
     for with_minimums in (False, True):
         if group is None:
-            matrix = reference.FloatMatrix((bits(normal(rng, V, D)) >> 16).astype(np.uint16))
-            embed, panels = rows.embed_floats, float_panels(matrix.values, at=3)
+            values = (bits(normal(rng, V, D)) >> 16).astype(np.uint16)
+            matrix, embed, panels = FloatMatrix(values), rows.embed_floats, float_panels(values, at=3)
         else:
-            matrix = reference.CodeMatrix(*random_codes(rng, V, D, group, with_minimums))
-            embed, panels = rows.embed_codes, code_panels(matrix.codes, matrix.scales, matrix.minimums, at=3)
+            parts = random_codes(rng, V, D, group, with_minimums)
+            matrix, embed, panels = CodeMatrix(*parts), rows.embed_codes, code_panels(*parts, 3)
         for token in (0, 16, 36):
             y = np.full(D + 2, 7, F)
             embed(panels, token, F(np.sqrt(D)), y, 1)
@@ -259,7 +261,8 @@ def ring_of(keys, values, first, capacity, by_head, at=3):
         if by_head:
             rows_of_ring = rows_of_ring.transpose(1, 0, 2)
         arenas.append(np.concatenate([np.full(at, np.nan, F), rows_of_ring.reshape(-1)]))
-    return Ring(*arenas, at, capacity, *((E, capacity * E) if by_head else (G * E, E)), G, E)
+    stride, head = (E, capacity * E) if by_head else (G * E, E)
+    return Ring(arenas[0], arenas[1], at, capacity, stride, head, G, E)
 
 
 def check_attention(seed, T, before, G, group, E, window, cap, cuts=()):
