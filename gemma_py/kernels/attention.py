@@ -45,8 +45,8 @@ _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 class Ring(NamedTuple):
     """The keys and values of a layer: position t, head g, number e at  at + t % capacity * stride + g * head + e.
 
-    [capacity, G, E] has stride = G * E and head = E; [G, capacity, E] has stride = E and head = capacity * E. The latter
-    is faster: rows whose distance is a multiple of 4 KiB push one another out of a small cache.
+    [capacity, G, E] has stride = G * E and head = E; [G, capacity, E] has stride = E and head = capacity * E. The
+    latter is faster: rows whose distance is a multiple of 4 KiB push one another out of a small cache.
     """
 
     keys: np.ndarray  # flat arena of f32

@@ -21,6 +21,7 @@ from gemma_py.kernels.simd import (
     fma,
     izero,
     load,
+    load_one,
     load_pairs,
     mul,
     splat,
@@ -195,8 +196,8 @@ def _codes_5_rows(x, K, rows, arena, at, scales, scales_at, minimums_at, group, 
             i3 = dot_pairs(splat_pair(x.codes, x3 + k), w, i3)
             i4 = dot_pairs(splat_pair(x.codes, x4 + k), w, i4)
         sw, k = load(scales, scales_at + g * COLUMNS), g * group
-        s0, s1, s2 = x.scales[(x0 + k) // BLOCK], x.scales[(x1 + k) // BLOCK], x.scales[(x2 + k) // BLOCK]
-        s3, s4 = x.scales[(x3 + k) // BLOCK], x.scales[(x4 + k) // BLOCK]
+        s0, s1, s2 = _scale(x, x0 + k), _scale(x, x1 + k), _scale(x, x2 + k)
+        s3, s4 = _scale(x, x3 + k), _scale(x, x4 + k)
         y0, y1, y2 = _scaled(y0, s0, sw, i0), _scaled(y1, s1, sw, i1), _scaled(y2, s2, sw, i2)
         y3, y4 = _scaled(y3, s3, sw, i3), _scaled(y4, s4, sw, i4)
         if minimums_at >= 0:
@@ -215,11 +216,16 @@ def _codes_5_rows(x, K, rows, arena, at, scales, scales_at, minimums_at, group, 
 
 
 @inlined
+def _scale(x, k):
+    return load_one(x.scales, k // BLOCK)
+
+
+@inlined
 def _codes_sum(x, k, group):
     """The sum of the codes from k on, exact: of two halves it is below 2^21."""
     if group == HALF:
-        return x.sums[k // HALF]
-    return x.sums[k // HALF] + x.sums[k // HALF + 1]
+        return load_one(x.sums, k // HALF)
+    return load_one(x.sums, k // HALF) + load_one(x.sums, k // HALF + 1)
 
 
 @kernel
@@ -237,7 +243,7 @@ def _codes_4_panels(x, K, row, w, panels, y):
             i1 = dot_pairs(x_k, load_pairs(arena, w1 + k * COLUMNS), i1)
             i2 = dot_pairs(x_k, load_pairs(arena, w2 + k * COLUMNS), i2)
             i3 = dot_pairs(x_k, load_pairs(arena, w3 + k * COLUMNS), i3)
-        sx = x.scales[(x0 + g * group) // BLOCK]
+        sx = _scale(x, x0 + g * group)
         at = w.scales_at + g * COLUMNS
         y0 = _scaled(y0, sx, load(w.scales, at + panels[0] * groups), i0)
         y1 = _scaled(y1, sx, load(w.scales, at + panels[1] * groups), i1)

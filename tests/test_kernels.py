@@ -1,0 +1,370 @@
+"""The kernels have the bits of the specification, whatever the shape, the cut of the work and the machine."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemma_py.kernels import elementary, lanes, matmul, rows, simd
+from gemma_py.kernels.attention import Ring, attend, scratch_size
+from gemma_py.kernels.decorator import kernel
+from gemma_py.kernels.matmul import CodedRows, CodePanels, FloatPanels, panels_of
+from gemma_py.model import reference
+from gemma_py.model.weights import CodeMatrix, FloatMatrix, Matrix
+
+F = np.float32
+EPS = F(1e-6)
+ALL = 2**62  # a window that leaves out nothing
+seeds = st.integers(0, 2**32 - 1)
+some = settings(max_examples=20, deadline=None)
+
+
+def bits(x):
+    return x.view({4: np.uint32, 2: np.uint16, 1: np.uint8}[x.itemsize])
+
+
+def assert_same(x, y):
+    np.testing.assert_array_equal(bits(x), bits(y))
+
+
+def normal(rng, *shape):
+    """Floats of many magnitudes, some of them zero of either sign."""
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 6, shape))
+    return np.where(rng.random(shape) < 0.05, x * 0.0, x).astype(F)
+
+
+SPECIAL = np.array(
+    [0x00000000, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001, 0x00000001, 0x80000001, 0x007FFFFF,
+     0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x42B00000, 0x42B00001, 0xC2AE0000, 0xC2AE0001, 0x3F200000, 0x3F1FFFFF],
+    np.uint32,
+).view(F)  # fmt: skip
+
+
+# --- elementary functions ---------------------------------------------------------------------------------------------
+
+
+@kernel
+def exp_and_tanh(x, y, z):
+    for i in range(0, x.shape[0], 16):
+        lanes.put(y, i, x.shape[0], lanes.exp(lanes.take(x, i, x.shape[0])))
+        lanes.put(z, i, x.shape[0], lanes.tanh(lanes.take(x, i, x.shape[0])))
+
+
+@kernel
+def scalar_exp_and_tanh(x, y, z):
+    for i in range(x.shape[0]):
+        y[i] = elementary.exp(x[i])
+        z[i] = elementary.tanh(x[i])
+
+
+def test_exp_and_tanh_of_lanes_match_the_scalar_ones():
+    near = (np.random.default_rng(1).standard_normal(200_003) * 30).astype(F)
+    x = np.concatenate([SPECIAL, near, np.arange(0, 2**32, 4099, dtype=np.uint64).astype(np.uint32).view(F)])
+    fast, slow = np.full((2, x.size), 7, F), np.empty((2, x.size), F)
+    exp_and_tanh(x, fast[0], fast[1])
+    scalar_exp_and_tanh(x, slow[0], slow[1])
+    assert_same(fast, slow)
+
+
+# --- matrices ---------------------------------------------------------------------------------------------------------
+
+
+def float_panels(w, at=0):
+    N, K = w.shape
+    arena = np.zeros(at + panels_of(N) * K * 16, w.dtype)
+    matmul.pack_floats(w, arena[at:])
+    return FloatPanels(arena, at, N, K)
+
+
+def code_panels(codes, scales, minimums, at=0):
+    (N, K), groups = codes.shape, scales.shape[1]
+    arena, size = np.zeros(at + panels_of(N) * K * 16, np.int8), panels_of(N) * groups * 16
+    numbers = np.zeros(at + 2 * size, F)
+    matmul.pack_codes(codes, arena[at:])
+    matmul.pack_floats(scales, numbers[at : at + size])
+    if len(minimums):
+        matmul.pack_floats(minimums, numbers[at + size :])
+    return CodePanels(arena, numbers, at, at, at + size if len(minimums) else -1, N, K, K // groups)
+
+
+def random_codes(rng, N, K, group, with_minimums):
+    codes = rng.integers(-128, 128, (N, K)).astype(np.int8)
+    minimums = normal(rng, N, K // group) if with_minimums else np.empty((0, 0), F)
+    return codes, normal(rng, N, K // group), minimums
+
+
+def coded(x):
+    T, K = x.shape
+    made = CodedRows(np.empty(T * K, np.int16), np.empty(T * K // 32, F), np.empty(T * K // 16, F))
+    rows.quantise_rows(x.reshape(-1), K, *made, 0, T)
+    return made
+
+
+def in_parts(rng, T, N, multiply):
+    """Every row and panel once, in ranges that are cut at random and come in random order."""
+
+    def cut(count):
+        inner = rng.integers(0, count + 1, rng.integers(0, 3))
+        borders = sorted({0, count, *inner.tolist()})
+        return list(pairwise(borders))
+
+    parts = [(*r, *p) for r in cut(T) for p in cut(panels_of(N))]
+    for part in rng.permutation(parts).tolist():
+        multiply(*part)
+
+
+@some
+@given(seeds, st.integers(1, 14), st.integers(1, 70), st.integers(1, 90), st.booleans())
+def test_matmul_floats_matches_the_reference(seed, T, K, N, bfloat16):
+    rng = np.random.default_rng(seed)
+    x, w = normal(rng, T, K), normal(rng, N, K)
+    if bfloat16:
+        w = (bits(w) >> 16).astype(np.uint16)
+    panels = float_panels(w, at=int(rng.integers(0, 9)))
+    y, expected = np.full(T * N + 16, np.nan, F), np.empty((T, N), F)
+    in_parts(rng, T, N, lambda *part: matmul.matmul_floats(x.reshape(-1), panels, y, *part))
+    for t in range(T):
+        reference.matmul_float(x[t], w, expected[t])
+    assert_same(y[: T * N], expected.reshape(-1))
+    assert np.isnan(y[T * N :]).all()
+
+
+@some
+@given(seeds, st.integers(1, 12), st.integers(1, 4), st.integers(1, 90), st.sampled_from([16, 32]), st.booleans())
+def test_matmul_codes_matches_the_reference(seed, T, blocks, N, group, with_minimums):
+    rng = np.random.default_rng(seed)
+    K = 32 * blocks
+    x, (codes, scales, minimums) = coded(normal(rng, T, K)), random_codes(rng, N, K, group, with_minimums)
+    panels = code_panels(codes, scales, minimums, at=int(rng.integers(0, 9)))
+    y, expected = np.full(T * N + 16, np.nan, F), np.empty((T, N), F)
+    in_parts(rng, T, N, lambda *part: matmul.matmul_codes(x, panels, y, *part))
+    for t in range(T):
+        grouped, of_row = x.codes.reshape(T, -1, group)[t], x.scales.reshape(T, -1)[t]
+        reference.matmul_codes(grouped, of_row, codes.reshape(N, -1, group), scales, minimums, expected[t])
+    assert_same(y[: T * N], expected.reshape(-1))
+    assert np.isnan(y[T * N :]).all()
+
+
+def test_the_largest_codes_do_not_overflow():
+    K = 32
+    x = CodedRows(np.full(K, -32767, np.int16), np.ones(1, F), np.full(2, -32767 * 16, F))
+    panels = code_panels(np.full((1, K), -128, np.int8), np.ones((1, 1), F), np.empty((0, 0), F))
+    y = np.empty(1, F)
+    matmul.matmul_codes(x, panels, y, 0, 1, 0, 1)
+    assert y[0] == F(32 * 128 * 32767)
+
+
+@pytest.mark.parametrize("group", [None, 16, 32])
+def test_embedding_rows_match_the_reference(group):
+    matrix: Matrix
+    rng, (V, D) = np.random.default_rng(2), (37, 64)
+    for with_minimums in (False, True):
+        if group is None:
+            values = (bits(normal(rng, V, D)) >> 16).astype(np.uint16)
+            matrix, embed, panels = FloatMatrix(values), rows.embed_floats, float_panels(values, at=3)
+        else:
+            parts = random_codes(rng, V, D, group, with_minimums)
+            matrix, embed, panels = CodeMatrix(*parts), rows.embed_codes, code_panels(*parts, 3)
+        for token in (0, 16, 36):
+            y = np.full(D + 2, 7, F)
+            embed(panels, token, F(np.sqrt(D)), y, 1)
+            assert_same(y[1:-1], reference.embed(matrix, token))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def rows_with_trouble(rng, T, D):
+    x = normal(rng, T, D)
+    for value in (*SPECIAL, F(1e-44), F(-1e38)):
+        x[rng.integers(T), rng.integers(D)] = value
+    x[0] *= F(1e-40)
+    x[T // 2, : D // 2] = 0
+    return x
+
+
+@some
+@given(seeds, st.integers(1, 20), st.integers(1, 5))
+def test_quantise_rows_matches_the_reference(seed, T, blocks):
+    x = rows_with_trouble(np.random.default_rng(seed), T, 32 * blocks)
+    made = coded(x)
+    codes, scales = np.empty(x.shape, np.int16), np.empty((T, blocks), F)
+    for t in range(T):
+        reference.quantise(x[t], codes[t], scales[t])
+    assert_same(made.codes, codes.reshape(-1))
+    assert_same(made.scales, scales.reshape(-1))
+    np.testing.assert_array_equal(made.sums, codes.reshape(-1, 16).astype(np.int64).sum(axis=1))
+
+
+@some
+@given(seeds, st.integers(1, 20), st.integers(1, 70), st.booleans())
+def test_rms_norm_rows_matches_the_reference(seed, T, D, in_place):
+    rng = np.random.default_rng(seed)
+    x, gain, expected = normal(rng, T, D), normal(rng, D), np.empty((T, D), F)
+    for t in range(T):
+        reference.rms_norm(x[t], gain, EPS, expected[t])
+    y = x.reshape(-1) if in_place else np.empty(T * D, F)
+    rows.rms_norm_rows(x.reshape(-1), gain, D, EPS, y, 0, T)
+    assert_same(y, expected.reshape(-1))
+
+
+@some
+@given(seeds, st.integers(1, 5), st.integers(1, 4), st.integers(1, 40), st.integers(0, 100_000))
+def test_rope_rows_matches_the_reference(seed, T, heads, half, position):
+    x = normal(np.random.default_rng(seed), T, heads, 2 * half)
+    frequencies, expected = np.empty(half, F), x.copy()
+    reference.rope_frequencies(10000.0, F(1), frequencies)
+    cosines, sines = np.empty((2, T * half), F)
+    rows.rope_table(frequencies, position, cosines, sines, 0, T)
+    rows.rope_rows(x.reshape(-1), heads, 2 * half, cosines, sines, 0, T)
+    for t in range(T):
+        reference.rope(expected[t], position + t, frequencies)
+    assert_same(x, expected)
+
+
+@some
+@given(seeds, st.integers(1, 100))
+def test_single_numbers_match_the_reference(seed, count):
+    rng = np.random.default_rng(seed)
+    x, y = normal(rng, count), normal(rng, count)
+    x[rng.integers(count)] = SPECIAL[rng.integers(len(SPECIAL))]
+    pairs = (
+        (lambda a: rows.gelu_gate(a, y, 0, count), lambda a: reference.gelu_gate(a, y)),
+        (lambda a: rows.add_to(a, y, 0, count), lambda a: reference.add(a, y)),
+        (lambda a: rows.soft_cap(a, F(30), 0, count), lambda a: reference.soft_cap_row(a, F(30))),
+    )
+    for fast, slow in pairs:
+        a, b = np.concatenate([x, [F(7)]]), x.copy()
+        fast(a)
+        slow(b)
+        assert_same(a[:-1], b)
+        assert a[-1] == 7
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def ring_of(keys, values, first, capacity, by_head, at=3):
+    """The rows of positions from `first` on, in a ring in which everything else is NaN."""
+    _, G, E = keys.shape
+    arenas = []
+    for written in (keys, values):
+        rows_of_ring = np.full((capacity, G, E), np.nan, F)
+        for t in range(first, len(written)):
+            rows_of_ring[t % capacity] = written[t]
+        if by_head:
+            rows_of_ring = rows_of_ring.transpose(1, 0, 2)
+        arenas.append(np.concatenate([np.full(at, np.nan, F), rows_of_ring.reshape(-1)]))
+    stride, head = (E, capacity * E) if by_head else (G * E, E)
+    return Ring(arenas[0], arenas[1], at, capacity, stride, head, G, E)
+
+
+def check_attention(seed, T, before, G, group, E, window, cap, cuts=()):
+    """T positions after `before` others, in blocks: the rows outside all their windows are poison."""
+    rng, H, last = np.random.default_rng(seed), G * group, before + T
+    keys, values = normal(rng, last, G, E), normal(rng, last, G, E)
+    q, scale = normal(rng, T, H, E), F(E**-0.5)
+    first = max(0, before - window + 1)
+    capacity = last - first + int(rng.integers(0, 40))
+    ring = ring_of(keys, values, first, capacity, bool(rng.integers(2)))
+    out, scratch = np.full((T, H, E), np.nan, F), np.full(scratch_size(E), np.nan, F)
+    borders = sorted({0, T, *(cut for cut in cuts if cut < T)})
+    for begin, end in pairwise(borders):
+        for g in range(G):
+            positions = before + begin, before + end
+            attend(q.reshape(-1), ring, H, g, window, scale, cap, before, *positions, scratch, out.reshape(-1))
+    expected, scores = np.empty((T, H, E), F), np.empty(reference.TILE, F)
+    for t in range(T):
+        end = before + t + 1
+        reference.attend(q[t], keys[:end], values[:end], max(0, end - window), scale, cap, scores, expected[t])
+    assert not np.isnan(expected).any()
+    assert_same(out, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seeds,
+    st.integers(1, 40),
+    st.integers(0, 150),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 40).map(lambda half: 2 * half),
+    st.one_of(st.just(ALL), st.integers(1, 100)),
+    st.sampled_from([F(0), F(2), F(50)]),
+    st.lists(st.integers(1, 39), max_size=3),
+)
+def test_attend_matches_the_reference(seed, T, before, G, group, E, window, cap, cuts):
+    check_attention(seed, T, before, G, group, E, window, cap, cuts)
+
+
+@pytest.mark.parametrize(("T", "G", "group"), [(1, 1, 4), (1, 4, 2), (1, 1, 8), (9, 1, 4), (20, 2, 1)])
+def test_attend_matches_the_reference_at_real_widths(T, G, group):
+    check_attention(5, T, 600, G, group, 256, 512, F(0))
+
+
+def test_keys_after_a_position_do_not_touch_it():
+    """Positions of one vector share the keys that are read, but what is NaN after a position leaves it alone."""
+    rng, (T, E) = np.random.default_rng(6), (8, 32)
+    keys, values, q = normal(rng, T, 1, E), normal(rng, T, 1, E), normal(rng, T, 2, E)
+    keys[5:] = values[5:] = np.nan
+    ring, scratch, out = ring_of(keys, values, 0, T, False), np.full(scratch_size(E), np.nan, F), np.empty((T, 2, E), F)
+    attend(q.reshape(-1), ring, 2, 0, ALL, F(1), F(0), 0, 0, T, scratch, out.reshape(-1))
+    expected, scores = np.empty((2, E), F), np.empty(reference.TILE, F)
+    for t in range(5):
+        reference.attend(q[t], keys[: t + 1], values[: t + 1], 0, F(1), F(0), scores, expected)
+        assert_same(out[t], expected)
+    assert np.isnan(out[5:]).all()
+
+
+# --- machines ---------------------------------------------------------------------------------------------------------
+
+
+def digest():
+    """Of one result of every kernel whose instructions depend on the machine."""
+    rng, found = np.random.default_rng(7), hashlib.sha256()
+    T, K, N = 7, 64, 40
+    x = normal(rng, T, K)
+    for group, with_minimums in ((16, False), (32, True)):
+        panels, y = code_panels(*random_codes(rng, N, K, group, with_minimums)), np.empty(T * N, F)
+        matmul.matmul_codes(coded(x), panels, y, 0, 6, 0, 3)
+        matmul.matmul_codes(coded(x), panels, y, 6, 7, 0, 3)
+        found.update(y.tobytes())
+    panels = float_panels((bits(normal(rng, N, K)) >> 16).astype(np.uint16))
+    matmul.matmul_floats(x.reshape(-1), panels, y, 0, 6, 0, 3)
+    matmul.matmul_floats(x.reshape(-1), panels, y, 6, 7, 0, 3)
+    found.update(y.tobytes())
+    rows.gelu_gate(y, y.copy(), 0, y.size)
+    rows.rms_norm_rows(y, y[:N].copy(), N, EPS, y, 0, T)
+    found.update(y.tobytes())
+    keys, values, q = normal(rng, 75, 1, 16), normal(rng, 75, 1, 16), normal(rng, 5, 4, 16)
+    ring, scratch, out = ring_of(keys, values, 0, 75, False), np.empty(scratch_size(16), F), np.empty(q.size, F)
+    attend(q.reshape(-1), ring, 4, 0, 40, F(0.25), F(20), 70, 70, 74, scratch, out)
+    attend(q.reshape(-1), ring, 4, 0, 40, F(0.25), F(20), 70, 74, 75, scratch, out)
+    found.update(out.tobytes())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize(("cpu", "instruction"), [("generic", "None"), ("haswell", "('llvm.x86.avx2.pmadd.wd', 8)")])
+def test_another_machine_gives_the_same_bits(cpu, instruction):
+    if not simd.llvm.get_default_triple().startswith("x86_64"):
+        pytest.skip("the names are of x86 machines")
+    if cpu == "haswell" and not simd.llvm.get_host_cpu_features().get("avx2"):
+        pytest.skip("this machine has no AVX2")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""}
+    made = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.splitlines() == [digest(), instruction]
+
+
+if __name__ == "__main__":
+    from numba.core.registry import cpu_target
+
+    print(digest())
+    print(simd._pair_instruction(*cpu_target.target_context.codegen().magic_tuple()))
