@@ -17,7 +17,6 @@ from gemma_py.model.weights import Weights
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.runner import CHUNK, Runner
 from gemma_py.score import log_probability
-from gemma_py.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -218,9 +217,7 @@ def available_processors() -> int:
     return os.cpu_count() or 1
 
 
-def load(
-    model: str | Path, threads: int | None = None, context: int | None = None, deadline: float = 5.0
-) -> Engine:
+def load(model: str | Path, threads: int | None = None, context: int | None = None, deadline: float = 5.0) -> Engine:
     """A GGUF file, a Hugging Face directory, or a name from the catalogue.
 
     threads: worker threads, as many as processors if left out; they change speed, never a bit. deadline: seconds until a

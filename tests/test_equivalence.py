@@ -152,7 +152,9 @@ def test_drawn_shapes_match_the_reference(tmp_path_factory: pytest.TempPathFacto
         shape.pop("sliding_window")
         shape.pop("query_pre_attn_scalar")
     path = tmp_path_factory.mktemp("drawn")
-    tiny.write(tiny.Variant(family(**shape), dtype=draw(st.sampled_from(["F32", "BF16"]))), path, draw(st.integers(1, 99)))
+    tiny.write(
+        tiny.Variant(family(**shape), dtype=draw(st.sampled_from(["F32", "BF16"]))), path, draw(st.integers(1, 99))
+    )
     with opened(path, draw(st.integers(1, 4)), Trial(seed=draw(st.integers(0, 1000)))) as engine:
         want = Expected(engine, prompt(engine.config, draw(st.integers(1, 90))))
         assert want.same(engine, draw(st.lists(st.integers(1, 90), min_size=1, max_size=4)))
@@ -222,7 +224,9 @@ def test_control_a_barrier_dropped(tmp_path: Path, phase: int) -> None:
 def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def reserve(self: caches.Cache, tokens: int) -> None:
         needed = [
-            self.position + tokens if y.sliding_window is None else min(self.position + tokens, y.sliding_window + tokens - 2)
+            self.position + tokens
+            if y.sliding_window is None
+            else min(self.position + tokens, y.sliding_window + tokens - 2)
             for y in self.config.layers
         ]
         if needed != self.table[:, caches.CAPACITY].tolist():

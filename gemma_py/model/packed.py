@@ -141,4 +141,6 @@ def pack(weights: Weights, config: Config, frequencies: np.ndarray, ropes: list[
         np.float32(config.attn_logit_softcapping or 0.0), np.float32(config.final_logit_softcapping or 0.0),
         np.float32(np.sqrt(np.float64(config.hidden_size))),
     )  # fmt: skip
-    return Packed(*packer.arenas, np.concatenate(gains), frequencies, np.array(packer.rows, np.int64), table, numbers)
+    floats, halves, codes, scales = packer.arenas
+    matrices = np.array(packer.rows, np.int64)
+    return Packed(floats, halves, codes, scales, np.concatenate(gains), frequencies, matrices, table, numbers)

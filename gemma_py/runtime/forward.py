@@ -337,7 +337,9 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
 
         if not enter(cells, worker, number, ATTENTION):
             return False
-        if not attention_phase(worker, cells, counters + ATTENTION, number, m, layer, s, keys, values, place, position, T):
+        if not attention_phase(
+            worker, cells, counters + ATTENTION, number, m, layer, s, keys, values, place, position, T
+        ):
             return False
         if not barrier(cells, worker, workers):
             return False

@@ -128,9 +128,7 @@ def _make_scratch(config: Config, packed: Packed, T: int, workers: int) -> Scrat
     def floats(count: int) -> np.ndarray:
         return np.empty(max(1, count), np.float32)
 
-    coded = CodedRows(
-        np.empty(T * widest, np.int16), floats(T * widest // BLOCK + T), floats(T * widest // HALF + T)
-    )
-    rows = (floats(T * width) for width in (D, D, HE, GE, GE, HE, D, F, F))
+    coded = CodedRows(np.empty(T * widest, np.int16), floats(T * widest // BLOCK + T), floats(T * widest // HALF + T))
+    x, n, q, k, v, a, y, gate, up = (floats(T * width) for width in (D, D, HE, GE, GE, HE, D, F, F))
     attention = floats(workers * scratch_size(max(y.head_dim for y in layers)))
-    return Scratch(*rows, coded, floats(ropes), floats(ropes), attention)
+    return Scratch(x, n, q, k, v, a, y, gate, up, coded, floats(ropes), floats(ropes), attention)

@@ -1,0 +1,118 @@
+"""Workers that fail, stall or die in the forward pass: reported with worker, layer and phase, and the engine goes on."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoints as tiny
+from conftest import TINY
+from gguf_files import write_model
+from test_equivalence import PARTS, WIDE, Expected, bits, prompt
+
+import gemma_py
+from gemma_py.errors import ContextError, InputError, WorkerError
+from gemma_py.runtime import forward as passes
+from gemma_py.runtime.trial import Trial
+
+TOKENS = 40
+LAYER = 1
+# (layer, phase) of every phase of the pass; the last layer's number belongs to the head.
+PLACES = [(0, passes.EMBED), *((LAYER, phase) for phase in range(passes.QKV, passes.HEAD)), (2, passes.HEAD)]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gemma_py.Engine]:
+    """A quantised model, in which every phase has work; four workers; a short deadline."""
+    path = tmp_path_factory.mktemp("faults") / "m.gguf"
+    write_model(path, WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
+    with gemma_py.load(path, threads=4, deadline=1.0) as made:
+        made.runner.poison = True
+        yield made
+
+
+@pytest.fixture(scope="module")
+def want(engine: gemma_py.Engine) -> Expected:
+    return Expected(engine, prompt(engine.config, TOKENS))
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: passes.PHASES[place[1]].replace(" ", "-"))
+@pytest.mark.parametrize("fault", ["raise", "stall"])
+def test_a_fault_is_reported_and_survived(
+    engine: gemma_py.Engine, want: Expected, fault: str, place: tuple[int, int]
+) -> None:
+    layer, phase = place
+    session = engine.session()
+    session.prefill(want.ids[:10])
+    engine.runner.trial = Trial(fault=fault, worker=2, layer=layer, phase=phase, place="enter")
+    with pytest.raises(WorkerError, match=passes.PHASES[phase]) as caught:
+        session.prefill(want.ids[10:])
+    assert (caught.value.worker, caught.value.layer, caught.value.phase) == (2, layer, phase)
+    engine.runner.trial = None
+    assert session.position == 10
+    assert want.same(engine, [13])  # the engine goes on, with a new session ...
+    if caught.value.settled:  # ... and with the old one, unless a stalled worker may still write to it
+        np.testing.assert_array_equal(bits(session.prefill(want.ids[10:])), bits(want.logits[-1]))
+        assert session.kv_digest() == want.digest
+    else:
+        assert fault == "stall"
+        with pytest.raises(InputError, match="start a new one"):
+            session.prefill(want.ids[10:])
+
+
+def test_several_python_threads_share_an_engine(engine: gemma_py.Engine, want: Expected) -> None:
+    failures: list[str] = []
+
+    def work(sizes: list[int]) -> None:
+        for _ in range(5):
+            if not want.same(engine, sizes):
+                failures.append(f"chunks of {sizes}")
+
+    crowd = [threading.Thread(target=work, args=([size],)) for size in (1, 7, 40)]
+    for thread in crowd:
+        thread.start()
+    for thread in crowd:
+        thread.join()
+    assert failures == []
+
+
+def test_a_forked_child_goes_on(engine: gemma_py.Engine, want: Expected) -> None:
+    assert want.same(engine, [TOKENS])
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if want.same(engine, [9]) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert want.same(engine, [TOKENS])
+
+
+def test_closing_ends_the_threads() -> None:
+    before = threading.active_count()
+    with gemma_py.load(TINY, threads=3) as opened:
+        session = opened.session()
+        session.prefill([2, 3])
+        assert threading.active_count() == before + 3
+    assert threading.active_count() == before
+    with pytest.raises(InputError, match="closed"):
+        session.decode(5)
+
+
+def test_the_context_is_checked_before_work_starts(checkpoints: dict[str, Path]) -> None:
+    with gemma_py.load(checkpoints["gemma3"], threads=2) as opened:
+        session = opened.session()
+        with pytest.raises(ContextError, match="129 tokens after 0 exceed the context of 128"):
+            session.prefill([5] * 129)
+        assert session.position == 0
+
+
+@pytest.mark.parametrize("threads", [0, -1, 5000])
+def test_impossible_numbers_of_threads(threads: int) -> None:
+    with pytest.raises(InputError, match="threads"):
+        gemma_py.load(TINY, threads=threads)
+
+
+def test_tiny_is_the_shape_that_phases_expect() -> None:
+    assert WIDE.config["num_hidden_layers"] == 2
+    assert len(PLACES) == passes.COUNTERS
+    assert "gemma3" in tiny.VARIANTS
