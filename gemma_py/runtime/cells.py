@@ -41,16 +41,20 @@ class Cells(NamedTuple):
     claims: Array
 
 
-def _lines(count: int) -> Array:
-    """Zeroed lines, at least one, on line boundaries."""
-    memory = np.zeros((max(count, 1) + 1) * LINE, np.int64)
-    start = -(memory.ctypes.data // 8) % LINE
-    return memory[start : start + max(count, 1) * LINE]
-
-
 def make_cells(workers: int, marks: Sequence[int] = (), claims: int = 0) -> Cells:
-    """Cells of a new run; `marks` are the watermarks' first values, usually the positions where sessions stand."""
-    cells = Cells(_lines(_SHARED_LINES), _lines(workers), _lines(len(marks)), _lines(claims))
+    """Cells of a new run; `marks` are the watermarks' first values, usually the positions where sessions stand.
+
+    One block for all, since this is done for every token; its lines begin where the machine's lines do. There is always
+    one mark and one claim, used or not, so that no array is empty.
+    """
+    sizes = (_SHARED_LINES, workers, max(len(marks), 1), max(claims, 1))
+    memory = np.zeros((sum(sizes) + 1) * LINE, np.int64)
+    at = -(memory.ctypes.data // memory.itemsize) % LINE
+    parts = []
+    for size in sizes:
+        parts.append(memory[at : at + size * LINE])
+        at += size * LINE
+    cells = Cells(*parts)
     cells.own[LAYER::LINE] = NOWHERE
     cells.own[PHASE::LINE] = NOWHERE
     cells.marks[: len(marks) * LINE : LINE] = marks

@@ -8,10 +8,18 @@ broken, and the team breaks a run in which a worker has failed or stalled (see t
 Two rules for kernels. Do a bounded piece of work, milliseconds, between two calls of this module (a tile, or
 `progress`): calls are what tells a slow worker from a stalled one. And claim tiles that end in `publish` in order, by
 `claim`: whoever holds the earliest tile then never waits for another, so somebody can always go on.
+
+The usual loop (numba does not take `:=` in a while):
+    tile = claim(cells, worker, index, tiles)
+    while tile >= 0:
+        ...
+        tile = claim(cells, worker, index, tiles)
+    if not barrier(cells, worker, workers):
+        return False
 """
 
 from gemma_py.kernels.atomics import compare_exchange, fetch_add, load_acquire, relax, store_release, yield_cpu
-from gemma_py.kernels.decorator import inlined
+from gemma_py.kernels.decorator import borrowing
 from gemma_py.runtime import trial
 from gemma_py.runtime.cells import (
     ARRIVED,
@@ -33,33 +41,33 @@ _SPINS = 256  # some microseconds; then yield, so that more workers than cores m
 _NO_TILE = -1
 
 
-@inlined
+@borrowing
 def _advance(cells, worker):
     at = worker * LINE + PROGRESS
     store_release(cells.own, at, cells.own[at] + 1)
 
 
-@inlined
+@borrowing
 def whole(cells):
     """Whether nobody has broken the run."""
     return load_acquire(cells.shared, BROKEN) == 0
 
 
-@inlined
+@borrowing
 def progress(cells, worker):
     """Say that this worker is alive; for long work that neither claims nor waits."""
     _advance(cells, worker)
     return whole(cells)
 
 
-@inlined
+@borrowing
 def fail(cells, worker):
     """Break the run for all, with this worker at fault. Always False: `return fail(cells, worker)`."""
     compare_exchange(cells.shared, BROKEN, 0, worker + 1)
     return False
 
 
-@inlined
+@borrowing
 def enter(cells, worker, layer, phase):
     """Record where this worker is from now on, for error messages and trials."""
     at = worker * LINE
@@ -71,7 +79,7 @@ def enter(cells, worker, layer, phase):
     return whole(cells)
 
 
-@inlined
+@borrowing
 def claim(cells, worker, index, tiles):
     """The next tile of counter `index`, ascending; -1 when none of the `tiles` is left or the run is broken."""
     if not whole(cells):
@@ -85,7 +93,7 @@ def claim(cells, worker, index, tiles):
     return tile
 
 
-@inlined
+@borrowing
 def claim_any(cells, worker, index, tiles):
     """`claim` for tiles that need no order; trials hand them out shuffled, to show that they need none."""
     tile = claim(cells, worker, index, tiles)
@@ -94,7 +102,7 @@ def claim_any(cells, worker, index, tiles):
     return tile
 
 
-@inlined
+@borrowing
 def _wait_above(cells, worker, why, line, index, bound):
     """Wait until a cell that only grows is above `bound`.
 
@@ -117,7 +125,7 @@ def _wait_above(cells, worker, why, line, index, bound):
     return whole(cells)
 
 
-@inlined
+@borrowing
 def barrier(cells, worker, workers):
     """Wait for all workers; what each wrote before is visible to all after."""
     if load_acquire(cells.shared, TRIAL):
@@ -134,7 +142,7 @@ def barrier(cells, worker, workers):
     return _wait_above(cells, worker, AT_BARRIER, cells.shared, GENERATION, generation)
 
 
-@inlined
+@borrowing
 def publish(cells, worker, mark, first, last):
     """Make rows first .. last - 1 visible: wait until the watermark stands at `first`, then move it to `last`.
 
@@ -156,7 +164,7 @@ def publish(cells, worker, mark, first, last):
     return True
 
 
-@inlined
+@borrowing
 def await_rows(cells, worker, mark, position):
     """Wait until the row at `position`, and with it all before, is published."""
     if load_acquire(cells.shared, TRIAL):

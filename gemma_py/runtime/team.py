@@ -203,9 +203,9 @@ class Team:
     ) -> list[int]:
         """Call the kernel on every worker; give the watermarks, which start at `marks`. There are `claims` counters.
 
-        Raises WorkerError, from the exception that a worker raised if there is one; the team can be used again afterwards.
-        Results of a failed run are not to be used, and its arrays only if the error says `settled`. An exception in the
-        calling thread (Ctrl-C) breaks the run too, and passes on.
+        Raises WorkerError, from the exception that a worker raised if there is one; the team can be used again then.
+        Results of a failed run are not to be used, and its arrays only if the error says `settled`. An exception in
+        the calling thread (Ctrl-C) breaks the run too, and passes on.
         """
         with self._lock:
             if self._closed:
