@@ -1,0 +1,90 @@
+"""Shake the schedule: forward passes with random delays, and faults at every phase; every result is compared.
+
+    python tools/stress.py [--passes 10000] [--faults 100] [--threads 4] [--seed 1]
+
+Uses a tiny quantised model, on which every barrier and wait stands. A pass that hangs is broken by its deadline and counts
+as a failure; a failing seed is printed and can be given again. The last line is one JSON object; exit code 1 on failures.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from gguf_files import write_model  # noqa: E402  (lives in tests/)
+from test_equivalence import PARTS, WIDE, Expected, prompt  # noqa: E402
+from test_faults import PLACES  # noqa: E402
+
+import gemma_py  # noqa: E402
+from gemma_py.errors import WorkerError  # noqa: E402
+from gemma_py.runtime.trial import Trial  # noqa: E402
+
+
+def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> list[int]:
+    """Seeds whose passes differed or failed. A pass here is one chunk through all layers."""
+    wrong, done = [], 0
+    rng = random.Random(seed)
+    shown = time.monotonic()
+    while done < count:
+        seed += 1
+        engine.runner.trial = Trial(seed=seed)
+        size = rng.choice([5, 9, 16, len(want.ids)])
+        done += -(-len(want.ids) // size)
+        try:
+            if not want.same(engine, [size]):
+                wrong.append(seed)
+        except WorkerError as error:
+            print(f"seed {seed}: {error}")
+            wrong.append(seed)
+        if time.monotonic() - shown > 10:
+            shown = time.monotonic()
+            print(f"{done} passes, {len(wrong)} wrong", flush=True)
+    return wrong
+
+
+def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, float]:
+    """(faults reported at the right place with the engine usable afterwards, the longest report in seconds)"""
+    good, longest = 0, 0.0
+    for number in range(count):
+        layer, phase = PLACES[number % len(PLACES)]
+        kind = ("raise", "stall")[number // len(PLACES) % 2]
+        worker = number % engine.threads
+        engine.runner.trial = Trial(fault=kind, worker=worker, layer=layer, phase=phase, place="enter")
+        start = time.monotonic()
+        try:
+            engine.session().prefill(want.ids)
+            reported = False
+        except WorkerError as error:
+            longest = max(longest, time.monotonic() - start)
+            reported = (error.worker, error.layer, error.phase) == (worker, layer, phase)
+        engine.runner.trial = None
+        good += reported and want.same(engine, [len(want.ids)])
+    return good, longest
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--passes", type=int, default=10_000)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = write_model(Path(scratch) / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
+        with gemma_py.load(path, threads=args.threads) as engine:
+            engine.runner.poison = True
+            want = Expected(engine, prompt(engine.config, 40))
+            wrong = shaken(engine, want, args.passes, args.seed)
+            good, longest = faults(engine, want, args.faults)
+    report = {"passes": args.passes, "wrong_seeds": wrong, "faults": args.faults, "reported": good}
+    print(json.dumps({**report, "longest_report_seconds": round(longest, 2), "deadline": 5.0}))
+    return 0 if not wrong and good == args.faults else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
