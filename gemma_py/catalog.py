@@ -1,5 +1,6 @@
 """Model names: what they stand for, and where the file of one is."""
 
+import difflib
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,9 @@ def resolve(model: str | Path) -> Path:
     entries = {entry.name: entry for entry in catalogue()}
     entry = entries.get(str(model))
     if entry is None:
-        raise ModelNotFoundError(f"{model}: no such file or directory, nor a model that `gemma_py models` lists")
+        close = difflib.get_close_matches(str(model), entries, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ModelNotFoundError(f"{model}: no such file or directory, nor a model that `gemma_py models` lists{hint}")
     kind, _, name = entry.source.partition(":")
     if kind == "included":
         return models_dir() / name

@@ -111,6 +111,8 @@ def test_help_everywhere(run: Run) -> None:
         ["generate", TINY],
         ["generate", TINY, "--prompt", "a", "--max-tokens", "x"],
         ["score", TINY, "--unknown"],
+        ["generate", TINY, "--prompt", "a", "--max-tokens", "0"],
+        ["generate", TINY, "--prompt", "a", "--context", "-1"],
     ],
 )
 def test_usage_errors(run: Run, arguments: list[str]) -> None:
@@ -155,8 +157,6 @@ def bad_files(tmp_path: Path) -> dict[str, list[object]]:
         "empty text": ["score", TINY, "--text", ""],
         "too long": ["score", TINY, "--text", "a b c d e f", "--context", "3"],
         "too many tokens": ["generate", TINY, "--prompt", "a", "--max-tokens", "99999"],
-        "no tokens": ["generate", TINY, "--prompt", "a", "--max-tokens", "0"],
-        "no context": ["generate", TINY, "--prompt", "a", "--context", "-1"],
         "surrogates": ["generate", TINY, "--prompt", "\udcff"],
         "a NUL in the path": ["inspect", "a\0b"],
         "a long path": ["inspect", "x" * 5000],
@@ -166,7 +166,7 @@ def bad_files(tmp_path: Path) -> dict[str, list[object]]:
 @pytest.mark.parametrize("case", [
     "broken", "no model", "empty", "nothing there", "a directory", "unknown name", "not downloaded", "text not UTF-8",
     "no text file", "text is a directory", "ids no list", "ids of floats", "ids too large", "one id", "id outside", "deep",
-    "empty text", "too long", "too many tokens", "no tokens", "no context", "surrogates", "a NUL in the path", "a long path",
+    "empty text", "too long", "too many tokens", "surrogates", "a NUL in the path", "a long path",
 ])  # fmt: skip
 @pytest.mark.parametrize("as_json", [False, True])
 def test_bad_input_is_one_line_and_exit_code_1(run: Run, tmp_path: Path, case: str, as_json: bool) -> None:
@@ -227,8 +227,24 @@ def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
     assert len(json.loads(out)["ids"]) == 2
 
 
+def test_a_full_disk() -> None:
+    for extra in ([], ["--json"]):
+        with Path("/dev/full").open("wb") as full:
+            command = [sys.executable, "-m", "gemma_py", "score", str(TINY), "--text", "some text", *extra]
+            done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=120, check=False)
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_misspelt_model_gets_a_hint(run: Run) -> None:
+    assert "did you mean gemma-3-270m?" in run("inspect", "gemma3-270m")[2]
+
+
 def test_logits_that_are_no_numbers_are_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemma_py.engine.Session.decode", lambda self, token: np.full(1536, np.nan, np.float32))
+    def prefill(self: object, ids: list[int], all_logits: bool) -> np.ndarray:
+        return np.full((len(ids), 1536), np.nan, np.float32)
+
+    monkeypatch.setattr("gemma_py.engine.Session.prefill", prefill)
     code, out, err = run("score", TINY, "--text", "some text", "--json")
     assert (code, out) == (1, "")
     assert "NaN" in err

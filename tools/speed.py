@@ -54,7 +54,9 @@ def main() -> int:
         for name, column in ((f"prefill {args.tokens}", 0), ("decode", 1)):
             values = [row[column] for row in rows]
             report[f"{name}, {threads} threads"] = round(statistics.median(values), 1)
-            print(f"{name}, {threads} threads: {statistics.median(values):7.1f} tok/s ({min(values):.1f} to {max(values):.1f})")
+            print(
+                f"{name}, {threads} threads: {statistics.median(values):7.1f} tok/s ({min(values):.1f} to {max(values):.1f})"
+            )
     print(json.dumps({**report, "same_bits": len(digests) == 1}))
     return 0 if len(digests) == 1 else 1
 

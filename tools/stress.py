@@ -16,13 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from gguf_files import write_model  # noqa: E402  (lives in tests/)
-from test_equivalence import PARTS, WIDE, Expected, prompt  # noqa: E402
-from test_faults import PLACES  # noqa: E402
+from gguf_files import write_model
+from test_equivalence import PARTS, WIDE, Expected, prompt
+from test_faults import PLACES
 
-import gemma_py  # noqa: E402
-from gemma_py.errors import WorkerError  # noqa: E402
-from gemma_py.runtime.trial import Trial  # noqa: E402
+import gemma_py
+from gemma_py.errors import WorkerError
+from gemma_py.runtime.trial import Trial
 
 
 def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> list[int]:

@@ -31,6 +31,23 @@ def add_input(parser: argparse.ArgumentParser, text_flag: str) -> None:
     group.add_argument("--ids", type=Path, metavar="FILE", help="a JSON list of token ids, used as it is")
 
 
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"should be at least 1, found {value}")
+    return value
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="worker threads; no bit depends on it (default: all)"
+    )
+    parser.add_argument(
+        "--context", type=positive, metavar="N", help="tokens a session may hold (default: the model's)"
+    )
+
+
 def read_input(args: argparse.Namespace, engine: Engine) -> list[int]:
     """Ids of whichever input was given. A text gets the begin token; ids are taken as they are."""
     if args.ids is not None:

@@ -7,19 +7,21 @@ import argparse
 from typing import Any
 
 import gemma_py
-from gemma_py.cli.common import add_input, add_model, print_json, read_input
+from gemma_py.cli.common import add_engine, add_input, add_model, positive, print_json, read_input
 from gemma_py.errors import InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_input(parser, "--prompt")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="at most N new tokens (default: 128)")
-    parser.add_argument("--context", type=int, metavar="N", help="tokens a session may hold (default: the model's)")
+    parser.add_argument(
+        "--max-tokens", type=positive, default=128, metavar="N", help="at most N new tokens (default: 128)"
+    )
+    add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    with gemma_py.load(args.model, context=args.context) as engine:
+    with gemma_py.load(args.model, threads=args.threads, context=args.context) as engine:
         ids = read_input(args, engine)
         if engine.tokenizer is None and not args.json:
             raise InputError(f"{args.model}: the checkpoint brings no tokenizer; ask for --json to get token ids")

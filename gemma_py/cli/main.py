@@ -1,7 +1,6 @@
 """The command line: arguments in, a command called, errors turned into one line and an exit code."""
 
 import argparse
-import contextlib
 import io
 import os
 import sys
@@ -66,8 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = "out of memory"
     except OSError as error:
         message = str(error)
-    with contextlib.suppress(BrokenPipeError):
+    try:
         sys.stdout.flush()
+    except OSError:  # what could not be written is said below; Python must not try again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     print(f"gemma_py: {' '.join(message.split())}", file=sys.stderr)
     return FAILED
 

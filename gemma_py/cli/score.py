@@ -7,18 +7,18 @@ import argparse
 import math
 
 import gemma_py
-from gemma_py.cli.common import add_input, add_model, print_json, read_input
+from gemma_py.cli.common import add_engine, add_input, add_model, print_json, read_input
 from gemma_py.score import perplexity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_input(parser, "--text")
-    parser.add_argument("--context", type=int, metavar="N", help="tokens a session may hold (default: the model's)")
+    add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    with gemma_py.load(args.model, context=args.context) as engine:
+    with gemma_py.load(args.model, threads=args.threads, context=args.context) as engine:
         ids = read_input(args, engine)
         values = []
         for number, value in enumerate(engine.score(ids), 1):

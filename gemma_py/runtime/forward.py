@@ -210,28 +210,34 @@ def codes_phase(worker, cells, counter, x, K, coded, T):
 
 
 @kernel
-def rope_kv_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T):
-    """Norm and turn q and k, store k and v, and publish: tiles are claimed and become visible in position order."""
+def rope_kv_tile(m, layer, s, keys, values, place, position, T, first, last):
+    """Norm and turn the rows of q and k, and store those of k and v, of the chunk's tokens first .. last - 1."""
     H, G, E = layer[p.HEADS], layer[p.KV_HEADS], layer[p.HEAD_DIM]
     widest = m.frequencies.shape[1]
     table = layer[p.ROPE] * T * widest
     cosines, sines = s.cosines[table : table + T * widest], s.sines[table : table + T * widest]
     at, capacity = place[c.AT], place[c.CAPACITY]
+    norm(m, layer[p.Q_GAIN], E, s.q, s.q, first * H, last * H)
+    norm(m, layer[p.K_GAIN], E, s.k, s.k, first * G, last * G)
+    rope_rows(s.q, H, E, cosines, sines, first, last)
+    rope_rows(s.k, G, E, cosines, sines, first, last)
+    for t in range(first, last):
+        for g in range(G):
+            to, source = at + (g * capacity + (position + t) % capacity) * E, (t * G + g) * E
+            for e in range(E):
+                keys[to + e] = s.k[source + e]
+                values[to + e] = s.v[source + e]
+
+
+@kernel
+def rope_kv_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T):
+    """Tiles of rows are claimed, stored and published in position order."""
     tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
     tile = claim(cells, worker, counter, tiles)
     while tile >= 0:
         first = tile * _FEW_ROWS
         last = min(first + _FEW_ROWS, T)
-        norm(m, layer[p.Q_GAIN], E, s.q, s.q, first * H, last * H)
-        norm(m, layer[p.K_GAIN], E, s.k, s.k, first * G, last * G)
-        rope_rows(s.q, H, E, cosines, sines, first, last)
-        rope_rows(s.k, G, E, cosines, sines, first, last)
-        for t in range(first, last):
-            for g in range(G):
-                to, source = at + (g * capacity + (position + t) % capacity) * E, (t * G + g) * E
-                for e in range(E):
-                    keys[to + e] = s.k[source + e]
-                    values[to + e] = s.v[source + e]
+        rope_kv_tile(m, layer, s, keys, values, place, position, T, first, last)
         if not publish(cells, worker, mark, position + first, position + last):
             return False
         tile = claim(cells, worker, counter, tiles)
@@ -239,12 +245,20 @@ def rope_kv_phase(worker, cells, counter, mark, m, layer, s, keys, values, place
 
 
 @kernel
-def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T):
-    """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
+def attention_tile(m, layer, s, keys, values, place, position, g, first, last, scratch):
+    """Attention of positions first .. last - 1 to one key/value head; all rows up to last - 1 are there."""
     H, G, E = layer[p.HEADS], layer[p.KV_HEADS], layer[p.HEAD_DIM]
     at, capacity = place[c.AT], place[c.CAPACITY]
     ring = Ring(keys, values, at, capacity, E, capacity * E, G, E)
     window = layer[p.WINDOW] if layer[p.WINDOW] > 0 else _EVERYTHING
+    scale, cap = m.numbers.attention_scale, m.numbers.attention_cap
+    attend(s.q, ring, H, g, window, scale, cap, position, first, last, scratch, s.a)
+
+
+@kernel
+def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T):
+    """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
+    G = layer[p.KV_HEADS]
     size = s.attention.shape[0] // (cells.own.shape[0] // LINE)
     scratch = s.attention[worker * size : (worker + 1) * size]
     tiles = G * ((T + _QUERIES - 1) // _QUERIES)
@@ -254,9 +268,7 @@ def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, pla
         last = min(first + _QUERIES, position + T)
         if not await_rows(cells, worker, mark, last - 1):
             return False
-        numbers = m.numbers
-        attend(s.q, ring, H, tile % G, window, numbers.attention_scale, numbers.attention_cap, position, first, last,
-               scratch, s.a)  # fmt: skip
+        attention_tile(m, layer, s, keys, values, place, position, tile % G, first, last, scratch)
         tile = claim_any(cells, worker, counter, tiles)
     return True
 
