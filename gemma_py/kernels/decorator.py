@@ -60,9 +60,30 @@ def kernel(function: Callable[..., Any]) -> Any:
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(_CACHE or "")
     try:
-        return numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=_CACHE is not None)(function)
+        made = numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=_CACHE is not None)(function)
     finally:
         numba.config.CACHE_DIR = before
+    if _CACHE is not None:
+        made._cache.load_overload = _mending(made._cache)
+    return made
+
+
+def _mending(cache: Any) -> Callable[..., Any]:
+    """numba's loading of a kernel from disk, for which a damaged file means "not there" instead of a crash.
+
+    numba takes care of files that are missing or of another version. A truncated one (a full disk, a machine that went
+    down) raises whatever unpickling half of it raises; then the kernel's index is emptied and it is compiled anew.
+    """
+    load = cache.load_overload
+
+    def load_or_flush(signature: Any, context: Any) -> Any:
+        try:
+            return load(signature, context)
+        except Exception:
+            cache.flush()
+            return None
+
+    return load_or_flush
 
 
 def inlined(function: Callable[..., Any]) -> Any:
