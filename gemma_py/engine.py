@@ -14,7 +14,7 @@ from gemma_py.catalog import resolve
 from gemma_py.errors import ContextError, InputError
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.model.weights import Weights
-from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.runner import CHUNK, Runner
 from gemma_py.score import log_probability
 
@@ -40,8 +40,15 @@ class Engine:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, threads: int | None = None, context: int | None = None, deadline: float = 5.0
+        self,
+        checkpoint: Checkpoint,
+        threads: int | None = None,
+        context: int | None = None,
+        deadline: float = 5.0,
+        kv: str = "float32",
     ) -> None:
+        if kv not in KV_TYPES:
+            raise InputError(f"kv should be one of {', '.join(KV_TYPES)}, found {kv!r:.40}")
         if context is not None and context < 1:
             raise InputError(f"the context should hold at least 1 token, found {context}")
         if threads is not None and not 1 <= threads <= _MOST_THREADS:
@@ -50,7 +57,7 @@ class Engine:
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.tokenizer = checkpoint.tokenizer()
         self._runner: Runner | None = Runner(
-            checkpoint.weights(), self.config, threads or available_processors(), deadline
+            checkpoint.weights(), self.config, threads or available_processors(), deadline, kv
         )
 
     @property
@@ -142,11 +149,12 @@ class Engine:
                 yield -log_probability(row, token)
 
     def _text(self, ids: list[int], last: bool) -> str:
-        """The text so far; a character whose bytes are not all there yet is held back."""
+        """The text so far; bytes that a later token may complete or spoil are held back until the last."""
         if self.tokenizer is None:
             return ""
-        text = self.tokenizer.decode(ids)
-        return text if last else text.rstrip("\ufffd")
+        # Some embeddings have more rows than the tokenizer has pieces; such ids mean no text.
+        known = [token for token in ids if token < self.tokenizer.size]
+        return self.tokenizer.decode(known if last else known[: self.tokenizer.settled(known)])
 
     def close(self) -> None:
         """Ends the worker threads and lets the weights go. Twice is once."""
@@ -166,7 +174,7 @@ class Session:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._cache = Cache(engine.config, poison=engine.runner.poison)
+        self._cache = engine.runner.cache()
 
     @property
     def position(self) -> int:
@@ -217,10 +225,17 @@ def available_processors() -> int:
     return os.cpu_count() or 1
 
 
-def load(model: str | Path, threads: int | None = None, context: int | None = None, deadline: float = 5.0) -> Engine:
+def load(
+    model: str | Path,
+    threads: int | None = None,
+    context: int | None = None,
+    deadline: float = 5.0,
+    kv: str = "float32",
+) -> Engine:
     """A GGUF file, a Hugging Face directory, or a name from the catalogue.
 
     threads: worker threads, as many as processors if left out; they change speed, never a bit. deadline: seconds until a
-    stalled worker is reported.
+    stalled worker is reported. kv: what keys and values are stored as; "bfloat16" halves their memory and, unlike all
+    else here, changes the answer, in the same way everywhere.
     """
-    return Engine(open_checkpoint(resolve(model)), threads, context, deadline)
+    return Engine(open_checkpoint(resolve(model)), threads, context, deadline, kv)

@@ -9,10 +9,14 @@ from typing import BinaryIO
 
 
 def cache_dir() -> Path:
-    """$XDG_CACHE_HOME/gemma_py, or ~/.cache/gemma_py. Not created here."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is to be ignored.
-    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "gemma_py"
+    """$XDG_CACHE_HOME/gemma_py, or ~/.cache/gemma_py. Not created here. OSError where there is no home."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # the XDG specification: to be ignored
+        try:
+            base = Path("~/.cache").expanduser()
+        except RuntimeError:
+            raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME") from None
+    return base / "gemma_py"
 
 
 @contextlib.contextmanager

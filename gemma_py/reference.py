@@ -16,7 +16,7 @@ def logits(engine: Engine, ids: Sequence[int]) -> np.ndarray:
 
 def logits_and_rows(engine: Engine, ids: Sequence[int]) -> tuple[np.ndarray, spec.Cache]:
     """The same, and the keys and values of every layer by position."""
-    weights, cache = engine.reference_weights(), spec.Cache(engine.config)
+    weights, cache = engine.reference_weights(), spec.Cache(engine.config, bfloat16=engine.runner.kv == "bfloat16")
     rows = [
         spec.head(weights, engine.config, spec.forward(weights, engine.config, cache, token))
         for token in engine.check_ids(ids)

@@ -32,9 +32,9 @@ TOKENS = 70  # two tiles of attention and several windows
 
 
 @contextmanager
-def opened(path: Path, threads: int, trial: Trial | None = None) -> Iterator[gemma_py.Engine]:
+def opened(path: Path, threads: int, trial: Trial | None = None, kv: str = "float32") -> Iterator[gemma_py.Engine]:
     """An engine in test mode: scratch and unpublished rows are NaN, so reading one shows."""
-    with gemma_py.load(path, threads=threads) as engine:
+    with gemma_py.load(path, threads=threads, kv=kv) as engine:
         engine.runner.poison = True
         engine.runner.trial = trial
         yield engine
@@ -164,6 +164,17 @@ def test_drawn_shapes_match_the_reference(tmp_path_factory: pytest.TempPathFacto
     with opened(path, draw(st.integers(1, 4)), Trial(seed=draw(st.integers(0, 1000)))) as engine:
         want = Expected(engine, prompt(engine.config, draw(st.integers(1, 90))))
         assert want.same(engine, draw(st.lists(st.integers(1, 90), min_size=1, max_size=4)))
+
+
+@pytest.mark.parametrize("name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-multi-query"])
+def test_bfloat16_rows_match_their_reference(checkpoints: dict[str, Path], name: str) -> None:
+    with opened(checkpoints[name], 2, kv="bfloat16") as engine:
+        want = Expected(engine, prompt(engine.config, TOKENS))
+        rows = engine.session()
+        rows.prefill(want.ids)
+        assert rows._cache.keys.dtype == np.uint16
+        for sizes in ([TOKENS], [1], [7, 12]):
+            assert want.same(engine, sizes)
 
 
 def test_sessions_in_random_company(checkpoints: dict[str, Path]) -> None:

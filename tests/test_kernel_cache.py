@@ -51,7 +51,7 @@ def test_processes_that_compile_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
-@pytest.mark.parametrize("left", [0, 1, 30, 0.5, -1])
+@pytest.mark.parametrize("left", [0, 30, 0.5])
 def test_a_truncated_file_is_mended(tmp_path: Path, suffix: str, left: float) -> None:
     assert finish(start(tmp_path)) == (0, 1)
     (damaged,) = [path for path in files(tmp_path) if path.suffix == suffix]

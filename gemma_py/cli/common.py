@@ -10,7 +10,7 @@ from typing import Any
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.engine import Engine
 from gemma_py.errors import InputError
-from gemma_py.formats.files import read_json, read_text
+from gemma_py.formats.files import TEXT_LIMIT, read_json, read_text
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,10 @@ def read_input(args: argparse.Namespace, engine: Engine) -> list[int]:
         return engine.encode(args.text)
     if str(args.file) == "-":
         try:
-            return engine.encode(sys.stdin.buffer.read().decode("utf-8"))
+            data = sys.stdin.buffer.read(TEXT_LIMIT + 1)
+            if len(data) > TEXT_LIMIT:
+                raise InputError(f"standard input is larger than the {TEXT_LIMIT} bytes allowed")
+            return engine.encode(data.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise InputError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
     return engine.encode(read_text(args.file))
@@ -69,9 +72,13 @@ def print_json(report: Any) -> None:
     """One line of JSON; what is infinite has no form there and becomes null."""
 
     def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [finite(inner) for inner in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    print(json.dumps({key: finite(value) for key, value in report.items()}, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(finite(report), ensure_ascii=False, allow_nan=False))
 
 
 def size(count: float) -> str:

@@ -115,4 +115,4 @@ def run(args: argparse.Namespace) -> None:
     for name, text in rows:
         print(f"{name:10} {text}")
     for tensor in made.get("tensors", []):
-        print(f"{tensor['type']:7} {tensor['bytes']:>12} {tensor['shape']!s:18} {tensor['name']}")
+        print(f"{tensor['type']:7} {tensor['bytes']:>12} {tensor['shape']!s:18} {tensor['name']!r}")

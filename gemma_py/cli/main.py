@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import gemma_py
@@ -74,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever called
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  (open until the process ends)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

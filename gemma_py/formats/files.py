@@ -2,7 +2,8 @@
 
 import json
 import mmap
-import os
+import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 
 from gemma_py.errors import FormatError, ModelNotFoundError
 
-JSON_LIMIT = 256 << 20  # bytes; Gemma's own tokenizer.json has 33 MB
+JSON_LIMIT = 16 << 20  # bytes; parsing may take thirty times as much
+TEXT_LIMIT = 16 << 20
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def map_file(path: Path) -> np.ndarray:
@@ -19,9 +22,10 @@ def map_file(path: Path) -> np.ndarray:
     Hazard: a file truncated by somebody else while it is mapped ends the process with SIGBUS at the next read;
     no runtime that maps its weights can prevent that. Replacing the file (rename) is safe.
     """
+    _check_regular(path)
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            size = path.stat().st_size
             if size == 0:
                 raise FormatError(f"{path}: the file is empty")
             return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
@@ -29,6 +33,25 @@ def map_file(path: Path) -> np.ndarray:
         raise ModelNotFoundError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise FormatError(f"{path}: cannot be read: {error}") from error
+
+
+def _check_regular(path: Path) -> None:
+    """Opening a pipe would wait for a writer, and a device may have no end."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise ModelNotFoundError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path}: cannot be read: {error}") from error
+    if not stat.S_ISREG(mode):
+        raise FormatError(f"{path}: not a regular file")
+
+
+def present(path: Path) -> bool:
+    """Whether an optional file is there. A link to nothing is a broken download, not an absent file."""
+    if path.is_symlink() and not path.exists():
+        raise FormatError(f"{path}: a link to nothing")
+    return path.exists()
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
@@ -48,7 +71,14 @@ def parse_json(data: bytes | str, where: str) -> Any:
         raise FormatError(f"{where}: {name} is not JSON")
 
     try:
-        return json.loads(data, object_pairs_hook=unique, parse_constant=constant)
+        # json would guess UTF-16 and let encoded surrogates through.
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        document = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
+        if _ESCAPED_SURROGATE.search(text):
+            json.dumps(document, ensure_ascii=False).encode("utf-8")
+        return document
+    except UnicodeEncodeError:
+        raise FormatError(f"{where}: half a surrogate pair, which is no character") from None
     except UnicodeDecodeError as error:
         raise FormatError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
@@ -57,12 +87,12 @@ def parse_json(data: bytes | str, where: str) -> Any:
         raise FormatError(f"{where}: not valid JSON: {error}") from None
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
     """The JSON document in a file of bounded size."""
-    return parse_json(read_bytes(path, JSON_LIMIT), str(path))
+    return parse_json(read_bytes(path, limit), str(path))
 
 
-def read_text(path: Path, limit: int = 16 << 20) -> str:
+def read_text(path: Path, limit: int = TEXT_LIMIT) -> str:
     try:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -70,6 +100,7 @@ def read_text(path: Path, limit: int = 16 << 20) -> str:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
+    _check_regular(path)
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)

@@ -22,6 +22,7 @@ _STRING, _ARRAY = 8, 9
 _SMALLEST_FIELD = 8 + 4 + 1  # an empty key, a type, one byte
 _SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension
 _LARGEST_ALIGNMENT = 1 << 16
+_MOST_STRINGS = 1 << 24  # of an array; vocabularies have 2^18
 _LARGEST_SHARD_COUNT = 99_999
 
 # GGML's numbers. Those without a name in TYPES are recognised, so that the error can name them.
@@ -115,6 +116,8 @@ class _Cursor:
         kind = self.scalar("<I", f"the element type of {what}")
         count = self.scalar("<Q", f"the length of {what}")
         if kind == _STRING:
+            if count > _MOST_STRINGS:
+                self.fail(f"{what} has {count} strings; {_MOST_STRINGS} are allowed")
             self.need(8 * count, f"{what} of {count} strings")
             return self.texts(count, what)
         if kind == _ARRAY:

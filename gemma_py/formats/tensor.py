@@ -20,7 +20,7 @@ class StoredTensor:
 
     @property
     def where(self) -> str:
-        return f"{self.path}: tensor {self.name!r}"
+        return f"{self.path}: tensor {self.name!r:.80}"
 
     def blocks(self, first: int = 0, last: int | None = None) -> np.ndarray:
         """uint8 [blocks, bytes] of rows first to last."""

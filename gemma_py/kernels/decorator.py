@@ -29,8 +29,8 @@ def _cache_path() -> Path | None:
         key.update(f"{switch}={getattr(numba.config, switch, None)!r}".encode())
     for source in _sources():
         key.update(source.read_bytes())
-    path = cache_dir() / "kernels" / key.hexdigest()[:24]
     try:
+        path = cache_dir() / "kernels" / key.hexdigest()[:24]
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Machine code is loaded from here: nobody else may have put it there.
         if path.stat().st_uid != os.getuid() or path.stat().st_mode & 0o022:

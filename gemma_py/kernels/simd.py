@@ -78,6 +78,20 @@ def _call(builder, name, result, operands):
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
 
 
+def _widened(builder, halves, lanes):
+    """16-bit lanes as the upper halves of f32 ones: what bfloat16 is."""
+    words, floats = ir.VectorType(_I32, lanes), ir.VectorType(_F32, lanes)
+    return builder.bitcast(builder.shl(builder.zext(halves, words), _constant(words, [16] * lanes)), floats)
+
+
+def _load_scalar(context, builder, sig, args):
+    """array[index] as f32."""
+    if sig.args[0].dtype == types.float32:
+        return _load(context, builder, sig, args, _F32, 4)
+    word = builder.zext(_load(context, builder, sig, args, _I16, 2), _I32)
+    return builder.bitcast(builder.shl(word, ir.Constant(_I32, 16)), _F32)
+
+
 @intrinsic
 def load(typing, array, index):
     """array[index : index + 16] as f32: of f32, or of uint16 that hold bfloat16."""
@@ -87,9 +101,7 @@ def load(typing, array, index):
     def codegen(context, builder, sig, args):
         if sig.args[0].dtype == types.float32:
             return _load(context, builder, sig, args, f32x16.llvm, 4)
-        stored = _load(context, builder, sig, args, ir.VectorType(_I16, 16), 2)
-        upper = builder.shl(builder.zext(stored, i32x16.llvm), _constant(i32x16.llvm, [16] * 16))
-        return builder.bitcast(upper, f32x16.llvm)
+        return _widened(builder, _load(context, builder, sig, args, ir.VectorType(_I16, 16), 2), 16)
 
     return f32x16(array, types.intp), codegen
 
@@ -149,22 +161,45 @@ def store_first(typing, array, index, value, count):
 
 @intrinsic
 def load_one(typing, array, index):
-    """array[index]"""
-    if not _is_flat(array, types.float32):
+    """array[index] as f32: of f32, or of uint16 that hold bfloat16"""
+    if not _is_flat(array, types.float32, types.uint16):
         return None
-    return types.float32(array, types.intp), lambda context, builder, sig, args: _load(
-        context, builder, sig, args, _F32, 4
-    )
+    return types.float32(array, types.intp), _load_scalar
+
+
+@intrinsic
+def store_one(typing, array, index, value):
+    """array[index] = value: f32 as it is; into uint16 as bfloat16, to the nearest, ties to even, NaN to a quiet one."""
+    if not _is_flat(array, types.float32, types.uint16) or value != types.float32:
+        return None
+
+    def codegen(context, builder, sig, args):
+        value = args[2]
+        if sig.args[0].dtype == types.uint16:
+            word = builder.bitcast(value, _I32)
+            half = builder.lshr(word, ir.Constant(_I32, 16))
+            odd = builder.and_(half, ir.Constant(_I32, 1))
+            rounded = builder.lshr(
+                builder.add(builder.add(word, ir.Constant(_I32, 0x7FFF)), odd), ir.Constant(_I32, 16)
+            )
+            quiet = builder.or_(half, ir.Constant(_I32, 0x40))
+            value = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
+            value = builder.trunc(value, _I16)
+        place = _address(context, builder, sig.args[0], args[0], args[1], value.type)
+        builder.store(value, place).align = 4 if value.type == _F32 else 2
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, value), codegen
 
 
 @intrinsic
 def splat(typing, array, index):
-    """array[index] in all 16 lanes."""
-    if not _is_flat(array, types.float32):
+    """array[index] in all 16 lanes, as f32: of f32, or of uint16 that hold bfloat16."""
+    if not _is_flat(array, types.float32, types.uint16):
         return None
 
     def codegen(context, builder, sig, args):
-        return _splat(builder, _load(context, builder, sig, args, _F32, 4), f32x16.llvm)
+        return _splat(builder, _load_scalar(context, builder, sig, args), f32x16.llvm)
 
     return f32x16(array, types.intp), codegen
 
@@ -197,16 +232,16 @@ def lane_numbers(typing):
 @intrinsic
 def load_columns(typing, array, index, stride):
     """Four vectors: array[index + row * stride + column] for 16 rows in the lanes, column 0 .. 3."""
-    if not _is_flat(array, types.float32):
+    if not _is_flat(array, types.float32, types.uint16):
         return None
-    four = ir.VectorType(_F32, 4)
+    stored, align = (_F32, 4) if array.dtype == types.float32 else (_I16, 2)
 
     def codegen(context, builder, sig, args):
         def row(number):
             at = builder.add(args[1], builder.mul(args[2], ir.Constant(args[2].type, number)))
-            value = builder.load(_address(context, builder, sig.args[0], args[0], at, four))
-            value.align = 4
-            return value
+            value = builder.load(_address(context, builder, sig.args[0], args[0], at, ir.VectorType(stored, 4)))
+            value.align = align
+            return value if stored == _F32 else _widened(builder, value, 4)
 
         # Rows k and k + 4 share 8 lanes, so that what follows stays within halves of 128 bits.
         halves = []

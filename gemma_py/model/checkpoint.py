@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma_py.errors import ConfigError, FormatError, ModelNotFoundError
-from gemma_py.formats.files import read_json, read_text
+from gemma_py.formats.files import present, read_json, read_text
 from gemma_py.formats.gguf import read_gguf
 from gemma_py.formats.safetensors import read_index, read_safetensors
 from gemma_py.formats.tensor import StoredTensor
@@ -35,7 +35,7 @@ class Checkpoint:
         if self.format == "GGUF":
             return tokenizer_from_gguf(self.path, dict(self.metadata))
         file = self.path / "tokenizer.json"
-        return tokenizer_from_json(file, _bos_token(self.path)) if file.exists() else None
+        return tokenizer_from_json(file, _bos_token(self.path)) if present(file) else None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -71,7 +71,7 @@ def _open_directory(path: Path) -> Checkpoint:
         raise ModelNotFoundError(f"{path}: no config.json in this directory{hint}")
     document = read_json(path / "config.json")
     generation = path / "generation_config.json"
-    config = config_from_hf(document, str(path / "config.json"), read_json(generation) if generation.exists() else None)
+    config = config_from_hf(document, str(path / "config.json"), read_json(generation) if present(generation) else None)
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists():
         tensors = read_safetensors(single)
@@ -86,7 +86,7 @@ def _open_directory(path: Path) -> Checkpoint:
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
     file = path / "tokenizer_config.json"
-    document = read_json(file) if file.exists() else {}
+    document = read_json(file) if present(file) else {}
     if not isinstance(document, dict):
         raise ConfigError(f"{file}: should be a JSON object")
     return document
@@ -106,7 +106,7 @@ def _bos_token(path: Path) -> str:
 
 def _template(path: Path) -> str | None:
     file = path / "chat_template.jinja"
-    if file.exists():
+    if present(file):
         return read_text(file)
     template = _tokenizer_config(path).get("chat_template")
     if isinstance(template, list):  # several by name; "default" is the one for chat

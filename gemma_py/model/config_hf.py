@@ -11,7 +11,8 @@ _LATER = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # transformers writes only what differs from its defaults in a multimodal checkpoint's text_config.
 _DEFAULTS = {
-    "gemma": {"vocab_size": 256_000, "head_dim": 256, "max_position_embeddings": 8192},
+    "gemma": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 16,
+              "max_position_embeddings": 8192},
     "gemma2": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
                "max_position_embeddings": 8192},
     "gemma3": {"vocab_size": 262_208, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -33,15 +34,15 @@ def config_from_hf(document: Any, where: str, generation: Any = None) -> Config:
     if written not in _FAMILIES:
         raise UnsupportedError(f"{where}: model_type {written!r:.40} is no Gemma; readable are {', '.join(_FAMILIES)}")
     family = _FAMILIES[written]
-    architectures = document.get("architectures")
-    if fields.flag("use_bidirectional_attention", False) or architectures == ["Gemma3TextModel"]:
+    if fields.flag("use_bidirectional_attention", False):
         raise UnsupportedError(f"{where}: an embedding model (EmbeddingGemma) is not supported yet")
     if fields.flag("attention_bias", False):
         raise UnsupportedError(f"{where}: attention_bias is set; no Gemma has one")
     # Gemma 1 was released with "gelu" in hidden_act and meant the tanh form.
-    activation = fields.text("hidden_activation", "gelu_pytorch_tanh")
-    if activation != "gelu_pytorch_tanh":
-        raise UnsupportedError(f"{where}: hidden_activation {activation!r:.40}; Gemma's is gelu_pytorch_tanh")
+    for name in ("hidden_activation", "hidden_act") if family == "gemma" else ("hidden_activation",):
+        activation = fields.text(name, "gelu_pytorch_tanh")
+        if activation not in ("gelu_pytorch_tanh", "gelu" if name == "hidden_act" else ""):
+            raise UnsupportedError(f"{where}: {name} {activation!r:.40}; Gemma's is gelu_pytorch_tanh")
     if fields.values.get("quantization_config") or outer.values.get("quantization_config"):
         raise UnsupportedError(f"{where}: quantization_config: only unquantised safetensors are read; try the GGUF")
     default = _DEFAULTS[family]
@@ -60,9 +61,9 @@ def config_from_hf(document: Any, where: str, generation: Any = None) -> Config:
               fields.integer("intermediate_size"), number, norms)
         for number, window in enumerate(windows)
     )  # fmt: skip
-    softcap = {"gemma": None, "gemma2": 50.0, "gemma3": None}[family]
-    final_softcap = {"gemma": None, "gemma2": 30.0, "gemma3": None}[family]
-    tokens = Fields(f"{where}: generation_config", generation if isinstance(generation, dict) else {})
+    if generation is not None and not isinstance(generation, dict):
+        raise ConfigError(f"{where}: generation_config.json beside it should be a JSON object")
+    tokens = Fields(f"{where}: generation_config", generation or {})
 
     def token_ids(name: str, default: int) -> tuple[int, ...]:
         return tokens.ids(name) or fields.ids(name) or outer.ids(name) or (default,)
@@ -74,8 +75,8 @@ def config_from_hf(document: Any, where: str, generation: Any = None) -> Config:
         max_position_embeddings=dimension("max_position_embeddings"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         query_pre_attn_scalar=float(head_dim) if family == "gemma" else fields.number("query_pre_attn_scalar", 256.0),
-        attn_logit_softcapping=_softcap(fields, "attn_logit_softcapping", softcap),
-        final_logit_softcapping=_softcap(fields, "final_logit_softcapping", final_softcap),
+        attn_logit_softcapping=_softcap(fields, family, "attn_logit_softcapping"),
+        final_logit_softcapping=_softcap(fields, family, "final_logit_softcapping"),
         tie_word_embeddings=outer.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", True)),
         bos_token_id=token_ids("bos_token_id", 2)[0],
         eos_token_ids=token_ids("eos_token_id", 1),
@@ -99,8 +100,18 @@ def checked(config: Config, where: str) -> Config:
     return config
 
 
-def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
+# Caps where a file does not say, by family; a family that is not listed ignores the field, as transformers does.
+CAPS: dict[str, dict[str, float | None]] = {
+    "attn_logit_softcapping": {"gemma2": 50.0},
+    "final_logit_softcapping": {"gemma2": 30.0, "gemma3": None},
+}
+
+
+def _softcap(fields: Fields, family: str, name: str) -> float | None:
     """Here null is a value of its own, "no cap", while a missing field means the family's default."""
+    if family not in CAPS[name]:
+        return None
+    default = CAPS[name][family]
     if name in fields.values and fields.values[name] is None:
         return None
     value: float | None = fields.number(name, default)
@@ -133,8 +144,8 @@ def _ropes(fields: Fields, family: str) -> dict[str, Rope]:
     parameters = fields.table("rope_parameters") or Fields(f"{fields.where}: rope_parameters", {})
     scaling = fields.table("rope_scaling")
     if family != "gemma3":
-        theta = parameters.number("rope_theta", fields.number("rope_theta", 10_000.0))
-        rope = _rope(parameters if scaling is None else scaling, theta)
+        table = parameters if scaling is None else scaling  # where both stand, the old name wins in transformers
+        rope = _rope(table, table.number("rope_theta", fields.number("rope_theta", 10_000.0)))
         return {_FULL: rope, _SLIDING: rope}
     full = parameters.table(_FULL) or Fields(parameters.where, {})
     sliding = parameters.table(_SLIDING) or Fields(parameters.where, {})

@@ -26,6 +26,8 @@ class Fields:
         value = self.values.get(name)
         if isinstance(value, np.generic):
             value = value.item()
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()  # GGUF may say for each layer what is the same in all
         if value is not None:
             return value
         if default is _MISSING:

@@ -20,7 +20,7 @@ import numpy as np
 
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp, exp64, log64, sine_cosine64, tanh
-from gemma_py.kernels.intrinsics import fma, sqrt, widen
+from gemma_py.kernels.intrinsics import bits_of_f32, f32_of_bits, fma, sqrt, widen
 from gemma_py.model.config import Config, Layer, Norm
 from gemma_py.model.weights import CodeMatrix, FloatMatrix, LayerWeights, Matrix, Weights
 
@@ -256,6 +256,18 @@ def attend(q, keys, values, first, scale, cap, scores, out):
 
 
 @kernel
+def round_to_bfloat16(x):
+    """The upper 16 bits of each x, to the nearest, ties to even, in place; NaN becomes a quiet one."""
+    for i in range(x.shape[0]):
+        word = bits_of_f32(x[i])
+        if x[i] == x[i]:
+            word = np.int32(word + np.int32(0x7FFF) + ((word >> np.int32(16)) & np.int32(1)))
+        else:
+            word = np.int32(word | np.int32(0x400000))
+        x[i] = f32_of_bits(np.int32(word & np.int32(-65536)))
+
+
+@kernel
 def gelu_gate(gate, up):
     """gate[f] = gelu(gate[f]) * up[f], with gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).    [F]"""
     for f in range(gate.shape[0]):
@@ -286,6 +298,7 @@ class Cache:
     """The keys and values of every layer, by position; rows at and beyond `position` mean nothing."""
 
     config: Config
+    bfloat16: bool = False  # rows are rounded to bfloat16 when they are stored
     position: int = 0
     keys: list[np.ndarray] = field(default_factory=list)  # L times [capacity, G, E]
     values: list[np.ndarray] = field(default_factory=list)
@@ -329,6 +342,9 @@ def attention(
         if Norm.KEY in weights.gains:
             rms_norm_heads(k, weights.gains[Norm.KEY], eps)
         rope(k, position, frequencies)
+        if cache.bfloat16:
+            round_to_bfloat16(k.reshape(G * E))
+            round_to_bfloat16(v.reshape(G * E))
         keys[position], values[position] = k, v
     first = 0 if layer.sliding_window is None else max(0, position - layer.sliding_window + 1)
     out, scores = np.empty((H, E), np.float32), np.empty(TILE, np.float32)

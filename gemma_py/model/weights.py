@@ -135,7 +135,7 @@ def hugging_face_names(tensors: Mapping[str, StoredTensor], config: Config, wher
 
 def is_text_tensor(name: str) -> bool:
     """False for what belongs to other parts of a multimodal checkpoint."""
-    others = ("vision_tower.", "multi_modal_projector.", "vision_model.", "embed_vision.")
+    others = ("vision_tower.", "multi_modal_projector.", "vision_model.", "embed_vision.", "v.", "mm.")
     return not name.removeprefix("model.").startswith(others)
 
 
@@ -144,17 +144,23 @@ def build_weights(tensors: Mapping[str, StoredTensor], config: Config, names: Na
     source = _Source(tensors, config, names, where)
     D = config.hidden_size
     embedding = source.matrix(names.embedding, config.vocab_size, D)
-    head = embedding if config.tie_word_embeddings else source.matrix(names.head, config.vocab_size, D)
+    tied = config.tie_word_embeddings and not _differs(tensors, names)
+    head = embedding if tied else source.matrix(names.head, config.vocab_size, D)
     final_gain = source.gain(names.final_norm, D)
     layers = tuple(source.layer(number, layer) for number, layer in enumerate(config.layers))
-    if config.tie_word_embeddings:
-        source.used.add(names.head)  # some files store the shared matrix twice
+    source.used.add(names.head)  # some files store the shared matrix twice
     for name in tensors:
         if name not in source.used and is_text_tensor(name) and not name.endswith(names.ignored or ("\0",)):
             raise ConfigError(
-                f"{where}: tensor {name!r} is not part of a {config.model_type} model of {len(config.layers)} layers"
+                f"{where}: tensor {name!r:.80} is not part of a {config.model_type} model of {len(config.layers)} layers"
             )
     return Weights(embedding, head, final_gain, layers)
+
+
+def _differs(tensors: Mapping[str, StoredTensor], names: Names) -> bool:
+    """Whether a head is stored that is not the embedding. transformers uses it then, whatever the config says."""
+    head, embedding = tensors.get(names.head), tensors.get(names.embedding)
+    return head is not None and embedding is not None and not np.array_equal(head.data, embedding.data)
 
 
 class _Source:
@@ -167,7 +173,7 @@ class _Source:
     def take(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise ConfigError(f"{self.where}: tensor {name!r} is missing")
+            raise ConfigError(f"{self.where}: tensor {name!r:.80} is missing")
         if tensor.shape != shape:
             raise ConfigError(
                 f"{tensor.where}: shape {list(shape)} expected from the config, found {list(tensor.shape)}"

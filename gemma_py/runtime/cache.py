@@ -13,16 +13,25 @@ from gemma_py.errors import InputError
 from gemma_py.model.config import Config
 
 AT, CAPACITY = range(2)  # columns of the table
+# What rows are stored as. bfloat16 takes half the memory and is rounded once, when a row is stored.
+KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
+NAN: dict[type, float | int] = {np.float32: np.nan, np.uint16: 0x7FC0}
+
+
+def _as_f32(rows: np.ndarray) -> np.ndarray:
+    return rows if rows.dtype == np.float32 else (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 class Cache:
     """Rows at positions below `position` are committed; the rest mean nothing, and are NaN where `poison` is set."""
 
-    def __init__(self, config: Config, poison: bool = False) -> None:
+    def __init__(self, config: Config, poison: bool = False, kv: str = "float32") -> None:
         self.config, self.poison = config, poison
+        self.dtype = KV_TYPES[kv]
         self.position = 0
         self.table = np.zeros((len(config.layers), 2), np.int64)
-        self.keys = self.values = np.empty(0, np.float32)
+        self.keys: np.ndarray = np.empty(0, self.dtype)
+        self.values: np.ndarray = self.keys
         self.abandoned = False
 
     def reserve(self, tokens: int) -> None:
@@ -44,14 +53,14 @@ class Cache:
         shapes = [(y.num_key_value_heads, n, y.head_dim) for y, n in zip(self.config.layers, capacities, strict=True)]
         sizes = [G * capacity * E for G, capacity, E in shapes]
         table = np.stack([np.cumsum([0, *sizes[:-1]]), capacities], 1).astype(np.int64)
-        arenas = [np.empty(sum(sizes), np.float32) for _ in range(2)]
+        arenas: list[np.ndarray] = [np.empty(sum(sizes), self.dtype) for _ in range(2)]
         for number, shape in enumerate(shapes):
             positions = self._committed(number)
             at = table[number, AT]
             for old, new in zip((self.keys, self.values), arenas, strict=True):
                 rows = new[at : at + sizes[number]].reshape(shape)
                 if self.poison:
-                    rows[:] = np.nan
+                    rows[:] = NAN[self.dtype]
                 if len(positions):
                     places = positions % self.table[number, CAPACITY]
                     rows[:, positions % shape[1]] = self._rows(old, number)[:, places]
@@ -71,10 +80,10 @@ class Cache:
         return arena[at : at + G * capacity * E].reshape(G, capacity, E)
 
     def rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a layer that a later query may read, by position: [positions, G, E]."""
+        """Keys and values of a layer that a later query may read, by position: f32 [positions, G, E]."""
         places = self._committed(number) % max(1, self.table[number, CAPACITY])
         keys, values = (self._rows(arena, number)[:, places] for arena in (self.keys, self.values))
-        return keys.transpose(1, 0, 2), values.transpose(1, 0, 2)
+        return _as_f32(keys.transpose(1, 0, 2)), _as_f32(values.transpose(1, 0, 2))
 
     def digest(self) -> list[str]:
         """sha256 a layer of those rows: little-endian float32, keys before values, each [positions, G, E]."""
@@ -98,4 +107,4 @@ class Cache:
             capacity = int(self.table[number, CAPACITY])
             stale = np.setdiff1d(np.arange(capacity), self._committed(number) % max(1, capacity))
             for arena in (self.keys, self.values):
-                self._rows(arena, number)[:, stale] = np.nan
+                self._rows(arena, number)[:, stale] = NAN[self.dtype]

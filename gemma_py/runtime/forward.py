@@ -26,6 +26,7 @@ from gemma_py.kernels.rows import (
     rope_table,
     soft_cap,
 )
+from gemma_py.kernels.simd import store_one
 from gemma_py.model import packed as p
 from gemma_py.runtime import cache as c
 from gemma_py.runtime.cells import LINE
@@ -225,8 +226,8 @@ def rope_kv_tile(m, layer, s, keys, values, place, position, T, first, last):
         for g in range(G):
             to, source = at + (g * capacity + (position + t) % capacity) * E, (t * G + g) * E
             for e in range(E):
-                keys[to + e] = s.k[source + e]
-                values[to + e] = s.v[source + e]
+                store_one(keys, to + e, s.k[source + e])
+                store_one(values, to + e, s.v[source + e])
 
 
 @kernel

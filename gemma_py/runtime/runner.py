@@ -27,10 +27,12 @@ NO_TRACE = Trace(np.zeros((0, 0, 0), np.int64), np.zeros((0, 0, 0), np.int64))
 class Runner:
     """One pass at a time, whichever Python thread asks; sessions differ by their cache alone."""
 
-    def __init__(self, weights: Weights, config: Config, workers: int, deadline: float = 5.0) -> None:
+    def __init__(
+        self, weights: Weights, config: Config, workers: int, deadline: float = 5.0, kv: str = "float32"
+    ) -> None:
         if any(layer.kv_source != number for number, layer in enumerate(config.layers)):
             raise UnsupportedError("layers that share another's keys and values are not supported yet")
-        self.config = config
+        self.config, self.kv = config, kv
         self.team = Team(workers, deadline, PHASES)
         self.packed = _packed(weights, config)
         self.poison = False  # test mode: scratch and uncommitted rows are NaN before every pass
@@ -70,13 +72,16 @@ class Runner:
         """Before any worker starts, in the calling thread; from the disk where it has been done before."""
         if first_time():
             print("compiling kernels, once per machine: about half a minute", file=sys.stderr, flush=True)
-        cache = Cache(self.config)
-        empty = np.empty(0, np.float32)
+        cache, empty = self.cache(), np.empty(0, np.float32)
         self.team.compile(
-            forward, self.packed, self._scratch_for(1), empty, empty, cache.table, np.empty(0, np.int64), 0, False,
+            forward, self.packed, self._scratch_for(1), cache.keys, cache.values, cache.table, np.empty(0, np.int64), 0, False,
             empty, NO_TRACE,
         )  # fmt: skip
         mark_compiled()
+
+    def cache(self) -> Cache:
+        """An empty one, for a new session."""
+        return Cache(self.config, self.poison, self.kv)
 
     def _scratch_for(self, T: int) -> Scratch:
         """Room for T rows, kept for later passes."""

@@ -8,9 +8,10 @@ import numpy as np
 from gemma_py.errors import TokenizerError, UnsupportedError
 from gemma_py.formats.files import read_json
 from gemma_py.tokenizer.tokenizer import Tokenizer
-from gemma_py.tokenizer.vocabulary import Vocabulary, cached
+from gemma_py.tokenizer.vocabulary import Vocabulary, cached, is_gemma_control
 
 _GEMMA3_PIECES = 262_144
+_LARGEST_JSON = 256 << 20  # bytes; Gemma 3's own tokenizer.json has 33 MB
 _LARGEST_PIECE = 4096  # characters; the splits of a piece are tried one by one
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # tokenizer.ggml.token_type
 
@@ -64,7 +65,7 @@ def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     assert isinstance(types, np.ndarray)
     if not np.isfinite(scores).all():
         raise TokenizerError(f"{path}: tokenizer.ggml.scores has NaN or infinite elements")
-    kinds = types.tolist()
+    kinds = [_CONTROL if is_gemma_control(t) else kind for t, kind in zip(tokens, types.tolist(), strict=True)]
     rank = np.where(types == _USER_DEFINED, 0, scores).tolist()
     # Runs of spaces are user-defined and stored as spaces; text reaches the merges with "▁" in their place.
     pieces = [t.replace(" ", "▁") if kind == _USER_DEFINED else t for t, kind in zip(tokens, kinds, strict=True)]
@@ -105,8 +106,25 @@ def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
     return Tokenizer(cached(path, "json", lambda: _vocabulary_of_json(path)), bos_token=bos_token, where=str(path))
 
 
+def _is_plain(part: Any) -> bool:
+    """Whether a step of the pipeline is one that Gemma's tokenizers have: fixed strings replaced or split, bytes joined.
+
+    Everything else, above all patterns, can be made to panic, to run for ever or to fill the memory.
+    """
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type")
+    if kind == "Sequence":
+        steps = part.get("normalizers", part.get("pretokenizers", part.get("decoders")))
+        return isinstance(steps, list) and len(steps) <= 8 and all(map(_is_plain, steps))
+    if kind in ("Replace", "Split"):
+        pattern = part.get("pattern")
+        return isinstance(pattern, dict) and list(pattern) == ["String"] and pattern["String"] in (" ", "▁")
+    return kind in ("ByteFallback", "Fuse")
+
+
 def _vocabulary_of_json(path: Path) -> Vocabulary:
-    document = read_json(path)
+    document = read_json(path, _LARGEST_JSON)
     model = document.get("model") if isinstance(document, dict) else None
     if not isinstance(model, dict):
         raise TokenizerError(f"{path}: the field 'model' is missing")
@@ -126,16 +144,28 @@ def _vocabulary_of_json(path: Path) -> Vocabulary:
             f"{path}: model.merges should hold pairs of pieces from model.vocab: {error!r:.80}"
         ) from None
     added = []
-    for token in document.get("added_tokens") or []:
+    listed = document.get("added_tokens") or []
+    if not isinstance(listed, list):
+        raise TokenizerError(f"{path}: added_tokens should be a list, found {listed!r:.80}")
+    for token in listed:
         try:
-            added.append((int(token["id"]), str(token["content"]), bool(token.get("special", False))))
+            if type(token["id"]) is not int or type(token["content"]) is not str:
+                raise TypeError
+            added.append((token["id"], token["content"], bool(token.get("special", False))))
             if any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip")):
                 raise UnsupportedError(
                     f"{path}: added token {token['content']!r:.60} strips white space or asks for words"
                 )
         except (KeyError, TypeError, ValueError, AttributeError):
             raise TokenizerError(f"{path}: added_tokens should have id and content, found {token!r:.80}") from None
-    names = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "dropout")
-    options = {name: model[name] for name in names if model.get(name) is not None}
+    if model.get("byte_fallback") is not True:
+        raise UnsupportedError(f"{path}: model.byte_fallback should be true, as Gemma's is")
+    for name in ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise UnsupportedError(f"{path}: model.{name} is set, which no Gemma tokenizer does")
+    options = {name: model[name] for name in ("unk_token", "fuse_unk", "byte_fallback") if model.get(name) is not None}
     pipeline = {name: document.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+    for name, part in pipeline.items():
+        if part is not None and not _is_plain(part):
+            raise UnsupportedError(f"{path}: {name} is not of Gemma's kind: {part!r:.80}")
     return Vocabulary(sorted(vocab, key=vocab.__getitem__), merges, sorted(added), options, pipeline)

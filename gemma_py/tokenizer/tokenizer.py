@@ -65,9 +65,13 @@ class Tokenizer:
 
         self._with_control, self._text_only = _guarded(build, where)
         for number, content, _ in vocabulary.added:
-            if self._with_control.token_to_id(content) != number:
-                found = self._with_control.token_to_id(content)
-                raise TokenizerError(f"{where}: added token {content!r:.60} should have id {number}, gets {found}")
+            for encoder in (self._with_control, *(() if number in control else (self._text_only,))):
+                found = encoder.token_to_id(content)
+                if found != number:
+                    raise TokenizerError(f"{where}: added token {content!r:.60} should have id {number}, gets {found}")
+            if number in control and len(content) < 2:
+                raise TokenizerError(f"{where}: control token {content!r} is a character of ordinary text")
+        self._bytes = frozenset(self._with_control.token_to_id(f"<0x{value:02X}>") for value in range(256))
         self.size: int = self._with_control.get_vocab_size()
         self.bos_id = bos_id if bos_id is not None else self.token_id(bos_token or "<bos>")
 
@@ -85,6 +89,10 @@ class Tokenizer:
         encoder = self._with_control if control else self._text_only
         encoding = _guarded(lambda: encoder.encode(text, add_special_tokens=False), "the text", InputError)
         ids: list[int] = encoding.ids
+        if not control and not self.control_ids.isdisjoint(ids):
+            raise TokenizerError(
+                f"{self.where}: ordinary text became a control token; this tokenizer is not to be trusted"
+            )
         if bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -94,5 +102,15 @@ class Tokenizer:
         for token_id in ids:
             if not 0 <= token_id < self.size:
                 raise InputError(f"token id {token_id} is outside the vocabulary of {self.size}")
-        text: str = self._with_control.decode(list(ids), skip_special_tokens=False)
+        text: str = _guarded(lambda: self._with_control.decode(list(ids), skip_special_tokens=False), self.where)
         return text
+
+    def settled(self, ids: Sequence[int]) -> int:
+        """How many of the ids have text that no later id can change.
+
+        A run of byte tokens is text only as a whole: one byte more can turn all of it into replacement characters.
+        """
+        count = len(ids)
+        while count and ids[count - 1] in self._bytes:
+            count -= 1
+        return count

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from gemma_py.errors import GemmaError
+from gemma_py.formats.files import read_bytes
 from gemma_py.paths import atomic_write, cache_dir
 
 _HTML = (
@@ -17,12 +19,21 @@ _HTML = (
     "table tbody td tfoot th thead tr u ul"
 )
 _PLAIN = re.compile(rf"[\s▁]+|</?({'|'.join(_HTML.split())})>")
-_LAYOUT = 1  # of the cache file; a new number leaves old files behind
+_GEMMA_CONTROL = re.compile(
+    r"<unused\d+>|<(start|end)_of_(turn|image)>|<(bos|eos|pad|unk|mask|image_soft_token)>|\[multimodal\]"
+)
+_LAYOUT = 2  # of the cache file; a new number leaves old files behind
+_LARGEST_CACHE = 256 << 20
 
 
 def is_control(content: str, special: bool) -> bool:
     """Whether user text must never become this added token: all but runs of white space and HTML tags."""
     return special or _PLAIN.fullmatch(content) is None
+
+
+def is_gemma_control(content: str) -> bool:
+    """Control by its name. Some official GGUF files say "normal" of <start_of_turn>."""
+    return _GEMMA_CONTROL.fullmatch(content) is not None
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,11 @@ def cached(source: Path, salt: str, build: Callable[[], Vocabulary]) -> Vocabula
     """
     stat = source.stat()
     name = f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{salt}\0{_LAYOUT}"
-    path = cache_dir() / "tokenizers" / (hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest() + ".vocab")
+    key = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
+    try:
+        path = cache_dir() / "tokenizers" / f"{key}.vocab"
+    except OSError:
+        return without_forgeries(build())
     stored = _read(path)
     if stored is not None:
         return stored
@@ -77,12 +92,15 @@ def _dump(vocabulary: Vocabulary) -> bytes:
 
 def _read(path: Path) -> Vocabulary | None:
     try:
-        data = path.read_bytes()
-    except OSError:
+        data = read_bytes(path, _LARGEST_CACHE)
+    except GemmaError:
         return None
     if hashlib.sha256(data[32:]).digest() != data[:32]:
         return None  # damaged: it will be written anew
-    length = int.from_bytes(data[32:40], "little")
-    pieces, added, options, pipeline = json.loads(data[40 : 40 + length])
-    merges = np.frombuffer(data, "<i4", offset=40 + length).reshape(-1, 2)
+    try:
+        length = int.from_bytes(data[32:40], "little")
+        pieces, added, options, pipeline = json.loads(data[40 : 40 + length])
+        merges = np.frombuffer(data, "<i4", offset=40 + length).reshape(-1, 2)
+    except (ValueError, TypeError):
+        return None
     return Vocabulary(pieces, merges, [tuple(token) for token in added], options, pipeline)
