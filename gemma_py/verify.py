@@ -20,7 +20,7 @@ import numpy as np
 
 from gemma_py import reference
 from gemma_py.engine import Engine
-from gemma_py.errors import ContextError, FormatError, InputError, MismatchError
+from gemma_py.errors import ComputationError, ContextError, FormatError, InputError, MismatchError
 from gemma_py.formats.files import read_json
 from gemma_py.model.checkpoint import Checkpoint
 from gemma_py.paths import atomic_write
@@ -73,10 +73,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Result:
-    """rows: a digest of each token's logits. kv: one a layer, as Session.kv_digest gives it."""
+    """rows: a digest of each token's logits. kv: one a layer, as Session.kv_digest gives it. nan: whether logits hold one."""
 
     rows: tuple[bytes, ...]
     kv: tuple[str, ...]
+    nan: bool = False
 
     @property
     def logits(self) -> str:
@@ -114,17 +115,19 @@ def compute(
     runner = engine.runner
     runner.poison = True
     cache, rows = Cache(engine.config, poison=True), []
-    hashes, workers = [], []
+    hashes, workers, nan = [], [], False
     for first in range(0, len(ids), chunk):
         piece = list(ids[first : first + chunk])
         made = new_trace(engine.config, len(piece)) if trace else NO_TRACE
-        rows += row_digests(runner.run(cache, piece, True, made))
+        logits = runner.run(cache, piece, True, made)
+        nan = nan or bool(np.isnan(logits).any())
+        rows += row_digests(logits)
         hashes.append(made.hashes)
         workers.append(made.workers)
         say(first + len(piece))
     shape = (-1, len(PHASES), len(ids) if trace else 0)
     return Traced(
-        Result(tuple(rows), tuple(cache.digest())),
+        Result(tuple(rows), tuple(cache.digest()), nan),
         cache,
         np.concatenate(hashes, axis=1).reshape(shape) if trace else np.empty((0, 0, 0), np.int64),
         np.concatenate(workers, axis=1).reshape(shape) if trace else np.empty((0, 0, 0), np.int64),
@@ -300,9 +303,11 @@ def verify(
     report = Report(tokens, prefix, ways, tuple(results), difference)
     if report.different:
         other = ways.index(report.different[0])
-        say(f"looking for the difference of {ways[other]}", 1.0)
+        say(f"where {ways[other]} part from {ways[0]}", 1.0)
         found = locate(open_engine, ids, ways[0], ways[other], (results[0], results[other]))
         return Report(tokens, prefix, ways, tuple(results), found)
+    if results[0].nan:
+        raise ComputationError("all runs agree, but on logits that hold NaN: equal bits of no numbers say nothing")
     return report
 
 
@@ -310,7 +315,7 @@ def against_specification(engine: Engine, ids: Sequence[int]) -> Difference | No
     """All logits and all rows that a later token may read, of a prefix in one chunk."""
     logits, wanted = reference.logits_and_rows(engine, ids)
     made = compute(engine, ids, len(ids))
-    expected = Result(tuple(row_digests(logits)), tuple(reference.digest(wanted)))
+    expected = Result(tuple(row_digests(logits)), tuple(reference.digest(wanted)), bool(np.isnan(logits).any()))
     if made.result == expected:
         return None
     between = f"the specification and {Way(engine.threads, len(ids))}"

@@ -242,6 +242,14 @@ def test_a_changed_weight_is_located(monkeypatch: pytest.MonkeyPatch, phase: str
     assert difference.first == (1 if phase == "attention" else 0)  # one key alone has all the weight
 
 
+def test_agreement_on_no_numbers_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every way read something that nobody had written."""
+    tamper(monkeypatch, before=repacked(changed_number("attention_scale", np.nan)))
+    code, out, err = run("verify", TINY, "--threads", 2, *SMALL[2:])
+    assert (code, out) == (1, "")
+    assert "NaN" in err.splitlines()[-1]
+
+
 def test_the_next_layers_norm_belongs_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     tamper(monkeypatch, before=repacked(changed_gain(3, p.IN_GAIN)))
     difference = found(check())
@@ -438,15 +446,15 @@ def test_bad_traces(run: Run, tmp_path: Path, traced: dict[str, Any], case: str)
 def test_bad_input(run: Run, tmp_path: Path, traced: dict[str, Any], case: str) -> None:
     (tmp_path / "text").write_text("text")
     good = write(tmp_path / "t.json", traced)
-    arguments: list[object] = {
+    options: dict[str, list[object]] = {
         "nothing there": ["--against", tmp_path / "nothing"],
         "not JSON": ["--against", tmp_path / "text"],
         "other length": ["--tokens", 95, "--against", good],
         "too long": ["--tokens", 1 << 40],
         "threads": ["--threads", "1,5000"],
         "a directory": ["--trace", tmp_path],
-    }[case]
-    code, out, err = run("verify", TINY, *arguments)
+    }
+    code, out, err = run("verify", TINY, *options[case])
     assert (code, out, len(err.splitlines())) == (1, "", 1)
     assert err.startswith("gemma_py: ")
 
