@@ -289,8 +289,9 @@ def verify(
         with open_engine(count) as engine:
             if not ids:
                 ids = prompt(tokens, engine.config.vocab_size)
-                say(f"the specification, {prefix} tokens", 0.0)
-                difference = against_specification(engine, ids[:prefix]) if prefix else None
+                if prefix:
+                    say(f"the specification, {prefix} tokens", 0.0)
+                    difference = against_specification(engine, ids[:prefix])
                 done += 100 * prefix
             for way in (way for way in ways if way.threads == count):
 

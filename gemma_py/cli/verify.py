@@ -142,7 +142,7 @@ def show(args: argparse.Namespace, report: verify.Report, apart: verify.Differen
         return
     print(grid(report))
     if report.difference is None:
-        checked = f"{len(report.ways)} runs of {report.tokens} tokens: all logits and all keys and values"
+        checked = f"{len(report.ways)} run{'s' * (len(report.ways) > 1)} of {report.tokens} tokens: all logits and all keys and values"
         print(f"{checked} have the same bits, token by token as in chunks." if 1 in args.chunks else
               f"{checked} have the same bits.")  # fmt: skip
         if report.reference_tokens:
