@@ -37,6 +37,10 @@ class ComputationError(GemmaError):
     """A forward pass that gave no numbers."""
 
 
+class MismatchError(GemmaError):
+    """Two ways to one result that gave different bits. The promise is broken, and the message says where."""
+
+
 class WorkerError(ComputationError):
     """A worker that raised, gave up, stalled or died, and where; layer and phase are None before it entered any.
 

@@ -17,6 +17,12 @@ from gemma_py.cli.main import main  # noqa: E402
 TINY = ROOT / "models" / "tiny-gemma3"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels() -> None:
+    """Once, before any test looks at what is printed: compiling says so on stderr."""
+    gemma_py.load(TINY, threads=1).close()
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A directory a variant, of the seed that the goldens have."""

@@ -94,7 +94,7 @@ def test_catalogue_sizes_follow_from_the_shapes() -> None:
 
 
 def test_help_everywhere(run: Run) -> None:
-    for arguments in ([], ["score"], ["generate"], ["inspect"], ["models"]):
+    for arguments in ([], ["score"], ["generate"], ["inspect"], ["verify"], ["models"]):
         code, out, _ = run(*arguments, "--help")
         assert code == 0
         assert "usage" in out

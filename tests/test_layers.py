@@ -17,6 +17,7 @@ LAYERS = (
     ("score",),
     ("engine",),
     ("reference",),
+    ("verify",),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -202,8 +202,18 @@ def run_faulty(team: Team, trial: Trial) -> WorkerError:
     return raised(team, forward, *make_arrays(), 0, marks=[0] * LAYERS, claims=3 * LAYERS, trial=trial)
 
 
+_others: set[threading.Thread] = set()  # of engines that other tests keep open
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    _others.clear()
+    _others.update(threading.enumerate())
+
+
 def team_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("gemma_py-")]
+    """Worker threads that this test has started."""
+    return [t for t in threading.enumerate() if t.name.startswith("gemma_py-") and t not in _others]
 
 
 # --- Cells

@@ -14,7 +14,7 @@ import numpy as np
 from gemma_py.kernels.attention import Ring, attend
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.intrinsics import bits_of_f32
-from gemma_py.kernels.matmul import COLUMNS, CodedRows, CodePanels, FloatPanels, matmul_codes, matmul_floats
+from gemma_py.kernels.matmul import BLOCK, COLUMNS, CodedRows, CodePanels, FloatPanels, matmul_codes, matmul_floats
 from gemma_py.kernels.rows import (
     add_to,
     embed_codes,
@@ -54,6 +54,7 @@ _ROWS = 120  # of a matmul tile: a multiple of the kernels' 5 and 6, whose codes
 _FEW_ROWS = 8  # of a tile of norms
 _QUERIES = 16  # positions of an attention tile
 _EVERYTHING = 1 << 40  # a window that never ends
+UNTRACED = -3750763034362895579  # FNV-1a's first value, as a signed number
 
 
 class Scratch(NamedTuple):
@@ -75,10 +76,14 @@ class Scratch(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """In test mode: a hash of each row after each phase, and who computed it last. Empty arrays: off."""
+    """When a difference is looked for: a hash of each row that each phase wrote, and who wrote it. Empty arrays: off.
 
-    hashes: np.ndarray  # int64 [L + 1, phases, T]
-    workers: np.ndarray  # int64, the same
+    The first index is layer * COUNTERS + phase, as that of the counters that tiles are claimed from. A row of a matmul or
+    of attention has several tiles; the worker named is whoever claimed one of them last.
+    """
+
+    hashes: np.ndarray  # int64 [(L + 1) * COUNTERS, T], UNTRACED before the pass
+    workers: np.ndarray  # int64, the same shape
 
 
 @inlined
@@ -86,13 +91,44 @@ def panels_for(N):
     return (N + COLUMNS - 1) // COLUMNS
 
 
+@inlined
+def hash_word(digest, word):
+    """FNV-1a, 32 bits at a time: every step is a bijection, so rows that differ in one word never hash alike."""
+    return np.int64((np.uint64(digest) ^ np.uint64(np.uint32(word))) * np.uint64(1099511628211))
+
+
 @kernel
-def hash_row(x, first, last):
-    """FNV-1a over the bits of x[first .. last - 1], a word at a time."""
-    digest = np.uint64(14695981039346656037)
-    for i in range(first, last):
-        digest = (digest ^ np.uint64(np.uint32(bits_of_f32(x[i])))) * np.uint64(1099511628211)
-    return np.int64(digest)
+def trace_rows(trace, at, x, width, first, last):
+    """Add the bits of rows first .. last - 1 of x to their hashes. Rows are traced by one worker at a time."""
+    if trace.hashes.shape[0] > 0:
+        for t in range(first, last):
+            for i in range(t * width, (t + 1) * width):
+                trace.hashes[at, t] = hash_word(trace.hashes[at, t], bits_of_f32(x[i]))
+
+
+@kernel
+def trace_codes(trace, at, coded, width, first, last):
+    """The same for an input's codes and scales; the sums follow from the codes."""
+    if trace.hashes.shape[0] > 0:
+        for t in range(first, last):
+            for i in range(t * width, (t + 1) * width):
+                trace.hashes[at, t] = hash_word(trace.hashes[at, t], coded.codes[i])
+            for i in range(t * width // BLOCK, (t + 1) * width // BLOCK):
+                trace.hashes[at, t] = hash_word(trace.hashes[at, t], bits_of_f32(coded.scales[i]))
+
+
+@kernel
+def trace_share(worker, workers, trace, at, x, width, T):
+    """`trace_rows` for what phases without rows of their own wrote: after their barrier, every worker takes a share."""
+    trace_rows(trace, at, x, width, worker * T // workers, (worker + 1) * T // workers)
+
+
+@kernel
+def trace_tile(worker, trace, at, first, last):
+    """Who computes these rows."""
+    if trace.workers.shape[0] > 0:
+        for t in range(first, last):
+            trace.workers[at, t] = worker
 
 
 @kernel
@@ -134,12 +170,15 @@ def norm(m, gain_at, D, x, y, first, last):
 
 
 @kernel
-def next_input(m, s, gain_at, codes, first, last):
+def next_input(m, s, gain_at, codes, trace, counter, first, last):
     """The normalised rows that the next matrices read, and their codes if one of them takes codes."""
     D = m.numbers.hidden
+    trace_rows(trace, counter, s.x, D, first, last)
     norm(m, gain_at, D, s.x, s.n, first, last)
+    trace_rows(trace, counter, s.n, D, first, last)
     if codes:
         quantise_rows(s.n, D, s.coded.codes, s.coded.scales, s.coded.sums, first, last)
+        trace_codes(trace, counter, s.coded, D, first, last)
 
 
 @kernel
@@ -151,7 +190,7 @@ def tiles_of(T, panels, workers):
 
 
 @kernel
-def matmul_phase(worker, workers, cells, counter, m, number, x, coded, y, T):
+def matmul_phase(worker, workers, cells, counter, m, number, x, coded, y, T, trace):
     """All tiles of one matrix."""
     panels = panels_for(m.matrices[number, p.ROWS])
     blocks, width, tiles = tiles_of(T, panels, workers)
@@ -159,11 +198,12 @@ def matmul_phase(worker, workers, cells, counter, m, number, x, coded, y, T):
     while tile >= 0:
         row, panel = tile % blocks * _ROWS, tile // blocks * width
         matmul(m, number, x, coded, y, row, min(row + _ROWS, T), panel, min(panel + width, panels))
+        trace_tile(worker, trace, counter, row, min(row + _ROWS, T))
         tile = claim_any(cells, worker, counter, tiles)
 
 
 @kernel
-def qkv_phase(worker, workers, cells, counter, m, layer, s, T):
+def qkv_phase(worker, workers, cells, counter, m, layer, s, T, trace):
     """q, k and v = the normalised rows times three matrices, whose tiles are numbered one after the other."""
     kv_panels = panels_for(m.matrices[layer[p.K], p.ROWS])
     q_panels = panels_for(m.matrices[layer[p.Q], p.ROWS])
@@ -179,11 +219,12 @@ def qkv_phase(worker, workers, cells, counter, m, layer, s, T):
             number, y, panels, local = layer[p.K], s.k, kv_panels, tile - q_tiles
         row, panel = local % blocks * _ROWS, local // blocks * width
         matmul(m, number, s.n, s.coded, y, row, min(row + _ROWS, T), panel, min(panel + width, panels))
+        trace_tile(worker, trace, counter, row, min(row + _ROWS, T))
         tile = claim_any(cells, worker, counter, tiles)
 
 
 @kernel
-def gate_up_phase(worker, workers, cells, counter, m, layer, s, T):
+def gate_up_phase(worker, workers, cells, counter, m, layer, s, T, trace):
     """gate = gelu(gate) * up, tile by tile while both are at hand."""
     F = layer[p.INNER]
     panels = panels_for(F)
@@ -196,18 +237,29 @@ def gate_up_phase(worker, workers, cells, counter, m, layer, s, T):
         matmul(m, layer[p.UP], s.n, s.coded, s.up, row, row_end, panel, panel_end)
         for t in range(row, row_end):
             gelu_gate(s.gate, s.up, t * F + panel * COLUMNS, t * F + min(panel_end * COLUMNS, F))
+        trace_tile(worker, trace, counter, row, row_end)
         tile = claim_any(cells, worker, counter, tiles)
 
 
 @kernel
-def codes_phase(worker, cells, counter, x, K, coded, T):
+def codes_phase(worker, cells, counter, x, K, coded, T, trace):
     """Codes of all rows of x: [T * K]."""
     tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
-        row = tile * _FEW_ROWS
-        quantise_rows(x, K, coded.codes, coded.scales, coded.sums, row, min(row + _FEW_ROWS, T))
+        first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
+        quantise_rows(x, K, coded.codes, coded.scales, coded.sums, first, last)
+        trace_codes(trace, counter, coded, K, first, last)
+        trace_tile(worker, trace, counter, first, last)
         tile = claim_any(cells, worker, counter, tiles)
+
+
+@kernel
+def trace_qkv(trace, at, layer, s, first, last):
+    """Rows of q, k and v together."""
+    trace_rows(trace, at, s.q, layer[p.HEADS] * layer[p.HEAD_DIM], first, last)
+    trace_rows(trace, at, s.k, layer[p.KV_HEADS] * layer[p.HEAD_DIM], first, last)
+    trace_rows(trace, at, s.v, layer[p.KV_HEADS] * layer[p.HEAD_DIM], first, last)
 
 
 @kernel
@@ -231,14 +283,17 @@ def rope_kv_tile(m, layer, s, keys, values, place, position, T, first, last):
 
 
 @kernel
-def rope_kv_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T):
+def rope_kv_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T, trace):
     """Tiles of rows are claimed, stored and published in position order."""
     tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
     tile = claim(cells, worker, counter, tiles)
     while tile >= 0:
         first = tile * _FEW_ROWS
         last = min(first + _FEW_ROWS, T)
+        trace_qkv(trace, counter - 1, layer, s, first, last)
         rope_kv_tile(m, layer, s, keys, values, place, position, T, first, last)
+        trace_qkv(trace, counter, layer, s, first, last)
+        trace_tile(worker, trace, counter, first, last)
         if not publish(cells, worker, mark, position + first, position + last):
             return False
         tile = claim(cells, worker, counter, tiles)
@@ -257,7 +312,7 @@ def attention_tile(m, layer, s, keys, values, place, position, g, first, last, s
 
 
 @kernel
-def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T):
+def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T, trace):
     """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
     G = layer[p.KV_HEADS]
     size = s.attention.shape[0] // (cells.own.shape[0] // LINE)
@@ -270,12 +325,13 @@ def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, pla
         if not await_rows(cells, worker, mark, last - 1):
             return False
         attention_tile(m, layer, s, keys, values, place, position, tile % G, first, last, scratch)
+        trace_tile(worker, trace, counter, first - position, last - position)
         tile = claim_any(cells, worker, counter, tiles)
     return True
 
 
 @kernel
-def head_phase(worker, workers, cells, counter, m, s, T, all_logits, logits):
+def head_phase(worker, workers, cells, counter, m, s, T, all_logits, logits, trace):
     """logits = the last row, or all rows, times the head, with the final cap."""
     V, cap = m.numbers.vocabulary, m.numbers.final_cap
     panels, skipped = panels_for(V), 0 if all_logits else T - 1
@@ -294,15 +350,8 @@ def head_phase(worker, workers, cells, counter, m, s, T, all_logits, logits):
         if cap > 0:
             for t in range(row, row_end):
                 soft_cap(logits, cap, t * V + panel * COLUMNS, t * V + min(panel_end * COLUMNS, V))
+        trace_tile(worker, trace, counter, skipped + row, skipped + row_end)
         tile = claim_any(cells, worker, counter, tiles)
-
-
-@kernel
-def trace_rows(worker, cells, trace, layer, phase, x, width, T):
-    """In test mode, after a barrier and before the next: every worker hashes some rows."""
-    workers = cells.own.shape[0] // LINE
-    for t in range(worker, T, workers):
-        trace.hashes[layer, phase, t] = hash_row(x, t * width, (t + 1) * width)
 
 
 @kernel
@@ -314,7 +363,6 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
     """
     T, D, L = tokens.shape[0], m.numbers.hidden, m.layers.shape[0]
     few = (T + _FEW_ROWS - 1) // _FEW_ROWS
-    tracing = trace.hashes.shape[0] > 0
     if not enter(cells, worker, 0, EMBED):
         return False
     tile = claim_any(cells, worker, EMBED, few)
@@ -326,7 +374,8 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         for turn in range(m.frequencies.shape[0]):
             places = slice(turn * T * widest, (turn + 1) * T * widest)
             rope_table(m.frequencies[turn], position, s.cosines[places], s.sines[places], first, last)
-        next_input(m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_CODES], first, last)
+        next_input(m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_CODES], trace, EMBED, first, last)
+        trace_tile(worker, trace, EMBED, first, last)
         tile = claim_any(cells, worker, EMBED, few)
     if not barrier(cells, worker, workers):
         return False
@@ -339,36 +388,36 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
 
         if not enter(cells, worker, number, QKV):
             return False
-        qkv_phase(worker, workers, cells, counters + QKV, m, layer, s, T)
+        qkv_phase(worker, workers, cells, counters + QKV, m, layer, s, T, trace)
         if not barrier(cells, worker, workers):
             return False
 
         if not enter(cells, worker, number, ROPE_KV):
             return False
-        if not rope_kv_phase(worker, cells, counters + ROPE_KV, number, m, layer, s, keys, values, place, position, T):
+        if not rope_kv_phase(
+            worker, cells, counters + ROPE_KV, number, m, layer, s, keys, values, place, position, T, trace
+        ):
             return False
 
         if not enter(cells, worker, number, ATTENTION):
             return False
         if not attention_phase(
-            worker, cells, counters + ATTENTION, number, m, layer, s, keys, values, place, position, T
+            worker, cells, counters + ATTENTION, number, m, layer, s, keys, values, place, position, T, trace
         ):
             return False
         if not barrier(cells, worker, workers):
             return False
-        if tracing:
-            trace_rows(worker, cells, trace, number, ROPE_KV, s.k, layer[p.KV_HEADS] * layer[p.HEAD_DIM], T)
-            trace_rows(worker, cells, trace, number, ATTENTION, s.a, HE, T)
+        trace_share(worker, workers, trace, counters + ATTENTION, s.a, HE, T)
 
         if not enter(cells, worker, number, OUT_CODES):
             return False
         if layer[p.O_CODES]:
-            codes_phase(worker, cells, counters + OUT_CODES, s.a, HE, s.coded, T)
+            codes_phase(worker, cells, counters + OUT_CODES, s.a, HE, s.coded, T, trace)
             if not barrier(cells, worker, workers):
                 return False
         if not enter(cells, worker, number, OUT):
             return False
-        matmul_phase(worker, workers, cells, counters + OUT, m, layer[p.O], s.a, s.coded, s.y, T)
+        matmul_phase(worker, workers, cells, counters + OUT, m, layer[p.O], s.a, s.coded, s.y, T, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -377,32 +426,31 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         tile = claim_any(cells, worker, counters + MIDDLE, few)
         while tile >= 0:
             first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
+            trace_rows(trace, counters + OUT, s.y, D, first, last)
             norm(m, layer[p.O_GAIN], D, s.y, s.y, first, last)
             add_to(s.x, s.y, first * D, last * D)
-            next_input(m, s, layer[p.FF_GAIN], layer[p.GATE_CODES], first, last)
+            next_input(m, s, layer[p.FF_GAIN], layer[p.GATE_CODES], trace, counters + MIDDLE, first, last)
+            trace_tile(worker, trace, counters + MIDDLE, first, last)
             tile = claim_any(cells, worker, counters + MIDDLE, few)
         if not barrier(cells, worker, workers):
             return False
-        if tracing:
-            trace_rows(worker, cells, trace, number, MIDDLE, s.x, D, T)
 
         if not enter(cells, worker, number, GATE_UP):
             return False
-        gate_up_phase(worker, workers, cells, counters + GATE_UP, m, layer, s, T)
+        gate_up_phase(worker, workers, cells, counters + GATE_UP, m, layer, s, T, trace)
         if not barrier(cells, worker, workers):
             return False
-        if tracing:
-            trace_rows(worker, cells, trace, number, GATE_UP, s.gate, layer[p.INNER], T)
+        trace_share(worker, workers, trace, counters + GATE_UP, s.gate, layer[p.INNER], T)
 
         if not enter(cells, worker, number, DOWN_CODES):
             return False
         if layer[p.DOWN_CODES]:
-            codes_phase(worker, cells, counters + DOWN_CODES, s.gate, layer[p.INNER], s.coded, T)
+            codes_phase(worker, cells, counters + DOWN_CODES, s.gate, layer[p.INNER], s.coded, T, trace)
             if not barrier(cells, worker, workers):
                 return False
         if not enter(cells, worker, number, DOWN):
             return False
-        matmul_phase(worker, workers, cells, counters + DOWN, m, layer[p.DOWN], s.gate, s.coded, s.y, T)
+        matmul_phase(worker, workers, cells, counters + DOWN, m, layer[p.DOWN], s.gate, s.coded, s.y, T, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -414,16 +462,20 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         tile = claim_any(cells, worker, counters + END, few)
         while tile >= 0:
             first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
+            trace_rows(trace, counters + DOWN, s.y, D, first, last)
             norm(m, layer[p.FF_OUT_GAIN], D, s.y, s.y, first, last)
             add_to(s.x, s.y, first * D, last * D)
-            next_input(m, s, gain_at, codes, first, last)
+            next_input(m, s, gain_at, codes, trace, counters + END, first, last)
+            trace_tile(worker, trace, counters + END, first, last)
             tile = claim_any(cells, worker, counters + END, few)
         if not barrier(cells, worker, workers):
             return False
-        if tracing:
-            trace_rows(worker, cells, trace, number, END, s.x, D, T)
 
     if not enter(cells, worker, L, HEAD):
         return False
-    head_phase(worker, workers, cells, L * COUNTERS + HEAD, m, s, T, all_logits, logits)
-    return barrier(cells, worker, workers)
+    head_phase(worker, workers, cells, L * COUNTERS + HEAD, m, s, T, all_logits, logits, trace)
+    if not barrier(cells, worker, workers):
+        return False
+    if all_logits:
+        trace_share(worker, workers, trace, L * COUNTERS + HEAD, logits, m.numbers.vocabulary, T)
+    return True

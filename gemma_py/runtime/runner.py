@@ -16,12 +16,18 @@ from gemma_py.model.packed import Packed, pack
 from gemma_py.model.reference import rope_frequencies
 from gemma_py.model.weights import Weights
 from gemma_py.runtime.cache import Cache
-from gemma_py.runtime.forward import COUNTERS, PHASES, Scratch, Trace, forward
+from gemma_py.runtime.forward import COUNTERS, PHASES, UNTRACED, Scratch, Trace, forward
 from gemma_py.runtime.team import Team
 from gemma_py.runtime.trial import Trial
 
 CHUNK = 512  # tokens of a pass unless told otherwise
-NO_TRACE = Trace(np.zeros((0, 0, 0), np.int64), np.zeros((0, 0, 0), np.int64))
+NO_TRACE = Trace(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
+
+
+def new_trace(config: Config, T: int) -> Trace:
+    """For one pass of T tokens; [(L + 1) * COUNTERS, T] each."""
+    shape = ((len(config.layers) + 1) * COUNTERS, T)
+    return Trace(np.full(shape, UNTRACED, np.int64), np.full(shape, -1, np.int64))
 
 
 class Runner:
@@ -44,7 +50,10 @@ class Runner:
         _runners.add(self)
 
     def run(self, cache: Cache, tokens: list[int], all_logits: bool, trace: Trace = NO_TRACE) -> np.ndarray:
-        """Logits [V] of the last token or [T, V] of all. The cache gains the tokens only if everything went well."""
+        """Logits [V] of the last token or [T, V] of all. The cache gains the tokens only if everything went well.
+
+        trace: of `new_trace`, filled; logits are traced only where all are asked for.
+        """
         T = len(tokens)
         with self._lock:
             cache.reserve(T)

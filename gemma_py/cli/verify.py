@@ -1,0 +1,165 @@
+"""Check on this machine that threads and chunks do not change a bit.
+
+A fixed prompt is run with every number of threads and every chunk size (1 is decoding token by token); logits of all
+tokens and all keys and values must have the same bits, and on a prefix those of the specification. If two runs differ, the
+first layer, phase, position and worker are named, and the exit code is 1.
+
+--trace FILE keeps digests of every phase; --against FILE, on another machine, compares with them.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import gemma_py
+from gemma_py import verify
+from gemma_py.cli.common import add_model, print_json
+from gemma_py.engine import Engine
+from gemma_py.errors import MismatchError
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Numbers above 0, separated by commas."""
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"should be whole numbers above 0 with commas between, found {text!r}")
+    return values
+
+
+def positive(text: str) -> int:
+    return _number(text, 1)
+
+
+def natural(text: str) -> int:
+    return _number(text, 0)
+
+
+def _number(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"should be a whole number, at least {least}, found {text!r}")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--threads", type=counts, default=(1, 2, 3, 4), metavar="N,N", help="default: 1,2,3,4")
+    parser.add_argument("--chunks", type=counts, default=(1, 7, 64, 512), metavar="N,N", help="default: 1,7,64,512")
+    parser.add_argument(
+        "--tokens", type=positive, metavar="N", help=f"of the prompt (default: {verify.TOKENS}, or what fits)"
+    )
+    parser.add_argument(
+        "--reference",
+        type=natural,
+        default=verify.REFERENCE,
+        metavar="N",
+        help="tokens to compare with the specification, which is slow; 0: none (default: %(default)s)",
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write digests of every phase")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a trace from elsewhere")
+
+
+class Progress:
+    """What is being checked: a bar with the time left on a terminal, else a line each; nothing if not wanted."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._bar = wanted and sys.stderr.isatty()
+        self._lines = wanted and not self._bar
+        self._began, self._last = time.monotonic(), ""
+
+    def __call__(self, what: str, part: float) -> None:
+        if self._bar:
+            full = int(24 * part)
+            bar = "█" * full + "░" * (24 - full)
+            print(f"\r\x1b[K{bar} {part:4.0%} {self._left(part)}  {what}", end="", file=sys.stderr, flush=True)
+        elif self._lines and what != self._last:
+            print(f"checking {what}", file=sys.stderr, flush=True)
+        self._last = what
+
+    def _left(self, part: float) -> str:
+        """Nothing while there is too little to tell from."""
+        spent = time.monotonic() - self._began
+        if part < 0.02 or spent < 1:
+            return ""
+        seconds = int(spent * (1 - part) / part)
+        return f"{seconds // 60}:{seconds % 60:02} left"
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """However it ends, what is printed next has a line to itself."""
+        if self._bar:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def run(args: argparse.Namespace) -> None:
+    def open_engine(threads: int) -> Engine:
+        return gemma_py.load(args.model, threads=threads)
+
+    with Progress(wanted=not args.json) as progress:
+        with open_engine(max(args.threads)) as engine:  # refuses all that can be refused, before the work
+            tokens = verify.prompt_length(args.tokens, engine.context)
+            ids = verify.prompt(tokens, engine.config.vocab_size)
+            if args.trace is not None:
+                verify.refuse_unwritable(args.trace)
+            theirs = None
+            if args.against is not None:
+                theirs = verify.read_trace(args.against)
+                verify.refuse_other_runs(theirs, args.against, engine.checkpoint, ids)
+        report = verify.verify(open_engine, args.threads, args.chunks, tokens, args.reference, progress)
+        made = None
+        if report.difference is None and (args.trace or theirs):
+            progress("the trace", 1.0)
+            with open_engine(args.threads[0]) as engine:
+                made = verify.trace_document(engine, ids)
+    if made is not None and args.trace is not None:
+        verify.write_trace(args.trace, made)
+    apart = None
+    if made is not None and theirs is not None:
+        apart = verify.compare(theirs, made, f"this machine and {args.against}")
+    show(args, report, apart)
+    report.insist()
+    if apart is not None:
+        raise MismatchError(str(apart))
+
+
+def show(args: argparse.Namespace, report: verify.Report, apart: verify.Difference | None) -> None:
+    """The JSON object or the table, and what it means; a difference follows as an error."""
+    if args.json:
+        table = report.as_json()
+        if args.against is not None and report.difference is None:
+            table["against"] = {"equal": apart is None, "difference": verify.as_table(apart)}
+        print_json(table)
+        return
+    print(grid(report))
+    if report.difference is None:
+        checked = f"{len(report.ways)} run{'s' * (len(report.ways) > 1)} of {report.tokens} tokens: all logits and all keys and values"
+        print(f"{checked} have the same bits, token by token as in chunks." if 1 in args.chunks else
+              f"{checked} have the same bits.")  # fmt: skip
+        if report.reference_tokens:
+            print(f"The first {report.reference_tokens} tokens have those of the specification.")
+        if args.trace is not None:
+            print(f"The trace is in {args.trace}.")
+        if args.against is not None and apart is None:
+            print(f"Every phase has the bits of {args.against}.")
+
+
+def grid(report: verify.Report) -> str:
+    """Digests by threads and chunks; a star where they are not those of the first run."""
+    chunks = list(dict.fromkeys(way.chunk for way in report.ways))
+    digests = {way: result.digest[:8] for way, result in zip(report.ways, report.results, strict=True)}
+    lines = ["threads" + "".join(f"{f'chunks of {chunk}':>16}" for chunk in chunks)]
+    for threads in dict.fromkeys(way.threads for way in report.ways):
+        row = [verify.Way(threads, chunk) for chunk in chunks]
+        cells = (f"{'*' if way in report.different else ''}{digests[way]}" for way in row)
+        lines.append(f"{threads:7}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)
