@@ -227,6 +227,18 @@ def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
     assert len(json.loads(out)["ids"]) == 2
 
 
+def test_streams_that_are_closed_or_endless() -> None:
+    for command, code in (
+        ("models >&-", 0),
+        (f"score {TINY} --file - <&-", 1),
+        (f"score {TINY} --file - </dev/zero", 1),
+    ):
+        line = f"exec {sys.executable} -m gemma_py {command}"
+        done = subprocess.run(["sh", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == code, done.stderr
+        assert len(done.stderr.splitlines()) <= 1
+
+
 def test_a_full_disk() -> None:
     for extra in ([], ["--json"]):
         with Path("/dev/full").open("wb") as full:

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_checkpoints as tiny
 from hypothesis import given, settings
@@ -115,6 +116,7 @@ def test_null_means_no_cap_but_absence_the_default() -> None:
         ({"model_type": None}, "no Gemma"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_activation": "relu"}, "'relu'"),
+        ({"hidden_act": "relu"}, "'relu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
@@ -122,6 +124,21 @@ def test_a_wrong_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, UnsupportedError), match=message) as caught:
         config_from_hf(GEMMA_2B | change, "some/config.json")
     assert "some/config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "field"), [
+    ("gemma3", "attn_logit_softcapping"), ("gemma1-multi-head", "attn_logit_softcapping"),
+    ("gemma1-multi-head", "final_logit_softcapping"),
+])  # fmt: skip
+def test_caps_that_a_family_does_not_have_are_ignored_as_in_transformers(name: str, field: str) -> None:
+    config = tiny.VARIANTS[name].config
+    assert config_from_hf(config | {field: 2.0}, "c") == config_from_hf(config, "c")
+
+
+def test_the_old_name_of_rope_wins_where_both_stand() -> None:
+    both = GEMMA_2B | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+                       "rope_scaling": {"rope_type": "linear", "factor": 2.0}}  # fmt: skip
+    assert config_from_hf(both, "c").layers[0].rope == Rope(1e4, 2.0)
 
 
 @pytest.mark.parametrize("types", [["full_attention"], ["wrong"] * 7, "full_attention", [["full_attention"]] * 7])
@@ -167,6 +184,12 @@ def test_gguf() -> None:
     assert config.layers[0].rope == Rope(1e4)
 
 
+def test_gguf_may_say_for_each_layer_what_is_the_same_in_all() -> None:
+    arrays = {key: np.full(18, GGUF_270M[f"gemma3.{key}"]) for key in ("attention.head_count", "feed_forward_length")}
+    config = config_from_gguf(GGUF_270M | {f"gemma3.{k}": v for k, v in arrays.items()}, "file", 262_144, tied=True)
+    assert config == config_from_gguf(GGUF_270M, "file", 262_144, tied=True)
+
+
 def test_gguf_27b_scales_by_hidden_over_heads() -> None:
     big = GGUF_270M | {"gemma3.block_count": 62, "gemma3.embedding_length": 5376, "gemma3.attention.head_count": 32,
                        "gemma3.attention.head_count_kv": 16, "gemma3.attention.key_length": 128,
@@ -189,6 +212,9 @@ def test_gguf_27b_scales_by_hidden_over_heads() -> None:
         ({"gemma3.attention.sliding_window": None}, "sliding_window is missing"),
         ({"gemma3.attention.sliding_window_pattern": [True]}, "sliding_window_pattern"),
         ({"gemma3.attention.sliding_window_pattern": "x"}, "sliding_window_pattern"),
+        ({"gemma3.attention.sliding_window_pattern": ["false"] * 18}, "sliding_window_pattern"),
+        ({"gemma3.attention.sliding_window_pattern": [0.5] * 18}, "sliding_window_pattern"),
+        ({"gemma3.attention.sliding_window_pattern": 0.5}, "sliding_window_pattern"),
         ({"gemma3.rope.scaling.type": "yarn"}, "'yarn'"),
         ({"gemma3.attention.causal": False}, "embedding model"),
     ],

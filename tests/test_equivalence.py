@@ -391,3 +391,23 @@ def test_a_thousand_orders_of_tiles_on_one_thread(checkpoints: dict[str, Path]) 
         for seed in range(1, 1001):
             engine.runner.trial = Trial(seed=seed)
             assert want.same(engine, [TOKENS], all_logits=False), f"seed {seed}"
+
+
+# --- the real model ---------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_model_at_700_tokens() -> None:
+    """Past its windows of 512: every way gives the bits of one thread in one chunk; 12 tokens those of the reference."""
+    from gemma_py.catalog import resolve
+
+    path, base = resolve("gemma-3-270m"), None
+    for threads, chunk in ((1, 700), (2, 512), (2, 64), (4, 150)):
+        with opened(path, threads) as engine:
+            ids = prompt(engine.config, 700)
+            if base is None:
+                assert Expected(engine, ids[:12]).same(engine, [12])
+            session = engine.session()
+            made = (bits(session.prefill(ids, chunk=chunk)), session.kv_digest())
+            base = base or made
+            np.testing.assert_array_equal(made[0], base[0])
+            assert made[1] == base[1]

@@ -185,6 +185,31 @@ BROKEN: dict[str, bytes] = {
     "normalizer of numbers": broken(lambda d: d.update(normalizer=5)),
     "bad regex": broken(lambda d: d.update(normalizer={"type": "Replace", "pattern": {"Regex": "(("}, "content": ""})),
     "bad decoder": broken(lambda d: d.update(decoder={"type": "Sequence", "decoders": [5]})),
+    "added tokens no list": broken(lambda d: d.update(added_tokens=5)),
+    "id of infinity": broken(lambda d: d["added_tokens"].append({"id": 1e999, "content": "x y"})).replace(
+        b"Infinity", b"1e999"
+    ),
+    "half a surrogate": broken(lambda d: d["added_tokens"].append({"id": 9999, "content": "\ud800"})),
+    "dropout": broken(lambda d: d["model"].update(dropout=0.5)),
+    "merges ignored": broken(lambda d: d["model"].update(ignore_merges=True)),
+    "no byte fallback": broken(lambda d: d["model"].update(byte_fallback=False)),
+    "a prefix": broken(lambda d: d["model"].update(continuing_subword_prefix="##")),
+    "shifted ids": broken(
+        lambda d: d["added_tokens"].extend(
+            [{"id": 1536, "content": "<ctl>", "special": True}, {"id": 1537, "content": "<h6>", "special": False}]
+        )
+    ),
+    "a control token of one character": broken(
+        lambda d: d["added_tokens"].append({"id": d["model"]["vocab"]["q"], "content": "q", "special": True})
+    ),
+    "a pattern in the decoder": broken(
+        lambda d: d.update(decoder={"type": "Replace", "pattern": {"Regex": "(a|a)*b"}, "content": ""})
+    ),
+    "a splitter that panics": broken(lambda d: d.update(pre_tokenizer={"type": "FixedLength", "length": 0})),
+    "an empty pattern": broken(
+        lambda d: d.update(normalizer={"type": "Replace", "pattern": {"String": ""}, "content": "xx"})
+    ),
+    "UTF-16": (TINY / "tokenizer.json").read_text(encoding="utf-8").encode("utf-16"),
     "bad unk": broken(lambda d: d["model"].update(unk_token=5)),
     "bad fuse": broken(lambda d: d["model"].update(fuse_unk="x")),
 }
@@ -208,6 +233,19 @@ def test_a_panic_in_rust_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("tokenizers.models.BPE", build)
     with pytest.raises(TokenizerError, match="index out of bounds"):
         tokenizer_from_json(TINY / "tokenizer.json")
+
+
+@pytest.mark.parametrize("kind", [1, 4, 5])
+def test_turn_markers_are_control_whatever_a_gguf_calls_them(tmp_path: Path, kind: int) -> None:
+    """Official GGUF files have said "normal" of them."""
+    path, metadata = tmp_path / "x.gguf", gguf_metadata()
+    path.touch()
+    token = metadata["tokenizer.ggml.tokens"].index("<start_of_turn>")
+    metadata["tokenizer.ggml.token_type"][token] = kind
+    made = tokenizer_from_gguf(path, metadata)
+    assert made is not None
+    assert made.encode("<start_of_turn>", bos=False, control=True) == [token]
+    assert token not in made.encode("<start_of_turn>", bos=False)
 
 
 @pytest.mark.parametrize(("change", "message"), [

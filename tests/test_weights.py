@@ -1,6 +1,7 @@
 """Tensors against the config: missing, surplus, misshapen, not finite; each is named."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,29 @@ def test_not_finite_in_every_width(tmp_path: Path, dtype: str) -> None:
 
 def test_a_sound_checkpoint_loads(tmp_path: Path) -> None:
     gemma_py.load(rewritten(tmp_path, lambda values: None)).close()
+
+
+def test_a_stored_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:
+    """As in transformers: tied means tied only where nothing else is stored."""
+    name = "model.embed_tokens.weight"
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    rewritten(plain, lambda values: None)
+    rewritten(other, lambda values: values.__setitem__("lm_head.weight", values[name] * np.float32(2)))
+    with gemma_py.load(plain) as a, gemma_py.load(other) as b:
+        np.testing.assert_array_equal(a.session().prefill([2, 3]) * 2, b.session().prefill([2, 3]))
+
+
+def test_pipes_and_broken_links_are_refused(tmp_path: Path) -> None:
+    rewritten(tmp_path, lambda values: None)
+    for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        (tmp_path / name).symlink_to(tmp_path / "nowhere")
+        with pytest.raises(FormatError, match="a link to nothing"):
+            gemma_py.load(tmp_path)
+        (tmp_path / name).unlink()
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(FormatError, match="not a regular file"):
+        gemma_py.load(tmp_path)
 
 
 def test_harmless_leftovers_are_accepted(tmp_path: Path) -> None:
