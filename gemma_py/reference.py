@@ -1,12 +1,12 @@
 """The specification, to be called beside the engine; its arithmetic is in gemma_py/model/reference.py."""
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 
 from gemma_py.engine import Engine
 from gemma_py.model import reference as spec
+from gemma_py.model.digest import digest, first_readable
 
 
 def logits(engine: Engine, ids: Sequence[int]) -> np.ndarray:
@@ -24,14 +24,10 @@ def logits_and_rows(engine: Engine, ids: Sequence[int]) -> tuple[np.ndarray, spe
     return np.stack(rows), cache
 
 
-def digest(cache: spec.Cache) -> list[str]:
+def kv_digest(cache: spec.Cache) -> list[str]:
     """One a layer, as Session.kv_digest gives it."""
-    digests = []
-    for number, layer in enumerate(cache.config.layers):
-        window = layer.sliding_window
-        first = 0 if window is None else max(0, cache.position - window + 1)
-        made = hashlib.sha256()
-        for rows in (cache.keys, cache.values):
-            made.update(np.ascontiguousarray(rows[number][first : cache.position], "<f4").tobytes())
-        digests.append(made.hexdigest())
-    return digests
+    made = []
+    for layer, keys, values in zip(cache.config.layers, cache.keys, cache.values, strict=True):
+        rows = slice(first_readable(layer, cache.position), cache.position)
+        made.append(digest(keys[rows], values[rows]))
+    return made

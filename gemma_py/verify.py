@@ -316,7 +316,7 @@ def against_specification(engine: Engine, ids: Sequence[int]) -> Difference | No
     """All logits and all rows that a later token may read, of a prefix in one chunk."""
     logits, wanted = reference.logits_and_rows(engine, ids)
     made = compute(engine, ids, len(ids))
-    expected = Result(tuple(row_digests(logits)), tuple(reference.digest(wanted)), bool(np.isnan(logits).any()))
+    expected = Result(tuple(row_digests(logits)), tuple(reference.kv_digest(wanted)), bool(np.isnan(logits).any()))
     if made.result == expected:
         return None
     between = f"the specification and {Way(engine.threads, len(ids))}"

@@ -10,7 +10,8 @@ from conftest import TINY
 
 import gemma_py
 from gemma_py.errors import ContextError, InputError
-from gemma_py.runtime.cache import CAPACITY
+from gemma_py.runtime.cache import CAPACITY, KV_TYPES
+from gemma_py.runtime.forward import forward
 
 IDS = [2, *range(20, 60)]
 
@@ -196,3 +197,14 @@ def test_score_is_the_negative_log_softmax(tiny_engine: gemma_py.Engine) -> None
     np.testing.assert_allclose(list(tiny_engine.score(IDS)), expected, rtol=0, atol=1e-12)
     with pytest.raises(InputError, match="at least 2"):
         tiny_engine.score([2])
+
+
+def test_one_machine_code_serves_every_model(checkpoints: dict[str, Path]) -> None:
+    """Shapes, stored types, threads and chunks are values, not types: only the type of stored rows makes another form."""
+    for name in ("gemma1-multi-query", "gemma2", "gemma3-scaled-untied"):
+        for threads in (1, 2):
+            with gemma_py.load(checkpoints[name], threads=threads) as engine:
+                session = engine.session()
+                session.prefill(IDS, chunk=9, all_logits=True)
+                session.decode(3)
+    assert len(forward.signatures) <= len(KV_TYPES)

@@ -65,7 +65,7 @@ class Expected:
     def __init__(self, engine: gemma_py.Engine, ids: list[int]) -> None:
         self.ids = ids
         self.logits, cache = reference.logits_and_rows(engine, ids)
-        self.digest = reference.digest(cache)
+        self.digest = reference.kv_digest(cache)
 
     def same(self, engine: gemma_py.Engine, sizes: Sequence[int], all_logits: bool = True) -> bool:
         session = engine.session()

@@ -5,12 +5,11 @@ t % capacity) * E: a head's rows are neighbours.
 A ring holds at least window + chunk - 1 rows: a chunk never overwrites a row that a query of the same chunk reads.
 """
 
-import hashlib
-
 import numpy as np
 
 from gemma_py.errors import InputError
 from gemma_py.model.config import Config
+from gemma_py.model.digest import digest, first_readable
 
 AT, CAPACITY = range(2)  # columns of the table
 # What rows are stored as. bfloat16 takes half the memory and is rounded once, when a row is stored.
@@ -69,8 +68,7 @@ class Cache:
 
     def _committed(self, number: int) -> np.ndarray:
         """Positions whose rows a later query may read: the last window - 1 of a sliding layer, else all."""
-        window = self.config.layers[number].sliding_window
-        first = 0 if window is None else max(0, self.position - window + 1)
+        first = first_readable(self.config.layers[number], self.position)
         return np.arange(first, self.position)
 
     def _rows(self, arena: np.ndarray, number: int) -> np.ndarray:
@@ -86,14 +84,8 @@ class Cache:
         return _as_f32(keys.transpose(1, 0, 2)), _as_f32(values.transpose(1, 0, 2))
 
     def digest(self) -> list[str]:
-        """sha256 a layer of those rows: little-endian float32, keys before values, each [positions, G, E]."""
-        digests = []
-        for number in range(len(self.config.layers)):
-            digest = hashlib.sha256()
-            for rows in self.rows(number):
-                digest.update(np.ascontiguousarray(rows, "<f4").tobytes())
-            digests.append(digest.hexdigest())
-        return digests
+        """One a layer, of those rows."""
+        return [digest(*self.rows(number)) for number in range(len(self.config.layers))]
 
     def abandon(self) -> None:
         """A pass failed and one of its workers may still write to these arenas: nobody may use them again."""
