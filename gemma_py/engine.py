@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from gemma_py.catalog import resolve
-from gemma_py.errors import ContextError, InputError
+from gemma_py.errors import ComputationError, ContextError, InputError
+from gemma_py.kernels.atomics import is_ieee
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.model.weights import Weights
 from gemma_py.runtime.cache import KV_TYPES
@@ -47,12 +48,18 @@ class Engine:
         deadline: float = 5.0,
         kv: str = "float32",
     ) -> None:
-        if kv not in KV_TYPES:
+        if not is_ieee():
+            raise ComputationError(
+                "this thread flushes subnormals to zero or does not round to nearest: no bit could be kept"
+            )
+        if not isinstance(kv, str) or kv not in KV_TYPES:
             raise InputError(f"kv should be one of {', '.join(KV_TYPES)}, found {kv!r:.40}")
-        if context is not None and context < 1:
-            raise InputError(f"the context should hold at least 1 token, found {context}")
-        if threads is not None and not 1 <= threads <= _MOST_THREADS:
-            raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads}")
+        if context is not None and not _counts(context):
+            raise InputError(f"the context should hold at least 1 token, found {context!r:.40}")
+        if threads is not None and not (_counts(threads) and threads <= _MOST_THREADS):
+            raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads!r:.40}")
+        if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline <= _LONGEST_DEADLINE:
+            raise InputError(f"deadline should be seconds up to {_LONGEST_DEADLINE}, found {deadline!r:.40}")
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.tokenizer = checkpoint.tokenizer()
@@ -191,8 +198,8 @@ class Session:
         """
         engine, runner = self.engine, self.engine.runner
         tokens = engine.check_ids(ids)
-        if chunk is not None and chunk < 1:
-            raise InputError(f"chunk should be at least 1, found {chunk}")
+        if chunk is not None and not _counts(chunk):
+            raise InputError(f"chunk should be a whole number from 1, found {chunk!r:.40}")
         if self.position + len(tokens) > engine.context:
             raise ContextError(
                 f"{len(tokens)} tokens after {self.position} exceed the context of {engine.context} tokens"
@@ -200,7 +207,7 @@ class Session:
         size = chunk or CHUNK
         rows = []
         for first in range(0, len(tokens), size):
-            rows.append(runner.run(self._cache, tokens[first : first + size], all_logits))
+            rows.append(runner.run(self._cache, tokens[first : first + size], all_logits, limit=engine.context))
         return np.concatenate(rows) if all_logits else rows[-1]
 
     def decode(self, token_id: int) -> np.ndarray:
@@ -212,10 +219,16 @@ class Session:
 
         Little-endian float32, keys of all those positions before values, each [positions, G, E].
         """
-        return self._cache.digest()
+        return self.engine.runner.digest(self._cache)
 
 
 _MOST_THREADS = 1024
+_LONGEST_DEADLINE = 86_400.0
+
+
+def _counts(value: object) -> bool:
+    """A whole number from 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def available_processors() -> int:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from gemma_py.engine import Engine
+from gemma_py.errors import ComputationError
+from gemma_py.kernels.atomics import is_ieee
 from gemma_py.model import reference as spec
 from gemma_py.model.digest import digest, first_readable
 
@@ -16,6 +18,10 @@ def logits(engine: Engine, ids: Sequence[int]) -> np.ndarray:
 
 def logits_and_rows(engine: Engine, ids: Sequence[int]) -> tuple[np.ndarray, spec.Cache]:
     """The same, and the keys and values of every layer by position."""
+    if not is_ieee():
+        raise ComputationError(
+            "this thread flushes subnormals to zero or does not round to nearest: no bit could be kept"
+        )
     weights, cache = engine.reference_weights(), spec.Cache(engine.config, bfloat16=engine.runner.kv == "bfloat16")
     rows = [
         spec.head(weights, engine.config, spec.forward(weights, engine.config, cache, token))

@@ -1,9 +1,13 @@
 """Workers that fail, stall or die in the forward pass: reported with worker, layer and phase, and the engine goes on."""
 
+import contextlib
+import ctypes
+import ctypes.util
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from gguf_files import write_model
 from test_equivalence import PARTS, WIDE, Expected, bits, prompt
 
 import gemma_py
-from gemma_py.errors import ContextError, InputError, WorkerError
+from gemma_py.errors import ComputationError, ContextError, InputError, WorkerError
 from gemma_py.runtime import forward as passes
 from gemma_py.runtime.trial import Trial
 
@@ -116,3 +120,84 @@ def test_tiny_is_the_shape_that_phases_expect() -> None:
     assert WIDE.config["num_hidden_layers"] == 2
     assert len(PLACES) == passes.COUNTERS
     assert "gemma3" in tiny.VARIANTS
+
+
+def test_memory_that_cannot_be_had_leaves_the_engine_sound(
+    engine: gemma_py.Engine, want: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scratch and its size must change together: a later, smaller pass would write past the end of the old one."""
+    monkeypatch.setattr(engine.runner, "_scratch", None)
+    assert want.same(engine, [3])
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gemma_py.runtime.runner._make_scratch", refuse)
+        with pytest.raises(MemoryError):
+            engine.session().prefill([5] * 90)
+    assert engine.runner._rows == 3
+    assert engine.runner._scratch is not None
+    assert len(engine.runner._scratch.x) == 3 * engine.config.hidden_size
+    assert want.same(engine, [TOKENS])
+
+
+def test_an_interrupted_prefill_can_be_repeated(
+    engine: gemma_py.Engine, want: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the caller watches its workers: they leave, nothing is committed, and the session goes on."""
+    session = engine.session()
+    session.prefill(want.ids[:10])
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.team, "_watch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.prefill(want.ids[10:])
+    assert engine.runner.team.settled
+    assert session.position == 10
+    np.testing.assert_array_equal(bits(session.prefill(want.ids[10:])), bits(want.logits[-1]))
+    assert session.kv_digest() == want.digest
+
+
+def test_another_rounding_mode_is_refused() -> None:
+    """Weights are laid out in the calling thread: its arithmetic must be IEEE's too."""
+    libm = ctypes.CDLL(ctypes.util.find_library("m"))
+    upward = 0x800 if os.uname().machine in ("x86_64", "AMD64") else 0x400000
+    with gemma_py.load(TINY, threads=1) as sound:
+        try:
+            assert libm.fesetround(upward) == 0
+            with pytest.raises(ComputationError, match="round to nearest"):
+                gemma_py.load(TINY)
+            with pytest.raises(ComputationError, match="round to nearest"):
+                gemma_py.reference.logits(sound, [2])
+        finally:
+            libm.fesetround(0)
+
+
+@pytest.mark.parametrize("bad", [
+    {"threads": 2.5}, {"threads": "2"}, {"threads": True}, {"kv": ["x"]}, {"kv": "int4"}, {"context": 1.5},
+    {"deadline": float("inf")}, {"deadline": 0}, {"deadline": "5"},
+])  # fmt: skip
+def test_impossible_settings(bad: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        gemma_py.load(TINY, **bad)
+
+
+def test_the_context_holds_for_threads_that_share_a_session(checkpoints: dict[str, Path]) -> None:
+    with gemma_py.load(checkpoints["gemma3"], threads=2, context=50) as opened:
+        session = opened.session()
+
+        def work() -> None:
+            with contextlib.suppress(ContextError):
+                for _ in range(5):
+                    session.prefill([7] * 5)
+
+        crowd = [threading.Thread(target=work) for _ in range(6)]
+        for thread in crowd:
+            thread.start()
+        for thread in crowd:
+            thread.join()
+        assert session.position == 50

@@ -206,6 +206,19 @@ BROKEN: dict[str, bytes] = {
         lambda d: d.update(decoder={"type": "Replace", "pattern": {"Regex": "(a|a)*b"}, "content": ""})
     ),
     "a splitter that panics": broken(lambda d: d.update(pre_tokenizer={"type": "FixedLength", "length": 0})),
+    "a step behind a decoy": broken(
+        lambda d: d.update(
+            decoder={
+                "type": "Sequence",
+                "normalizers": [],
+                "decoders": [{"type": "Strip", "content": "h", "start": 0, "stop": 5}],
+            }
+        )
+    ),
+    "text that grows": broken(
+        lambda d: d.update(normalizer={"type": "Replace", "pattern": {"String": " "}, "content": " " * 300})
+    ),
+    "merges in an object": broken(lambda d: d["model"].update(merges={"a b": 1})),
     "an empty pattern": broken(
         lambda d: d.update(normalizer={"type": "Replace", "pattern": {"String": ""}, "content": "xx"})
     ),

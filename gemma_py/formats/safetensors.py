@@ -113,6 +113,6 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
 
 def _shard_name(index: Path, name: Any) -> str:
     """A plain file name: an index must not lead out of its directory."""
-    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", ".."):
+    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or len(name) > 255:
         raise FormatError(f"{index}: weight_map should name files beside it, found {name!r:.80}")
     return name

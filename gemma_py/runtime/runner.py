@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 
-from gemma_py.errors import UnsupportedError, WorkerError
+from gemma_py.errors import ContextError, UnsupportedError
 from gemma_py.kernels.attention import scratch_size
 from gemma_py.kernels.decorator import first_time, mark_compiled
 from gemma_py.kernels.matmul import BLOCK, HALF, CodedRows
@@ -49,13 +49,18 @@ class Runner:
         self._compile()
         _runners.add(self)
 
-    def run(self, cache: Cache, tokens: list[int], all_logits: bool, trace: Trace = NO_TRACE) -> np.ndarray:
+    def run(
+        self, cache: Cache, tokens: list[int], all_logits: bool, trace: Trace = NO_TRACE, limit: int | None = None
+    ) -> np.ndarray:
         """Logits [V] of the last token or [T, V] of all. The cache gains the tokens only if everything went well.
 
+        limit: positions that the cache may hold, checked while nobody else can add any.
         trace: of `new_trace`, filled; logits are traced only where all are asked for.
         """
         T = len(tokens)
         with self._lock:
+            if limit is not None and cache.position + T > limit:
+                raise ContextError(f"{T} tokens after {cache.position} exceed the context of {limit} tokens")
             cache.reserve(T)
             if self.poison:
                 cache.forget_uncommitted()
@@ -69,8 +74,8 @@ class Runner:
                 self.team.run(
                     forward, *args, marks=[cache.position] * layers, claims=(layers + 1) * COUNTERS, trial=self.trial
                 )
-            except BaseException as error:
-                if not isinstance(error, WorkerError) or not error.settled:
+            except BaseException:
+                if not self.team.settled:
                     self._scratch = None  # somebody may still write there
                     cache.abandon()
                 raise
@@ -88,6 +93,11 @@ class Runner:
         )  # fmt: skip
         mark_compiled()
 
+    def digest(self, cache: Cache) -> list[str]:
+        """The cache's, while no pass is under way."""
+        with self._lock:
+            return cache.digest()
+
     def cache(self) -> Cache:
         """An empty one, for a new session."""
         return Cache(self.config, self.poison, self.kv)
@@ -95,8 +105,8 @@ class Runner:
     def _scratch_for(self, T: int) -> Scratch:
         """Room for T rows, kept for later passes."""
         if self._scratch is None or self._rows < T:
-            self._rows = T
-            self._scratch = _make_scratch(self.config, self.packed, T, self.team.workers)
+            # Made before either is noted: if there is no memory for it, the old one and its size must stay together.
+            self._scratch, self._rows = _make_scratch(self.config, self.packed, T, self.team.workers), T
         if self.poison:
             for array in (*self._scratch[:9], *self._scratch.coded[1:], *self._scratch[10:]):
                 array.fill(np.nan)

@@ -186,6 +186,7 @@ class Team:
         self.workers, self.deadline, self.phases = workers, deadline, tuple(phases)
         self._tick = min(0.1, deadline * _TICK)
         self._closed = False
+        self.settled = True  # of the latest run that failed, whatever it failed of: as WorkerError.settled
         self._lock = threading.Lock()
         self._crew: list[_Member | None] = [None] * workers
         self._given_up: list[tuple[_Member, Cells]] = []
@@ -223,7 +224,8 @@ class Team:
                 self._watch(run, members, watch)
             except BaseException as error:
                 run.give_up(0)
-                self._settle(run, watch.left, error)
+                self.settled = False  # also if the settling itself is interrupted
+                self.settled = self._settle(run, watch.left, error)
                 raise
             return [int(mark) for mark in run.cells.marks[: len(marks) * LINE : LINE]]
 
@@ -275,8 +277,9 @@ class Team:
             run.give_up(fault[0])
             raise run.error(*fault, self.phases)
 
-    def _settle(self, run: _Run, left: set[int], error: BaseException) -> None:
-        """Let the others leave a broken run, and give up those who do not within the grace."""
+    def _settle(self, run: _Run, left: set[int], error: BaseException) -> bool:
+        """Let the others leave a broken run, and give up those who do not within the grace. Whether all have left."""
+        settled = True
         until = time.monotonic() + _GRACE * self.deadline
         with contextlib.suppress(queue.Empty):
             while len(left) < self.workers:
@@ -287,8 +290,10 @@ class Team:
                 self._crew[number] = None
                 if member.thread.is_alive():
                     self._given_up.append((member, run.cells))
+                    settled = False
                     if isinstance(error, WorkerError):
                         error.settled = False
+        return settled
 
     def close(self) -> None:
         """End the threads, after a run that another Python thread may be in. Twice is once."""

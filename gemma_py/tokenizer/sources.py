@@ -17,7 +17,7 @@ _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # tokenizer.ggml.token_type
 
 # What Gemma's tokenizer.json says and a GGUF leaves unsaid.
 _GEMMA_OPTIONS = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
-_GEMMA_PIPELINE = {
+_GEMMA_PIPELINE: dict[str, Any] = {
     "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
     "pre_tokenizer": None,  # Gemma's splits at spaces, of which its normalizer leaves none
     "decoder": {
@@ -28,6 +28,14 @@ _GEMMA_PIPELINE = {
             {"type": "Fuse"},
         ],
     },
+}
+
+_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+# The pipelines that Gemma's tokenizer.json files have had, to the letter.
+_PIPELINES: dict[str, tuple[Any, ...]] = {
+    "normalizer": (_GEMMA_PIPELINE["normalizer"], {"type": "Sequence", "normalizers": [_GEMMA_PIPELINE["normalizer"]]}),
+    "pre_tokenizer": (None, _SPLIT),
+    "decoder": (_GEMMA_PIPELINE["decoder"],),
 }
 
 
@@ -106,23 +114,6 @@ def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
     return Tokenizer(cached(path, "json", lambda: _vocabulary_of_json(path)), bos_token=bos_token, where=str(path))
 
 
-def _is_plain(part: Any) -> bool:
-    """Whether a step of the pipeline is one that Gemma's tokenizers have: fixed strings replaced or split, bytes joined.
-
-    Everything else, above all patterns, can be made to panic, to run for ever or to fill the memory.
-    """
-    if not isinstance(part, dict):
-        return False
-    kind = part.get("type")
-    if kind == "Sequence":
-        steps = part.get("normalizers", part.get("pretokenizers", part.get("decoders")))
-        return isinstance(steps, list) and len(steps) <= 8 and all(map(_is_plain, steps))
-    if kind in ("Replace", "Split"):
-        pattern = part.get("pattern")
-        return isinstance(pattern, dict) and list(pattern) == ["String"] and pattern["String"] in (" ", "▁")
-    return kind in ("ByteFallback", "Fuse")
-
-
 def _vocabulary_of_json(path: Path) -> Vocabulary:
     document = read_json(path, _LARGEST_JSON)
     model = document.get("model") if isinstance(document, dict) else None
@@ -136,7 +127,10 @@ def _vocabulary_of_json(path: Path) -> Vocabulary:
         raise TokenizerError(f"{path}: model.vocab should number its pieces 0, 1, 2 ... without gaps")
     merges = np.empty((0, 2), np.int32)
     try:
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])]
+        listed_merges = model.get("merges") or []
+        if not isinstance(listed_merges, list):
+            raise TypeError(listed_merges)
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in listed_merges]
         if pairs:
             merges = np.array([(vocab[left], vocab[right]) for left, right in pairs], np.int32)
     except (KeyError, TypeError, ValueError) as error:
@@ -166,6 +160,7 @@ def _vocabulary_of_json(path: Path) -> Vocabulary:
     options = {name: model[name] for name in ("unk_token", "fuse_unk", "byte_fallback") if model.get(name) is not None}
     pipeline = {name: document.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     for name, part in pipeline.items():
-        if part is not None and not _is_plain(part):
+        # Any other step, above all patterns, can be made to panic, to run for ever or to fill the memory.
+        if part not in _PIPELINES[name]:
             raise UnsupportedError(f"{path}: {name} is not of Gemma's kind: {part!r:.80}")
     return Vocabulary(sorted(vocab, key=vocab.__getitem__), merges, sorted(added), options, pipeline)
