@@ -1,5 +1,6 @@
 """Shared by the suite: tiny checkpoints of every family, made from a seed, and a helper that runs the command line."""
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
+# A shell that starts the suite in the background has SIGINT ignored, and every process started here would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import tiny_checkpoints as tiny  # noqa: E402  (lives in tools/)
 
