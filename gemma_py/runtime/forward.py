@@ -331,6 +331,22 @@ def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, pla
 
 
 @kernel
+def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, codes, T, trace):
+    """x += the normalised rows of y; then the input of the matrices that come next. The phase before made y."""
+    D = m.numbers.hidden
+    tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
+    tile = claim_any(cells, worker, counter, tiles)
+    while tile >= 0:
+        first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
+        trace_rows(trace, counter - 1, s.y, D, first, last)
+        norm(m, out_gain, D, s.y, s.y, first, last)
+        add_to(s.x, s.y, first * D, last * D)
+        next_input(m, s, next_gain, codes, trace, counter, first, last)
+        trace_tile(worker, trace, counter, first, last)
+        tile = claim_any(cells, worker, counter, tiles)
+
+
+@kernel
 def head_phase(worker, workers, cells, counter, m, s, T, all_logits, logits, trace):
     """logits = the last row, or all rows, times the head, with the final cap."""
     V, cap = m.numbers.vocabulary, m.numbers.final_cap
@@ -423,15 +439,8 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
 
         if not enter(cells, worker, number, MIDDLE):
             return False
-        tile = claim_any(cells, worker, counters + MIDDLE, few)
-        while tile >= 0:
-            first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
-            trace_rows(trace, counters + OUT, s.y, D, first, last)
-            norm(m, layer[p.O_GAIN], D, s.y, s.y, first, last)
-            add_to(s.x, s.y, first * D, last * D)
-            next_input(m, s, layer[p.FF_GAIN], layer[p.GATE_CODES], trace, counters + MIDDLE, first, last)
-            trace_tile(worker, trace, counters + MIDDLE, first, last)
-            tile = claim_any(cells, worker, counters + MIDDLE, few)
+        gain, codes = layer[p.FF_GAIN], layer[p.GATE_CODES]
+        residual_phase(worker, cells, counters + MIDDLE, m, s, layer[p.O_GAIN], gain, codes, T, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -457,17 +466,9 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         if not enter(cells, worker, number, END):
             return False
         final = number == L - 1
-        gain_at = m.numbers.final_gain if final else m.layers[number + 1, p.IN_GAIN]
+        gain = m.numbers.final_gain if final else m.layers[number + 1, p.IN_GAIN]
         codes = m.numbers.head_codes if final else m.layers[number + 1, p.QKV_CODES]
-        tile = claim_any(cells, worker, counters + END, few)
-        while tile >= 0:
-            first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
-            trace_rows(trace, counters + DOWN, s.y, D, first, last)
-            norm(m, layer[p.FF_OUT_GAIN], D, s.y, s.y, first, last)
-            add_to(s.x, s.y, first * D, last * D)
-            next_input(m, s, gain_at, codes, trace, counters + END, first, last)
-            trace_tile(worker, trace, counters + END, first, last)
-            tile = claim_any(cells, worker, counters + END, few)
+        residual_phase(worker, cells, counters + END, m, s, layer[p.FF_OUT_GAIN], gain, codes, T, trace)
         if not barrier(cells, worker, workers):
             return False
 
