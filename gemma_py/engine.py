@@ -1,7 +1,6 @@
 """The engine: a loaded model, and sessions that each have their own KV cache."""
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from gemma_py import machine
 from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.kernels.atomics import is_ieee
@@ -64,7 +64,7 @@ class Engine:
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.tokenizer = checkpoint.tokenizer()
         self._runner: Runner | None = Runner(
-            checkpoint.weights(), self.config, threads or available_processors(), deadline, kv
+            checkpoint.weights(), self.config, threads or machine.threads(), deadline, kv
         )
 
     @property
@@ -231,13 +231,6 @@ def _counts(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def available_processors() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def load(
     model: str | Path,
     threads: int | None = None,
@@ -247,8 +240,8 @@ def load(
 ) -> Engine:
     """A GGUF file, a Hugging Face directory, or a name from the catalogue.
 
-    threads: worker threads, as many as processors if left out; they change speed, never a bit. deadline: seconds until a
-    stalled worker is reported. kv: what keys and values are stored as; "bfloat16" halves their memory and, unlike all
-    else here, changes the answer, in the same way everywhere.
+    threads: worker threads; if left out, as many as physical cores within affinity and quota. They change speed, never a
+    bit. deadline: seconds until a stalled worker is reported. kv: what keys and values are stored as; "bfloat16" halves
+    their memory and, unlike all else here, changes the answer, in the same way everywhere.
     """
     return Engine(open_checkpoint(resolve(model)), threads, context, deadline, kv)

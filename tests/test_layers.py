@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "gemma_py"
 
 # Lowest first. A module may import from its own layer and from those below.
 LAYERS = (
-    ("errors", "paths"),
+    ("errors", "paths", "machine"),
     ("formats", "kernels", "demo"),
     ("tokenizer",),
     ("model", "catalog"),

@@ -16,7 +16,7 @@ from gguf_files import write_model
 
 import gemma_py
 from gemma_py import reference, verify
-from gemma_py.cli.verify import Progress
+from gemma_py.cli.progress import Progress
 from gemma_py.model import packed as p
 from gemma_py.model.packed import Packed
 from gemma_py.runtime import forward as passes
@@ -470,7 +470,7 @@ class Terminal(io.StringIO):
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with Progress(wanted=True) as progress:
+    with Progress("checking", wanted=True) as progress:
         progress._began -= 30
         progress("2 threads in chunks of 7", 0.25)
         assert "25% 1:30 left  2 threads in chunks of 7" in terminal.getvalue()
@@ -480,6 +480,6 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_progress_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with Progress(wanted=False) as progress:
+    with Progress("checking", wanted=False) as progress:
         progress("anything", 0.5)
     assert terminal.getvalue() == ""

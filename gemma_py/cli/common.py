@@ -3,10 +3,12 @@
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from gemma_py import machine
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.engine import Engine
 from gemma_py.errors import InputError
@@ -33,15 +35,65 @@ def add_input(parser: argparse.ArgumentParser, text_flag: str) -> None:
 
 def positive(text: str) -> int:
     """An argument that counts something."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"should be at least 1, found {value}")
+    return _number(text, 1)
+
+
+def natural(text: str) -> int:
+    """The same, or 0."""
+    return _number(text, 0)
+
+
+def _number(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"should be a whole number, at least {least}, found {text!r}")
     return value
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Numbers above 0, separated by commas; each once."""
+    try:
+        values = tuple(positive(part) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"should be whole numbers above 0 with commas between, found {text!r}"
+        ) from None
+    return tuple(dict.fromkeys(values))
+
+
+_THREADS = "GEMMA_PY_THREADS"
+
+
+def environment_threads() -> str | None:
+    """What a flag beats; argparse reads it as if it had been given."""
+    return os.environ.get(_THREADS) or None
+
+
+def _threads(text: str) -> int:
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"(or {_THREADS}) {error}") from None
+
+
+def warn_of_threads(threads: int) -> None:
+    """One line where more workers are asked for than compute fastest; results do not depend on it."""
+    cores = machine.threads()
+    if threads > cores:
+        advice = f"{threads} threads asked for, but this process has {cores} cores' worth of processor: expect it to be slower"
+        print(f"gemma_py: {advice}", file=sys.stderr)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--threads", type=positive, metavar="N", help="worker threads; no bit depends on it (default: all)"
+        "--threads",
+        type=_threads,
+        default=environment_threads(),
+        metavar="N",
+        help=f"worker threads; no bit depends on it (default: {_THREADS}, else physical cores within affinity and quota)",
     )
     parser.add_argument(
         "--context", type=positive, metavar="N", help="tokens a session may hold (default: the model's)"

@@ -11,6 +11,7 @@ from typing import NoReturn
 import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.cli import generate, inspect, models, score, verify
+from gemma_py.cli.common import warn_of_threads
 from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -51,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
+        if isinstance(getattr(args, "threads", None), int):
+            warn_of_threads(args.threads)
         args.run(args)
         sys.stdout.flush()
         return GOOD

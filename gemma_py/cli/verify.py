@@ -8,45 +8,14 @@ first layer, phase, position and worker are named, and the exit code is 1.
 """
 
 import argparse
-import sys
-import time
 from pathlib import Path
-from types import TracebackType
 
 import gemma_py
 from gemma_py import verify
-from gemma_py.cli.common import add_model, print_json
+from gemma_py.cli.common import add_model, counts, natural, positive, print_json
+from gemma_py.cli.progress import Progress
 from gemma_py.engine import Engine
 from gemma_py.errors import MismatchError
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Numbers above 0, separated by commas."""
-    try:
-        values = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"should be whole numbers above 0 with commas between, found {text!r}")
-    return values
-
-
-def positive(text: str) -> int:
-    return _number(text, 1)
-
-
-def natural(text: str) -> int:
-    return _number(text, 0)
-
-
-def _number(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"should be a whole number, at least {least}, found {text!r}")
-    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,45 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a trace from elsewhere")
 
 
-class Progress:
-    """What is being checked: a bar with the time left on a terminal, else a line each; nothing if not wanted."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._bar = wanted and sys.stderr.isatty()
-        self._lines = wanted and not self._bar
-        self._began, self._last = time.monotonic(), ""
-
-    def __call__(self, what: str, part: float) -> None:
-        if self._bar:
-            full = int(24 * part)
-            bar = "█" * full + "░" * (24 - full)
-            print(f"\r\x1b[K{bar} {part:4.0%} {self._left(part)}  {what}", end="", file=sys.stderr, flush=True)
-        elif self._lines and what != self._last:
-            print(f"checking {what}", file=sys.stderr, flush=True)
-        self._last = what
-
-    def _left(self, part: float) -> str:
-        """Nothing while there is too little to tell from."""
-        spent = time.monotonic() - self._began
-        if part < 0.02 or spent < 1:
-            return ""
-        seconds = int(spent * (1 - part) / part)
-        return f"{seconds // 60}:{seconds % 60:02} left"
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """However it ends, what is printed next has a line to itself."""
-        if self._bar:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
 def run(args: argparse.Namespace) -> None:
     def open_engine(threads: int) -> Engine:
         return gemma_py.load(args.model, threads=threads)
 
-    with Progress(wanted=not args.json) as progress:
+    with Progress("checking", wanted=not args.json) as progress:
         with open_engine(max(args.threads)) as engine:  # refuses all that can be refused, before the work
             tokens = verify.prompt_length(args.tokens, engine.context)
             ids = verify.prompt(tokens, engine.config.vocab_size)

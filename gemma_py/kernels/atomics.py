@@ -1,8 +1,10 @@
-"""What threads need of the machine: ordered access to int64 cells, a pause, and IEEE arithmetic.
+"""What threads need of the machine: ordered access to int64 cells, a pause, a clock, and IEEE arithmetic.
 
 A cell is one element of a contiguous int64 array. Loads acquire and stores release: whoever loads a value sees all
 that was written before it was stored. That makes plain array writes safe to hand over; the runtime relies on no more.
 """
+
+import time
 
 import numpy as np
 from llvmlite import binding, ir
@@ -90,6 +92,19 @@ def yield_cpu(typing):
 def sleep_microseconds(typing, duration):
     """Sleep; less than a second. For test modes only: nothing on the normal path sleeps."""
     return types.int32(types.uint32), lambda context, builder, sig, args: _call_libc(builder, "usleep", args)
+
+
+@intrinsic
+def nanoseconds(typing):
+    """A clock that never goes back. libc's: cycle counters differ from machine to machine, or may not be read."""
+
+    def codegen(context, builder, sig, args):
+        second_and_rest = cgutils.alloca_once(builder, ir.LiteralStructType([ir.IntType(64), ir.IntType(64)]))
+        _call_libc(builder, "clock_gettime", [ir.Constant(ir.IntType(32), time.CLOCK_MONOTONIC), second_and_rest])
+        second, rest = (builder.load(cgutils.gep_inbounds(builder, second_and_rest, 0, part)) for part in (0, 1))
+        return builder.add(builder.mul(second, ir.Constant(ir.IntType(64), 1_000_000_000)), rest)
+
+    return types.int64(), codegen
 
 
 @intrinsic

@@ -39,15 +39,16 @@ class Cells(NamedTuple):
     own: Array
     marks: Array
     claims: Array
+    times: Array  # see profile.py; empty: off
 
 
-def make_cells(workers: int, marks: Sequence[int] = (), claims: int = 0) -> Cells:
+def make_cells(workers: int, marks: Sequence[int] = (), claims: int = 0, times: int = 0) -> Cells:
     """Cells of a new run; `marks` are the watermarks' first values, usually the positions where sessions stand.
 
     One block for all, since this is done for every token; its lines begin where the machine's lines do. There is always
-    one mark and one claim, used or not, so that no array is empty.
+    one mark and one claim, used or not. times: lines of it a worker.
     """
-    sizes = (_SHARED_LINES, workers, max(len(marks), 1), max(claims, 1))
+    sizes = (_SHARED_LINES, workers, max(len(marks), 1), max(claims, 1), workers * times)
     memory = np.zeros((sum(sizes) + 1) * LINE, np.int64)
     at = -(memory.ctypes.data // memory.itemsize) % LINE
     parts = []

@@ -17,6 +17,7 @@ from gemma_py.model.reference import rope_frequencies
 from gemma_py.model.weights import Weights
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.forward import COUNTERS, PHASES, UNTRACED, Scratch, Trace, forward
+from gemma_py.runtime.profile import Profile
 from gemma_py.runtime.team import Team
 from gemma_py.runtime.trial import Trial
 
@@ -43,6 +44,7 @@ class Runner:
         self.packed = _packed(weights, config)
         self.poison = False  # test mode: scratch and uncommitted rows are NaN before every pass
         self.trial: Trial | None = None  # test mode: see trial.py
+        self.profile: Profile | None = None  # gains the times of every pass
         self._lock = threading.Lock()
         self._scratch: Scratch | None = None
         self._rows = 0
@@ -72,7 +74,7 @@ class Runner:
             layers = len(self.config.layers)
             try:
                 self.team.run(
-                    forward, *args, marks=[cache.position] * layers, claims=(layers + 1) * COUNTERS, trial=self.trial
+                    forward, *args, marks=[cache.position] * layers, claims=(layers + 1) * COUNTERS, trial=self.trial, profile=self.profile
                 )
             except BaseException:
                 if not self.team.settled:
@@ -81,6 +83,13 @@ class Runner:
                 raise
             cache.position += T
         return logits.reshape(T, -1) if all_logits else logits
+
+    def use(self, workers: int) -> None:
+        """Another number of workers from the next pass on."""
+        with self._lock:
+            self.team.close()
+            self.team = Team(workers, self.team.deadline, PHASES)
+            self._scratch = None  # a part of it belongs to workers
 
     def _compile(self) -> None:
         """Before any worker starts, in the calling thread; from the disk where it has been done before."""

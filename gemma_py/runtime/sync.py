@@ -20,7 +20,7 @@ The usual loop (numba does not take `:=` in a while):
 
 from gemma_py.kernels.atomics import compare_exchange, fetch_add, load_acquire, relax, store_release, yield_cpu
 from gemma_py.kernels.decorator import borrowing
-from gemma_py.runtime import trial
+from gemma_py.runtime import profile, trial
 from gemma_py.runtime.cells import (
     ARRIVED,
     AT_BARRIER,
@@ -70,6 +70,8 @@ def fail(cells, worker):
 @borrowing
 def enter(cells, worker, layer, phase):
     """Record where this worker is from now on, for error messages and trials."""
+    if cells.times.shape[0] > 0:
+        profile.account(cells, worker, profile.WORK)
     at = worker * LINE
     store_release(cells.own, at + LAYER, layer)
     store_release(cells.own, at + PHASE, phase)
@@ -108,6 +110,8 @@ def _wait_above(cells, worker, why, line, index, bound):
 
     WAITING is written only once spinning has not helped: short waits, nearly all, cost no stores that others would see.
     """
+    if cells.times.shape[0] > 0:
+        profile.account(cells, worker, profile.WORK)
     spins = 0
     while load_acquire(line, index) <= bound:
         if not whole(cells):
@@ -121,6 +125,8 @@ def _wait_above(cells, worker, why, line, index, bound):
         spins += 1
     if spins > _SPINS:
         store_release(cells.own, worker * LINE + WAITING, COMPUTES)
+    if cells.times.shape[0] > 0:
+        profile.account(cells, worker, profile.WAIT)
     _advance(cells, worker)
     return whole(cells)
 
@@ -137,6 +143,8 @@ def barrier(cells, worker, workers):
     if fetch_add(cells.shared, ARRIVED, 1) == workers - 1:
         store_release(cells.shared, ARRIVED, 0)
         store_release(cells.shared, GENERATION, generation + 1)
+        if cells.times.shape[0] > 0:
+            profile.account(cells, worker, profile.WORK)
         _advance(cells, worker)
         return whole(cells)
     return _wait_above(cells, worker, AT_BARRIER, cells.shared, GENERATION, generation)

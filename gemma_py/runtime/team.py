@@ -48,6 +48,7 @@ from gemma_py.runtime.cells import (
     Cells,
     make_cells,
 )
+from gemma_py.runtime.profile import Profile, room
 from gemma_py.runtime.trial import Trial
 
 # Shares of the deadline: to be sure of a stall, then to let the others leave. The rest is for a late watcher.
@@ -201,8 +202,11 @@ class Team:
         marks: Sequence[int] = (),
         claims: int = 0,
         trial: Trial | None = None,
+        profile: Profile | None = None,
     ) -> list[int]:
         """Call the kernel on every worker; give the watermarks, which start at `marks`. There are `claims` counters.
+
+        profile: gains the times of a run that went well.
 
         Raises WorkerError, from the exception that a worker raised if there is one; the team can be used again then.
         Results of a failed run are not to be used, and its arrays only if the error says `settled`. An exception in
@@ -211,7 +215,8 @@ class Team:
         with self._lock:
             if self._closed:
                 raise InputError("the worker team is closed")
-            run = _Run(kernel, args, self.workers, make_cells(self.workers, marks, claims), queue.SimpleQueue())
+            cells = make_cells(self.workers, marks, claims, 0 if profile is None else room(len(self.phases)))
+            run = _Run(kernel, args, self.workers, cells, queue.SimpleQueue())
             if trial is not None:
                 trial.apply(run.cells)
             if getattr(kernel, "overloads", None) == {}:
@@ -227,6 +232,8 @@ class Team:
                 self.settled = False  # also if the settling itself is interrupted
                 self.settled = self._settle(run, watch.left, error)
                 raise
+            if profile is not None:
+                profile.add(run.cells)
             return [int(mark) for mark in run.cells.marks[: len(marks) * LINE : LINE]]
 
     def compile(self, kernel: Any, *args: Any) -> None:
