@@ -86,8 +86,8 @@ def test_models(run: Run) -> None:
 def test_catalogue_sizes_follow_from_the_shapes() -> None:
     for entry in catalogue():
         s = entry.shape
-        norms = 2 if entry.name.startswith(("gemma-2b", "gemma-7b")) else 4
-        heads = 2 * s["E"] if "gemma-3" in entry.name or "gemma3" in entry.name or "function" in entry.name else 0
+        norms = 2 if s["family"] == "gemma" else 4
+        heads = 2 * s["E"] if s["family"] == "gemma3" else 0
         layer = s["D"] * s["E"] * 2 * (s["H"] + s["G"]) + 3 * s["D"] * s["F"] + norms * s["D"] + heads
         assert entry.parameters == s["V"] * s["D"] + s["L"] * layer + s["D"], entry.name
     assert resolve("tiny-gemma3").is_dir()

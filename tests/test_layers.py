@@ -18,6 +18,7 @@ LAYERS = (
     ("engine",),
     ("reference",),
     ("verify",),
+    ("bench",),
     ("__init__",),
     ("cli",),
     ("__main__",),

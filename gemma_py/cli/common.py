@@ -5,14 +5,17 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gemma_py import machine
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.engine import Engine
 from gemma_py.errors import InputError
 from gemma_py.formats.files import TEXT_LIMIT, read_json, read_text
+
+T = TypeVar("T")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -55,13 +58,21 @@ def _number(text: str, least: int) -> int:
 
 def counts(text: str) -> tuple[int, ...]:
     """Numbers above 0, separated by commas; each once."""
+    return _numbers(text, 1)
+
+
+def naturals(text: str) -> tuple[int, ...]:
+    """The same, or 0."""
+    return _numbers(text, 0)
+
+
+def _numbers(text: str, least: int) -> tuple[int, ...]:
     try:
-        values = tuple(positive(part) for part in text.split(","))
+        return tuple(dict.fromkeys(_number(part, least) for part in text.split(",")))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"should be whole numbers above 0 with commas between, found {text!r}"
+            f"should be whole numbers, at least {least}, with commas between, found {text!r}"
         ) from None
-    return tuple(dict.fromkeys(values))
 
 
 _THREADS = "GEMMA_PY_THREADS"
@@ -73,8 +84,17 @@ def environment_threads() -> str | None:
 
 
 def _threads(text: str) -> int:
+    return _from_environment_too(positive, text)
+
+
+def teams(text: str) -> tuple[int, ...]:
+    """Several numbers of threads, to be compared."""
+    return _from_environment_too(counts, text)
+
+
+def _from_environment_too(read: Callable[[str], T], text: str) -> T:
     try:
-        return positive(text)
+        return read(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"(or {_THREADS}) {error}") from None
 
@@ -140,3 +160,15 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A table that reads well as it is, too; the first `left` columns are words."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        places = enumerate(zip(cells, widths, strict=True))
+        return "| " + " | ".join(cell.ljust(w) if n < left else cell.rjust(w) for n, (cell, w) in places) + " |"
+
+    rule = "|" + "|".join("-" * (w + 2) if n < left else "-" * (w + 1) + ":" for n, w in enumerate(widths)) + "|"
+    return "\n".join([line(header), rule, *(line(row) for row in rows)])

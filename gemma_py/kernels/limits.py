@@ -24,7 +24,7 @@ from gemma_py.kernels.simd import (
 
 CHAINS = (6, 12)  # what fills AVX2's registers, and what hides the delay of AVX-512's
 PAIRS = 128  # of codes in the loop of `multiply_pairs`, 8 KB of the first cache
-_PAIR_ROWS = 5
+PAIR_ROWS = 5
 
 
 @kernel
@@ -33,7 +33,14 @@ def multiply_floats_6(worker, workers, cells, steps, x, out):
     a, b = splat(x, 0), splat(x, 1)
     y0, y1, y2, y3, y4, y5 = zero(), zero(), zero(), zero(), zero(), zero()
     for _ in range(steps):
-        y0, y1, y2, y3, y4, y5 = fma(y0, a, b), fma(y1, a, b), fma(y2, a, b), fma(y3, a, b), fma(y4, a, b), fma(y5, a, b)
+        y0, y1, y2, y3, y4, y5 = (
+            fma(y0, a, b),
+            fma(y1, a, b),
+            fma(y2, a, b),
+            fma(y3, a, b),
+            fma(y4, a, b),
+            fma(y5, a, b),
+        )
     store(out, worker * LANES, add(add(add(y0, y1), add(y2, y3)), add(y4, y5)))
     return True
 
@@ -45,8 +52,22 @@ def multiply_floats_12(worker, workers, cells, steps, x, out):
     y0, y1, y2, y3, y4, y5 = zero(), zero(), zero(), zero(), zero(), zero()
     z0, z1, z2, z3, z4, z5 = zero(), zero(), zero(), zero(), zero(), zero()
     for _ in range(steps):
-        y0, y1, y2, y3, y4, y5 = fma(y0, a, b), fma(y1, a, b), fma(y2, a, b), fma(y3, a, b), fma(y4, a, b), fma(y5, a, b)
-        z0, z1, z2, z3, z4, z5 = fma(z0, a, b), fma(z1, a, b), fma(z2, a, b), fma(z3, a, b), fma(z4, a, b), fma(z5, a, b)
+        y0, y1, y2, y3, y4, y5 = (
+            fma(y0, a, b),
+            fma(y1, a, b),
+            fma(y2, a, b),
+            fma(y3, a, b),
+            fma(y4, a, b),
+            fma(y5, a, b),
+        )
+        z0, z1, z2, z3, z4, z5 = (
+            fma(z0, a, b),
+            fma(z1, a, b),
+            fma(z2, a, b),
+            fma(z3, a, b),
+            fma(z4, a, b),
+            fma(z5, a, b),
+        )
     y0, y1, y2 = add(y0, z0), add(y1, z1), add(y2, z2)
     store(out, worker * LANES, add(add(add(y0, add(y3, z3)), add(y1, add(y4, z4))), add(y2, add(y5, z5))))
     return True
@@ -90,4 +111,4 @@ def read_memory(worker, workers, cells, values, out):
 
 def multiply_adds_of_pairs(steps: int) -> int:
     """A worker's."""
-    return steps * PAIRS * _PAIR_ROWS * 2 * LANES
+    return steps * PAIRS * PAIR_ROWS * 2 * LANES

@@ -70,18 +70,40 @@ def _scale_sizes(matrix: CodeMatrix) -> tuple[int, int]:
     return size, size if len(matrix.minimums) else 0
 
 
+_ARENAS = (np.float32, np.uint16, np.int8, np.float32)  # floats, halves, codes, scales
+
+
+def _sizes(matrices: Iterable[Matrix]) -> list[int]:
+    """Values in each arena."""
+    sizes = [0, 0, 0, 0]
+    for matrix in matrices:
+        sizes[_kind(matrix)] += _size(matrix)
+        if isinstance(matrix, CodeMatrix):
+            sizes[3] += sum(_scale_sizes(matrix))
+    return sizes
+
+
+def packed_bytes(matrices: Iterable[Matrix]) -> int:
+    """What these will take when they are packed."""
+    return sum(size * np.dtype(kind).itemsize for size, kind in zip(_sizes(matrices), _ARENAS, strict=True))
+
+
+def matrix_bytes(packed: "Packed", number: int) -> int:
+    """What a pass reads of a packed matrix: all of it, once."""
+    row = packed.matrices[number]
+    values = panels_of(int(row[ROWS])) * COLUMNS * int(row[INPUTS])
+    if row[KIND] != CODES:
+        return values * (packed.floats if row[KIND] == FLOATS else packed.halves).itemsize
+    scales = values // int(row[GROUP]) * (2 if row[MINIMUMS_AT] >= 0 else 1)
+    return values * packed.codes.itemsize + scales * packed.scales.itemsize
+
+
 class _Packer:
     """Fills arenas of the right size, matrix after matrix."""
 
     def __init__(self, matrices: Iterable[Matrix]) -> None:
-        sizes = [0, 0, 0, 0]
-        for matrix in matrices:
-            sizes[_kind(matrix)] += _size(matrix)
-            if isinstance(matrix, CodeMatrix):
-                sizes[3] += sum(_scale_sizes(matrix))
         # One value at least: an empty arena is never read, but its address is taken.
-        types = (np.float32, np.uint16, np.int8, np.float32)
-        self.arenas = [np.empty(max(1, size), kind) for size, kind in zip(sizes, types, strict=True)]
+        self.arenas = [np.empty(max(1, size), kind) for size, kind in zip(_sizes(matrices), _ARENAS, strict=True)]
         self.used = [0, 0, 0, 0]
         self.rows: list[list[int]] = []
 

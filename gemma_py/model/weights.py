@@ -191,8 +191,7 @@ class _Source:
         return values
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        tensor = self.take(name, (rows, columns))
-        return _codes(tensor) if tensor.type.quantised else _floats(tensor)
+        return whole(self.take(name, (rows, columns)))
 
     def layer(self, number: int, layer: Layer) -> LayerWeights:
         D, F = self.config.hidden_size, layer.intermediate_size
@@ -212,6 +211,11 @@ class _Source:
 
 def _not_finite(tensor: StoredTensor) -> NoReturn:
     raise FormatError(f"{tensor.where}: holds NaN or infinite values")
+
+
+def whole(tensor: StoredTensor) -> Matrix:
+    """All of a matrix, checked."""
+    return _codes(tensor) if tensor.type.quantised else _floats(tensor)
 
 
 def _floats(tensor: StoredTensor) -> FloatMatrix:

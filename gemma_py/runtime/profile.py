@@ -44,6 +44,8 @@ class Profile:
     def add(self, cells: c.Cells) -> None:
         """A run that ended well."""
         workers, phases, _ = self.nanoseconds.shape
-        self.nanoseconds += cells.times.reshape(workers, -1)[:, _FIRST : _FIRST + 2 * phases].reshape(workers, phases, 2)
+        self.nanoseconds += cells.times.reshape(workers, -1)[:, _FIRST : _FIRST + 2 * phases].reshape(
+            workers, phases, 2
+        )
         self.barriers += int(cells.shared[c.GENERATION])
         self.passes += 1

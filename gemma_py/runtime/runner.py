@@ -74,8 +74,9 @@ class Runner:
             layers = len(self.config.layers)
             try:
                 self.team.run(
-                    forward, *args, marks=[cache.position] * layers, claims=(layers + 1) * COUNTERS, trial=self.trial, profile=self.profile
-                )
+                    forward, *args, marks=[cache.position] * layers, claims=(layers + 1) * COUNTERS,
+                    trial=self.trial, profile=self.profile,
+                )  # fmt: skip
             except BaseException:
                 if not self.team.settled:
                     self._scratch = None  # somebody may still write there

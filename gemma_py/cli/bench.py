@@ -1,0 +1,180 @@
+"""How fast a model is here, beside what this machine can do.
+
+Tests are named as llama-bench names them: pp512 reads a prompt of 512 tokens, tg64 makes 64 tokens one by one, "@ d2048"
+begins after 2,048 others. Neither tokenisation nor the choice of tokens counts. Figures are medians of all rounds, with the
+standard deviation. Ctrl-C shows what has been measured.
+
+GFLOP/s count the matrices and attention, GB/s the weights and the keys and values, once a pass. The limits they are compared
+with are measured in the same run: multiply-adds of float32 and of pairs of int16, and reading memory, without anything else.
+Quantised weights are multiplied as pairs of int16, so their share of the float limit may pass 100%; what lies in a cache
+is read faster than memory.
+
+--shape NAME measures a model of the catalogue before you have it, with random weights of its shape.
+"""
+
+import argparse
+import csv
+import io
+from typing import Any
+
+import gemma_py
+from gemma_py import machine
+from gemma_py.bench.measure import Bench, Test, report, threads_text
+from gemma_py.bench.shapes import random_checkpoint
+from gemma_py.cli.common import (
+    add_model,
+    environment_threads,
+    markdown,
+    naturals,
+    positive,
+    print_json,
+    size,
+    teams,
+    warn_of_threads,
+)
+from gemma_py.cli.progress import Progress
+from gemma_py.engine import Engine
+from gemma_py.errors import InputError
+
+_TESTS = (Test(True, 512), Test(True, 2048), Test(False, 64), Test(False, 64, 2048))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("-p", type=naturals, metavar="N,N", help="prompts to read; 0: none (default: 512,2048)")
+    parser.add_argument("-n", type=naturals, metavar="N,N", help="tokens to make; 0: none (default: 64)")
+    parser.add_argument(
+        "-d", type=naturals, metavar="N,N", help="tokens before each test (default: 0, and 2048 for tg64)"
+    )
+    parser.add_argument("-r", type=positive, default=5, metavar="N", help="rounds (default: %(default)s)")
+    parser.add_argument(
+        "-t", "--threads", type=teams, dest="teams", default=environment_threads(), metavar="N,N",
+        help="numbers of worker threads (default: as for other commands)",
+    )  # fmt: skip
+    parser.add_argument("--profile", action="store_true", help="one more round, with the time of each phase")
+    parser.add_argument("--shape", metavar="NAME", help="random weights in the shape of a model from `gemma_py models`")
+    parser.add_argument(
+        "--type", default="q4_0", metavar="TYPE", help="what --shape stores its matrices as (default: %(default)s)"
+    )
+    parser.add_argument("--csv", action="store_true", help="comma-separated values instead of a table")
+
+
+def tests(args: argparse.Namespace) -> tuple[Test, ...]:
+    """llama-bench's product of lengths and depths; without any of the three flags, the four that tell most."""
+    if args.p is None and args.n is None and args.d is None:
+        return _TESTS
+    prompts, new, depths = (
+        (512, 2048) if args.p is None else args.p,
+        (64,) if args.n is None else args.n,
+        args.d or (0,),
+    )
+    made = tuple(
+        Test(prompt, tokens, depth)
+        for depth in depths
+        for prompt, lengths in ((True, prompts), (False, new))
+        for tokens in lengths
+        if tokens
+    )
+    if not made:
+        raise InputError("nothing to measure: neither prompts (-p) nor new tokens (-n)")
+    return made
+
+
+def open_engine(args: argparse.Namespace, threads: int, wanted: tuple[Test, ...]) -> Engine:
+    if args.shape is None:
+        return gemma_py.load(args.model, threads=threads)
+    longest = max(test.tokens + test.depth for test in wanted)
+    return Engine(random_checkpoint(args.shape, args.type, longest), threads)
+
+
+def run(args: argparse.Namespace) -> None:
+    wanted = tests(args)
+    sizes: tuple[int, ...] = args.teams or (machine.threads(),)
+    warn_of_threads(max(sizes))
+    interrupted = None
+    with open_engine(args, max(sizes), wanted) as engine:
+        bench = Bench(engine, sizes, wanted)
+        with Progress("measuring", wanted=not args.json and not args.csv) as progress:
+            try:
+                bench.run(args.r, args.profile, progress)
+            except KeyboardInterrupt as signal:  # what has been measured is shown nevertheless
+                interrupted = signal
+        made = report(engine, bench)
+    if args.json:
+        print_json(made)
+    elif args.csv:
+        print(as_csv(made), end="")
+    else:
+        print(as_markdown(made))
+    if interrupted is not None:
+        raise interrupted
+
+
+def as_csv(made: dict[str, Any]) -> str:
+    """A line a test; rounds and phases are in JSON only."""
+    common = ("model", "bytes", "parameters")
+    rows = [
+        {name: made[name] for name in common}
+        | {name: value for name, value in test.items() if isinstance(value, str | int | float)}
+        for test in made["tests"]
+    ]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0] if rows else common, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+_RATES = ("GFLOP/s", "of f32", "GB/s", "of memory")
+
+
+def rates(entry: dict[str, Any]) -> list[str]:
+    if "gflops" not in entry:
+        return [""] * len(_RATES)
+    return [
+        f"{entry['gflops']:.1f}",
+        f"{entry['of_f32']:.0%}",
+        f"{entry['gbytes_per_second']:.1f}",
+        f"{entry['of_memory']:.0%}",
+    ]
+
+
+def as_markdown(made: dict[str, Any]) -> str:
+    described = [made["model"], size(made["bytes"]), f"{made['parameters'] / 1e6:,.1f} M"]
+    rows = [
+        [
+            *described,
+            str(test["threads"]),
+            test["test"],
+            f"{test['tokens_per_second']:.1f} ± {test['stdev']:.1f}",
+            *rates(test),
+        ]
+        for test in made["tests"]
+    ]
+    parts = [markdown(["model", "size", "params", "threads", "test", "t/s", *_RATES], rows)]
+    for test in made["tests"]:
+        if "profile" in test:
+            passes = test["passes"]
+            parts.append(
+                f"{test['test']}, {threads_text(test['threads'])}: where the time of a pass goes ({passes} measured)"
+            )
+            rows = [
+                [entry["phase"], f"{entry['seconds'] / passes * 1e3:.3f}", f"{entry['share']:.1%}", *rates(entry)]
+                for entry in test["profile"]
+            ]
+            parts.append(markdown(["phase", "ms", "share", *_RATES], rows))
+    limits = [
+        [
+            str(limit["threads"]),
+            f"{limit['f32_gflops']:.1f}",
+            f"{limit['int16_gops']:.1f}",
+            f"{limit['memory_gbytes_per_second']:.1f}",
+        ]
+        for limit in made["limits"]
+    ]
+    processor = made["machine"]
+    parts.append(
+        f"The limits of this machine ({processor['processor']}, {processor['cores']} cores to use), measured now:"
+    )
+    parts.append(markdown(["threads", "f32 GFLOP/s", "int16 GOP/s", "memory GB/s"], limits))
+    return "\n\n".join(parts)
