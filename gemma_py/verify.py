@@ -60,6 +60,10 @@ def prompt_length(wanted: int | None, context: int) -> int:
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
+def threads_text(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to compute the same."""
@@ -68,7 +72,7 @@ class Way:
     chunk: int
 
     def __str__(self) -> str:
-        return f"{self.threads} thread{'s' * (self.threads > 1)} in chunks of {self.chunk}"
+        return f"{threads_text(self.threads)} in chunks of {self.chunk}"
 
 
 @dataclass(frozen=True)

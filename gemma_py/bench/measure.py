@@ -8,7 +8,7 @@ import copy
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,7 @@ from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.forward import PHASES
 from gemma_py.runtime.profile import WAIT, WORK, Profile
 from gemma_py.runtime.runner import CHUNK
-
-Say = Callable[[str, float], None]  # what is being done, and which part of all the work is done already
-
-
-def threads_text(count: int) -> str:
-    return f"{count} thread{'s' * (count > 1)}"
+from gemma_py.verify import Say
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class Bench:
                     self._warm_up()
                 done += 0 if row.test.depth in self._starts else row.test.depth
                 what = "with a profile" if number == rounds else f"round {number + 1} of {rounds}"
-                say(f"{row.test} on {threads_text(row.threads)}, {what}", done / total)
+                say(f"{row.test} on {verify.threads_text(row.threads)}, {what}", done / total)
                 self._measure(row, profiled=number == rounds)
                 done += row.test.weight
         self._measure_limits(say, 1.0)
@@ -188,7 +183,7 @@ class Model:
 def described(engine: Engine) -> Model:
     tensors = engine.checkpoint.tensors.values()
     parameters = sum(int(np.prod(tensor.shape, dtype=np.int64)) for tensor in tensors)
-    return Model(engine.path.stem, sum(tensor.data.nbytes for tensor in tensors), parameters)
+    return Model(engine.path.name.removesuffix(".gguf"), sum(tensor.data.nbytes for tensor in tensors), parameters)
 
 
 def cost_of(engine: Engine, test: Test) -> np.ndarray:

@@ -82,7 +82,9 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> RandomCheckpoin
         tensors[label] = replace(made[key], name=label)
     for label, width in _gains(config):
         tensors[label] = StoredTensor(label, F32, (width,), np.ones(width, np.float32).view(np.uint8), Path(name))
-    return RandomCheckpoint(Path(name), f"random {kind.name}", config, tensors, GGUF_NAMES, None, {})
+    return RandomCheckpoint(
+        Path(f"{name} random {kind.name}"), f"random {kind.name}", config, tensors, GGUF_NAMES, None, {}
+    )
 
 
 def _kind_of(label: str, kind: BlockType) -> BlockType:

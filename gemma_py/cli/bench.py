@@ -19,7 +19,7 @@ from typing import Any
 
 import gemma_py
 from gemma_py import machine
-from gemma_py.bench.measure import Bench, Test, report, threads_text
+from gemma_py.bench.measure import Bench, Test, report
 from gemma_py.bench.shapes import random_checkpoint
 from gemma_py.cli.common import (
     add_model,
@@ -35,6 +35,7 @@ from gemma_py.cli.common import (
 from gemma_py.cli.progress import Progress
 from gemma_py.engine import Engine
 from gemma_py.errors import InputError
+from gemma_py.verify import threads_text
 
 _TESTS = (Test(True, 512), Test(True, 2048), Test(False, 64), Test(False, 64, 2048))
 

@@ -10,12 +10,12 @@ from typing import NoReturn
 
 import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
-from gemma_py.cli import bench, generate, inspect, models, score, verify
+from gemma_py.cli import bench, generate, inspect, models, score, sweep, verify
 from gemma_py.cli.common import warn_of_threads
 from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-_COMMANDS = (generate, score, bench, inspect, verify, models)
+_COMMANDS = (generate, score, bench, sweep, inspect, verify, models)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,55 @@
+"""Figures, by matplotlib if it is there (extra `plot`)."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from gemma_py.errors import InputError
+from gemma_py.paths import atomic_write
+
+
+def refuse_what_cannot_be_drawn(path: Path) -> None:
+    """Before the work that the figure would show."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise InputError("figures need matplotlib: pip install 'gemma_py[plot]', or pip install matplotlib") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:] not in kinds:
+        raise InputError(f"{path}: the name should end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}")
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"{path}: no figure can be written there")
+
+
+def panels(count: int, title: str) -> tuple[Any, list[Any]]:
+    """A figure of so many diagrams side by side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * count, 4.2), layout="constrained")
+    figure.suptitle(title)
+    axes = list(figure.subplots(1, count, squeeze=False)[0])
+    for ax in axes:
+        ax.grid(True, alpha=0.3)
+    return figure, axes
+
+
+def draw(ax: Any, label: str, x: list[int], y: list[float]) -> None:
+    ax.plot(x, y, marker="o", label=label)
+
+
+def finish(ax: Any, title: str, x_label: str, y_label: str, ticks: list[int], log: bool = False) -> None:
+    """Ticks are where something was measured."""
+    ax.set(title=title, xlabel=x_label, ylabel=y_label)
+    if log:
+        ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45 if len(ticks) > 6 else 0)
+    ax.minorticks_off()
+    ax.set_ylim(bottom=0)
+    if len(ax.lines) > 1:
+        ax.legend()
+
+
+def save(figure: Any, path: Path) -> None:
+    with atomic_write(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=120)

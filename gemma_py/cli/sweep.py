@@ -1,0 +1,95 @@
+"""Which number of threads and which chunk size is fastest here; no bit depends on either, and that is checked.
+
+Each point reads a prompt in chunks of one size with so many threads, then makes some tokens one by one; figures are
+medians of all rounds, with the efficiency: what a thread gives, against a thread of the smallest team. The fastest are
+marked with a star. The bits of logits, keys and values are compared after every run; if two differ, the first place where
+they do is named, and the exit code is 1. Ctrl-C shows what has been measured.
+"""
+
+import argparse
+from pathlib import Path
+
+import gemma_py
+from gemma_py import machine
+from gemma_py.bench.plot import refuse_what_cannot_be_drawn
+from gemma_py.bench.sweep import Sweep
+from gemma_py.cli.common import add_model, counts, environment_threads, markdown, positive, print_json, teams
+from gemma_py.cli.progress import Progress
+from gemma_py.engine import Engine
+from gemma_py.verify import threads_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--threads", type=teams, dest="teams", default=environment_threads(), metavar="N,N",
+        help="default: up to the cores that this process may use, and all that the system calls processors",
+    )  # fmt: skip
+    parser.add_argument("--chunks", type=counts, default=(32, 128, 512), metavar="N,N", help="default: 32,128,512")
+    parser.add_argument(
+        "--tokens", type=positive, default=512, metavar="N", help="of the prompt (default: %(default)s)"
+    )
+    parser.add_argument("--new", type=positive, default=32, metavar="N", help="made after it (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the figures, as .png, .svg or .pdf (needs matplotlib)"
+    )
+
+
+def default_teams() -> tuple[int, ...]:
+    """All up to 8 cores, then powers of two; and as many as there are hardware threads, to show what they are worth."""
+    cores, processors = machine.threads(), len(machine.affinity())
+    few = range(1, min(cores, 8) + 1)
+    return tuple(sorted({*few, *(1 << n for n in range(4, 11) if 1 << n < cores), cores, processors}))
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.plot is not None:
+        refuse_what_cannot_be_drawn(args.plot)
+    threads = args.teams or default_teams()
+
+    def open_engine(count: int) -> Engine:
+        return gemma_py.load(args.model, threads=count)
+
+    interrupted = None
+    with open_engine(max(threads)) as engine:
+        sweep = Sweep(engine, threads, args.chunks, args.tokens, args.new)
+        with Progress("measuring", wanted=not args.json) as progress:
+            try:
+                sweep.run(args.rounds, open_engine, progress)
+            except KeyboardInterrupt as signal:  # what has been measured is shown nevertheless
+                interrupted = signal
+        if sweep.points and args.plot is not None:
+            sweep.draw(args.plot, f"{engine.path.name} on {machine.name()}")
+    if args.json:
+        print_json(sweep.as_json())
+    elif sweep.points:
+        print(table(sweep))
+        if args.plot is not None:
+            print(f"The figure is in {args.plot}.")
+    if interrupted is not None:
+        raise interrupted
+    sweep.insist()
+
+
+def table(sweep: Sweep) -> str:
+    way, decode = sweep.best_prefill(), sweep.best_decode()
+    header = ["threads", *(f"prefill in chunks of {chunk}" for chunk in sweep.chunks), "decode"]
+
+    def cell(rate: float | None, share: float | None, best: bool) -> str:
+        if rate is None:
+            return ""
+        return f"{'* ' if best else ''}{rate:.1f}" + ("" if share is None else f" ({share:.0%})")
+
+    rows = [
+        [str(count)]
+        + [cell(sweep.prefill(count, chunk), sweep.efficiency(count, chunk), (count, chunk) == (way.threads, way.chunk))
+           for chunk in sweep.chunks]
+        + [cell(sweep.decode(count), sweep.efficiency(count, None), count == decode)]
+        for count in sweep.threads
+    ]  # fmt: skip
+    runs = sum(len(point.decode) for point in sweep.points)
+    lines = [markdown(header, rows), "", f"Tokens a second; * fastest: prefill on {way}, decode with {threads_text(decode)}."]
+    if sweep.difference is None:
+        lines.append(f"{runs} run{'s' * (runs > 1)} of {sweep.tokens} + {sweep.new} tokens have the same bits.")
+    return "\n".join(lines)
