@@ -5,6 +5,7 @@ the cache already when the clock starts.
 """
 
 import copy
+import hashlib
 import platform
 import statistics
 import time
@@ -19,7 +20,7 @@ from gemma_py.bench import limits
 from gemma_py.bench.cost import BYTES, FLOP, run_cost
 from gemma_py.bench.limits import Limits
 from gemma_py.engine import Engine
-from gemma_py.errors import ContextError
+from gemma_py.errors import ContextError, MismatchError
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.forward import PHASES
 from gemma_py.runtime.profile import WAIT, WORK, Profile
@@ -59,6 +60,7 @@ class Row:
     threads: int
     test: Test
     seconds: list[float] = field(default_factory=list)
+    digest: str = ""  # of the last logits and of what the cache held at the end
     profile: Profile | None = None
     profiled_seconds: float = 0.0
 
@@ -91,6 +93,7 @@ class Bench:
         self._all = [Row(count, test) for count in threads for test in tests]
         self._limits = {count: Limits(count) for count in threads}
         self._starts: dict[int, Cache] = {}
+        self._digests: dict[Test, str] = {}
 
     @property
     def rows(self) -> list[Row]:
@@ -141,7 +144,7 @@ class Bench:
         try:
             start = time.perf_counter()
             for T in row.test.passes:
-                runner.run(cache, ids[first : first + T], False)
+                logits = runner.run(cache, ids[first : first + T], False)
                 first += T
             seconds = time.perf_counter() - start
         finally:
@@ -150,6 +153,15 @@ class Bench:
             row.profiled_seconds = seconds
         else:
             row.seconds.append(seconds)
+        self._compare(row, hashlib.sha256(logits.tobytes() + " ".join(cache.digest()).encode()).hexdigest())
+
+    def _compare(self, row: Row, digest: str) -> None:
+        """With all other runs of the test: they should have the same bits, however many threads."""
+        row.digest = digest
+        if self._digests.setdefault(row.test, digest) != digest:
+            raise MismatchError(
+                f"{row.test} on {verify.threads_text(row.threads)} gave other bits than before; `gemma_py verify` says where"
+            )
 
     def _ids(self, count: int) -> list[int]:
         return verify.prompt(count, self.engine.config.vocab_size)
@@ -201,7 +213,7 @@ def figures(engine: Engine, row: Row, limit: Limits) -> dict[str, Any]:
         "tokens_per_second": row.rate, "stdev": row.spread, "rounds": row.rates,
         "gflops": flop / seconds / 1e9, "gbytes_per_second": read / seconds / 1e9,
         "of_f32": flop / seconds / limit.f32, "of_int16": flop / seconds / limit.int16,
-        "of_memory": read / seconds / limit.memory,
+        "of_memory": read / seconds / limit.memory, "digest": row.digest,
     }  # fmt: skip
 
 

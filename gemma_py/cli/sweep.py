@@ -89,7 +89,11 @@ def table(sweep: Sweep) -> str:
         for count in sweep.threads
     ]  # fmt: skip
     runs = sum(len(point.decode) for point in sweep.points)
-    lines = [markdown(header, rows), "", f"Tokens a second; * fastest: prefill on {way}, decode with {threads_text(decode)}."]
+    lines = [
+        markdown(header, rows),
+        "",
+        f"Tokens a second; * fastest: prefill on {way}, decode with {threads_text(decode)}.",
+    ]
     if sweep.difference is None:
         lines.append(f"{runs} run{'s' * (runs > 1)} of {sweep.tokens} + {sweep.new} tokens have the same bits.")
     return "\n".join(lines)
