@@ -18,6 +18,7 @@ from typing import Any
 import gemma_py
 from gemma_py import machine
 from gemma_py.bench import plot
+from gemma_py.bench.cost import BYTES, FLOP, pass_cost
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.cli.common import counts, markdown, positive
 from gemma_py.cli.progress import Progress
@@ -50,6 +51,13 @@ def once(engine: gemma_py.Engine, ids: list[int], length: int) -> dict[str, Any]
         "kv_bytes": cache.keys.nbytes + cache.values.nbytes,
         "process_bytes": process_bytes(),
     }
+
+
+def counted(engine: gemma_py.Engine, length: int) -> dict[str, Any]:
+    """What the arithmetic asks for, whatever the machine: operations a prompt token, bytes read a decoded token."""
+    packed, kv_bytes = engine.runner.packed, engine.runner.cache().dtype().itemsize
+    prefill, decode = pass_cost(packed, kv_bytes, 0, length), pass_cost(packed, kv_bytes, length, 1)
+    return {"prefill_flop_per_token": int(prefill[:, FLOP].sum()) / length, "decode_bytes": int(decode[:, BYTES].sum())}
 
 
 def summary(length: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -100,13 +108,19 @@ def main() -> int:
                 rounds.append(once(engine, ids[: length + args.decode], length))
                 done += length
         threads, name = engine.threads, engine.path.name
-    rows = [summary(length, rounds) for length, rounds in measured.items()]
+        rows = [summary(length, rounds) | counted(engine, length) for length, rounds in measured.items()]
     table = [
-        [f"{row['tokens']:,}", f"{row['prefill_tokens_per_second']:.0f}", f"{row['decode_milliseconds']:.2f}",
-         f"{row['kv_bytes'] / 2**20:.1f}"]
+        [f"{row['tokens']:,}", f"{row['prefill_flop_per_token'] / 1e9:.3f}", f"{row['prefill_tokens_per_second']:.0f}",
+         f"{row['decode_bytes'] / 2**20:.1f}", f"{row['decode_milliseconds']:.2f}", f"{row['kv_bytes'] / 2**20:.1f}"]
         for row in rows
     ]  # fmt: skip
-    print(markdown(["tokens", "prefill tok/s", "decode ms", "KV MiB"], table, left=0))
+    print(
+        markdown(
+            ["tokens", "GFLOP a prompt token", "prefill tok/s", "MiB a decoded token", "decode ms", "KV MiB"],
+            table,
+            left=0,
+        )
+    )
     if args.plot is not None:
         draw(args.plot, f"{name}, {threads} threads, {machine.name()}", rows)
     print(json.dumps({"model": name, "threads": threads, "rounds": args.rounds, "points": rows}))
