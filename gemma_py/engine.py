@@ -14,7 +14,8 @@ from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
-from gemma_py.model.weights import Weights
+from gemma_py.model.store import packed_weights
+from gemma_py.model.weights import Matrix, Weights
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.runner import CHUNK, Runner
 from gemma_py.score import log_probability
@@ -64,7 +65,7 @@ class Engine:
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.tokenizer = checkpoint.tokenizer()
         self._runner: Runner | None = Runner(
-            checkpoint.weights(), self.config, threads or available_processors(), deadline, kv
+            packed_weights(checkpoint), self.config, threads or available_processors(), deadline, kv
         )
 
     @property
@@ -77,7 +78,7 @@ class Engine:
     def threads(self) -> int:
         return self.runner.team.workers
 
-    def reference_weights(self) -> Weights:
+    def reference_weights(self) -> Weights[Matrix]:
         """The weights as the specification takes them, read anew: the engine itself keeps only the packed form."""
         return self.checkpoint.weights()
 

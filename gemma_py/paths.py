@@ -19,6 +19,15 @@ def cache_dir() -> Path:
     return base / "gemma_py"
 
 
+def private_dir(path: Path) -> Path:
+    """The directory, made if need be; OSError unless it is this user's and nobody else may write there."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{path}: others may write here, so nothing in it can be trusted")
+    return path
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file that appears under its name only when it is complete. Raises OSError where it cannot be written."""

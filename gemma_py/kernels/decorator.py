@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import llvmlite
 import numba
 
-from gemma_py.paths import cache_dir
+from gemma_py.paths import cache_dir, private_dir
 
 # numba's own key sees neither edits in other files nor the optimiser's switches, so both are in the directory's name.
 _SWITCHES = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "CPU_NAME", "CPU_FEATURES", "BOUNDSCHECK")
@@ -30,11 +29,8 @@ def _cache_path() -> Path | None:
     for source in _sources():
         key.update(source.read_bytes())
     try:
-        path = cache_dir() / "kernels" / key.hexdigest()[:24]
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Machine code is loaded from here: nobody else may have put it there.
-        if path.stat().st_uid != os.getuid() or path.stat().st_mode & 0o022:
-            return None
+        path = private_dir(cache_dir() / "kernels" / key.hexdigest()[:24])
         with tempfile.TemporaryFile(dir=path):
             return path
     except OSError:
