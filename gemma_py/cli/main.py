@@ -10,11 +10,11 @@ from typing import NoReturn
 
 import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
-from gemma_py.cli import generate, inspect, models, score, verify
+from gemma_py.cli import cache, generate, inspect, models, score, verify
 from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-_COMMANDS = (generate, score, inspect, verify, models)
+_COMMANDS = (generate, score, inspect, verify, models, cache)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -37,29 +37,29 @@ def _cache_path() -> Path | None:
         return None
 
 
-_CACHE = _cache_path()
+CACHE = _cache_path()
 
 
 def first_time() -> bool:
     """Whether kernels have never been compiled into the cache here; always, where nothing can be cached."""
-    return _CACHE is None or not (_CACHE / "compiled").exists()
+    return CACHE is None or not (CACHE / "compiled").exists()
 
 
 def mark_compiled() -> None:
-    if _CACHE is not None:
+    if CACHE is not None:
         with contextlib.suppress(OSError):
-            (_CACHE / "compiled").touch()
+            (CACHE / "compiled").touch()
 
 
 def kernel(function: Callable[..., Any]) -> Any:
     """njit without the GIL, without fastmath, with IEEE division, cached. Kernels allocate nothing."""
     before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(_CACHE or "")
+    numba.config.CACHE_DIR = str(CACHE or "")
     try:
-        made = numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=_CACHE is not None)(function)
+        made = numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=CACHE is not None)(function)
     finally:
         numba.config.CACHE_DIR = before
-    if _CACHE is not None:
+    if CACHE is not None:
         made._cache.load_overload = _mending(made._cache)
     return made
 

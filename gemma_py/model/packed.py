@@ -121,7 +121,8 @@ class Plan:
         """With arenas that have been filled, now or by an earlier process."""
         for array in (*arenas, *self._tables):
             array.flags.writeable = False
-        return Packed(*arenas, *self._tables, self._numbers)
+        floats, halves, codes, scales = arenas
+        return Packed(floats, halves, codes, scales, *self._tables, self._numbers)
 
     def _number(self, matrix: StoredMatrix) -> int:
         return self._rows[id(matrix)][0]

@@ -28,10 +28,11 @@ from pathlib import Path
 import numpy as np
 
 from gemma_py.formats.files import forget
+from gemma_py.formats.tensor import StoredTensor
 from gemma_py.kernels.checksum import checksum
 from gemma_py.model.checkpoint import Checkpoint
 from gemma_py.model.packed import LAYOUT, Packed, Plan
-from gemma_py.paths import atomic_write, cache_dir, private_dir
+from gemma_py.paths import PARTIAL, abandoned, atomic_write, cache_dir, private_dir
 
 FOLDER, SUFFIX, RECORDS = "weights", ".packed", "records"
 _MAGIC, _FORMAT = b"GEMMAPK\n", 1
@@ -39,6 +40,7 @@ _PAGE = 4096
 _FIXED = struct.Struct("<8sII32s4Q")  # magic, format, layout, content key, sizes of the arenas
 _SUMS = struct.Struct("<4Q")
 _LONGEST_SOURCE = 1024  # bytes of the source's path, for people who list the cache
+_SMALLEST = 8 << 20  # bytes of weights worth a file: fewer are packed about as fast as they are checked
 _MARGIN = 1 << 30  # bytes that a disk must have left beside the file
 _BLOCK = 1 << 22
 _FRESH = 2_000_000_000  # nanoseconds in which a file system's clock may stand still
@@ -56,13 +58,20 @@ def packed_weights(checkpoint: Checkpoint) -> Packed:
     packed into memory, and a line on stderr says why, once a process.
     """
     plan = Plan(checkpoint.stored_weights(), checkpoint.config)
+    if sum(_spans(plan)[-1]) < _SMALLEST:
+        return plan.packed(_in_memory(plan, checkpoint.path))
     try:
         arenas = _kept(plan, checkpoint.path)
     except OSError as error:
         _say_once(f"packed weights are not kept, so every start takes longer: {error}")
-        arenas = [np.zeros(count, kind) for kind, count in plan.arenas]
-        _fill(plan, arenas, checkpoint.path)
+        arenas = _in_memory(plan, checkpoint.path)
     return plan.packed(arenas)
+
+
+def _in_memory(plan: Plan, source: Path) -> list[np.ndarray]:
+    arenas = [np.zeros(count, kind) for kind, count in plan.arenas]
+    _fill(plan, arenas, source)
+    return arenas
 
 
 def _kept(plan: Plan, source: Path) -> list[np.ndarray]:
@@ -111,6 +120,8 @@ def _sums(data: np.ndarray, plan: Plan) -> bytes:
 
 def _mapped(path: Path, plan: Plan, key: bytes) -> list[np.ndarray]:
     """The arenas of a sound file, read-only. FileNotFoundError if there is none, _Damaged if it is not sound."""
+    if path.is_symlink():
+        raise _Damaged("a link")
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
@@ -147,10 +158,15 @@ def source_of(path: Path) -> str | None:
 
 def _write(path: Path, plan: Plan, key: bytes, source: Path) -> None:
     """The file under its name, whole. OSError where it cannot be had; a process that packs it too does no harm."""
+    for left in path.parent.glob(f"*{SUFFIX}.*{PARTIAL}"):  # by a process that was killed
+        if abandoned(left):
+            left.unlink(missing_ok=True)
     size = sum(_spans(plan)[-1])
     free = shutil.disk_usage(path.parent).free
     if free < size + _MARGIN:
-        raise OSError(f"{path.parent}: {size >> 20} MiB and a margin of {_MARGIN >> 20} are needed, {free >> 20} are free")
+        raise OSError(
+            f"{path.parent}: {size >> 20} MiB and a margin of {_MARGIN >> 20} are needed, {free >> 20} are free"
+        )
     with atomic_write(path) as file:
         # All blocks at once: a mapped file that meets a full disk later ends the process (SIGBUS).
         os.posix_fallocate(file.fileno(), 0, size)
@@ -163,7 +179,9 @@ def _write(path: Path, plan: Plan, key: bytes, source: Path) -> None:
 
 def _fill(plan: Plan, arenas: Sequence[np.ndarray], source: Path) -> None:
     """Pack, and let the pages go that are done with: neither the checkpoint nor a file being written stays in memory."""
-    progress = _Progress(f"packing the weights of {source.name}, once", sum(m.tensor.data.nbytes for m in plan.matrices))
+    progress = _Progress(
+        f"packing the weights of {source.name}, once", sum(m.tensor.data.nbytes for m in plan.matrices)
+    )
     for matrix in plan.fill(arenas):
         forget(matrix.tensor.data)
         for arena in arenas:
@@ -182,21 +200,38 @@ def _content_key(plan: Plan, records: Path) -> bytes:
         text = record.read_bytes()[:65]
         if re.fullmatch(rb"[0-9a-f]{64}\n", text):
             return bytes.fromhex(text.decode())
-    progress = _Progress(f"reading {plan.matrices[0].tensor.path.name}", sum(tensor.data.nbytes for tensor in tensors))
+    key = _digest(tensors)
+    # Files that changed just now may change again without their times telling.
+    latest = max(max(identity[3:]) for identity in before)
+    if [_identity(path) for path in paths] == before and time.time_ns() - latest > _FRESH:
+        with atomic_write(record) as file:
+            file.write(key.hex().encode() + b"\n")
+    return key
+
+
+def _digest(tensors: Sequence[StoredTensor]) -> bytes:
+    progress = _Progress(f"reading {tensors[0].path.name}", sum(tensor.data.nbytes for tensor in tensors))
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(repr((tensor.type.name, tensor.shape)).encode())
         for first in range(0, tensor.data.nbytes, _BLOCK):
             part = tensor.data[first : first + _BLOCK]
-            digest.update(part)
+            digest.update(part.data)
             progress.add(part.nbytes)
         forget(tensor.data)
-    # Files that changed just now may change again without their times telling.
-    latest = max(max(identity[3:]) for identity in before)
-    if [_identity(path) for path in paths] == before and time.time_ns() - latest > _FRESH:
-        with atomic_write(record) as file:
-            file.write(digest.hexdigest().encode() + b"\n")
     return digest.digest()
+
+
+def drop_records() -> None:
+    """Forget contents of which no packed file is left."""
+    folder = cache_dir() / FOLDER
+    known = {path.name[:40] for path in folder.glob(f"*{SUFFIX}")}
+    for record in (folder / RECORDS).glob("*"):
+        if (
+            re.fullmatch("[0-9a-f]{64}", record.name)
+            and record.read_bytes()[:40].decode("ascii", "replace") not in known
+        ):
+            record.unlink(missing_ok=True)
 
 
 def _identity(path: Path) -> tuple[int, int, int, int, int]:

@@ -54,8 +54,8 @@ class StoredMatrix:
 
     def rows(self, first: int, last: int) -> Matrix:
         """These rows, read and checked."""
-        read = _code_rows if self.tensor.type.quantised else _float_rows
-        return read(self.tensor, first, last)
+        quantised = self.tensor.type.quantised
+        return _code_rows(self.tensor, first, last) if quantised else _float_rows(self.tensor, first, last)
 
     def parts(self) -> Iterator[tuple[int, Matrix]]:
         """All rows in runs of moderate size, each with the number of its first row, a multiple of 16."""
@@ -96,8 +96,10 @@ class Weights(Generic[M]):
     @property
     def matrices(self) -> tuple[M, ...]:
         """Each once, in the order in which they are laid out."""
-        ends = (self.embedding,) if self.head is self.embedding else (self.embedding, self.head)
-        return (*ends, *(matrix for layer in self.layers for matrix in layer.matrices))
+        made = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
+        for layer in self.layers:
+            made += layer.matrices
+        return tuple(made)
 
 
 @dataclass(frozen=True)

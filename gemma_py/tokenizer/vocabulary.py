@@ -23,6 +23,7 @@ _GEMMA_CONTROL = re.compile(
     r"<unused\d+>|<(start|end)_of_(turn|image)>|<(bos|eos|pad|unk|mask|image_soft_token)>|\[multimodal\]"
 )
 _LAYOUT = 2  # of the cache file; a new number leaves old files behind
+SUFFIX = ".vocab"
 _LARGEST_CACHE = 256 << 20
 
 
@@ -67,7 +68,7 @@ def cached(source: Path, salt: str, build: Callable[[], Vocabulary]) -> Vocabula
     name = f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{salt}\0{_LAYOUT}"
     key = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
     try:
-        path = cache_dir() / "tokenizers" / f"{key}.vocab"
+        path = cache_dir() / "tokenizers" / f"{key}{SUFFIX}"
     except OSError:
         return without_forgeries(build())
     stored = _read(path)
