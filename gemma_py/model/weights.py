@@ -218,7 +218,8 @@ class _Source(Generic[M]):
         where: str,
         read: Callable[[StoredTensor], M],
     ) -> None:
-        self.tensors, self.config, self.names, self.where, self.read = tensors, config, names, where, read
+        self.tensors, self.config, self.names, self.where = tensors, config, names, where
+        self.read: Callable[[StoredTensor], M] = read
         self.used: set[str] = set()
 
     def take(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
