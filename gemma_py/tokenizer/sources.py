@@ -1,5 +1,6 @@
 """Vocabularies from tokenizer.json and from GGUF metadata."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     tokens = metadata["tokenizer.ggml.tokens"]
     scores = metadata.get("tokenizer.ggml.scores")
     types = metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, list):
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
         raise TokenizerError(f"{path}: tokenizer.ggml.tokens should be a list of strings")
+    tokens = list(tokens)
     for name, table in (("scores", scores), ("token_type", types)):
         if not isinstance(table, np.ndarray) or len(table) != len(tokens):
             raise TokenizerError(f"{path}: tokenizer.ggml.{name} should have {len(tokens)} elements, one a token")
