@@ -1,14 +1,16 @@
 """The one decorator of all compiled code, and where its machine code is kept."""
 
 import contextlib
+import functools
 import hashlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llvmlite
+import llvmlite.binding
 import numba
+from numba.core.runtime import _nrt_python
 
 from gemma_py.paths import cache_dir, private_dir
 
@@ -65,21 +67,30 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def _mending(cache: Any) -> Callable[..., Any]:
-    """numba's loading of a kernel from disk, for which a damaged file means "not there" instead of a crash.
+    """numba's loading of a kernel from disk, without what only a compilation needs, and mended where a file is damaged.
+
+    numba would first import and register everything that it can compile: a third of a start in which nothing is compiled,
+    and 40 MB. Machine code needs no more than the addresses of its runtime. (A compilation still does all that itself.)
 
     numba takes care of files that are missing or of another version. A truncated one (a full disk, a machine that went
     down) raises whatever unpickling half of it raises; then the kernel's index is emptied and it is compiled anew.
     """
-    load = cache.load_overload
 
     def load_or_flush(signature: Any, context: Any) -> Any:
         try:
-            return load(signature, context)
+            _declare_runtime()
+            return cache._load_overload(signature, context)
         except Exception:
             cache.flush()
             return None
 
     return load_or_flush
+
+
+@functools.cache
+def _declare_runtime() -> None:
+    for name, address in _nrt_python.c_helpers.items():
+        llvmlite.binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
