@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -63,10 +64,14 @@ class Engine:
             raise InputError(f"deadline should be seconds up to {_LONGEST_DEADLINE}, found {deadline!r:.40}")
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
-        self.tokenizer = checkpoint.tokenizer()
-        self._runner: Runner | None = Runner(
-            packed_weights(checkpoint), self.config, threads or available_processors(), deadline, kv
-        )
+        with ThreadPoolExecutor(
+            1, "gemma_py-tokenizer"
+        ) as aside:  # which takes seconds at the first start, as kernels do
+            tokenizer = aside.submit(checkpoint.tokenizer)
+            self._runner: Runner | None = Runner(
+                packed_weights(checkpoint), self.config, threads or available_processors(), deadline, kv
+            )
+            self.tokenizer = tokenizer.result()
 
     @property
     def runner(self) -> Runner:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gemma_py.errors import FormatError, UnsupportedError
 from gemma_py.formats.blocks import TYPES
-from gemma_py.formats.files import map_file
+from gemma_py.formats.files import forget, map_file
 from gemma_py.formats.tensor import StoredTensor
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -24,7 +24,7 @@ _SMALLEST_FIELD = 8 + 4 + 1  # an empty key, a type, one byte
 _SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension
 _LARGEST_ALIGNMENT = 1 << 16
 _MOST_STRINGS = 1 << 24  # of an array; vocabularies have 2^18
-_MANY, _LIKELY_TEXT = 1000, 32  # strings worth looking at together; bytes that one takes, its length included
+_MANY, _LIKELY_TEXT = 1000, 20  # strings worth looking at together; bytes that one takes, its length included
 _MOST_LOOKALIKES = 64
 _LARGEST_SHARD_COUNT = 99_999
 
@@ -268,7 +268,9 @@ def _read_one(path: Path) -> GGUFFile:
     if not 1 <= alignment <= _LARGEST_ALIGNMENT or alignment & (alignment - 1):
         cursor.fail(f"general.alignment should be a power of two up to {_LARGEST_ALIGNMENT}, found {alignment}")
     cursor.need(tensor_count * _SMALLEST_RECORD, f"a table of {tensor_count} tensors")
-    return GGUFFile((path,), version, metadata, _read_tensors(cursor, data, tensor_count, alignment))
+    tensors = _read_tensors(cursor, data, tensor_count, alignment)
+    forget(data)
+    return GGUFFile((path,), version, metadata, tensors)
 
 
 def _read_tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int) -> dict[str, StoredTensor]:
