@@ -1,8 +1,27 @@
 """Gemma on CPUs, with answers that do not change by a bit."""
 
-from gemma_py import errors, reference
-from gemma_py.engine import Engine, Session, Token, load
-from gemma_py.errors import GemmaError
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gemma_py import errors, reference
+    from gemma_py.engine import Engine, Session, Token, load
+    from gemma_py.errors import GemmaError
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "GemmaError", "Session", "Token", "errors", "load", "reference"]
+
+# Imported when they are asked for: numba alone takes a fifth of a second, which a list of models can do without.
+_HOMES = {"Engine": "engine", "Session": "engine", "Token": "engine", "load": "engine", "GemmaError": "errors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("errors", "reference"):
+        return importlib.import_module(f"gemma_py.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gemma_py' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"gemma_py.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,8 @@ from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
-from gemma_py.model.weights import Weights
+from gemma_py.model.store import packed_weights
+from gemma_py.model.weights import Matrix, Weights
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.runner import CHUNK, Runner
 from gemma_py.score import log_probability
@@ -62,10 +64,14 @@ class Engine:
             raise InputError(f"deadline should be seconds up to {_LONGEST_DEADLINE}, found {deadline!r:.40}")
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
-        self.tokenizer = checkpoint.tokenizer()
-        self._runner: Runner | None = Runner(
-            checkpoint.weights(), self.config, threads or machine.threads(), deadline, kv
-        )
+        with ThreadPoolExecutor(
+            1, "gemma_py-tokenizer"
+        ) as aside:  # which takes seconds at the first start, as kernels do
+            tokenizer = aside.submit(checkpoint.tokenizer)
+            self._runner: Runner | None = Runner(
+                packed_weights(checkpoint), self.config, threads or machine.threads(), deadline, kv
+            )
+            self.tokenizer = tokenizer.result()
 
     @property
     def runner(self) -> Runner:
@@ -77,7 +83,7 @@ class Engine:
     def threads(self) -> int:
         return self.runner.team.workers
 
-    def reference_weights(self) -> Weights:
+    def reference_weights(self) -> Weights[Matrix]:
         """The weights as the specification takes them, read anew: the engine itself keeps only the packed form."""
         return self.checkpoint.weights()
 

@@ -177,3 +177,58 @@ def test_wrong_shards_are_refused(tmp_path: Path, shards: list[tuple[int, int, i
 def test_a_shard_under_another_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="one of 2 shards"):
         read(tmp_path, shard(0, 2, 2, "a"))
+
+
+def strings(values: list[bytes]) -> bytes:
+    return struct.pack("<IQ", STRING, len(values)) + b"".join(WORD(len(value)) + value for value in values)
+
+
+LOOKALIKES = [b"", b"\0", b"\0" * 9, b"\1\0\0\0\0\0\0\0", b"\0\0\0\0\0\0\0\0x", b"x\0\0\0\0\0\0\0", "▁é🙂".encode()]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [b"piece%d" % number for number in range(1500)],
+        [b"a"] * 700 + LOOKALIKES + [b"b"] * 700,
+        LOOKALIKES * 300,
+        LOOKALIKES + [b"c"] * 1000,
+        [b"x" * number for number in range(1100)],
+        [b""] * 2000,
+        ["▁é🙂".encode()] * 1000 + LOOKALIKES,
+    ],
+)
+def test_many_strings_match_strings_one_by_one(tmp_path: Path, values: list[bytes]) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(assemble([field("a", ARRAY, strings(values)), field("b", ARRAY, strings([b"end"]))], [], b""))
+    metadata = read_gguf(path).metadata
+    assert list(metadata["a"]) == [value.decode() for value in values]
+    assert list(metadata["a"][3:5]) == [value.decode() for value in values[3:5]]
+    assert list(metadata["b"]) == ["end"]
+
+
+def test_a_vocabulary_is_not_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.gguf"
+    values = [b"piece%d" % number for number in range(3000)] + LOOKALIKES
+    path.write_bytes(assemble([field("a", ARRAY, strings(values))], [], b""))
+    monkeypatch.setattr("gemma_py.formats.gguf._Cursor._texts_one_by_one", lambda *_: pytest.fail("one by one"))
+    assert len(read_gguf(path).metadata["a"]) == len(values)
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"\xe2\x96", b"\xed\xa0\x80"])
+def test_a_string_among_many_that_is_not_utf_8_is_named(tmp_path: Path, bad: bytes) -> None:
+    path = tmp_path / "m.gguf"
+    values = [b"piece%d" % number for number in range(1200)]
+    values[777] = bad
+    path.write_bytes(assemble([field("a", ARRAY, strings(values))], [], b""))
+    with pytest.raises(FormatError, match="element 777: not UTF-8"):
+        read_gguf(path)
+
+
+def test_many_strings_that_end_with_the_file_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    data = assemble([field("a", ARRAY, strings([b"piece%d" % number for number in range(1200)]))], [], b"")
+    for left in (32, 37, 41, 4000):  # beyond what fills the last line
+        path.write_bytes(data[:-left])
+        with pytest.raises(FormatError, match=r"m\.gguf"):
+            read_gguf(path)

@@ -196,7 +196,7 @@ BROKEN: dict[str, bytes] = {
     "a prefix": broken(lambda d: d["model"].update(continuing_subword_prefix="##")),
     "shifted ids": broken(
         lambda d: d["added_tokens"].extend(
-            [{"id": 1536, "content": "<ctl>", "special": True}, {"id": 1537, "content": "<h6>", "special": False}]
+            [{"id": 1536, "content": "<ctl>", "special": True}, {"id": 1538, "content": "<h6>", "special": False}]
         )
     ),
     "a control token of one character": broken(
@@ -234,18 +234,6 @@ def test_broken_tokenizer_json_is_a_typed_error(tmp_path: Path, name: str) -> No
     path.write_bytes(BROKEN[name])
     with pytest.raises(GemmaError, match=r"tokenizer\.json"):
         tokenizer_from_json(path)
-
-
-def test_a_panic_in_rust_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Panic(BaseException):
-        """As pyo3's PanicException: not an Exception."""
-
-    def build(*_: object, **__: object) -> None:
-        raise Panic("index out of bounds")
-
-    monkeypatch.setattr("tokenizers.models.BPE", build)
-    with pytest.raises(TokenizerError, match="index out of bounds"):
-        tokenizer_from_json(TINY / "tokenizer.json")
 
 
 @pytest.mark.parametrize("kind", [1, 4, 5])
@@ -297,7 +285,7 @@ def test_the_cache_is_used_repaired_and_dispensable(tmp_path: Path, monkeypatch:
     (stored,) = (tmp_path / "cache" / "gemma_py" / "tokenizers").iterdir()
     assert stored.stat().st_mode & 0o077 == 0
     good = stored.read_bytes()
-    monkeypatch.setattr(vocabularies, "without_forgeries", lambda _: pytest.fail("built although it was cached"))
+    monkeypatch.setattr(vocabularies, "tables", lambda *_: pytest.fail("built although it was cached"))
     assert tokenizer_from_json(source).encode("some text, 🙂") == expected
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -13,7 +13,7 @@ import tiny_checkpoints as tiny
 import tokenizers
 from tokenizers import decoders, models, normalizers, trainers
 
-from gemma_py.tokenizer.sources import _GEMMA_PIPELINE
+from gemma_py.tokenizer.sources import _REPLACE
 
 TARGET = Path(__file__).parent.parent / "models" / "tiny-gemma3"
 CONTROL = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>",
@@ -46,7 +46,7 @@ def tokenizer_document() -> dict:
          "special": piece in CONTROL[:4] or "turn" in piece or "image" in piece}
         for number, piece in enumerate([*CONTROL, *PLAIN])
     ]  # fmt: skip
-    assert document["normalizer"] == _GEMMA_PIPELINE["normalizer"]
+    assert document["normalizer"] == _REPLACE
     document["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],

@@ -1,8 +1,7 @@
 """Models of a released shape with random weights: as fast as the real ones, before anybody has downloaded them."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,14 @@ from gemma_py.formats.tensor import StoredTensor
 from gemma_py.model.checkpoint import Checkpoint
 from gemma_py.model.config import Config, Norm
 from gemma_py.model.config_hf import config_from_hf
-from gemma_py.model.packed import packed_bytes
-from gemma_py.model.weights import GGUF_NAMES, Weights, build_weights, whole
+from gemma_py.model.packed import Plan
+from gemma_py.model.weights import GGUF_NAMES
 from gemma_py.runtime.runner import CHUNK
-from gemma_py.tokenizer import Tokenizer
 
-_ROWS = 64  # of the sample that an estimate is made from: whole panels
+Make = Callable[[BlockType, int], np.ndarray]  # so many values of a type, as bytes
 _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "G": "num_key_value_heads",
              "E": "head_dim", "F": "intermediate_size", "V": "vocab_size", "W": "sliding_window",
              "context": "max_position_embeddings"}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RandomCheckpoint(Checkpoint):
-    """Its layers have the same weights, each a copy of its own in memory once they are packed."""
-
-    def weights(self) -> Weights:
-        one = replace(self.config, layers=self.config.layers[:1])
-        tensors = {
-            name: tensor
-            for name, tensor in self.tensors.items()
-            if not name.startswith("blk.") or name.startswith("blk.0.")
-        }
-        weights = build_weights(tensors, one, self.names, str(self.path))
-        return replace(weights, layers=weights.layers * len(self.config.layers))
-
-    def tokenizer(self) -> Tokenizer | None:
-        return None
 
 
 def config_of(name: str) -> Config:
@@ -56,9 +36,10 @@ def config_of(name: str) -> Config:
     return config_from_hf(document, name)
 
 
-def random_checkpoint(name: str, type_name: str, tokens: int) -> RandomCheckpoint:
+def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     """The layers' matrices in the type; the embedding, which is the head too, in Q8_0 if that is a quantised one.
 
+    Matrices of one shape share their bytes here; packed, each has a copy of its own, or all would lie in a cache.
     tokens: that a session will hold. Refused if all together would not fit into memory.
     """
     config = config_of(name)
@@ -71,24 +52,20 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> RandomCheckpoin
                 f"{name} in {kind.name}: rows should be a multiple of {kind.block} values, {label} has {shape[1]}"
             )
     _refuse_what_does_not_fit(name, config, kind, tokens)
-    seeds = np.random.SeedSequence(1)
-    made: dict[tuple[str, tuple[int, ...]], StoredTensor] = {}
-    tensors = {}
+    return _checkpoint(name, config, kind, _random)
+
+
+def _checkpoint(name: str, config: Config, kind: BlockType, make: Make) -> Checkpoint:
+    made: dict[tuple[str, tuple[int, int]], np.ndarray] = {}
+    tensors, path = {}, Path(f"{name} random {kind.name}")
     for label, shape in _matrices(config):
-        stored = _kind_of(label, kind)
-        key = (stored.name, shape)
-        if key not in made:
-            made[key] = _random(label, stored, shape, np.random.default_rng(seeds.spawn(1)[0]))
-        tensors[label] = replace(made[key], name=label)
+        stored = TYPES["Q8_0"] if kind.quantised and label == GGUF_NAMES.embedding else kind
+        if (stored.name, shape) not in made:
+            made[stored.name, shape] = make(stored, math.prod(shape))
+        tensors[label] = StoredTensor(label, stored, shape, made[stored.name, shape], path)
     for label, width in _gains(config):
-        tensors[label] = StoredTensor(label, F32, (width,), np.ones(width, np.float32).view(np.uint8), Path(name))
-    return RandomCheckpoint(
-        Path(f"{name} random {kind.name}"), f"random {kind.name}", config, tensors, GGUF_NAMES, None, {}
-    )
-
-
-def _kind_of(label: str, kind: BlockType) -> BlockType:
-    return TYPES["Q8_0"] if kind.quantised and label == GGUF_NAMES.embedding else kind
+        tensors[label] = StoredTensor(label, F32, (width,), np.ones(width, np.float32).view(np.uint8), path)
+    return Checkpoint(path, f"random {kind.name}", config, tensors, GGUF_NAMES, None, {}, keep=False)
 
 
 def _matrices(config: Config) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -110,47 +87,34 @@ def _gains(config: Config) -> Iterator[tuple[str, int]]:
             yield GGUF_NAMES.norms[norm].format(number), width
 
 
-def _random(label: str, kind: BlockType, shape: tuple[int, ...], rng: np.random.Generator) -> StoredTensor:
-    """Bytes that mean moderate numbers, since tiny and infinite ones may take the processor longer."""
-    count = math.prod(shape)
+def _random(kind: BlockType, count: int) -> np.ndarray:
+    """Bytes of so many moderate numbers, since tiny and infinite ones may take the processor longer."""
+    rng = np.random.default_rng(count)
     if kind.quantised:
         # Without its highest bit, no exponent of a half makes more than 2: whatever bytes hold scales, they are finite.
-        data = rng.integers(0, 256, count // kind.block * kind.bytes, np.uint8) & np.uint8(0xBF)
-    else:
-        values = rng.standard_normal(count, np.float32)
-        values *= np.float32(0.05)
-        if kind.name == "BF16":
-            data = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(np.uint8)
-        elif kind.name == "F16":
-            data = values.astype(np.float16).view(np.uint8)
-        else:
-            data = values.view(np.uint8)
-    return StoredTensor(label, kind, shape, data, Path(label))
+        return rng.integers(0, 256, count // kind.block * kind.bytes, np.uint8) & np.uint8(0xBF)
+    values = rng.standard_normal(count, np.float32)
+    values *= np.float32(0.05)
+    if kind.name == "BF16":
+        return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(np.uint8)
+    return values.astype(np.float16).view(np.uint8) if kind.name == "F16" else values.view(np.uint8)
+
+
+def _blank(kind: BlockType, count: int) -> np.ndarray:
+    """As long, and made of one byte."""
+    return np.broadcast_to(np.uint8(0), count // kind.block * kind.bytes)
 
 
 def estimate(config: Config, kind: BlockType, tokens: int) -> tuple[int, int]:
-    """Bytes of (packed weights, all else at the worst moment).
-
-    A few rows of each matrix are packed in earnest, so this knows no layouts. All else: the largest matrix twice on its way
-    in, the keys and values of the tokens, and a chunk's intermediate results.
-    """
-    sizes: dict[tuple[str, tuple[int, int]], int] = {}
-    total = largest = 0
-    for label, (N, K) in _matrices(config):
-        stored = _kind_of(label, kind)
-        if (stored.name, (N, K)) not in sizes:
-            sample = _random(label, stored, (_ROWS, K), np.random.default_rng(1))
-            sizes[stored.name, (N, K)] = packed_bytes([whole(sample)]) * -(-N // _ROWS)
-        total += sizes[stored.name, (N, K)]
-        largest = max(largest, sizes[stored.name, (N, K)])
+    """Bytes of (packed weights, all else): the random bytes, the tokens' keys and values, a chunk's intermediate results."""
+    blank = _checkpoint("", config, kind, _blank)
+    random = {(tensor.type.name, tensor.shape): tensor.data.nbytes for tensor in blank.tensors.values()}
     rows = sum(
         min(tokens, (y.sliding_window or tokens) + CHUNK) * 2 * y.num_key_value_heads * y.head_dim
         for y in config.layers
     )
-    widest = max(y.intermediate_size for y in config.layers)
-    return total, 2 * largest + 4 * rows + CHUNK * 4 * (
-        2 * widest + 6 * config.hidden_size + config.vocab_size // CHUNK
-    )
+    widest = 2 * max(y.intermediate_size for y in config.layers) + 6 * config.hidden_size
+    return Plan(blank.stored_weights(), config).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
 
 
 def _refuse_what_does_not_fit(name: str, config: Config, kind: BlockType, tokens: int) -> None:

@@ -7,13 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gemma_py import machine
 from gemma_py.catalog import DEFAULT_MODEL
-from gemma_py.engine import Engine
 from gemma_py.errors import InputError
-from gemma_py.formats.files import TEXT_LIMIT, read_json, read_text
+
+if TYPE_CHECKING:
+    from gemma_py.engine import Engine
 
 T = TypeVar("T")
 
@@ -120,8 +121,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_input(args: argparse.Namespace, engine: Engine) -> list[int]:
+def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:
     """Ids of whichever input was given. A text gets the begin token; ids are taken as they are."""
+    from gemma_py.formats.files import TEXT_LIMIT, read_json, read_text  # numpy comes with it
+
     if args.ids is not None:
         ids = read_json(args.ids)
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):

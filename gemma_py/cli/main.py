@@ -1,6 +1,7 @@
 """The command line: arguments in, a command called, errors turned into one line and an exit code."""
 
 import argparse
+import importlib
 import io
 import os
 import sys
@@ -10,12 +11,11 @@ from typing import NoReturn
 
 import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
-from gemma_py.cli import bench, generate, inspect, models, score, sweep, verify
 from gemma_py.cli.common import warn_of_threads
 from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-_COMMANDS = (generate, score, bench, sweep, inspect, verify, models)
+_COMMANDS = ("generate", "score", "bench", "sweep", "inspect", "verify", "models", "cache")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,7 +25,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message} (see --help)\n")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(wanted: str | None = None) -> argparse.ArgumentParser:
+    """Of the command that is wanted, or of all: a command's module brings what the command needs, which takes its time."""
     top = _Parser(
         prog="gemma_py",
         description="Run Gemma models on CPUs. The same prompt gives the same bits, on any machine.",
@@ -34,8 +35,8 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"gemma_py {gemma_py.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for module in _COMMANDS:
-        name = module.__name__.rpartition(".")[2]
+    for name in (wanted,) if wanted in _COMMANDS else _COMMANDS:
+        module = importlib.import_module(f"gemma_py.cli.{name}")
         description = (module.__doc__ or "").strip()
         command = commands.add_parser(
             name,
@@ -50,8 +51,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        args = parser(given[0] if given else None).parse_args(given)
         if isinstance(getattr(args, "threads", None), int):
             warn_of_threads(args.threads)
         args.run(args)

@@ -35,6 +35,17 @@ def map_file(path: Path) -> np.ndarray:
         raise FormatError(f"{path}: cannot be read: {error}") from error
 
 
+def forget(array: np.ndarray) -> None:
+    """Let the pages behind an array of a mapped file go from this process; whoever reads there again gets them back."""
+    base: object = array
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    if isinstance(base, mmap.mmap) and array.nbytes:
+        first = array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+        start = first // mmap.PAGESIZE * mmap.PAGESIZE
+        base.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+
+
 def _check_regular(path: Path) -> None:
     """Opening a pipe would wait for a writer, and a device may have no end."""
     try:

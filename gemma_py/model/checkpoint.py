@@ -13,7 +13,17 @@ from gemma_py.formats.tensor import StoredTensor
 from gemma_py.model.config import Config
 from gemma_py.model.config_gguf import config_from_gguf
 from gemma_py.model.config_hf import config_from_hf
-from gemma_py.model.weights import GGUF_NAMES, Names, Weights, build_weights, hugging_face_names, is_text_tensor
+from gemma_py.model.weights import (
+    GGUF_NAMES,
+    Matrix,
+    Names,
+    StoredMatrix,
+    Weights,
+    build_weights,
+    hugging_face_names,
+    is_text_tensor,
+    whole,
+)
 from gemma_py.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_json
 
 
@@ -26,9 +36,15 @@ class Checkpoint:
     names: Names
     chat_template: str | None
     metadata: Mapping[str, Any]  # what the file says of itself beyond the config
+    keep: bool = True  # whether its packed weights may be kept for a later start
 
-    def weights(self) -> Weights:
-        return build_weights(self.tensors, self.config, self.names, str(self.path))
+    def weights(self) -> Weights[Matrix]:
+        """All of them unpacked, for the specification."""
+        return build_weights(self.tensors, self.config, self.names, str(self.path), whole)
+
+    def stored_weights(self) -> Weights[StoredMatrix]:
+        """Names and shapes checked; the matrices' values stay in the file."""
+        return build_weights(self.tensors, self.config, self.names, str(self.path), StoredMatrix)
 
     def tokenizer(self) -> Tokenizer | None:
         """None where the checkpoint brings none; the engine then works on ids."""

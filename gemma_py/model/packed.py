@@ -3,14 +3,17 @@
 Tables of integers and a few arenas have the same types for every model, so one compiled forward pass serves them all.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from gemma_py.errors import UnsupportedError
+from gemma_py.formats.blocks import BF16, Minimum
 from gemma_py.kernels.matmul import COLUMNS, pack_codes, pack_floats, panels_of
 from gemma_py.model.config import Config, Norm
-from gemma_py.model.weights import CodeMatrix, FloatMatrix, Matrix, Weights
+from gemma_py.model.reference import rope_frequencies
+from gemma_py.model.weights import FloatMatrix, Matrix, StoredMatrix, Weights
 
 # Columns of `matrices`.
 KIND, ROWS, INPUTS, AT, SCALES_AT, MINIMUMS_AT, GROUP = range(7)
@@ -43,6 +46,8 @@ class Numbers(NamedTuple):
 
 
 class Packed(NamedTuple):
+    """Every array is read-only: numba would compile a second pass for writable ones."""
+
     floats: np.ndarray  # f32 panels
     halves: np.ndarray  # bfloat16 panels, as uint16
     codes: np.ndarray  # int8 panels
@@ -54,41 +59,7 @@ class Packed(NamedTuple):
     numbers: Numbers
 
 
-def _size(matrix: Matrix) -> int:
-    N, K = matrix.shape
-    return panels_of(N) * COLUMNS * K
-
-
-def _kind(matrix: Matrix) -> int:
-    if isinstance(matrix, CodeMatrix):
-        return CODES
-    return HALVES if matrix.values.dtype == np.uint16 else FLOATS
-
-
-def _scale_sizes(matrix: CodeMatrix) -> tuple[int, int]:
-    size = panels_of(matrix.shape[0]) * COLUMNS * matrix.scales.shape[1]
-    return size, size if len(matrix.minimums) else 0
-
-
-_ARENAS = (np.float32, np.uint16, np.int8, np.float32)  # floats, halves, codes, scales
-
-
-def _sizes(matrices: Iterable[Matrix]) -> list[int]:
-    """Values in each arena."""
-    sizes = [0, 0, 0, 0]
-    for matrix in matrices:
-        sizes[_kind(matrix)] += _size(matrix)
-        if isinstance(matrix, CodeMatrix):
-            sizes[3] += sum(_scale_sizes(matrix))
-    return sizes
-
-
-def packed_bytes(matrices: Iterable[Matrix]) -> int:
-    """What these will take when they are packed."""
-    return sum(size * np.dtype(kind).itemsize for size, kind in zip(_sizes(matrices), _ARENAS, strict=True))
-
-
-def matrix_bytes(packed: "Packed", number: int) -> int:
+def matrix_bytes(packed: Packed, number: int) -> int:
     """What a pass reads of a packed matrix: all of it, once."""
     row = packed.matrices[number]
     values = panels_of(int(row[ROWS])) * COLUMNS * int(row[INPUTS])
@@ -98,71 +69,124 @@ def matrix_bytes(packed: "Packed", number: int) -> int:
     return values * packed.codes.itemsize + scales * packed.scales.itemsize
 
 
-class _Packer:
-    """Fills arenas of the right size, matrix after matrix."""
-
-    def __init__(self, matrices: Iterable[Matrix]) -> None:
-        # One value at least: an empty arena is never read, but its address is taken.
-        self.arenas = [np.empty(max(1, size), kind) for size, kind in zip(_sizes(matrices), _ARENAS, strict=True)]
-        self.used = [0, 0, 0, 0]
-        self.rows: list[list[int]] = []
-
-    def take(self, arena: int, size: int) -> tuple[int, np.ndarray]:
-        at = self.used[arena]
-        self.used[arena] += size
-        return at, self.arenas[arena][at : at + size]
-
-    def add(self, matrix: Matrix) -> int:
-        """The number of the matrix in the table."""
-        kind, (N, K) = _kind(matrix), matrix.shape
-        at, place = self.take(kind, _size(matrix))
-        row = [kind, N, K, at, -1, -1, 32]
-        if isinstance(matrix, FloatMatrix):
-            pack_floats(matrix.values, place)
-        else:
-            pack_codes(matrix.codes, place)
-            scales, minimums = _scale_sizes(matrix)
-            row[SCALES_AT], place = self.take(3, scales)
-            pack_floats(matrix.scales, place)
-            if minimums:
-                row[MINIMUMS_AT], place = self.take(3, minimums)
-                pack_floats(matrix.minimums, place)
-            row[GROUP] = K // matrix.scales.shape[1]
-        self.rows.append(row)
-        return len(self.rows) - 1
+LAYOUT = 1  # of panels and arenas, as files of packed weights hold them; a new number leaves old files behind
+_TYPES = tuple(np.dtype(kind) for kind in ("<f4", "<u2", "i1", "<f4"))  # of the arenas: floats, halves, codes, scales
 
 
-def pack(weights: Weights, config: Config, frequencies: np.ndarray, ropes: list[int]) -> Packed:
-    """frequencies: f32 [ropes, widest E / 2]; ropes: which of them each layer turns by."""
-    parts = [[w.q, w.k, w.v, w.o, w.gate, w.up, w.down] for w in weights.layers]
-    tied = weights.head is weights.embedding
-    ends = [weights.embedding] if tied else [weights.embedding, weights.head]
-    packer = _Packer([*ends, *(matrix for layer in parts for matrix in layer)])
-    embedding = packer.add(weights.embedding)
-    head = embedding if tied else packer.add(weights.head)
-    gains = [weights.final_gain]
-    place = len(weights.final_gain)
-    table = np.full((len(config.layers), 24), -1, np.int64)
-    for number, (layer, w) in enumerate(zip(config.layers, weights.layers, strict=True)):
-        row = table[number]
-        row[HEADS : ROPE + 1] = (
-            layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim, layer.intermediate_size,
-            layer.sliding_window or 0, layer.kv_source, ropes[number],
+class Plan:
+    """Where everything will be, from names, shapes and types alone: tables, and the sizes of the arenas.
+
+    What `fill` writes into arenas depends on the checkpoint's values, the order of `matrices`, and LAYOUT.
+    """
+
+    def __init__(self, weights: Weights[StoredMatrix], config: Config) -> None:
+        self.weights = weights
+        self._sizes = [0] * len(_TYPES)
+        self._rows = {id(matrix): (number, self._place(matrix)) for number, matrix in enumerate(weights.matrices)}
+        frequencies, ropes = _frequencies(config)
+        gains = [weights.final_gain]
+        place = len(weights.final_gain)
+        layers = np.full((len(config.layers), 24), -1, np.int64)
+        for row, layer, w, rope in zip(layers, config.layers, weights.layers, ropes, strict=True):
+            row[HEADS : ROPE + 1] = (
+                layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim, layer.intermediate_size,
+                layer.sliding_window or 0, layer.kv_source, rope,
+            )  # fmt: skip
+            row[Q : DOWN + 1] = [self._number(matrix) for matrix in w.matrices]
+            for norm, column in _GAINS.items():
+                if norm in w.gains:
+                    row[column] = place
+                    gains.append(w.gains[norm])
+                    place += len(w.gains[norm])
+            inputs = ((w.q, w.k, w.v), (w.o,), (w.gate, w.up), (w.down,))
+            row[QKV_CODES : DOWN_CODES + 1] = [any(m.tensor.type.quantised for m in group) for group in inputs]
+        numbers = Numbers(
+            config.hidden_size, config.vocab_size, self._number(weights.embedding), self._number(weights.head),
+            int(weights.head.tensor.type.quantised), 0,
+            np.float32(config.rms_norm_eps), np.float32(config.attention_scale),
+            np.float32(config.attn_logit_softcapping or 0.0), np.float32(config.final_logit_softcapping or 0.0),
+            np.float32(np.sqrt(np.float64(config.hidden_size))),
         )  # fmt: skip
-        row[Q : DOWN + 1] = [packer.add(matrix) for matrix in parts[number]]
-        for norm, column in _GAINS.items():
-            if norm in w.gains:
-                row[column] = place
-                gains.append(w.gains[norm])
-                place += len(w.gains[norm])
-        inputs = ((w.q, w.k, w.v), (w.o,), (w.gate, w.up), (w.down,))
-        row[QKV_CODES : DOWN_CODES + 1] = [any(isinstance(m, CodeMatrix) for m in group) for group in inputs]
-    numbers = Numbers(
-        config.hidden_size, config.vocab_size, embedding, head, int(isinstance(weights.head, CodeMatrix)), 0,
-        np.float32(config.rms_norm_eps), np.float32(config.attention_scale),
-        np.float32(config.attn_logit_softcapping or 0.0), np.float32(config.final_logit_softcapping or 0.0),
-        np.float32(np.sqrt(np.float64(config.hidden_size))),
-    )  # fmt: skip
-    floats, halves, codes, scales = packer.arenas
-    matrices = np.array(packer.rows, np.int64)
-    return Packed(floats, halves, codes, scales, np.concatenate(gains), frequencies, matrices, table, numbers)
+        matrices = np.array([row for _, row in self._rows.values()], np.int64)
+        self._tables = (np.concatenate(gains), frequencies, matrices, layers)
+        self._numbers = numbers
+
+    @property
+    def arenas(self) -> list[tuple[np.dtype, int]]:
+        """(type, values) of each. One value at least: an empty arena is never read, but its address is taken."""
+        return [(kind, max(1, size)) for kind, size in zip(_TYPES, self._sizes, strict=True)]
+
+    @property
+    def bytes(self) -> int:
+        """Of all arenas."""
+        return sum(kind.itemsize * size for kind, size in self.arenas)
+
+    @property
+    def matrices(self) -> tuple[StoredMatrix, ...]:
+        return self.weights.matrices
+
+    def fill(self, arenas: Sequence[np.ndarray]) -> Iterator[StoredMatrix]:
+        """Pack the matrices into the arenas, one after the other; yields each that is done."""
+        for matrix in self.matrices:
+            for first, part in matrix.parts():
+                _pack(part, first, self._rows[id(matrix)][1], arenas)
+            yield matrix
+
+    def packed(self, arenas: Sequence[np.ndarray]) -> Packed:
+        """With arenas that have been filled, now or by an earlier process."""
+        for array in (*arenas, *self._tables):
+            array.flags.writeable = False
+        floats, halves, codes, scales = arenas
+        return Packed(floats, halves, codes, scales, *self._tables, self._numbers)
+
+    def _number(self, matrix: StoredMatrix) -> int:
+        return self._rows[id(matrix)][0]
+
+    def _take(self, arena: int, size: int) -> int:
+        at = self._sizes[arena]
+        self._sizes[arena] += size
+        return at
+
+    def _place(self, matrix: StoredMatrix) -> list[int]:
+        """Room in the arenas; its row of `matrices`."""
+        kind, (N, K) = matrix.tensor.type, matrix.shape
+        columns = panels_of(N) * COLUMNS
+        if not kind.quantised:
+            arena = HALVES if kind is BF16 else FLOATS
+            return [arena, N, K, self._take(arena, columns * K), -1, -1, 32]
+        at, scales = self._take(CODES, columns * K), columns * (K // kind.group)
+        scales_at = self._take(_SCALES, scales)
+        minimums_at = -1 if kind.minimum is Minimum.NONE else self._take(_SCALES, scales)
+        return [CODES, N, K, at, scales_at, minimums_at, kind.group]
+
+
+_SCALES = 3  # the arena beside those that KIND numbers
+
+
+def _pack(part: Matrix, first: int, row: list[int], arenas: Sequence[np.ndarray]) -> None:
+    """Rows of a matrix from `first` on, a multiple of 16, into their panels."""
+
+    def panels(arena: int, at: int, width: int) -> np.ndarray:
+        at += first * width
+        return arenas[arena][at : at + panels_of(part.shape[0]) * COLUMNS * width]
+
+    if isinstance(part, FloatMatrix):
+        pack_floats(part.values, panels(row[KIND], row[AT], row[INPUTS]))
+        return
+    groups = row[INPUTS] // row[GROUP]
+    pack_codes(part.codes, panels(CODES, row[AT], row[INPUTS]))
+    pack_floats(part.scales, panels(_SCALES, row[SCALES_AT], groups))
+    if row[MINIMUMS_AT] >= 0:
+        pack_floats(part.minimums, panels(_SCALES, row[MINIMUMS_AT], groups))
+
+
+def _frequencies(config: Config) -> tuple[np.ndarray, list[int]]:
+    """f32 [ropes, widest E / 2], and which row each layer turns by: layers of the same angles share one."""
+    kinds = list(dict.fromkeys((layer.rope, layer.head_dim) for layer in config.layers))
+    widest = max(width for _, width in kinds) // 2
+    frequencies = np.zeros((len(kinds), widest), np.float32)
+    for row, (rope, width) in zip(frequencies, kinds, strict=True):
+        if width // 2 != widest:
+            raise UnsupportedError("layers with heads of different widths are not supported yet")
+        rope_frequencies(rope.theta, np.float32(rope.factor), row)
+    return frequencies, [kinds.index((layer.rope, layer.head_dim)) for layer in config.layers]

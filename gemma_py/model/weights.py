@@ -1,8 +1,8 @@
 """A checkpoint's tensors as the weights of a model: named, shaped, checked, and laid out for the arithmetic."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Generic, NoReturn, TypeVar
 
 import numpy as np
 
@@ -11,7 +11,8 @@ from gemma_py.formats.blocks import Minimum
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.model.config import Config, Layer, Norm
 
-_CHUNK = 1 << 22  # values looked at or unpacked at a time: bounds the memory on the way
+_CHUNK = 1 << 19  # values looked at or unpacked at a time: what numpy makes on the way stays in the caches
+_RUN = 16  # rows of a part are a multiple of this, so that whoever lays parts out in panels never sees half of one
 
 
 @dataclass(frozen=True)
@@ -42,25 +43,63 @@ Matrix = FloatMatrix | CodeMatrix
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """Matrices have a row an output. Gains already contain the 1 that Hugging Face's files leave out."""
+class StoredMatrix:
+    """A matrix that is still in its file: named and shaped, its values unread."""
 
-    q: Matrix  # [H * E, D]
-    k: Matrix  # [G * E, D]
-    v: Matrix  # [G * E, D]
-    o: Matrix  # [D, H * E]
-    gate: Matrix  # [F, D]
-    up: Matrix  # [F, D]
-    down: Matrix  # [D, F]
-    gains: Mapping[Norm, np.ndarray]  # f32 [D], or [E] of a head; only the norms that the layer has
+    tensor: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.tensor.shape[0], self.tensor.shape[1]
+
+    def rows(self, first: int, last: int) -> Matrix:
+        """These rows, read and checked."""
+        quantised = self.tensor.type.quantised
+        return _code_rows(self.tensor, first, last) if quantised else _float_rows(self.tensor, first, last)
+
+    def parts(self) -> Iterator[tuple[int, Matrix]]:
+        """All rows in runs of moderate size, each with the number of its first row, a multiple of 16."""
+        N, K = self.shape
+        step = max(1, _CHUNK // (K * _RUN)) * _RUN
+        for first in range(0, N, step):
+            yield first, self.rows(first, min(first + step, N))
+
+
+M = TypeVar("M", Matrix, StoredMatrix)
 
 
 @dataclass(frozen=True)
-class Weights:
-    embedding: Matrix  # [V, D]
-    head: Matrix  # [V, D], the embedding itself where tied
+class LayerWeights(Generic[M]):
+    """Matrices have a row an output. Gains already contain the 1 that Hugging Face's files leave out."""
+
+    q: M  # [H * E, D]
+    k: M  # [G * E, D]
+    v: M  # [G * E, D]
+    o: M  # [D, H * E]
+    gate: M  # [F, D]
+    up: M  # [F, D]
+    down: M  # [D, F]
+    gains: Mapping[Norm, np.ndarray]  # f32 [D], or [E] of a head; only the norms that the layer has
+
+    @property
+    def matrices(self) -> tuple[M, ...]:
+        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
+
+
+@dataclass(frozen=True)
+class Weights(Generic[M]):
+    embedding: M  # [V, D]
+    head: M  # [V, D], the embedding itself where tied
     final_gain: np.ndarray  # [D]
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[M], ...]
+
+    @property
+    def matrices(self) -> tuple[M, ...]:
+        """Each once, in the order in which they are laid out."""
+        made = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
+        for layer in self.layers:
+            made += layer.matrices
+        return tuple(made)
 
 
 @dataclass(frozen=True)
@@ -139,9 +178,14 @@ def is_text_tensor(name: str) -> bool:
     return not name.removeprefix("model.").startswith(others)
 
 
-def build_weights(tensors: Mapping[str, StoredTensor], config: Config, names: Names, where: str) -> Weights:
-    """Every tensor the config asks for, and no other: a tensor left over means that the config is not its own."""
-    source = _Source(tensors, config, names, where)
+def build_weights(
+    tensors: Mapping[str, StoredTensor], config: Config, names: Names, where: str, read: Callable[[StoredTensor], M]
+) -> Weights[M]:
+    """Every tensor the config asks for, and no other: a tensor left over means that the config is not its own.
+
+    read: `whole`, or StoredMatrix to leave the matrices in their file. Gains, which are small, are read in any case.
+    """
+    source = _Source(tensors, config, names, where, read)
     D = config.hidden_size
     embedding = source.matrix(names.embedding, config.vocab_size, D)
     tied = config.tie_word_embeddings and not _differs(tensors, names)
@@ -163,11 +207,19 @@ def _differs(tensors: Mapping[str, StoredTensor], names: Names) -> bool:
     return head is not None and embedding is not None and not np.array_equal(head.data, embedding.data)
 
 
-class _Source:
+class _Source(Generic[M]):
     """Takes tensors out by name and checks them on the way."""
 
-    def __init__(self, tensors: Mapping[str, StoredTensor], config: Config, names: Names, where: str) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, StoredTensor],
+        config: Config,
+        names: Names,
+        where: str,
+        read: Callable[[StoredTensor], M],
+    ) -> None:
         self.tensors, self.config, self.names, self.where = tensors, config, names, where
+        self.read: Callable[[StoredTensor], M] = read
         self.used: set[str] = set()
 
     def take(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
@@ -190,10 +242,10 @@ class _Source:
             _not_finite(tensor)
         return values
 
-    def matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        return whole(self.take(name, (rows, columns)))
+    def matrix(self, name: str, rows: int, columns: int) -> M:
+        return self.read(self.take(name, (rows, columns)))
 
-    def layer(self, number: int, layer: Layer) -> LayerWeights:
+    def layer(self, number: int, layer: Layer) -> LayerWeights[M]:
         D, F = self.config.hidden_size, layer.intermediate_size
         HE, GE = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
         shapes = {"q": (HE, D), "k": (GE, D), "v": (GE, D), "o": (D, HE), "gate": (F, D), "up": (F, D), "down": (D, F)}
@@ -214,20 +266,38 @@ def _not_finite(tensor: StoredTensor) -> NoReturn:
 
 
 def whole(tensor: StoredTensor) -> Matrix:
-    """All of a matrix, checked."""
-    return _codes(tensor) if tensor.type.quantised else _floats(tensor)
+    """The matrix for the specification: floats mapped as they are where that is possible, codes unpacked."""
+    stored = StoredMatrix(tensor)
+    N = stored.shape[0]
+    if not tensor.type.quantised:
+        return _float_rows(tensor, 0, N)
+    kind, K = tensor.type, stored.shape[1]
+    codes = np.empty((N, K), np.int8)
+    scales = np.empty((N, K // kind.group), np.float32)
+    minimums = np.empty(scales.shape if kind.minimum is not Minimum.NONE else (0, 0), np.float32)
+    for first, part in stored.parts():
+        assert isinstance(part, CodeMatrix)
+        rows = slice(first, first + len(part.codes))
+        codes[rows], scales[rows] = part.codes, part.scales
+        if len(minimums):
+            minimums[rows] = part.minimums
+    for array in (codes, scales, minimums):
+        array.flags.writeable = False
+    return CodeMatrix(codes, scales, minimums)
 
 
-def _floats(tensor: StoredTensor) -> FloatMatrix:
+def _float_rows(tensor: StoredTensor, first: int, last: int) -> FloatMatrix:
     """Mapped as it is where the kernels can read it: f32, and bfloat16 as uint16. float16 is widened."""
+    shape = (last - first, tensor.shape[1])
+    blocks = tensor.blocks(first, last)
     if tensor.type.name == "F16":
-        values = tensor.to_float32()
+        values = tensor.type.dequantise(blocks).reshape(shape)
     else:
-        values = tensor.data.view("<u2" if tensor.type.name == "BF16" else "<f4").reshape(tensor.shape)
+        values = blocks.reshape(-1).view("<u2" if tensor.type.name == "BF16" else "<f4").reshape(shape)
         values = np.require(values, requirements=["C", "A"])  # a copy where the file has it unaligned
     flat = values.reshape(-1)
-    for first in range(0, flat.size, _CHUNK):
-        part = flat[first : first + _CHUNK]
+    for at in range(0, flat.size, _CHUNK):
+        part = flat[at : at + _CHUNK]
         finite = (part & np.uint16(0x7F80)) != np.uint16(0x7F80) if part.dtype == np.uint16 else np.isfinite(part)
         if not finite.all():
             _not_finite(tensor)
@@ -235,28 +305,18 @@ def _floats(tensor: StoredTensor) -> FloatMatrix:
     return FloatMatrix(values)
 
 
-def _codes(tensor: StoredTensor) -> CodeMatrix:
+def _code_rows(tensor: StoredTensor, first: int, last: int) -> CodeMatrix:
     """Unpacked to one int8 a weight, so that the arithmetic need not know formats."""
-    kind, (N, K) = tensor.type, tensor.shape
+    kind, K = tensor.type, tensor.shape[1]
     assert kind.unpack is not None
     groups = K // kind.group
-    codes = np.empty((N, K), np.int8)
-    scales = np.empty((N, groups), np.float32)
-    minimums = np.empty((N, groups) if kind.minimum is not Minimum.NONE else (0, 0), np.float32)
-    step = max(1, _CHUNK // K)
     with np.errstate(invalid="ignore"):
-        for first in range(0, N, step):
-            rows = slice(first, min(first + step, N))
-            part = kind.unpack(tensor.blocks(rows.start, rows.stop))
-            codes[rows] = part.codes.reshape(-1, K)
-            scales[rows] = part.scales.reshape(-1, groups)
-            finite = np.isfinite(scales[rows]).all()
-            if part.minimums is not None:
-                sign = np.float32(-1.0 if kind.minimum is Minimum.ADDED else 1.0)
-                minimums[rows] = part.minimums.reshape(-1, groups) * sign
-                finite = finite and np.isfinite(minimums[rows]).all()
-            if not finite:
-                _not_finite(tensor)
-    for array in (codes, scales, minimums):
-        array.flags.writeable = False
+        part = kind.unpack(tensor.blocks(first, last))
+        codes, scales = part.codes.reshape(-1, K), part.scales.reshape(-1, groups)
+        minimums = np.empty((0, 0), np.float32)
+        if part.minimums is not None:
+            sign = np.float32(-1.0 if kind.minimum is Minimum.ADDED else 1.0)
+            minimums = part.minimums.reshape(-1, groups) * sign
+    if not (np.isfinite(scales).all() and np.isfinite(minimums).all()):
+        _not_finite(tensor)
     return CodeMatrix(codes, scales, minimums)

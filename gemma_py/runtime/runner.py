@@ -12,9 +12,7 @@ from gemma_py.kernels.attention import scratch_size
 from gemma_py.kernels.decorator import first_time, mark_compiled
 from gemma_py.kernels.matmul import BLOCK, HALF, CodedRows
 from gemma_py.model.config import Config
-from gemma_py.model.packed import Packed, pack
-from gemma_py.model.reference import rope_frequencies
-from gemma_py.model.weights import Weights
+from gemma_py.model.packed import Packed
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.forward import COUNTERS, PHASES, UNTRACED, Scratch, Trace, forward
 from gemma_py.runtime.profile import Profile
@@ -35,13 +33,13 @@ class Runner:
     """One pass at a time, whichever Python thread asks; sessions differ by their cache alone."""
 
     def __init__(
-        self, weights: Weights, config: Config, workers: int, deadline: float = 5.0, kv: str = "float32"
+        self, packed: Packed, config: Config, workers: int, deadline: float = 5.0, kv: str = "float32"
     ) -> None:
         if any(layer.kv_source != number for number, layer in enumerate(config.layers)):
             raise UnsupportedError("layers that share another's keys and values are not supported yet")
         self.config, self.kv = config, kv
         self.team = Team(workers, deadline, PHASES)
-        self.packed = _packed(weights, config)
+        self.packed = packed
         self.poison = False  # test mode: scratch and uncommitted rows are NaN before every pass
         self.trial: Trial | None = None  # test mode: see trial.py
         self.profile: Profile | None = None  # gains the times of every pass
@@ -137,18 +135,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _packed(weights: Weights, config: Config) -> Packed:
-    """Layers that turn by the same angles share a row of frequencies."""
-    kinds = list(dict.fromkeys((layer.rope, layer.head_dim) for layer in config.layers))
-    widest = max(width for _, width in kinds) // 2
-    frequencies = np.zeros((len(kinds), widest), np.float32)
-    for row, (rope, width) in zip(frequencies, kinds, strict=True):
-        if width // 2 != widest:
-            raise UnsupportedError("layers with heads of different widths are not supported yet")
-        rope_frequencies(rope.theta, np.float32(rope.factor), row)
-    return pack(weights, config, frequencies, [kinds.index((y.rope, y.head_dim)) for y in config.layers])
 
 
 def _make_scratch(config: Config, packed: Packed, T: int, workers: int) -> Scratch:

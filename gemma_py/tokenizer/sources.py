@@ -1,5 +1,6 @@
 """Vocabularies from tokenizer.json and from GGUF metadata."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,19 @@ _LARGEST_JSON = 256 << 20  # bytes; Gemma 3's own tokenizer.json has 33 MB
 _LARGEST_PIECE = 4096  # characters; the splits of a piece are tried one by one
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # tokenizer.ggml.token_type
 
-# What Gemma's tokenizer.json says and a GGUF leaves unsaid.
-_GEMMA_OPTIONS = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
-_GEMMA_PIPELINE: dict[str, Any] = {
-    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-    "pre_tokenizer": None,  # Gemma's splits at spaces, of which its normalizer leaves none
-    "decoder": {
-        "type": "Sequence",
-        "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"},
-            {"type": "Fuse"},
-        ],
-    },
-}
-
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_DECODERS = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-# The pipelines that Gemma's tokenizer.json files have had, to the letter.
+# The pipelines that Gemma's tokenizer.json files have had, to the letter; all of them mean what tokenizer.py does. (The
+# normalizer leaves no space at which a text could be split.)
 _PIPELINES: dict[str, tuple[Any, ...]] = {
-    "normalizer": (_GEMMA_PIPELINE["normalizer"], {"type": "Sequence", "normalizers": [_GEMMA_PIPELINE["normalizer"]]}),
+    "normalizer": (_REPLACE, {"type": "Sequence", "normalizers": [_REPLACE]}),
     "pre_tokenizer": (None, _SPLIT),
-    "decoder": (_GEMMA_PIPELINE["decoder"],),
+    "decoder": ({"type": "Sequence", "decoders": _DECODERS},),
 }
 
 
@@ -50,9 +43,8 @@ def tokenizer_from_gguf(path: Path, metadata: dict[str, Any]) -> Tokenizer | Non
         raise UnsupportedError(f"{path}: tokenizer.ggml.model 'gemma4' is not supported yet")
     if metadata.get("tokenizer.ggml.add_space_prefix", False) is not False:
         raise UnsupportedError(f"{path}: tokenizer.ggml.add_space_prefix is set; Gemma's tokenizer adds no space")
-    vocabulary = cached(path, "gguf", lambda: _vocabulary_of_gguf(path, metadata))
-    bos = metadata.get("tokenizer.ggml.bos_token_id", 2)
-    return Tokenizer(vocabulary, bos_id=bos, where=str(path))
+    tables = cached(path, "gguf", lambda: _vocabulary_of_gguf(path, metadata))
+    return Tokenizer(tables, bos_id=metadata.get("tokenizer.ggml.bos_token_id", 2))
 
 
 def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
@@ -64,8 +56,9 @@ def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     tokens = metadata["tokenizer.ggml.tokens"]
     scores = metadata.get("tokenizer.ggml.scores")
     types = metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, list):
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
         raise TokenizerError(f"{path}: tokenizer.ggml.tokens should be a list of strings")
+    tokens = list(tokens)
     for name, table in (("scores", scores), ("token_type", types)):
         if not isinstance(table, np.ndarray) or len(table) != len(tokens):
             raise TokenizerError(f"{path}: tokenizer.ggml.{name} should have {len(tokens)} elements, one a token")
@@ -106,12 +99,12 @@ def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
         # Gemma 3's own tokenizer has one token more than its text models have embeddings.
         added.append((_GEMMA3_PIECES, "<image_soft_token>", True))
     table = np.array([merge[:2] for merge in merges], np.int32).reshape(-1, 2)
-    return Vocabulary(pieces, table, added, _GEMMA_OPTIONS, _GEMMA_PIPELINE)
+    return Vocabulary(pieces, table, added)
 
 
 def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
     """The tokenizer in a tokenizer.json."""
-    return Tokenizer(cached(path, "json", lambda: _vocabulary_of_json(path)), bos_token=bos_token, where=str(path))
+    return Tokenizer(cached(path, "json", lambda: _vocabulary_of_json(path)), bos_token=bos_token)
 
 
 def _vocabulary_of_json(path: Path) -> Vocabulary:
@@ -157,10 +150,12 @@ def _vocabulary_of_json(path: Path) -> Vocabulary:
     for name in ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise UnsupportedError(f"{path}: model.{name} is set, which no Gemma tokenizer does")
-    options = {name: model[name] for name in ("unk_token", "fuse_unk", "byte_fallback") if model.get(name) is not None}
-    pipeline = {name: document.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
-    for name, part in pipeline.items():
-        # Any other step, above all patterns, can be made to panic, to run for ever or to fill the memory.
-        if part not in _PIPELINES[name]:
-            raise UnsupportedError(f"{path}: {name} is not of Gemma's kind: {part!r:.80}")
-    return Vocabulary(sorted(vocab, key=vocab.__getitem__), merges, sorted(added), options, pipeline)
+    # With a piece for every byte nothing is unknown; what these two say never matters, but nonsense is refused.
+    if not isinstance(model.get("unk_token", ""), str | None) or not isinstance(
+        model.get("fuse_unk", True), bool | None
+    ):
+        raise TokenizerError(f"{path}: model.unk_token should be a string and model.fuse_unk a boolean")
+    for name, known in _PIPELINES.items():
+        if document.get(name) not in known:
+            raise UnsupportedError(f"{path}: {name} is not of Gemma's kind: {document.get(name)!r:.80}")
+    return Vocabulary(sorted(vocab, key=vocab.__getitem__), merges, sorted(added))

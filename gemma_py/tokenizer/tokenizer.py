@@ -1,109 +1,135 @@
-"""The tokenizer that the engine shows: `tokenizers` underneath, control tokens only on request."""
+"""The tokenizer that the engine shows: Gemma's byte pair encoding, control tokens only on request.
 
-import gc
-import json
-from collections.abc import Callable, Sequence
-from typing import Any
+A text is cut at its added tokens, the leftmost and there the longest first. What lies between has its spaces written as "▁",
+is cut into characters (a character without a piece of its own into bytes), and neighbours merge; see kernels/bpe.py.
+"""
 
-import tokenizers
+import re
+from collections.abc import Iterator, Sequence
 
-from gemma_py.errors import InputError, TokenizerError
-from gemma_py.tokenizer.vocabulary import Vocabulary, is_control
+import numpy as np
 
+from gemma_py.errors import InputError
+from gemma_py.kernels.bpe import merge
+from gemma_py.tokenizer.vocabulary import Tables, is_control
 
-def _guarded(action: Callable[[], Any], where: str, error_type: type[Exception] = TokenizerError) -> Any:
-    """Rust panics arrive as BaseException; here every failure becomes an error with a place."""
-    try:
-        return action()
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        raise error_type(f"{where}: {type(error).__name__}: {error!s:.200}") from None
+_BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
 
-def _model(vocabulary: Vocabulary) -> Any:
-    """The BPE model. Half a million tuples are made on the way: the collector would look through them time and again."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        pieces = vocabulary.pieces
-        vocab = {piece: number for number, piece in enumerate(pieces)}
-        left, right = (map(pieces.__getitem__, vocabulary.merges[:, side].tolist()) for side in (0, 1))
-        return tokenizers.models.BPE(vocab, list(zip(left, right, strict=True)), **vocabulary.options)
-    finally:
-        if collecting:
-            gc.enable()
+class _Added:
+    """Finds added tokens in a text."""
+
+    def __init__(self, tokens: dict[str, int]) -> None:
+        self._ids = tokens
+        self._lengths: dict[str, list[int]] = {}  # by first character, longest first
+        for content in sorted(tokens, key=len, reverse=True):
+            lengths = self._lengths.setdefault(content[0], [])
+            if not lengths or lengths[-1] != len(content):
+                lengths.append(len(content))
+        self._first = re.compile("[" + "".join(map(re.escape, self._lengths)) + "]" if tokens else "(?!)")
+
+    def split(self, text: str) -> Iterator[tuple[str, int | None]]:
+        """What lies in front of each token, and the token; None at the end."""
+        done = at = 0
+        while found := self._first.search(text, at):
+            at = found.start()
+            for length in self._lengths[text[at]]:
+                token = self._ids.get(text[at : at + length])
+                if token is not None:
+                    yield text[done:at], token
+                    done = at = at + length
+                    break
+            else:
+                at += 1
+        yield text[done:], None
 
 
 class Tokenizer:
-    """encode and decode. Two encoders share one model: one knows the control tokens, one takes them as text."""
+    """encode and decode."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, where: str, bos_id: int | None = None, bos_token: str | None = None
-    ) -> None:
-        self.where = where
-        self.control_ids = frozenset(n for n, content, special in vocabulary.added if is_control(content, special))
-        control = self.control_ids
-
-        def build() -> tuple[Any, Any]:
-            model = _model(vocabulary)
-            both = []
-            for with_control in (True, False):
-                skeleton = {"version": "1.0", "added_tokens": [], "post_processor": None, **vocabulary.pipeline}
-                skeleton["model"] = {"type": "BPE", "vocab": {}, "merges": []}
-                made = tokenizers.Tokenizer.from_str(json.dumps(skeleton))
-                made.model = model
-                made.add_tokens(
-                    [
-                        tokenizers.AddedToken(content, normalized=False, special=False)
-                        for number, content, _ in vocabulary.added
-                        if with_control or number not in control
-                    ]
-                )
-                both.append(made)
-            return both[0], both[1]
-
-        self._with_control, self._text_only = _guarded(build, where)
-        for number, content, _ in vocabulary.added:
-            for encoder in (self._with_control, *(() if number in control else (self._text_only,))):
-                found = encoder.token_to_id(content)
-                if found != number:
-                    raise TokenizerError(f"{where}: added token {content!r:.60} should have id {number}, gets {found}")
-            if number in control and len(content) < 2:
-                raise TokenizerError(f"{where}: control token {content!r} is a character of ordinary text")
-        self._bytes = frozenset(self._with_control.token_to_id(f"<0x{value:02X}>") for value in range(256))
-        self.size: int = self._with_control.get_vocab_size()
+    def __init__(self, tables: Tables, bos_id: int | None = None, bos_token: str | None = None) -> None:
+        self._tables = tables
+        added = {content: number for number, content, _ in tables.added}
+        self.control_ids = frozenset(n for n, content, special in tables.added if is_control(content, special))
+        self._beyond = {number: content for content, number in added.items() if number >= len(tables.ends)}
+        self._all = _Added(added)
+        self._plain = _Added({content: number for content, number in added.items() if number not in self.control_ids})
+        self._bytes = frozenset(tables.byte_ids.tolist())
+        self.size = len(tables.ends) + len(self._beyond)
         self.bos_id = bos_id if bos_id is not None else self.token_id(bos_token or "<bos>")
 
     def token_id(self, piece: str) -> int | None:
         """The id of a piece or added token; None where there is none."""
-        found: int | None = self._with_control.token_to_id(piece)
-        return found
+        beyond = next((number for number, content in self._beyond.items() if content == piece), None)
+        return self._tables.find(piece.encode("utf-8", "surrogatepass")) if beyond is None else beyond
 
     def piece(self, token_id: int) -> str | None:
-        found: str | None = self._with_control.id_to_token(token_id)
-        return found
+        return self._piece(token_id).decode("utf-8") if 0 <= token_id < self.size else None
+
+    def _piece(self, token_id: int) -> bytes:
+        beyond = self._beyond.get(token_id)
+        return self._tables.piece(token_id) if beyond is None else beyond.encode("utf-8")
 
     def encode(self, text: str, bos: bool = True, control: bool = False) -> list[int]:
         """Ids of the text. control=False: no part of it becomes a control token. bos: exactly one in front."""
-        encoder = self._with_control if control else self._text_only
-        encoding = _guarded(lambda: encoder.encode(text, add_special_tokens=False), "the text", InputError)
-        ids: list[int] = encoding.ids
-        if not control and not self.control_ids.isdisjoint(ids):
-            raise TokenizerError(
-                f"{self.where}: ordinary text became a control token; this tokenizer is not to be trusted"
-            )
+        ids: list[int] = []
+        for part, token in (self._all if control else self._plain).split(text):
+            ids += self._merged(part)
+            if token is not None:
+                ids.append(token)
         if bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
 
+    def _merged(self, text: str) -> list[int]:
+        """Ids of a text without added tokens."""
+        if not text:
+            return []
+        try:
+            codes = np.frombuffer(text.replace(" ", "▁").encode("utf-32-le"), "<u4").astype(np.int64)
+        except UnicodeEncodeError as error:
+            raise InputError(f"the text: half a surrogate pair, which is no character, at {error.start}") from None
+        tables = self._tables
+        at = np.minimum(np.searchsorted(tables.characters, codes), len(tables.characters) - 1)
+        ids = np.where(tables.characters[at] == codes, tables.character_ids[at], -1)
+        unknown = np.flatnonzero(ids < 0)
+        if len(unknown):
+            as_bytes = [chr(code).encode("utf-8") for code in codes[unknown].tolist()]
+            counts = np.ones(len(ids), np.int64)
+            counts[unknown] = [len(code) for code in as_bytes]
+            places = np.repeat(ids, counts)
+            places[places < 0] = tables.byte_ids[np.frombuffer(b"".join(as_bytes), np.uint8)]
+            ids = places
+        n = len(ids)
+        scratch = np.empty(n, np.int64), np.empty(n, np.int64), np.empty((3 * n, 2), np.int64)
+        count = merge(ids, tables.starts, tables.rights, tables.ranks, tables.made, *scratch)
+        made: list[int] = ids[:count].tolist()
+        return made
+
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included as they are written."""
+        """The text of ids, control tokens included as they are written. A run of bytes that is no UTF-8 shows as such."""
+        text: list[str] = []
+        run = bytearray()
+
+        def flush() -> None:
+            try:
+                text.append(run.decode("utf-8"))
+            except UnicodeDecodeError:
+                text.append("\ufffd" * len(run))
+            run.clear()
+
         for token_id in ids:
             if not 0 <= token_id < self.size:
                 raise InputError(f"token id {token_id} is outside the vocabulary of {self.size}")
-        text: str = _guarded(lambda: self._with_control.decode(list(ids), skip_special_tokens=False), self.where)
-        return text
+            piece = self._piece(token_id)
+            byte = _BYTE.fullmatch(piece)
+            if byte:
+                run.append(int(byte[1], 16))
+                continue
+            flush()
+            text.append(piece.decode("utf-8").replace("▁", " "))
+        flush()
+        return "".join(text)
 
     def settled(self, ids: Sequence[int]) -> int:
         """How many of the ids have text that no later id can change.

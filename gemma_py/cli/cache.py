@@ -1,0 +1,120 @@
+"""What is kept on disk to make the next start fast, and its removal.
+
+Models put together from packages, weights packed for the kernels, tokenizers, compiled kernels: all of it is made again when
+it is needed. Stale is what this version no longer reads, and what was never finished.
+"""
+
+import argparse
+import dataclasses
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from gemma_py.cli.common import print_json, size
+from gemma_py.errors import InputError
+from gemma_py.kernels import decorator
+from gemma_py.model import store
+from gemma_py.model.packed import LAYOUT
+from gemma_py.paths import PARTIAL, abandoned, cache_dir, is_ours
+from gemma_py.tokenizer import vocabulary
+
+# Only names like these are ever listed, and only what is listed is removed.
+_KINDS = {
+    "models": re.compile(r"[\w.-]+\.gguf"),
+    "weights": re.compile(rf"[0-9a-f]{{40}}-(\d+){re.escape(store.SUFFIX)}"),
+    "tokenizers": re.compile(rf"[0-9a-f]{{64}}{re.escape(vocabulary.SUFFIX)}"),
+    "kernels": re.compile(r"[0-9a-f]{24}"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """name: of the kind and the file, as --remove takes it. source: the file that it was made from, where that is known."""
+
+    name: str
+    kind: str
+    bytes: int
+    last_use: float
+    stale: bool
+    source: str | None
+    path: Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--remove",
+        metavar="NAME",
+        help="remove what is listed under this name, is of this kind, or was made from this file; stale or all",
+    )
+
+
+def kept() -> list[Kept]:
+    """Everything in the cache that is ours."""
+    root = cache_dir()
+    return [entry for kind in _KINDS if is_ours(root / kind) for entry in _of_kind(root / kind, kind)]
+
+
+def _of_kind(folder: Path, kind: str) -> Iterator[Kept]:
+    for path in sorted(folder.iterdir()):
+        whole = path.name.removesuffix(PARTIAL)
+        unfinished = path.name != whole
+        match = _KINDS[kind].fullmatch(whole.rpartition(".")[0] if unfinished else whole)
+        if match is None or not is_ours(path) or (unfinished and not abandoned(path)):
+            continue
+        files = [path, *path.rglob("*")] if path.is_dir() else [path]
+        states = [state for state in (file.lstat() for file in files) if stat.S_ISREG(state.st_mode)]
+        stale, source = unfinished, None
+        if kind == "weights" and not unfinished:
+            stale, source = int(match[1]) != LAYOUT, store.source_of(path)
+        if kind == "kernels":
+            stale = path != decorator.CACHE
+        yield Kept(
+            f"{kind}/{path.name}", kind, sum(state.st_size for state in states),
+            max((max(state.st_atime, state.st_mtime) for state in states), default=path.lstat().st_mtime),
+            stale, source, path,
+        )  # fmt: skip
+
+
+def _chosen(entries: list[Kept], name: str) -> list[Kept]:
+    if name == "all":
+        return entries
+    if name == "stale":
+        return [entry for entry in entries if entry.stale]
+    source = str(Path(name).absolute())
+    chosen = [entry for entry in entries if name in (entry.name, entry.kind, entry.path.name) or entry.source == source]
+    if not chosen and name not in _KINDS:
+        raise InputError(f"{name!r:.80}: nothing of that name is kept; `cache` lists what is")
+    return chosen
+
+
+def _remove(entries: list[Kept]) -> None:
+    for entry in entries:
+        if entry.path.is_dir():
+            shutil.rmtree(entry.path)
+        else:
+            entry.path.unlink(missing_ok=True)
+    store.drop_records()
+
+
+def run(args: argparse.Namespace) -> None:
+    entries = kept()
+    if args.remove is not None:
+        entries = _chosen(entries, args.remove)
+        _remove(entries)
+    total = sum(entry.bytes for entry in entries)
+    if args.json:
+        shown = [dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in entries]
+        key = "kept" if args.remove is None else "removed"
+        print_json({"path": str(cache_dir()), key: shown, "bytes": total})
+        return
+    if args.remove is not None:
+        print(f"removed {len(entries)} entries, {size(total)}")
+        return
+    for entry in entries:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_use))
+        about = "stale" if entry.stale else "" if entry.source is None else f"of {entry.source}"
+        print(f"{size(entry.bytes):>10}  {used}  {entry.name:68} {about}".rstrip())
+    print(f"{size(total):>10}  in {cache_dir()}")
