@@ -75,9 +75,7 @@ def test_written_once_and_mapped_next_time(checkpoint: Path, folder: Path, monke
     assert not any(array.flags.writeable for array in again[:-1])
 
 
-def test_what_is_packed_in_no_time_is_not_kept(
-    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_packed_in_no_time_is_not_kept(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_SMALLEST", 8 << 20)
     packed(checkpoint)
     assert not folder.exists()
