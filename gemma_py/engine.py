@@ -213,7 +213,9 @@ class Session:
         size = chunk or CHUNK
         rows = []
         for first in range(0, len(tokens), size):
-            rows.append(runner.run(self._cache, tokens[first : first + size], all_logits, limit=engine.context))
+            part = tokens[first : first + size]
+            ahead = len(tokens) - first - len(part)
+            rows.append(runner.run(self._cache, part, all_logits, limit=engine.context, ahead=ahead))
         return np.concatenate(rows) if all_logits else rows[-1]
 
     def decode(self, token_id: int) -> np.ndarray:

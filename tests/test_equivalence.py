@@ -239,7 +239,7 @@ def test_control_a_barrier_dropped(tmp_path: Path, phase: int) -> None:
 
 
 def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def reserve(self: caches.Cache, tokens: int) -> None:
+    def reserve(self: caches.Cache, tokens: int, ahead: int = 0) -> None:
         needed = [
             self.position + tokens
             if y.sliding_window is None

@@ -322,6 +322,18 @@ def test_a_file_that_changed_just_now_is_not_remembered(
     assert not (folder / store.RECORDS).exists()
 
 
+def test_a_record_that_cannot_be_written_changes_nothing(
+    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As when the disk filled up after the weights were packed."""
+    expected = bits(packed(checkpoint))
+    shutil.rmtree(folder / store.RECORDS)
+    (folder / store.RECORDS).touch()
+    forbid_unpacking(monkeypatch)
+    assert bits(packed(checkpoint)) == expected
+    assert capsys.readouterr().err == ""
+
+
 def test_a_damaged_record_is_not_used(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed(checkpoint)
     (record,) = (folder / store.RECORDS).iterdir()
@@ -369,4 +381,4 @@ def test_progress_is_shown_where_it_takes_long(
     shutil.rmtree(folder)
     packed(checkpoint)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["reading m.gguf", "packing the weights of m.gguf, once"]
+    assert [line.partition(":")[0] for line in lines] == ["reading m.gguf", "packing the weights of m.gguf"]

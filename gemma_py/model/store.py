@@ -168,8 +168,10 @@ def _write(path: Path, plan: Plan, key: bytes, source: Path) -> None:
             f"{path.parent}: {size >> 20} MiB and a margin of {_MARGIN >> 20} are needed, {free >> 20} are free"
         )
     with atomic_write(path) as file:
-        # All blocks at once: a mapped file that meets a full disk later ends the process (SIGBUS).
-        os.posix_fallocate(file.fileno(), 0, size)
+        # All blocks at once: a mapped file that meets a full disk later ends the process (SIGBUS). Where there is no such
+        # call (macOS), the margin has to do.
+        reserve = getattr(os, "posix_fallocate", lambda handle, _, size: os.truncate(handle, size))
+        reserve(file.fileno(), 0, size)
         data = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
         _fill(plan, _arenas(data, plan), source)
         header = _fixed(plan, key) + _sums(data, plan) + os.fsencode(source.absolute())[:_LONGEST_SOURCE]
@@ -179,9 +181,7 @@ def _write(path: Path, plan: Plan, key: bytes, source: Path) -> None:
 
 def _fill(plan: Plan, arenas: Sequence[np.ndarray], source: Path) -> None:
     """Pack, and let the pages go that are done with: neither the checkpoint nor a file being written stays in memory."""
-    progress = _Progress(
-        f"packing the weights of {source.name}, once", sum(m.tensor.data.nbytes for m in plan.matrices)
-    )
+    progress = _Progress(f"packing the weights of {source.name}", sum(m.tensor.data.nbytes for m in plan.matrices))
     for matrix in plan.fill(arenas):
         forget(matrix.tensor.data)
         for arena in arenas:
@@ -204,7 +204,8 @@ def _content_key(plan: Plan, records: Path) -> bytes:
     # Files that changed just now may change again without their times telling.
     latest = max(max(identity[3:]) for identity in before)
     if [_identity(path) for path in paths] == before and time.time_ns() - latest > _FRESH:
-        with atomic_write(record) as file:
+        # Without a record the next start hashes again; a packed file that is there is used all the same.
+        with contextlib.suppress(OSError), atomic_write(record) as file:
             file.write(key.hex().encode() + b"\n")
     return key
 

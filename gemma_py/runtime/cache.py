@@ -15,6 +15,7 @@ AT, CAPACITY = range(2)  # columns of the table
 # What rows are stored as. bfloat16 takes half the memory and is rounded once, when a row is stored.
 KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
 NAN: dict[type, float | int] = {np.float32: np.nan, np.uint16: 0x7FC0}
+_SPARE = 512  # rows
 
 
 def _as_f32(rows: np.ndarray) -> np.ndarray:
@@ -33,17 +34,19 @@ class Cache:
         self.values: np.ndarray = self.keys
         self.abandoned = False
 
-    def reserve(self, tokens: int) -> None:
-        """Room for a chunk of so many tokens after the committed ones."""
+    def reserve(self, tokens: int, ahead: int = 0) -> None:
+        """Room for a chunk of so many tokens after the committed ones. ahead: tokens that are known to follow it."""
         if self.abandoned:
             raise InputError("this session was left in an unknown state by a stalled worker; start a new one")
         needed = []
         for layer, (_, capacity) in zip(self.config.layers, self.table, strict=True):
             rows = self.position + tokens
+            spare = ahead + _SPARE
             if layer.sliding_window is not None:
-                rows = min(rows, layer.sliding_window + tokens - 1)
-            # Growing by half again keeps the copying of a long decode linear.
-            needed.append(int(capacity) if rows <= capacity else max(rows, int(capacity) * 3 // 2, 64))
+                rows, spare = min(rows, layer.sliding_window + tokens - 1), 0
+            # Growing by half again keeps the copying of a long decode linear. Memory that is never written costs none,
+            # but while rows move to a larger arena there are two of each.
+            needed.append(int(capacity) if rows <= capacity else max(rows + spare, int(capacity) * 3 // 2, 64))
         if needed != self.table[:, CAPACITY].tolist():
             self._move(needed)
 

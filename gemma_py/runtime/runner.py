@@ -50,18 +50,25 @@ class Runner:
         _runners.add(self)
 
     def run(
-        self, cache: Cache, tokens: list[int], all_logits: bool, trace: Trace = NO_TRACE, limit: int | None = None
+        self,
+        cache: Cache,
+        tokens: list[int],
+        all_logits: bool,
+        trace: Trace = NO_TRACE,
+        limit: int | None = None,
+        ahead: int = 0,
     ) -> np.ndarray:
         """Logits [V] of the last token or [T, V] of all. The cache gains the tokens only if everything went well.
 
         limit: positions that the cache may hold, checked while nobody else can add any.
+        ahead: tokens that the caller will run next.
         trace: of `new_trace`, filled; logits are traced only where all are asked for.
         """
         T = len(tokens)
         with self._lock:
             if limit is not None and cache.position + T > limit:
                 raise ContextError(f"{T} tokens after {cache.position} exceed the context of {limit} tokens")
-            cache.reserve(T)
+            cache.reserve(T, ahead)
             if self.poison:
                 cache.forget_uncommitted()
             logits = np.empty(self.config.vocab_size * (T if all_logits else 1), np.float32)
