@@ -14,7 +14,7 @@ from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
-from gemma_py.model.weights import Weights
+from gemma_py.model.weights import QUANTS, Weights, stays_float
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.runner import CHUNK, Runner
 from gemma_py.score import log_probability
@@ -47,6 +47,7 @@ class Engine:
         context: int | None = None,
         deadline: float = 5.0,
         kv: str = "float32",
+        quant: str | None = None,
     ) -> None:
         if not is_ieee():
             raise ComputationError(
@@ -54,6 +55,8 @@ class Engine:
             )
         if not isinstance(kv, str) or kv not in KV_TYPES:
             raise InputError(f"kv should be one of {', '.join(KV_TYPES)}, found {kv!r:.40}")
+        if quant is not None and (not isinstance(quant, str) or quant not in QUANTS):
+            raise InputError(f"quant should be one of {', '.join(QUANTS)}, found {quant!r:.40}")
         if context is not None and not _counts(context):
             raise InputError(f"the context should hold at least 1 token, found {context!r:.40}")
         if threads is not None and not (_counts(threads) and threads <= _MOST_THREADS):
@@ -62,9 +65,10 @@ class Engine:
             raise InputError(f"deadline should be seconds up to {_LONGEST_DEADLINE}, found {deadline!r:.40}")
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
+        self.quant = quant
         self.tokenizer = checkpoint.tokenizer()
         self._runner: Runner | None = Runner(
-            checkpoint.weights(), self.config, threads or available_processors(), deadline, kv
+            checkpoint.weights(quant), self.config, threads or available_processors(), deadline, kv
         )
 
     @property
@@ -79,7 +83,13 @@ class Engine:
 
     def reference_weights(self) -> Weights:
         """The weights as the specification takes them, read anew: the engine itself keeps only the packed form."""
-        return self.checkpoint.weights()
+        return self.checkpoint.weights(self.quant)
+
+    @property
+    def kept_float(self) -> list[str]:
+        """Matrices that quant left as they are, because their rows are not whole blocks."""
+        tensors = self.checkpoint.tensors.values()
+        return [] if self.quant is None else [tensor.name for tensor in tensors if stays_float(self.quant, tensor)]
 
     def session(self) -> "Session":
         return Session(self)
@@ -244,11 +254,13 @@ def load(
     context: int | None = None,
     deadline: float = 5.0,
     kv: str = "float32",
+    quant: str | None = None,
 ) -> Engine:
     """A GGUF file, a Hugging Face directory, or a name from the catalogue.
 
     threads: worker threads, as many as processors if left out; they change speed, never a bit. deadline: seconds until a
     stalled worker is reported. kv: what keys and values are stored as; "bfloat16" halves their memory and, unlike all
-    else here, changes the answer, in the same way everywhere.
+    else here, changes the answer, in the same way everywhere. quant: "q8_0" or "q4_0" packs matrices of float weights to
+    those blocks on the way in, with the codes that a converted GGUF would have; the answer is then that file's.
     """
-    return Engine(open_checkpoint(resolve(model)), threads, context, deadline, kv)
+    return Engine(open_checkpoint(resolve(model)), threads, context, deadline, kv, quant)

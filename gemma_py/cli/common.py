@@ -11,6 +11,7 @@ from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.engine import Engine
 from gemma_py.errors import InputError
 from gemma_py.formats.files import TEXT_LIMIT, read_json, read_text
+from gemma_py.model.weights import QUANTS
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,23 @@ def positive(text: str) -> int:
     return value
 
 
+def add_quant(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quant", choices=tuple(QUANTS), help="pack float weights to these blocks while loading (default: as stored)"
+    )
+
+
+def note_kept_float(engine: Engine) -> None:
+    """Says on stderr what --quant could not pack."""
+    names = engine.kept_float
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        print(f"gemma_py: rows are not whole blocks of {engine.quant}, left as floats: {names[0]!r:.80}{more}",
+              file=sys.stderr)  # fmt: skip
+
+
 def add_engine(parser: argparse.ArgumentParser) -> None:
+    add_quant(parser)
     parser.add_argument(
         "--threads", type=positive, metavar="N", help="worker threads; no bit depends on it (default: all)"
     )

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import gemma_py
 from gemma_py import verify
-from gemma_py.cli.common import add_model, print_json
+from gemma_py.cli.common import add_model, add_quant, note_kept_float, print_json
 from gemma_py.engine import Engine
 from gemma_py.errors import MismatchError
 
@@ -51,6 +51,7 @@ def _number(text: str, least: int) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_quant(parser)
     parser.add_argument("--threads", type=counts, default=(1, 2, 3, 4), metavar="N,N", help="default: 1,2,3,4")
     parser.add_argument("--chunks", type=counts, default=(1, 7, 64, 512), metavar="N,N", help="default: 1,7,64,512")
     parser.add_argument(
@@ -103,10 +104,11 @@ class Progress:
 
 def run(args: argparse.Namespace) -> None:
     def open_engine(threads: int) -> Engine:
-        return gemma_py.load(args.model, threads=threads)
+        return gemma_py.load(args.model, threads=threads, quant=args.quant)
 
     with Progress(wanted=not args.json) as progress:
         with open_engine(max(args.threads)) as engine:  # refuses all that can be refused, before the work
+            note_kept_float(engine)
             tokens = verify.prompt_length(args.tokens, engine.context)
             ids = verify.prompt(tokens, engine.config.vocab_size)
             if args.trace is not None:
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
             theirs = None
             if args.against is not None:
                 theirs = verify.read_trace(args.against)
-                verify.refuse_other_runs(theirs, args.against, engine.checkpoint, ids)
+                verify.refuse_other_runs(theirs, args.against, engine, ids)
         report = verify.verify(open_engine, args.threads, args.chunks, tokens, args.reference, progress)
         made = None
         if report.difference is None and (args.trace or theirs):

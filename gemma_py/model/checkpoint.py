@@ -27,8 +27,8 @@ class Checkpoint:
     chat_template: str | None
     metadata: Mapping[str, Any]  # what the file says of itself beyond the config
 
-    def weights(self) -> Weights:
-        return build_weights(self.tensors, self.config, self.names, str(self.path))
+    def weights(self, quant: str | None = None) -> Weights:
+        return build_weights(self.tensors, self.config, self.names, str(self.path), quant)
 
     def tokenizer(self) -> Tokenizer | None:
         """None where the checkpoint brings none; the engine then works on ids."""

@@ -6,11 +6,12 @@ from typing import NoReturn
 
 import numpy as np
 
-from gemma_py.errors import ConfigError, FormatError
-from gemma_py.formats.blocks import Minimum
-from gemma_py.formats.tensor import StoredTensor
+from gemma_py.errors import ConfigError, FormatError, InputError
+from gemma_py.formats.blocks import TYPES, Minimum
+from gemma_py.formats.tensor import QuantisedTensor, StoredTensor
 from gemma_py.model.config import Config, Layer, Norm
 
+QUANTS = {kind.name.lower(): kind for kind in TYPES.values() if kind.pack is not None}  # what floats can be packed to
 _CHUNK = 1 << 22  # values looked at or unpacked at a time: bounds the memory on the way
 
 
@@ -139,9 +140,14 @@ def is_text_tensor(name: str) -> bool:
     return not name.removeprefix("model.").startswith(others)
 
 
-def build_weights(tensors: Mapping[str, StoredTensor], config: Config, names: Names, where: str) -> Weights:
-    """Every tensor the config asks for, and no other: a tensor left over means that the config is not its own."""
-    source = _Source(tensors, config, names, where)
+def build_weights(
+    tensors: Mapping[str, StoredTensor], config: Config, names: Names, where: str, quant: str | None = None
+) -> Weights:
+    """Every tensor the config asks for, and no other: a tensor left over means that the config is not its own.
+
+    quant: of QUANTS, what matrices of floats are packed to; None leaves all as it is stored.
+    """
+    source = _Source(tensors, config, names, where, quant)
     D = config.hidden_size
     embedding = source.matrix(names.embedding, config.vocab_size, D)
     tied = config.tie_word_embeddings and not _differs(tensors, names)
@@ -163,11 +169,29 @@ def _differs(tensors: Mapping[str, StoredTensor], names: Names) -> bool:
     return head is not None and embedding is not None and not np.array_equal(head.data, embedding.data)
 
 
+def stays_float(quant: str, tensor: StoredTensor) -> bool:
+    """A matrix whose rows are not whole blocks, which no converter packs either."""
+    return len(tensor.shape) == 2 and tensor.shape[1] % QUANTS[quant].block != 0
+
+
+def packed_to(quant: str | None, tensor: StoredTensor) -> StoredTensor:
+    """The matrix as blocks of that type, where it can be."""
+    if quant is None:
+        return tensor
+    if tensor.type.quantised:
+        raise InputError(f"{tensor.where}: quant {quant!r} wants float weights, found {tensor.type.name} already")
+    if stays_float(quant, tensor):
+        return tensor
+    return QuantisedTensor(tensor.name, QUANTS[quant], tensor.shape, tensor.data, tensor.path, tensor)
+
+
 class _Source:
     """Takes tensors out by name and checks them on the way."""
 
-    def __init__(self, tensors: Mapping[str, StoredTensor], config: Config, names: Names, where: str) -> None:
-        self.tensors, self.config, self.names, self.where = tensors, config, names, where
+    def __init__(
+        self, tensors: Mapping[str, StoredTensor], config: Config, names: Names, where: str, quant: str | None
+    ) -> None:
+        self.tensors, self.config, self.names, self.where, self.quant = tensors, config, names, where, quant
         self.used: set[str] = set()
 
     def take(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
@@ -191,7 +215,7 @@ class _Source:
         return values
 
     def matrix(self, name: str, rows: int, columns: int) -> Matrix:
-        tensor = self.take(name, (rows, columns))
+        tensor = packed_to(self.quant, self.take(name, (rows, columns)))
         return _codes(tensor) if tensor.type.quantised else _floats(tensor)
 
     def layer(self, number: int, layer: Layer) -> LayerWeights:
