@@ -345,7 +345,8 @@ def present(wanted: Sequence[str]) -> tuple[list[Peer], dict[str, str]]:
 
 def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
     there, skipped = present([name for name in args.peers.split(",") if name])
-    if {"torch", "CTranslate2"} & {peer.name for peer in there}:
+    made = {"torch": directory / "float32" / "config.json", "CTranslate2": directory / "int8" / "config.json"}
+    if any(not made[peer.name].exists() for peer in there if peer.name in made):
         say("dequantising")
         done = subprocess.run([sys.executable, PEERS_TOOL, "prepare", path, directory], capture_output=True, text=True)
         if done.returncode:
@@ -399,7 +400,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--after", type=int, default=512, help="tokens in front of them")
     parser.add_argument("--score", type=int, default=1024, help="tokens of the text for NLL")
     parser.add_argument("--peers", default=",".join(peer.name for peer in PEERS), help="by name; empty: ours alone")
-    parser.add_argument("--keep", type=Path, help="keep dequantised weights (1.3 GB) and logs in this directory")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="keep logs and dequantised weights (1.3 GB) here, and use those of this model that are there already",
+    )
     args = parser.parse_args(arguments)
     args.load = os.getloadavg()[0]
     if args.load > 0.5:
