@@ -96,14 +96,20 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             code = self.process.wait()
+            self.close()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             last = self.log.read_text(errors="replace").strip().rpartition("\n")[2]
             raise PeerError(f"{self.name} ended with {how} while {doing}: {last:.200}")
         return json.loads(line)
 
     def close(self) -> None:
+        """Twice is once."""
+        assert self.process.stdin is not None and self.process.stdout is not None
         self.process.terminate()
-        self.process.communicate()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
 
 
 class Spread(NamedTuple):
