@@ -88,7 +88,7 @@ def test_ours_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
         "--peers",
         "nowhere",
         "--rounds",
-        2,
+        1,
         "--prefill",
         "5,9",
         "--after",
