@@ -16,7 +16,7 @@ from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.model.store import packed_weights
-from gemma_py.model.weights import Matrix, Weights
+from gemma_py.model.weights import Matrix, Weights, stays_float
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.runner import CHUNK, Runner
 from gemma_py.score import log_probability
@@ -49,6 +49,7 @@ class Engine:
         context: int | None = None,
         deadline: float = 5.0,
         kv: str = "float32",
+        quant: str | None = None,
     ) -> None:
         if not is_ieee():
             raise ComputationError(
@@ -56,6 +57,8 @@ class Engine:
             )
         if not isinstance(kv, str) or kv not in KV_TYPES:
             raise InputError(f"kv should be one of {', '.join(KV_TYPES)}, found {kv!r:.40}")
+        if quant is not None and (not isinstance(quant, str) or quant not in QUANTS):
+            raise InputError(f"quant should be one of {', '.join(QUANTS)}, found {quant!r:.40}")
         if context is not None and not _counts(context):
             raise InputError(f"the context should hold at least 1 token, found {context!r:.40}")
         if threads is not None and not (_counts(threads) and threads <= _MOST_THREADS):
@@ -64,12 +67,11 @@ class Engine:
             raise InputError(f"deadline should be seconds up to {_LONGEST_DEADLINE}, found {deadline!r:.40}")
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
-        with ThreadPoolExecutor(
-            1, "gemma_py-tokenizer"
-        ) as aside:  # which takes seconds at the first start, as kernels do
+        self.quant = quant
+        with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside:  # which takes seconds at the first start, as kernels do
             tokenizer = aside.submit(checkpoint.tokenizer)
             self._runner: Runner | None = Runner(
-                packed_weights(checkpoint), self.config, threads or machine.threads(), deadline, kv
+                packed_weights(checkpoint, quant), self.config, threads or machine.threads(), deadline, kv
             )
             self.tokenizer = tokenizer.result()
 
@@ -85,7 +87,13 @@ class Engine:
 
     def reference_weights(self) -> Weights[Matrix]:
         """The weights as the specification takes them, read anew: the engine itself keeps only the packed form."""
-        return self.checkpoint.weights()
+        return self.checkpoint.weights(self.quant)
+
+    @property
+    def kept_float(self) -> list[str]:
+        """Matrices that quant left as they are, because their rows are not whole blocks."""
+        tensors = self.checkpoint.tensors.values()
+        return [] if self.quant is None else [tensor.name for tensor in tensors if stays_float(self.quant, tensor)]
 
     def session(self) -> "Session":
         return Session(self)
@@ -245,11 +253,14 @@ def load(
     context: int | None = None,
     deadline: float = 5.0,
     kv: str = "float32",
+    quant: str | None = None,
 ) -> Engine:
     """A GGUF file, a Hugging Face directory, or a name from the catalogue.
 
     threads: worker threads; if left out, as many as physical cores within affinity and quota. They change speed, never a
     bit. deadline: seconds until a stalled worker is reported. kv: what keys and values are stored as; "bfloat16" halves
-    their memory and, unlike all else here, changes the answer, in the same way everywhere.
+    their memory and, unlike all else here, changes the answer, in the same way everywhere. quant: "q8_0" or "q4_0" packs
+    matrices of float weights to those blocks on the way in, with the codes that a converted GGUF would have; the answer is
+    then that file's.
     """
-    return Engine(open_checkpoint(resolve(model)), threads, context, deadline, kv)
+    return Engine(open_checkpoint(resolve(model)), threads, context, deadline, kv, quant)

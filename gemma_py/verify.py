@@ -337,7 +337,7 @@ def against_specification(engine: Engine, ids: Sequence[int]) -> Difference | No
 # --- trace files ------------------------------------------------------------------------------------------------------
 
 
-def identity(checkpoint: Checkpoint) -> dict[str, str]:
+def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
     """Tells models apart without reading them whole: descriptions of all tensors, and 16 pieces of each."""
     weights = hashlib.sha256()
     for name, tensor in sorted(checkpoint.tensors.items()):
@@ -347,7 +347,7 @@ def identity(checkpoint: Checkpoint) -> dict[str, str]:
             at = (len(data) - 1) * part // 15
             weights.update(data[at : at + 256].tobytes())
     config = hashlib.sha256(_plain(checkpoint).encode()).hexdigest()
-    return {"config": config, "weights": weights.hexdigest()}
+    return {"config": config, "weights": weights.hexdigest(), **({"quant": quant} if quant else {})}
 
 
 def _plain(checkpoint: Checkpoint) -> str:
@@ -376,7 +376,7 @@ def trace_document(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
     traced = compute(engine, ids, _TRACED_AT_ONCE, trace=True)
     return {
         "format": _FORM,
-        "model": identity(engine.checkpoint),
+        "model": identity(engine.checkpoint, engine.quant),
         "machine": f"{platform.machine()}, {platform.system()}, {engine.threads} threads",
         "tokens": list(ids),
         "block": _BLOCK,
@@ -424,13 +424,13 @@ def _is_layer(layer: list[Any], blocks: int) -> bool:
     return _is_list_of(layer, str) and len(layer) == len(PHASES) and all(len(row) in (0, 16 * blocks) for row in layer)
 
 
-def refuse_other_runs(trace: dict[str, Any], path: Path, checkpoint: Checkpoint, ids: Sequence[int]) -> None:
+def refuse_other_runs(trace: dict[str, Any], path: Path, engine: Engine, ids: Sequence[int]) -> None:
     """A comparison means something only of the same model and the same tokens. Known before the work begins."""
-    if trace["model"] != identity(checkpoint):
-        raise InputError(f"{path}: a trace of another model, not of {checkpoint.path}")
+    if trace["model"] != identity(engine.checkpoint, engine.quant):
+        raise InputError(f"{path}: a trace of another model or quant, not of {engine.path}")
     if trace["tokens"] != list(ids):
         raise InputError(f"{path}: a trace of other tokens: {len(trace['tokens'])} of them, here {len(ids)}")
-    if len(trace["hashes"]) != len(trace["kv"]) + 1 or len(trace["kv"]) != len(checkpoint.config.layers):
+    if len(trace["hashes"]) != len(trace["kv"]) + 1 or len(trace["kv"]) != len(engine.config.layers):
         raise FormatError(f"{path}: a damaged trace: {len(trace['hashes'])} layers")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
+import gguf.quants
 import numpy as np
 import tiny_checkpoints as tiny
 
@@ -89,8 +90,19 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
     return blocks.reshape(rows, -1)
 
 
-def write_model(path: Path, variant: tiny.Variant, seed: int, kinds: dict[str, str] | None = None) -> Path:
-    """The variant's weights as a GGUF. kinds: tensor type by part ("q_proj", ...); those parts get random blocks."""
+def write_model(
+    path: Path,
+    variant: tiny.Variant,
+    seed: int,
+    kinds: dict[str, str] | None = None,
+    values: dict[str, np.ndarray] | None = None,
+    quant: str | None = None,
+) -> Path:
+    """The variant's weights, or these values, as a GGUF.
+
+    kinds: tensor type by part ("q_proj", ...); those parts get random blocks. quant: a type that the gguf package packs
+    every matrix to whose rows are whole blocks.
+    """
     c = variant.config.get("text_config", variant.config)
     family = {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3"}[c["model_type"]]
     writer = gguf.GGUFWriter(str(path), family)
@@ -110,14 +122,17 @@ def write_model(path: Path, variant: tiny.Variant, seed: int, kinds: dict[str, s
     if family == "gemma2":
         writer.add_attn_logit_softcapping(c["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(c["final_logit_softcapping"])
-    for number, (name, values) in enumerate(tiny.tensors(variant, seed).items()):
+    for number, (name, table) in enumerate((values or tiny.tensors(variant, seed)).items()):
         new = gguf_name(name, family)
         kind = next((k for part, k in (kinds or {}).items() if part in name), None)
         if kind is not None:
-            blocks = random_blocks(kind, values.shape[0], values.shape[1], seed * 100 + number)
+            blocks = random_blocks(kind, table.shape[0], table.shape[1], seed * 100 + number)
             writer.add_tensor(new, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+        elif quant is not None and table.ndim == 2 and table.shape[1] % TYPES[quant].block == 0:
+            packed = gguf.GGMLQuantizationType[quant]
+            writer.add_tensor(new, gguf.quants.quantize(table, packed), raw_dtype=packed)
         else:
-            writer.add_tensor(new, values + 1 if values.ndim == 1 else values)
+            writer.add_tensor(new, table + 1 if table.ndim == 1 else table)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

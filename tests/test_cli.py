@@ -57,6 +57,24 @@ def test_generate(run: Run) -> None:
     assert (code, out) == (0, report["text"] + "\n")
 
 
+def test_quant(run: Run, checkpoints: dict[str, Path]) -> None:
+    """Gemma 1's feed-forward of 48 is no whole number of blocks: down_proj stays float, and is named on stderr."""
+    path = checkpoints["gemma1-multi-head"]
+    (path.parent / "ids.json").write_text("[2, 30, 31]")
+    score = ("score", path, "--ids", path.parent / "ids.json", "--json")
+    code, out, err = run(*score, "--quant", "q4_0")
+    assert code == 0
+    assert err.count("\n") == 1
+    assert "left as floats: 'model.layers.0.mlp.down_proj.weight' and 2 more" in err
+    assert json.loads(out)["nll"] != json.loads(run(*score)[1])["nll"]
+    assert run(*score, "--quant", "q5_0")[0] == 2
+    verify = ("verify", TINY, "--threads", "1", "--chunks", "5", "--tokens", "9", "--reference", "3")
+    trace = path.parent / "trace.json"
+    assert run(*verify, "--quant", "q8_0", "--trace", trace)[0] == 0
+    assert run(*verify, "--quant", "q8_0", "--against", trace)[0] == 0
+    assert "another model or quant" in run(*verify, "--against", trace)[2]
+
+
 def test_inspect(run: Run, checkpoints: dict[str, Path]) -> None:
     for name, path in checkpoints.items():
         code, out, err = run("inspect", path, "--json", "--tensors")

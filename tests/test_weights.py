@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import tiny_checkpoints as tiny
 from gguf_files import PARTS_OF_A_LAYER, write_model
 
 import gemma_py
-from gemma_py.errors import ConfigError, FormatError, GemmaError, ModelNotFoundError
+from gemma_py.errors import ConfigError, FormatError, GemmaError, InputError, ModelNotFoundError
 from gemma_py.model.checkpoint import open_checkpoint
 
 VARIANT = tiny.VARIANTS["gemma3"]
@@ -163,3 +164,63 @@ def test_links_are_followed_as_in_the_hugging_face_cache(tmp_path: Path) -> None
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(f"../blobs/{file.name}")
     gemma_py.load(snapshot).close()
+
+
+# --- quant: floats packed to blocks on the way in ----------------------------------------------------------------------
+
+UNEVEN = tiny.Variant(
+    tiny._gemma3(head_dim=20, query_pre_attn_scalar=20)
+)  # H * E = 80: the rows of o_proj are no whole blocks of 32
+
+
+def bits(path: Path, quant: str | None = None) -> np.ndarray:
+    with gemma_py.load(path, threads=2, quant=quant) as engine:
+        return engine.session().prefill(list(range(20)), all_logits=True).view(np.uint32)
+
+
+@pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+def test_quant_has_the_bits_of_a_gguf_with_these_codes(tmp_path: Path, quant: str, dtype: str) -> None:
+    """The file's blocks are the gguf package's own; norms, and what cannot be packed, stay float there too."""
+    floats = tmp_path / "hf"
+    tiny.write(replace(UNEVEN, dtype=dtype), floats, seed=6)
+    stored = {name: tensor.to_float32() for name, tensor in open_checkpoint(floats).tensors.items()}
+    path = write_model(tmp_path / "m.gguf", UNEVEN, seed=6, values=stored, quant=quant.upper())
+    np.testing.assert_array_equal(bits(floats, quant), bits(path))
+    assert (bits(floats, quant) != bits(floats)).any()
+
+
+def test_quant_reaches_the_specification(tmp_path: Path) -> None:
+    tiny.write(VARIANT, tmp_path, seed=2)
+    with gemma_py.load(tmp_path, quant="q4_0") as engine:
+        ids = list(range(9))
+        expected = gemma_py.reference.logits(engine, ids).view(np.uint32)
+        np.testing.assert_array_equal(engine.session().prefill(ids, all_logits=True).view(np.uint32), expected)
+
+
+def test_quant_names_what_stays_float(tmp_path: Path) -> None:
+    tiny.write(UNEVEN, tmp_path, seed=2)
+    with gemma_py.load(tmp_path, quant="q8_0") as engine:
+        layers = len(engine.config.layers)
+        assert engine.kept_float == [f"model.layers.{n}.self_attn.o_proj.weight" for n in range(layers)]
+    with gemma_py.load(tmp_path) as engine:
+        assert engine.kept_float == []
+
+
+def test_quant_of_codes_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", VARIANT, seed=2, kinds={"up_proj": "Q8_0"})
+    with pytest.raises(InputError, match=r"blk.0.ffn_up.weight': quant 'q4_0' wants float weights, found Q8_0"):
+        gemma_py.load(path, quant="q4_0")
+
+
+@pytest.mark.parametrize("quant", ["q4_k", "Q8_0", "", 8, ["q8_0"]])
+def test_quants_that_do_not_exist(tmp_path: Path, quant: object) -> None:
+    tiny.write(VARIANT, tmp_path, seed=2)
+    with pytest.raises(InputError, match="quant should be one of q4_0, q8_0, found"):
+        gemma_py.load(tmp_path, quant=quant)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("number", "message"), [(np.nan, "holds NaN"), (1e8, "too large for Q8_0")])
+def test_quant_refuses_what_blocks_cannot_hold(tmp_path: Path, number: float, message: str) -> None:
+    with pytest.raises(FormatError, match=rf"q_proj.weight': holds .*{message.split()[-1]}"):
+        gemma_py.load(rewritten(tmp_path, poison(Q0, number)), quant="q8_0")

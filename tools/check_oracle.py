@@ -9,7 +9,6 @@ that the test suite uses. The last line is one JSON object; exit code 1 if a bar
 
 import argparse
 import json
-import pydoc
 import sys
 import time
 from pathlib import Path
@@ -17,17 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from peers import dequantised, texts
 
 import gemma_py
 from gemma_py.catalog import resolve
 
 MEAN_BAR, LARGEST_BAR = 4e-4, 1e-2  # of a token's NLL: the 16-bit activations' error, with room
 MARGIN = 0.02  # a greedy token must agree where the best two logits are further apart
-TOPICS = ("str", "json", "argparse", "asyncio.Task", "random", "subprocess", "pathlib.Path", "collections")
-
-
-def texts() -> list[str]:
-    return [pydoc.plain(pydoc.render_doc(topic)) for topic in TOPICS]
 
 
 def prompts(engine: gemma_py.Engine, lengths: list[int]) -> list[list[int]]:
@@ -73,9 +68,7 @@ def main() -> int:
     args = parser.parse_args()
     path = resolve(args.model)
     engine = gemma_py.load(path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = dequantised(path, attn_implementation="eager")
     differences, golden, agree, close, compared = [], [], 0, 0, 0
     for ids in prompts(engine, [int(part) for part in args.lengths.split(",")]):
         start = time.perf_counter()

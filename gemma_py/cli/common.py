@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gemma_py import machine
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.errors import InputError
+from gemma_py.formats.blocks import QUANTS
 
 if TYPE_CHECKING:
     from gemma_py.engine import Engine
@@ -108,7 +109,23 @@ def warn_of_threads(threads: int) -> None:
         print(f"gemma_py: {advice}", file=sys.stderr)
 
 
+def add_quant(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quant", choices=tuple(QUANTS), help="pack float weights to these blocks while loading (default: as stored)"
+    )
+
+
+def note_kept_float(engine: "Engine") -> None:
+    """Says on stderr what --quant could not pack."""
+    names = engine.kept_float
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        print(f"gemma_py: rows are not whole blocks of {engine.quant}, left as floats: {names[0]!r:.80}{more}",
+              file=sys.stderr)  # fmt: skip
+
+
 def add_engine(parser: argparse.ArgumentParser) -> None:
+    add_quant(parser)
     parser.add_argument(
         "--threads",
         type=_threads,

@@ -7,7 +7,7 @@ import argparse
 from typing import Any
 
 import gemma_py
-from gemma_py.cli.common import add_engine, add_input, add_model, positive, print_json, read_input
+from gemma_py.cli.common import add_engine, add_input, add_model, note_kept_float, positive, print_json, read_input
 from gemma_py.errors import InputError
 
 
@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    with gemma_py.load(args.model, threads=args.threads, context=args.context) as engine:
+    with gemma_py.load(args.model, threads=args.threads, context=args.context, quant=args.quant) as engine:
+        note_kept_float(engine)
         ids = read_input(args, engine)
         if engine.tokenizer is None and not args.json:
             raise InputError(f"{args.model}: the checkpoint brings no tokenizer; ask for --json to get token ids")

@@ -7,7 +7,7 @@ import argparse
 import math
 
 import gemma_py
-from gemma_py.cli.common import add_engine, add_input, add_model, print_json, read_input
+from gemma_py.cli.common import add_engine, add_input, add_model, note_kept_float, print_json, read_input
 from gemma_py.score import perplexity
 
 
@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    with gemma_py.load(args.model, threads=args.threads, context=args.context) as engine:
+    with gemma_py.load(args.model, threads=args.threads, context=args.context, quant=args.quant) as engine:
+        note_kept_float(engine)
         ids = read_input(args, engine)
         values = []
         for number, value in enumerate(engine.score(ids), 1):

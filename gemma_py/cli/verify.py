@@ -12,7 +12,7 @@ from pathlib import Path
 
 import gemma_py
 from gemma_py import verify
-from gemma_py.cli.common import add_model, counts, natural, positive, print_json
+from gemma_py.cli.common import add_model, add_quant, counts, natural, note_kept_float, positive, print_json
 from gemma_py.cli.progress import Progress
 from gemma_py.engine import Engine
 from gemma_py.errors import MismatchError
@@ -20,6 +20,7 @@ from gemma_py.errors import MismatchError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    add_quant(parser)
     parser.add_argument("--threads", type=counts, default=(1, 2, 3, 4), metavar="N,N", help="default: 1,2,3,4")
     parser.add_argument("--chunks", type=counts, default=(1, 7, 64, 512), metavar="N,N", help="default: 1,7,64,512")
     parser.add_argument(
@@ -38,10 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     def open_engine(threads: int) -> Engine:
-        return gemma_py.load(args.model, threads=threads)
+        return gemma_py.load(args.model, threads=threads, quant=args.quant)
 
     with Progress("checking", wanted=not args.json) as progress:
         with open_engine(max(args.threads)) as engine:  # refuses all that can be refused, before the work
+            note_kept_float(engine)
             tokens = verify.prompt_length(args.tokens, engine.context)
             ids = verify.prompt(tokens, engine.config.vocab_size)
             if args.trace is not None:
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
             theirs = None
             if args.against is not None:
                 theirs = verify.read_trace(args.against)
-                verify.refuse_other_runs(theirs, args.against, engine.checkpoint, ids)
+                verify.refuse_other_runs(theirs, args.against, engine, ids)
         report = verify.verify(open_engine, args.threads, args.chunks, tokens, args.reference, progress)
         made = None
         if report.difference is None and (args.trace or theirs):

@@ -2,7 +2,8 @@
 
 A quantised value is `scale * code` or `scale * code -+ minimum`, where a scale (and a minimum) serves `group`
 neighbouring values. `unpack` gives the integer codes and the scales; `dequantise` gives the values, with the same bits
-as the `gguf` package's numpy code. Everything here is elementwise: no sum is formed, so numpy may do it.
+as the `gguf` package's numpy code, and so does `pack`, the way back. Everything here is elementwise: no sum is formed, so
+numpy may do it.
 """
 
 from collections.abc import Callable
@@ -38,6 +39,9 @@ class BlockType:
     minimum: Minimum = Minimum.NONE
     unpack: Callable[[np.ndarray], Unpacked] | None = None
     widen: Callable[[np.ndarray], np.ndarray] | None = None
+    pack: Callable[[np.ndarray], np.ndarray] | None = (
+        None  # uint8 [blocks, bytes] of finite values: f32 [blocks, block]
+    )
 
     @property
     def quantised(self) -> bool:
@@ -84,6 +88,28 @@ def _q4_0(b: np.ndarray) -> Unpacked:
     return Unpacked(_signed(_fields(b[:, 2:], 4, 16), 8), _half(b, 0))
 
 
+def _inverse(scales: np.ndarray) -> np.ndarray:
+    """1 / scale; 0 where the scale is. Infinite where the scale is so small that its f16 is zero whatever the codes are."""
+    with np.errstate(divide="ignore", over="ignore"):
+        return np.where(scales == 0, np.float32(0), np.float32(1) / scales)
+
+
+def _scaled_block(scales: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # a scale beyond f16 becomes infinite, which whoever loads it must refuse
+        halves = scales.astype(np.float16).view(np.uint8)
+    return np.concatenate([halves, codes], axis=1)
+
+
+def _to_q4_0(values: np.ndarray) -> np.ndarray:
+    """The first of the largest values becomes -8, whatever its sign; halves are rounded up."""
+    largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
+    scales = largest / np.float32(-8)
+    with np.errstate(invalid="ignore"):
+        codes = np.trunc(values * _inverse(scales) + np.float32(8.5))
+    codes = np.where(np.isfinite(codes), codes, np.float32(0)).clip(0, 15).astype(np.uint8)
+    return _scaled_block(scales, codes[:, :16] | codes[:, 16:] << np.uint8(4))
+
+
 def _q4_1(b: np.ndarray) -> Unpacked:
     return Unpacked(_signed(_fields(b[:, 4:], 4, 16)), _half(b, 0), _half(b, 2))
 
@@ -98,6 +124,17 @@ def _q5_1(b: np.ndarray) -> Unpacked:
 
 def _q8_0(b: np.ndarray) -> Unpacked:
     return Unpacked(b[:, 2:].view(np.int8), _half(b, 0))
+
+
+def _to_q8_0(values: np.ndarray) -> np.ndarray:
+    """The largest magnitude becomes 127; halves are rounded away from zero."""
+    scales = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
+    with np.errstate(invalid="ignore"):
+        codes = values * _inverse(scales)
+    codes = np.where(np.isfinite(codes), codes, np.float32(0))
+    whole = np.trunc(codes)
+    codes = whole + np.trunc(np.float32(2) * (codes - whole))
+    return _scaled_block(scales, codes.astype(np.int8).view(np.uint8))
 
 
 def _q2_k(b: np.ndarray) -> Unpacked:
@@ -169,11 +206,11 @@ F32 = BlockType("F32", 1, 4, widen=_f32)
 F16 = BlockType("F16", 1, 2, widen=_f16)
 BF16 = BlockType("BF16", 1, 2, widen=_bf16)
 _QUANTISED = (
-    BlockType("Q4_0", 32, 18, 32, unpack=_q4_0),
+    BlockType("Q4_0", 32, 18, 32, unpack=_q4_0, pack=_to_q4_0),
     BlockType("Q4_1", 32, 20, 32, Minimum.ADDED, _q4_1),
     BlockType("Q5_0", 32, 22, 32, unpack=_q5_0),
     BlockType("Q5_1", 32, 24, 32, Minimum.ADDED, _q5_1),
-    BlockType("Q8_0", 32, 34, 32, unpack=_q8_0),
+    BlockType("Q8_0", 32, 34, 32, unpack=_q8_0, pack=_to_q8_0),
     BlockType("Q2_K", 256, 84, 16, Minimum.SUBTRACTED, _q2_k),
     BlockType("Q3_K", 256, 110, 16, unpack=_q3_k),
     BlockType("Q4_K", 256, 144, 32, Minimum.SUBTRACTED, _q4_k),
@@ -183,3 +220,4 @@ _QUANTISED = (
     BlockType("IQ4_XS", 256, 136, 32, unpack=_iq4_xs),
 )
 TYPES = {kind.name: kind for kind in (F32, F16, BF16, *_QUANTISED)}
+QUANTS = {kind.name.lower(): kind for kind in TYPES.values() if kind.pack is not None}  # what floats can be packed to

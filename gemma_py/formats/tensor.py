@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gemma_py.errors import FormatError
 from gemma_py.formats.blocks import BlockType
 
 
@@ -31,3 +32,21 @@ class StoredTensor:
     def to_float32(self) -> np.ndarray:
         """All values as f32, in the stored shape."""
         return self.type.dequantise(self.blocks()).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class QuantisedTensor(StoredTensor):
+    """A matrix of floats that reads as blocks of `type`, packed when they are asked for; `data` is the source's."""
+
+    source: StoredTensor
+
+    def blocks(self, first: int = 0, last: int | None = None) -> np.ndarray:
+        assert self.type.pack is not None
+        values = self.source.type.dequantise(self.source.blocks(first, last)).reshape(-1, self.type.block)
+        if not np.isfinite(values).all():
+            raise FormatError(f"{self.where}: holds NaN or infinite values")
+        packed = self.type.pack(values)
+        scales = packed[:, :2].copy().view(np.float16)
+        if not np.isfinite(scales).all():
+            raise FormatError(f"{self.where}: holds values too large for {self.type.name}, whose scales are float16")
+        return packed

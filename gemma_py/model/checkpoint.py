@@ -38,13 +38,13 @@ class Checkpoint:
     metadata: Mapping[str, Any]  # what the file says of itself beyond the config
     keep: bool = True  # whether its packed weights may be kept for a later start
 
-    def weights(self) -> Weights[Matrix]:
+    def weights(self, quant: str | None = None) -> Weights[Matrix]:
         """All of them unpacked, for the specification."""
-        return build_weights(self.tensors, self.config, self.names, str(self.path), whole)
+        return build_weights(self.tensors, self.config, self.names, str(self.path), whole, quant)
 
-    def stored_weights(self) -> Weights[StoredMatrix]:
+    def stored_weights(self, quant: str | None = None) -> Weights[StoredMatrix]:
         """Names and shapes checked; the matrices' values stay in the file."""
-        return build_weights(self.tensors, self.config, self.names, str(self.path), StoredMatrix)
+        return build_weights(self.tensors, self.config, self.names, str(self.path), StoredMatrix, quant)
 
     def tokenizer(self) -> Tokenizer | None:
         """None where the checkpoint brings none; the engine then works on ids."""

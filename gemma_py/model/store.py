@@ -51,13 +51,13 @@ class _Damaged(Exception):
     """A kept file that is not what this program would have written, and why."""
 
 
-def packed_weights(checkpoint: Checkpoint) -> Packed:
+def packed_weights(checkpoint: Checkpoint, quant: str | None = None) -> Packed:
     """The checkpoint's weights for the kernels: mapped from the cache, packed into it where they are not there yet.
 
     Names and shapes are checked at every start, values when they are packed. Where nothing can be kept, the weights are
     packed into memory, and a line on stderr says why, once a process.
     """
-    plan = Plan(checkpoint.stored_weights(), checkpoint.config)
+    plan = Plan(checkpoint.stored_weights(quant), checkpoint.config)
     if not checkpoint.keep or sum(_spans(plan)[-1]) < _SMALLEST:
         return plan.packed(_in_memory(plan, checkpoint.path))
     try:

@@ -6,13 +6,13 @@ from typing import Generic, NoReturn, TypeVar
 
 import numpy as np
 
-from gemma_py.errors import ConfigError, FormatError
-from gemma_py.formats.blocks import Minimum
-from gemma_py.formats.tensor import StoredTensor
+from gemma_py.errors import ConfigError, FormatError, InputError
+from gemma_py.formats.blocks import QUANTS, Minimum
+from gemma_py.formats.tensor import QuantisedTensor, StoredTensor
 from gemma_py.model.config import Config, Layer, Norm
 
 _CHUNK = 1 << 19  # values looked at or unpacked at a time: what numpy makes on the way stays in the caches
-_RUN = 16  # rows of a part are a multiple of this, so that whoever lays parts out in panels never sees half of one
+_RUN = 64  # rows of a part are a multiple of this, so that whoever lays parts out in panels never sees a part of four
 
 
 @dataclass(frozen=True)
@@ -179,13 +179,19 @@ def is_text_tensor(name: str) -> bool:
 
 
 def build_weights(
-    tensors: Mapping[str, StoredTensor], config: Config, names: Names, where: str, read: Callable[[StoredTensor], M]
+    tensors: Mapping[str, StoredTensor],
+    config: Config,
+    names: Names,
+    where: str,
+    read: Callable[[StoredTensor], M],
+    quant: str | None = None,
 ) -> Weights[M]:
     """Every tensor the config asks for, and no other: a tensor left over means that the config is not its own.
 
     read: `whole`, or StoredMatrix to leave the matrices in their file. Gains, which are small, are read in any case.
+    quant: of QUANTS, what matrices of floats are packed to; None leaves all as it is stored.
     """
-    source = _Source(tensors, config, names, where, read)
+    source = _Source(tensors, config, names, where, read, quant)
     D = config.hidden_size
     embedding = source.matrix(names.embedding, config.vocab_size, D)
     tied = config.tie_word_embeddings and not _differs(tensors, names)
@@ -207,6 +213,22 @@ def _differs(tensors: Mapping[str, StoredTensor], names: Names) -> bool:
     return head is not None and embedding is not None and not np.array_equal(head.data, embedding.data)
 
 
+def stays_float(quant: str, tensor: StoredTensor) -> bool:
+    """A matrix whose rows are not whole blocks, which no converter packs either."""
+    return len(tensor.shape) == 2 and tensor.shape[1] % QUANTS[quant].block != 0
+
+
+def packed_to(quant: str | None, tensor: StoredTensor) -> StoredTensor:
+    """The matrix as blocks of that type, where it can be."""
+    if quant is None:
+        return tensor
+    if tensor.type.quantised:
+        raise InputError(f"{tensor.where}: quant {quant!r} wants float weights, found {tensor.type.name} already")
+    if stays_float(quant, tensor):
+        return tensor
+    return QuantisedTensor(tensor.name, QUANTS[quant], tensor.shape, tensor.data, tensor.path, tensor)
+
+
 class _Source(Generic[M]):
     """Takes tensors out by name and checks them on the way."""
 
@@ -217,9 +239,11 @@ class _Source(Generic[M]):
         names: Names,
         where: str,
         read: Callable[[StoredTensor], M],
+        quant: str | None,
     ) -> None:
         self.tensors, self.config, self.names, self.where = tensors, config, names, where
         self.read: Callable[[StoredTensor], M] = read
+        self.quant = quant
         self.used: set[str] = set()
 
     def take(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
@@ -243,7 +267,7 @@ class _Source(Generic[M]):
         return values
 
     def matrix(self, name: str, rows: int, columns: int) -> M:
-        return self.read(self.take(name, (rows, columns)))
+        return self.read(packed_to(self.quant, self.take(name, (rows, columns))))
 
     def layer(self, number: int, layer: Layer) -> LayerWeights[M]:
         D, F = self.config.hidden_size, layer.intermediate_size

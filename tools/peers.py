@@ -1,0 +1,246 @@
+"""Runtimes behind one small surface, each alone in a process that compare_peers.py drives over pipes.
+
+    python tools/peers.py prepare MODEL.gguf DIRECTORY         # the weights dequantised, for torch and CTranslate2
+    python tools/peers.py serve NAME MODEL.gguf DIRECTORY THREADS [SETTINGS]
+
+serve answers lines of JSON, [method, argument, ...], with lines of JSON. Methods are those of a runtime, below.
+"""
+
+import json
+import os
+import pydoc
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TOPICS = ("str", "json", "argparse", "asyncio.Task", "random", "subprocess", "pathlib.Path", "collections")
+_SCORED_AT_ONCE = 32  # tokens whose logits llama.cpp holds at a time
+
+
+def texts() -> list[str]:
+    """Python's own documentation: English, code and lists, and nothing to download."""
+    return [pydoc.plain(pydoc.render_doc(topic)) for topic in TOPICS]
+
+
+def dequantised(path: Path, **options: Any) -> Any:
+    """transformers' model of a GGUF, in float32."""
+    import torch
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, **options
+    )
+
+
+def prepare(path: Path, directory: Path) -> None:
+    """DIRECTORY/float32 as Hugging Face has it and, where CTranslate2 is there, DIRECTORY/int8 made by its converter."""
+    import tokenizers
+    import transformers
+
+    model = dequantised(path)
+    model.hf_quantizer = None  # these are plain floats now; otherwise transformers refuses to save them
+    del model.config.quantization_config
+    model.save_pretrained(directory / "float32")
+    # The converter wants a vocabulary. Ids are all that is compared, so a token's text is its number.
+    vocabulary = {str(number): number for number in range(model.config.vocab_size)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="3"))
+    names = {"bos_token": "2", "eos_token": "1", "unk_token": "3"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **names).save_pretrained(directory / "float32")
+    try:
+        from ctranslate2.converters import TransformersConverter
+    except ImportError:
+        return
+    TransformersConverter(str(directory / "float32")).convert(str(directory / "int8"), quantization="int8")
+
+
+class Runtime:
+    """prefill: seconds until the last token's logits are there. decode: seconds of `count` greedy tokens after ids.
+    nll: of each token after the first. Nothing is kept between calls."""
+
+    def prefill(self, ids: list[int]) -> float:
+        raise NotImplementedError
+
+    def decode(self, ids: list[int], count: int) -> float:
+        raise NotImplementedError
+
+    def nll(self, ids: list[int]) -> list[float]:
+        raise NotImplementedError
+
+    def memory(self) -> int:
+        """Bytes at the peak so far."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Ours(Runtime):
+    def __init__(self, path: Path, directory: Path, threads: int) -> None:
+        import gemma_py
+
+        self.engine = gemma_py.load(path, threads=threads)
+
+    def encode(self, text: str) -> list[int]:
+        return self.engine.encode(text)
+
+    def prefill(self, ids: list[int]) -> float:
+        start = time.perf_counter()
+        self.engine.session().prefill(ids)
+        return time.perf_counter() - start
+
+    def decode(self, ids: list[int], count: int) -> float:
+        session = self.engine.session()
+        logits = session.prefill(ids)
+        start = time.perf_counter()
+        for _ in range(count):
+            logits = session.decode(int(np.argmax(logits)))
+        return time.perf_counter() - start
+
+    def nll(self, ids: list[int]) -> list[float]:
+        return list(self.engine.score(ids))
+
+
+class Llama(Runtime):
+    def __init__(self, path: Path, directory: Path, threads: int, **settings: Any) -> None:
+        import llama_cpp
+
+        self.api = llama_cpp
+        # A window's worth of keys for sliding layers, as llama.cpp's own programs do; a full-size cache is no quicker.
+        options = {"n_ctx": 4096, "n_gpu_layers": 0, "swa_full": False, "verbose": False}
+        self.model = llama_cpp.Llama(
+            str(path), n_threads=threads, n_threads_batch=threads, n_batch=settings["n_ubatch"], **options, **settings
+        )
+
+    def _logits(self, row: int) -> np.ndarray:
+        pointer = self.api.llama_get_logits_ith(self.model.ctx, row)
+        return np.ctypeslib.as_array(pointer, shape=(self.model.n_vocab(),))
+
+    def prefill(self, ids: list[int]) -> float:
+        self.model.reset()
+        start = time.perf_counter()
+        self.model.eval(ids)  # drops what the cache held, and makes the last token's logits only
+        self._logits(-1).argmax()  # waits for the computation
+        return time.perf_counter() - start
+
+    def decode(self, ids: list[int], count: int) -> float:
+        self.prefill(ids)
+        start = time.perf_counter()
+        for _ in range(count):
+            self.model.eval([int(self._logits(-1).argmax())])
+        self._logits(-1)
+        return time.perf_counter() - start
+
+    def nll(self, ids: list[int]) -> list[float]:
+        made: list[float] = []
+        api, memory = self.api, self.api.llama_get_memory(self.model.ctx)
+        api.llama_memory_clear(memory, True)
+        batch = api.llama_batch_init(_SCORED_AT_ONCE, 0, 1)
+        for first in range(0, len(ids) - 1, _SCORED_AT_ONCE):
+            following = ids[first + 1 : first + 1 + _SCORED_AT_ONCE]
+            batch.n_tokens = len(following)
+            for row in range(len(following)):
+                batch.token[row], batch.pos[row], batch.logits[row] = ids[first + row], first + row, True
+                batch.n_seq_id[row], batch.seq_id[row][0] = 1, 0
+            if api.llama_decode(self.model.ctx, batch) != 0:
+                raise RuntimeError("llama_decode failed")
+            for row, token in enumerate(following):
+                logits = self._logits(row).astype(np.float64)
+                made.append(float(logits.max() + np.log(np.exp(logits - logits.max()).sum()) - logits[token]))
+        api.llama_batch_free(batch)
+        api.llama_memory_clear(memory, True)
+        return made
+
+
+class Torch(Runtime):
+    def __init__(self, path: Path, directory: Path, threads: int) -> None:
+        import torch
+        import transformers
+
+        self.torch = torch
+        torch.set_num_threads(threads)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(directory / "float32", dtype=torch.float32)
+
+    def _start(self, ids: list[int]) -> Any:
+        return self.model(self.torch.tensor([ids]), use_cache=True, logits_to_keep=1)
+
+    def prefill(self, ids: list[int]) -> float:
+        with self.torch.inference_mode():
+            start = time.perf_counter()
+            int(self._start(ids).logits[0, -1].argmax())
+            return time.perf_counter() - start
+
+    def decode(self, ids: list[int], count: int) -> float:
+        with self.torch.inference_mode():
+            out = self._start(ids)
+            start = time.perf_counter()
+            for _ in range(count):
+                token = out.logits[0, -1].argmax().view(1, 1)
+                out = self.model(token, past_key_values=out.past_key_values, use_cache=True)
+            return time.perf_counter() - start
+
+    def nll(self, ids: list[int]) -> list[float]:
+        with self.torch.inference_mode():
+            logits = self.model(self.torch.tensor([ids])).logits[0, :-1]
+            rows = [self.torch.log_softmax(row.double(), -1)[token] for row, token in zip(logits, ids[1:], strict=True)]
+        return [-float(row) for row in rows]
+
+
+class CTranslate(Runtime):
+    def __init__(self, path: Path, directory: Path, threads: int) -> None:
+        import ctranslate2
+
+        self.model = ctranslate2.Generator(
+            str(directory / "int8"), inter_threads=1, intra_threads=threads, compute_type="int8"
+        )
+
+    def _generate(self, ids: list[int], count: int) -> list[float]:
+        """When it began, and when each token was there. The prompt goes through at once, without a head but the last."""
+        times = [time.perf_counter()]
+
+        def came(step: Any) -> bool:
+            times.append(time.perf_counter())
+            return False
+
+        self.model.generate_batch(
+            [[str(token) for token in ids]], max_length=count, min_length=count, include_prompt_in_result=False,
+            callback=came,
+        )  # fmt: skip
+        if len(times) != count + 1:
+            raise RuntimeError(f"{count} tokens asked for, {len(times) - 1} made")
+        return times
+
+    def prefill(self, ids: list[int]) -> float:
+        start, end = self._generate(ids, 1)
+        return end - start
+
+    def decode(self, ids: list[int], count: int) -> float:
+        times = self._generate(ids, count + 1)
+        return times[-1] - times[1]
+
+    def nll(self, ids: list[int]) -> list[float]:
+        (result,) = self.model.score_batch([[str(token) for token in ids]], max_input_length=0)
+        return [-float(value) for value in result.log_probs]
+
+
+RUNTIMES = {"gemma_py": Ours, "llama.cpp": Llama, "torch": Torch, "CTranslate2": CTranslate}
+
+
+def serve(name: str, path: Path, directory: Path, threads: int, settings: dict[str, Any]) -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a library prints is no answer
+    runtime = RUNTIMES[name](path, directory, threads, **settings)
+    print(json.dumps("ready"), file=answers)
+    for line in sys.stdin:
+        method, *arguments = json.loads(line)
+        print(json.dumps(getattr(runtime, method)(*arguments)), file=answers)
+    answers.close()
+    os._exit(0)  # some of them abort while they are taken down
+
+
+if __name__ == "__main__":
+    command, *rest = sys.argv[1:]
+    if command == "prepare":
+        prepare(Path(rest[0]), Path(rest[1]))
+    else:
+        serve(rest[0], Path(rest[1]), Path(rest[2]), int(rest[3]), json.loads(rest[4]) if len(rest) > 4 else {})
