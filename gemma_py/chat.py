@@ -107,6 +107,8 @@ class Conversation:
         return self.messages[-2]["content"]
 
     def _begin(self, before: Sequence[Message], text: str, attempt: int) -> Iterator[Token]:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InputError(f"max_tokens should be at least 1, found {self.max_tokens}")
         messages = [*before, {"role": "user", "content": text}]
         ids = self._prompt(messages)
         room = self.engine.context - len(ids)
@@ -181,7 +183,7 @@ class Conversation:
             (at for at, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids))
         )
         common = min(common, len(ids) - 1)  # the last one's logits are needed
-        if self._session.reachable(common):
+        if self._session.usable and self._session.reachable(common):
             self._session.rewind(common)
         else:
             common = 0

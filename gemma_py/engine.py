@@ -297,6 +297,11 @@ class Session:
         """
         self.engine.runner.rewind(self._cache, position)
 
+    @property
+    def usable(self) -> bool:
+        """False after a worker stalled and never came back: the rows may be anything then."""
+        return not self._cache.abandoned
+
     def reachable(self, position: int) -> bool:
         """Whether `rewind` can go there."""
         return self._cache.reachable(position)

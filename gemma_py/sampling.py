@@ -6,7 +6,7 @@ token does not depend on threads, chunks or company.
 """
 
 import math
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gemma_py.errors import ComputationError, InputError
+from gemma_py.errors import ComputationError, ConfigError, InputError
 from gemma_py.formats.files import present, read_json
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp
@@ -22,7 +22,7 @@ from gemma_py.kernels.elementary import exp
 _SEEDS = 1 << 63
 _LARGEST = 1e6  # of a penalty, bias or temperature: beyond, float32 has no room for the logits themselves
 _TINY = np.float32(1e-38)  # below every weight but 0
-_NUCLEUS = 1024  # candidates that a top-p without a top-k looks at first
+_STEPS = 1024  # of a sixteenth, in which logits are put where too many would have to be sorted
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Sampling:
 
     def seeded(self) -> "Sampling":
         """With a seed, so that the answer can be had again."""
-        return self if self.seed is not None else replace(self, seed=secrets.randbelow(1 << 32))
+        return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4), "little"))
 
 
 def _check_number(name: str, value: Any, least: float, most: float) -> None:
@@ -97,7 +97,7 @@ def recommended(path: Path, metadata: Mapping[str, Any]) -> Sampling:
     if path.is_dir() and present(file):
         document = read_json(file)
         if not isinstance(document, dict):
-            raise InputError(f"{file}: should be a JSON object")
+            raise ConfigError(f"{file}: should be a JSON object")
         if document.get("do_sample") is False:
             return Sampling()
         said = {name: document[name] for name in _SAID if document.get(name) is not None}
@@ -107,7 +107,10 @@ def recommended(path: Path, metadata: Mapping[str, Any]) -> Sampling:
             said[name] = value.item() if isinstance(value, np.generic) else value
     if not said:
         return GEMMA
-    return Sampling(**{"temperature": 1.0, **said})
+    try:
+        return Sampling(**{"temperature": 1.0, **said})
+    except InputError as error:
+        raise ConfigError(f"{path}: of what it recommends for sampling, {error}") from None
 
 
 OPTIONS = tuple(option.name for option in fields(Sampling))
@@ -175,10 +178,12 @@ def _largest(x, values, ids):  # type: ignore[no-untyped-def]
         values[v], ids[v] = x[v], v
     for at in range(k // 2 - 1, -1, -1):
         _sink(values, ids, at, k)
+    worst = values[0]
     for v in range(k, x.shape[0]):
-        if x[v] > values[0]:
+        if x[v] > worst:
             values[0], ids[0] = x[v], v
             _sink(values, ids, 0, k)
+            worst = values[0]
     for size in range(k - 1, 0, -1):
         values[0], values[size] = values[size], values[0]
         ids[0], ids[size] = ids[size], ids[0]
@@ -205,6 +210,43 @@ def _head(weights, limit):  # type: ignore[no-untyped-def]
         if total >= limit:
             return count + 1
     return weights.shape[0] + 1
+
+
+@inlined
+def _step(x, largest):  # type: ignore[no-untyped-def]
+    """How many sixteenths x lies below the largest, STEPS - 1 at most."""
+    below = (largest - x) * np.float32(16.0)
+    return np.int64(below) if below < np.float32(_STEPS - 1) else np.int64(_STEPS - 1)
+
+
+@kernel
+def _edge(x, largest, weights, limit, masses):  # type: ignore[no-untyped-def]
+    """The step at which the sum of the weights, from the largest down, reaches the limit, and the sum before it.
+
+    x, weights: [V]   masses: [STEPS], all 0, written: the sum of each step's weights, v ascending
+    """
+    for v in range(x.shape[0]):
+        masses[_step(x[v], largest)] += np.float64(weights[v])
+    total = 0.0
+    for step in range(_STEPS - 1):
+        if total + masses[step] >= limit:
+            return step, total
+        total += masses[step]
+    return _STEPS - 1, total
+
+
+@kernel
+def _keep_above(x, largest, edge, weights, members):  # type: ignore[no-untyped-def]
+    """Weights below the step `edge` become 0; how many lie on it, and which.    members: [V], written from the front"""
+    count = 0
+    for v in range(x.shape[0]):
+        step = _step(x[v], largest)
+        if step > edge:
+            weights[v] = np.float32(0.0)
+        elif step == edge:
+            members[count] = v
+            count += 1
+    return count
 
 
 @kernel
@@ -291,14 +333,18 @@ class Sampler:
             return weights[:count], ids
         weights = np.empty_like(x)
         total = _weigh(x, largest, weights)
-        size = min(_NUCLEUS, len(x))
-        while s.top_p < 1:
-            _, ids = self._best(x, size)
-            count = _head(weights[ids], s.top_p * total)
-            if count <= size or size == len(x):
-                return weights[ids[:count]], ids
-            size = min(size * 8, len(x))
+        if s.top_p < 1:
+            self._cut(x, largest, weights, s.top_p * total)
         return weights, None
+
+    @staticmethod
+    def _cut(x: np.ndarray, largest: np.float32, weights: np.ndarray, limit: float) -> None:
+        """Weights become 0 but for the likeliest, as many as reach the limit. Only those close to the edge are sorted."""
+        edge, before = _edge(x, largest, weights, limit, np.zeros(_STEPS))
+        members = np.empty(len(x), np.int64)
+        members = members[: _keep_above(x, largest, edge, weights, members)]
+        members = members[np.lexsort((members, -x[members]))]
+        weights[members[_head(weights[members], limit - before) :]] = 0
 
     @staticmethod
     def _best(x: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -8,11 +8,15 @@ of JSON, {"template", "globals", "conversations": [messages, ...]}, and answers 
 import datetime
 import functools
 import json
+import pprint  # noqa: F401  (as debug, constants and textwrap: jinja2 imports them late, when no file can be opened)
 import resource
 import sys
+import textwrap  # noqa: F401
 from typing import Any
 
 import jinja2
+import jinja2.constants
+import jinja2.debug
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
@@ -87,7 +91,7 @@ def _allow(seconds: int) -> None:
 
 
 def main() -> None:
-    _compiled("{{ 'a' | trim }}").render()  # whatever jinja2 imports late
+    _compiled("{{ 'a' | trim }}").render()  # the rest of what is imported late
     _limit()
     for line in sys.stdin.buffer:
         _allow(SECONDS)

@@ -119,7 +119,7 @@ def _system_in_user(messages: Sequence[Message]) -> list[Message]:
 
 
 _BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-_TURN_IN_TEXT = re.compile(rf"(?<=[{_BREAKS}])(?=\s*(User|Assistant)\s*:)")
+_TURN_IN_TEXT = re.compile(rf"(?<=[{_BREAKS}])(?=[^\S{_BREAKS}]*(User|Assistant)\s*:)")
 
 
 @dataclass(frozen=True)
@@ -210,11 +210,7 @@ class Jinja(Template):
             # Many templates refuse a system message. It belongs to the first user's turn then, as Gemma has it.
             if messages[0]["role"] != "system":
                 raise
-            try:
-                return self._rendered(_system_in_user(messages))
-            except TemplateError:
-                pass
-            raise
+            return self._rendered(_system_in_user(messages))
 
     def _rendered(self, messages: Sequence[Message]) -> list[Piece]:
         masks = _masks(messages)
