@@ -161,7 +161,7 @@ class Conversation:
                     made = []
                 yield token
         finally:
-            if made:  # closed or interrupted in the middle
+            if made and text.strip():  # closed or interrupted in the middle
                 self._keep_answer(messages, made, text, attempt, stats)
 
     def _keep_answer(self, messages: list[Message], made: list[int], text: str, attempt: int, stats: Stats) -> None:
@@ -178,10 +178,7 @@ class Conversation:
 
     def _reach(self, ids: list[int], stats: Stats) -> np.ndarray:
         """The session holds these ids, of which it computes what it has not: logits of the last."""
-        held = self._session.ids
-        common = next(
-            (at for at, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids))
-        )
+        common = self._common(ids)
         common = min(common, len(ids) - 1)  # the last one's logits are needed
         if self._session.usable and self._session.reachable(common):
             self._session.rewind(common)
@@ -190,6 +187,11 @@ class Conversation:
             self._session = self.engine.session(self._keep())
         stats.cached_tokens = common
         return self._prefill(ids[common:])
+
+    def _common(self, ids: list[int]) -> int:
+        """How many of these ids the session begins with."""
+        held = self._session.ids
+        return next((at for at, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
 
     def _prefill(self, ids: list[int]) -> np.ndarray:
         """In chunks of about half a second, since their size changes no bit."""
@@ -298,7 +300,13 @@ class Conversation:
             "attempt": self._attempt,
             "known": self._known,
         }
-        saved.write(Path(path), description, self._session)
+        # A loaded conversation can go back to where the last text begins, and finds what the next turn needs.
+        since = 0
+        if len(self.messages) >= 2:
+            since = self._common(self._prompt([*self.messages[:-2], {"role": "user", "content": ""}]))
+        if not self._session.reachable(since):
+            since = self._session.position
+        saved.write(Path(path), description, self._session, since)
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path) -> "Conversation":

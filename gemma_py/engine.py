@@ -112,7 +112,7 @@ class Engine:
     def fingerprint(self) -> str:
         """What this model is, whatever file it came from: sha256 of its logits' bits for a few fixed tokens.
 
-        Every weight has a part in them, so another model has others; and no thread, chunk or machine changes them.
+        Every matrix has a part in them, so another model has others; and no thread, chunk or machine changes them.
         """
         if self._fingerprint is None:
             probe = [number * (self.config.vocab_size - 1) // 7 for number in range(8)]
@@ -306,9 +306,11 @@ class Session:
         """Whether `rewind` can go there."""
         return self._cache.reachable(position)
 
-    def stored(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """A layer at a time: keys and values that a later token may read, as they are stored, [G, positions, E]."""
-        return (self._cache.stored(number) for number in range(len(self.engine.config.layers)))
+    def stored(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """A layer at a time: the keys and values that tokens after `since` may read, as they are stored, [G, positions, E]."""
+        if not self.reachable(since):
+            raise InputError(f"position {since} cannot be gone back to from {self.position}: its rows are overwritten")
+        return (self._cache.stored(number, since) for number in range(len(self.engine.config.layers)))
 
     def restore(self, ids: Sequence[int], stored: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         """Into a session that is empty: the tokens of another, and what it had `stored`."""

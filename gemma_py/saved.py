@@ -2,8 +2,9 @@
 
     gemma_py conversation 1\\n        JSON on one line\\n        rows of layer 0: keys, values; of layer 1 ...        sha256
 
-The rows are those that a later token may read, [G, positions, E], as they are stored. The file gets its name when it is
-complete, so whoever is killed while writing leaves the old one. It belongs to one model, known by `Engine.fingerprint`.
+The rows are those that a token after the position `since` may read, [G, positions, E], as they are stored. The file gets
+its name when it is complete, so whoever is killed while writing leaves the old one. It belongs to one model, known by
+`Engine.fingerprint`.
 """
 
 import hashlib
@@ -28,23 +29,24 @@ _LARGEST_LINE = 1 << 30
 _BLOCK = 1 << 22
 
 
-def write(path: Path, description: dict[str, Any], session: Session) -> None:
-    """Whole or not at all."""
+def write(path: Path, description: dict[str, Any], session: Session, since: int) -> None:
+    """Whole or not at all. since: how far back a session that is restored can be rewound."""
     engine = session.engine
-    line = {**description, "model": engine.fingerprint(), "kv": engine.runner.kv, "ids": session.ids}
+    state = {"model": engine.fingerprint(), "kv": engine.runner.kv, "ids": session.ids, "since": since}
+    line = {**description, **state}
     digest = hashlib.sha256()
     try:
         with atomic_write(path) as file:
 
-            def put(data: bytes | memoryview) -> None:
+            def put(data: bytes) -> None:
                 digest.update(data)
                 file.write(data)
 
             put(_MAGIC)
             put(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-            for rows in session.stored():
+            for rows in session.stored(since):
                 for array in rows:
-                    put(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data.cast("B"))
+                    put(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
             file.write(digest.digest())
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error}") from error
@@ -96,12 +98,12 @@ class Reader:
         """The tokens and rows, into a session that is empty."""
         ids = self.description["ids"]
         if ids:
-            session.restore(ids, self._rows(len(ids)))
+            session.restore(ids, self._rows(len(ids), self.description["since"]))
 
-    def _rows(self, position: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _rows(self, position: int, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         dtype = np.dtype(KV_TYPES[self._engine.runner.kv])
         for layer in self._engine.config.layers:
-            shape = (layer.num_key_value_heads, position - first_readable(layer, position), layer.head_dim)
+            shape = (layer.num_key_value_heads, position - first_readable(layer, since), layer.head_dim)
             size = math.prod(shape) * dtype.itemsize
             keys, values = (
                 np.frombuffer(self._file.read(size), dtype.newbyteorder("<")).reshape(shape) for _ in range(2)

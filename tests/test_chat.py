@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +49,8 @@ def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], nam
     with gemma_py.load(checkpoints[name], threads=2, kv=kv) as engine:
         engine.runner.poison = True
         for keep in (0, 3, 30):
-            session, ids = engine.session(keep), []
+            session = engine.session(keep)
+            ids: list[int] = []
             for _ in range(25):
                 back = rng.randrange(len(ids) + 1) if rng.random() < 0.4 else len(ids)
                 if session.reachable(back):
@@ -112,7 +114,7 @@ def test_a_turn_costs_its_own_tokens(tiny_engine: gemma_py.Engine) -> None:
         assert stats is not None
         assert conversation.messages[-1] == {"role": "assistant", "content": answer.rstrip()}
         assert stats.cached_tokens >= held - 2  # but for white space at the answer's end
-        assert stats.prompt_tokens - stats.cached_tokens < 30
+        assert stats.prompt_tokens - stats.cached_tokens < 40
         assert stats.generated_tokens == 20 and stats.finish_reason == "length" and stats.seed == 5
         held = len(conversation.ids)
         assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
@@ -125,12 +127,12 @@ def test_the_same_seed_gives_the_same_text_everywhere(tiny_engine: gemma_py.Engi
     conversation = new(tiny_engine)
     answers = [talk(conversation, "question one"), talk(conversation, "two")]
     messages = [{"role": "user", "content": "question one"}]
-    options = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "seed": 5}
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "seed": 5}
     assert "".join(t.text for t in tiny_engine.chat(messages, 20, **options)) == answers[0]
     prompt = new(tiny_engine)._prompt(messages)
     stop = [6, 1]
     assert tiny_engine.config.eos_token_ids == tuple(sorted(stop))
-    assert "".join(t.text for t in tiny_engine.generate(prompt, 20, **options)).lstrip() == answers[0]  # type: ignore[arg-type]
+    assert "".join(t.text for t in tiny_engine.generate(prompt, 20, **options)).lstrip() == answers[0]
     for threads in (1, 4):
         with gemma_py.load(TINY, threads=threads) as engine:
             other = new(engine)
@@ -183,9 +185,8 @@ def test_set_system(tiny_engine: gemma_py.Engine) -> None:
     conversation.set_system("two")
     assert conversation.system == "two"
     talk(conversation, "again")
-    other = new(tiny_engine)
-    other.messages = conversation.messages[:-2]
-    assert talk(other, "again") == conversation.messages[-1]["content"]
+    assert conversation.stats is not None and conversation.stats.cached_tokens < 8
+    assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
     conversation.set_system(None)
     assert conversation.system is None and conversation.messages[0]["role"] == "user"
 
@@ -351,6 +352,10 @@ def test_a_loaded_conversation_goes_on_with_the_same_bits(told: tuple[Conversati
         answer = talk(loaded, "and then?")
         assert loaded.stats is not None and loaded.stats.prompt_tokens - loaded.stats.cached_tokens < 25
         assert loaded.kv_digest() == fresh_digest(engine, loaded.ids)
+        loaded = Conversation.load(engine, path)
+        "".join(token.text for token in loaded.retry())
+        assert loaded.stats is not None and loaded.stats.cached_tokens == loaded.stats.prompt_tokens - 1
+        assert loaded.kv_digest() == fresh_digest(engine, loaded.ids)
     assert answer == talk(Conversation.load(conversation.engine, path), "and then?")
 
 
@@ -362,8 +367,6 @@ def test_an_empty_conversation_is_saved_too(tiny_engine: gemma_py.Engine, tmp_pa
 
 def test_another_model_is_refused(told: tuple[Conversation, Path], tmp_path: Path) -> None:
     """One weight differs by one bit, or rows are stored in another type: then the rows are not this model's."""
-    import shutil
-
     _, path = told
     shutil.copytree(TINY, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"

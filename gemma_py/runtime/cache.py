@@ -128,20 +128,23 @@ class Cache:
         """One a layer, of those rows."""
         return [digest(*self.rows(number)) for number in range(len(self.config.layers))]
 
-    def stored(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Those rows of a layer as they are stored: keys and values, [G, positions, E]."""
-        places = self._committed(number) % max(1, self.table[number, CAPACITY])
+    def stored(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
+        """A layer's rows as they are stored, that a token after `since` may read: keys and values, [G, positions, E]."""
+        positions = np.arange(first_readable(self.config.layers[number], since), self.position)
+        places = positions % max(1, self.table[number, CAPACITY])
         return self._rows(self.keys, number)[:, places], self._rows(self.values, number)[:, places]
 
     def restore(self, ids: list[int], stored: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         """Into an empty cache: the tokens that another had committed, and what it `stored` of each layer."""
         self._make_room(len(ids), 1)
         self.ids = list(ids)
-        self._oldest = [first_readable(layer, self.position) for layer in self.config.layers]
         for number, layer_rows in enumerate(stored):
-            places = self._committed(number) % self.table[number, CAPACITY]
+            capacity = int(self.table[number, CAPACITY])
+            count = min(layer_rows[0].shape[1], capacity)
+            self._oldest[number] = self.position - count
+            places = np.arange(self.position - count, self.position) % capacity
             for arena, rows in zip((self.keys, self.values), layer_rows, strict=True):
-                self._rows(arena, number)[:, places] = rows
+                self._rows(arena, number)[:, places] = rows[:, rows.shape[1] - count :]
 
     def abandon(self) -> None:
         """A pass failed and one of its workers may still write to these arenas: nobody may use them again."""
