@@ -82,27 +82,28 @@ def test_keep_is_what_a_session_can_go_back(checkpoints: dict[str, Path]) -> Non
             assert not session.reachable(-1)
 
 
-def test_a_failed_pass_takes_no_row_on_trust(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have written over rows that only going back would have needed."""
+def test_a_failed_pass_leaves_what_going_back_needs(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as it came, it wrote to places of the ring that hold nothing any more."""
     with gemma_py.load(checkpoints["gemma3"]) as engine:
         session = engine.session(keep=10)
         session.prefill(list(range(60)), chunk=1)
         assert session.reachable(50)
 
-        def fail(*_: object, **__: object) -> None:
+        honest = engine.runner.team.run
+
+        def fail(*args: Any, **options: Any) -> None:
+            honest(*args, **options)
             raise WorkerError(0, 1, None, None, "failed")
 
         with monkeypatch.context() as patch:
             patch.setattr(engine.runner.team, "run", fail)
             with pytest.raises(WorkerError):
                 session.prefill(list(range(20)))
-        capacity = int(session._cache.table[0, 1])
-        oldest = next(position for position in range(61) if session.reachable(position))
-        window = engine.config.layers[0].sliding_window or 0
-        assert oldest - window + 1 >= 60 + 20 - capacity
-        session.rewind(oldest)
+        session.rewind(50)
         session.prefill([5, 6, 7])
-        assert session.kv_digest() == fresh_digest(engine, [*range(oldest), 5, 6, 7])
+        assert session.kv_digest() == fresh_digest(engine, [*range(50), 5, 6, 7])
 
 
 # --- talking ----------------------------------------------------------------------------------------------------------

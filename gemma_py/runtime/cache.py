@@ -47,7 +47,6 @@ class Cache:
         if self.abandoned:
             raise InputError("this session was left in an unknown state by a stalled worker; start a new one")
         self._make_room(self.position, tokens)
-        self._let_go([self.position + tokens - capacity for capacity in self.table[:, CAPACITY].tolist()])
 
     def _make_room(self, position: int, tokens: int) -> None:
         needed = []
@@ -63,11 +62,9 @@ class Cache:
     def commit(self, tokens: list[int]) -> None:
         """The rows of these tokens are written, in every layer."""
         self.ids += tokens
-        self._let_go([first_readable(layer, self.position) - self.keep for layer in self.config.layers])
-
-    def _let_go(self, before: list[int]) -> None:
-        """Rows below these positions, one a layer, are not counted on any more."""
-        self._oldest = [max(pair) for pair in zip(self._oldest, before, strict=True)]
+        # No ring is so short that a pass, even one that fails, writes over what is counted on here.
+        kept = (first_readable(layer, self.position) - self.keep for layer in self.config.layers)
+        self._oldest = [max(pair) for pair in zip(self._oldest, kept, strict=True)]
 
     def reachable(self, position: int) -> bool:
         """Whether a rewind can go there: every row is left that the next token would read."""
