@@ -5,14 +5,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gemma_py import errors, reference
-    from gemma_py.engine import Engine, Session, Token, load
+    from gemma_py.chat import Conversation
+    from gemma_py.engine import Engine, Session, load
     from gemma_py.errors import GemmaError
+    from gemma_py.generation import Token
+    from gemma_py.sampling import Sampling
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "GemmaError", "Session", "Token", "errors", "load", "reference"]
+__all__ = ["Conversation", "Engine", "GemmaError", "Sampling", "Session", "Token", "errors", "load", "reference"]
 
 # Imported when they are asked for: numba alone takes a fifth of a second, which a list of models can do without.
-_HOMES = {"Engine": "engine", "Session": "engine", "Token": "engine", "load": "engine", "GemmaError": "errors"}
+_HOMES = {
+    "Conversation": "chat", "Engine": "engine", "Session": "engine", "load": "engine", "GemmaError": "errors",
+    "Token": "generation", "Sampling": "sampling",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
 """The engine: a loaded model, and sessions that each have their own KV cache."""
 
-import itertools
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,24 +13,19 @@ import numpy as np
 from gemma_py import machine
 from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, ContextError, InputError
+from gemma_py.formats.blocks import QUANTS
+from gemma_py.generation import Token, generate
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.model.store import packed_weights
 from gemma_py.model.weights import Matrix, Weights, stays_float
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.runner import CHUNK, Runner
+from gemma_py.sampling import OPTIONS, Sampler, Sampling, asked, recommended
 from gemma_py.score import log_probability
-
-
-@dataclass(frozen=True)
-class Token:
-    """finish_reason is None but on the last: "stop" (an end token) or "length"."""
-
-    id: int
-    text: str
-    logprob: float
-    finish_reason: str | None = None
-
+from gemma_py.stream import TextStream, stop_strings
+from gemma_py.templates import Template, checked_messages, choose, encode
+from gemma_py.tokenizer import Tokenizer
 
 _SCORED_AT_ONCE = 32  # tokens whose logits are held at a time: of Gemma's vocabulary, 32 MiB
 
@@ -68,6 +63,8 @@ class Engine:
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.quant = quant
+        self._recommended: Sampling | None = None
+        self._fingerprint: str | None = None
         with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside:  # which takes seconds at the first start, as kernels do
             tokenizer = aside.submit(checkpoint.tokenizer)
             self._runner: Runner | None = Runner(
@@ -95,8 +92,48 @@ class Engine:
         tensors = self.checkpoint.tensors.values()
         return [] if self.quant is None else [tensor.name for tensor in tensors if stays_float(self.quant, tensor)]
 
-    def session(self) -> "Session":
-        return Session(self)
+    def set_threads(self, threads: int) -> None:
+        """Another number of worker threads. Sessions go on; no bit depends on it."""
+        if not (_counts(threads) and threads <= _MOST_THREADS):
+            raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads!r:.40}")
+        self.runner.set_workers(threads)
+
+    def session(self, keep: int = 0) -> "Session":
+        """keep: tokens that `Session.rewind` may take back."""
+        return Session(self, keep)
+
+    @property
+    def sampling(self) -> Sampling:
+        """What the checkpoint recommends, or Gemma's makers where it says nothing: how a chat samples unless told otherwise."""
+        if self._recommended is None:
+            self._recommended = recommended(self.path, self.checkpoint.metadata)
+        return self._recommended
+
+    def text_tokenizer(self) -> Tokenizer:
+        """The tokenizer, where there must be one."""
+        if self.tokenizer is None:
+            raise InputError(f"{self.path}: the checkpoint brings no tokenizer; give token ids instead of text")
+        return self.tokenizer
+
+    def template(self, wanted: str | Path | None = None) -> Template:
+        """How a conversation becomes a prompt. wanted: "gemma", "transcript" or a file; else what the checkpoint brings."""
+        return choose(self.text_tokenizer(), self.checkpoint.chat_template, self.config.eos_token_ids, wanted)
+
+    def ends(self, template: Template) -> frozenset[int]:
+        """The tokens at which an answer ends."""
+        named = (self.text_tokenizer().token_id(end) for end in template.ends)
+        return frozenset(self.config.eos_token_ids).union(end for end in named if end is not None)
+
+    def fingerprint(self) -> str:
+        """What this model is, whatever file it came from: sha256 of its logits' bits for a few fixed tokens.
+
+        Every matrix has a part in them, so another model has others; and no thread, chunk or machine changes them.
+        """
+        if self._fingerprint is None:
+            probe = [number * (self.config.vocab_size - 1) // 7 for number in range(8)]
+            logits = self.session().prefill(probe[: self.context], all_logits=True)
+            self._fingerprint = hashlib.sha256(np.ascontiguousarray(logits, "<f4").tobytes()).hexdigest()
+        return self._fingerprint
 
     def check_ids(self, ids: Any) -> list[int]:
         """The ids as plain integers, all within the vocabulary."""
@@ -120,37 +157,80 @@ class Engine:
         """Ids as they are; text through the tokenizer, with its begin token."""
         if not isinstance(prompt, str):
             return self.check_ids(prompt)
-        if self.tokenizer is None:
-            raise InputError(f"{self.path}: the checkpoint brings no tokenizer; give token ids instead of text")
-        return self.check_ids(self.tokenizer.encode(prompt, control=control))
+        return self.check_ids(self.text_tokenizer().encode(prompt, control=control))
 
-    def generate(self, prompt: str | Sequence[int], max_tokens: int = 128) -> Iterator[Token]:
-        """The likeliest continuation, token by token; of equal logits the smaller id."""
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 128,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+    ) -> Iterator[Token]:
+        """The continuation of a prompt, token by token. The options are those of `Sampling`.
+
+        The likeliest token is taken, so the same prompt gives the same text, unless an option asks for a draw; what the
+        others leave open is then as the checkpoint recommends.
+        """
+        options = {
+            "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+            "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty, "logit_bias": logit_bias, "seed": seed,
+        }  # fmt: skip
         ids = self.encode(prompt)
-        if max_tokens < 1:
-            raise InputError(f"max_tokens should be at least 1, found {max_tokens}")
+        stream = TextStream(self.tokenizer, stop_strings(stop))
+        return self._generate(ids, max_tokens, asked(options, self.sampling), stream, self.config.eos_token_ids)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int = 512,
+        *,
+        stop: str | Sequence[str] | None = None,
+        template: str | Path | None = None,
+        **options: Any,
+    ) -> Iterator[Token]:
+        """The answer to messages in OpenAI's form. The options are those of `generate`; what they leave open is as the
+        checkpoint recommends. For a conversation that goes on, `Conversation` keeps what was computed."""
+        sampling = self.chat_sampling(options)
+        form, tokenizer = self.template(template), self.text_tokenizer()
+        ids = encode(form.pieces(checked_messages(messages)), tokenizer, {}, {})
+        stream = TextStream(tokenizer, (*form.stop, *stop_strings(stop)), trim=True)
+        return self._generate(ids, max_tokens, sampling, stream, self.ends(form))
+
+    def chat_sampling(self, options: Mapping[str, Any]) -> Sampling:
+        """The recommended sampling, with these options instead where they are not None."""
+        unknown = sorted(set(options) - set(OPTIONS))
+        if unknown:
+            raise InputError(f"{unknown[0]}: no such option; there are {', '.join(OPTIONS)}")
+        return replace(self.sampling, **{name: value for name, value in options.items() if value is not None})
+
+    def _generate(
+        self, ids: list[int], max_tokens: int, sampling: Sampling, stream: TextStream, ends: Collection[int]
+    ) -> Iterator[Token]:
+        """Everything is checked before the first token is asked for."""
+        if not _counts(max_tokens):
+            raise InputError(f"max_tokens should be at least 1, found {max_tokens!r:.40}")
         if len(ids) + max_tokens > self.context:
             raise ContextError(
                 f"{len(ids)} prompt tokens and {max_tokens} new ones exceed the context of {self.context} tokens"
             )
-        return self._generate(ids, max_tokens)
+        sampler = Sampler(sampling, self.config.vocab_size, ids)
+        return self._tokens(ids, max_tokens, sampler, stream, ends)
 
-    def _generate(self, ids: list[int], max_tokens: int) -> Iterator[Token]:
+    def _tokens(
+        self, ids: list[int], max_tokens: int, sampler: Sampler, stream: TextStream, ends: Collection[int]
+    ) -> Iterator[Token]:
         session = self.session()
-        logits = session.prefill(ids)
-        made: list[int] = []
-        shown = ""
-        for count in itertools.count(1):
-            token = int(np.argmax(logits))
-            ended = token in self.config.eos_token_ids
-            made += [] if ended else [token]
-            reason = "stop" if ended else "length" if count == max_tokens else None
-            text = self._text(made, last=reason is not None)
-            yield Token(token, text[len(shown) :], log_probability(logits, token), reason)
-            if reason is not None:
-                return
-            shown = text
-            logits = session.decode(token)
+        yield from generate(session.prefill(ids), session.decode, sampler, stream, ends, max_tokens)
 
     def score(self, ids: Sequence[int]) -> Iterator[float]:
         """Negative log likelihood of each token after the first, given all before it; in nats, one by one."""
@@ -169,14 +249,6 @@ class Engine:
             for row, token in zip(logits, following, strict=True):
                 yield -log_probability(row, token)
 
-    def _text(self, ids: list[int], last: bool) -> str:
-        """The text so far; bytes that a later token may complete or spoil are held back until the last."""
-        if self.tokenizer is None:
-            return ""
-        # Some embeddings have more rows than the tokenizer has pieces; such ids mean no text.
-        known = [token for token in ids if token < self.tokenizer.size]
-        return self.tokenizer.decode(known if last else known[: self.tokenizer.settled(known)])
-
     def close(self) -> None:
         """Ends the worker threads and lets the weights go. Twice is once."""
         if self._runner is not None:
@@ -193,9 +265,14 @@ class Engine:
 class Session:
     """One sequence of tokens and its KV cache."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, keep: int = 0) -> None:
         self.engine = engine
-        self._cache = engine.runner.cache()
+        self._cache = engine.runner.cache(keep)
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens in the cache."""
+        return self._cache.ids.copy()
 
     @property
     def position(self) -> int:
@@ -229,6 +306,37 @@ class Session:
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token: float32 [V]."""
         return self.prefill([token_id])
+
+    def rewind(self, position: int) -> None:
+        """Forget the tokens from this position on. It costs nothing, and nothing tells it from a fresh start.
+
+        A sliding layer's ring holds `keep` tokens more than its window: further back is an InputError, see `reachable`.
+        """
+        self.engine.runner.rewind(self._cache, position)
+
+    @property
+    def usable(self) -> bool:
+        """False after a worker stalled and never came back: the rows may be anything then."""
+        return not self._cache.abandoned
+
+    def reachable(self, position: int) -> bool:
+        """Whether `rewind` can go there."""
+        return self._cache.reachable(position)
+
+    def stored(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """A layer at a time: the keys and values that tokens after `since` may read, as they are stored, [G, positions, E]."""
+        if not self.reachable(since):
+            raise InputError(f"position {since} cannot be gone back to from {self.position}: its rows are overwritten")
+        return (self._cache.stored(number, since) for number in range(len(self.engine.config.layers)))
+
+    def restore(self, ids: Sequence[int], stored: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Into a session that is empty: the tokens of another, and what it had `stored`."""
+        if self.position:
+            raise InputError(f"only an empty session can be restored; this one holds {self.position} tokens")
+        tokens = self.engine.check_ids(ids)
+        if len(tokens) > self.engine.context:
+            raise ContextError(f"{len(tokens)} tokens exceed the context of {self.engine.context} tokens")
+        self._cache.restore(tokens, stored)
 
     def kv_digest(self) -> list[str]:
         """sha256 a layer, of the rows' bits that a later token may read: the last W - 1 of a sliding layer, else all.

@@ -33,6 +33,10 @@ class InputError(GemmaError):
     """Arguments or input that cannot be meant: ids outside the vocabulary, an empty prompt, a closed engine."""
 
 
+class TemplateError(GemmaError):
+    """A chat template that fails, never ends, or makes of a conversation what cannot be encoded safely."""
+
+
 class ComputationError(GemmaError):
     """A forward pass that gave no numbers."""
 

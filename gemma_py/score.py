@@ -11,21 +11,26 @@ from gemma_py.kernels.elementary import exp64, log64
 
 
 @kernel
-def _log_probability(logits: np.ndarray, token: int) -> np.float64:
-    """logits[token] - max - ln(sum over v of exp(logits[v] - max)), v ascending, in f64.    logits: [V]"""
+def _log_probability(logits: np.ndarray, token: int, terms: np.ndarray) -> np.float64:
+    """logits[token] - max - ln(sum over v of exp(logits[v] - max)), v ascending, in f64.    logits, terms: [V]
+
+    The terms are made in a loop of their own: each is by itself, so several can be made at once.
+    """
     largest = np.float64(logits[0])
     for v in range(logits.shape[0]):
         if logits[v] > largest:
             largest = np.float64(logits[v])
+    for v in range(logits.shape[0]):
+        terms[v] = exp64(np.float64(logits[v]) - largest)
     total = 0.0
     for v in range(logits.shape[0]):
-        total = total + exp64(np.float64(logits[v]) - largest)
+        total = total + terms[v]
     return np.float64(logits[token]) - largest - log64(total)
 
 
 def log_probability(logits: np.ndarray, token: int) -> float:
     """Natural logarithm of the token's probability. Logits that are no numbers are an error, not a score."""
-    value = float(_log_probability(logits, token))
+    value = float(_log_probability(logits, token, np.empty(len(logits))))
     if math.isnan(value):
         raise ComputationError("the logits hold NaN: the weights lead to values beyond float32")
     return value

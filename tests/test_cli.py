@@ -75,6 +75,19 @@ def test_quant(run: Run, checkpoints: dict[str, Path]) -> None:
     assert "another model or quant" in run(*verify, "--against", trace)[2]
 
 
+def test_generate_draws(run: Run) -> None:
+    options = ["--prompt", "some text", "--max-tokens", 12, "--temperature", "1.5", "--top-p", "0.9", "--json"]
+    drawn = json.loads(run("generate", TINY, *options)[1])
+    again = json.loads(run("generate", TINY, *options, "--seed", drawn["seed"], "--threads", 1)[1])
+    assert (again["ids"], again["seed"]) == (drawn["ids"], drawn["seed"])
+    assert "".join(drawn["texts"]) == drawn["text"]
+    assert set(drawn["timings"]) == {"first_token_seconds", "decode_seconds", "decode_tokens_per_second"}
+    stop = [text for text in drawn["texts"] if text][2]
+    cut = json.loads(run("generate", TINY, *options, "--seed", drawn["seed"], "--stop", "never", "--stop", stop)[1])
+    assert (cut["text"], cut["finish_reason"]) == (drawn["text"].partition(stop)[0], "stop")
+    assert json.loads(run("generate", TINY, "--prompt", "a", "--max-tokens", 1, "--json")[1])["seed"] is None
+
+
 def test_inspect(run: Run, checkpoints: dict[str, Path]) -> None:
     for name, path in checkpoints.items():
         code, out, err = run("inspect", path, "--json", "--tensors")
@@ -173,6 +186,8 @@ def bad_files(tmp_path: Path) -> dict[str, list[object]]:
         "id outside": ["score", TINY, "--ids", at("outside.json")],
         "deep": ["score", TINY, "--ids", at("deep.json")],
         "empty text": ["score", TINY, "--text", ""],
+        "top-p beyond 1": ["generate", TINY, "--prompt", "a", "--top-p", "2"],
+        "an empty stop": ["generate", TINY, "--prompt", "a", "--stop", ""],
         "too long": ["score", TINY, "--text", "a b c d e f", "--context", "3"],
         "too many tokens": ["generate", TINY, "--prompt", "a", "--max-tokens", "99999"],
         "surrogates": ["generate", TINY, "--prompt", "\udcff"],
@@ -184,7 +199,7 @@ def bad_files(tmp_path: Path) -> dict[str, list[object]]:
 @pytest.mark.parametrize("case", [
     "broken", "no model", "empty", "nothing there", "a directory", "unknown name", "not downloaded", "text not UTF-8",
     "no text file", "text is a directory", "ids no list", "ids of floats", "ids too large", "one id", "id outside", "deep",
-    "empty text", "too long", "too many tokens", "surrogates", "a NUL in the path", "a long path",
+    "empty text", "top-p beyond 1", "an empty stop", "too long", "too many tokens", "surrogates", "a NUL in the path", "a long path",
 ])  # fmt: skip
 @pytest.mark.parametrize("as_json", [False, True])
 def test_bad_input_is_one_line_and_exit_code_1(run: Run, tmp_path: Path, case: str, as_json: bool) -> None:

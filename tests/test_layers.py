@@ -9,14 +9,16 @@ PACKAGE = Path(__file__).parent.parent / "gemma_py"
 
 # Lowest first. A module may import from its own layer and from those below.
 LAYERS = (
-    ("errors", "paths", "machine"),
+    ("errors", "paths", "machine", "sandbox"),
     ("formats", "kernels", "demo"),
     ("tokenizer",),
     ("model", "catalog"),
     ("runtime",),
-    ("score",),
+    ("score", "sampling", "stream", "templates"),
+    ("generation",),
     ("engine",),
-    ("reference",),
+    ("reference", "saved"),
+    ("chat",),
     ("verify",),
     ("bench",),
     ("__init__",),

@@ -1,14 +1,22 @@
 """Continue a text.
 
-The likeliest token is taken at every step, so the same prompt always gives the same continuation.
+The likeliest token is taken at every step, so the same prompt always gives the same continuation. Any option of sampling
+asks for a draw instead; what the others leave open is then as the checkpoint recommends (generation_config.json).
+
+With --json: {"prompt_ids", "ids", "texts", "logprobs", "text", "finish_reason", "seed", "timings": {"first_token_seconds",
+"decode_seconds", "decode_tokens_per_second"}}; logprobs are the model's own, before any filter.
 """
 
 import argparse
+import dataclasses
+import time
 from typing import Any
 
 import gemma_py
 from gemma_py.cli.common import add_engine, add_input, add_model, note_kept_float, positive, print_json, read_input
+from gemma_py.cli.sampling import add_sampling, sampling_options
 from gemma_py.errors import InputError
+from gemma_py.sampling import asked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=positive, default=128, metavar="N", help="at most N new tokens (default: 128)"
     )
+    add_sampling(parser)
     add_engine(parser)
 
 
@@ -26,19 +35,29 @@ def run(args: argparse.Namespace) -> None:
         ids = read_input(args, engine)
         if engine.tokenizer is None and not args.json:
             raise InputError(f"{args.model}: the checkpoint brings no tokenizer; ask for --json to get token ids")
-        tokens = []
-        for token in engine.generate(ids, max_tokens=args.max_tokens):
+        sampling = asked(sampling_options(args), engine.sampling).seeded()
+        tokens, times = [], [time.perf_counter()]
+        for token in engine.generate(ids, args.max_tokens, stop=args.stop, **dataclasses.asdict(sampling)):
             tokens.append(token)
+            times.append(time.perf_counter())
             if not args.json:
                 print(token.text, end="", flush=True)
         if not args.json:
             print()
             return
+        decoding = times[-1] - times[1]
         report: dict[str, Any] = {
             "prompt_ids": ids,
             "ids": [token.id for token in tokens],
+            "texts": [token.text for token in tokens],
             "logprobs": [token.logprob for token in tokens],
             "text": "".join(token.text for token in tokens),
             "finish_reason": tokens[-1].finish_reason,
+            "seed": sampling.seed if sampling.temperature else None,
+            "timings": {
+                "first_token_seconds": times[1] - times[0],
+                "decode_seconds": decoding,
+                "decode_tokens_per_second": (len(tokens) - 1) / decoding if decoding else None,
+            },
         }
         print_json(report)

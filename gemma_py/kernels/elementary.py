@@ -99,7 +99,7 @@ def exp64(x):
     r = fma(n, -_LN2_64_LOW, fma(n, -_LN2_64, x))
     p = 1.0
     for k in range(14, 0, -1):
-        p = fma(p, r / np.float64(k), 1.0)
+        p = fma(p, r * (1.0 / np.float64(k)), 1.0)
     power = bits_of_f64(shifted) - _ROUND64_BITS
     return p * f64_of_bits((power + np.int64(1023)) << np.int64(52))
 

@@ -3,7 +3,10 @@
 All layers lie in one pair of flat arenas. In layer l, position t of head g begins at table[l, AT] + (g * capacity +
 t % capacity) * E: a head's rows are neighbours.
 A ring holds at least window + chunk - 1 rows: a chunk never overwrites a row that a query of the same chunk reads.
+`keep` more of them let a session go back: what a ring still holds need not be computed again.
 """
+
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -25,39 +28,72 @@ def _as_f32(rows: np.ndarray) -> np.ndarray:
 class Cache:
     """Rows at positions below `position` are committed; the rest mean nothing, and are NaN where `poison` is set."""
 
-    def __init__(self, config: Config, poison: bool = False, kv: str = "float32") -> None:
-        self.config, self.poison = config, poison
+    def __init__(self, config: Config, poison: bool = False, kv: str = "float32", keep: int = 0) -> None:
+        """keep: tokens that a rewind may take back."""
+        self.config, self.poison, self.keep = config, poison, keep
         self.dtype = KV_TYPES[kv]
-        self.position = 0
+        self.ids: list[int] = []  # of the committed tokens
+        self._oldest = [0] * len(config.layers)  # a layer's rows from here to `position` are whole
         self.table = np.zeros((len(config.layers), 2), np.int64)
         self.keys: np.ndarray = np.empty(0, self.dtype)
         self.values: np.ndarray = self.keys
         self.abandoned = False
 
+    @property
+    def position(self) -> int:
+        return len(self.ids)
+
     def reserve(self, tokens: int, ahead: int = 0) -> None:
-        """Room for a chunk of so many tokens after the committed ones. ahead: tokens that are known to follow it."""
+        """Room for a chunk of so many tokens after the committed ones, over whose places a pass may write from now on.
+
+        ahead: tokens that are known to follow it.
+        """
         if self.abandoned:
             raise InputError("this session was left in an unknown state by a stalled worker; start a new one")
+        self._make_room(self.position, tokens, ahead)
+
+    def _make_room(self, position: int, tokens: int, ahead: int = 0) -> None:
         needed = []
         for layer, (_, capacity) in zip(self.config.layers, self.table, strict=True):
-            rows = self.position + tokens
-            spare = ahead + _SPARE
+            rows, spare = position + tokens, ahead + _SPARE
             if layer.sliding_window is not None:
-                rows, spare = min(rows, layer.sliding_window + tokens - 1), 0
+                rows, spare = min(rows, layer.sliding_window + tokens - 1 + self.keep), 0
             # Growing by half again keeps the copying of a long decode linear. Memory that is never written costs none,
             # but while rows move to a larger arena there are two of each.
             needed.append(int(capacity) if rows <= capacity else max(rows + spare, int(capacity) * 3 // 2, 64))
         if needed != self.table[:, CAPACITY].tolist():
             self._move(needed)
 
+    def commit(self, tokens: list[int]) -> None:
+        """The rows of these tokens are written, in every layer."""
+        self.ids += tokens
+        # No ring is so short that a pass, even one that fails, writes over what is counted on here.
+        kept = (first_readable(layer, self.position) - self.keep for layer in self.config.layers)
+        self._oldest = [max(pair) for pair in zip(self._oldest, kept, strict=True)]
+
+    def reachable(self, position: int) -> bool:
+        """Whether a rewind can go there: every row is left that the next token would read."""
+        return 0 <= position <= self.position and all(
+            first_readable(layer, position) >= oldest
+            for layer, oldest in zip(self.config.layers, self._oldest, strict=True)
+        )
+
+    def rewind(self, position: int) -> None:
+        """Forget the tokens from here on. The rows before are as they were, so nothing tells it from a fresh start."""
+        if not self.reachable(position):
+            raise InputError(
+                f"position {position} cannot be gone back to from {self.position}: its rows are overwritten"
+            )
+        del self.ids[position:]
+
     def _move(self, capacities: list[int]) -> None:
-        """New arenas with these capacities, and the rows that a later query may read."""
+        """New arenas with these capacities, and all rows that are whole."""
         shapes = [(y.num_key_value_heads, n, y.head_dim) for y, n in zip(self.config.layers, capacities, strict=True)]
         sizes = [G * capacity * E for G, capacity, E in shapes]
         table = np.stack([np.cumsum([0, *sizes[:-1]]), capacities], 1).astype(np.int64)
         arenas: list[np.ndarray] = [np.empty(sum(sizes), self.dtype) for _ in range(2)]
         for number, shape in enumerate(shapes):
-            positions = self._committed(number)
+            positions = self._whole(number)
             at = table[number, AT]
             for old, new in zip((self.keys, self.values), arenas, strict=True):
                 rows = new[at : at + sizes[number]].reshape(shape)
@@ -73,6 +109,10 @@ class Cache:
         """Positions whose rows a later query may read: the last window - 1 of a sliding layer, else all."""
         first = first_readable(self.config.layers[number], self.position)
         return np.arange(first, self.position)
+
+    def _whole(self, number: int) -> np.ndarray:
+        """Positions whose rows are as they were written: those, and up to `keep` before them."""
+        return np.arange(self._oldest[number], self.position)
 
     def _rows(self, arena: np.ndarray, number: int) -> np.ndarray:
         """[G, capacity, E] of a layer, in the ring's order."""
@@ -90,6 +130,24 @@ class Cache:
         """One a layer, of those rows."""
         return [digest(*self.rows(number)) for number in range(len(self.config.layers))]
 
+    def stored(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
+        """A layer's rows as they are stored, that a token after `since` may read: keys and values, [G, positions, E]."""
+        positions = np.arange(first_readable(self.config.layers[number], since), self.position)
+        places = positions % max(1, self.table[number, CAPACITY])
+        return self._rows(self.keys, number)[:, places], self._rows(self.values, number)[:, places]
+
+    def restore(self, ids: list[int], stored: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Into an empty cache: the tokens that another had committed, and what it `stored` of each layer."""
+        self._make_room(len(ids), 1)
+        self.ids = list(ids)
+        for number, layer_rows in enumerate(stored):
+            capacity = int(self.table[number, CAPACITY])
+            count = min(layer_rows[0].shape[1], capacity)
+            self._oldest[number] = self.position - count
+            places = np.arange(self.position - count, self.position) % capacity
+            for arena, rows in zip((self.keys, self.values), layer_rows, strict=True):
+                self._rows(arena, number)[:, places] = rows[:, rows.shape[1] - count :]
+
     def abandon(self) -> None:
         """A pass failed and one of its workers may still write to these arenas: nobody may use them again."""
         self.abandoned = True
@@ -100,6 +158,6 @@ class Cache:
             return
         for number in range(len(self.config.layers)):
             capacity = int(self.table[number, CAPACITY])
-            stale = np.setdiff1d(np.arange(capacity), self._committed(number) % max(1, capacity))
+            stale = np.setdiff1d(np.arange(capacity), self._whole(number) % max(1, capacity))
             for arena in (self.keys, self.values):
                 self._rows(arena, number)[:, stale] = NAN[self.dtype]

@@ -87,7 +87,7 @@ class Runner:
                     self._scratch = None  # somebody may still write there
                     cache.abandon()
                 raise
-            cache.position += T
+            cache.commit(tokens)
         return logits.reshape(T, -1) if all_logits else logits
 
     def use(self, workers: int) -> None:
@@ -113,9 +113,21 @@ class Runner:
         with self._lock:
             return cache.digest()
 
-    def cache(self) -> Cache:
+    def set_workers(self, workers: int) -> None:
+        """Another team, between two passes."""
+        with self._lock:
+            former, self.team = self.team, Team(workers, self.team.deadline, PHASES)
+            self._scratch = None  # each worker has a part of it
+        former.close()
+
+    def rewind(self, cache: Cache, position: int) -> None:
+        """The cache's, while no pass is under way."""
+        with self._lock:
+            cache.rewind(position)
+
+    def cache(self, keep: int = 0) -> Cache:
         """An empty one, for a new session."""
-        return Cache(self.config, self.poison, self.kv)
+        return Cache(self.config, self.poison, self.kv, keep)
 
     def _scratch_for(self, T: int) -> Scratch:
         """Room for T rows, kept for later passes."""

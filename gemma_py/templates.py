@@ -1,0 +1,341 @@
+"""Messages to token ids: the checkpoint's chat template, Gemma's turns, or a plain transcript; and nobody forges a turn.
+
+Text of the template may hold control tokens, text of a message never: the two are encoded apart. Which is which cannot be
+seen in the rendered text, so a template is given messages in which every character that is not white space is replaced by
+one of Unicode's private planes, where no other text is; a character that comes out of there is a message's. A template may
+trim, cut, count and join such messages as it likes. It is rendered with the plain messages too, and if that is not the
+same text it depends on their letters; then it is refused, because nobody could tell what is whose.
+
+A space between the two goes to what follows it, as Gemma's pieces have theirs in front; so ids come out as if the whole
+text had been encoded at once, but where a template puts letters directly beside those of a message.
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemma_py.errors import InputError, TemplateError, UnsupportedError
+from gemma_py.formats.files import parse_json, read_text
+from gemma_py.tokenizer import Tokenizer
+
+Message = dict[str, str]  # role and content
+ROLES = ("system", "user", "assistant")
+_SECONDS = 5.0  # for a template to render, beside what starting Python takes
+_STARTING = 30.0
+_LARGEST_ANSWER = 1 << 30  # bytes; sandbox.py has its own limit on characters
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text, and where it comes from: `control` is the template's, which may hold control tokens; `answer` is the model's."""
+
+    text: str
+    control: bool
+    answer: bool = False
+
+
+def checked_messages(messages: Any) -> list[Message]:
+    """Messages in OpenAI's form as role and text; the system's, if there is one, first."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise InputError("messages should be a list of at least one {role, content}")
+    made = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InputError(f"message {number} should be an object with role and content, found {message!r:.60}")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise InputError(f"message {number}: role should be one of {', '.join(ROLES)}, found {role!r:.40}")
+        if role == "system" and number:
+            raise InputError(f"message {number}: a system message should be the first")
+        made.append({"role": str(role), "content": _text(content, number)})
+    return made
+
+
+def _text(content: Any, number: int) -> str:
+    """A string, or a list of parts of text."""
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise UnsupportedError(f"message {number}: content holds {part!r:.60}; only parts of text are read")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise InputError(f"message {number}: content should be text, found {content!r:.60}")
+    try:
+        content.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError(f"message {number}: content holds half a surrogate pair, which is no character") from None
+    return content
+
+
+@dataclass(frozen=True)
+class Template:
+    """name: for people. note: a line that they should see. stop, ends: strings and control tokens at which an answer ends."""
+
+    name: str
+    note: str | None = None
+    stop: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        """Of checked messages, up to where the answer begins."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class GemmaTurns(Template):
+    """Gemma 1 to 3. There is no system role: its text goes in front of the first user's."""
+
+    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        pieces = []
+        for message in _system_in_user(messages):
+            answer = message["role"] == "assistant"
+            pieces += [Piece(f"<start_of_turn>{'model' if answer else 'user'}\n", True)]
+            pieces += [Piece(message["content"].strip(), False, answer)]
+            pieces += [Piece("<end_of_turn>\n", True)]
+        return [*pieces, Piece("<start_of_turn>model\n", True)]
+
+
+def _system_in_user(messages: Sequence[Message]) -> list[Message]:
+    """The system's text in front of the first user's; alone, it is a user's."""
+    if not messages or messages[0]["role"] != "system":
+        return list(messages)
+    system, *rest = messages
+    if not rest or rest[0]["role"] != "user":
+        return [{"role": "user", "content": system["content"]}, *rest]
+    first = {"role": "user", "content": f"{system['content'].strip()}\n\n{rest[0]['content'].strip()}"}
+    return [first, *rest[1:]]
+
+
+_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+_TURN_IN_TEXT = re.compile(rf"(?<=[{_BREAKS}])(?=[^\S{_BREAKS}]*(User|Assistant)\s*:)")
+
+
+@dataclass(frozen=True)
+class Transcript(Template):
+    """For a base model, to which turn markers mean nothing: lines that it has seen in plain text.
+
+    A line of a message that would look like a turn gets a mark of quotation in front.
+    """
+
+    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        pieces = []
+        for message in messages:
+            answer = message["role"] == "assistant"
+            content = _TURN_IN_TEXT.sub("> ", "\n" + message["content"].strip())[1:]
+            if message["role"] == "system":
+                pieces += [Piece(content, False), Piece("\n\n", True)]
+            else:
+                pieces += [Piece("Assistant:" if answer else "User:", True)]
+                pieces += [Piece(f" {content}" if content else "", False, answer), Piece("\n", True)]
+        return [*pieces, Piece("Assistant:", True)]
+
+
+GEMMA = GemmaTurns("Gemma's turns", ends=("<end_of_turn>",))
+TRANSCRIPT = Transcript(
+    "a transcript",
+    note="this is a base model: it continues a transcript and was never taught to answer",
+    stop=("\nUser:", "\nAssistant:"),
+)
+BUILT_IN: dict[str, Template] = {"gemma": GEMMA, "transcript": TRANSCRIPT}
+
+
+def choose(
+    tokenizer: Tokenizer, own: str | None, eos_token_ids: Sequence[int], wanted: str | Path | None = None
+) -> Template:
+    """The one wanted (`gemma`, `transcript` or a file), else the checkpoint's own, else Gemma's turns if its tokens end at
+    <end_of_turn>, else a transcript: then it is a base model."""
+    if isinstance(wanted, str) and wanted in BUILT_IN:
+        return BUILT_IN[wanted]
+    if wanted is not None:
+        path = Path(wanted)
+        if not path.exists():
+            raise InputError(f"template {str(wanted)!r}: neither a file nor one of {', '.join(BUILT_IN)}")
+        return _from_source(read_text(path), str(path), tokenizer, eos_token_ids)
+    if own is not None:
+        return _from_source(own, "the checkpoint's chat template", tokenizer, eos_token_ids)
+    end = tokenizer.token_id("<end_of_turn>")
+    return GEMMA if end is not None and end in eos_token_ids else TRANSCRIPT
+
+
+def encode(
+    pieces: Sequence[Piece], tokenizer: Tokenizer, known: Mapping[str, list[int]], encoded: dict[Piece, list[int]]
+) -> list[int]:
+    """Ids of the pieces, with the begin token once.
+
+    known: answers as the model wrote them, by their text without white space around. Encoding that text again may give
+    other ids, and all that was computed after them would be lost. encoded: what earlier calls found, so that a long
+    conversation is not encoded anew at every turn.
+    """
+    ids: list[int] = []
+    for piece in pieces:
+        if piece not in encoded:
+            encoded[piece] = tokenizer.encode(piece.text, bos=False, control=piece.control)
+        ids += (known.get(piece.text.strip()) if piece.answer else None) or encoded[piece]
+    bos = tokenizer.bos_id
+    if bos is None:
+        return ids
+    first = next((at for at, token in enumerate(ids) if token != bos), len(ids))
+    return [bos, *ids[first:]]
+
+
+# --- templates in jinja2 ----------------------------------------------------------------------------------------------
+
+_PRIVATE, _LAST_PRIVATE = 0xF0000, 0x10FFFD  # the private planes 15 and 16
+_NOT_CHARACTERS = (0xFFFFE, 0xFFFFF)
+_MASKED = f"[{chr(_PRIVATE)}-{chr(_LAST_PRIVATE)}]"
+_MESSAGE = re.compile(rf"( ?{_MASKED}(?:[\s{_MASKED[1:-1]}]*{_MASKED})?)")
+
+
+@dataclass(frozen=True)
+class Jinja(Template):
+    source: str = ""
+    globals: tuple[tuple[str, Any], ...] = ()
+
+    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+        try:
+            return self._rendered(messages)
+        except TemplateError:
+            # Many templates refuse a system message. It belongs to the first user's turn then, as Gemma has it.
+            if messages[0]["role"] != "system":
+                raise
+            return self._rendered(_system_in_user(messages))
+
+    def _rendered(self, messages: Sequence[Message]) -> list[Piece]:
+        masks = _masks(messages)
+        masked = [{**m, "content": m["content"].translate(masks[m["role"] == "assistant"])} for m in messages]
+        text, plain = RENDERER.render(self.name, self.source, dict(self.globals), [masked, list(messages)])
+        unmask = {ord(masked): chr(character) for mask in masks for character, masked in mask.items()}
+        if text.translate(unmask) != plain:
+            raise TemplateError(
+                f"{self.name}: it changes the words of messages, so nobody could tell its control tokens from theirs; "
+                f"choose another, or one of {', '.join(BUILT_IN)}"
+            )
+        answers = frozenset(masks[True].values())
+        pieces = []
+        for number, part in enumerate(_MESSAGE.split(text)):
+            control = number % 2 == 0
+            answer = not control and answers.issuperset("".join(part.split()))
+            pieces += [Piece(part.translate(unmask), control, answer)] if part else []
+        return pieces
+
+
+def _masks(messages: Sequence[Message]) -> tuple[dict[int, str], dict[int, str]]:
+    """A private character for each one of the messages that is not white space: of others' messages, and of answers."""
+    free = (chr(code) for code in range(_PRIVATE, _LAST_PRIVATE) if code not in _NOT_CHARACTERS)
+    masks: tuple[dict[int, str], dict[int, str]] = ({}, {})
+    try:
+        for message in messages:
+            mask = masks[message["role"] == "assistant"]
+            for character in sorted(set(message["content"])):
+                if not character.isspace() and ord(character) not in mask:
+                    mask[ord(character)] = next(free)
+    except StopIteration:
+        raise InputError("the messages hold more different characters than can be told apart") from None
+    return masks
+
+
+def _from_source(source: str, name: str, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Template:
+    if importlib.util.find_spec("jinja2") is None:
+        raise TemplateError(
+            f"{name} needs jinja2: pip install 'gemma_py[chat]', or choose one of {', '.join(BUILT_IN)}"
+        )
+    ends = tuple(end for end in ("<end_of_turn>", "<turn|>") if end in source and tokenizer.token_id(end) is not None)
+    bos, eos = (None if token is None else tokenizer.piece(token) for token in (tokenizer.bos_id, *eos_token_ids[:1]))
+    given = (("bos_token", bos or ""), ("eos_token", eos or ""), ("add_generation_prompt", True), ("tools", None))
+    RENDERER.start()
+    return Jinja(name, ends=ends, source=source, globals=given)
+
+
+class _Renderer:
+    """The process that renders, one for all templates: started early, kept, and killed when it takes too long."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._fresh = True
+
+    def start(self) -> None:
+        with self._lock:
+            self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.kill()
+            program = str(Path(__file__).with_name("sandbox.py"))
+            # -P: the directory of the program is no place to import from. A group of its own: Ctrl-C is not for it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, process_group=0,
+            )  # fmt: skip
+            self._fresh = True
+        return self._process
+
+    def render(self, name: str, source: str, given: Mapping[str, Any], conversations: Sequence[Any]) -> list[str]:
+        request = {"template": source, "globals": given, "conversations": conversations}
+        with self._lock:
+            try:
+                answer = self._ask(json.dumps(request).encode() + b"\n")
+            except BaseException as error:
+                self.kill()
+                if isinstance(error, TimeoutError):
+                    raise TemplateError(f"{name}: it does not end; stopped after {_SECONDS:g} seconds") from None
+                if isinstance(error, OSError):
+                    raise TemplateError(f"{name}: the process that renders it died of it") from None
+                raise
+        document = parse_json(answer, name)
+        if "error" in document:
+            raise TemplateError(f"{name}: {' '.join(str(document['error']).split()):.300}")
+        texts: list[str] = document["texts"]
+        return texts
+
+    def _ask(self, line: bytes) -> bytes:
+        process = self._start()
+        assert process.stdin is not None and process.stdout is not None
+        until = time.monotonic() + _SECONDS + (_STARTING if self._fresh else 0)
+        process.stdin.write(line)
+        process.stdin.flush()
+        parts: list[bytes] = []
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not parts or not parts[-1].endswith(b"\n"):
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    raise TimeoutError
+                part = os.read(process.stdout.fileno(), 1 << 20)
+                if not part or sum(map(len, parts)) > _LARGEST_ANSWER:
+                    raise BrokenPipeError
+                parts.append(part)
+        self._fresh = False
+        return b"".join(parts)
+
+    def kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+            process.wait()
+
+    def forget(self) -> None:
+        """In a forked child: the process is the parent's, and so may be whoever holds the lock."""
+        self._lock = threading.Lock()
+        if self._process is not None:
+            self._process.returncode = 0  # nobody here waits for it
+        self._process = None
+
+
+RENDERER = _Renderer()
+atexit.register(RENDERER.kill)
+os.register_at_fork(after_in_child=RENDERER.forget)
