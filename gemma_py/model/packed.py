@@ -8,18 +8,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.matmul import COLUMNS, pack_codes, pack_floats, panels_of
+from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panels_of
 from gemma_py.model.config import Config, Norm
-from gemma_py.model.weights import CodeMatrix, FloatMatrix, Matrix, Weights
+from gemma_py.model.weights import CodeMatrix, Matrix, Weights
 
 # Columns of `matrices`.
-KIND, ROWS, INPUTS, AT, SCALES_AT, MINIMUMS_AT, GROUP = range(7)
+KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, SPAN, MINIMUMS, BYTES, PAIRS = range(11)  # WIDTH and on: of CODES alone
 FLOATS, HALVES, CODES = range(3)  # values of KIND: f32, bfloat16, quantised
 
 # Columns of `layers`. HEADS .. WIDTH describe shapes; Q .. DOWN are numbers of matrices; the rest are places in `gains`,
-# negative where the layer has no such norm, and whether the matrices behind an input take codes.
+# negative where the layer has no such norm, and what form of an input the matrices behind it read.
 HEADS, KV_HEADS, HEAD_DIM, INNER, WINDOW, KV_SOURCE, ROPE, Q, K, V, O, GATE, UP, DOWN = range(14)  # noqa: E741
-IN_GAIN, Q_GAIN, K_GAIN, O_GAIN, FF_GAIN, FF_OUT_GAIN, QKV_CODES, O_CODES, GATE_CODES, DOWN_CODES = range(14, 24)
+IN_GAIN, Q_GAIN, K_GAIN, O_GAIN, FF_GAIN, FF_OUT_GAIN, QKV_INPUT, O_INPUT, GATE_INPUT, DOWN_INPUT = range(14, 24)
+INPUT_CODES, INPUT_FLOATS = 1, 2  # bits of the last four: what the matrices behind an input read
 _GAINS = {
     Norm.ATTENTION: IN_GAIN, Norm.QUERY: Q_GAIN, Norm.KEY: K_GAIN, Norm.ATTENTION_OUTPUT: O_GAIN,
     Norm.FEED_FORWARD: FF_GAIN, Norm.FEED_FORWARD_OUTPUT: FF_OUT_GAIN,
@@ -33,7 +34,7 @@ class Numbers(NamedTuple):
     vocabulary: int  # V
     embedding: int  # number of a matrix
     head: int
-    head_codes: int  # 1 if the head takes codes
+    head_input: int  # INPUT_CODES or INPUT_FLOATS
     final_gain: int  # place in gains
     eps: np.float32
     attention_scale: np.float32
@@ -45,18 +46,12 @@ class Numbers(NamedTuple):
 class Packed(NamedTuple):
     floats: np.ndarray  # f32 panels
     halves: np.ndarray  # bfloat16 panels, as uint16
-    codes: np.ndarray  # int8 panels
-    scales: np.ndarray  # f32: scales and minimums of the code panels
+    codes: np.ndarray  # int8: the bytes of code panels
     gains: np.ndarray  # f32
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
-    matrices: np.ndarray  # int64 [matrices, 7]
+    matrices: np.ndarray  # int64 [matrices, 11]
     layers: np.ndarray  # int64 [L, 24]
     numbers: Numbers
-
-
-def _size(matrix: Matrix) -> int:
-    N, K = matrix.shape
-    return panels_of(N) * COLUMNS * K
 
 
 def _kind(matrix: Matrix) -> int:
@@ -65,49 +60,57 @@ def _kind(matrix: Matrix) -> int:
     return HALVES if matrix.values.dtype == np.uint16 else FLOATS
 
 
-def _scale_sizes(matrix: CodeMatrix) -> tuple[int, int]:
-    size = panels_of(matrix.shape[0]) * COLUMNS * matrix.scales.shape[1]
-    return size, size if len(matrix.minimums) else 0
+def _panel_size(matrix: Matrix) -> int:
+    """Elements of its arena that a panel takes."""
+    K = matrix.shape[1]
+    if isinstance(matrix, CodeMatrix):
+        return panel_bytes(K, matrix.width, matrix.group, matrix.span, len(matrix.factors) - 1)
+    return K * COLUMNS
+
+
+def _row(matrix: Matrix, at: int) -> list[int]:
+    """Of the table of matrices."""
+    row = [_kind(matrix), *matrix.shape, at]
+    if isinstance(matrix, CodeMatrix):
+        row += [matrix.width, matrix.offset, matrix.group, matrix.span, len(matrix.factors) - 1, _panel_size(matrix), 8]
+    return row + [0] * (11 - len(row))
+
+
+def _fill(matrix: Matrix, place: np.ndarray) -> None:
+    if isinstance(matrix, CodeMatrix):
+        pack_codes(matrix.codes, matrix.factors, matrix.steps, matrix.width, matrix.offset, place)
+    else:
+        pack_floats(matrix.values, place)
 
 
 class _Packer:
     """Fills arenas of the right size, matrix after matrix."""
 
     def __init__(self, matrices: Iterable[Matrix]) -> None:
-        sizes = [0, 0, 0, 0]
+        sizes = [0, 0, 0]
         for matrix in matrices:
-            sizes[_kind(matrix)] += _size(matrix)
-            if isinstance(matrix, CodeMatrix):
-                sizes[3] += sum(_scale_sizes(matrix))
+            sizes[_kind(matrix)] += panels_of(matrix.shape[0]) * _panel_size(matrix)
         # One value at least: an empty arena is never read, but its address is taken.
-        types = (np.float32, np.uint16, np.int8, np.float32)
+        types = (np.float32, np.uint16, np.int8)
         self.arenas = [np.empty(max(1, size), kind) for size, kind in zip(sizes, types, strict=True)]
-        self.used = [0, 0, 0, 0]
+        self.used = [0, 0, 0]
         self.rows: list[list[int]] = []
-
-    def take(self, arena: int, size: int) -> tuple[int, np.ndarray]:
-        at = self.used[arena]
-        self.used[arena] += size
-        return at, self.arenas[arena][at : at + size]
 
     def add(self, matrix: Matrix) -> int:
         """The number of the matrix in the table."""
-        kind, (N, K) = _kind(matrix), matrix.shape
-        at, place = self.take(kind, _size(matrix))
-        row = [kind, N, K, at, -1, -1, 32]
-        if isinstance(matrix, FloatMatrix):
-            pack_floats(matrix.values, place)
-        else:
-            pack_codes(matrix.codes, place)
-            scales, minimums = _scale_sizes(matrix)
-            row[SCALES_AT], place = self.take(3, scales)
-            pack_floats(matrix.scales, place)
-            if minimums:
-                row[MINIMUMS_AT], place = self.take(3, minimums)
-                pack_floats(matrix.minimums, place)
-            row[GROUP] = K // matrix.scales.shape[1]
-        self.rows.append(row)
+        kind, size = _kind(matrix), panels_of(matrix.shape[0]) * _panel_size(matrix)
+        at = self.used[kind]
+        self.used[kind] += size
+        _fill(matrix, self.arenas[kind][at : at + size])
+        self.rows.append(_row(matrix, at))
         return len(self.rows) - 1
+
+
+def _input(matrices: Iterable[Matrix]) -> int:
+    forms = 0
+    for matrix in matrices:
+        forms |= INPUT_CODES if isinstance(matrix, CodeMatrix) else INPUT_FLOATS
+    return forms
 
 
 def pack(weights: Weights, config: Config, frequencies: np.ndarray, ropes: list[int]) -> Packed:
@@ -134,13 +137,13 @@ def pack(weights: Weights, config: Config, frequencies: np.ndarray, ropes: list[
                 gains.append(w.gains[norm])
                 place += len(w.gains[norm])
         inputs = ((w.q, w.k, w.v), (w.o,), (w.gate, w.up), (w.down,))
-        row[QKV_CODES : DOWN_CODES + 1] = [any(isinstance(m, CodeMatrix) for m in group) for group in inputs]
+        row[QKV_INPUT : DOWN_INPUT + 1] = [_input(group) for group in inputs]
     numbers = Numbers(
-        config.hidden_size, config.vocab_size, embedding, head, int(isinstance(weights.head, CodeMatrix)), 0,
+        config.hidden_size, config.vocab_size, embedding, head, _input([weights.head]), 0,
         np.float32(config.rms_norm_eps), np.float32(config.attention_scale),
         np.float32(config.attn_logit_softcapping or 0.0), np.float32(config.final_logit_softcapping or 0.0),
         np.float32(np.sqrt(np.float64(config.hidden_size))),
     )  # fmt: skip
-    floats, halves, codes, scales = packer.arenas
+    floats, halves, codes = packer.arenas
     matrices = np.array(packer.rows, np.int64)
-    return Packed(floats, halves, codes, scales, np.concatenate(gains), frequencies, matrices, table, numbers)
+    return Packed(floats, halves, codes, np.concatenate(gains), frequencies, matrices, table, numbers)

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
 
 from gemma_py.errors import ConfigError, FormatError
-from gemma_py.formats.blocks import Minimum
+from gemma_py.formats.blocks import Minimum, scales_of
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.model.config import Config, Layer, Norm
 
@@ -27,15 +28,37 @@ class FloatMatrix:
 
 @dataclass(frozen=True)
 class CodeMatrix:
-    """codes: [N, K] int8; scales, minimums: [N, K / group] f32. A value is scale * code - minimum."""
+    """A value is scale * code - minimum; scales and minimums are factors times steps, where there are steps."""
 
-    codes: np.ndarray
-    scales: np.ndarray
-    minimums: np.ndarray  # [0, 0] where the format has none
+    codes: np.ndarray  # int8 [N, K]
+    factors: tuple[np.ndarray, ...]  # float16 [N, K / span]: of scales, and of minimums where the format has them
+    steps: tuple[np.ndarray, ...]  # int8 [N, K / group] of each, or none
+    width: int  # bits that hold a code without loss, once the offset is added
+    offset: int
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def span(self) -> int:
+        return self.shape[1] // self.factors[0].shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.shape[1] // self.steps[0].shape[1] if self.steps else self.span
+
+    @cached_property
+    def scales(self) -> np.ndarray:
+        """f32 [N, K / group]"""
+        return scales_of(self.factors[0], self.steps[0] if self.steps else None)
+
+    @cached_property
+    def minimums(self) -> np.ndarray:
+        """f32 [N, K / group], or [0, 0] where the format has none"""
+        if len(self.factors) == 1:
+            return np.empty((0, 0), np.float32)
+        return scales_of(self.factors[1], self.steps[1] if self.steps else None)
 
 
 Matrix = FloatMatrix | CodeMatrix
@@ -235,24 +258,23 @@ def _codes(tensor: StoredTensor) -> CodeMatrix:
     """Unpacked to one int8 a weight, so that the arithmetic need not know formats."""
     kind, (N, K) = tensor.type, tensor.shape
     assert kind.unpack is not None
-    groups = K // kind.group
-    codes = np.empty((N, K), np.int8)
-    scales = np.empty((N, groups), np.float32)
-    minimums = np.empty((N, groups) if kind.minimum is not Minimum.NONE else (0, 0), np.float32)
+    codes, parts = np.empty((N, K), np.int8), []
     step = max(1, _CHUNK // K)
-    with np.errstate(invalid="ignore"):
-        for first in range(0, N, step):
-            rows = slice(first, min(first + step, N))
-            part = kind.unpack(tensor.blocks(rows.start, rows.stop))
-            codes[rows] = part.codes.reshape(-1, K)
-            scales[rows] = part.scales.reshape(-1, groups)
-            finite = np.isfinite(scales[rows]).all()
-            if part.minimums is not None:
-                sign = np.float32(-1.0 if kind.minimum is Minimum.ADDED else 1.0)
-                minimums[rows] = part.minimums.reshape(-1, groups) * sign
-                finite = finite and np.isfinite(minimums[rows]).all()
-            if not finite:
-                _not_finite(tensor)
-    for array in (codes, scales, minimums):
+    for first in range(0, N, step):
+        part = kind.unpack(tensor.blocks(first, min(first + step, N)))
+        codes[first : first + step] = part.codes.reshape(-1, K)
+        parts.append(part)
+    factors = [np.concatenate([part.factor for part in parts]).reshape(N, -1)]
+    if parts[0].minimum_factor is not None:
+        minimums = np.concatenate([part.minimum_factor for part in parts]).reshape(N, -1)
+        factors.append(-minimums if kind.minimum is Minimum.ADDED else minimums)
+    found = [
+        np.concatenate(of_all).reshape(N, -1)
+        for of_all in ([part.steps for part in parts], [part.minimum_steps for part in parts])
+        if of_all[0] is not None
+    ]
+    if not all(np.isfinite(values).all() for values in factors):
+        _not_finite(tensor)
+    for array in (codes, *factors, *found):
         array.flags.writeable = False
-    return CodeMatrix(codes, scales, minimums)
+    return CodeMatrix(codes, tuple(factors), tuple(found), kind.width, kind.offset)
