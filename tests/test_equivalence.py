@@ -223,8 +223,8 @@ def test_control_rows_read_or_published_out_of_order(checkpoints: dict[str, Path
         assert caught(engine, expected("gemma3", engine), (Trial(seed=seed, drop=drop) for seed in range(1, 300)))
 
 
-BARRIERS = (passes.EMBED, passes.QKV, passes.ATTENTION, passes.OUT_CODES, passes.OUT, passes.MIDDLE, passes.GATE_UP,
-            passes.DOWN_CODES, passes.DOWN, passes.END)  # fmt: skip
+BARRIERS = (passes.EMBED, passes.QKV, passes.ATTENTION, passes.OUT_INPUT, passes.OUT, passes.MIDDLE, passes.GATE_UP,
+            passes.DOWN_INPUT, passes.DOWN, passes.END)  # fmt: skip
 
 
 @pytest.mark.parametrize("phase", BARRIERS, ids=lambda phase: passes.PHASES[phase].replace(" ", "-"))

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gemma_py.formats.blocks import TYPES, Minimum
 from gemma_py.kernels import elementary, lanes, matmul, rows, simd
 from gemma_py.kernels.attention import Ring, attend, scratch_size
 from gemma_py.kernels.decorator import kernel
-from gemma_py.kernels.matmul import CodedRows, CodePanels, FloatPanels, panels_of
+from gemma_py.kernels.matmul import CodedRows, FloatPanels, FloatRows
+from gemma_py.kernels.panels import Bench, CodePanels, pack_codes, pack_floats, panel_bytes, panels_of
 from gemma_py.model import reference
 from gemma_py.model.weights import CodeMatrix, FloatMatrix, Matrix
 
@@ -78,102 +80,139 @@ def test_exp_and_tanh_of_lanes_match_the_scalar_ones():
 def float_panels(w, at=0):
     N, K = w.shape
     arena = np.zeros(at + panels_of(N) * K * 16, w.dtype)
-    matmul.pack_floats(w, arena[at:])
+    pack_floats(w, arena[at:])
     return FloatPanels(arena, at, N, K)
 
 
-def code_panels(codes, scales, minimums, at=0):
-    (N, K), groups = codes.shape, scales.shape[1]
-    arena, size = np.zeros(at + panels_of(N) * K * 16, np.int8), panels_of(N) * groups * 16
-    numbers = np.zeros(at + 2 * size, F)
-    matmul.pack_codes(codes, arena[at:])
-    matmul.pack_floats(scales, numbers[at : at + size])
-    if len(minimums):
-        matmul.pack_floats(minimums, numbers[at + size :])
-    return CodePanels(arena, numbers, at, at, at + size if len(minimums) else -1, N, K, K // groups)
+def some_codes(rng, N, K, kind):
+    """A matrix of codes in the form of a type: extremes among them, factors and steps of either sign."""
+    codes = rng.integers(0, 2**kind.width, (N, K)) - (kind.offset or (128 if kind.width == 8 else 0))
+    parts = 1 if kind.minimum is Minimum.NONE else 2
+
+    def numbers(width, made):
+        return tuple(made(N, K // width) for _ in range(parts))
+
+    factors = numbers(kind.block, lambda *shape: normal(rng, *shape).astype(np.float16))
+    steps = numbers(kind.group, lambda *shape: rng.integers(-128, 128, shape).astype(np.int8))
+    return CodeMatrix(codes.astype(np.int8), factors, steps if kind.block > 32 else (), kind.width, kind.offset)
 
 
-def random_codes(rng, N, K, group, with_minimums):
-    codes = rng.integers(-128, 128, (N, K)).astype(np.int8)
-    minimums = normal(rng, N, K // group) if with_minimums else np.empty((0, 0), F)
-    return codes, normal(rng, N, K // group), minimums
+def code_panels(matrix, at=0):
+    (N, K), minimums = matrix.shape, len(matrix.factors) - 1
+    size = panel_bytes(K, matrix.width, matrix.group, matrix.span, minimums)
+    arena = np.zeros(at + panels_of(N) * size, np.int8)
+    pack_codes(matrix.codes, matrix.factors, matrix.steps, matrix.width, matrix.offset, arena[at:])
+    return CodePanels(arena, at, N, K, matrix.width, matrix.offset, matrix.group, matrix.span, minimums, size, 8)
 
 
-def coded(x):
-    T, K = x.shape
-    made = CodedRows(np.empty(T * K, np.int16), np.empty(T * K // 32, F), np.empty(T * K // 16, F))
-    rows.quantise_rows(x.reshape(-1), K, *made, 0, T)
+def bench_for(K):
+    codes, scales, outputs = matmul.bench_sizes(K)
+    return Bench(np.empty(codes, np.int16), np.empty(scales, F), np.empty(scales, F), np.empty(outputs, F))
+
+
+def in_tiles(T, most):
+    """(rows of a tile, rows that T take in tiles)"""
+    size = most if T > 1 else 1
+    return size, -(-T // size) * size
+
+
+def tiled(x):
+    """What is beyond T is never looked at: it stays NaN."""
+    (T, K), (size, rows_of_tiles) = x.shape, in_tiles(len(x), matmul.FLOAT_ROWS)
+    made = FloatRows(np.full(rows_of_tiles * K, np.nan, F), size)
+    rows.tile_rows(x.reshape(-1), K, made, 0, T, 0)
     return made
 
 
-def in_parts(rng, T, N, multiply):
+def coded(x):
+    (T, K), (size, length) = x.shape, in_tiles(len(x), matmul.CODE_ROWS)
+    numbers = (np.full(length * K // width, np.nan, F) for width in (32, 32, 16))
+    made = CodedRows(np.full(length * K, -(2**15), np.int16), *numbers, size)
+    rows.quantise_rows(x.reshape(-1), K, made, 0, T, 0)
+    return made
+
+
+def by_row(values, T, size, width):
+    """[T, K / width, width] of numbers that lie in tiles of so many rows."""
+    tiles = values.reshape(-(-T // size), -1, size, width)
+    return tiles.swapaxes(1, 2).reshape(-1, tiles.shape[1], width)[:T]
+
+
+def in_parts(rng, T, N, tile, multiply):
     """Every row and panel once, in ranges that are cut at random and come in random order."""
 
-    def cut(count):
-        inner = rng.integers(0, count + 1, rng.integers(0, 3))
+    def cut(count, step):
+        inner = rng.integers(0, count // step + 1, rng.integers(0, 3)) * step
         borders = sorted({0, count, *inner.tolist()})
         return list(pairwise(borders))
 
-    parts = [(*r, *p) for r in cut(T) for p in cut(panels_of(N))]
+    parts = [(*r, *p) for r in cut(T, tile) for p in cut(panels_of(N), 4)]
     for part in rng.permutation(parts).tolist():
         multiply(*part)
 
 
 @some
-@given(seeds, st.integers(1, 14), st.integers(1, 70), st.integers(1, 90), st.booleans())
+@given(seeds, st.integers(1, 30), st.integers(1, 70), st.integers(1, 150), st.booleans())
 def test_matmul_floats_matches_the_reference(seed, T, K, N, bfloat16):
     rng = np.random.default_rng(seed)
     x, w = normal(rng, T, K), normal(rng, N, K)
     if bfloat16:
         w = (bits(w) >> 16).astype(np.uint16)
     panels = float_panels(w, at=int(rng.integers(0, 9)))
-    y, expected = np.full(T * N + 16, np.nan, F), np.empty((T, N), F)
-    in_parts(rng, T, N, lambda *part: matmul.matmul_floats(x.reshape(-1), panels, y, *part))
+    y, expected, rows_of_x, bench = np.full(T * N + 16, np.nan, F), np.empty((T, N), F), tiled(x), bench_for(32)
+    in_parts(rng, T, N, rows_of_x.rows, lambda *part: matmul.matmul_floats(rows_of_x, panels, y, *part, bench))
     for t in range(T):
         reference.matmul_float(x[t], w, expected[t])
     assert_same(y[: T * N], expected.reshape(-1))
     assert np.isnan(y[T * N :]).all()
 
 
-@some
-@given(seeds, st.integers(1, 12), st.integers(1, 4), st.integers(1, 90), st.sampled_from([16, 32]), st.booleans())
-def test_matmul_codes_matches_the_reference(seed, T, blocks, N, group, with_minimums):
+KINDS = [kind for kind in TYPES.values() if kind.quantised]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@settings(max_examples=6, deadline=None)
+@given(seeds, st.integers(1, 20), st.integers(1, 4), st.integers(1, 150))
+def test_matmul_codes_matches_the_reference(kind, seed, T, blocks, N):
     rng = np.random.default_rng(seed)
-    K = 32 * blocks
-    x, (codes, scales, minimums) = coded(normal(rng, T, K)), random_codes(rng, N, K, group, with_minimums)
-    panels = code_panels(codes, scales, minimums, at=int(rng.integers(0, 9)))
+    K = kind.block * blocks
+    values, matrix = normal(rng, T, K), some_codes(rng, N, K, kind)
+    x, panels, bench = coded(values), code_panels(matrix, at=int(rng.integers(0, 9))), bench_for(K)
     y, expected = np.full(T * N + 16, np.nan, F), np.empty((T, N), F)
-    in_parts(rng, T, N, lambda *part: matmul.matmul_codes(x, panels, y, *part))
+    in_parts(rng, T, N, x.rows, lambda *part: matmul.matmul_codes(x, panels, y, *part, bench))
+    codes, scales = np.empty(K, np.int16), np.empty(K // 32, F)
     for t in range(T):
-        grouped, of_row = x.codes.reshape(T, -1, group)[t], x.scales.reshape(T, -1)[t]
-        reference.matmul_codes(grouped, of_row, codes.reshape(N, -1, group), scales, minimums, expected[t])
+        reference.quantise(values[t], codes, scales)
+        w = matrix.codes.reshape(N, -1, kind.group)
+        grouped = codes.reshape(-1, kind.group)
+        reference.matmul_codes(grouped, scales, w, matrix.scales, matrix.minimums, expected[t])
     assert_same(y[: T * N], expected.reshape(-1))
     assert np.isnan(y[T * N :]).all()
 
 
-def test_the_largest_codes_do_not_overflow():
-    K = 32
-    x = CodedRows(np.full(K, -32767, np.int16), np.ones(1, F), np.full(2, -32767 * 16, F))
-    panels = code_panels(np.full((1, K), -128, np.int8), np.ones((1, 1), F), np.empty((0, 0), F))
-    y = np.empty(1, F)
-    matmul.matmul_codes(x, panels, y, 0, 1, 0, 1)
-    assert y[0] == F(32 * 128 * 32767)
+@pytest.mark.parametrize(("width", "offset"), [(8, 0), (6, 32), (5, 16), (4, 8)])
+@pytest.mark.parametrize("T", [1, 2])
+def test_the_largest_codes_do_not_overflow(width, offset, T):
+    K, least = 32, -offset or -128
+    x = coded(np.full((T, K), -1, F))
+    matrix = CodeMatrix(np.full((1, K), least, np.int8), (np.ones((1, 1), np.float16),), (), width, offset)
+    y = np.empty(T, F)
+    matmul.matmul_codes(x, code_panels(matrix), y, 0, T, 0, 4, bench_for(K))
+    assert (y == F(F(1) / F(32767)) * F(32 * -least * 32767)).all()
 
 
-@pytest.mark.parametrize("group", [None, 16, 32])
-def test_embedding_rows_match_the_reference(group):
-    matrix: Matrix
-    rng, (V, D) = np.random.default_rng(2), (37, 64)
-    for with_minimums in (False, True):
-        if group is None:
-            values = (bits(normal(rng, V, D)) >> 16).astype(np.uint16)
-            matrix, embed, panels = FloatMatrix(values), rows.embed_floats, float_panels(values, at=3)
-        else:
-            parts = random_codes(rng, V, D, group, with_minimums)
-            matrix, embed, panels = CodeMatrix(*parts), rows.embed_codes, code_panels(parts[0], parts[1], parts[2], 3)
+def test_embedding_rows_match_the_reference():
+    rng, V = np.random.default_rng(2), 37
+    values = (bits(normal(rng, V, 64)) >> 16).astype(np.uint16)
+    for kind in (None, *KINDS):
+        D = kind.block if kind else 64
+        matrix: Matrix = some_codes(rng, V, D, kind) if kind else FloatMatrix(values)
         for token in (0, 16, 36):
             y = np.full(D + 2, 7, F)
-            embed(panels, token, F(np.sqrt(D)), y, 1)
+            if isinstance(matrix, CodeMatrix):
+                rows.embed_codes(code_panels(matrix, 3), token, F(np.sqrt(D)), y, 1, bench_for(D))
+            else:
+                rows.embed_floats(float_panels(values, at=3), token, F(np.sqrt(D)), y, 1)
             assert_same(y[1:-1], reference.embed(matrix, token))
 
 
@@ -197,9 +236,28 @@ def test_quantise_rows_matches_the_reference(seed, T, blocks):
     codes, scales = np.empty(x.shape, np.int16), np.empty((T, blocks), F)
     for t in range(T):
         reference.quantise(x[t], codes[t], scales[t])
-    assert_same(made.codes, codes.reshape(-1))
-    assert_same(made.scales, scales.reshape(-1))
-    np.testing.assert_array_equal(made.sums, codes.reshape(-1, 16).astype(np.int64).sum(axis=1))
+    size = made.rows
+    assert_same(by_row(made.codes, T, size, 2).reshape(T, -1), codes)
+    assert_same(by_row(made.scales, T, size, 1)[..., 0], scales)
+    for found, width in ((made.sums, 32), (made.half_sums, 16)):
+        sums = codes.reshape(T, -1, width).astype(np.int64).sum(axis=2)
+        np.testing.assert_array_equal(by_row(found, T, size, 1)[..., 0], sums)
+
+
+@some
+@given(seeds, st.integers(1, 30), st.integers(1, 70))
+def test_tiled_rows_hold_the_values(seed, T, K):
+    x = normal(np.random.default_rng(seed), T, K)
+    made = tiled(x)
+    assert_same(by_row(made.values, T, made.rows, 1)[..., 0], x)
+
+
+def test_the_last_row_alone_is_a_tile_of_its_own():
+    x = normal(np.random.default_rng(3), 9, 64)
+    alone, made = coded(x[-1:]), coded(x[:1])
+    rows.quantise_rows(x.reshape(-1), 64, made, 8, 9, 8)
+    for one, other in zip(alone[:-1], made[:-1], strict=True):
+        assert_same(one, other)
 
 
 @some
@@ -328,17 +386,18 @@ def test_keys_after_a_position_do_not_touch_it():
 def digest():
     """Of one result of every kernel whose instructions depend on the machine."""
     rng, found = np.random.default_rng(7), hashlib.sha256()
-    T, K, N = 7, 64, 40
+    T, K, N = 7, 256, 40
     x = normal(rng, T, K)
-    for group, with_minimums in ((16, False), (32, True)):
-        panels, y = code_panels(*random_codes(rng, N, K, group, with_minimums)), np.empty(T * N, F)
-        matmul.matmul_codes(coded(x), panels, y, 0, 6, 0, 3)
-        matmul.matmul_codes(coded(x), panels, y, 6, 7, 0, 3)
+    bench, y = bench_for(K), np.empty(T * N, F)
+    for kind in KINDS:
+        matrix = code_panels(some_codes(rng, N, K, kind))
+        for part in (x, x[:1]):
+            matmul.matmul_codes(coded(part), matrix, y, 0, len(part), 0, 4, bench)
+            found.update(y.tobytes())
+    floats = float_panels((bits(normal(rng, N, K)) >> 16).astype(np.uint16))
+    for part in (x[:1], x):
+        matmul.matmul_floats(tiled(part), floats, y, 0, len(part), 0, 4, bench)
         found.update(y.tobytes())
-    panels = float_panels((bits(normal(rng, N, K)) >> 16).astype(np.uint16))
-    matmul.matmul_floats(x.reshape(-1), panels, y, 0, 6, 0, 3)
-    matmul.matmul_floats(x.reshape(-1), panels, y, 6, 7, 0, 3)
-    found.update(y.tobytes())
     rows.gelu_gate(y, y.copy(), 0, y.size)
     rows.rms_norm_rows(y, y[:N].copy(), N, EPS, y, 0, T)
     found.update(y.tobytes())

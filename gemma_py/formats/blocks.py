@@ -23,11 +23,32 @@ class Minimum(Enum):
 
 
 class Unpacked(NamedTuple):
-    """codes: int8 [blocks, block]; scales, minimums: f32 [blocks, block / group]."""
+    """A scale is a factor, times the step of its group in formats that have steps; a minimum likewise.
+
+    codes: int8 [blocks, block]   factors: float16 [blocks, 1]   steps: int8 [blocks, block / group]
+    """
 
     codes: np.ndarray
-    scales: np.ndarray
-    minimums: np.ndarray | None = None
+    factor: np.ndarray
+    steps: np.ndarray | None = None
+    minimum_factor: np.ndarray | None = None
+    minimum_steps: np.ndarray | None = None
+
+    @property
+    def scales(self) -> np.ndarray:
+        """f32 [blocks, groups]"""
+        return scales_of(self.factor, self.steps)
+
+    @property
+    def minimums(self) -> np.ndarray | None:
+        """f32 [blocks, groups]"""
+        return None if self.minimum_factor is None else scales_of(self.minimum_factor, self.minimum_steps)
+
+
+def scales_of(factors: np.ndarray, steps: np.ndarray | None) -> np.ndarray:
+    """f32 [rows, groups] of factors: float16 [rows, blocks], and steps: int8 [rows, groups]. The product is exact."""
+    wide = factors.astype(np.float32)
+    return wide if steps is None else wide.repeat(steps.shape[1] // factors.shape[1], 1) * steps.astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,8 @@ class BlockType:
     block: int  # values a block
     bytes: int  # bytes a block
     group: int = 0  # values a scale; 0: a float type
+    width: int = 0  # bits that hold a code without loss, once `offset` is added: 4, 5, 6 or 8
+    offset: int = 0
     minimum: Minimum = Minimum.NONE
     unpack: Callable[[np.ndarray], Unpacked] | None = None
     widen: Callable[[np.ndarray], np.ndarray] | None = None
@@ -53,7 +76,8 @@ class BlockType:
             return self.widen(blocks)
         assert self.unpack is not None
         with np.errstate(invalid="ignore", over="ignore"):  # hostile scales; who needs finite ones checks for them
-            codes, scales, minimums = self.unpack(blocks)
+            unpacked = self.unpack(blocks)
+            codes, scales, minimums = unpacked.codes, unpacked.scales, unpacked.minimums
             values = scales[..., None] * codes.reshape(len(codes), -1, self.group).astype(np.float32)
             if self.minimum is Minimum.ADDED:
                 assert minimums is not None
@@ -65,8 +89,8 @@ class BlockType:
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The f16 at byte `at` of every block, as f32 [blocks, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+    """The f16 at byte `at` of every block, [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
 def _fields(packed: np.ndarray, width: int, run: int) -> np.ndarray:
@@ -111,7 +135,7 @@ def _to_q4_0(values: np.ndarray) -> np.ndarray:
 
 
 def _q4_1(b: np.ndarray) -> Unpacked:
-    return Unpacked(_signed(_fields(b[:, 4:], 4, 16)), _half(b, 0), _half(b, 2))
+    return Unpacked(_signed(_fields(b[:, 4:], 4, 16)), _half(b, 0), minimum_factor=_half(b, 2))
 
 
 def _q5_0(b: np.ndarray) -> Unpacked:
@@ -119,7 +143,7 @@ def _q5_0(b: np.ndarray) -> Unpacked:
 
 
 def _q5_1(b: np.ndarray) -> Unpacked:
-    return Unpacked(_signed(_fields(b[:, 8:], 4, 16) | _fifth_bits(b, 4)), _half(b, 0), _half(b, 2))
+    return Unpacked(_signed(_fields(b[:, 8:], 4, 16) | _fifth_bits(b, 4)), _half(b, 0), minimum_factor=_half(b, 2))
 
 
 def _q8_0(b: np.ndarray) -> Unpacked:
@@ -138,42 +162,40 @@ def _to_q8_0(values: np.ndarray) -> np.ndarray:
 
 
 def _q2_k(b: np.ndarray) -> Unpacked:
-    scales = (b[:, :16] & np.uint8(15)).astype(np.float32)
-    minimums = (b[:, :16] >> np.uint8(4)).astype(np.float32)
-    return Unpacked(_signed(_fields(b[:, 16:80], 2, 32)), _half(b, 80) * scales, _half(b, 82) * minimums)
+    scales, minimums = _signed(b[:, :16] & np.uint8(15)), _signed(b[:, :16] >> np.uint8(4))
+    return Unpacked(_signed(_fields(b[:, 16:80], 2, 32)), _half(b, 80), scales, _half(b, 82), minimums)
 
 
 def _q3_k(b: np.ndarray) -> Unpacked:
     # A set bit in the mask means "nothing to subtract", so the third bit counts 4 and 4 is always taken away.
     codes = _fields(b[:, 32:96], 2, 32) | (_fields(b[:, :32], 1, 32) << np.uint8(2))
     scales = _fields(b[:, 96:104], 4, 8) | (_fields(b[:, 104:108], 2, 4) << np.uint8(4))
-    return Unpacked(_signed(codes, 4), _half(b, 108) * _signed(scales, 32).astype(np.float32))
+    return Unpacked(_signed(codes, 4), _half(b, 108), _signed(scales, 32))
 
 
 def _six_bit_pairs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight 6-bit scales and eight 6-bit minimums in twelve bytes, as f32 [blocks, 8] each."""
+    """Eight 6-bit scales and eight 6-bit minimums in twelve bytes, [blocks, 8] each."""
     scales, minimums, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     top = np.uint8(0x30)
     scales = np.concatenate([scales & np.uint8(63), rest & np.uint8(15) | scales >> np.uint8(2) & top], axis=1)
     minimums = np.concatenate([minimums & np.uint8(63), rest >> np.uint8(4) | minimums >> np.uint8(2) & top], axis=1)
-    return scales.astype(np.float32), minimums.astype(np.float32)
+    return _signed(scales), _signed(minimums)
 
 
 def _q4_k(b: np.ndarray) -> Unpacked:
     scales, minimums = _six_bit_pairs(b[:, 4:16])
-    return Unpacked(_signed(_fields(b[:, 16:], 4, 32)), _half(b, 0) * scales, _half(b, 2) * minimums)
+    return Unpacked(_signed(_fields(b[:, 16:], 4, 32)), _half(b, 0), scales, _half(b, 2), minimums)
 
 
 def _q5_k(b: np.ndarray) -> Unpacked:
     scales, minimums = _six_bit_pairs(b[:, 4:16])
     codes = _fields(b[:, 48:], 4, 32) | (_fields(b[:, 16:48], 1, 32) << np.uint8(4))
-    return Unpacked(_signed(codes), _half(b, 0) * scales, _half(b, 2) * minimums)
+    return Unpacked(_signed(codes), _half(b, 0), scales, _half(b, 2), minimums)
 
 
 def _q6_k(b: np.ndarray) -> Unpacked:
     codes = _fields(b[:, :128], 4, 64) | (_fields(b[:, 128:192], 2, 32) << np.uint8(4))
-    scales = b[:, 192:208].view(np.int8).astype(np.float32)
-    return Unpacked(_signed(codes, 32), _half(b, 208) * scales)
+    return Unpacked(_signed(codes, 32), _half(b, 208), b[:, 192:208].view(np.int8))
 
 
 _NON_LINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
@@ -186,8 +208,7 @@ def _iq4_nl(b: np.ndarray) -> Unpacked:
 def _iq4_xs(b: np.ndarray) -> Unpacked:
     low = _fields(b[:, 4:8], 4, 1)
     high = _fields(b[:, 2:4], 2, 1) << np.uint8(4)
-    scales = _signed(low | high, 32).astype(np.float32)
-    return Unpacked(_NON_LINEAR[_fields(b[:, 8:], 4, 16)], _half(b, 0) * scales)
+    return Unpacked(_NON_LINEAR[_fields(b[:, 8:], 4, 16)], _half(b, 0), _signed(low | high, 32))
 
 
 def _f32(b: np.ndarray) -> np.ndarray:
@@ -206,18 +227,18 @@ F32 = BlockType("F32", 1, 4, widen=_f32)
 F16 = BlockType("F16", 1, 2, widen=_f16)
 BF16 = BlockType("BF16", 1, 2, widen=_bf16)
 _QUANTISED = (
-    BlockType("Q4_0", 32, 18, 32, unpack=_q4_0, pack=_to_q4_0),
-    BlockType("Q4_1", 32, 20, 32, Minimum.ADDED, _q4_1),
-    BlockType("Q5_0", 32, 22, 32, unpack=_q5_0),
-    BlockType("Q5_1", 32, 24, 32, Minimum.ADDED, _q5_1),
-    BlockType("Q8_0", 32, 34, 32, unpack=_q8_0, pack=_to_q8_0),
-    BlockType("Q2_K", 256, 84, 16, Minimum.SUBTRACTED, _q2_k),
-    BlockType("Q3_K", 256, 110, 16, unpack=_q3_k),
-    BlockType("Q4_K", 256, 144, 32, Minimum.SUBTRACTED, _q4_k),
-    BlockType("Q5_K", 256, 176, 32, Minimum.SUBTRACTED, _q5_k),
-    BlockType("Q6_K", 256, 210, 16, unpack=_q6_k),
-    BlockType("IQ4_NL", 32, 18, 32, unpack=_iq4_nl),
-    BlockType("IQ4_XS", 256, 136, 32, unpack=_iq4_xs),
+    BlockType("Q4_0", 32, 18, 32, 4, 8, unpack=_q4_0, pack=_to_q4_0),
+    BlockType("Q4_1", 32, 20, 32, 4, 0, Minimum.ADDED, _q4_1),
+    BlockType("Q5_0", 32, 22, 32, 5, 16, unpack=_q5_0),
+    BlockType("Q5_1", 32, 24, 32, 5, 0, Minimum.ADDED, _q5_1),
+    BlockType("Q8_0", 32, 34, 32, 8, 0, unpack=_q8_0, pack=_to_q8_0),
+    BlockType("Q2_K", 256, 84, 16, 4, 0, Minimum.SUBTRACTED, _q2_k),
+    BlockType("Q3_K", 256, 110, 16, 4, 4, unpack=_q3_k),
+    BlockType("Q4_K", 256, 144, 32, 4, 0, Minimum.SUBTRACTED, _q4_k),
+    BlockType("Q5_K", 256, 176, 32, 5, 0, Minimum.SUBTRACTED, _q5_k),
+    BlockType("Q6_K", 256, 210, 16, 6, 32, unpack=_q6_k),
+    BlockType("IQ4_NL", 32, 18, 32, 8, 0, unpack=_iq4_nl),
+    BlockType("IQ4_XS", 256, 136, 32, 8, 0, unpack=_iq4_xs),
 )
 TYPES = {kind.name: kind for kind in (F32, F16, BF16, *_QUANTISED)}
 QUANTS = {kind.name.lower(): kind for kind in TYPES.values() if kind.pack is not None}  # what floats can be packed to

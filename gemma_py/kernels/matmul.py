@@ -1,14 +1,16 @@
 """Matrices in panels of 16 outputs, times rows: every output is one chain, k or the groups of k ascending.
 
-    float panel    [K, 16]          f32, or uint16 holding bfloat16
-    code panel     [K / 2, 16, 2]   int8, with scales and, in some formats, minimums: [K / group, 16] f32
-
 All panels of a kind lie in one flat array (an arena), so that one compiled function serves every matrix of a model; a
-matrix says where its own begin. Columns that fill the last panel are zero and are never written to a result.
+matrix says where its own begin. They come in fours; what fills up the last ones is zero and never written to a result.
+
+    float panel   [K, 16] of f32, or of uint16 holding bfloat16
+    code panel    bytes, at the width of the stored format: see panels.py
+
+An input lies in tiles of some rows, value k of all rows beside one another ([tiles, K, rows]), for the loads of a tile of
+outputs follow one another then. A single row is a tile of its own. A pair of code panels is spread out to int16 once for
+all rows of a call; a single row reads the bytes as they are, which is all that decoding waits for.
 
 Any part of the work can be done by anyone: a call does the given rows of the given panels, each output by itself.
-Rows go six or five at a time, so that a panel's values are loaded once for all of them; what is left over is filled
-with the last row again, which writes the same bits twice. One row alone goes through four panels at a time.
 """
 
 from typing import NamedTuple
@@ -16,26 +18,44 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.panels import (
+    BLOCK,
+    COLUMNS,
+    HALF,
+    dots_of,
+    factors_of,
+    groups_of,
+    spread_panel,
+    stepped,
+)
 from gemma_py.kernels.simd import (
-    dot_pairs,
+    WIDE,
+    add,
+    dot_tile,
     fma,
-    izero,
-    load,
+    fma_tile,
+    izeros,
     load_one,
-    load_pairs,
+    load_tile,
+    minimum_tile,
     mul,
-    splat,
-    splat_pair,
+    scale_tile,
     splat_value,
     store,
     store_first,
+    store_tile,
+    sub,
     to_f32,
     zero,
+    zeros,
 )
 
-COLUMNS = 16
-BLOCK = 32  # codes of an input that share a scale
-HALF = 16  # codes of an input whose sum is kept
+# Rows and panels of a tile of outputs. Chains enough to hide their delay, few enough for the registers.
+FLOAT_ROWS, FLOAT_PANELS = (12, 2) if WIDE else (6, 1)
+CODE_ROWS, CODE_PANELS = (8, 2) if WIDE else (5, 1)
+_FLOAT_TILE, _CODE_TILE = FLOAT_ROWS * FLOAT_PANELS, CODE_ROWS * CODE_PANELS
+MATVEC_PANELS = 4  # of floats at once
+ROWS_TOGETHER = 120  # what a call should do: a multiple of every tile's rows, whose input stays in the second cache
 
 
 class FloatPanels(NamedTuple):
@@ -47,53 +67,53 @@ class FloatPanels(NamedTuple):
     K: int
 
 
-class CodePanels(NamedTuple):
-    """A matrix of quantised weights."""
+class FloatRows(NamedTuple):
+    """An input of T rows as it is."""
 
-    codes: np.ndarray  # arena of int8
-    scales: np.ndarray  # arena of f32, of minimums too
-    codes_at: int
-    scales_at: int
-    minimums_at: int  # negative where the format has none
-    N: int
-    K: int
-    group: int  # 16 or 32
+    values: np.ndarray  # [tiles, K, rows] flat
+    rows: int  # of a tile
 
 
 class CodedRows(NamedTuple):
-    """Rows of an input as codes; see rows.quantise_rows."""
+    """An input of T rows as codes: x is nearly scale * code."""
 
-    codes: np.ndarray  # [T * K] int16
-    scales: np.ndarray  # [T * K / 32]
-    sums: np.ndarray  # [T * K / 16], the sums of 16 codes as floats, exact
-
-
-def panels_of(N: int) -> int:
-    return (N + COLUMNS - 1) // COLUMNS
+    codes: np.ndarray  # int16 [tiles, K / 2, rows, 2] flat
+    scales: np.ndarray  # [tiles, K / 32, rows]
+    sums: np.ndarray  # [tiles, K / 32, rows]: the sums of 32 codes, exact
+    half_sums: np.ndarray  # [tiles, K / 16, rows], of 16
+    rows: int  # of a tile
 
 
-def pack_floats(values: np.ndarray, out: np.ndarray) -> None:
-    """values: [N, K]   out: [panels * K * 16], written, in the same type"""
-    N, K = values.shape
-    panels = out.reshape(-1, K, COLUMNS)
-    whole = N // COLUMNS
-    panels[:whole] = values[: whole * COLUMNS].reshape(whole, COLUMNS, K).transpose(0, 2, 1)
-    if N % COLUMNS:
-        panels[whole] = 0
-        panels[whole, :, : N % COLUMNS] = values[whole * COLUMNS :].T
+def bench_sizes(K: int) -> tuple[int, int, int]:
+    """Of a bench for matrices of at most K inputs: codes, scales (and minimums), outputs."""
+    return K * COLUMNS * CODE_PANELS, K // HALF * COLUMNS * CODE_PANELS, max(_FLOAT_TILE, _CODE_TILE) * COLUMNS
 
 
-def pack_codes(codes: np.ndarray, out: np.ndarray) -> None:
-    """codes: [N, K] int8   out: [panels * K * 16], written: pairs of neighbours in k stay together"""
-    N, K = codes.shape
-    pack_floats(codes.view(np.uint16), out.view(np.uint16).reshape(-1)[: panels_of(N) * K // 2 * COLUMNS])
+@inlined
+def tile_rows(T, most):
+    """Rows of an input's tile, of at most so many."""
+    return most if T > 1 else 1
+
+
+@inlined
+def tiles_length(T, rows):
+    """Rows that T rows take up in whole tiles."""
+    return (T + rows - 1) // rows * rows
+
+
+@inlined
+def _copy_edge(outputs, width, y, at, N, rows, columns):
+    """The rows and columns of a tile that exist, from the bench to y."""
+    for row in range(rows):
+        for column in range(columns):
+            y[at + row * N + column] = outputs[row * width + column]
 
 
 @inlined
 def _put(y, at, value, columns):
     if columns >= COLUMNS:
         store(y, at, value)
-    else:
+    elif columns > 0:
         store_first(y, at, value, columns)
 
 
@@ -101,72 +121,76 @@ def _put(y, at, value, columns):
 
 
 @kernel
-def _floats_6_rows(x, K, rows, arena, at, y, N, column):
-    """y[rows[i], column : column + 16] for six rows, which fill the twelve AVX2 registers that six chains need."""
-    x0, x1, x2, x3, x4, x5 = rows[0] * K, rows[1] * K, rows[2] * K, rows[3] * K, rows[4] * K, rows[5] * K
-    y0, y1, y2, y3, y4, y5 = zero(), zero(), zero(), zero(), zero(), zero()
+def _float_tile(x, x_at, K, arena, at, y, y_at, stride):
+    tile = zeros(_FLOAT_TILE)
     for k in range(K):
-        w = load(arena, at + k * COLUMNS)
-        y0 = fma(splat(x, x0 + k), w, y0)
-        y1 = fma(splat(x, x1 + k), w, y1)
-        y2 = fma(splat(x, x2 + k), w, y2)
-        y3 = fma(splat(x, x3 + k), w, y3)
-        y4 = fma(splat(x, x4 + k), w, y4)
-        y5 = fma(splat(x, x5 + k), w, y5)
-    columns = N - column
-    _put(y, rows[0] * N + column, y0, columns)
-    _put(y, rows[1] * N + column, y1, columns)
-    _put(y, rows[2] * N + column, y2, columns)
-    _put(y, rows[3] * N + column, y3, columns)
-    _put(y, rows[4] * N + column, y4, columns)
-    _put(y, rows[5] * N + column, y5, columns)
+        w = load_tile(FLOAT_PANELS, arena, at + k * COLUMNS, K * COLUMNS)
+        tile = fma_tile(FLOAT_ROWS, x, x_at + k * FLOAT_ROWS, w, tile)
+    store_tile(FLOAT_ROWS, y, y_at, stride, tile)
 
 
 @kernel
-def _floats_4_panels(x, K, row, arena, at, panels, y, N):
-    """y[row] of four panels: eight AVX2 registers, so that one chain's delay is hidden by the others'."""
-    x0, size = row * K, K * COLUMNS
-    w0, w1, w2, w3 = at + panels[0] * size, at + panels[1] * size, at + panels[2] * size, at + panels[3] * size
-    y0, y1, y2, y3 = zero(), zero(), zero(), zero()
+def _float_row(x, x_at, K, arena, at, y, y_at, columns):
+    """One row times four panels, of which so many columns exist."""
+    tile = zeros(MATVEC_PANELS)
     for k in range(K):
-        x_k = splat(x, x0 + k)
-        y0 = fma(x_k, load(arena, w0 + k * COLUMNS), y0)
-        y1 = fma(x_k, load(arena, w1 + k * COLUMNS), y1)
-        y2 = fma(x_k, load(arena, w2 + k * COLUMNS), y2)
-        y3 = fma(x_k, load(arena, w3 + k * COLUMNS), y3)
-    _put(y, row * N + panels[0] * COLUMNS, y0, N - panels[0] * COLUMNS)
-    _put(y, row * N + panels[1] * COLUMNS, y1, N - panels[1] * COLUMNS)
-    _put(y, row * N + panels[2] * COLUMNS, y2, N - panels[2] * COLUMNS)
-    _put(y, row * N + panels[3] * COLUMNS, y3, N - panels[3] * COLUMNS)
+        w = load_tile(MATVEC_PANELS, arena, at + k * COLUMNS, K * COLUMNS)
+        tile = fma_tile(1, x, x_at + k, w, tile)
+    _put(y, y_at, tile[0], columns)
+    _put(y, y_at + COLUMNS, tile[1], columns - COLUMNS)
+    _put(y, y_at + 2 * COLUMNS, tile[2], columns - 2 * COLUMNS)
+    _put(y, y_at + 3 * COLUMNS, tile[3], columns - 3 * COLUMNS)
 
 
 @kernel
-def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
+def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel, bench):
     """y[t, n] = sum over k of x[t, k] * w[n, k], rows first_row .. last_row - 1, outputs of these panels alone.
 
-    x: [T * K] f32   w: FloatPanels   y: [T * N], written
+    x: FloatRows   w: FloatPanels   y: [T * N], written   first_row: the first of a tile; first_panel, last_panel: multiples of 4
     """
     N, K = w.N, w.K
-    row_end, panel_end = last_row - 1, last_panel - 1
-    if last_row - first_row == 1:
-        for p in range(first_panel, last_panel, 4):
-            panels = (p, min(p + 1, panel_end), min(p + 2, panel_end), min(p + 3, panel_end))
-            _floats_4_panels(x, K, first_row, w.arena, w.at, panels, y, N)
+    if x.rows == 1:
+        for row in range(first_row, last_row):
+            for p in range(first_panel, last_panel, MATVEC_PANELS):
+                column = p * COLUMNS
+                _float_row(x.values, row * K, K, w.arena, w.at + column * K, y, row * N + column, N - column)
         return
-    for p in range(first_panel, last_panel):
-        for t in range(first_row, last_row, 6):
-            rows = (
-                t,
-                min(t + 1, row_end),
-                min(t + 2, row_end),
-                min(t + 3, row_end),
-                min(t + 4, row_end),
-                min(t + 5, row_end),
-            )
-            _floats_6_rows(x, K, rows, w.arena, w.at + p * K * COLUMNS, y, N, p * COLUMNS)
+    for p in range(first_panel, last_panel, FLOAT_PANELS):
+        column, at = p * COLUMNS, w.at + p * K * COLUMNS
+        for t in range(first_row, last_row, FLOAT_ROWS):
+            rows, columns = min(FLOAT_ROWS, last_row - t), min(FLOAT_PANELS * COLUMNS, N - column)
+            if rows == FLOAT_ROWS and columns == FLOAT_PANELS * COLUMNS:
+                _float_tile(x.values, t * K, K, w.arena, at, y, t * N + column, N)
+            else:
+                _float_tile(x.values, t * K, K, w.arena, at, bench.outputs, 0, FLOAT_PANELS * COLUMNS)
+                _copy_edge(bench.outputs, FLOAT_PANELS * COLUMNS, y, t * N + column, N, rows, columns)
 
 
 # --- quantised weights ------------------------------------------------------------------------------------------------
+
+
+@kernel
+def _code_tile(x, t, w, bench, y, y_at, stride):
+    """Rows t .. of the panels on the bench: exact sums of a group, then one float operation for it."""
+    K, group = w.K, w.group
+    codes_at, scales_at = t * K, t * (K // BLOCK)
+    tile = zeros(_CODE_TILE)
+    for g in range(K // group):
+        dots = izeros(_CODE_TILE)
+        for pair in range(g * group // 2, (g + 1) * group // 2):
+            weights = load_tile(CODE_PANELS, bench.codes, pair * CODE_PANELS * 2 * COLUMNS, 2 * COLUMNS)
+            dots = dot_tile(CODE_ROWS, x.codes, codes_at + pair * CODE_ROWS * 2, weights, dots)
+        scale_at = scales_at + g * group // BLOCK * CODE_ROWS
+        scales = load_tile(CODE_PANELS, bench.scales, g * CODE_PANELS * COLUMNS, COLUMNS)
+        tile = scale_tile(CODE_ROWS, x.scales, scale_at, scales, dots, tile)
+        if w.minimums:
+            minimums = load_tile(CODE_PANELS, bench.minimums, g * CODE_PANELS * COLUMNS, COLUMNS)
+            if group == BLOCK:
+                tile = minimum_tile(CODE_ROWS, x.scales, scale_at, x.sums, scale_at, minimums, tile)
+            else:
+                sums_at = t * (K // HALF) + g * CODE_ROWS
+                tile = minimum_tile(CODE_ROWS, x.scales, scale_at, x.half_sums, sums_at, minimums, tile)
+    store_tile(CODE_ROWS, y, y_at, stride, tile)
 
 
 @inlined
@@ -181,102 +205,56 @@ def _without_minimum(total, sx, minimum, codes):
     return fma(mul(splat_value(-sx), minimum), splat_value(codes), total)
 
 
-@kernel
-def _codes_5_rows(x, K, rows, arena, at, scales, scales_at, minimums_at, group, y, N, column):
-    """y[rows[i], column : column + 16] for five rows: ten AVX2 registers of exact sums, two of weights, one of x."""
-    x0, x1, x2, x3, x4 = rows[0] * K, rows[1] * K, rows[2] * K, rows[3] * K, rows[4] * K
-    y0, y1, y2, y3, y4 = zero(), zero(), zero(), zero(), zero()
-    for g in range(K // group):
-        i0, i1, i2, i3, i4 = izero(), izero(), izero(), izero(), izero()
-        for k in range(g * group, g * group + group, 2):
-            w = load_pairs(arena, at + k * COLUMNS)
-            i0 = dot_pairs(splat_pair(x.codes, x0 + k), w, i0)
-            i1 = dot_pairs(splat_pair(x.codes, x1 + k), w, i1)
-            i2 = dot_pairs(splat_pair(x.codes, x2 + k), w, i2)
-            i3 = dot_pairs(splat_pair(x.codes, x3 + k), w, i3)
-            i4 = dot_pairs(splat_pair(x.codes, x4 + k), w, i4)
-        sw, k = load(scales, scales_at + g * COLUMNS), g * group
-        s0, s1, s2 = _scale(x, x0 + k), _scale(x, x1 + k), _scale(x, x2 + k)
-        s3, s4 = _scale(x, x3 + k), _scale(x, x4 + k)
-        y0, y1, y2 = _scaled(y0, s0, sw, i0), _scaled(y1, s1, sw, i1), _scaled(y2, s2, sw, i2)
-        y3, y4 = _scaled(y3, s3, sw, i3), _scaled(y4, s4, sw, i4)
-        if minimums_at >= 0:
-            m = load(scales, minimums_at + g * COLUMNS)
-            y0 = _without_minimum(y0, s0, m, _codes_sum(x, x0 + k, group))
-            y1 = _without_minimum(y1, s1, m, _codes_sum(x, x1 + k, group))
-            y2 = _without_minimum(y2, s2, m, _codes_sum(x, x2 + k, group))
-            y3 = _without_minimum(y3, s3, m, _codes_sum(x, x3 + k, group))
-            y4 = _without_minimum(y4, s4, m, _codes_sum(x, x4 + k, group))
-    columns = N - column
-    _put(y, rows[0] * N + column, y0, columns)
-    _put(y, rows[1] * N + column, y1, columns)
-    _put(y, rows[2] * N + column, y2, columns)
-    _put(y, rows[3] * N + column, y3, columns)
-    _put(y, rows[4] * N + column, y4, columns)
-
-
 @inlined
-def _scale(x, k):
-    return load_one(x.scales, k // BLOCK)
-
-
-@inlined
-def _codes_sum(x, k, group):
-    """The sum of the codes from k on, exact: of two halves it is below 2^21."""
-    if group == HALF:
-        return load_one(x.sums, k // HALF)
-    return load_one(x.sums, k // HALF) + load_one(x.sums, k // HALF + 1)
+def _with_group(total, w, dot, offset, sx, scales, minimums, codes):
+    """The total and one group more: its dot product with codes that are `offset` too large, codes' own sum, scales."""
+    total = _scaled(total, sx, scales, sub(dot, splat_value(np.int32(np.int32(codes) * offset))))
+    return _without_minimum(total, sx, minimums, codes) if w.minimums else total
 
 
 @kernel
-def _codes_4_panels(x, K, row, w, panels, y):
-    """y[row] of four panels."""
-    x0, group, arena, size, groups = row * K, w.group, w.codes, K * COLUMNS, K // w.group * COLUMNS
-    w0, w1 = w.codes_at + panels[0] * size, w.codes_at + panels[1] * size
-    w2, w3 = w.codes_at + panels[2] * size, w.codes_at + panels[3] * size
-    y0, y1, y2, y3 = zero(), zero(), zero(), zero()
-    for g in range(K // group):
-        i0, i1, i2, i3 = izero(), izero(), izero(), izero()
-        for k in range(g * group, g * group + group, 2):
-            x_k = splat_pair(x.codes, x0 + k)
-            i0 = dot_pairs(x_k, load_pairs(arena, w0 + k * COLUMNS), i0)
-            i1 = dot_pairs(x_k, load_pairs(arena, w1 + k * COLUMNS), i1)
-            i2 = dot_pairs(x_k, load_pairs(arena, w2 + k * COLUMNS), i2)
-            i3 = dot_pairs(x_k, load_pairs(arena, w3 + k * COLUMNS), i3)
-        sx = _scale(x, x0 + g * group)
-        at = w.scales_at + g * COLUMNS
-        y0 = _scaled(y0, sx, load(w.scales, at + panels[0] * groups), i0)
-        y1 = _scaled(y1, sx, load(w.scales, at + panels[1] * groups), i1)
-        y2 = _scaled(y2, sx, load(w.scales, at + panels[2] * groups), i2)
-        y3 = _scaled(y3, sx, load(w.scales, at + panels[3] * groups), i3)
-        if w.minimums_at >= 0:
-            codes, at = _codes_sum(x, x0 + g * group, group), w.minimums_at + g * COLUMNS
-            y0 = _without_minimum(y0, sx, load(w.scales, at + panels[0] * groups), codes)
-            y1 = _without_minimum(y1, sx, load(w.scales, at + panels[1] * groups), codes)
-            y2 = _without_minimum(y2, sx, load(w.scales, at + panels[2] * groups), codes)
-            y3 = _without_minimum(y3, sx, load(w.scales, at + panels[3] * groups), codes)
-    _put(y, row * w.N + panels[0] * COLUMNS, y0, w.N - panels[0] * COLUMNS)
-    _put(y, row * w.N + panels[1] * COLUMNS, y1, w.N - panels[1] * COLUMNS)
-    _put(y, row * w.N + panels[2] * COLUMNS, y2, w.N - panels[2] * COLUMNS)
-    _put(y, row * w.N + panels[3] * COLUMNS, y3, w.N - panels[3] * COLUMNS)
+def _code_row(x, row, w, panel):
+    """One row times one panel, whose bytes are read once, one after the other."""
+    K, at, total, offset = w.K, w.at + panel * w.bytes, zero(), np.int32(w.offset)
+    steps = groups_of(w) * COLUMNS
+    for first in range(0, K, w.span):
+        factors, minimum_factors, at = factors_of(w, at)
+        for k in range(row * K + first, row * K + first + w.span, BLOCK):
+            codes_at, sx = at + steps * (1 + w.minimums), load_one(x.scales, k // BLOCK)
+            low, high = dots_of(w, codes_at, x.codes, k)
+            scales, minimums = stepped(w, factors, at, 0), stepped(w, minimum_factors, at + steps, 0)
+            if w.group == BLOCK:
+                codes = load_one(x.sums, k // BLOCK)
+                total = _with_group(total, w, add(low, high), offset, sx, scales, minimums, codes)
+            else:
+                total = _with_group(total, w, low, offset, sx, scales, minimums, load_one(x.half_sums, k // HALF))
+                scales, minimums = stepped(w, factors, at, 1), stepped(w, minimum_factors, at + steps, 1)
+                total = _with_group(total, w, high, offset, sx, scales, minimums, load_one(x.half_sums, k // HALF + 1))
+            at = codes_at + 64 * w.width
+    return total
 
 
 @kernel
-def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel):
+def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, bench):
     """y[t, n] = sum over groups of (sx * sw) * dot(codes) - (sx * minimum) * sum(codes of x), of these rows and panels.
 
-    x: CodedRows   w: CodePanels   y: [T * N], written
+    x: CodedRows   w: CodePanels   y: [T * N], written   first_row: the first of a tile; first_panel, last_panel: multiples of 4
     """
-    N, K = w.N, w.K
-    row_end, panel_end, groups = last_row - 1, last_panel - 1, K // w.group * COLUMNS
-    if last_row - first_row == 1:
-        for p in range(first_panel, last_panel, 4):
-            panels = (p, min(p + 1, panel_end), min(p + 2, panel_end), min(p + 3, panel_end))
-            _codes_4_panels(x, K, first_row, w, panels, y)
+    N = w.N
+    if x.rows == 1:
+        for row in range(first_row, last_row):
+            for p in range(first_panel, last_panel):
+                _put(y, row * N + p * COLUMNS, _code_row(x, row, w, p), N - p * COLUMNS)
         return
-    for p in range(first_panel, last_panel):
-        at, scales_at = w.codes_at + p * K * COLUMNS, w.scales_at + p * groups
-        minimums_at = w.minimums_at + p * groups if w.minimums_at >= 0 else -1
-        for t in range(first_row, last_row, 5):
-            rows = (t, min(t + 1, row_end), min(t + 2, row_end), min(t + 3, row_end), min(t + 4, row_end))
-            _codes_5_rows(x, K, rows, w.codes, at, w.scales, scales_at, minimums_at, w.group, y, N, p * COLUMNS)
+    width = CODE_PANELS * COLUMNS
+    for p in range(first_panel, last_panel, CODE_PANELS):
+        for column in range(CODE_PANELS):
+            spread_panel(w, p + column, bench, column, CODE_PANELS)
+        first = p * COLUMNS
+        for t in range(first_row, last_row, CODE_ROWS):
+            rows, columns = min(CODE_ROWS, last_row - t), min(width, N - first)
+            if rows == CODE_ROWS and columns == width:
+                _code_tile(x, t, w, bench, y, t * N + first, N)
+            else:
+                _code_tile(x, t, w, bench, bench.outputs, 0, width)
+                _copy_edge(bench.outputs, width, y, t * N + first, N, rows, columns)

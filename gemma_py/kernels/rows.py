@@ -11,22 +11,22 @@ from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import sine_cosine64
 from gemma_py.kernels.intrinsics import f32_of_bits, fma, sqrt, widen
 from gemma_py.kernels.lanes import put, take
-from gemma_py.kernels.matmul import BLOCK, COLUMNS
+from gemma_py.kernels.panels import BLOCK, COLUMNS, spread_panel
 from gemma_py.kernels.simd import (
     add,
     band,
     bits,
     div,
-    izero,
+    izeros,
     largest_lane,
     less,
     load,
     load_one,
     mul,
     neg,
+    scatter_pairs,
     select,
     splat_value,
-    store,
     sub,
     sum_lanes,
     to_i32,
@@ -53,27 +53,43 @@ def _codes_of(x, scale):
 
 
 @kernel
-def quantise_rows(x, K, codes, scales, sums, first, last):
-    """x is nearly scale * code, in blocks of 32.
+def quantise_rows(x, K, coded, first, last, shift):
+    """Rows first .. last - 1 as rows first - shift .. of an input in codes.
 
-    x: [T * K]   codes: [T * K] int16, written   scales: [T * K / 32], written   sums: [T * K / 16] of codes, written
+    x: [T * K]   coded: CodedRows, written
 
     Magnitudes are compared as integers: their order is the same, and above the largest float lie infinity and NaN.
     """
-    for block in range(first * K // BLOCK, last * K // BLOCK):
-        at = block * BLOCK
-        a, b, mask = load(x, at), load(x, at + COLUMNS), splat_value(_MAGNITUDE)
-        low, high = band(bits(a), mask), band(bits(b), mask)
-        largest = largest_lane(select(less(low, high), high, low))
-        scale = f32_of_bits(largest) / _LARGEST_CODE if largest <= _LARGEST_F32_BITS else _NAN
-        scales[block] = scale
-        low, high = izero(), izero()
-        if scale > _ZERO:
-            low, high = _codes_of(a, scale), _codes_of(b, scale)
-        store(codes, at, low)
-        store(codes, at + COLUMNS, high)
-        sums[2 * block] = _F(sum_lanes(low))
-        sums[2 * block + 1] = _F(sum_lanes(high))
+    rows = coded.rows
+    for t in range(first, last):
+        tile, row = (t - shift) // rows * rows, (t - shift) % rows
+        for block in range(K // BLOCK):
+            at = t * K + block * BLOCK
+            a, b, mask = load(x, at), load(x, at + COLUMNS), splat_value(_MAGNITUDE)
+            low, high = band(bits(a), mask), band(bits(b), mask)
+            largest = largest_lane(select(less(low, high), high, low))
+            scale = f32_of_bits(largest) / _LARGEST_CODE if largest <= _LARGEST_F32_BITS else _NAN
+            low, high = izeros(2)
+            if scale > _ZERO:
+                low, high = _codes_of(a, scale), _codes_of(b, scale)
+            place = tile * (K // BLOCK) + block * rows + row
+            coded.scales[place] = scale
+            scatter_pairs(coded.codes, tile * K + (block * COLUMNS * rows + row) * 2, 2 * rows, low, high)
+            low_sum, high_sum = sum_lanes(low), sum_lanes(high)
+            coded.sums[place] = _F(low_sum + high_sum)
+            place = tile * (K // COLUMNS) + 2 * block * rows + row
+            coded.half_sums[place] = _F(low_sum)
+            coded.half_sums[place + rows] = _F(high_sum)
+
+
+@kernel
+def tile_rows(x, K, tiled, first, last, shift):
+    """Rows first .. last - 1 as rows first - shift .. of an input of floats.    x: [T * K]   tiled: FloatRows, written"""
+    rows = tiled.rows
+    for t in range(first, last):
+        at = (t - shift) // rows * rows * K + (t - shift) % rows
+        for k in range(K):
+            tiled.values[at + k * rows] = load_one(x, t * K + k)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -182,14 +198,13 @@ def embed_floats(w, token, factor, y, at):
 
 
 @kernel
-def embed_codes(w, token, factor, y, at):
+def embed_codes(w, token, factor, y, at, bench):
     """y[at + k] = (scale * code - minimum) * factor, each step rounded.    w: CodePanels"""
-    panel, lane, groups = token // COLUMNS, token % COLUMNS, w.K // w.group
-    codes = w.codes_at + panel * w.K * COLUMNS + 2 * lane
-    column = panel * groups * COLUMNS + lane
+    spread_panel(w, token // COLUMNS, bench, 0, 1)
+    lane = token % COLUMNS
     for k in range(w.K):
-        group = column + k // w.group * COLUMNS
-        value = w.scales[w.scales_at + group] * _F(w.codes[codes + k // 2 * 2 * COLUMNS + k % 2])
-        if w.minimums_at >= 0:
-            value = value - w.scales[w.minimums_at + group]
+        group = k // w.group * COLUMNS + lane
+        value = bench.scales[group] * _F(bench.codes[(k // 2 * COLUMNS + lane) * 2 + k % 2])
+        if w.minimums:
+            value = value - bench.minimums[group]
         y[at + k] = value * factor

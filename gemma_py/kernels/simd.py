@@ -3,6 +3,8 @@
     f32x16   sixteen floats          i32x16   sixteen integers
     i16x32   sixteen pairs of int16  b1x16    sixteen truths, what a comparison gives
 
+Tiles are tuples of such values, row after row: an operation on a tile is one instruction for each of its vectors.
+
 LLVM cuts 16 lanes into one AVX-512 register, two of AVX2 or four of NEON: neither the optimiser nor the machine's
 width decides the order of a sum. Nothing here adds floats across lanes; `sum_lanes` and `largest_lane` are of integers,
 exact. Loads and stores take an array of one dimension and an index that is not tested: numba's own test for negative
@@ -15,6 +17,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 
 LANES = 16
@@ -50,7 +53,11 @@ def _address(context, builder, array_type, array, index, kind):
 
 
 def _load(context, builder, sig, args, kind, align):
-    value = builder.load(_address(context, builder, sig.args[0], args[0], args[1], kind))
+    return _load_at(context, builder, sig.args[0], args[0], args[1], kind, align)
+
+
+def _load_at(context, builder, array_type, array, index, kind, align):
+    value = builder.load(_address(context, builder, array_type, array, index, kind))
     value.align = align
     return value
 
@@ -219,11 +226,6 @@ def zero(typing):
 
 
 @intrinsic
-def izero(typing):
-    return i32x16(), lambda context, builder, sig, args: _constant(i32x16.llvm, [0] * 16)
-
-
-@intrinsic
 def lane_numbers(typing):
     """0 .. 15"""
     return i32x16(), lambda context, builder, sig, args: _constant(i32x16.llvm, range(16))
@@ -365,20 +367,7 @@ def largest_lane(typing, a):
     )
 
 
-# --- exact dot products of codes --------------------------------------------------------------------------------------
-
-
-@intrinsic
-def splat_pair(typing, array, index):
-    """The int16 pair array[index], array[index + 1], sixteen times."""
-    if not _is_flat(array, types.int16):
-        return None
-
-    def codegen(context, builder, sig, args):
-        pair = _load(context, builder, sig, args, _I32, 2)
-        return builder.bitcast(_splat(builder, pair, i32x16.llvm), i16x32.llvm)
-
-    return i16x32(array, types.intp), codegen
+# --- codes of weights -------------------------------------------------------------------------------------------------
 
 
 @intrinsic
@@ -393,6 +382,151 @@ def load_pairs(typing, array, index):
         return builder.sext(_load(context, builder, sig, args, ir.VectorType(_I8, 32), 1), i16x32.llvm)
 
     return i16x32(array, types.intp), codegen
+
+
+@intrinsic
+def load_unsigned_pairs(typing, array, index):
+    """array[index : index + 32] of bytes, 0 .. 255."""
+    if not _is_flat(array, types.int8):
+        return None
+    return i16x32(array, types.intp), lambda context, builder, sig, args: builder.zext(
+        _load(context, builder, sig, args, ir.VectorType(_I8, 32), 1), i16x32.llvm
+    )
+
+
+@intrinsic
+def load_words(typing, array, index):
+    """The 64 bytes from index on as 32 words."""
+    if not _is_flat(array, types.int8):
+        return None
+    return i16x32(array, types.intp), lambda context, builder, sig, args: _load(
+        context, builder, sig, args, i16x32.llvm, 1
+    )
+
+
+@intrinsic
+def store_pairs(typing, array, index, value):
+    """array[index : index + 32] = value, of int16."""
+    if not _is_flat(array, types.int16) or value != i16x32:
+        return None
+
+    def codegen(context, builder, sig, args):
+        place = _address(context, builder, sig.args[0], args[0], args[1], i16x32.llvm)
+        builder.store(args[2], place).align = 2
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, i16x32), codegen
+
+
+@intrinsic
+def scatter_pairs(typing, array, index, stride, low, high):
+    """array[index + i * stride : ... + 2] = pair i of 32 integers, of which the low halves are kept, for i below 16."""
+    if not _is_flat(array, types.int16):
+        return None
+
+    def codegen(context, builder, sig, args):
+        words = builder.trunc(_shuffle(builder, args[3], args[4], range(32)), i16x32.llvm)
+        pairs = builder.bitcast(words, i32x16.llvm)
+        for number in range(LANES):
+            at = builder.add(args[1], builder.mul(args[2], ir.Constant(args[2].type, number)))
+            pair = builder.extract_element(pairs, ir.Constant(_I32, number))
+            builder.store(pair, _address(context, builder, sig.args[0], args[0], at, _I32)).align = 2
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, i32x16, i32x16), codegen
+
+
+@intrinsic
+def load_halves(typing, array, index):
+    """The 32 bytes from index on, sixteen float16, as f32. None of them is infinite or NaN.
+
+    In integers and one exact product, subnormals included: a machine need not know float16.
+    """
+    if not _is_flat(array, types.int8):
+        return None
+
+    def codegen(context, builder, sig, args):
+        words = builder.zext(_load(context, builder, sig, args, ir.VectorType(_I16, 16), 1), i32x16.llvm)
+        sign = builder.shl(
+            builder.and_(words, _constant(i32x16.llvm, [0x8000] * 16)), _constant(i32x16.llvm, [16] * 16)
+        )
+        size = builder.shl(
+            builder.and_(words, _constant(i32x16.llvm, [0x7FFF] * 16)), _constant(i32x16.llvm, [13] * 16)
+        )
+        size = builder.fmul(builder.bitcast(size, f32x16.llvm), _constant(f32x16.llvm, [2.0**112] * 16))
+        return builder.bitcast(builder.or_(builder.bitcast(size, i32x16.llvm), sign), f32x16.llvm)
+
+    return f32x16(array, types.intp), codegen
+
+
+@intrinsic
+def load_bytes(typing, array, index):
+    """array[index : index + 16] of int8, as f32."""
+    if not _is_flat(array, types.int8):
+        return None
+    return f32x16(array, types.intp), lambda context, builder, sig, args: builder.sitofp(
+        _load(context, builder, sig, args, ir.VectorType(_I8, 16), 1), f32x16.llvm
+    )
+
+
+@intrinsic
+def fetch(typing, array, index):
+    """A hint that array[index] is needed soon; nothing happens where there is no such place."""
+
+    def codegen(context, builder, sig, args):
+        place = _address(context, builder, sig.args[0], args[0], args[1], _I8)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [place, *(ir.Constant(_I32, value) for value in (0, 3, 1))])  # to read, keep, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
+def _on_words(name):
+    """An operation of 32 words with one number in all of them."""
+
+    @intrinsic
+    def operation(typing, a, number):
+        if a != i16x32 or not isinstance(number, types.Integer):
+            return None
+
+        def codegen(context, builder, sig, args):
+            word = context.cast(builder, args[1], sig.args[1], types.int16)
+            return getattr(builder, name)(args[0], _splat(builder, word, i16x32.llvm))
+
+        return i16x32(i16x32, number), codegen
+
+    return operation
+
+
+words_and = _on_words("and_")
+words_left = _on_words("shl")
+words_right = _on_words("lshr")
+words_less = _on_words("sub")
+
+
+@intrinsic
+def words_or(typing, a, b):
+    return i16x32(i16x32, i16x32), lambda context, builder, sig, args: builder.or_(*args)
+
+
+# --- exact dot products of codes --------------------------------------------------------------------------------------
+
+
+@intrinsic
+def splat_pair(typing, array, index):
+    """The int16 pair array[index], array[index + 1], sixteen times."""
+    if not _is_flat(array, types.int16):
+        return None
+    return i16x32(array, types.intp), lambda context, builder, sig, args: _splat_pair(
+        context, builder, sig.args[0], args[0], args[1]
+    )
+
+
+def _splat_pair(context, builder, array_type, array, index):
+    pair = _load_at(context, builder, array_type, array, index, _I32, 2)
+    return builder.bitcast(_splat(builder, pair, i32x16.llvm), i16x32.llvm)
 
 
 @cache
@@ -413,35 +547,179 @@ def _pair_instruction(triple, cpu, features):
     return None
 
 
+# Whether sixteen floats are one register of the machine that is compiled for, of which it has 32.
+WIDE = (_pair_instruction(*cpu_target.target_context.codegen().magic_tuple()) or ("", 0))[1] == LANES
+
+
+def _dot_pairs(context, builder, a, b, total):
+    undefined = ir.Constant(i16x32.llvm, ir.Undefined)
+    instruction = _pair_instruction(*context.codegen().magic_tuple())
+    if instruction is None:
+        wide = ir.VectorType(_I32, 32)
+        products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+        blank = ir.Constant(wide, ir.Undefined)
+        even, odd = (_shuffle(builder, products, blank, range(k, 32, 2)) for k in (0, 1))
+        return builder.add(builder.add(total, even), odd)
+    name, lanes = instruction
+    if lanes == LANES:
+        return builder.add(total, _call(builder, name, i32x16.llvm, [a, b]))
+    low, high = (
+        _call(
+            builder,
+            name,
+            ir.VectorType(_I32, lanes),
+            [_shuffle(builder, whole, undefined, range(first, first + 16)) for whole in (a, b)],
+        )
+        for first in (0, 16)
+    )
+    return builder.add(total, _shuffle(builder, low, high, range(16)))
+
+
 @intrinsic
 def dot_pairs(typing, a, b, total):
     """total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
 
     x86's pmaddwd where there is one: LLVM does not find it in the plain form, which is four times slower.
     """
+    return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: _dot_pairs(context, builder, *args)
+
+
+# --- tiles: rows of an input, which lie beside one another, times vectors of weights ----------------------------------
+
+
+def _tile_operation(one, kind, step):
+    """tile[r, c] = one(input[at + r * step], weights[c], tile[r, c]), for all rows and vectors of a tile.
+
+    rows: a constant   inputs: an array   weights: a tuple of vectors, one a column of the tile
+    """
+
+    @intrinsic(prefer_literal=True)
+    def operation(typing, rows, inputs, at, weights, tile):
+        if not isinstance(rows, types.IntegerLiteral):
+            return None
+        count, columns = rows.literal_value, weights.count
+
+        def codegen(context, builder, sig, args):
+            done = []
+            for row in range(count):
+                place = builder.add(args[2], ir.Constant(args[2].type, row * step))
+                x = kind(context, builder, sig.args[1], args[1], place)
+                for column in range(columns):
+                    w = builder.extract_value(args[3], column)
+                    done.append(one(context, builder, x, w, builder.extract_value(args[4], row * columns + column)))
+            return context.make_tuple(builder, sig.return_type, done)
+
+        return tile(rows, inputs, types.intp, weights, tile), codegen
+
+    return operation
+
+
+def _splat_float(context, builder, array_type, array, index):
+    value = _load_at(context, builder, array_type, array, index, _F32, 4)
+    return _splat(builder, value, f32x16.llvm)
+
+
+def _fma(context, builder, x, w, total):
+    return _call(builder, "llvm.fma.v16f32", f32x16.llvm, [x, w, total])
+
+
+fma_tile = _tile_operation(_fma, _splat_float, 1)  # floats times floats
+dot_tile = _tile_operation(_dot_pairs, _splat_pair, 2)  # pairs of codes times pairs of codes
+
+
+@intrinsic(prefer_literal=True)
+def scale_tile(typing, rows, inputs, at, weights, dots, tile):
+    """tile[r, c] + (inputs[at + r] * weights[c]) * dots[r, c]"""
+    count, columns = rows.literal_value, weights.count
 
     def codegen(context, builder, sig, args):
-        a, b, total = args
-        undefined = ir.Constant(i16x32.llvm, ir.Undefined)
-        instruction = _pair_instruction(*context.codegen().magic_tuple())
-        if instruction is None:
-            wide = ir.VectorType(_I32, 32)
-            products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
-            blank = ir.Constant(wide, ir.Undefined)
-            even, odd = (_shuffle(builder, products, blank, range(k, 32, 2)) for k in (0, 1))
-            return builder.add(builder.add(total, even), odd)
-        name, lanes = instruction
-        if lanes == LANES:
-            return builder.add(total, _call(builder, name, i32x16.llvm, [a, b]))
-        low, high = (
-            _call(
-                builder,
-                name,
-                ir.VectorType(_I32, lanes),
-                [_shuffle(builder, whole, undefined, range(first, first + 16)) for whole in (a, b)],
+        done = []
+        for row in range(count):
+            x = _splat_float(
+                context, builder, sig.args[1], args[1], builder.add(args[2], ir.Constant(args[2].type, row))
             )
-            for first in (0, 16)
-        )
-        return builder.add(total, _shuffle(builder, low, high, range(16)))
+            for column in range(columns):
+                number = row * columns + column
+                dot = builder.sitofp(builder.extract_value(args[4], number), f32x16.llvm)
+                scale = builder.fmul(x, builder.extract_value(args[3], column))
+                done.append(_fma(context, builder, scale, dot, builder.extract_value(args[5], number)))
+        return context.make_tuple(builder, sig.return_type, done)
 
-    return i32x16(i16x32, i16x32, i32x16), codegen
+    return tile(rows, inputs, types.intp, weights, dots, tile), codegen
+
+
+@intrinsic(prefer_literal=True)
+def minimum_tile(typing, rows, inputs, at, sums, sums_at, weights, tile):
+    """tile[r, c] - (inputs[at + r] * weights[c]) * sums[sums_at + r]"""
+    count, columns = rows.literal_value, weights.count
+
+    def codegen(context, builder, sig, args):
+        done = []
+        for row in range(count):
+            place, sum_place = (builder.add(at, ir.Constant(at.type, row)) for at in (args[2], args[4]))
+            x = builder.fneg(_splat_float(context, builder, sig.args[1], args[1], place))
+            total = _splat_float(context, builder, sig.args[3], args[3], sum_place)
+            for column in range(columns):
+                scale = builder.fmul(x, builder.extract_value(args[5], column))
+                number = row * columns + column
+                done.append(_fma(context, builder, scale, total, builder.extract_value(args[6], number)))
+        return context.make_tuple(builder, sig.return_type, done)
+
+    return tile(rows, inputs, types.intp, sums, types.intp, weights, tile), codegen
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typing, count):
+    """A tile of so many vectors of floats."""
+    kind = types.UniTuple(f32x16, count.literal_value)
+    value = _constant(f32x16.llvm, [0.0] * 16)
+    return kind(count), lambda context, builder, sig, args: context.make_tuple(builder, kind, [value] * kind.count)
+
+
+@intrinsic(prefer_literal=True)
+def izeros(typing, count):
+    """A tile of so many vectors of integers."""
+    kind = types.UniTuple(i32x16, count.literal_value)
+    value = _constant(i32x16.llvm, [0] * 16)
+    return kind(count), lambda context, builder, sig, args: context.make_tuple(builder, kind, [value] * kind.count)
+
+
+@intrinsic(prefer_literal=True)
+def load_tile(typing, count, array, index, stride):
+    """A tuple of vectors: array[index + c * stride : ... + 16] for c below count; floats as `load`, int16 as pairs."""
+    is_pairs = _is_flat(array, types.int16)
+    one = i16x32 if is_pairs else f32x16
+    if not is_pairs and not _is_flat(array, types.float32, types.uint16):
+        return None
+    kind = types.UniTuple(one, count.literal_value)
+
+    def codegen(context, builder, sig, args):
+        loaded = []
+        for number in range(kind.count):
+            at = builder.add(args[2], builder.mul(args[3], ir.Constant(args[3].type, number)))
+            where = context, builder, sig.args[1], args[1], at
+            if is_pairs:
+                loaded.append(_load_at(*where, i16x32.llvm, 2))
+            elif sig.args[1].dtype == types.float32:
+                loaded.append(_load_at(*where, f32x16.llvm, 4))
+            else:
+                loaded.append(_widened(builder, _load_at(*where, ir.VectorType(_I16, 16), 2), 16))
+        return context.make_tuple(builder, kind, loaded)
+
+    return kind(count, array, types.intp, types.intp), codegen
+
+
+@intrinsic(prefer_literal=True)
+def store_tile(typing, rows, array, index, stride, tile):
+    """array[index + r * stride + 16 * c : ... + 16] = tile[r, c]"""
+    columns = tile.count // rows.literal_value
+
+    def codegen(context, builder, sig, args):
+        for number in range(tile.count):
+            row = builder.mul(args[3], ir.Constant(args[3].type, number // columns))
+            at = builder.add(builder.add(args[2], row), ir.Constant(args[2].type, number % columns * LANES))
+            place = _address(context, builder, sig.args[1], args[1], at, f32x16.llvm)
+            builder.store(builder.extract_value(args[4], number), place).align = 4
+        return context.get_dummy_value()
+
+    return types.void(rows, array, types.intp, types.intp, tile), codegen

@@ -3,26 +3,27 @@
 Tables of integers and a few arenas have the same types for every model, so one compiled forward pass serves them all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from gemma_py.errors import UnsupportedError
 from gemma_py.formats.blocks import BF16, Minimum
-from gemma_py.kernels.matmul import COLUMNS, pack_codes, pack_floats, panels_of
+from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panels_of
 from gemma_py.model.config import Config, Norm
 from gemma_py.model.reference import rope_frequencies
 from gemma_py.model.weights import FloatMatrix, Matrix, StoredMatrix, Weights
 
 # Columns of `matrices`.
-KIND, ROWS, INPUTS, AT, SCALES_AT, MINIMUMS_AT, GROUP = range(7)
+KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, SPAN, MINIMUMS, BYTES, PAIRS = range(11)  # WIDTH and on: of CODES alone
 FLOATS, HALVES, CODES = range(3)  # values of KIND: f32, bfloat16, quantised
 
 # Columns of `layers`. HEADS .. WIDTH describe shapes; Q .. DOWN are numbers of matrices; the rest are places in `gains`,
-# negative where the layer has no such norm, and whether the matrices behind an input take codes.
+# negative where the layer has no such norm, and what form of an input the matrices behind it read.
 HEADS, KV_HEADS, HEAD_DIM, INNER, WINDOW, KV_SOURCE, ROPE, Q, K, V, O, GATE, UP, DOWN = range(14)  # noqa: E741
-IN_GAIN, Q_GAIN, K_GAIN, O_GAIN, FF_GAIN, FF_OUT_GAIN, QKV_CODES, O_CODES, GATE_CODES, DOWN_CODES = range(14, 24)
+IN_GAIN, Q_GAIN, K_GAIN, O_GAIN, FF_GAIN, FF_OUT_GAIN, QKV_INPUT, O_INPUT, GATE_INPUT, DOWN_INPUT = range(14, 24)
+INPUT_CODES, INPUT_FLOATS = 1, 2  # bits of the last four: what the matrices behind an input read
 _GAINS = {
     Norm.ATTENTION: IN_GAIN, Norm.QUERY: Q_GAIN, Norm.KEY: K_GAIN, Norm.ATTENTION_OUTPUT: O_GAIN,
     Norm.FEED_FORWARD: FF_GAIN, Norm.FEED_FORWARD_OUTPUT: FF_OUT_GAIN,
@@ -36,7 +37,7 @@ class Numbers(NamedTuple):
     vocabulary: int  # V
     embedding: int  # number of a matrix
     head: int
-    head_codes: int  # 1 if the head takes codes
+    head_input: int  # INPUT_CODES or INPUT_FLOATS
     final_gain: int  # place in gains
     eps: np.float32
     attention_scale: np.float32
@@ -50,11 +51,10 @@ class Packed(NamedTuple):
 
     floats: np.ndarray  # f32 panels
     halves: np.ndarray  # bfloat16 panels, as uint16
-    codes: np.ndarray  # int8 panels
-    scales: np.ndarray  # f32: scales and minimums of the code panels
+    codes: np.ndarray  # int8: the bytes of code panels
     gains: np.ndarray  # f32
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
-    matrices: np.ndarray  # int64 [matrices, 7]
+    matrices: np.ndarray  # int64 [matrices, 11]
     layers: np.ndarray  # int64 [L, 24]
     numbers: Numbers
 
@@ -62,15 +62,14 @@ class Packed(NamedTuple):
 def matrix_bytes(packed: Packed, number: int) -> int:
     """What a pass reads of a packed matrix: all of it, once."""
     row = packed.matrices[number]
-    values = panels_of(int(row[ROWS])) * COLUMNS * int(row[INPUTS])
-    if row[KIND] != CODES:
-        return values * (packed.floats if row[KIND] == FLOATS else packed.halves).itemsize
-    scales = values // int(row[GROUP]) * (2 if row[MINIMUMS_AT] >= 0 else 1)
-    return values * packed.codes.itemsize + scales * packed.scales.itemsize
+    panels = panels_of(int(row[ROWS]))
+    if row[KIND] == CODES:
+        return panels * int(row[BYTES])
+    return panels * COLUMNS * int(row[INPUTS]) * (packed.floats if row[KIND] == FLOATS else packed.halves).itemsize
 
 
-LAYOUT = 1  # of panels and arenas, as files of packed weights hold them; a new number leaves old files behind
-_TYPES = tuple(np.dtype(kind) for kind in ("<f4", "<u2", "i1", "<f4"))  # of the arenas: floats, halves, codes, scales
+LAYOUT = 2  # of panels and arenas, as files of packed weights hold them; a new number leaves old files behind
+_TYPES = tuple(np.dtype(kind) for kind in ("<f4", "<u2", "i1"))  # of the arenas: floats, halves, codes
 
 
 class Plan:
@@ -99,10 +98,10 @@ class Plan:
                     gains.append(w.gains[norm])
                     place += len(w.gains[norm])
             inputs = ((w.q, w.k, w.v), (w.o,), (w.gate, w.up), (w.down,))
-            row[QKV_CODES : DOWN_CODES + 1] = [any(m.tensor.type.quantised for m in group) for group in inputs]
+            row[QKV_INPUT : DOWN_INPUT + 1] = [_input(group) for group in inputs]
         numbers = Numbers(
             config.hidden_size, config.vocab_size, self._number(weights.embedding), self._number(weights.head),
-            int(weights.head.tensor.type.quantised), 0,
+            _input([weights.head]), 0,
             np.float32(config.rms_norm_eps), np.float32(config.attention_scale),
             np.float32(config.attn_logit_softcapping or 0.0), np.float32(config.final_logit_softcapping or 0.0),
             np.float32(np.sqrt(np.float64(config.hidden_size))),
@@ -136,48 +135,41 @@ class Plan:
         """With arenas that have been filled, now or by an earlier process."""
         for array in (*arenas, *self._tables):
             array.flags.writeable = False
-        floats, halves, codes, scales = arenas
-        return Packed(floats, halves, codes, scales, *self._tables, self._numbers)
+        floats, halves, codes = arenas
+        return Packed(floats, halves, codes, *self._tables, self._numbers)
 
     def _number(self, matrix: StoredMatrix) -> int:
         return self._rows[id(matrix)][0]
 
-    def _take(self, arena: int, size: int) -> int:
-        at = self._sizes[arena]
-        self._sizes[arena] += size
-        return at
-
     def _place(self, matrix: StoredMatrix) -> list[int]:
-        """Room in the arenas; its row of `matrices`."""
+        """Room in its arena; its row of `matrices`."""
         kind, (N, K) = matrix.tensor.type, matrix.shape
-        columns = panels_of(N) * COLUMNS
-        if not kind.quantised:
-            arena = HALVES if kind is BF16 else FLOATS
-            return [arena, N, K, self._take(arena, columns * K), -1, -1, 32]
-        at, scales = self._take(CODES, columns * K), columns * (K // kind.group)
-        scales_at = self._take(_SCALES, scales)
-        minimums_at = -1 if kind.minimum is Minimum.NONE else self._take(_SCALES, scales)
-        return [CODES, N, K, at, scales_at, minimums_at, kind.group]
+        arena, panel, row = HALVES if kind is BF16 else FLOATS, K * COLUMNS, [0] * 7
+        if kind.quantised:
+            minimums = int(kind.minimum is not Minimum.NONE)
+            arena, panel = CODES, panel_bytes(K, kind.width, kind.group, kind.block, minimums)
+            row = [kind.width, kind.offset, kind.group, kind.block, minimums, panel, 8]
+        at = self._sizes[arena]
+        self._sizes[arena] += panels_of(N) * panel
+        return [arena, N, K, at, *row]
 
 
-_SCALES = 3  # the arena beside those that KIND numbers
+def _input(matrices: Iterable[StoredMatrix]) -> int:
+    forms = 0
+    for matrix in matrices:
+        forms |= INPUT_CODES if matrix.tensor.type.quantised else INPUT_FLOATS
+    return forms
 
 
 def _pack(part: Matrix, first: int, row: list[int], arenas: Sequence[np.ndarray]) -> None:
-    """Rows of a matrix from `first` on, a multiple of 16, into their panels."""
-
-    def panels(arena: int, at: int, width: int) -> np.ndarray:
-        at += first * width
-        return arenas[arena][at : at + panels_of(part.shape[0]) * COLUMNS * width]
-
+    """Rows of a matrix from `first` on, a multiple of 64, into their panels."""
+    panel = row[BYTES] or row[INPUTS] * COLUMNS
+    at = row[AT] + first // COLUMNS * panel
+    place = arenas[row[KIND]][at : at + panels_of(part.shape[0]) * panel]
     if isinstance(part, FloatMatrix):
-        pack_floats(part.values, panels(row[KIND], row[AT], row[INPUTS]))
-        return
-    groups = row[INPUTS] // row[GROUP]
-    pack_codes(part.codes, panels(CODES, row[AT], row[INPUTS]))
-    pack_floats(part.scales, panels(_SCALES, row[SCALES_AT], groups))
-    if row[MINIMUMS_AT] >= 0:
-        pack_floats(part.minimums, panels(_SCALES, row[MINIMUMS_AT], groups))
+        pack_floats(part.values, place)
+    else:
+        pack_codes(part.codes, part.factors, part.steps, part.width, part.offset, place)
 
 
 def _frequencies(config: Config) -> tuple[np.ndarray, list[int]]:

@@ -1,7 +1,7 @@
 """Packed weights kept in the user's cache: one file a checkpoint, written once and memory-mapped at every later start.
 
     header (one page)   magic, format, layout, content key, sizes and checksums of the arenas, source, sha256 of all that
-    arenas              floats, halves, codes, scales; each begins at a page and is padded with zeros to the next
+    arenas              floats, halves, codes; each begins at a page and is padded with zeros to the next
 
 The file says nothing that is believed: its header must equal, byte for byte, what this program would write for the
 checkpoint at hand, but for the checksums, and each arena must have its checksum. All of it is checked at every start, at the
@@ -37,8 +37,8 @@ from gemma_py.paths import PARTIAL, abandoned, atomic_write, cache_dir, private_
 FOLDER, SUFFIX, RECORDS = "weights", ".packed", "records"
 _MAGIC, _FORMAT = b"GEMMAPK\n", 1
 _PAGE = 4096
-_FIXED = struct.Struct("<8sII32s4Q")  # magic, format, layout, content key, sizes of the arenas
-_SUMS = struct.Struct("<4Q")
+_FIXED = struct.Struct("<8sII32s3Q")  # magic, format, layout, content key, sizes of the arenas
+_SUMS = struct.Struct("<3Q")
 _LONGEST_SOURCE = 1024  # bytes of the source's path, for people who list the cache
 _SMALLEST = 8 << 20  # bytes of weights worth a file: fewer are packed about as fast as they are checked
 _MARGIN = 1 << 30  # bytes that a disk must have left beside the file

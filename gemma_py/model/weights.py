@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, NoReturn, TypeVar
 
 import numpy as np
 
 from gemma_py.errors import ConfigError, FormatError, InputError
-from gemma_py.formats.blocks import QUANTS, Minimum
+from gemma_py.formats.blocks import QUANTS, Minimum, scales_of
 from gemma_py.formats.tensor import QuantisedTensor, StoredTensor
 from gemma_py.model.config import Config, Layer, Norm
 
@@ -28,15 +29,37 @@ class FloatMatrix:
 
 @dataclass(frozen=True)
 class CodeMatrix:
-    """codes: [N, K] int8; scales, minimums: [N, K / group] f32. A value is scale * code - minimum."""
+    """A value is scale * code - minimum; scales and minimums are factors times steps, where there are steps."""
 
-    codes: np.ndarray
-    scales: np.ndarray
-    minimums: np.ndarray  # [0, 0] where the format has none
+    codes: np.ndarray  # int8 [N, K]
+    factors: tuple[np.ndarray, ...]  # float16 [N, K / span]: of scales, and of minimums where the format has them
+    steps: tuple[np.ndarray, ...]  # int8 [N, K / group] of each, or none
+    width: int  # bits that hold a code without loss, once the offset is added
+    offset: int
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def span(self) -> int:
+        return self.shape[1] // self.factors[0].shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.shape[1] // self.steps[0].shape[1] if self.steps else self.span
+
+    @cached_property
+    def scales(self) -> np.ndarray:
+        """f32 [N, K / group]"""
+        return scales_of(self.factors[0], self.steps[0] if self.steps else None)
+
+    @cached_property
+    def minimums(self) -> np.ndarray:
+        """f32 [N, K / group], or [0, 0] where the format has none"""
+        if len(self.factors) == 1:
+            return np.empty((0, 0), np.float32)
+        return scales_of(self.factors[1], self.steps[1] if self.steps else None)
 
 
 Matrix = FloatMatrix | CodeMatrix
@@ -333,14 +356,12 @@ def _code_rows(tensor: StoredTensor, first: int, last: int) -> CodeMatrix:
     """Unpacked to one int8 a weight, so that the arithmetic need not know formats."""
     kind, K = tensor.type, tensor.shape[1]
     assert kind.unpack is not None
-    groups = K // kind.group
-    with np.errstate(invalid="ignore"):
-        part = kind.unpack(tensor.blocks(first, last))
-        codes, scales = part.codes.reshape(-1, K), part.scales.reshape(-1, groups)
-        minimums = np.empty((0, 0), np.float32)
-        if part.minimums is not None:
-            sign = np.float32(-1.0 if kind.minimum is Minimum.ADDED else 1.0)
-            minimums = part.minimums.reshape(-1, groups) * sign
-    if not (np.isfinite(scales).all() and np.isfinite(minimums).all()):
+    part = kind.unpack(tensor.blocks(first, last))
+    factors = [part.factor.reshape(last - first, -1)]
+    if part.minimum_factor is not None:
+        minimums = part.minimum_factor.reshape(last - first, -1)
+        factors.append(-minimums if kind.minimum is Minimum.ADDED else minimums)
+    steps = [made.reshape(last - first, -1) for made in (part.steps, part.minimum_steps) if made is not None]
+    if not all(np.isfinite(values).all() for values in factors):
         _not_finite(tensor)
-    return CodeMatrix(codes, scales, minimums)
+    return CodeMatrix(part.codes.reshape(-1, K), tuple(factors), tuple(steps), kind.width, kind.offset)

@@ -14,7 +14,17 @@ import numpy as np
 from gemma_py.kernels.attention import Ring, attend
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.intrinsics import bits_of_f32
-from gemma_py.kernels.matmul import BLOCK, COLUMNS, CodedRows, CodePanels, FloatPanels, matmul_codes, matmul_floats
+from gemma_py.kernels.matmul import (
+    CODE_ROWS,
+    FLOAT_ROWS,
+    ROWS_TOGETHER,
+    CodedRows,
+    FloatPanels,
+    FloatRows,
+    matmul_codes,
+    matmul_floats,
+)
+from gemma_py.kernels.panels import BLOCK, COLUMNS, Bench, CodePanels
 from gemma_py.kernels.rows import (
     add_to,
     embed_codes,
@@ -25,6 +35,7 @@ from gemma_py.kernels.rows import (
     rope_rows,
     rope_table,
     soft_cap,
+    tile_rows,
 )
 from gemma_py.kernels.simd import store_one
 from gemma_py.model import packed as p
@@ -38,19 +49,18 @@ PHASES = (
     "query, key and value",
     "rope and kv",
     "attention",
-    "attention codes",
+    "output input",
     "output",
     "middle",
     "gate and up",
-    "gate codes",
+    "down input",
     "down",
     "end",
     "head",
 )
-EMBED, QKV, ROPE_KV, ATTENTION, OUT_CODES, OUT, MIDDLE, GATE_UP, DOWN_CODES, DOWN, END, HEAD = range(12)
+EMBED, QKV, ROPE_KV, ATTENTION, OUT_INPUT, OUT, MIDDLE, GATE_UP, DOWN_INPUT, DOWN, END, HEAD = range(12)
 COUNTERS = len(PHASES)  # a layer
 
-_ROWS = 120  # of a matmul tile: a multiple of the kernels' 5 and 6, whose codes stay in the second cache
 _FEW_ROWS = 8  # of a tile of norms
 _QUERIES = 16  # positions of an attention tile
 _EVERYTHING = 1 << 40  # a window that never ends
@@ -58,7 +68,7 @@ UNTRACED = -3750763034362895579  # FNV-1a's first value, as a signed number
 
 
 class Scratch(NamedTuple):
-    """What a pass writes beside cache and logits; by row of the chunk. Shared by all workers but for `attention`."""
+    """What a pass writes beside cache and logits; by row of the chunk. Shared by all workers but for `attention` and `bench`."""
 
     x: np.ndarray  # [T * D], the residual stream
     n: np.ndarray  # [T * D], normalised
@@ -69,7 +79,9 @@ class Scratch(NamedTuple):
     y: np.ndarray  # [T * D], what a half of a layer gives
     gate: np.ndarray  # [T * F]
     up: np.ndarray  # [T * F]
-    coded: CodedRows  # of whichever input is next
+    coded: CodedRows  # whichever input is next, in the form or forms that its matrices read
+    tiled: FloatRows
+    bench: Bench  # [workers * bench_sizes(widest)]
     cosines: np.ndarray  # [ropes * T * widest E / 2]
     sines: np.ndarray
     attention: np.ndarray  # [workers * scratch_size(E)]
@@ -106,15 +118,53 @@ def trace_rows(trace, at, x, width, first, last):
                 trace.hashes[at, t] = hash_word(trace.hashes[at, t], bits_of_f32(x[i]))
 
 
+@inlined
+def coded_for(s, T):
+    """The input in codes, for so many rows: one row is a tile of its own."""
+    return CodedRows(s.coded.codes, s.coded.scales, s.coded.sums, s.coded.half_sums, CODE_ROWS if T > 1 else 1)
+
+
+@inlined
+def tiled_for(s, T):
+    return FloatRows(s.tiled.values, FLOAT_ROWS if T > 1 else 1)
+
+
+@inlined
+def bench_of(s, worker, workers):
+    codes, scales = s.bench.codes.shape[0] // workers, s.bench.scales.shape[0] // workers
+    outputs = s.bench.outputs.shape[0] // workers
+    return Bench(
+        s.bench.codes[worker * codes : (worker + 1) * codes],
+        s.bench.scales[worker * scales : (worker + 1) * scales],
+        s.bench.minimums[worker * scales : (worker + 1) * scales],
+        s.bench.outputs[worker * outputs : (worker + 1) * outputs],
+    )
+
+
 @kernel
-def trace_codes(trace, at, coded, width, first, last):
-    """The same for an input's codes and scales; the sums follow from the codes."""
+def make_input(s, x, K, form, rows, trace, at, first, last, shift):
+    """Rows first .. last - 1 of x: [T * K], as rows first - shift .. of the next input, of `rows` in all."""
+    if form & p.INPUT_FLOATS:
+        tile_rows(x, K, tiled_for(s, rows), first, last, shift)
+    if form & p.INPUT_CODES:
+        coded = coded_for(s, rows)
+        quantise_rows(x, K, coded, first, last, shift)
+        trace_codes(trace, at, coded, K, first, last, shift)
+
+
+@kernel
+def trace_codes(trace, at, coded, K, first, last, shift):
+    """The same as `trace_rows` for an input's codes and scales; the sums follow from the codes."""
     if trace.hashes.shape[0] > 0:
+        rows = coded.rows
         for t in range(first, last):
-            for i in range(t * width, (t + 1) * width):
-                trace.hashes[at, t] = hash_word(trace.hashes[at, t], coded.codes[i])
-            for i in range(t * width // BLOCK, (t + 1) * width // BLOCK):
-                trace.hashes[at, t] = hash_word(trace.hashes[at, t], bits_of_f32(coded.scales[i]))
+            tile, row = (t - shift) // rows * rows, (t - shift) % rows
+            for k in range(K):
+                code = coded.codes[tile * K + (k // 2 * rows + row) * 2 + k % 2]
+                trace.hashes[at, t] = hash_word(trace.hashes[at, t], code)
+            for block in range(K // BLOCK):
+                scale = coded.scales[tile * (K // BLOCK) + block * rows + row]
+                trace.hashes[at, t] = hash_word(trace.hashes[at, t], bits_of_f32(scale))
 
 
 @kernel
@@ -131,28 +181,39 @@ def trace_tile(worker, trace, at, first, last):
             trace.workers[at, t] = worker
 
 
+@inlined
+def code_panels(m, number):
+    row = m.matrices[number]
+    return CodePanels(
+        m.codes, row[p.AT], row[p.ROWS], row[p.INPUTS], row[p.WIDTH], row[p.OFFSET], row[p.GROUP], row[p.SPAN],
+        row[p.MINIMUMS], row[p.BYTES], row[p.PAIRS],
+    )  # fmt: skip
+
+
 @kernel
-def matmul(m, number, x, coded, y, first_row, last_row, first_panel, last_panel):
-    """y[t, n] of rows t and panels of n; the matrix's stored format decides which input it takes and in what order."""
+def matmul(m, number, s, T, bench, y, first_row, last_row, first_panel, last_panel):
+    """y[t, n] of rows t and panels of n, of the input at hand, which has T rows; the matrix's format decides the order."""
+    row, tiled = m.matrices[number], tiled_for(s, T)
+    N, K = row[p.ROWS], row[p.INPUTS]
+    if row[p.KIND] == p.CODES:
+        w = code_panels(m, number)
+        matmul_codes(coded_for(s, T), w, y, first_row, last_row, first_panel, last_panel, bench)
+    elif row[p.KIND] == p.HALVES:
+        w = FloatPanels(m.halves, row[p.AT], N, K)
+        matmul_floats(tiled, w, y, first_row, last_row, first_panel, last_panel, bench)
+    else:
+        w = FloatPanels(m.floats, row[p.AT], N, K)
+        matmul_floats(tiled, w, y, first_row, last_row, first_panel, last_panel, bench)
+
+
+@kernel
+def embed(m, token, y, at, bench):
+    """y[at .. at + D - 1] = the token's row times sqrt(D)."""
+    number, factor = m.numbers.embedding, m.numbers.embedding_factor
     row = m.matrices[number]
     N, K = row[p.ROWS], row[p.INPUTS]
     if row[p.KIND] == p.CODES:
-        w = CodePanels(m.codes, m.scales, row[p.AT], row[p.SCALES_AT], row[p.MINIMUMS_AT], N, K, row[p.GROUP])
-        matmul_codes(coded, w, y, first_row, last_row, first_panel, last_panel)
-    elif row[p.KIND] == p.HALVES:
-        matmul_floats(x, FloatPanels(m.halves, row[p.AT], N, K), y, first_row, last_row, first_panel, last_panel)
-    else:
-        matmul_floats(x, FloatPanels(m.floats, row[p.AT], N, K), y, first_row, last_row, first_panel, last_panel)
-
-
-@kernel
-def embed(m, token, y, at):
-    """y[at .. at + D - 1] = the token's row times sqrt(D)."""
-    row = m.matrices[m.numbers.embedding]
-    N, K, factor = row[p.ROWS], row[p.INPUTS], m.numbers.embedding_factor
-    if row[p.KIND] == p.CODES:
-        w = CodePanels(m.codes, m.scales, row[p.AT], row[p.SCALES_AT], row[p.MINIMUMS_AT], N, K, row[p.GROUP])
-        embed_codes(w, token, factor, y, at)
+        embed_codes(code_panels(m, number), token, factor, y, at, bench)
     elif row[p.KIND] == p.HALVES:
         embed_floats(FloatPanels(m.halves, row[p.AT], N, K), token, factor, y, at)
     else:
@@ -170,40 +231,38 @@ def norm(m, gain_at, D, x, y, first, last):
 
 
 @kernel
-def next_input(m, s, gain_at, codes, trace, counter, first, last):
-    """The normalised rows that the next matrices read, and their codes if one of them takes codes."""
+def next_input(m, s, gain_at, form, T, skipped, trace, counter, first, last):
+    """The normalised rows, and all but the first few in the form that the next matrices read."""
     D = m.numbers.hidden
     trace_rows(trace, counter, s.x, D, first, last)
     norm(m, gain_at, D, s.x, s.n, first, last)
     trace_rows(trace, counter, s.n, D, first, last)
-    if codes:
-        quantise_rows(s.n, D, s.coded.codes, s.coded.scales, s.coded.sums, first, last)
-        trace_codes(trace, counter, s.coded, D, first, last)
+    make_input(s, s.n, D, form, T - skipped, trace, counter, max(first, skipped), last, skipped)
 
 
 @kernel
 def tiles_of(T, panels, workers):
     """(row blocks, panels a tile, tiles) of a matmul of T rows: some tiles a worker, however small the matrix."""
-    blocks = (T + _ROWS - 1) // _ROWS
+    blocks = (T + ROWS_TOGETHER - 1) // ROWS_TOGETHER
     width = max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
     return blocks, width, blocks * ((panels + width - 1) // width)
 
 
 @kernel
-def matmul_phase(worker, workers, cells, counter, m, number, x, coded, y, T, trace):
+def matmul_phase(worker, workers, cells, counter, m, number, s, bench, y, T, trace):
     """All tiles of one matrix."""
     panels = panels_for(m.matrices[number, p.ROWS])
     blocks, width, tiles = tiles_of(T, panels, workers)
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
-        row, panel = tile % blocks * _ROWS, tile // blocks * width
-        matmul(m, number, x, coded, y, row, min(row + _ROWS, T), panel, min(panel + width, panels))
-        trace_tile(worker, trace, counter, row, min(row + _ROWS, T))
+        row, panel = tile % blocks * ROWS_TOGETHER, tile // blocks * width
+        matmul(m, number, s, T, bench, y, row, min(row + ROWS_TOGETHER, T), panel, min(panel + width, panels))
+        trace_tile(worker, trace, counter, row, min(row + ROWS_TOGETHER, T))
         tile = claim_any(cells, worker, counter, tiles)
 
 
 @kernel
-def qkv_phase(worker, workers, cells, counter, m, layer, s, T, trace):
+def qkv_phase(worker, workers, cells, counter, m, layer, s, bench, T, trace):
     """q, k and v = the normalised rows times three matrices, whose tiles are numbered one after the other."""
     kv_panels = panels_for(m.matrices[layer[p.K], p.ROWS])
     q_panels = panels_for(m.matrices[layer[p.Q], p.ROWS])
@@ -217,24 +276,24 @@ def qkv_phase(worker, workers, cells, counter, m, layer, s, T, trace):
             number, y, panels, local = layer[p.V], s.v, kv_panels, tile - q_tiles - kv_tiles
         elif tile >= q_tiles:
             number, y, panels, local = layer[p.K], s.k, kv_panels, tile - q_tiles
-        row, panel = local % blocks * _ROWS, local // blocks * width
-        matmul(m, number, s.n, s.coded, y, row, min(row + _ROWS, T), panel, min(panel + width, panels))
-        trace_tile(worker, trace, counter, row, min(row + _ROWS, T))
+        row, panel = local % blocks * ROWS_TOGETHER, local // blocks * width
+        matmul(m, number, s, T, bench, y, row, min(row + ROWS_TOGETHER, T), panel, min(panel + width, panels))
+        trace_tile(worker, trace, counter, row, min(row + ROWS_TOGETHER, T))
         tile = claim_any(cells, worker, counter, tiles)
 
 
 @kernel
-def gate_up_phase(worker, workers, cells, counter, m, layer, s, T, trace):
+def gate_up_phase(worker, workers, cells, counter, m, layer, s, bench, T, trace):
     """gate = gelu(gate) * up, tile by tile while both are at hand."""
     F = layer[p.INNER]
     panels = panels_for(F)
     blocks, width, tiles = tiles_of(T, panels, workers)
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
-        row, panel = tile % blocks * _ROWS, tile // blocks * width
-        row_end, panel_end = min(row + _ROWS, T), min(panel + width, panels)
-        matmul(m, layer[p.GATE], s.n, s.coded, s.gate, row, row_end, panel, panel_end)
-        matmul(m, layer[p.UP], s.n, s.coded, s.up, row, row_end, panel, panel_end)
+        row, panel = tile % blocks * ROWS_TOGETHER, tile // blocks * width
+        row_end, panel_end = min(row + ROWS_TOGETHER, T), min(panel + width, panels)
+        matmul(m, layer[p.GATE], s, T, bench, s.gate, row, row_end, panel, panel_end)
+        matmul(m, layer[p.UP], s, T, bench, s.up, row, row_end, panel, panel_end)
         for t in range(row, row_end):
             gelu_gate(s.gate, s.up, t * F + panel * COLUMNS, t * F + min(panel_end * COLUMNS, F))
         trace_tile(worker, trace, counter, row, row_end)
@@ -242,14 +301,13 @@ def gate_up_phase(worker, workers, cells, counter, m, layer, s, T, trace):
 
 
 @kernel
-def codes_phase(worker, cells, counter, x, K, coded, T, trace):
-    """Codes of all rows of x: [T * K]."""
+def input_phase(worker, cells, counter, s, x, K, form, T, trace):
+    """All rows of x: [T * K], as the next input."""
     tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
         first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
-        quantise_rows(x, K, coded.codes, coded.scales, coded.sums, first, last)
-        trace_codes(trace, counter, coded, K, first, last)
+        make_input(s, x, K, form, T, trace, counter, first, last, 0)
         trace_tile(worker, trace, counter, first, last)
         tile = claim_any(cells, worker, counter, tiles)
 
@@ -331,7 +389,7 @@ def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, pla
 
 
 @kernel
-def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, codes, T, trace):
+def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, form, T, skipped, trace):
     """x += the normalised rows of y; then the input of the matrices that come next. The phase before made y."""
     D = m.numbers.hidden
     tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
@@ -341,28 +399,23 @@ def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, codes, T, 
         trace_rows(trace, counter - 1, s.y, D, first, last)
         norm(m, out_gain, D, s.y, s.y, first, last)
         add_to(s.x, s.y, first * D, last * D)
-        next_input(m, s, next_gain, codes, trace, counter, first, last)
+        next_input(m, s, next_gain, form, T, skipped, trace, counter, first, last)
         trace_tile(worker, trace, counter, first, last)
         tile = claim_any(cells, worker, counter, tiles)
 
 
 @kernel
-def head_phase(worker, workers, cells, counter, m, s, T, all_logits, logits, trace):
+def head_phase(worker, workers, cells, counter, m, s, bench, T, all_logits, logits, trace):
     """logits = the last row, or all rows, times the head, with the final cap."""
     V, cap = m.numbers.vocabulary, m.numbers.final_cap
     panels, skipped = panels_for(V), 0 if all_logits else T - 1
     rows = T - skipped
     blocks, width, tiles = tiles_of(rows, panels, workers)
-    D = m.numbers.hidden
-    x = s.n[skipped * D :]
-    coded = CodedRows(
-        s.coded.codes[skipped * D :], s.coded.scales[skipped * D // 32 :], s.coded.sums[skipped * D // 16 :]
-    )
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
-        row, panel = tile % blocks * _ROWS, tile // blocks * width
-        row_end, panel_end = min(row + _ROWS, rows), min(panel + width, panels)
-        matmul(m, m.numbers.head, x, coded, logits, row, row_end, panel, panel_end)
+        row, panel = tile % blocks * ROWS_TOGETHER, tile // blocks * width
+        row_end, panel_end = min(row + ROWS_TOGETHER, rows), min(panel + width, panels)
+        matmul(m, m.numbers.head, s, rows, bench, logits, row, row_end, panel, panel_end)
         if cap > 0:
             for t in range(row, row_end):
                 soft_cap(logits, cap, t * V + panel * COLUMNS, t * V + min(panel_end * COLUMNS, V))
@@ -378,19 +431,19 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
     position: of the first token; marks start there   logits: [T * V], or [V] of the last token, written   trace: Trace
     """
     T, D, L = tokens.shape[0], m.numbers.hidden, m.layers.shape[0]
-    few = (T + _FEW_ROWS - 1) // _FEW_ROWS
+    few, bench = (T + _FEW_ROWS - 1) // _FEW_ROWS, bench_of(s, worker, workers)
     if not enter(cells, worker, 0, EMBED):
         return False
     tile = claim_any(cells, worker, EMBED, few)
     while tile >= 0:
         first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
         for t in range(first, last):
-            embed(m, tokens[t], s.x, t * D)
+            embed(m, tokens[t], s.x, t * D, bench)
         widest = m.frequencies.shape[1]
         for turn in range(m.frequencies.shape[0]):
             places = slice(turn * T * widest, (turn + 1) * T * widest)
             rope_table(m.frequencies[turn], position, s.cosines[places], s.sines[places], first, last)
-        next_input(m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_CODES], trace, EMBED, first, last)
+        next_input(m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_INPUT], T, 0, trace, EMBED, first, last)
         trace_tile(worker, trace, EMBED, first, last)
         tile = claim_any(cells, worker, EMBED, few)
     if not barrier(cells, worker, workers):
@@ -404,7 +457,7 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
 
         if not enter(cells, worker, number, QKV):
             return False
-        qkv_phase(worker, workers, cells, counters + QKV, m, layer, s, T, trace)
+        qkv_phase(worker, workers, cells, counters + QKV, m, layer, s, bench, T, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -425,56 +478,54 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
             return False
         trace_share(worker, workers, trace, counters + ATTENTION, s.a, HE, T)
 
-        if not enter(cells, worker, number, OUT_CODES):
+        if not enter(cells, worker, number, OUT_INPUT):
             return False
-        if layer[p.O_CODES]:
-            codes_phase(worker, cells, counters + OUT_CODES, s.a, HE, s.coded, T, trace)
-            if not barrier(cells, worker, workers):
-                return False
+        input_phase(worker, cells, counters + OUT_INPUT, s, s.a, HE, layer[p.O_INPUT], T, trace)
+        if not barrier(cells, worker, workers):
+            return False
         if not enter(cells, worker, number, OUT):
             return False
-        matmul_phase(worker, workers, cells, counters + OUT, m, layer[p.O], s.a, s.coded, s.y, T, trace)
+        matmul_phase(worker, workers, cells, counters + OUT, m, layer[p.O], s, bench, s.y, T, trace)
         if not barrier(cells, worker, workers):
             return False
 
         if not enter(cells, worker, number, MIDDLE):
             return False
-        gain, codes = layer[p.FF_GAIN], layer[p.GATE_CODES]
-        residual_phase(worker, cells, counters + MIDDLE, m, s, layer[p.O_GAIN], gain, codes, T, trace)
+        gain, form = layer[p.FF_GAIN], layer[p.GATE_INPUT]
+        residual_phase(worker, cells, counters + MIDDLE, m, s, layer[p.O_GAIN], gain, form, T, 0, trace)
         if not barrier(cells, worker, workers):
             return False
 
         if not enter(cells, worker, number, GATE_UP):
             return False
-        gate_up_phase(worker, workers, cells, counters + GATE_UP, m, layer, s, T, trace)
+        gate_up_phase(worker, workers, cells, counters + GATE_UP, m, layer, s, bench, T, trace)
         if not barrier(cells, worker, workers):
             return False
         trace_share(worker, workers, trace, counters + GATE_UP, s.gate, layer[p.INNER], T)
 
-        if not enter(cells, worker, number, DOWN_CODES):
+        if not enter(cells, worker, number, DOWN_INPUT):
             return False
-        if layer[p.DOWN_CODES]:
-            codes_phase(worker, cells, counters + DOWN_CODES, s.gate, layer[p.INNER], s.coded, T, trace)
-            if not barrier(cells, worker, workers):
-                return False
+        input_phase(worker, cells, counters + DOWN_INPUT, s, s.gate, layer[p.INNER], layer[p.DOWN_INPUT], T, trace)
+        if not barrier(cells, worker, workers):
+            return False
         if not enter(cells, worker, number, DOWN):
             return False
-        matmul_phase(worker, workers, cells, counters + DOWN, m, layer[p.DOWN], s.gate, s.coded, s.y, T, trace)
+        matmul_phase(worker, workers, cells, counters + DOWN, m, layer[p.DOWN], s, bench, s.y, T, trace)
         if not barrier(cells, worker, workers):
             return False
 
         if not enter(cells, worker, number, END):
             return False
-        final = number == L - 1
-        gain = m.numbers.final_gain if final else m.layers[number + 1, p.IN_GAIN]
-        codes = m.numbers.head_codes if final else m.layers[number + 1, p.QKV_CODES]
-        residual_phase(worker, cells, counters + END, m, s, layer[p.FF_OUT_GAIN], gain, codes, T, trace)
+        gain, form, skipped = m.numbers.final_gain, m.numbers.head_input, 0 if all_logits else T - 1
+        if number < L - 1:
+            gain, form, skipped = m.layers[number + 1, p.IN_GAIN], m.layers[number + 1, p.QKV_INPUT], 0
+        residual_phase(worker, cells, counters + END, m, s, layer[p.FF_OUT_GAIN], gain, form, T, skipped, trace)
         if not barrier(cells, worker, workers):
             return False
 
     if not enter(cells, worker, L, HEAD):
         return False
-    head_phase(worker, workers, cells, L * COUNTERS + HEAD, m, s, T, all_logits, logits, trace)
+    head_phase(worker, workers, cells, L * COUNTERS + HEAD, m, s, bench, T, all_logits, logits, trace)
     if not barrier(cells, worker, workers):
         return False
     if all_logits:

@@ -4,13 +4,15 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 
 from gemma_py.errors import ContextError, UnsupportedError
 from gemma_py.kernels.attention import scratch_size
 from gemma_py.kernels.decorator import first_time, mark_compiled
-from gemma_py.kernels.matmul import BLOCK, HALF, CodedRows
+from gemma_py.kernels.matmul import CODE_ROWS, FLOAT_ROWS, CodedRows, FloatRows, bench_sizes
+from gemma_py.kernels.panels import BLOCK, HALF, Bench
 from gemma_py.model.config import Config
 from gemma_py.model.packed import Packed
 from gemma_py.runtime.cache import Cache
@@ -135,7 +137,7 @@ class Runner:
             # Made before either is noted: if there is no memory for it, the old one and its size must stay together.
             self._scratch, self._rows = _make_scratch(self.config, self.packed, T, self.team.workers), T
         if self.poison:
-            for array in (*self._scratch[:9], *self._scratch.coded[1:], *self._scratch[10:]):
+            for array in _floats_of(self._scratch):
                 array.fill(np.nan)
         return self._scratch
 
@@ -167,7 +169,21 @@ def _make_scratch(config: Config, packed: Packed, T: int, workers: int) -> Scrat
     def floats(count: int) -> np.ndarray:
         return np.empty(max(1, count), np.float32)
 
-    coded = CodedRows(np.empty(T * widest, np.int16), floats(T * widest // BLOCK + T), floats(T * widest // HALF + T))
+    coded_rows, tiled_rows = -(-T // CODE_ROWS) * CODE_ROWS, -(-T // FLOAT_ROWS) * FLOAT_ROWS
+    codes, runs, groups = coded_rows * widest, coded_rows * (widest // BLOCK + 1), coded_rows * (widest // HALF + 1)
+    coded = CodedRows(np.empty(codes, np.int16), floats(runs), floats(runs), floats(groups), 0)
+    panel, scales, outputs = (workers * size for size in bench_sizes(widest))
+    bench = Bench(np.empty(panel, np.int16), floats(scales), floats(scales), floats(outputs))
     x, n, q, k, v, a, y, gate, up = (floats(T * width) for width in (D, D, HE, GE, GE, HE, D, F, F))
     attention = floats(workers * scratch_size(max(y.head_dim for y in layers)))
-    return Scratch(x, n, q, k, v, a, y, gate, up, coded, floats(ropes), floats(ropes), attention)
+    tiled = FloatRows(floats(tiled_rows * widest), 0)
+    return Scratch(x, n, q, k, v, a, y, gate, up, coded, tiled, bench, floats(ropes), floats(ropes), attention)
+
+
+def _floats_of(part: object) -> Iterator[np.ndarray]:
+    """All arrays of floats of the scratch."""
+    if isinstance(part, tuple):
+        for inner in part:
+            yield from _floats_of(inner)
+    elif isinstance(part, np.ndarray) and part.dtype == np.float32:
+        yield part

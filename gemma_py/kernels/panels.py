@@ -1,0 +1,224 @@
+"""Panels of 16 quantised outputs, kept at the width that the file has them: how they are packed, and how they are read.
+
+    panel        blocks, one after the other: of 32 inputs, or of 256 where the format is one of steps
+    block        16 factors (f16), then 16 factors of minimums where the format has any, then runs of 32 inputs
+    run          steps (int8) of its groups, steps of minimums, each 16 a group, in formats of steps; then codes
+    codes        8 bits: [16 pairs, 16 outputs, 2] int8
+                 else 4 bits: [8 pairs, 16 outputs, 2] bytes: pair p in the lower half, pair p + 8 in the upper one
+                 and the fifth bits: [16 outputs, 2] words, bit p of pair p
+                 or the fifth and sixth: two of these, two bits a pair, of pairs 0 .. 7 and of pairs 8 .. 15
+
+A weight is scale * (code - offset) - minimum; a scale is a factor, times its step where there are steps, and so is a
+minimum: products of 11 bits and 8, exact in f32. Pairs are neighbours in k. Codes of 4, 5 and 6 bits have no sign here.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.simd import (
+    dot_pairs,
+    fetch,
+    izeros,
+    load_bytes,
+    load_halves,
+    load_pairs,
+    load_unsigned_pairs,
+    load_words,
+    mul,
+    splat_pair,
+    store,
+    store_pairs,
+    words_and,
+    words_left,
+    words_less,
+    words_or,
+    words_right,
+)
+
+COLUMNS = 16
+BLOCK = 32  # codes of an input that share a scale
+HALF = 16  # the smaller group of weights
+_PAIRS = 2 * COLUMNS  # int16 of one pair of inputs
+_HALVES = 2 * COLUMNS  # bytes of 16 factors
+_AHEAD = 2048  # bytes that are asked for early: the machine's own prefetching ends at every page
+
+
+class CodePanels(NamedTuple):
+    """A matrix of quantised weights."""
+
+    arena: np.ndarray  # int8
+    at: int
+    N: int
+    K: int
+    width: int  # bits of a code: 4, 5, 6 or 8
+    offset: int  # what a stored code has too much
+    group: int  # inputs of a scale: 32 or 16
+    span: int  # inputs of a factor: 32 or 256
+    minimums: int  # 1 where the format has minimums
+    bytes: int  # of a panel
+    pairs: int  # always 8. LLVM must not know it: it would write out every loop of codes
+
+
+class Bench(NamedTuple):
+    """Where a worker puts panels that it has spread out, `columns` of them beside one another; and results with an edge."""
+
+    codes: np.ndarray  # int16 [K / 2, columns, 16, 2], without the offset
+    scales: np.ndarray  # f32 [K / group, columns, 16]
+    minimums: np.ndarray  # the same
+    outputs: np.ndarray  # f32, a tile of outputs
+
+
+def panels_of(N: int) -> int:
+    """Panels come in fours: what a single row takes at once of a float matrix."""
+    return (N + 4 * COLUMNS - 1) // (4 * COLUMNS) * 4
+
+
+def panel_bytes(K: int, width: int, group: int, span: int, minimums: int) -> int:
+    steps = BLOCK // group * COLUMNS * (1 + minimums) if span > BLOCK else 0
+    return K // span * (_HALVES * (1 + minimums) + span // BLOCK * (steps + 64 * width))
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+def pack_floats(values: np.ndarray, out: np.ndarray) -> None:
+    """values: [N, K]   out: [panels * K * 16], written, in the same type"""
+    N, K = values.shape
+    panels = out.reshape(-1, K, COLUMNS)
+    whole = N // COLUMNS
+    panels[:whole] = values[: whole * COLUMNS].reshape(whole, COLUMNS, K).transpose(0, 2, 1)
+    panels[whole:] = 0
+    if N % COLUMNS:
+        panels[whole, :, : N % COLUMNS] = values[whole * COLUMNS :].T
+
+
+def pack_codes(
+    codes: np.ndarray,
+    factors: tuple[np.ndarray, ...],
+    steps: tuple[np.ndarray, ...],
+    width: int,
+    offset: int,
+    out: np.ndarray,
+) -> None:
+    """Of a matrix, or of rows of it up to a multiple of 64.
+
+    codes: int8 [N, K], with their signs   factors: f16 [N, K / span], of scales and, in some formats, of minimums
+    steps: int8 [N, K / group] of each, or none   out: int8 [panels * panel_bytes], written
+    """
+    N, K = codes.shape
+    blocks = factors[0].shape[1]
+    runs, panels = K // blocks // BLOCK, panels_of(N)
+    records = out.view(np.uint8).reshape(panels, blocks, -1)
+    at = 0
+    for values in factors:
+        records[..., at : at + _HALVES].view(np.float16)[:] = _by_panel(values, panels)
+        at += _HALVES
+    inner = records[..., at:].reshape(panels, blocks, runs, -1)
+    at = 0
+    for values in steps:
+        size = values.shape[1] * BLOCK // K * COLUMNS
+        inner[..., at : at + size] = _by_panel(values, panels).view(np.uint8).reshape(panels, blocks, runs, size)
+        at += size
+    # [panels, blocks, runs, 16 pairs, 16 outputs * 2]
+    pairs = _by_panel((codes + np.int8(offset)).view(np.uint16), panels).view(np.uint8)
+    pairs = pairs.reshape(panels, blocks, runs, BLOCK // 2, _PAIRS)
+    place = inner[..., at:]
+    if width == 8:
+        place[:] = pairs.reshape(place.shape)
+        return
+    low, high = pairs[..., :8, :], pairs[..., 8:, :]
+    place[..., : 8 * _PAIRS] = (low & 15 | high << 4).reshape(panels, blocks, runs, -1)
+    if width > 4:
+        upper = (pairs >> 4).astype(np.uint16)
+        bits = width - 4
+        planes = upper.reshape(panels, blocks, runs, bits, BLOCK // 2 // bits, _PAIRS)
+        shifts = np.arange(0, 16, bits, dtype=np.uint16)[:, None]
+        words = np.bitwise_or.reduce(planes << shifts, axis=-2)
+        place[..., 8 * _PAIRS :] = words.view(np.uint8).reshape(panels, blocks, runs, -1)
+
+
+def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
+    """[N, X] as [panels, X, 16], zeros where there is no row; contiguous, so that it can be seen as bytes."""
+    out = np.empty((panels, values.shape[1], COLUMNS), values.dtype)
+    pack_floats(values, out.reshape(-1))
+    return out
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _pairs(w, at, p):
+    """Pairs p and p + 8 of the codes at `at`, with their offset."""
+    if w.width == 8:
+        return load_pairs(w.arena, at + p * _PAIRS), load_pairs(w.arena, at + (p + 8) * _PAIRS)
+    both = load_unsigned_pairs(w.arena, at + p * _PAIRS)
+    low, high = words_and(both, 15), words_right(both, 4)
+    if w.width == 5:
+        bits = words_right(load_words(w.arena, at + 8 * _PAIRS), p)
+        low = words_or(low, words_and(words_left(bits, 4), 16))
+        high = words_or(high, words_and(words_right(bits, 4), 16))
+    elif w.width == 6:
+        bits = words_right(load_words(w.arena, at + 8 * _PAIRS), 2 * p)
+        low = words_or(low, words_and(words_left(bits, 4), 48))
+        bits = words_right(load_words(w.arena, at + 10 * _PAIRS), 2 * p)
+        high = words_or(high, words_and(words_left(bits, 4), 48))
+    return low, high
+
+
+@inlined
+def dots_of(w, at, codes, codes_at):
+    """The exact dot products of 32 codes of an input, 16 by 16, with a run of a panel whose codes are at `at`."""
+    for line in range(0, 64 * w.width, 64):
+        fetch(w.arena, at + _AHEAD + line)
+    low, high = izeros(2)
+    for p in range(w.pairs):
+        a, b = _pairs(w, at, p)
+        low = dot_pairs(splat_pair(codes, codes_at + 2 * p), a, low)
+        high = dot_pairs(splat_pair(codes, codes_at + HALF + 2 * p), b, high)
+    return low, high
+
+
+@inlined
+def factors_of(w, at):
+    """Of a block, of scales and of minimums, which are the same where there are none; and where its runs begin."""
+    factors = load_halves(w.arena, at)
+    if w.minimums:
+        return factors, load_halves(w.arena, at + _HALVES), at + 2 * _HALVES
+    return factors, factors, at + _HALVES
+
+
+@inlined
+def groups_of(w):
+    """Groups of a run that have steps."""
+    return BLOCK // w.group if w.span > BLOCK else 0
+
+
+@inlined
+def stepped(w, factors, at, group):
+    """The scales of a group, or its minimums, whose steps for a run are at `at`."""
+    return mul(factors, load_bytes(w.arena, at + group * COLUMNS)) if w.span > BLOCK else factors
+
+
+@kernel
+def spread_panel(w, panel, bench, column, columns):
+    """A panel's codes, scales and minimums onto the bench, as one column of so many."""
+    at, stride, g = w.at + panel * w.bytes, columns * _PAIRS, column
+    steps = groups_of(w) * COLUMNS
+    for first in range(0, w.K, w.span):
+        factors, minimum_factors, at = factors_of(w, at)
+        for k in range(first, first + w.span, BLOCK):
+            for group in range(BLOCK // w.group):
+                store(bench.scales, g * COLUMNS, stepped(w, factors, at, group))
+                if w.minimums:
+                    store(bench.minimums, g * COLUMNS, stepped(w, minimum_factors, at + steps, group))
+                g += columns
+            at += steps * (1 + w.minimums)
+            out_at = (k // 2 * columns + column) * _PAIRS
+            for p in range(w.pairs):
+                low, high = _pairs(w, at, p)
+                store_pairs(bench.codes, out_at + p * stride, words_less(low, w.offset))
+                store_pairs(bench.codes, out_at + (p + 8) * stride, words_less(high, w.offset))
+            at += 64 * w.width
