@@ -11,6 +11,7 @@ from gemma_py.errors import ContextError, UnsupportedError
 from gemma_py.kernels.attention import scratch_size
 from gemma_py.kernels.decorator import first_time, mark_compiled
 from gemma_py.kernels.matmul import BLOCK, HALF, CodedRows
+from gemma_py.kernels.memory import aligned
 from gemma_py.model.config import Config
 from gemma_py.model.packed import Packed, pack
 from gemma_py.model.reference import rope_frequencies
@@ -150,9 +151,9 @@ def _make_scratch(config: Config, packed: Packed, T: int, workers: int) -> Scrat
     ropes = T * packed.frequencies.size
 
     def floats(count: int) -> np.ndarray:
-        return np.empty(max(1, count), np.float32)
+        return aligned(max(1, count))
 
-    coded = CodedRows(np.empty(T * widest, np.int16), floats(T * widest // BLOCK + T), floats(T * widest // HALF + T))
+    coded = CodedRows(aligned(T * widest, np.int16), floats(T * widest // BLOCK + T), floats(T * widest // HALF + T))
     x, n, q, k, v, a, y, gate, up = (floats(T * width) for width in (D, D, HE, GE, GE, HE, D, F, F))
     attention = floats(workers * scratch_size(max(y.head_dim for y in layers)))
     return Scratch(x, n, q, k, v, a, y, gate, up, coded, floats(ropes), floats(ropes), attention)
