@@ -361,9 +361,16 @@ def test_attend_matches_the_reference(seed, T, before, G, group, E, window, cap,
     check_attention(seed, T, before, G, group, E, window, cap, cuts)
 
 
-@pytest.mark.parametrize(("T", "G", "group"), [(1, 1, 4), (1, 4, 2), (1, 1, 8), (9, 1, 4), (20, 2, 1)])
+@pytest.mark.parametrize(("T", "G", "group"), [(1, 1, 4), (1, 4, 2), (1, 1, 8), (9, 1, 4), (20, 2, 1), (70, 1, 1)])
 def test_attend_matches_the_reference_at_real_widths(T, G, group):
     check_attention(5, T, 600, G, group, 256, 512, F(0))
+
+
+@pytest.mark.parametrize(("group", "E", "window"), [(1, 32, 40), (3, 34, 33), (4, 48, 97), (70, 20, 31)])
+def test_attend_matches_the_reference_at_the_borders_of_blocks(group, E, window):
+    """Blocks that are full and not, whose queries see different keys; tiles that begin within a window and end one."""
+    for before in (0, 31, 64, 95):
+        check_attention(before, 67, before, 1, group, E, window, F(0), cuts=(16, 33))
 
 
 def test_keys_after_a_position_do_not_touch_it():

@@ -1,11 +1,11 @@
 """Attention of a block of queries to a ring of keys, in the order of `model.reference.attend`.
 
 A query is one head at one position. The heads that share a key/value head make, with some neighbouring positions, a
-vector: sixteen queries in the lanes, each with its own range of keys. Lanes divide queries while scores are made, and
-the head's width while values are added; every sum stays one chain, e or t ascending.
+block of queries, each with its own range of keys. Lanes divide queries while scores are made, and the head's width while
+values are added; every sum stays one chain, e or t ascending.
 
 Position t is row t % capacity of the ring. A key outside a query's range never enters its sums: scores of such keys are
-thrown away by a choice, never multiplied by 0, for the row may hold anything, NaN too. Rows that no query of a vector
+thrown away by a choice, never multiplied by 0, for the row may hold anything, NaN too. Rows that no query of a block
 asks for are not read.
 """
 
@@ -14,10 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.kernels import lanes
-from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.decorator import borrowing, inlined, kernel
 from gemma_py.kernels.intrinsics import f32_of_bits, fma
 from gemma_py.kernels.simd import (
+    WIDE,
     add,
+    add_products,
     bits,
     both,
     div,
@@ -25,18 +27,27 @@ from gemma_py.kernels.simd import (
     load,
     load_columns,
     load_one,
+    load_totals,
     mul,
+    row_places,
+    scale_totals,
     select,
     splat,
     splat_value,
     store,
+    store_totals,
     sub,
     zero,
+    zero_totals,
 )
 from gemma_py.kernels.simd import fma as fma_lanes
 
 TILE = 32  # key positions that share a maximum
 LANES = 16
+QUERIES = 64  # of a block
+FEW = 8  # queries that take keys for lanes
+ROWS, VECTORS = (8, 2) if WIDE else (4, 1)  # of a tile of totals: as many chains as there are registers for
+COLUMNS = VECTORS * LANES
 
 _F = np.float32
 _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
@@ -59,88 +70,206 @@ class Ring(NamedTuple):
     E: int
 
 
+class Places(NamedTuple):
+    """Where the parts of a worker's scratch begin."""
+
+    q: int  # [QUERIES / COLUMNS, E, COLUMNS]
+    o: int  # [QUERIES, E], what has been added up so far
+    s: int  # [TILE + ROWS, QUERIES], scores and then weights of a tile of keys; the last rows hold nothing
+    starts: int  # [QUERIES] each from here: first key of a query, as bits
+    positions: int  # its own position, as bits
+    maximum: int
+    weight_sum: int
+    shrink: int
+    end: int
+
+
+@inlined
+def places_of(E):
+    o = QUERIES * E
+    s = 2 * o
+    rest = s + (TILE + ROWS) * QUERIES
+    return Places(
+        0, o, s, rest, rest + QUERIES, rest + 2 * QUERIES, rest + 3 * QUERIES, rest + 4 * QUERIES, rest + 5 * QUERIES
+    )
+
+
 def scratch_size(E: int) -> int:
     """Floats of scratch that a worker needs for heads up to this width."""
-    return 2 * LANES * E + TILE * LANES + 3 * LANES
+    return places_of.py_func(E).end
+
+
+class Block(NamedTuple):
+    """Queries first .. first + used - 1 of a chunk: number n is head n % heads at position chunk_at + n // heads."""
+
+    first: int
+    used: int
+    heads: int
+    chunk_at: int
+    window: int
 
 
 @inlined
-def _scores_of_sixteen_queries(ring, row, stride, keys, q, out, out_at):
-    """out[key, lane] = sum over e of k[key, e] * q[e, lane], for keys of neighbouring rows of the ring.
+def _keys_of_all(block, lane, end):
+    """(first, last + 1) of the keys that all the queries from `lane` to end - 1 see; last + 1 <= first: none."""
+    first = block.chunk_at + (block.first + lane) // block.heads
+    last = block.chunk_at + (block.first + end - 1) // block.heads
+    return max(np.int64(0), last - block.window + 1), first + 1
 
-    Four keys at a time are eight chains in AVX2's registers. Keys left over are filled with the last again.
+
+@inlined
+def _keys_of_any(block, lane, end):
+    """(first, last + 1) of the keys that any of them sees, of which there is one"""
+    first = block.chunk_at + (block.first + lane) // block.heads
+    last = block.chunk_at + (block.first + end - 1) // block.heads
+    return max(np.int64(0), first - block.window + 1), last + 1
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+@borrowing
+def _scores_in_lanes_of_queries(ring, row, keys, q, q_at, out, at):
+    """out[key, query] = sum over e of k[key, e] * q[e, query], for COLUMNS queries and keys of neighbouring rows.
+
+    Rows that fill the last tile are the last key again, and land behind the others.
     """
-    for key in range(0, keys, 4):
-        n1, n2, n3 = min(key + 1, keys - 1), min(key + 2, keys - 1), min(key + 3, keys - 1)
-        k0, k1, k2, k3 = row + key * stride, row + n1 * stride, row + n2 * stride, row + n3 * stride
-        s0, s1, s2, s3 = zero(), zero(), zero(), zero()
+    for key in range(0, keys, ROWS):
+        k = row_places(row + key * ring.stride, ring.stride, keys - key, ROWS)
+        totals = zero_totals(k, VECTORS)
         for e in range(ring.E):
-            q_e = load(q, e * LANES)
-            s0 = fma_lanes(splat(ring.keys, k0 + e), q_e, s0)
-            s1 = fma_lanes(splat(ring.keys, k1 + e), q_e, s1)
-            s2 = fma_lanes(splat(ring.keys, k2 + e), q_e, s2)
-            s3 = fma_lanes(splat(ring.keys, k3 + e), q_e, s3)
-        store(out, out_at + key * LANES, s0)
-        store(out, out_at + n1 * LANES, s1)
-        store(out, out_at + n2 * LANES, s2)
-        store(out, out_at + n3 * LANES, s3)
+            totals = add_products(ring.keys, k, e, q, q_at + e * COLUMNS, totals)
+        store_totals(out, row_places(at + key * QUERIES, QUERIES, ROWS, ROWS), 0, totals)
 
 
-@inlined
-def _scores_of_sixteen_keys(ring, row, stride, q, lane, out, out_at, spare):
+@borrowing
+def _scores_in_lanes_of_keys(ring, row, q, lane, out, at, spare):
     """The same of sixteen keys, which lie in the lanes here, and the four queries from `lane` on. E is a multiple of 4.
 
     For the few queries of a decoded token, that would leave most lanes of the other form empty.
     """
     s0, s1, s2, s3 = zero(), zero(), zero(), zero()
     for e in range(0, ring.E, 4):
-        at = e * LANES + lane
-        for column, k in enumerate(load_columns(ring.keys, row + e, stride)):
-            s0 = fma_lanes(k, splat(q, at + column * LANES), s0)
-            s1 = fma_lanes(k, splat(q, at + column * LANES + 1), s1)
-            s2 = fma_lanes(k, splat(q, at + column * LANES + 2), s2)
-            s3 = fma_lanes(k, splat(q, at + column * LANES + 3), s3)
+        from_lane = e * COLUMNS + lane
+        for column, k in enumerate(load_columns(ring.keys, row + e, ring.stride)):
+            s0 = fma_lanes(k, splat(q, from_lane + column * COLUMNS), s0)
+            s1 = fma_lanes(k, splat(q, from_lane + column * COLUMNS + 1), s1)
+            s2 = fma_lanes(k, splat(q, from_lane + column * COLUMNS + 2), s2)
+            s3 = fma_lanes(k, splat(q, from_lane + column * COLUMNS + 3), s3)
     for query, s in enumerate((s0, s1, s2, s3)):
         store(out, spare, s)
         for key in range(16):
-            out[out_at + key * LANES + lane + query] = out[spare + key]
+            out[at + key * QUERIES + query] = out[spare + key]
 
 
-@inlined
-def _add_values(ring, row, stride, keys, scratch, weights, out, a, b):
-    """out[query, e] += sum over keys of weight[key, query] * v[key, e], for queries a and b, which may be the same.
+@borrowing
+def _scores(ring, base, begin, end, block, scratch, at):
+    """Of the keys begin .. end - 1 and all queries; what no query of a vector sees may be left out."""
+    for lane in range(0, block.used, COLUMNS):
+        first, last = _keys_of_any(block, lane, min(lane + COLUMNS, block.used))
+        t, stop = max(begin, first), min(end, last)
+        while t < stop:
+            slot = t % ring.capacity
+            keys = min(stop - t, ring.capacity - slot)
+            row, to = base + slot * ring.stride, at.s + (t - begin) * QUERIES + lane
+            if block.used <= FEW and keys >= LANES and ring.E % 4 == 0:
+                keys = LANES
+                for query in range(0, block.used, 4):
+                    _scores_in_lanes_of_keys(ring, row, scratch, at.q + query, scratch, to + query, at.shrink)
+            else:
+                _scores_in_lanes_of_queries(ring, row, keys, scratch, at.q + lane * ring.E, scratch, to)
+            t += keys
 
-    Two queries by 32 columns are eight chains; columns that are left over go one by one.
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def _adder(rows):
+    """A kernel of values for so many queries at a time."""
+
+    @borrowing
+    def add_values(ring, base, t, keys, scratch, weights, shrink, out, used):
+        """out[query, e] = out * shrink[query] + sum over keys of weight[key, query] * v[key, e], for `used` queries.
+
+        The keys are positions t .. t + keys - 1. weights, shrink, out: where those of the first query begin. Values of
+        some columns are in the first cache for all queries; columns that are left over go one by one.
+        """
+        E, stride, slot = ring.E, ring.stride, t % ring.capacity
+        before_end = min(keys, ring.capacity - slot)  # the ring goes on at its beginning
+        first, again = base + slot * stride, base - before_end * stride
+        whole = E // COLUMNS * COLUMNS
+        for e in range(0, whole, COLUMNS):
+            for query in range(0, used, rows):
+                o = row_places(out + query * E, E, rows, rows)
+                w = row_places(weights + query, 1, rows, rows)
+                totals = load_totals(scratch, o, e, VECTORS)
+                totals = scale_totals(scratch, row_places(shrink + query, 1, rows, rows), totals)
+                for key in range(before_end):
+                    totals = add_products(scratch, w, key * QUERIES, ring.values, first + key * stride + e, totals)
+                for key in range(before_end, keys):
+                    totals = add_products(scratch, w, key * QUERIES, ring.values, again + key * stride + e, totals)
+                store_totals(scratch, o, e, totals)
+        for query in range(used):
+            for e in range(whole, E):
+                total = load_one(scratch, out + query * E + e) * load_one(scratch, shrink + query)
+                for key in range(keys):
+                    row = first if key < before_end else again
+                    v = load_one(ring.values, row + key * stride + e)
+                    total = fma(load_one(scratch, weights + key * QUERIES + query), v, total)
+                scratch[out + query * E + e] = total
+
+    return add_values
+
+
+_add_values_of_many, _add_values_of_one = _adder(ROWS), _adder(1)
+
+
+@borrowing
+def _add_shared(ring, base, begin, t, stop, lane, used, scratch, at):
+    """Keys t .. stop - 1 of a tile that begins with `begin`, for queries that all see them."""
+    weights, out = at.s + (t - begin) * QUERIES + lane, at.o + lane * ring.E
+    _add_values_of_many(ring, base, t, stop - t, scratch, weights, at.shrink + lane, out, used)
+    for query in range(lane, lane + used):
+        scratch[at.shrink + query] = _ONE
+
+
+@borrowing
+def _add_alone(ring, base, begin, t, stop, query, scratch, at):
+    """The same for one query; there may be no such key."""
+    if t < stop:
+        weights, out = at.s + (t - begin) * QUERIES + query, at.o + query * ring.E
+        _add_values_of_one(ring, base, t, stop - t, scratch, weights, at.shrink + query, out, 1)
+        scratch[at.shrink + query] = _ONE
+
+
+@borrowing
+def _values(ring, base, begin, end, block, scratch, at):
+    """Of the keys begin .. end - 1, t ascending: all queries at once, or where they see different ones, ROWS at a time.
+
+    Then a query begins with the keys that not all of them see before, and ends with those that not all see after. What
+    is added first takes the shrinking with it; a query that sees no key here does not shrink.
     """
-    E = ring.E
-    whole = E // 32 * 32
-    for e in range(0, whole, 32):
-        at_a, at_b = out + a * E + e, out + b * E + e
-        a0, a1, b0, b1 = load(scratch, at_a), load(scratch, at_a + 16), load(scratch, at_b), load(scratch, at_b + 16)
-        for key in range(keys):
-            v0, v1 = load(ring.values, row + key * stride + e), load(ring.values, row + key * stride + e + 16)
-            w_a, w_b = splat(scratch, weights + key * LANES + a), splat(scratch, weights + key * LANES + b)
-            a0, a1 = fma_lanes(w_a, v0, a0), fma_lanes(w_a, v1, a1)
-            b0, b1 = fma_lanes(w_b, v0, b0), fma_lanes(w_b, v1, b1)
-        store(scratch, at_a, a0)
-        store(scratch, at_a + 16, a1)
-        store(scratch, at_b, b0)
-        store(scratch, at_b + 16, b1)
-    for e in range(whole, E):
-        total_a, total_b = load_one(scratch, out + a * E + e), load_one(scratch, out + b * E + e)
-        for key in range(keys):
-            v = load_one(ring.values, row + key * stride + e)
-            total_a = fma(load_one(scratch, weights + key * LANES + a), v, total_a)
-            total_b = fma(load_one(scratch, weights + key * LANES + b), v, total_b)
-        scratch[out + a * E + e] = total_a
-        scratch[out + b * E + e] = total_b
+    first, last = _keys_of_all(block, 0, block.used)
+    if first <= begin and end <= last:
+        _add_shared(ring, base, begin, begin, end, 0, block.used, scratch, at)
+        return
+    for lane in range(0, block.used, ROWS):
+        lane_end = min(lane + ROWS, block.used)
+        first, last = _keys_of_all(block, lane, lane_end)
+        first, last = max(begin, first), min(end, last)
+        if first >= last:
+            first, last = end, end
+        for query in range(lane, lane_end):
+            t, stop = _keys_of_any(block, query, query + 1)
+            _add_alone(ring, base, begin, max(begin, t), min(first, stop), query, scratch, at)
+        if first < last:
+            _add_shared(ring, base, begin, first, last, lane, lane_end - lane, scratch, at)
+        for query in range(lane, lane_end):
+            _, stop = _keys_of_any(block, query, query + 1)
+            _add_alone(ring, base, begin, last, min(end, stop), query, scratch, at)
 
 
-@inlined
-def _run(t, end, capacity):
-    """(slot of position t, how many positions from t up to end lie behind one another)"""
-    slot = t % capacity
-    return slot, min(end - t, capacity - slot)
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 @inlined
@@ -152,94 +281,101 @@ def _within(starts, positions, begin, last):
     )
 
 
+@borrowing
+def _weigh(scratch, at, lane, begin, keys, all_seen, scale, cap):
+    """Scores become weights, for sixteen queries; a key that a query does not see is left out of its sums."""
+    maximum, s = load(scratch, at.maximum + lane), at.s + lane
+    starts, positions = bits(load(scratch, at.starts + lane)), bits(load(scratch, at.positions + lane))
+    before = maximum
+    for key in range(keys):
+        score = mul(load(scratch, s + key * QUERIES), splat_value(scale))
+        if cap > _ZERO:
+            score = lanes.soft_cap(score, cap)
+        store(scratch, s + key * QUERIES, score)
+        larger = less(maximum, score)
+        if not all_seen:
+            larger = both(larger, _within(starts, positions, begin + key, begin + key))
+        maximum = select(larger, score, maximum)
+    # A query without a key in this tile keeps what it has.
+    asked = _within(starts, positions, begin, begin + keys - 1)
+    shrink = select(asked, lanes.exp(sub(before, maximum)), splat_value(_ONE))
+    weight_sum = mul(load(scratch, at.weight_sum + lane), shrink)
+    for key in range(keys):
+        weight = lanes.exp(sub(load(scratch, s + key * QUERIES), maximum))
+        store(scratch, s + key * QUERIES, weight)
+        total = add(weight_sum, weight)
+        if not all_seen:
+            total = select(_within(starts, positions, begin + key, begin + key), total, weight_sum)
+        weight_sum = total
+    store(scratch, at.maximum + lane, maximum)
+    store(scratch, at.weight_sum + lane, weight_sum)
+    store(scratch, at.shrink + lane, shrink)
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
 @inlined
-def _range(query, heads, chunk_at, window, begin, end):
-    """(first key, last key + 1) of begin .. end - 1 that the query sees"""
-    position = chunk_at + query // heads
-    return max(begin, position - window + 1), min(end, position + 1)
+def _row_of(query, heads, H, g, E):
+    """Where a query's row of q and of out begins."""
+    return (query // heads * H + g * heads + query % heads) * E
+
+
+@borrowing
+def _begin(q, E, H, g, block, scratch, at):
+    """Queries into lanes, all sums to nothing. Lanes that fill the last vectors hold zeros and see no key.
+
+    Their scores are zero too where nobody writes them: denormal floats would make all lanes slow.
+    """
+    if block.used <= FEW:
+        for key in range(TILE):
+            store(scratch, at.s + key * QUERIES, zero())
+    for lane in range((block.used + COLUMNS - 1) // COLUMNS * COLUMNS):
+        position, start, row = np.int64(-1), np.int64(0), at.o + lane * E
+        if lane < block.used:
+            position = block.chunk_at + (block.first + lane) // block.heads
+            start = max(np.int64(0), position - block.window + 1)
+            source = _row_of(block.first + lane, block.heads, H, g, E)
+            for e in range(0, E, LANES):
+                lanes.put(scratch, row + e, row + E, lanes.take(q, source + e, source + E))
+        else:
+            for e in range(0, E, LANES):
+                lanes.put(scratch, row + e, row + E, zero())
+        scratch[at.starts + lane] = f32_of_bits(np.int32(start))
+        scratch[at.positions + lane] = f32_of_bits(np.int32(position))
+    for lane in range(0, block.used, LANES):
+        row, to = at.o + lane * E, at.q + lane // COLUMNS * COLUMNS * E + lane % COLUMNS
+        for e in range(0, E // 4 * 4, 4):
+            for column, value in enumerate(load_columns(scratch, row + e, E)):
+                store(scratch, to + (e + column) * COLUMNS, value)
+        for e in range(E // 4 * 4, E):
+            for query in range(LANES):
+                scratch[to + e * COLUMNS + query] = scratch[row + query * E + e]
+        store(scratch, at.maximum + lane, splat_value(-_INFINITY))
+        store(scratch, at.weight_sum + lane, zero())
+        for place in range(row, row + LANES * E, LANES):
+            store(scratch, place, zero())
 
 
 @kernel
-def _attend_lanes(q, ring, H, g, window, scale, cap, chunk_at, first_query, last_query, scratch, out):
-    """At most sixteen queries; query number n is head n % heads at position n // heads of the chunk."""
-    E, heads = ring.E, H // ring.G
-    stride, base = ring.stride, ring.at + g * ring.head
-    used = last_query - first_query
-    o, s = LANES * E, 2 * LANES * E
-    spare = s + TILE * LANES
-    first_position, last_position = chunk_at + first_query // heads, chunk_at + (last_query - 1) // heads
-    for lane in range(LANES):
-        position, start, at = np.int64(-1), np.int64(0), np.int64(0)
-        if lane < used:
-            number = first_query + lane
-            position = chunk_at + number // heads
-            start = max(np.int64(0), position - window + 1)
-            at = (number // heads * H + g * heads + number % heads) * E
-        scratch[spare + lane] = f32_of_bits(np.int32(start))
-        scratch[spare + LANES + lane] = f32_of_bits(np.int32(position))
-        for e in range(E):
-            scratch[e * LANES + lane] = load_one(q, at + e)
-            scratch[o + lane * E + e] = _ZERO
-    starts, positions = bits(load(scratch, spare)), bits(load(scratch, spare + LANES))
-    maximum, weight_sum = splat_value(-_INFINITY), zero()
-    begin = max(np.int64(0), first_position - window + 1)
-    while begin <= last_position:
-        end = min(last_position + 1, (begin // TILE + 1) * TILE)
-        t = begin
-        while t < end:
-            slot, keys = _run(t, end, ring.capacity)
-            row, at = base + slot * stride, s + (t - begin) * LANES
-            if used <= 8 and keys >= LANES and E % 4 == 0:
-                keys = LANES
-                for lane in range(0, used, 4):
-                    _scores_of_sixteen_keys(ring, row, stride, scratch, lane, scratch, at, spare)
-            else:
-                _scores_of_sixteen_queries(ring, row, stride, keys, scratch, scratch, at)
-            t += keys
-        before = maximum
-        for key in range(end - begin):
-            score = mul(load(scratch, s + key * LANES), splat_value(scale))
-            if cap > _ZERO:
-                score = lanes.soft_cap(score, cap)
-            store(scratch, s + key * LANES, score)
-            seen = _within(starts, positions, begin + key, begin + key)
-            maximum = select(both(seen, less(maximum, score)), score, maximum)
-        # A query without a key in this tile keeps what it has.
-        asked = _within(starts, positions, begin, end - 1)
-        shrink = select(asked, lanes.exp(sub(before, maximum)), splat_value(_ONE))
-        weight_sum = mul(weight_sum, shrink)
-        for key in range(end - begin):
-            weight = lanes.exp(sub(load(scratch, s + key * LANES), maximum))
-            store(scratch, s + key * LANES, weight)
-            seen = _within(starts, positions, begin + key, begin + key)
-            weight_sum = select(seen, add(weight_sum, weight), weight_sum)
-        store(scratch, spare, shrink)
-        for lane in range(used):
-            factor, at = load_one(scratch, spare + lane), o + lane * E
-            if factor != _ONE:
-                for e in range(0, E, LANES):
-                    value = mul(lanes.take(scratch, at + e, at + E), splat_value(factor))
-                    lanes.put(scratch, at + e, at + E, value)
-        lane = 0
-        while lane < used:
-            other = lane
-            t, stop = _range(first_query + lane, heads, chunk_at, window, begin, end)
-            if lane + 1 < used and _range(first_query + lane + 1, heads, chunk_at, window, begin, end) == (t, stop):
-                other = lane + 1
-            while t < stop:
-                slot, keys = _run(t, stop, ring.capacity)
-                weights = s + (t - begin) * LANES
-                _add_values(ring, base + slot * stride, stride, keys, scratch, weights, o, lane, other)
-                t += keys
-            lane = other + 1
+def _attend_block(q, ring, H, g, block, scale, cap, scratch, out):
+    E, base = ring.E, ring.at + g * ring.head
+    at = places_of(E)
+    _begin(q, E, H, g, block, scratch, at)
+    begin, stop = _keys_of_any(block, 0, block.used)
+    while begin < stop:
+        end = min(stop, (begin // TILE + 1) * TILE)
+        _scores(ring, base, begin, end, block, scratch, at)
+        first, last = _keys_of_all(block, 0, block.used)
+        for lane in range(0, block.used, LANES):
+            _weigh(scratch, at, lane, begin, end - begin, first <= begin and end <= last, scale, cap)
+        _values(ring, base, begin, end, block, scratch, at)
         begin = end
-    store(scratch, spare, weight_sum)
-    for lane in range(used):
-        number = first_query + lane
-        at, result = o + lane * E, (number // heads * H + g * heads + number % heads) * E
-        total = splat(scratch, spare + lane)
+    for lane in range(block.used):
+        row, result = at.o + lane * E, _row_of(block.first + lane, block.heads, H, g, E)
+        total = splat(scratch, at.weight_sum + lane)
         for e in range(0, E, LANES):
-            lanes.put(out, result + e, result + E, div(lanes.take(scratch, at + e, at + E), total))
+            lanes.put(out, result + e, result + E, div(lanes.take(scratch, row + e, row + E), total))
 
 
 @kernel
@@ -252,5 +388,6 @@ def attend(q, ring, H, g, window, scale, cap, chunk_at, first, last, scratch, ou
     """
     heads = H // ring.G
     end = (last - chunk_at) * heads
-    for query in range((first - chunk_at) * heads, end, LANES):
-        _attend_lanes(q, ring, H, g, window, scale, cap, chunk_at, query, min(query + LANES, end), scratch, out)
+    for query in range((first - chunk_at) * heads, end, QUERIES):
+        block = Block(query, min(QUERIES, end - query), heads, chunk_at, window)
+        _attend_block(q, ring, H, g, block, scale, cap, scratch, out)

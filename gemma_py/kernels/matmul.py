@@ -86,7 +86,7 @@ class CodedRows(NamedTuple):
 
 def bench_sizes(K: int) -> tuple[int, int, int]:
     """Of a bench for matrices of at most K inputs: codes, scales (and minimums), outputs."""
-    return K * COLUMNS * CODE_PANELS, K // HALF * COLUMNS * CODE_PANELS, max(_FLOAT_TILE, _CODE_TILE) * COLUMNS
+    return K * COLUMNS * CODE_PANELS, (K // HALF + 1) * COLUMNS * CODE_PANELS, max(_FLOAT_TILE, _CODE_TILE) * COLUMNS
 
 
 @inlined

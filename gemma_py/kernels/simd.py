@@ -99,18 +99,20 @@ def _load_scalar(context, builder, sig, args):
     return builder.bitcast(builder.shl(word, ir.Constant(_I32, 16)), _F32)
 
 
+def _load_vector(context, builder, sig, args):
+    """array[index : index + 16] as f32."""
+    if sig.args[0].dtype == types.float32:
+        return _load(context, builder, sig, args, f32x16.llvm, 4)
+    return _widened(builder, _load(context, builder, sig, args, ir.VectorType(_I16, 16), 2), 16)
+
+
 @intrinsic
 def load(typing, array, index):
     """array[index : index + 16] as f32: of f32, or of uint16 that hold bfloat16."""
     if not _is_flat(array, types.float32, types.uint16):
         return None
 
-    def codegen(context, builder, sig, args):
-        if sig.args[0].dtype == types.float32:
-            return _load(context, builder, sig, args, f32x16.llvm, 4)
-        return _widened(builder, _load(context, builder, sig, args, ir.VectorType(_I16, 16), 2), 16)
-
-    return f32x16(array, types.intp), codegen
+    return f32x16(array, types.intp), _load_vector
 
 
 @intrinsic
@@ -547,8 +549,15 @@ def _pair_instruction(triple, cpu, features):
     return None
 
 
-# Whether sixteen floats are one register of the machine that is compiled for, of which it has 32.
-WIDE = (_pair_instruction(*cpu_target.target_context.codegen().magic_tuple()) or ("", 0))[1] == LANES
+@cache
+def _is_wide(triple, cpu, features):
+    """Whether sixteen floats are one register of this target, which has 32 then; LLVM is asked how it would add them."""
+    source = "define <16 x float> @f(<16 x float> %a) { %b = fadd <16 x float> %a, %a\n ret <16 x float> %b }"
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
+    return "zmm" in machine.emit_assembly(llvm.parse_assembly(source))
+
+
+WIDE: bool = _is_wide(*cpu_target.target_context.codegen().magic_tuple())
 
 
 def _dot_pairs(context, builder, a, b, total):
@@ -723,3 +732,128 @@ def store_tile(typing, rows, array, index, stride, tile):
         return context.get_dummy_value()
 
     return types.void(rows, array, types.intp, types.intp, tile), codegen
+
+
+# --- tiles of outer products ------------------------------------------------------------------------------------------
+# Totals of R rows by C vectors, a tuple of R * C vectors; as many as there are registers for. Rows begin at `places`.
+
+
+def _parts(builder, values):
+    return [builder.extract_value(values, number) for number in range(values.type.count)]
+
+
+def _index(builder, at, offset):
+    return builder.add(at, ir.Constant(at.type, offset))
+
+
+def _vectors_from(context, builder, kind, array, at, count):
+    sig = f32x16(kind, types.intp)
+    return [_load_vector(context, builder, sig, (array, _index(builder, at, 16 * number))) for number in range(count)]
+
+
+def _splat_from(context, builder, kind, array, at):
+    return _splat(builder, _load_scalar(context, builder, types.float32(kind, types.intp), (array, at)), f32x16.llvm)
+
+
+@intrinsic(prefer_literal=True)
+def row_places(typing, at, stride, rows, R):
+    """Where R rows begin: at + r * stride. From row number `rows` on, the last one before it again."""
+    if not isinstance(R, types.IntegerLiteral):
+        return None
+
+    def codegen(context, builder, sig, args):
+        at, stride, rows = args[:3]
+        places, last = [], _index(builder, rows, -1)
+        for number in range(R.literal_value):
+            row = ir.Constant(last.type, number)
+            row = builder.select(builder.icmp_signed("<", row, last), row, last)
+            places.append(builder.add(at, builder.mul(row, stride)))
+        return context.make_tuple(builder, sig.return_type, places)
+
+    return types.UniTuple(types.intp, R.literal_value)(types.intp, types.intp, types.intp, R), codegen
+
+
+@intrinsic(prefer_literal=True)
+def zero_totals(typing, places, C):
+    """All zero: C vectors for each of the places."""
+    if not isinstance(C, types.IntegerLiteral):
+        return None
+    result = types.UniTuple(f32x16, places.count * C.literal_value)
+
+    def codegen(context, builder, sig, args):
+        return context.make_tuple(builder, result, [_constant(f32x16.llvm, [0.0] * 16)] * result.count)
+
+    return result(places, C), codegen
+
+
+@intrinsic
+def add_products(typing, a, places, step, b, at, totals):
+    """totals[r, c] += a[places[r] + step] * b[at + 16 c : at + 16 c + 16], rounded once."""
+    if not (_is_flat(a, types.float32, types.uint16) and _is_flat(b, types.float32, types.uint16)):
+        return None
+
+    def codegen(context, builder, sig, args):
+        _, places, step, _, at, totals = args
+        rows = sig.args[1].count
+        vectors = sig.args[5].count // rows
+        columns = _vectors_from(context, builder, sig.args[3], args[3], at, vectors)
+        made = _parts(builder, totals)
+        for r, place in enumerate(_parts(builder, places)):
+            factor = _splat_from(context, builder, sig.args[0], args[0], builder.add(place, step))
+            for c, column in enumerate(columns):
+                total = made[r * vectors + c]
+                made[r * vectors + c] = _call(builder, "llvm.fma.v16f32", f32x16.llvm, [factor, column, total])
+        return context.make_tuple(builder, sig.return_type, made)
+
+    return totals(a, places, types.intp, b, types.intp, totals), codegen
+
+
+@intrinsic
+def scale_totals(typing, a, places, totals):
+    """totals[r, c] *= a[places[r]]"""
+    if not _is_flat(a, types.float32):
+        return None
+
+    def codegen(context, builder, sig, args):
+        made, vectors = _parts(builder, args[2]), sig.args[2].count // sig.args[1].count
+        for r, place in enumerate(_parts(builder, args[1])):
+            factor = _splat_from(context, builder, sig.args[0], args[0], place)
+            for number in range(r * vectors, (r + 1) * vectors):
+                made[number] = builder.fmul(made[number], factor)
+        return context.make_tuple(builder, sig.return_type, made)
+
+    return totals(a, places, totals), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_totals(typing, y, places, step, C):
+    """totals[r, c] = y[places[r] + step + 16 c : ... + 16]"""
+    if not (_is_flat(y, types.float32) and isinstance(C, types.IntegerLiteral)):
+        return None
+    result = types.UniTuple(f32x16, places.count * C.literal_value)
+
+    def codegen(context, builder, sig, args):
+        made = []
+        for place in _parts(builder, args[1]):
+            made += _vectors_from(context, builder, y, args[0], builder.add(place, args[2]), C.literal_value)
+        return context.make_tuple(builder, result, made)
+
+    return result(y, places, types.intp, C), codegen
+
+
+@intrinsic
+def store_totals(typing, y, places, step, totals):
+    """y[places[r] + step + 16 c : ... + 16] = totals[r, c]"""
+    if not _is_flat(y, types.float32):
+        return None
+
+    def codegen(context, builder, sig, args):
+        made, vectors = _parts(builder, args[3]), sig.args[3].count // sig.args[1].count
+        for r, place in enumerate(_parts(builder, args[1])):
+            for c in range(vectors):
+                at = _index(builder, builder.add(place, args[2]), 16 * c)
+                address = _address(context, builder, sig.args[0], args[0], at, f32x16.llvm)
+                builder.store(made[r * vectors + c], address).align = 4
+        return context.get_dummy_value()
+
+    return types.void(y, places, types.intp, totals), codegen

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from gemma_py.errors import InputError
+from gemma_py.kernels.memory import aligned
 from gemma_py.model.config import Config
 from gemma_py.model.digest import digest, first_readable
 
@@ -91,7 +92,7 @@ class Cache:
         shapes = [(y.num_key_value_heads, n, y.head_dim) for y, n in zip(self.config.layers, capacities, strict=True)]
         sizes = [G * capacity * E for G, capacity, E in shapes]
         table = np.stack([np.cumsum([0, *sizes[:-1]]), capacities], 1).astype(np.int64)
-        arenas: list[np.ndarray] = [np.empty(sum(sizes), self.dtype) for _ in range(2)]
+        arenas: list[np.ndarray] = [aligned(sum(sizes), self.dtype) for _ in range(2)]
         for number, shape in enumerate(shapes):
             positions = self._whole(number)
             at = table[number, AT]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.attention import Ring, attend
+from gemma_py.kernels.attention import QUERIES, Ring, attend
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.intrinsics import bits_of_f32
 from gemma_py.kernels.matmul import (
@@ -62,7 +62,6 @@ EMBED, QKV, ROPE_KV, ATTENTION, OUT_INPUT, OUT, MIDDLE, GATE_UP, DOWN_INPUT, DOW
 COUNTERS = len(PHASES)  # a layer
 
 _FEW_ROWS = 8  # of a tile of norms
-_QUERIES = 16  # positions of an attention tile
 _EVERYTHING = 1 << 40  # a window that never ends
 UNTRACED = -3750763034362895579  # FNV-1a's first value, as a signed number
 
@@ -373,13 +372,14 @@ def attention_tile(m, layer, s, keys, values, place, position, g, first, last, s
 def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T, trace):
     """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
     G = layer[p.KV_HEADS]
+    positions = max(1, QUERIES // (layer[p.HEADS] // G))
     size = s.attention.shape[0] // (cells.own.shape[0] // LINE)
     scratch = s.attention[worker * size : (worker + 1) * size]
-    tiles = G * ((T + _QUERIES - 1) // _QUERIES)
+    tiles = G * ((T + positions - 1) // positions)
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
-        first = position + tile // G * _QUERIES
-        last = min(first + _QUERIES, position + T)
+        first = position + tile // G * positions
+        last = min(first + positions, position + T)
         if not await_rows(cells, worker, mark, last - 1):
             return False
         attention_tile(m, layer, s, keys, values, place, position, tile % G, first, last, scratch)
