@@ -65,7 +65,9 @@ class Engine:
         self.quant = quant
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
-        with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside:  # which takes seconds at the first start, as kernels do
+        with ThreadPoolExecutor(
+            1, "gemma_py-tokenizer"
+        ) as aside:  # which takes seconds at the first start, as kernels do
             tokenizer = aside.submit(checkpoint.tokenizer)
             self._runner: Runner | None = Runner(
                 packed_weights(checkpoint, quant), self.config, threads or machine.threads(), deadline, kv

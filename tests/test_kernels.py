@@ -126,8 +126,8 @@ def tiled(x):
 
 def coded(x):
     (T, K), (size, length) = x.shape, in_tiles(len(x), matmul.CODE_ROWS)
-    numbers = (np.full(length * K // width, np.nan, F) for width in (32, 32, 16))
-    made = CodedRows(np.full(length * K, -(2**15), np.int16), *numbers, size)
+    scales, sums, half_sums = (np.full(length * K // width, np.nan, F) for width in (32, 32, 16))
+    made = CodedRows(np.full(length * K, -(2**15), np.int16), scales, sums, half_sums, size)
     rows.quantise_rows(x.reshape(-1), K, made, 0, T, 0)
     return made
 

@@ -31,8 +31,8 @@ def measure(found: Limits, values: np.ndarray) -> None:
     threads = found.threads
     out = np.empty(threads * limits.LANES, np.float32)
     x = np.array([0.5, 0.25], np.float32)
-    rows = np.arange(limits.PAIR_ROWS * limits.PAIRS * 2, dtype=np.int16)
-    w = np.ones(limits.PAIRS * 2 * limits.LANES, np.int16)
+    rows = np.arange(limits.CODE_ROWS * limits.PAIRS * 2, dtype=np.int16)
+    w = np.ones(limits.PAIRS * limits.CODE_PANELS * 2 * limits.LANES, np.int16)
     with Team(threads) as team:
         for kernel, chains in zip((limits.multiply_floats_6, limits.multiply_floats_12), limits.CHAINS, strict=True):
             found.f32 = max(found.f32, _best(team, kernel, 2 * chains * limits.LANES, x, out))

@@ -105,3 +105,11 @@ def borrowing(function: Callable[..., Any]) -> Any:
     the work takes 6. The caller holds the arrays, so a helper that neither makes nor returns one can do without.
     """
     return numba.njit(nogil=True, error_model="numpy", boundscheck=False, _nrt=False)(function)
+
+
+def woven(function: Callable[..., Any]) -> Any:
+    """`borrowing` for helpers in the innermost loops: always written out where they are called, however large they are.
+
+    LLVM would call some of them, and pass thirty numbers through memory for every tuple of arrays.
+    """
+    return numba.njit(nogil=True, error_model="numpy", boundscheck=False, _nrt=False, forceinline=True)(function)

@@ -5,17 +5,17 @@ looked at. Each leaves its sums in `out`, or the compiler would leave out the wo
 """
 
 from gemma_py.kernels.decorator import kernel
+from gemma_py.kernels.matmul import CODE_PANELS, CODE_ROWS
 from gemma_py.kernels.simd import (
     LANES,
     add,
     bits,
-    dot_pairs,
+    dot_tile,
     fma,
-    izero,
+    izeros,
     load,
-    load_pairs,
+    load_tile,
     splat,
-    splat_pair,
     store,
     sum_lanes,
     to_f32,
@@ -23,8 +23,7 @@ from gemma_py.kernels.simd import (
 )
 
 CHAINS = (6, 12)  # what fills AVX2's registers, and what hides the delay of AVX-512's
-PAIRS = 128  # of codes in the loop of `multiply_pairs`, 8 KB of the first cache
-PAIR_ROWS = 5
+PAIRS = 128  # of codes in the loop of `multiply_pairs`, 20 KB of the first cache
 
 
 @kernel
@@ -75,23 +74,21 @@ def multiply_floats_12(worker, workers, cells, steps, x, out):
 
 @kernel
 def multiply_pairs(worker, workers, cells, steps, x, w, out):
-    """PAIRS * 5 * 32 multiply-adds a step, of int16 that lie in the first cache.
+    """Multiply-adds of int16 that lie in the first cache, in tiles as large as a matmul's.
 
-    x: [5 * PAIRS * 2] int16   w: [PAIRS * 32] int16   out: [workers * 16] f32, written
+    x: [PAIRS * CODE_ROWS * 2] int16   w: [PAIRS * CODE_PANELS * 32] int16   out: [workers * 16] f32, written
 
     Loaded anew each time, as a matmul has to: of operands that never change, the compiler takes the product out.
     """
-    y0, y1, y2, y3, y4 = izero(), izero(), izero(), izero(), izero()
-    row = 2 * PAIRS
+    tile = izeros(CODE_ROWS * CODE_PANELS)
     for _ in range(steps):
         for k in range(PAIRS):
-            pairs = load_pairs(w, k * 2 * LANES)
-            y0 = dot_pairs(splat_pair(x, 2 * k), pairs, y0)
-            y1 = dot_pairs(splat_pair(x, 2 * k + row), pairs, y1)
-            y2 = dot_pairs(splat_pair(x, 2 * k + 2 * row), pairs, y2)
-            y3 = dot_pairs(splat_pair(x, 2 * k + 3 * row), pairs, y3)
-            y4 = dot_pairs(splat_pair(x, 2 * k + 4 * row), pairs, y4)
-    store(out, worker * LANES, to_f32(add(add(add(y0, y1), add(y2, y3)), y4)))
+            weights = load_tile(CODE_PANELS, w, k * CODE_PANELS * 2 * LANES, 2 * LANES)
+            tile = dot_tile(CODE_ROWS, x, k * CODE_ROWS * 2, weights, tile)
+    (total,) = izeros(1)
+    for vector in tile:
+        total = add(total, vector)
+    store(out, worker * LANES, to_f32(total))
     return True
 
 
@@ -99,7 +96,7 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
 def read_memory(worker, workers, cells, values, out):
     """Each worker reads its share of values once, from four places at a time.    values: [n * 64 * workers] f32"""
     share = values.shape[0] // workers
-    quarter, y0, y1, y2, y3 = share // 4, izero(), izero(), izero(), izero()
+    quarter, (y0, y1, y2, y3) = share // 4, izeros(4)
     for at in range(worker * share, worker * share + quarter, LANES):
         y0 = add(bits(load(values, at)), y0)
         y1 = add(bits(load(values, at + quarter)), y1)
@@ -111,4 +108,4 @@ def read_memory(worker, workers, cells, values, out):
 
 def multiply_adds_of_pairs(steps: int) -> int:
     """A worker's."""
-    return steps * PAIRS * PAIR_ROWS * 2 * LANES
+    return steps * PAIRS * CODE_ROWS * CODE_PANELS * 2 * LANES

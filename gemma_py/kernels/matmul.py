@@ -13,17 +13,17 @@ all rows of a call; a single row reads the bytes as they are, which is all that 
 Any part of the work can be done by anyone: a call does the given rows of the given panels, each output by itself.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.decorator import borrowing, inlined, kernel, woven
 from gemma_py.kernels.panels import (
     BLOCK,
     COLUMNS,
     HALF,
-    dots_of,
     factors_of,
+    for_each_width,
     groups_of,
     spread_panel,
     stepped,
@@ -31,7 +31,9 @@ from gemma_py.kernels.panels import (
 from gemma_py.kernels.simd import (
     WIDE,
     add,
+    dot_pairs,
     dot_tile,
+    fetch,
     fma,
     fma_tile,
     izeros,
@@ -40,6 +42,7 @@ from gemma_py.kernels.simd import (
     minimum_tile,
     mul,
     scale_tile,
+    splat_pair,
     splat_value,
     store,
     store_first,
@@ -54,6 +57,7 @@ from gemma_py.kernels.simd import (
 FLOAT_ROWS, FLOAT_PANELS = (12, 2) if WIDE else (6, 1)
 CODE_ROWS, CODE_PANELS = (8, 2) if WIDE else (5, 1)
 _FLOAT_TILE, _CODE_TILE = FLOAT_ROWS * FLOAT_PANELS, CODE_ROWS * CODE_PANELS
+_AHEAD = 2048  # bytes of codes that are asked for early: the machine's own prefetching ends at every page
 MATVEC_PANELS = 4  # of floats at once
 ROWS_TOGETHER = 120  # what a call should do: a multiple of every tile's rows, whose input stays in the second cache
 
@@ -101,7 +105,7 @@ def tiles_length(T, rows):
     return (T + rows - 1) // rows * rows
 
 
-@inlined
+@borrowing
 def _copy_edge(outputs, width, y, at, N, rows, columns):
     """The rows and columns of a tile that exist, from the bench to y."""
     for row in range(rows):
@@ -109,7 +113,7 @@ def _copy_edge(outputs, width, y, at, N, rows, columns):
             y[at + row * N + column] = outputs[row * width + column]
 
 
-@inlined
+@woven
 def _put(y, at, value, columns):
     if columns >= COLUMNS:
         store(y, at, value)
@@ -120,7 +124,7 @@ def _put(y, at, value, columns):
 # --- float weights ----------------------------------------------------------------------------------------------------
 
 
-@kernel
+@borrowing
 def _float_tile(x, x_at, K, arena, at, y, y_at, stride):
     tile = zeros(_FLOAT_TILE)
     for k in range(K):
@@ -129,7 +133,7 @@ def _float_tile(x, x_at, K, arena, at, y, y_at, stride):
     store_tile(FLOAT_ROWS, y, y_at, stride, tile)
 
 
-@kernel
+@borrowing
 def _float_row(x, x_at, K, arena, at, y, y_at, columns):
     """One row times four panels, of which so many columns exist."""
     tile = zeros(MATVEC_PANELS)
@@ -142,34 +146,45 @@ def _float_row(x, x_at, K, arena, at, y, y_at, columns):
     _put(y, y_at + 3 * COLUMNS, tile[3], columns - 3 * COLUMNS)
 
 
+@borrowing
+def _one_float_row(x, w, y, first_row, last_row, first_panel, last_panel):
+    N, K = w.N, w.K
+    for row in range(first_row, last_row):
+        for p in range(first_panel, last_panel, MATVEC_PANELS):
+            column = p * COLUMNS
+            _float_row(x.values, row * K, K, w.arena, w.at + column * K, y, row * N + column, N - column)
+
+
+@borrowing
+def _many_float_rows(x, w, y, first_row, last_row, first_panel, last_panel, bench):
+    N, K, width = w.N, w.K, FLOAT_PANELS * COLUMNS
+    for p in range(first_panel, last_panel, FLOAT_PANELS):
+        column, at = p * COLUMNS, w.at + p * K * COLUMNS
+        for t in range(first_row, last_row, FLOAT_ROWS):
+            rows, columns = min(FLOAT_ROWS, last_row - t), min(width, N - column)
+            if rows == FLOAT_ROWS and columns == width:
+                _float_tile(x.values, t * K, K, w.arena, at, y, t * N + column, N)
+            else:
+                _float_tile(x.values, t * K, K, w.arena, at, bench.outputs, 0, width)
+                _copy_edge(bench.outputs, width, y, t * N + column, N, rows, columns)
+
+
 @kernel
 def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel, bench):
     """y[t, n] = sum over k of x[t, k] * w[n, k], rows first_row .. last_row - 1, outputs of these panels alone.
 
     x: FloatRows   w: FloatPanels   y: [T * N], written   first_row: the first of a tile; first_panel, last_panel: multiples of 4
     """
-    N, K = w.N, w.K
     if x.rows == 1:
-        for row in range(first_row, last_row):
-            for p in range(first_panel, last_panel, MATVEC_PANELS):
-                column = p * COLUMNS
-                _float_row(x.values, row * K, K, w.arena, w.at + column * K, y, row * N + column, N - column)
-        return
-    for p in range(first_panel, last_panel, FLOAT_PANELS):
-        column, at = p * COLUMNS, w.at + p * K * COLUMNS
-        for t in range(first_row, last_row, FLOAT_ROWS):
-            rows, columns = min(FLOAT_ROWS, last_row - t), min(FLOAT_PANELS * COLUMNS, N - column)
-            if rows == FLOAT_ROWS and columns == FLOAT_PANELS * COLUMNS:
-                _float_tile(x.values, t * K, K, w.arena, at, y, t * N + column, N)
-            else:
-                _float_tile(x.values, t * K, K, w.arena, at, bench.outputs, 0, FLOAT_PANELS * COLUMNS)
-                _copy_edge(bench.outputs, FLOAT_PANELS * COLUMNS, y, t * N + column, N, rows, columns)
+        _one_float_row(x, w, y, first_row, last_row, first_panel, last_panel)
+    else:
+        _many_float_rows(x, w, y, first_row, last_row, first_panel, last_panel, bench)
 
 
 # --- quantised weights ------------------------------------------------------------------------------------------------
 
 
-@kernel
+@borrowing
 def _code_tile(x, t, w, bench, y, y_at, stride):
     """Rows t .. of the panels on the bench: exact sums of a group, then one float operation for it."""
     K, group = w.K, w.group
@@ -193,60 +208,85 @@ def _code_tile(x, t, w, bench, y, y_at, stride):
     store_tile(CODE_ROWS, y, y_at, stride, tile)
 
 
-@inlined
+@woven
 def _scaled(total, sx, sw, dot):
     """total + (sx * sw) * dot, for sx of one row and sw of 16 columns."""
     return fma(mul(splat_value(sx), sw), to_f32(dot), total)
 
 
-@inlined
+@woven
 def _without_minimum(total, sx, minimum, codes):
     """total - (sx * minimum) * codes"""
     return fma(mul(splat_value(-sx), minimum), splat_value(codes), total)
 
 
-@inlined
+@woven
 def _with_group(total, w, dot, offset, sx, scales, minimums, codes):
     """The total and one group more: its dot product with codes that are `offset` too large, codes' own sum, scales."""
     total = _scaled(total, sx, scales, sub(dot, splat_value(np.int32(np.int32(codes) * offset))))
     return _without_minimum(total, sx, minimums, codes) if w.minimums else total
 
 
-@kernel
+def _row_with(pairs: Any, width: int) -> Any:
+    @borrowing
+    def row_of(x, row, w, panel):
+        """One row times one panel, whose bytes are read once, one after the other."""
+        K, at, offset = w.K, w.at + panel * w.bytes, np.int32(w.offset)
+        total, codes_at, block = zero(), row * K, row * (K // BLOCK)
+        steps = groups_of(w) * COLUMNS
+        for _ in range(K // w.span):
+            factors, minimum_factors, at = factors_of(w, at)
+            for _ in range(w.span // BLOCK):
+                steps_at, sx = at, load_one(x.scales, block)
+                at += steps * (1 + w.minimums)
+                for line in range(_AHEAD, _AHEAD + 64 * width, 64):
+                    fetch(w.arena, at + line)
+                low, high = izeros(2)
+                for p in range(8):
+                    a, b = pairs(w.arena, at, p)
+                    low = dot_pairs(splat_pair(x.codes, codes_at + 2 * p), a, low)
+                    high = dot_pairs(splat_pair(x.codes, codes_at + HALF + 2 * p), b, high)
+                scales, minimums = stepped(w, factors, steps_at, 0), stepped(w, minimum_factors, steps_at + steps, 0)
+                if w.group == BLOCK:
+                    sum = load_one(x.sums, block)
+                    total = _with_group(total, w, add(low, high), offset, sx, scales, minimums, sum)
+                else:
+                    sum = load_one(x.half_sums, 2 * block)
+                    total = _with_group(total, w, low, offset, sx, scales, minimums, sum)
+                    scales = stepped(w, factors, steps_at, 1)
+                    minimums = stepped(w, minimum_factors, steps_at + steps, 1)
+                    sum = load_one(x.half_sums, 2 * block + 1)
+                    total = _with_group(total, w, high, offset, sx, scales, minimums, sum)
+                at, codes_at, block = at + 64 * width, codes_at + BLOCK, block + 1
+        return total
+
+    return row_of
+
+
+_row_4, _row_5, _row_6, _row_8 = for_each_width(_row_with)
+
+
+@woven
 def _code_row(x, row, w, panel):
-    """One row times one panel, whose bytes are read once, one after the other."""
-    K, at, total, offset = w.K, w.at + panel * w.bytes, zero(), np.int32(w.offset)
-    steps = groups_of(w) * COLUMNS
-    for first in range(0, K, w.span):
-        factors, minimum_factors, at = factors_of(w, at)
-        for k in range(row * K + first, row * K + first + w.span, BLOCK):
-            codes_at, sx = at + steps * (1 + w.minimums), load_one(x.scales, k // BLOCK)
-            low, high = dots_of(w, codes_at, x.codes, k)
-            scales, minimums = stepped(w, factors, at, 0), stepped(w, minimum_factors, at + steps, 0)
-            if w.group == BLOCK:
-                codes = load_one(x.sums, k // BLOCK)
-                total = _with_group(total, w, add(low, high), offset, sx, scales, minimums, codes)
-            else:
-                total = _with_group(total, w, low, offset, sx, scales, minimums, load_one(x.half_sums, k // HALF))
-                scales, minimums = stepped(w, factors, at, 1), stepped(w, minimum_factors, at + steps, 1)
-                total = _with_group(total, w, high, offset, sx, scales, minimums, load_one(x.half_sums, k // HALF + 1))
-            at = codes_at + 64 * w.width
-    return total
+    if w.width == 4:
+        return _row_4(x, row, w, panel)
+    if w.width == 5:
+        return _row_5(x, row, w, panel)
+    if w.width == 6:
+        return _row_6(x, row, w, panel)
+    return _row_8(x, row, w, panel)
 
 
-@kernel
-def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, bench):
-    """y[t, n] = sum over groups of (sx * sw) * dot(codes) - (sx * minimum) * sum(codes of x), of these rows and panels.
+@borrowing
+def _one_row(x, w, y, first_row, last_row, first_panel, last_panel):
+    for row in range(first_row, last_row):
+        for p in range(first_panel, last_panel):
+            _put(y, row * w.N + p * COLUMNS, _code_row(x, row, w, p), w.N - p * COLUMNS)
 
-    x: CodedRows   w: CodePanels   y: [T * N], written   first_row: the first of a tile; first_panel, last_panel: multiples of 4
-    """
-    N = w.N
-    if x.rows == 1:
-        for row in range(first_row, last_row):
-            for p in range(first_panel, last_panel):
-                _put(y, row * N + p * COLUMNS, _code_row(x, row, w, p), N - p * COLUMNS)
-        return
-    width = CODE_PANELS * COLUMNS
+
+@borrowing
+def _many_rows(x, w, y, first_row, last_row, first_panel, last_panel, bench):
+    N, width = w.N, CODE_PANELS * COLUMNS
     for p in range(first_panel, last_panel, CODE_PANELS):
         for column in range(CODE_PANELS):
             spread_panel(w, p + column, bench, column, CODE_PANELS)
@@ -258,3 +298,15 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, bench):
             else:
                 _code_tile(x, t, w, bench, bench.outputs, 0, width)
                 _copy_edge(bench.outputs, width, y, t * N + first, N, rows, columns)
+
+
+@kernel
+def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, bench):
+    """y[t, n] = sum over groups of (sx * sw) * dot(codes) - (sx * minimum) * sum(codes of x), of these rows and panels.
+
+    x: CodedRows   w: CodePanels   y: [T * N], written   first_row: the first of a tile; first_panel, last_panel: multiples of 4
+    """
+    if x.rows == 1:
+        _one_row(x, w, y, first_row, last_row, first_panel, last_panel)
+    else:
+        _many_rows(x, w, y, first_row, last_row, first_panel, last_panel, bench)

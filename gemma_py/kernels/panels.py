@@ -12,22 +12,19 @@ A weight is scale * (code - offset) - minimum; a scale is a factor, times its st
 minimum: products of 11 bits and 8, exact in f32. Pairs are neighbours in k. Codes of 4, 5 and 6 bits have no sign here.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.decorator import borrowing, woven
 from gemma_py.kernels.simd import (
-    dot_pairs,
-    fetch,
-    izeros,
     load_bytes,
     load_halves,
     load_pairs,
     load_unsigned_pairs,
     load_words,
     mul,
-    splat_pair,
     store,
     store_pairs,
     words_and,
@@ -42,7 +39,6 @@ BLOCK = 32  # codes of an input that share a scale
 HALF = 16  # the smaller group of weights
 _PAIRS = 2 * COLUMNS  # int16 of one pair of inputs
 _HALVES = 2 * COLUMNS  # bytes of 16 factors
-_AHEAD = 2048  # bytes that are asked for early: the machine's own prefetching ends at every page
 
 
 class CodePanels(NamedTuple):
@@ -58,7 +54,7 @@ class CodePanels(NamedTuple):
     span: int  # inputs of a factor: 32 or 256
     minimums: int  # 1 where the format has minimums
     bytes: int  # of a panel
-    pairs: int  # always 8. LLVM must not know it: it would write out every loop of codes
+    pairs: int  # always 8. LLVM must not know it where codes are spread: it would write out the loop
 
 
 class Bench(NamedTuple):
@@ -149,39 +145,44 @@ def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-@inlined
-def _pairs(w, at, p):
+@woven
+def _pairs_8(arena, at, p):
     """Pairs p and p + 8 of the codes at `at`, with their offset."""
-    if w.width == 8:
-        return load_pairs(w.arena, at + p * _PAIRS), load_pairs(w.arena, at + (p + 8) * _PAIRS)
-    both = load_unsigned_pairs(w.arena, at + p * _PAIRS)
-    low, high = words_and(both, 15), words_right(both, 4)
-    if w.width == 5:
-        bits = words_right(load_words(w.arena, at + 8 * _PAIRS), p)
-        low = words_or(low, words_and(words_left(bits, 4), 16))
-        high = words_or(high, words_and(words_right(bits, 4), 16))
-    elif w.width == 6:
-        bits = words_right(load_words(w.arena, at + 8 * _PAIRS), 2 * p)
-        low = words_or(low, words_and(words_left(bits, 4), 48))
-        bits = words_right(load_words(w.arena, at + 10 * _PAIRS), 2 * p)
-        high = words_or(high, words_and(words_left(bits, 4), 48))
-    return low, high
+    return load_pairs(arena, at + p * _PAIRS), load_pairs(arena, at + (p + 8) * _PAIRS)
 
 
-@inlined
-def dots_of(w, at, codes, codes_at):
-    """The exact dot products of 32 codes of an input, 16 by 16, with a run of a panel whose codes are at `at`."""
-    for line in range(0, 64 * w.width, 64):
-        fetch(w.arena, at + _AHEAD + line)
-    low, high = izeros(2)
-    for p in range(w.pairs):
-        a, b = _pairs(w, at, p)
-        low = dot_pairs(splat_pair(codes, codes_at + 2 * p), a, low)
-        high = dot_pairs(splat_pair(codes, codes_at + HALF + 2 * p), b, high)
-    return low, high
+@woven
+def _pairs_4(arena, at, p):
+    both = load_unsigned_pairs(arena, at + p * _PAIRS)
+    return words_and(both, 15), words_right(both, 4)
 
 
-@inlined
+@woven
+def _pairs_5(arena, at, p):
+    (low, high), fifth = _pairs_4(arena, at, p), words_right(load_words(arena, at + 8 * _PAIRS), p)
+    return (
+        words_or(low, words_and(words_left(fifth, 4), 16)),
+        words_or(high, words_and(words_right(fifth, 4), 16)),
+    )
+
+
+@woven
+def _pairs_6(arena, at, p):
+    low, high = _pairs_4(arena, at, p)
+    upper_of_low = words_right(load_words(arena, at + 8 * _PAIRS), 2 * p)
+    upper_of_high = words_right(load_words(arena, at + 10 * _PAIRS), 2 * p)
+    return (
+        words_or(low, words_and(words_left(upper_of_low, 4), 48)),
+        words_or(high, words_and(words_left(upper_of_high, 4), 48)),
+    )
+
+
+def for_each_width(make: Callable[..., Any]) -> tuple[Any, ...]:
+    """What `make` makes of a way to read pairs and its width. A loop that chose among them would keep all in registers."""
+    return tuple(make(pairs, width) for pairs, width in ((_pairs_4, 4), (_pairs_5, 5), (_pairs_6, 6), (_pairs_8, 8)))
+
+
+@woven
 def factors_of(w, at):
     """Of a block, of scales and of minimums, which are the same where there are none; and where its runs begin."""
     factors = load_halves(w.arena, at)
@@ -190,35 +191,53 @@ def factors_of(w, at):
     return factors, factors, at + _HALVES
 
 
-@inlined
+@woven
 def groups_of(w):
     """Groups of a run that have steps."""
     return BLOCK // w.group if w.span > BLOCK else 0
 
 
-@inlined
+@woven
 def stepped(w, factors, at, group):
     """The scales of a group, or its minimums, whose steps for a run are at `at`."""
     return mul(factors, load_bytes(w.arena, at + group * COLUMNS)) if w.span > BLOCK else factors
 
 
-@kernel
+def _spread_with(pairs: Any, width: int) -> Any:
+    @borrowing
+    def spread(w, panel, bench, column, columns):
+        at, stride, g = w.at + panel * w.bytes, columns * _PAIRS, column
+        steps = groups_of(w) * COLUMNS
+        for first in range(0, w.K, w.span):
+            factors, minimum_factors, at = factors_of(w, at)
+            for k in range(first, first + w.span, BLOCK):
+                for group in range(BLOCK // w.group):
+                    store(bench.scales, g * COLUMNS, stepped(w, factors, at, group))
+                    if w.minimums:
+                        store(bench.minimums, g * COLUMNS, stepped(w, minimum_factors, at + steps, group))
+                    g += columns
+                at += steps * (1 + w.minimums)
+                out_at = (k // 2 * columns + column) * _PAIRS
+                for p in range(w.pairs):
+                    low, high = pairs(w.arena, at, p)
+                    store_pairs(bench.codes, out_at + p * stride, words_less(low, w.offset))
+                    store_pairs(bench.codes, out_at + (p + 8) * stride, words_less(high, w.offset))
+                at += 64 * width
+
+    return spread
+
+
+_spread_4, _spread_5, _spread_6, _spread_8 = for_each_width(_spread_with)
+
+
+@borrowing
 def spread_panel(w, panel, bench, column, columns):
     """A panel's codes, scales and minimums onto the bench, as one column of so many."""
-    at, stride, g = w.at + panel * w.bytes, columns * _PAIRS, column
-    steps = groups_of(w) * COLUMNS
-    for first in range(0, w.K, w.span):
-        factors, minimum_factors, at = factors_of(w, at)
-        for k in range(first, first + w.span, BLOCK):
-            for group in range(BLOCK // w.group):
-                store(bench.scales, g * COLUMNS, stepped(w, factors, at, group))
-                if w.minimums:
-                    store(bench.minimums, g * COLUMNS, stepped(w, minimum_factors, at + steps, group))
-                g += columns
-            at += steps * (1 + w.minimums)
-            out_at = (k // 2 * columns + column) * _PAIRS
-            for p in range(w.pairs):
-                low, high = _pairs(w, at, p)
-                store_pairs(bench.codes, out_at + p * stride, words_less(low, w.offset))
-                store_pairs(bench.codes, out_at + (p + 8) * stride, words_less(high, w.offset))
-            at += 64 * w.width
+    if w.width == 4:
+        _spread_4(w, panel, bench, column, columns)
+    elif w.width == 5:
+        _spread_5(w, panel, bench, column, columns)
+    elif w.width == 6:
+        _spread_6(w, panel, bench, column, columns)
+    else:
+        _spread_8(w, panel, bench, column, columns)

@@ -318,19 +318,13 @@ def whole(tensor: StoredTensor) -> Matrix:
     N = stored.shape[0]
     if not tensor.type.quantised:
         return _float_rows(tensor, 0, N)
-    kind, K = tensor.type, stored.shape[1]
-    codes = np.empty((N, K), np.int8)
-    scales = np.empty((N, K // kind.group), np.float32)
-    minimums = np.empty(scales.shape if kind.minimum is not Minimum.NONE else (0, 0), np.float32)
-    for first, part in stored.parts():
-        assert isinstance(part, CodeMatrix)
-        rows = slice(first, first + len(part.codes))
-        codes[rows], scales[rows] = part.codes, part.scales
-        if len(minimums):
-            minimums[rows] = part.minimums
-    for array in (codes, scales, minimums):
+    parts = [part for _, part in stored.parts() if isinstance(part, CodeMatrix)]
+    factors = tuple(np.concatenate(of_all) for of_all in zip(*(part.factors for part in parts), strict=True))
+    steps = tuple(np.concatenate(of_all) for of_all in zip(*(part.steps for part in parts), strict=True))
+    codes = np.concatenate([part.codes for part in parts])
+    for array in (codes, *factors, *steps):
         array.flags.writeable = False
-    return CodeMatrix(codes, scales, minimums)
+    return CodeMatrix(codes, factors, steps, tensor.type.width, tensor.type.offset)
 
 
 def _float_rows(tensor: StoredTensor, first: int, last: int) -> FloatMatrix:
