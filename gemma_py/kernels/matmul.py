@@ -289,7 +289,7 @@ def _many_rows(x, w, y, first_row, last_row, first_panel, last_panel, bench):
     N, width = w.N, CODE_PANELS * COLUMNS
     for p in range(first_panel, last_panel, CODE_PANELS):
         for column in range(CODE_PANELS):
-            spread_panel(w, p + column, bench, column, CODE_PANELS)
+            spread_panel(w, p + column, bench, column, np.int64(CODE_PANELS))
         first = p * COLUMNS
         for t in range(first_row, last_row, CODE_ROWS):
             rows, columns = min(CODE_ROWS, last_row - t), min(width, N - first)

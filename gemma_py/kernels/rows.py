@@ -200,7 +200,7 @@ def embed_floats(w, token, factor, y, at):
 @kernel
 def embed_codes(w, token, factor, y, at, bench):
     """y[at + k] = (scale * code - minimum) * factor, each step rounded.    w: CodePanels"""
-    spread_panel(w, token // COLUMNS, bench, 0, 1)
+    spread_panel(w, token // COLUMNS, bench, np.int64(0), np.int64(1))
     lane = token % COLUMNS
     for k in range(w.K):
         group = k // w.group * COLUMNS + lane

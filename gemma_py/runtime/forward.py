@@ -239,74 +239,55 @@ def next_input(m, s, gain_at, form, T, skipped, trace, counter, first, last):
     make_input(s, s.n, D, form, T - skipped, trace, counter, max(first, skipped), last, skipped)
 
 
+@inlined
+def rows_of(m, number):
+    """N of a matrix, 0 of none."""
+    return m.matrices[number, p.ROWS] if number >= 0 else 0
+
+
 @kernel
-def tiles_of(T, panels, workers):
-    """(row blocks, panels a tile, tiles) of a matmul of T rows: some tiles a worker, however small the matrix."""
+def matmul_phase(worker, workers, cells, counter, m, numbers, outputs, s, bench, T, skipped, cap, trace):
+    """outputs = the input at hand, of T rows, times up to three matrices, whose tiles are numbered one after the other.
+
+    numbers: of the matrices, negative for none   outputs: as many arrays   skipped: rows of the chunk before the input's
+    cap: soft cap of the results, 0 for none
+    """
     blocks = (T + ROWS_TOGETHER - 1) // ROWS_TOGETHER
-    width = max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
-    return blocks, width, blocks * ((panels + width - 1) // width)
-
-
-@kernel
-def matmul_phase(worker, workers, cells, counter, m, number, s, bench, y, T, trace):
-    """All tiles of one matrix."""
-    panels = panels_for(m.matrices[number, p.ROWS])
-    blocks, width, tiles = tiles_of(T, panels, workers)
+    panels = panels_for(rows_of(m, numbers[0]))
+    width = max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))  # some tiles a worker, however small the matrix
+    tiles = 0
+    for number in numbers:
+        tiles += blocks * ((panels_for(rows_of(m, number)) + width - 1) // width)
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
-        row, panel = tile % blocks * ROWS_TOGETHER, tile // blocks * width
-        matmul(m, number, s, T, bench, y, row, min(row + ROWS_TOGETHER, T), panel, min(panel + width, panels))
-        trace_tile(worker, trace, counter, row, min(row + ROWS_TOGETHER, T))
-        tile = claim_any(cells, worker, counter, tiles)
-
-
-@kernel
-def qkv_phase(worker, workers, cells, counter, m, layer, s, bench, T, trace):
-    """q, k and v = the normalised rows times three matrices, whose tiles are numbered one after the other."""
-    kv_panels = panels_for(m.matrices[layer[p.K], p.ROWS])
-    q_panels = panels_for(m.matrices[layer[p.Q], p.ROWS])
-    blocks, width, q_tiles = tiles_of(T, q_panels, workers)
-    kv_tiles = blocks * ((kv_panels + width - 1) // width)
-    tiles = q_tiles + 2 * kv_tiles
-    tile = claim_any(cells, worker, counter, tiles)
-    while tile >= 0:
-        number, y, panels, local = layer[p.Q], s.q, q_panels, tile
-        if tile >= q_tiles + kv_tiles:
-            number, y, panels, local = layer[p.V], s.v, kv_panels, tile - q_tiles - kv_tiles
-        elif tile >= q_tiles:
-            number, y, panels, local = layer[p.K], s.k, kv_panels, tile - q_tiles
+        which, columns = 0, (panels + width - 1) // width
+        local = tile
+        while local >= blocks * columns:
+            local -= blocks * columns
+            which += 1
+            columns = (panels_for(rows_of(m, numbers[which])) + width - 1) // width
+        N, y = rows_of(m, numbers[which]), outputs[which]
         row, panel = local % blocks * ROWS_TOGETHER, local // blocks * width
-        matmul(m, number, s, T, bench, y, row, min(row + ROWS_TOGETHER, T), panel, min(panel + width, panels))
-        trace_tile(worker, trace, counter, row, min(row + ROWS_TOGETHER, T))
+        row_end, panel_end = min(row + ROWS_TOGETHER, T), min(panel + width, panels_for(N))
+        matmul(m, numbers[which], s, T, bench, y, row, row_end, panel, panel_end)
+        if cap > 0:
+            for t in range(row, row_end):
+                soft_cap(y, cap, t * N + panel * COLUMNS, t * N + min(panel_end * COLUMNS, N))
+        trace_tile(worker, trace, counter, skipped + row, skipped + row_end)
         tile = claim_any(cells, worker, counter, tiles)
 
 
 @kernel
-def gate_up_phase(worker, workers, cells, counter, m, layer, s, bench, T, trace):
-    """gate = gelu(gate) * up, tile by tile while both are at hand."""
-    F = layer[p.INNER]
-    panels = panels_for(F)
-    blocks, width, tiles = tiles_of(T, panels, workers)
-    tile = claim_any(cells, worker, counter, tiles)
-    while tile >= 0:
-        row, panel = tile % blocks * ROWS_TOGETHER, tile // blocks * width
-        row_end, panel_end = min(row + ROWS_TOGETHER, T), min(panel + width, panels)
-        matmul(m, layer[p.GATE], s, T, bench, s.gate, row, row_end, panel, panel_end)
-        matmul(m, layer[p.UP], s, T, bench, s.up, row, row_end, panel, panel_end)
-        for t in range(row, row_end):
-            gelu_gate(s.gate, s.up, t * F + panel * COLUMNS, t * F + min(panel_end * COLUMNS, F))
-        trace_tile(worker, trace, counter, row, row_end)
-        tile = claim_any(cells, worker, counter, tiles)
-
-
-@kernel
-def input_phase(worker, cells, counter, s, x, K, form, T, trace):
-    """All rows of x: [T * K], as the next input."""
+def input_phase(worker, cells, counter, s, x, K, gated, form, T, trace):
+    """All rows of x: [T * K], as the next input; gated: x = gelu(x) * up comes first."""
     tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
         first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
-        make_input(s, x, K, form, T, trace, counter, first, last, 0)
+        if gated:
+            gelu_gate(x, s.up, first * K, last * K)
+            trace_rows(trace, counter, x, K, first, last)
+        make_input(s, x, K, form, T, trace, counter, first, last, np.int64(0))
         trace_tile(worker, trace, counter, first, last)
         tile = claim_any(cells, worker, counter, tiles)
 
@@ -405,25 +386,6 @@ def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, form, T, s
 
 
 @kernel
-def head_phase(worker, workers, cells, counter, m, s, bench, T, all_logits, logits, trace):
-    """logits = the last row, or all rows, times the head, with the final cap."""
-    V, cap = m.numbers.vocabulary, m.numbers.final_cap
-    panels, skipped = panels_for(V), 0 if all_logits else T - 1
-    rows = T - skipped
-    blocks, width, tiles = tiles_of(rows, panels, workers)
-    tile = claim_any(cells, worker, counter, tiles)
-    while tile >= 0:
-        row, panel = tile % blocks * ROWS_TOGETHER, tile // blocks * width
-        row_end, panel_end = min(row + ROWS_TOGETHER, rows), min(panel + width, panels)
-        matmul(m, m.numbers.head, s, rows, bench, logits, row, row_end, panel, panel_end)
-        if cap > 0:
-            for t in range(row, row_end):
-                soft_cap(logits, cap, t * V + panel * COLUMNS, t * V + min(panel_end * COLUMNS, V))
-        trace_tile(worker, trace, counter, skipped + row, skipped + row_end)
-        tile = claim_any(cells, worker, counter, tiles)
-
-
-@kernel
 def forward(worker, workers, cells, m, s, keys, values, table, tokens, position, all_logits, logits, trace):
     """A chunk of tokens through the model. True when done, False when the run is broken.
 
@@ -432,6 +394,8 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
     """
     T, D, L = tokens.shape[0], m.numbers.hidden, m.layers.shape[0]
     few, bench = (T + _FEW_ROWS - 1) // _FEW_ROWS, bench_of(s, worker, workers)
+    # Variables, for numba compiles a kernel anew for every constant that it is called with.
+    none, all_rows, no_cap, plain, gated = np.int64(-1), np.int64(0), np.float32(0.0), np.int64(0), np.int64(1)
     if not enter(cells, worker, 0, EMBED):
         return False
     tile = claim_any(cells, worker, EMBED, few)
@@ -443,7 +407,7 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         for turn in range(m.frequencies.shape[0]):
             places = slice(turn * T * widest, (turn + 1) * T * widest)
             rope_table(m.frequencies[turn], position, s.cosines[places], s.sines[places], first, last)
-        next_input(m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_INPUT], T, 0, trace, EMBED, first, last)
+        next_input(m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_INPUT], T, all_rows, trace, np.int64(EMBED), first, last)
         trace_tile(worker, trace, EMBED, first, last)
         tile = claim_any(cells, worker, EMBED, few)
     if not barrier(cells, worker, workers):
@@ -457,7 +421,8 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
 
         if not enter(cells, worker, number, QKV):
             return False
-        qkv_phase(worker, workers, cells, counters + QKV, m, layer, s, bench, T, trace)
+        three = (layer[p.Q], layer[p.K], layer[p.V])
+        matmul_phase(worker, workers, cells, counters + QKV, m, three, (s.q, s.k, s.v), s, bench, T, all_rows, no_cap, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -480,43 +445,51 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
 
         if not enter(cells, worker, number, OUT_INPUT):
             return False
-        input_phase(worker, cells, counters + OUT_INPUT, s, s.a, HE, layer[p.O_INPUT], T, trace)
+        input_phase(worker, cells, counters + OUT_INPUT, s, s.a, HE, plain, layer[p.O_INPUT], T, trace)
         if not barrier(cells, worker, workers):
             return False
         if not enter(cells, worker, number, OUT):
             return False
-        matmul_phase(worker, workers, cells, counters + OUT, m, layer[p.O], s, bench, s.y, T, trace)
+        one = (layer[p.O], none, none)
+        matmul_phase(worker, workers, cells, counters + OUT, m, one, (s.y, s.y, s.y), s, bench, T, all_rows, no_cap, trace)
         if not barrier(cells, worker, workers):
             return False
 
         if not enter(cells, worker, number, MIDDLE):
             return False
         gain, form = layer[p.FF_GAIN], layer[p.GATE_INPUT]
-        residual_phase(worker, cells, counters + MIDDLE, m, s, layer[p.O_GAIN], gain, form, T, 0, trace)
+        residual_phase(worker, cells, counters + MIDDLE, m, s, layer[p.O_GAIN], gain, form, T, all_rows, trace)
         if not barrier(cells, worker, workers):
             return False
 
         if not enter(cells, worker, number, GATE_UP):
             return False
-        gate_up_phase(worker, workers, cells, counters + GATE_UP, m, layer, s, bench, T, trace)
+        two = (layer[p.GATE], layer[p.UP], none)
+        matmul_phase(
+            worker, workers, cells, counters + GATE_UP, m, two, (s.gate, s.up, s.up), s, bench, T, all_rows, no_cap, trace
+        )
         if not barrier(cells, worker, workers):
             return False
         trace_share(worker, workers, trace, counters + GATE_UP, s.gate, layer[p.INNER], T)
+        trace_share(worker, workers, trace, counters + GATE_UP, s.up, layer[p.INNER], T)
 
         if not enter(cells, worker, number, DOWN_INPUT):
             return False
-        input_phase(worker, cells, counters + DOWN_INPUT, s, s.gate, layer[p.INNER], layer[p.DOWN_INPUT], T, trace)
+        input_phase(
+            worker, cells, counters + DOWN_INPUT, s, s.gate, layer[p.INNER], gated, layer[p.DOWN_INPUT], T, trace
+        )
         if not barrier(cells, worker, workers):
             return False
         if not enter(cells, worker, number, DOWN):
             return False
-        matmul_phase(worker, workers, cells, counters + DOWN, m, layer[p.DOWN], s, bench, s.y, T, trace)
+        one = (layer[p.DOWN], none, none)
+        matmul_phase(worker, workers, cells, counters + DOWN, m, one, (s.y, s.y, s.y), s, bench, T, all_rows, no_cap, trace)
         if not barrier(cells, worker, workers):
             return False
 
         if not enter(cells, worker, number, END):
             return False
-        gain, form, skipped = m.numbers.final_gain, m.numbers.head_input, 0 if all_logits else T - 1
+        gain, form, skipped = m.numbers.final_gain, m.numbers.head_input, all_rows if all_logits else T - 1
         if number < L - 1:
             gain, form, skipped = m.layers[number + 1, p.IN_GAIN], m.layers[number + 1, p.QKV_INPUT], 0
         residual_phase(worker, cells, counters + END, m, s, layer[p.FF_OUT_GAIN], gain, form, T, skipped, trace)
@@ -525,7 +498,12 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
 
     if not enter(cells, worker, L, HEAD):
         return False
-    head_phase(worker, workers, cells, L * COUNTERS + HEAD, m, s, bench, T, all_logits, logits, trace)
+    skipped = all_rows if all_logits else T - 1
+    one, cap = (m.numbers.head, none, none), m.numbers.final_cap
+    matmul_phase(
+        worker, workers, cells, L * COUNTERS + HEAD, m, one, (logits, logits, logits), s, bench, T - skipped, skipped, cap,
+        trace,
+    )  # fmt: skip
     if not barrier(cells, worker, workers):
         return False
     if all_logits:
