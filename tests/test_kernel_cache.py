@@ -12,7 +12,7 @@ from conftest import ROOT
 PROGRAM = """
 import numpy as np
 from gemma_py.score import _log_probability as kernel
-value = kernel(np.arange(8, dtype=np.float32), 3)
+value = kernel(np.arange(8, dtype=np.float32), 3, np.empty(8))
 print(value.hex(), sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
 """
 RESULT = -4.458339626  # ln of softmax(0 .. 7)[3]

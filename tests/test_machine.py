@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TINY
@@ -101,9 +102,9 @@ def test_a_flag_beats_the_environment_which_beats_the_default(run: Run, monkeypa
     used: list[int | None] = []
     real = gemma_py.load
 
-    def load(model: str, threads: int | None = None, context: int | None = None) -> gemma_py.Engine:
+    def load(model: str, threads: int | None = None, **others: Any) -> gemma_py.Engine:
         used.append(threads)
-        return real(model, threads, context)
+        return real(model, threads, **others)
 
     monkeypatch.setattr(gemma_py, "load", load)
     arguments = ["score", TINY, "--text", "some text", "--json"]

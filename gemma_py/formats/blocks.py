@@ -48,7 +48,10 @@ class Unpacked(NamedTuple):
 def scales_of(factors: np.ndarray, steps: np.ndarray | None) -> np.ndarray:
     """f32 [rows, groups] of factors: float16 [rows, blocks], and steps: int8 [rows, groups]. The product is exact."""
     wide = factors.astype(np.float32)
-    return wide if steps is None else wide.repeat(steps.shape[1] // factors.shape[1], 1) * steps.astype(np.float32)
+    if steps is None:
+        return wide
+    with np.errstate(invalid="ignore"):  # factors of hostile files; who needs finite ones checks for them
+        return wide.repeat(steps.shape[1] // factors.shape[1], 1) * steps.astype(np.float32)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from gemma_py.kernels.simd import (
 )
 
 CHAINS = (6, 12)  # what fills AVX2's registers, and what hides the delay of AVX-512's
+_TILE = CODE_ROWS * CODE_PANELS
 PAIRS = 128  # of codes in the loop of `multiply_pairs`, 20 KB of the first cache
 
 
@@ -80,7 +81,7 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
 
     Loaded anew each time, as a matmul has to: of operands that never change, the compiler takes the product out.
     """
-    tile = izeros(CODE_ROWS * CODE_PANELS)
+    tile = izeros(_TILE)
     for _ in range(steps):
         for k in range(PAIRS):
             weights = load_tile(CODE_PANELS, w, k * CODE_PANELS * 2 * LANES, 2 * LANES)

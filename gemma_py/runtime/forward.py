@@ -407,7 +407,9 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         for turn in range(m.frequencies.shape[0]):
             places = slice(turn * T * widest, (turn + 1) * T * widest)
             rope_table(m.frequencies[turn], position, s.cosines[places], s.sines[places], first, last)
-        next_input(m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_INPUT], T, all_rows, trace, np.int64(EMBED), first, last)
+        next_input(
+            m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_INPUT], T, all_rows, trace, np.int64(EMBED), first, last
+        )
         trace_tile(worker, trace, EMBED, first, last)
         tile = claim_any(cells, worker, EMBED, few)
     if not barrier(cells, worker, workers):
@@ -422,7 +424,9 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         if not enter(cells, worker, number, QKV):
             return False
         three = (layer[p.Q], layer[p.K], layer[p.V])
-        matmul_phase(worker, workers, cells, counters + QKV, m, three, (s.q, s.k, s.v), s, bench, T, all_rows, no_cap, trace)
+        matmul_phase(
+            worker, workers, cells, counters + QKV, m, three, (s.q, s.k, s.v), s, bench, T, all_rows, no_cap, trace
+        )
         if not barrier(cells, worker, workers):
             return False
 
@@ -451,7 +455,9 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         if not enter(cells, worker, number, OUT):
             return False
         one = (layer[p.O], none, none)
-        matmul_phase(worker, workers, cells, counters + OUT, m, one, (s.y, s.y, s.y), s, bench, T, all_rows, no_cap, trace)
+        matmul_phase(
+            worker, workers, cells, counters + OUT, m, one, (s.y, s.y, s.y), s, bench, T, all_rows, no_cap, trace
+        )
         if not barrier(cells, worker, workers):
             return False
 
@@ -466,7 +472,19 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
             return False
         two = (layer[p.GATE], layer[p.UP], none)
         matmul_phase(
-            worker, workers, cells, counters + GATE_UP, m, two, (s.gate, s.up, s.up), s, bench, T, all_rows, no_cap, trace
+            worker,
+            workers,
+            cells,
+            counters + GATE_UP,
+            m,
+            two,
+            (s.gate, s.up, s.up),
+            s,
+            bench,
+            T,
+            all_rows,
+            no_cap,
+            trace,
         )
         if not barrier(cells, worker, workers):
             return False
@@ -483,7 +501,9 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         if not enter(cells, worker, number, DOWN):
             return False
         one = (layer[p.DOWN], none, none)
-        matmul_phase(worker, workers, cells, counters + DOWN, m, one, (s.y, s.y, s.y), s, bench, T, all_rows, no_cap, trace)
+        matmul_phase(
+            worker, workers, cells, counters + DOWN, m, one, (s.y, s.y, s.y), s, bench, T, all_rows, no_cap, trace
+        )
         if not barrier(cells, worker, workers):
             return False
 
