@@ -10,11 +10,11 @@ from typing import NoReturn
 
 import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
-from gemma_py.cli import generate, inspect, models, score, verify
+from gemma_py.cli import chat, completion, generate, inspect, models, score, verify
 from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-_COMMANDS = (generate, score, inspect, verify, models)
+_COMMANDS = (chat, generate, score, inspect, verify, models, completion)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, commands=commands.choices)
     return top
 
 
