@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from gemma_py.stream import TextStream
 from gemma_py.templates import Message, Piece, checked_messages, encode
 
 Progress = Callable[[int, int], None]  # tokens computed, of so many
+Answer = Generator[Token, None, None]  # token by token; `close` ends it early
 
 _KEPT_BYTES = 256 << 20  # of keys and values that only going back needs
 _FIRST_CHUNK, _SECONDS_A_CHUNK = 32, 0.5  # of a long prompt, so that progress shows and a stop is heard
@@ -88,25 +89,26 @@ class Conversation:
 
     # --- talking ------------------------------------------------------------------------------------------------------
 
-    def send(self, text: str) -> Iterator[Token]:
+    def send(self, text: str) -> Answer:
         """The answer, token by token. What cannot be (no room, a template's refusal) is said before anything changes."""
         return self._begin(self.messages, text, 0)
 
-    def retry(self) -> Iterator[Token]:
+    def retry(self) -> Answer:
         """Another answer to the last text: with a seed one higher each time, if the sampling has one."""
-        return self._begin(self.messages[:-2], self._last_text(), self._attempt + 1)
+        return self._begin(self.messages[:-2], self.last_text(), self._attempt + 1)
 
-    def edit(self, text: str) -> Iterator[Token]:
+    def edit(self, text: str) -> Answer:
         """The answer to another text instead of the last."""
-        self._last_text()
+        self.last_text()
         return self._begin(self.messages[:-2], text, 0)
 
-    def _last_text(self) -> str:
+    def last_text(self) -> str:
+        """The last text that has an answer."""
         if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
             raise InputError("there is no answer yet")
         return self.messages[-2]["content"]
 
-    def _begin(self, before: Sequence[Message], text: str, attempt: int) -> Iterator[Token]:
+    def _begin(self, before: Sequence[Message], text: str, attempt: int) -> Answer:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens should be at least 1, found {self.max_tokens}")
         messages = [*before, {"role": "user", "content": text}]
@@ -131,7 +133,7 @@ class Conversation:
 
     def _answer(
         self, messages: list[Message], ids: list[int], attempt: int, sampler: Sampler, max_tokens: int
-    ) -> Iterator[Token]:
+    ) -> Answer:
         stats = Stats(len(ids))
         start = time.perf_counter()
         logits = self._reach(ids, stats)
@@ -211,7 +213,7 @@ class Conversation:
 
     def undo(self) -> str:
         """Take back the last text and its answer; gives the text."""
-        text = self._last_text()
+        text = self.last_text()
         del self.messages[-2:]
         return text
 

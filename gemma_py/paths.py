@@ -15,12 +15,21 @@ _YOUNG = 60.0  # seconds
 
 def cache_dir() -> Path:
     """$XDG_CACHE_HOME/gemma_py, or ~/.cache/gemma_py. Not created here. OSError where there is no home."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return _ours("XDG_CACHE_HOME", "~/.cache")
+
+
+def state_dir() -> Path:
+    """$XDG_STATE_HOME/gemma_py, or ~/.local/state/gemma_py; as `cache_dir`."""
+    return _ours("XDG_STATE_HOME", "~/.local/state")
+
+
+def _ours(variable: str, otherwise: str) -> Path:
+    base = Path(os.environ.get(variable, ""))
     if not base.is_absolute():  # the XDG specification: to be ignored
         try:
-            base = Path("~/.cache").expanduser()
+            base = Path(otherwise).expanduser()
         except RuntimeError:
-            raise FileNotFoundError("this user has no home directory; set XDG_CACHE_HOME") from None
+            raise FileNotFoundError(f"this user has no home directory; set {variable}") from None
     return base / "gemma_py"
 
 
@@ -52,6 +61,17 @@ def abandoned(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def private_file(path: Path) -> Path:
+    """It exists, can be written, and nobody else reads it. OSError where that cannot be."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.fchmod(handle, 0o600)
+    finally:
+        os.close(handle)
+    return path
 
 
 @contextlib.contextmanager

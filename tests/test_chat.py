@@ -199,7 +199,7 @@ def test_closing_an_answer_keeps_what_was_said(tiny_engine: gemma_py.Engine) -> 
     conversation.undo()
     answer = conversation.send("hello")
     said = "".join(next(answer).text for _ in range(6))
-    answer.close()  # type: ignore[attr-defined]
+    answer.close()
     assert said.startswith("".join(whole[:6]))
     assert conversation.messages[-1] == {"role": "assistant", "content": said.rstrip()}
     assert conversation.stats is not None and conversation.stats.finish_reason is None
@@ -228,7 +228,7 @@ def test_stopping_a_prefill_changes_nothing(tiny_engine: gemma_py.Engine) -> Non
     assert seen[-1][0] == seen[-1][1]
     assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
     # Not even begun: nothing has happened either.
-    conversation.send("never asked for").close()  # type: ignore[attr-defined]
+    conversation.send("never asked for").close()
     assert conversation.messages[-2]["content"] == "short"
 
 

@@ -1,7 +1,7 @@
 """From a fresh clone to a running model: makes .venv, installs gemma_py into it, and runs something.
 
     python3 tools/quickstart.py test [PYTEST ARGUMENTS]    lint, types, and the test suite
-    python3 tools/quickstart.py chat [ARGUMENTS]           talk to the demo model (for now: continue a --prompt)
+    python3 tools/quickstart.py chat [MODEL] [ARGUMENTS]   talk to the demo model, or to your own
     python3 tools/quickstart.py run COMMAND [ARGUMENTS]    any `python -m gemma_py` command
 
 Uses the standard library alone and may be run again at any time: what is already there is kept.
@@ -15,11 +15,12 @@ import sys
 import time
 import venv
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-EXTRAS = {"test": "test", "chat": "demo", "run": "demo"}
+EXTRAS = {"test": "test", "chat": "demo,chat", "run": "demo"}
 
 
 def say(message: str) -> None:
@@ -65,6 +66,12 @@ def run(*command: str, folder: Path | None = None) -> int:
         return 130
 
 
+def become(*command: str) -> NoReturn:
+    """Run it in the place of this process: Ctrl-C and Ctrl-Z are its own then."""
+    say("running " + " ".join(command))
+    os.execv(PYTHON, [str(PYTHON), "-m", *command])
+
+
 def main() -> int:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] not in EXTRAS:
@@ -78,11 +85,7 @@ def main() -> int:
     if task == "test":
         checks = [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("pytest", *rest)]
         return next((code for code in (run(*check, folder=ROOT) for check in checks) if code != 0), 0)
-    if task == "chat":
-        given = {"--prompt", "--file", "--ids", "--help", "-h"} & {argument.partition("=")[0] for argument in rest}
-        prompt = [] if given else ["--prompt", "The best thing about a small language model is"]
-        return run("gemma_py", "generate", *rest, *prompt)
-    return run("gemma_py", *rest)
+    become("gemma_py", *(["chat"] if task == "chat" else []), *rest)
 
 
 if __name__ == "__main__":

@@ -149,15 +149,18 @@ def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:
         return engine.encode(ids)
     if args.file is None:
         return engine.encode(args.text)
-    if str(args.file) == "-":
-        try:
-            data = sys.stdin.buffer.read(TEXT_LIMIT + 1)
-            if len(data) > TEXT_LIMIT:
-                raise InputError(f"standard input is larger than the {TEXT_LIMIT} bytes allowed")
-            return engine.encode(data.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise InputError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
-    return engine.encode(read_text(args.file))
+    return engine.encode(read_standard_input() if str(args.file) == "-" else read_text(args.file))
+
+
+def read_standard_input() -> str:
+    """All of it, to the letter."""
+    data = sys.stdin.buffer.read(TEXT_LIMIT + 1)
+    if len(data) > TEXT_LIMIT:
+        raise InputError(f"standard input is larger than the {TEXT_LIMIT} bytes allowed")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def print_json(report: Any) -> None:

@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=positive, default=128, metavar="N", help="at most N new tokens (default: 128)"
     )
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
     add_sampling(parser)
     add_engine(parser)
 

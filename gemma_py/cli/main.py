@@ -15,7 +15,7 @@ from gemma_py.cli.common import warn_of_threads
 from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-_COMMANDS = ("generate", "score", "bench", "sweep", "inspect", "verify", "models", "cache")
+_COMMANDS = ("chat", "generate", "score", "bench", "sweep", "inspect", "verify", "models", "cache", "completion")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,7 +35,8 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"gemma_py {gemma_py.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for name in (wanted,) if wanted in _COMMANDS else _COMMANDS:
+    # (`completion` is about all the others.)
+    for name in (wanted,) if wanted in _COMMANDS and wanted != "completion" else _COMMANDS:
         module = importlib.import_module(f"gemma_py.cli.{name}")
         description = (module.__doc__ or "").strip()
         command = commands.add_parser(
@@ -46,7 +47,7 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, commands=commands.choices)
     return top
 
 

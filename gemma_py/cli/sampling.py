@@ -1,4 +1,4 @@
-"""The options of commands that generate: how tokens are chosen, and where to stop."""
+"""The options of commands that generate: how tokens are chosen."""
 
 import argparse
 from typing import Any
@@ -21,7 +21,6 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, kind, text in _NUMBERS:
         group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=text)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

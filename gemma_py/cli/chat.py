@@ -1,0 +1,183 @@
+"""Talk to a model.
+
+In a terminal: Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.
+
+Without one (piped input, or --prompt) answers go to stdout and everything else to stderr. Every line of piped input is a
+message or a command; `--prompt -` takes all of it as one message. The first error ends the program.
+
+With --json, a line for every answer: {"text", "prompt_tokens", "cached_tokens", "generated_tokens", "prefill_seconds",
+"decode_seconds", "first_token_seconds", "seed", "finish_reason"}.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import gemma_py
+from gemma_py.chat import Answer, Conversation, Stats
+from gemma_py.cli.chat_commands import COMMANDS, arguments, run_command
+from gemma_py.cli.common import add_engine, add_model, positive, read_standard_input
+from gemma_py.cli.sampling import add_sampling, sampling_options
+from gemma_py.cli.screen import Plain, Screen, Stopped
+from gemma_py.errors import ContextError, GemmaError, InputError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="one message, its answer, and out; - for standard input")
+    parser.add_argument("--system", metavar="TEXT", help="what the model should know or be, before the first message")
+    parser.add_argument(
+        "--template", metavar="FORM", help="gemma, transcript, or a jinja file (default: the checkpoint's own)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, default=1024, metavar="N", help="of an answer (default: %(default)s)"
+    )
+    parser.add_argument("--no-markdown", action="store_true", help="show answers as the model writes them")
+    add_sampling(parser)
+    add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    screen = open_screen(args)
+    prompt = read_standard_input() if args.prompt == "-" else args.prompt
+    screen.waiting(f"loading {args.model}")
+    with gemma_py.load(args.model, threads=args.threads, context=args.context) as engine:
+        sampling = engine.chat_sampling(sampling_options(args))
+        conversation = Conversation(engine, args.system, sampling, args.template, args.max_tokens)
+        screen.waiting("")
+        chat = Chat(conversation, screen)
+        if prompt is not None:
+            chat.answer(lambda: conversation.send(prompt))
+        else:
+            chat.talk()
+
+
+def open_screen(args: argparse.Namespace) -> Screen:
+    if args.json or args.prompt is not None or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return Plain(args.json)
+    try:
+        from gemma_py.cli.terminal import Terminal
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"a chat in a terminal needs {error.name}: pip install 'gemma_py[chat]' (in a clone: pip install -e '.[chat]'); "
+            "--prompt and piped input work without"
+        ) from None
+    return Terminal({f"/{name}": arguments(name) for name in COMMANDS}, markdown=not args.no_markdown)
+
+
+class Chat:
+    """What a person does with a conversation, on whatever screen there is."""
+
+    def __init__(self, conversation: Conversation, screen: Screen) -> None:
+        self.conversation, self.screen = conversation, screen
+        self.draft = ""  # the last message, while it is put differently
+        self.over = False
+        if screen.lasting:
+            engine = conversation.engine
+            screen.note(
+                f"{engine.path.name}, {count(engine.threads, 'thread')}, context of {engine.context:,} tokens. "
+                "/help lists commands, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves."
+            )
+        if conversation.template.note is not None:
+            screen.note(conversation.template.note)
+
+    def talk(self) -> None:
+        while not self.over:
+            draft, self.draft = self.draft, ""
+            line = self.screen.read(draft)
+            if line is None:
+                return
+            if line.strip():
+                self.take(line, edited=bool(draft))
+
+    def take(self, line: str, edited: bool) -> None:
+        """A message, or a command. Where somebody is there to read it, an error is shown and the conversation goes on."""
+        try:
+            if line.startswith("/"):
+                run_command(self, line)
+            elif edited:
+                self.answer(lambda: self.conversation.edit(line))
+            else:
+                self.answer(lambda: self.conversation.send(line))
+        except GemmaError as error:
+            if not self.screen.lasting:
+                raise
+            self.screen.error(str(error))
+        except KeyboardInterrupt:
+            if not self.screen.lasting:
+                raise
+            self.screen.note("stopped")
+
+    def answer(self, begin: Callable[[], Answer]) -> None:
+        """Show an answer while it is made, and keep what was said if it is stopped."""
+        tokens = self._with_room(begin)
+        before = self.conversation.stats
+        stopped = False
+        with self.screen.computing() as wanted:
+            self.conversation.prefilling = self.watch("reading", wanted)
+            try:
+                for token in tokens:
+                    self.screen.write(token.text)
+                    if wanted():
+                        stopped = token.finish_reason is None
+                        break
+            except Stopped:
+                stopped = True
+            finally:
+                tokens.close()
+                stats = self.conversation.stats
+                self.screen.end_answer(None if stats is before else stats)
+        if stats is None or stats is before:
+            self.screen.note("stopped before the answer began: nothing has changed" if stopped else "no answer")
+            return
+        self.screen.note(summary(stats, self.conversation.context))
+        if stats.finish_reason == "length":
+            self.screen.note(self._why_cut(stats))
+
+    def watch(self, what: str, wanted: Callable[[], bool]) -> Callable[[int, int], None]:
+        """Shows how far it is, and stops it when that is wanted."""
+
+        def progress(done: int, total: int) -> None:
+            self.screen.progress(what, done, total)
+            if wanted():
+                raise Stopped
+
+        return progress
+
+    def _with_room(self, begin: Callable[[], Answer]) -> Answer:
+        while True:
+            try:
+                return begin()
+            except ContextError as error:
+                first = 0 if self.conversation.system is None else 1
+                exchanges = len(self.conversation.messages[first:]) // 2
+                if not self.screen.lasting or not exchanges:
+                    raise
+                self.screen.error(str(error))
+                forgotten = (exchanges + 1) // 2
+                choice = self.screen.ask(
+                    f"o: forget the oldest {forgotten} of {count(exchanges, 'exchange')}, c: forget all, Enter: leave it"
+                )
+                if choice not in ("o", "c"):
+                    raise ContextError("not sent; the text is in the history (arrow up)") from None
+                del self.conversation.messages[first : first + 2 * (forgotten if choice == "o" else exchanges)]
+
+    def _why_cut(self, stats: Stats) -> str:
+        if stats.prompt_tokens + stats.generated_tokens >= self.conversation.context:
+            return "the answer was cut: the context is full. /undo, /clear, or say more and choose what to forget"
+        return f"the answer was cut at {self.conversation.max_tokens} tokens: /set max_tokens N (or none), and /retry"
+
+
+def summary(stats: Stats, context: int) -> str:
+    """One line about an answer."""
+    cached = f" ({stats.cached_tokens:,} kept)" if stats.cached_tokens else ""
+    prompt = f"prompt {count(stats.prompt_tokens, 'token')}{cached} at {stats.prefill_rate:,.0f}/s"
+    answer = f"answer {stats.generated_tokens:,}"
+    if stats.generated_tokens > 1:
+        answer += f" at {stats.decode_rate:,.1f}/s"
+    used = stats.prompt_tokens + stats.generated_tokens
+    return f"{prompt}, {answer}, first after {stats.first_token_seconds:.2f} s, context {used:,} of {context:,}"
+
+
+def count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"

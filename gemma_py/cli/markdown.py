@@ -1,0 +1,130 @@
+"""Streamed Markdown: text appears as it comes, and every finished block is drawn again as it is meant.
+
+Only what is certainly the block's own rows is erased, in the same write that draws it anew, so nothing flickers. A block stays
+as it came where rows cannot be counted (taller than the window, a window that changed, characters that terminals disagree
+about), and where the rendering would lose a letter of it.
+"""
+
+import re
+import unicodedata
+from collections import Counter
+
+from markdown_it import MarkdownIt
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markdown import Markdown
+
+_FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+# A chat's text is not HTML, and a link's address, an image's or an indented line is not to vanish.
+_PARSER = (
+    MarkdownIt("commonmark", {"html": False})
+    .enable(["table", "strikethrough"])
+    .disable(["image", "reference", "code", "html_block", "html_inline"])
+)
+_CONTROLS = {code: chr(0x2400 + code) for code in range(32)} | dict.fromkeys(range(127, 160), "�")
+_CONTROLS |= {0x0A: "\n", 0x09: "    "}
+
+
+def visible(text: str) -> str:
+    """No text moves the cursor or changes the terminal: control characters become their pictures."""
+    return text.translate(_CONTROLS)
+
+
+class StreamedMarkdown:
+    """One answer."""
+
+    def __init__(self, console: Console, rendered: bool) -> None:
+        self._console, self._rendered = console, rendered
+        self._block = ""
+        self._open = ""  # the fence that an unfinished code block began with
+        self._undisturbed = True
+
+    def disturb(self) -> None:
+        """The window changed or others wrote to it: the rows of this block cannot be known."""
+        self._undisturbed = False
+
+    def write(self, text: str) -> None:
+        for part in re.split(r"(?<=\n)", visible(text)):
+            if not part:
+                continue
+            if self._block.endswith("\n\n") and not self._open and not part[0].isspace():
+                self._finish("\n\n")
+            self._block += part
+            self._emit(part)
+            if part.endswith("\n"):
+                self._line_ended()
+
+    def close(self) -> None:
+        self._finish("\n")
+
+    def _emit(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+    def _line_ended(self) -> None:
+        match = _FENCE.fullmatch(self._block.rpartition("\n")[0].rpartition("\n")[2])
+        if match is None:
+            return
+        indent, fence, info = match.groups()
+        if not self._open:
+            self._open = fence
+        elif fence.startswith(self._open) and not info.strip():
+            self._open = ""
+            if not indent:
+                self._finish("\n")
+
+    def _finish(self, end: str) -> None:
+        block, self._block, self._open = self._block, "", ""
+        sure, self._undisturbed = self._undisturbed, True
+        if not block.strip():
+            return
+        drawn = self._draw(block) if self._rendered and sure else None
+        if drawn is None:
+            self._emit("" if block.endswith("\n") else "\n")
+            return
+        up = rows(block, self._console.width)
+        to_its_start = f"\r\x1b[{up}A" if up else "\r"
+        self._emit(f"{to_its_start}\x1b[J{drawn}{end}")
+
+    def _draw(self, block: str) -> str | None:
+        """As it is meant; None if it has to stay as it came."""
+        if rows(block, self._console.width) > self._console.height - 2 or any(map(contested, block)):
+            return None
+        markdown = Markdown(block, hyperlinks=False)
+        markdown.parsed = _PARSER.parse(block)
+        for token in markdown.parsed:
+            for child in token.children or ():
+                if child.type == "softbreak":  # a model's lines are meant as lines
+                    child.type = "hardbreak"
+        with self._console.capture() as capture:
+            self._console.print(markdown)
+        drawn = re.sub(r" +\n", "\n", capture.get()).strip("\n")
+        lost = letters(_FENCE.sub("", block)) - letters(_STYLE.sub("", drawn))
+        return None if lost else drawn
+
+
+def letters(text: str) -> Counter[str]:
+    return Counter(filter(str.isalnum, text))
+
+
+def contested(character: str) -> bool:
+    """Joiners, marks, flags and skin tones: terminals do not agree how wide they are."""
+    if character.isascii():
+        return False
+    pair = "\U0001f1e6" <= character <= "\U0001f1ff" or "\U0001f3fb" <= character <= "\U0001f3ff"
+    return pair or unicodedata.category(character) in ("Cf", "Mn", "Me", "Mc", "Co", "Cn", "Zl", "Zp")
+
+
+def rows(text: str, width: int) -> int:
+    """How many rows the cursor goes down when a terminal of this width shows the text."""
+    row = column = 0
+    for character in text:
+        if character == "\n":
+            row, column = row + 1, 0
+            continue
+        cells = cell_len(character)
+        if column + cells > width:
+            row, column = row + 1, 0
+        column += cells
+    return row

@@ -1,0 +1,154 @@
+"""A chat in a terminal: input by prompt_toolkit, output by rich."""
+
+import contextlib
+import signal
+import sys
+import termios
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+
+from prompt_toolkit import PromptSession, prompt
+from prompt_toolkit.completion import Completer, NestedCompleter, PathCompleter
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from rich.console import Console
+from rich.text import Text
+
+from gemma_py.chat import Stats
+from gemma_py.cli.chat_commands import FILE
+from gemma_py.cli.markdown import StreamedMarkdown, visible
+from gemma_py.paths import private_file, state_dir
+
+
+class Terminal:
+    lasting = True
+
+    def __init__(self, commands: Mapping[str, tuple[str, ...]], markdown: bool) -> None:
+        self._console = Console(highlight=False)
+        self._moves = not self._console.is_dumb_terminal
+        self._markdown = markdown and self._moves
+        self._answer: StreamedMarkdown | None = None
+        self._waits = False  # a line of `waiting` is on the screen
+        self._session: PromptSession[str] | None = None
+        if self._moves:
+            self._session = PromptSession(
+                multiline=True,
+                key_bindings=_keys(),
+                prompt_continuation="  ",
+                history=self._history(),
+                completer=_completer(commands),
+                complete_while_typing=False,
+                enable_suspend=True,
+            )
+
+    def _history(self) -> History:
+        try:
+            return FileHistory(private_file(state_dir() / "history"))
+        except OSError as error:
+            self.note(f"what you type is not remembered: {error}")
+            return InMemoryHistory()
+
+    def read(self, draft: str) -> str | None:
+        try:
+            if self._session is not None:
+                return self._session.prompt("> ", default=draft)
+            if draft:
+                self.note(draft)
+            return input("> ")
+        except KeyboardInterrupt:
+            return ""
+        except EOFError:
+            return None
+
+    def ask(self, question: str) -> str:
+        try:
+            return (prompt if self._moves else input)(f"{question}: ").strip().lower()
+        except (KeyboardInterrupt, EOFError):
+            return ""
+
+    def write(self, text: str) -> None:
+        if self._answer is None:
+            self._answer = StreamedMarkdown(self._console, self._markdown)
+        self._answer.write(text)
+
+    def end_answer(self, stats: Stats | None) -> None:
+        self.waiting("")
+        if self._answer is not None:
+            self._answer.close()
+        self._answer = None
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(visible(text)), style="dim", soft_wrap=True)
+
+    def error(self, text: str) -> None:
+        self._console.print(Text(visible(text)), style="red", soft_wrap=True)
+
+    def waiting(self, what: str) -> None:
+        if self._moves and (what or self._waits):
+            line = Text(visible(what))
+            line.truncate(max(1, self._console.width - 1), overflow="ellipsis")
+            self._console.file.write(f"\r\x1b[K{line.plain}")
+            self._console.file.flush()
+            self._waits = bool(what)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self.waiting("" if done == total else f"{what} {done:,} of {total:,} tokens (Ctrl-C stops)")
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[Callable[[], bool]]:
+        """Ctrl-C asks to stop at the next token or chunk; once more, and it is done at once."""
+        asked: list[int] = []
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            asked.append(number)
+            if len(asked) > 1:
+                raise KeyboardInterrupt
+
+        def disturbed(number: int, frame: FrameType | None) -> None:
+            if self._answer is not None:
+                self._answer.disturb()
+
+        handlers = {signal.SIGINT: stop, signal.SIGWINCH: disturbed, signal.SIGCONT: disturbed}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            with silent_keys():
+                yield lambda: bool(asked)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def silent_keys() -> Iterator[None]:
+    """What is typed during an answer waits for the next prompt, instead of appearing in the middle of the text."""
+    before = termios.tcgetattr(sys.stdin)
+    now = termios.tcgetattr(sys.stdin)
+    now[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, now)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def _completer(commands: Mapping[str, tuple[str, ...]]) -> Completer:
+    """Of commands and what follows them."""
+    following: dict[str, Completer | dict[str, None] | None] = {
+        name: PathCompleter(expanduser=True) if words == (FILE,) else dict.fromkeys(words) or None
+        for name, words in commands.items()
+    }
+    return NestedCompleter.from_nested_dict(following)

@@ -1,0 +1,409 @@
+"""The chat as a program: in a real terminal (a pty and a shell with job control), and through pipes."""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import stat
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY
+
+import gemma_py
+from gemma_py import Conversation
+from gemma_py.cli.chat_commands import COMMANDS
+
+pytest.importorskip("rich", reason="the extra `chat` is not installed")
+pytest.importorskip("prompt_toolkit", reason="the extra `chat` is not installed")
+
+Run = Callable[..., tuple[int, str, str]]
+Pipe = Callable[..., tuple[int, str, str]]
+GREEDY = ("--temperature", "0")  # of a model of random weights: an answer without end
+
+# Each pass takes its time, so that a test can be quicker than the model. The answers are the same.
+SLOW = """
+import time
+from gemma_py.runtime.runner import Runner
+honest = Runner.run
+def run(self, cache, ids, *rest, **options):
+    time.sleep(0.3 if len(ids) > 1 else 0.02)
+    return honest(self, cache, ids, *rest, **options)
+Runner.run = run
+from gemma_py.cli.main import entry
+entry()
+"""
+# A session with the terminal as its own, as a terminal emulator starts a shell.
+LAUNCH = "import fcntl,os,sys,termios; fcntl.ioctl(0,termios.TIOCSCTTY,0); os.execvp(sys.argv[1], sys.argv[1:])"
+
+
+ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+
+
+class Window:
+    """A terminal with a shell in it."""
+
+    def __init__(self, home: Path, **environment: str) -> None:
+        self.ours, theirs = pty.openpty()
+        self.resize(24, 80)
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(home), "TERM": "xterm-256color", "PS1": "shell$ ",
+            "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONUTF8": "1", "ENV": "", **environment,
+        }  # fmt: skip
+        if "NO_COLOR" not in environment:
+            environment["COLORTERM"] = "truecolor"
+        self.shell = subprocess.Popen(
+            [sys.executable, "-ISc", LAUNCH, "sh", "-i"],
+            stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, cwd=home,
+        )  # fmt: skip
+        os.close(theirs)
+        self.text = ""  # all that came
+        self._seen = 0
+        self.expect("shell$ ")
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def type(self, text: str) -> None:
+        data = text.encode()
+        while data:
+            self._read(0)
+            if select.select([], [self.ours], [], 0.1)[1]:
+                data = data[os.write(self.ours, data[:1000]) :]
+
+    def _read(self, wait: float) -> None:
+        if select.select([self.ours], [], [], wait)[0]:
+            with contextlib.suppress(OSError):  # nobody is left on the other side
+                self.text += os.read(self.ours, 1 << 16).decode(errors="replace")
+
+    def expect(self, *wanted: str, seconds: float = 60) -> str:
+        """What came until all of these had come, one after the other, not counting what moves and colours."""
+        until = time.monotonic() + seconds
+        came = ""
+        while time.monotonic() < until:
+            self._read(0.2)
+            came = ESCAPES.sub("", self.text[self._seen :])
+            at = 0
+            for one in wanted:
+                found = came.find(one, at)
+                at = found + len(one) if found >= 0 else -1
+                if at < 0:
+                    break
+            if at >= 0:
+                self._seen = len(self.text)
+                return came
+        raise AssertionError(f"{wanted} did not come, but {came[-2000:]!r}")
+
+    def ask_at_length(self, text: str) -> None:
+        self.type(text + "\r")
+        self.expect(text, "\n")
+        self.answers()
+
+    def answers(self) -> None:
+        """An answer is under way."""
+        until = time.monotonic() + 60
+        while len(ESCAPES.sub("", self.text).rpartition("\n")[2]) < 30:
+            assert time.monotonic() < until
+            self._read(0.2)
+
+    def chat(self, *options: str) -> None:
+        script = " ".join(
+            f"'{part}'" for part in (sys.executable, "-c", SLOW.strip(), "chat", str(TINY), *GREEDY, *options)
+        )
+        (Path(f"/proc/{self.shell.pid}/cwd").resolve() / "start").write_text(script)
+        self.type(". ./start\n")
+        self.expect("Ctrl-D leaves")
+
+    def close(self) -> None:
+        self.shell.kill()
+        os.close(self.ours)
+        self.shell.wait()
+
+
+@pytest.fixture
+def window(tmp_path: Path) -> Iterator[Callable[..., Window]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(**environment: str) -> Window:
+            made = Window(tmp_path, **environment)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+END = ("of 4,096", ">")  # of the line after an answer; and the prompt, at which keys are keys again
+
+
+def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: Path) -> None:
+    here = window()
+    here.chat("--max-tokens", "12")
+    # It streams, and says what it took.
+    here.type("hello\r")
+    here.expect("prompt 15 tokens", "answer 12", "first after", "of 4,096", "the answer was cut at 12 tokens", ">")
+    history = tmp_path / "gemma_py" / "history"
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    assert stat.S_IMODE(history.parent.stat().st_mode) == 0o700
+    # Several lines, letters of many scripts, and lines that a paste brings.
+    here.type("one 🙂\x1b\rשלום")
+    here.type("\x1b[200~\ntwo\nتجربة\x1b[201~\r")
+    here.expect(*END)
+    here.type("/export talk.json\r")
+    here.expect("exported", ">")
+    said = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [message["content"] for message in said if message["role"] == "user"] == [
+        "hello",
+        "one 🙂\nשלום\ntwo\nتجربة",
+    ]
+    # Wrong commands cost a line.
+    here.type("/hepl\r")
+    here.expect("no command /hepl; did you mean /help?")
+    here.type("/set top_p 7\r")
+    here.expect("top_p should be a number from 0 to 1, found 7")
+    # Ctrl-C in the middle of an answer keeps what was said, and the session.
+    here.type("/set max_tokens 3000\r")
+    here.expect("max_tokens 3000")
+    here.ask_at_length("go on")
+    here.type("\x03")
+    here.expect("answer", *END)
+    here.type("/stats\r")
+    here.expect("ended", "stopped")
+    # Ctrl-Z gives the shell back; the answer goes on where it was.
+    here.ask_at_length("and on")
+    here.type("\x1a")
+    here.expect("Stopped", "shell$ ")
+    here.type("fg\n")
+    here.answers()
+    here.type("\x03")
+    here.expect("answer", *END)
+    # A narrow window, in the middle of an answer and after.
+    here.ask_at_length("narrow")
+    here.resize(10, 20)
+    here.answers()
+    here.type("\x03")
+    here.expect("answer", *END)
+    here.type("/set max_tokens 5\r")
+    here.expect("max_tokens 5")
+    here.type("hi\r")
+    here.expect("answer 5", *END)
+    here.resize(24, 80)
+    # /edit brings the last text back into the prompt.
+    here.type("/edit\r")
+    here.expect("hi")
+    here.type(" there\r")
+    here.expect("answer 5", *END)
+    here.type("/export talk.json\r")
+    here.expect("exported", ">")
+    said = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [message["content"] for message in said[::2]][-2:] == ["narrow", "hi there"]
+    assert all(message["content"] for message in said)
+    here.type("\x04")
+    here.expect("shell$ ")
+    here.type("echo left $?\n")
+    here.expect("left 0\r\n")
+
+
+def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
+    paste = "function " * 2223
+    assert len(paste) > 20_000
+    here = window(NO_COLOR="1")
+    here.chat("--max-tokens", "6")
+    here.type("hello\r")
+    here.expect(*END)
+    here.type(f"\x1b[200~{paste}\x1b[201~\r")
+    here.expect("reading", "tokens (Ctrl-C stops)")
+    here.type("\x03")
+    here.expect("stopped before the answer began")
+    here.type("/tokens\r")
+    here.expect("context 28 of 4,096")
+    here.type("\x1b[A\x1b[A\r")  # two up in the history: it is still there
+    here.expect("answer 6", *END)
+    # No room for it twice: said, and a choice.
+    here.type(f"\x1b[200~{paste}\x1b[201~\r")
+    here.expect("leaves no room", "o: forget the oldest 1 of 2 exchanges")
+    here.type("\r")
+    here.expect("not sent")
+    here.type("\x1b[A\r")
+    here.expect("leaves no room", "exchanges")
+    here.type("c\r")
+    here.expect("answer 6", *END)
+    here.type("/export talk.json\r")
+    here.expect("exported", ">")
+    said = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [message["content"] for message in said[::2]] == [paste]
+    assert not re.search(r"\x1b\[[\d;]*\b(3[0-8]|4[0-8]|9[0-7])[\d;]*m", here.text)
+
+
+def test_a_dumb_terminal(window: Callable[..., Window]) -> None:
+    here = window(TERM="dumb")
+    here.chat("--max-tokens", "3")
+    here.type("hello\r")
+    here.expect("answer 3", *END)
+    here.type("/exit\r")
+    here.expect("shell$ ")
+    assert "\x1b" not in here.text
+
+
+# --- without a terminal -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipe(run: Run, monkeypatch: pytest.MonkeyPatch) -> Pipe:
+    def call(text: str | bytes, *options: object) -> tuple[int, str, str]:
+        data = text if isinstance(text, bytes) else text.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return run("chat", TINY, *options)
+
+    return call
+
+
+def answers(engine: gemma_py.Engine, *texts: str, **options: object) -> list[str]:
+    conversation = Conversation(engine, sampling=engine.chat_sampling(options), max_tokens=12)
+    return ["".join(token.text for token in conversation.send(text)) for text in texts]
+
+
+def test_lines_are_messages(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
+    code, out, err = pipe("hello\n\nyou 🙂\n", "--max-tokens", 12, "--temperature", 0)
+    assert code == 0
+    assert out == "".join(f"{text}\n" for text in answers(tiny_engine, "hello", "you 🙂", temperature=0.0))
+    assert err.count("first after") == 2
+
+
+def test_prompt(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
+    options = ("--max-tokens", 12, "--temperature", 0)
+    (text,) = answers(tiny_engine, "two\nlines", temperature=0.0)
+    assert pipe("", "--prompt", "two\nlines", *options)[:2] == (0, text + "\n")
+    assert pipe("two\nlines", "--prompt", "-", *options)[:2] == (0, text + "\n")
+    report = json.loads(pipe("", "--prompt", "two\nlines", "--json", *options)[1])
+    assert (report["text"], report["generated_tokens"], report["finish_reason"]) == (text, 12, "length")
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_same_seed_same_text(pipe: Pipe, run: Run, tmp_path: Path, seed: int) -> None:
+    options = ("--seed", seed, "--max-tokens", 40)
+    texts = {pipe("", "--prompt", "hello", "--threads", n, *options)[1].rstrip("\n") for n in (1, 2, 4)}
+    with gemma_py.load(TINY, threads=3) as engine:
+        message = [{"role": "user", "content": "hello"}]
+        texts.add("".join(token.text for token in engine.chat(message, 40, seed=seed)))
+        conversation = Conversation(engine, sampling=engine.chat_sampling({"seed": seed}), max_tokens=40)
+        texts.add("".join(token.text for token in conversation.send("hello")))
+        assert conversation.stats is not None
+        (tmp_path / "ids").write_text(json.dumps(conversation.ids[: conversation.stats.prompt_tokens]))
+    assert len(texts) == 1
+    continued = run("generate", TINY, "--ids", tmp_path / "ids", *options)[1]
+    assert continued.strip() == texts.pop().strip()
+
+
+def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
+    script = {
+        "/help": "/verify",
+        "/system Be brief.": "system: Be brief.",
+        "/set": "repeat 1, presence 0, frequency 0, max_tokens 9, seed none",
+        "/set seed 5": "seed 5",
+        "/set max_tokens none": "max_tokens none",
+        "/set max_tokens=9": "max_tokens 9",
+        "/tokens hi there": '3 tokens: 348:"h"',
+        "hello": "answer",
+        "/retry": "answer",
+        "/edit something else": "answer",
+        "/tokens": "of 4,096; computed",
+        "/stats": "first token",
+        "/threads 3": "threads 3",
+        "/verify": "tokens computed again, 4 threads",
+        f"/save {tmp_path / 'talk'}": "saved",
+        f"/export {tmp_path / 'talk.md'}": "as markdown",
+        f"/export {tmp_path / 'other'} json": "as json",
+        "/undo": "taken back: something else",
+        f"/load {tmp_path / 'talk'}": "3 messages",
+        "more": "kept",
+        "/clear": "anew",
+        "/system none": "system: none",
+        "/exit": "",
+        "/nonsense": "",
+    }
+    assert {line.split()[0][1:] for line in script if line[0] == "/"} - {"nonsense"} == set(COMMANDS)
+    code, out, err = pipe("\n".join(script), "--max-tokens", 9, "--temperature", 0)
+    assert code == 0, err
+    at = 0
+    for line, said in script.items():
+        assert said in err[at:], line
+        at = err.index(said, at) + len(said)
+    assert len(out.splitlines()) >= 4
+    assert (tmp_path / "talk.md").read_text().startswith("**System**\n\nBe brief.")
+    assert json.loads((tmp_path / "other").read_text())["messages"][1]["content"] == "something else"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/frob", "no command /frob; /help lists what there is"),
+        ("/undo 3", "/undo takes nothing after it, found '3'"),
+        ("/undo", "there is no answer yet"),
+        ("/retry", "there is no answer yet"),
+        ("/edit", "/edit needs the text here"),
+        ("/set heat 3", "no setting 'heat'"),
+        ("/set top_k many", "top_k should be a whole number, found 'many'"),
+        ("/set max_tokens 0", "max_tokens should be at least 1"),
+        ("/threads none", "threads should be a whole number"),
+        ("/threads 0", "threads should be 1 to"),
+        ("/save", "/save needs the name of a file"),
+        ("/load /nowhere/file", "/nowhere/file"),
+        ("/export /proc/none/file", "cannot be written"),
+        ("/stats", "there is no answer yet"),
+        ("/verify", "nothing to verify"),
+        ("function " * 4200, "leaves no room for an answer"),
+        (b"\xff\n", "not UTF-8"),
+    ],
+)
+def test_what_cannot_be_is_one_line(pipe: Pipe, line: str | bytes, said: str) -> None:
+    code, out, err = pipe(line)
+    assert (code, out) == (1, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_broken_pipe() -> None:
+    """As of `... | head`: it ends, without a traceback."""
+    command = [
+        sys.executable,
+        "-m",
+        "gemma_py",
+        "chat",
+        str(TINY),
+        "--prompt",
+        "hello",
+        *GREEDY,
+        "--max-tokens",
+        "3000",
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.read(10)
+        child.stdout.close()
+        assert b"Traceback" not in child.stderr.read()
+        assert child.wait(timeout=120) == 1
+
+
+def test_a_terminal_without_the_extra(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    class Typed(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, Typed())
+    monkeypatch.delitem(sys.modules, "gemma_py.cli.terminal", raising=False)
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
+    code, _, err = run("chat", TINY)
+    assert code == 1
+    assert "pip install 'gemma_py[chat]'" in err
+    assert len(err.splitlines()) == 1
