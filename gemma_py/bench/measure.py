@@ -176,6 +176,7 @@ class Bench:
                 runner.run(cache, ids[first : first + CHUNK], False)
             self._starts[depth] = cache
         twin = copy.copy(self._starts[depth])
+        twin.ids = list(twin.ids)
         twin.table, twin.keys, twin.values = twin.table.copy(), twin.keys.copy(), twin.values.copy()
         return twin
 
@@ -220,7 +221,7 @@ def figures(engine: Engine, row: Row, limit: Limits) -> dict[str, Any]:
 # Phases under the names that people look for, in the order of a pass.
 GROUPS: dict[str, tuple[str, ...]] = {
     "embedding": ("embedding",),
-    "norms, residuals, codes": ("middle", "end", "attention codes", "gate codes"),
+    "norms, residuals, codes": ("middle", "end", "output input", "down input"),
     "query, key, value": ("query, key and value",),
     "rope and KV": ("rope and kv",),
     "attention": ("attention",),

@@ -140,7 +140,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:
     """Ids of whichever input was given. A text gets the begin token; ids are taken as they are."""
-    from gemma_py.formats.files import TEXT_LIMIT, read_json, read_text  # numpy comes with it
+    from gemma_py.formats.files import read_json, read_text  # numpy comes with it
 
     if args.ids is not None:
         ids = read_json(args.ids)
@@ -154,6 +154,8 @@ def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:
 
 def read_standard_input() -> str:
     """All of it, to the letter."""
+    from gemma_py.formats.files import TEXT_LIMIT  # numpy comes with it
+
     data = sys.stdin.buffer.read(TEXT_LIMIT + 1)
     if len(data) > TEXT_LIMIT:
         raise InputError(f"standard input is larger than the {TEXT_LIMIT} bytes allowed")
