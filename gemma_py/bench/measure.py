@@ -221,7 +221,7 @@ def figures(engine: Engine, row: Row, limit: Limits) -> dict[str, Any]:
 # Phases under the names that people look for, in the order of a pass.
 GROUPS: dict[str, tuple[str, ...]] = {
     "embedding": ("embedding",),
-    "norms, residuals, codes": ("middle", "end", "output input", "down input"),
+    "norms, gelu, codes": ("middle", "end", "output input", "down input"),
     "query, key, value": ("query, key and value",),
     "rope and KV": ("rope and kv",),
     "attention": ("attention",),
