@@ -285,6 +285,8 @@ def input_phase(worker, cells, counter, s, x, K, gated, form, T, trace):
     while tile >= 0:
         first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
         if gated:
+            trace_rows(trace, counter - 1, x, K, first, last)
+            trace_rows(trace, counter - 1, s.up, K, first, last)
             gelu_gate(x, s.up, first * K, last * K)
             trace_rows(trace, counter, x, K, first, last)
         make_input(s, x, K, form, T, trace, counter, first, last, np.int64(0))
@@ -488,8 +490,6 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         )
         if not barrier(cells, worker, workers):
             return False
-        trace_share(worker, workers, trace, counters + GATE_UP, s.gate, layer[p.INNER], T)
-        trace_share(worker, workers, trace, counters + GATE_UP, s.up, layer[p.INNER], T)
 
         if not enter(cells, worker, number, DOWN_INPUT):
             return False
