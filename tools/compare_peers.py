@@ -407,7 +407,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefill", default="512,2048", help="lengths of prompts")
     parser.add_argument("--decode", type=int, default=64, help="tokens to decode")
     parser.add_argument("--after", type=int, default=512, help="tokens in front of them")
-    parser.add_argument("--score", type=int, default=512, help="tokens of the text for NLL; CTranslate2 scores no more in this model")
+    parser.add_argument(
+        "--score", type=int, default=512, help="tokens of the text for NLL; CTranslate2 scores no more in this model"
+    )
     parser.add_argument("--peers", default=",".join(peer.name for peer in PEERS), help="by name; empty: ours alone")
     parser.add_argument(
         "--keep",
