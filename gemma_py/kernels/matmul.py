@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.decorator import borrowing, inlined, kernel, woven
+from gemma_py.kernels.decorator import borrowing, kernel, woven
 from gemma_py.kernels.panels import (
     BLOCK,
     COLUMNS,
@@ -91,18 +91,6 @@ class CodedRows(NamedTuple):
 def bench_sizes(K: int) -> tuple[int, int, int]:
     """Of a bench for matrices of at most K inputs: codes, scales (and minimums), outputs."""
     return K * COLUMNS * CODE_PANELS, (K // HALF + 1) * COLUMNS * CODE_PANELS, max(_FLOAT_TILE, _CODE_TILE) * COLUMNS
-
-
-@inlined
-def tile_rows(T, most):
-    """Rows of an input's tile, of at most so many."""
-    return most if T > 1 else 1
-
-
-@inlined
-def tiles_length(T, rows):
-    """Rows that T rows take up in whole tiles."""
-    return (T + rows - 1) // rows * rows
 
 
 @borrowing

@@ -228,12 +228,6 @@ def zero(typing):
 
 
 @intrinsic
-def lane_numbers(typing):
-    """0 .. 15"""
-    return i32x16(), lambda context, builder, sig, args: _constant(i32x16.llvm, range(16))
-
-
-@intrinsic
 def load_columns(typing, array, index, stride):
     """Four vectors: array[index + row * stride + column] for 16 rows in the lanes, column 0 .. 3."""
     if not _is_flat(array, types.float32, types.uint16):
