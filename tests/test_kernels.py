@@ -15,7 +15,7 @@ from gemma_py.formats.blocks import TYPES, Minimum
 from gemma_py.kernels import elementary, lanes, matmul, rows, simd
 from gemma_py.kernels.attention import Ring, attend, scratch_size
 from gemma_py.kernels.decorator import kernel
-from gemma_py.kernels.matmul import CodedRows, FloatPanels, FloatRows
+from gemma_py.kernels.matmul import CodedRows, FloatPanels
 from gemma_py.kernels.panels import Bench, CodePanels, pack_codes, pack_floats, panel_bytes, panels_of
 from gemma_py.model import reference
 from gemma_py.model.weights import CodeMatrix, FloatMatrix, Matrix
@@ -102,43 +102,25 @@ def code_panels(matrix, at=0):
     size = panel_bytes(K, matrix.width, matrix.group, matrix.span, minimums)
     arena = np.zeros(at + panels_of(N) * size, np.int8)
     pack_codes(matrix.codes, matrix.factors, matrix.steps, matrix.width, matrix.offset, arena[at:])
-    return CodePanels(arena, at, N, K, matrix.width, matrix.offset, matrix.group, matrix.span, minimums, size, 8)
+    return CodePanels(arena, at, N, K, matrix.width, matrix.offset, matrix.group, matrix.span, minimums, size, 4)
 
 
 def bench_for(K):
-    codes, scales, outputs = matmul.bench_sizes(K)
-    return Bench(np.empty(codes, np.int16), np.empty(scales, F), np.empty(scales, F), np.empty(outputs, F))
-
-
-def in_tiles(T, most):
-    """(rows of a tile, rows that T take in tiles)"""
-    size = most if T > 1 else 1
-    return size, -(-T // size) * size
-
-
-def tiled(x):
-    """What is beyond T is never looked at: it stays NaN."""
-    (T, K), (size, rows_of_tiles) = x.shape, in_tiles(len(x), matmul.FLOAT_ROWS)
-    made = FloatRows(np.full(rows_of_tiles * K, np.nan, F), size)
-    rows.tile_rows(x.reshape(-1), K, made, 0, T, 0)
-    return made
+    codes, scales = matmul.bench_sizes(K)
+    return Bench(np.empty(codes, np.int16), np.empty(scales, F), np.empty(scales, F))
 
 
 def coded(x):
-    (T, K), (size, length) = x.shape, in_tiles(len(x), matmul.CODE_ROWS)
-    scales, sums, half_sums = (np.full(length * K // width, np.nan, F) for width in (32, 32, 16))
-    made = CodedRows(np.full(length * K, -(2**15), np.int16), scales, sums, half_sums, size)
+    T, K = x.shape
+    scales, sums, high_sums, half_sums = (np.full(T * K // width, np.nan, F) for width in (32, 32, 32, 16))
+    made = CodedRows(
+        np.full(T * K, -(2**15), np.int16), np.zeros(2 * T * K, np.int8), scales, sums, high_sums, half_sums
+    )
     rows.quantise_rows(x.reshape(-1), K, made, 0, T, 0)
     return made
 
 
-def by_row(values, T, size, width):
-    """[T, K / width, width] of numbers that lie in tiles of so many rows."""
-    tiles = values.reshape(-(-T // size), -1, size, width)
-    return tiles.swapaxes(1, 2).reshape(-1, tiles.shape[1], width)[:T]
-
-
-def in_parts(rng, T, N, tile, multiply):
+def in_parts(rng, T, N, multiply):
     """Every row and panel once, in ranges that are cut at random and come in random order."""
 
     def cut(count, step):
@@ -146,7 +128,7 @@ def in_parts(rng, T, N, tile, multiply):
         borders = sorted({0, count, *inner.tolist()})
         return list(pairwise(borders))
 
-    parts = [(*r, *p) for r in cut(T, tile) for p in cut(panels_of(N), 4)]
+    parts = [(*r, *p) for r in cut(T, 1) for p in cut(panels_of(N), 4)]
     for part in rng.permutation(parts).tolist():
         multiply(*part)
 
@@ -159,8 +141,8 @@ def test_matmul_floats_matches_the_reference(seed, T, K, N, bfloat16):
     if bfloat16:
         w = (bits(w) >> 16).astype(np.uint16)
     panels = float_panels(w, at=int(rng.integers(0, 9)))
-    y, expected, rows_of_x, bench = np.full(T * N + 16, np.nan, F), np.empty((T, N), F), tiled(x), bench_for(32)
-    in_parts(rng, T, N, rows_of_x.rows, lambda *part: matmul.matmul_floats(rows_of_x, panels, y, *part, bench))
+    y, expected = np.full(T * N + 16, np.nan, F), np.empty((T, N), F)
+    in_parts(rng, T, N, lambda *part: matmul.matmul_floats(x.reshape(-1), panels, y, *part))
     for t in range(T):
         reference.matmul_float(x[t], w, expected[t])
     assert_same(y[: T * N], expected.reshape(-1))
@@ -179,7 +161,7 @@ def test_matmul_codes_matches_the_reference(kind, seed, T, blocks, N):
     values, matrix = normal(rng, T, K), some_codes(rng, N, K, kind)
     x, panels, bench = coded(values), code_panels(matrix, at=int(rng.integers(0, 9))), bench_for(K)
     y, expected = np.full(T * N + 16, np.nan, F), np.empty((T, N), F)
-    in_parts(rng, T, N, x.rows, lambda *part: matmul.matmul_codes(x, panels, y, *part, bench))
+    in_parts(rng, T, N, lambda *part: matmul.matmul_codes(x, panels, y, *part, bench))
     codes, scales = np.empty(K, np.int16), np.empty(K // 32, F)
     for t in range(T):
         reference.quantise(values[t], codes, scales)
@@ -236,27 +218,25 @@ def test_quantise_rows_matches_the_reference(seed, T, blocks):
     codes, scales = np.empty(x.shape, np.int16), np.empty((T, blocks), F)
     for t in range(T):
         reference.quantise(x[t], codes[t], scales[t])
-    size = made.rows
-    assert_same(by_row(made.codes, T, size, 2).reshape(T, -1), codes)
-    assert_same(by_row(made.scales, T, size, 1)[..., 0], scales)
-    for found, width in ((made.sums, 32), (made.half_sums, 16)):
-        sums = codes.reshape(T, -1, width).astype(np.int64).sum(axis=2)
-        np.testing.assert_array_equal(by_row(found, T, size, 1)[..., 0], sums)
+    by_fours = codes.reshape(T, -1, 4)
+    assert_same(made.codes.reshape(T, -1, 4), by_fours[..., [0, 2, 1, 3]])
+    halves = np.stack([by_fours >> 8, by_fours & 255], 2).astype(np.uint8).view(np.int8)
+    assert_same(made.halves.reshape(halves.shape), halves)
+    assert_same(made.scales.reshape(T, -1), scales)
+    for found, numbers, width in (
+        (made.sums, codes, 32),
+        (made.high_sums, codes >> 8, 32),
+        (made.half_sums, codes, 16),
+    ):
+        sums = numbers.reshape(T, -1, width).astype(np.int64).sum(axis=2)
+        np.testing.assert_array_equal(found.reshape(T, -1), sums)
 
 
-@some
-@given(seeds, st.integers(1, 30), st.integers(1, 70))
-def test_tiled_rows_hold_the_values(seed, T, K):
-    x = normal(np.random.default_rng(seed), T, K)
-    made = tiled(x)
-    assert_same(by_row(made.values, T, made.rows, 1)[..., 0], x)
-
-
-def test_the_last_row_alone_is_a_tile_of_its_own():
+def test_a_row_may_lie_elsewhere_in_the_input():
     x = normal(np.random.default_rng(3), 9, 64)
     alone, made = coded(x[-1:]), coded(x[:1])
     rows.quantise_rows(x.reshape(-1), 64, made, 8, 9, 8)
-    for one, other in zip(alone[:-1], made[:-1], strict=True):
+    for one, other in zip(alone, made, strict=True):
         assert_same(one, other)
 
 
@@ -403,7 +383,7 @@ def digest():
             found.update(y.tobytes())
     floats = float_panels((bits(normal(rng, N, K)) >> 16).astype(np.uint16))
     for part in (x[:1], x):
-        matmul.matmul_floats(tiled(part), floats, y, 0, len(part), 0, 4, bench)
+        matmul.matmul_floats(part.reshape(-1), floats, y, 0, len(part), 0, 4)
         found.update(y.tobytes())
     rows.gelu_gate(y, y.copy(), 0, y.size)
     rows.rms_norm_rows(y, y[:N].copy(), N, EPS, y, 0, T)
@@ -416,21 +396,28 @@ def digest():
     return found.hexdigest()
 
 
-@pytest.mark.parametrize(("cpu", "instruction"), [("generic", "None"), ("haswell", "('llvm.x86.avx2.pmadd.wd', 8)")])
-def test_another_machine_gives_the_same_bits(cpu, instruction):
+@pytest.mark.parametrize(
+    ("cpu", "needed", "instructions"),
+    [
+        ("generic", "sse2", "None False"),
+        ("haswell", "avx2", "('llvm.x86.avx2.pmadd.wd', 8) False"),
+        ("skylake-avx512", "avx512bw", "('llvm.x86.avx512.pmaddw.d.512', 16) False"),
+    ],
+)
+def test_another_machine_gives_the_same_bits(cpu, needed, instructions):
     if not simd.llvm.get_default_triple().startswith("x86_64"):
         pytest.skip("the names are of x86 machines")
-    if cpu == "haswell" and not simd.llvm.get_host_cpu_features().get("avx2"):
-        pytest.skip("this machine has no AVX2")
+    if not simd.llvm.get_host_cpu_features().get(needed):
+        pytest.skip(f"this machine has no {needed}")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment |= {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""}
+    environment |= {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "-prefer-256-bit" if cpu == "skylake-avx512" else ""}
     made = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert made.returncode == 0, made.stderr
-    assert made.stdout.splitlines() == [digest(), instruction]
+    assert made.stdout.splitlines() == [digest(), instructions]
 
 
 if __name__ == "__main__":
     from numba.core.registry import cpu_target
 
     print(digest())
-    print(simd._pair_instruction(*cpu_target.target_context.codegen().magic_tuple()))
+    print(simd._pair_instruction(*cpu_target.target_context.codegen().magic_tuple()), simd.FUSED)

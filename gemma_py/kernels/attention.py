@@ -138,7 +138,7 @@ def _scores_in_lanes_of_queries(ring, row, keys, q, q_at, out, at):
         k = row_places(row + key * ring.stride, ring.stride, keys - key, ROWS)
         totals = zero_totals(k, VECTORS)
         for e in range(ring.E):
-            totals = add_products(ring.keys, k, e, q, q_at + e * COLUMNS, totals)
+            totals = add_products(ring.keys, k, e, q, q_at + e * COLUMNS, LANES, totals)
         store_totals(out, row_places(at + key * QUERIES, QUERIES, ROWS, ROWS), 0, totals)
 
 
@@ -205,9 +205,13 @@ def _adder(rows):
                 totals = load_totals(scratch, o, e, VECTORS)
                 totals = scale_totals(scratch, row_places(shrink + query, 1, rows, rows), totals)
                 for key in range(before_end):
-                    totals = add_products(scratch, w, key * QUERIES, ring.values, first + key * stride + e, totals)
+                    totals = add_products(
+                        scratch, w, key * QUERIES, ring.values, first + key * stride + e, LANES, totals
+                    )
                 for key in range(before_end, keys):
-                    totals = add_products(scratch, w, key * QUERIES, ring.values, again + key * stride + e, totals)
+                    totals = add_products(
+                        scratch, w, key * QUERIES, ring.values, again + key * stride + e, LANES, totals
+                    )
                 store_totals(scratch, o, e, totals)
         for query in range(used):
             for e in range(whole, E):

@@ -9,21 +9,21 @@ from gemma_py.kernels.matmul import CODE_PANELS, CODE_ROWS
 from gemma_py.kernels.simd import (
     LANES,
     add,
+    add_dots,
     bits,
-    dot_tile,
     fma,
     izeros,
     load,
-    load_tile,
+    row_places,
     splat,
     store,
     sum_lanes,
     to_f32,
     zero,
+    zero_dots,
 )
 
 CHAINS = (6, 12)  # what fills AVX2's registers, and what hides the delay of AVX-512's
-_TILE = CODE_ROWS * CODE_PANELS
 PAIRS = 128  # of codes in the loop of `multiply_pairs`, 20 KB of the first cache
 
 
@@ -77,15 +77,15 @@ def multiply_floats_12(worker, workers, cells, steps, x, out):
 def multiply_pairs(worker, workers, cells, steps, x, w, out):
     """Multiply-adds of int16 that lie in the first cache, in tiles as large as a matmul's.
 
-    x: [PAIRS * CODE_ROWS * 2] int16   w: [PAIRS * CODE_PANELS * 32] int16   out: [workers * 16] f32, written
+    x: [CODE_ROWS * PAIRS * 2] int16   w: [PAIRS * CODE_PANELS * 32] int16   out: [workers * 16] f32, written
 
     Loaded anew each time, as a matmul has to: of operands that never change, the compiler takes the product out.
     """
-    tile = izeros(_TILE)
+    places = row_places(0, 2 * PAIRS, CODE_ROWS, CODE_ROWS)
+    tile = zero_dots(places, CODE_PANELS)
     for _ in range(steps):
         for k in range(PAIRS):
-            weights = load_tile(CODE_PANELS, w, k * CODE_PANELS * 2 * LANES, 2 * LANES)
-            tile = dot_tile(CODE_ROWS, x, k * CODE_ROWS * 2, weights, tile)
+            tile = add_dots(x, places, 2 * k, w, k * CODE_PANELS * 2 * LANES, tile)
     (total,) = izeros(1)
     for vector in tile:
         total = add(total, vector)

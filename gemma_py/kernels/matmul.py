@@ -6,9 +6,8 @@ matrix says where its own begin. They come in fours; what fills up the last ones
     float panel   [K, 16] of f32, or of uint16 holding bfloat16
     code panel    bytes, at the width of the stored format: see panels.py
 
-An input lies in tiles of some rows, value k of all rows beside one another ([tiles, K, rows]), for the loads of a tile of
-outputs follow one another then. A single row is a tile of its own. A pair of code panels is spread out to int16 once for
-all rows of a call; a single row reads the bytes as they are, which is all that decoding waits for.
+A pair of code panels is spread out to int16 once for all rows of a call; a single row reads the bytes as they are, which
+is all that decoding waits for.
 
 Any part of the work can be done by anyone: a call does the given rows of the given panels, each output by itself.
 """
@@ -25,41 +24,49 @@ from gemma_py.kernels.panels import (
     factors_of,
     for_each_width,
     groups_of,
+    pairs_of,
     spread_panel,
     stepped,
 )
 from gemma_py.kernels.simd import (
+    FUSED,
     WIDE,
     add,
+    add_dots,
+    add_products,
+    add_scaled,
     dot_pairs,
-    dot_tile,
+    dot_quads,
     fetch,
     fma,
-    fma_tile,
     izeros,
     load_one,
-    load_tile,
-    minimum_tile,
     mul,
-    scale_tile,
+    row_places,
+    shift_left,
     splat_pair,
+    splat_quad,
     splat_value,
     store,
     store_first,
-    store_tile,
+    store_first_totals,
+    store_totals,
     sub,
+    take_minimums,
     to_f32,
+    words_flip,
     zero,
-    zeros,
+    zero_dots,
+    zero_totals,
 )
 
 # Rows and panels of a tile of outputs. Chains enough to hide their delay, few enough for the registers.
-FLOAT_ROWS, FLOAT_PANELS = (12, 2) if WIDE else (6, 1)
-CODE_ROWS, CODE_PANELS = (8, 2) if WIDE else (5, 1)
-_FLOAT_TILE, _CODE_TILE = FLOAT_ROWS * FLOAT_PANELS, CODE_ROWS * CODE_PANELS
+FLOAT_ROWS, FLOAT_PANELS = (6, 4) if WIDE else (6, 1)
+CODE_ROWS, CODE_PANELS = (6, 2) if WIDE else (5, 1)
 _AHEAD = 2048  # bytes of codes that are asked for early: the machine's own prefetching ends at every page
 MATVEC_PANELS = 4  # of floats at once
-ROWS_TOGETHER = 120  # what a call should do: a multiple of every tile's rows, whose input stays in the second cache
+_SIGNS, _LEAST_BYTE = 0x8080, np.int32(-128)
+ROWS_TOGETHER = 270  # what a call should do: a multiple of every tile's rows, whose input stays in the second cache
 
 
 class FloatPanels(NamedTuple):
@@ -71,34 +78,20 @@ class FloatPanels(NamedTuple):
     K: int
 
 
-class FloatRows(NamedTuple):
-    """An input of T rows as it is."""
-
-    values: np.ndarray  # [tiles, K, rows] flat
-    rows: int  # of a tile
-
-
 class CodedRows(NamedTuple):
     """An input of T rows as codes: x is nearly scale * code."""
 
-    codes: np.ndarray  # int16 [tiles, K / 2, rows, 2] flat
-    scales: np.ndarray  # [tiles, K / 32, rows]
-    sums: np.ndarray  # [tiles, K / 32, rows]: the sums of 32 codes, exact
-    half_sums: np.ndarray  # [tiles, K / 16, rows], of 16
-    rows: int  # of a tile
+    codes: np.ndarray  # int16 [T * K], of every four numbers 0, 2, 1, 3
+    halves: np.ndarray  # int8 [T * K / 4, 2, 4]: the upper bytes of four codes, signed, then the lower ones
+    scales: np.ndarray  # [T * K / 32]
+    sums: np.ndarray  # [T * K / 32]: the sums of 32 codes, exact
+    high_sums: np.ndarray  # [T * K / 32]: of their upper bytes
+    half_sums: np.ndarray  # [T * K / 16], of 16
 
 
-def bench_sizes(K: int) -> tuple[int, int, int]:
-    """Of a bench for matrices of at most K inputs: codes, scales (and minimums), outputs."""
-    return K * COLUMNS * CODE_PANELS, (K // HALF + 1) * COLUMNS * CODE_PANELS, max(_FLOAT_TILE, _CODE_TILE) * COLUMNS
-
-
-@borrowing
-def _copy_edge(outputs, width, y, at, N, rows, columns):
-    """The rows and columns of a tile that exist, from the bench to y."""
-    for row in range(rows):
-        for column in range(columns):
-            y[at + row * N + column] = outputs[row * width + column]
+def bench_sizes(K: int) -> tuple[int, int]:
+    """Of a bench for matrices of at most K inputs: codes, scales (and minimums)."""
+    return K * COLUMNS * CODE_PANELS, (K // HALF + 1) * COLUMNS * CODE_PANELS
 
 
 @woven
@@ -113,87 +106,74 @@ def _put(y, at, value, columns):
 
 
 @borrowing
-def _float_tile(x, x_at, K, arena, at, y, y_at, stride):
-    tile = zeros(_FLOAT_TILE)
+def _float_tile(x, t, rows, w, panel, y):
+    K, column = w.K, panel * COLUMNS
+    at, places = w.at + column * K, row_places(t * K, K, rows, FLOAT_ROWS)
+    totals = zero_totals(places, FLOAT_PANELS)
     for k in range(K):
-        w = load_tile(FLOAT_PANELS, arena, at + k * COLUMNS, K * COLUMNS)
-        tile = fma_tile(FLOAT_ROWS, x, x_at + k * FLOAT_ROWS, w, tile)
-    store_tile(FLOAT_ROWS, y, y_at, stride, tile)
+        totals = add_products(x, places, k, w.arena, at + k * COLUMNS, K * COLUMNS, totals)
+    places = row_places(t * w.N + column, w.N, rows, FLOAT_ROWS)
+    if column + FLOAT_PANELS * COLUMNS <= w.N:
+        store_totals(y, places, 0, totals)
+    else:
+        store_first_totals(y, places, w.N - column, totals)
 
 
 @borrowing
-def _float_row(x, x_at, K, arena, at, y, y_at, columns):
-    """One row times four panels, of which so many columns exist."""
-    tile = zeros(MATVEC_PANELS)
+def _float_row(x, t, w, panel, y):
+    """One row times four panels."""
+    K, column = w.K, panel * COLUMNS
+    at, places = w.at + column * K, row_places(t * K, K, 1, 1)
+    totals = zero_totals(places, MATVEC_PANELS)
     for k in range(K):
-        w = load_tile(MATVEC_PANELS, arena, at + k * COLUMNS, K * COLUMNS)
-        tile = fma_tile(1, x, x_at + k, w, tile)
-    _put(y, y_at, tile[0], columns)
-    _put(y, y_at + COLUMNS, tile[1], columns - COLUMNS)
-    _put(y, y_at + 2 * COLUMNS, tile[2], columns - 2 * COLUMNS)
-    _put(y, y_at + 3 * COLUMNS, tile[3], columns - 3 * COLUMNS)
-
-
-@borrowing
-def _one_float_row(x, w, y, first_row, last_row, first_panel, last_panel):
-    N, K = w.N, w.K
-    for row in range(first_row, last_row):
-        for p in range(first_panel, last_panel, MATVEC_PANELS):
-            column = p * COLUMNS
-            _float_row(x.values, row * K, K, w.arena, w.at + column * K, y, row * N + column, N - column)
-
-
-@borrowing
-def _many_float_rows(x, w, y, first_row, last_row, first_panel, last_panel, bench):
-    N, K, width = w.N, w.K, FLOAT_PANELS * COLUMNS
-    for p in range(first_panel, last_panel, FLOAT_PANELS):
-        column, at = p * COLUMNS, w.at + p * K * COLUMNS
-        for t in range(first_row, last_row, FLOAT_ROWS):
-            rows, columns = min(FLOAT_ROWS, last_row - t), min(width, N - column)
-            if rows == FLOAT_ROWS and columns == width:
-                _float_tile(x.values, t * K, K, w.arena, at, y, t * N + column, N)
-            else:
-                _float_tile(x.values, t * K, K, w.arena, at, bench.outputs, 0, width)
-                _copy_edge(bench.outputs, width, y, t * N + column, N, rows, columns)
+        totals = add_products(x, places, k, w.arena, at + k * COLUMNS, K * COLUMNS, totals)
+    store_first_totals(y, row_places(t * w.N + column, w.N, 1, 1), w.N - column, totals)
 
 
 @kernel
-def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel, bench):
+def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
     """y[t, n] = sum over k of x[t, k] * w[n, k], rows first_row .. last_row - 1, outputs of these panels alone.
 
-    x: FloatRows   w: FloatPanels   y: [T * N], written   first_row: the first of a tile; first_panel, last_panel: multiples of 4
+    x: [T * K]   w: FloatPanels   y: [T * N], written   first_panel, last_panel: multiples of 4
     """
-    if x.rows == 1:
-        _one_float_row(x, w, y, first_row, last_row, first_panel, last_panel)
+    if last_row - first_row == 1:
+        for panel in range(first_panel, last_panel, MATVEC_PANELS):
+            _float_row(x, first_row, w, panel, y)
     else:
-        _many_float_rows(x, w, y, first_row, last_row, first_panel, last_panel, bench)
+        for panel in range(first_panel, last_panel, FLOAT_PANELS):
+            for t in range(first_row, last_row, FLOAT_ROWS):
+                _float_tile(x, t, last_row - t, w, panel, y)
 
 
 # --- quantised weights ------------------------------------------------------------------------------------------------
 
 
 @borrowing
-def _code_tile(x, t, w, bench, y, y_at, stride):
+def _code_tile(x, t, rows, w, panel, bench, y):
     """Rows t .. of the panels on the bench: exact sums of a group, then one float operation for it."""
-    K, group = w.K, w.group
-    codes_at, scales_at = t * K, t * (K // BLOCK)
-    tile = zeros(_CODE_TILE)
+    K, N, group, column = w.K, w.N, w.group, panel * COLUMNS
+    codes = row_places(t * K, K, rows, CODE_ROWS)
+    scales = row_places(t * (K // BLOCK), K // BLOCK, rows, CODE_ROWS)
+    halves = row_places(t * (K // HALF), K // HALF, rows, CODE_ROWS)
+    totals = zero_totals(codes, CODE_PANELS)
     for g in range(K // group):
-        dots = izeros(_CODE_TILE)
-        for pair in range(g * group // 2, (g + 1) * group // 2):
-            weights = load_tile(CODE_PANELS, bench.codes, pair * CODE_PANELS * 2 * COLUMNS, 2 * COLUMNS)
-            dots = dot_tile(CODE_ROWS, x.codes, codes_at + pair * CODE_ROWS * 2, weights, dots)
-        scale_at = scales_at + g * group // BLOCK * CODE_ROWS
-        scales = load_tile(CODE_PANELS, bench.scales, g * CODE_PANELS * COLUMNS, COLUMNS)
-        tile = scale_tile(CODE_ROWS, x.scales, scale_at, scales, dots, tile)
+        dots = zero_dots(codes, CODE_PANELS)
+        for pair in range(g * group // 2, (g + 1) * group // 2, 8):
+            dots = add_dots(x.codes, codes, 2 * pair, bench.codes, pair * CODE_PANELS * 2 * COLUMNS, dots)
+        block, weights_at = g * group // BLOCK, g * CODE_PANELS * COLUMNS
+        totals = add_scaled(x.scales, scales, block, bench.scales, weights_at, dots, totals)
         if w.minimums:
-            minimums = load_tile(CODE_PANELS, bench.minimums, g * CODE_PANELS * COLUMNS, COLUMNS)
             if group == BLOCK:
-                tile = minimum_tile(CODE_ROWS, x.scales, scale_at, x.sums, scale_at, minimums, tile)
+                totals = take_minimums(x.scales, scales, block, x.sums, scales, g, bench.minimums, weights_at, totals)
             else:
-                sums_at = t * (K // HALF) + g * CODE_ROWS
-                tile = minimum_tile(CODE_ROWS, x.scales, scale_at, x.half_sums, sums_at, minimums, tile)
-    store_tile(CODE_ROWS, y, y_at, stride, tile)
+                totals = take_minimums(
+                    x.scales, scales, block, x.half_sums, halves, g, bench.minimums, weights_at, totals
+                )
+    places = row_places(t * N + column, N, rows, CODE_ROWS)
+    if column + CODE_PANELS * COLUMNS <= N:
+        store_totals(y, places, 0, totals)
+    else:
+        store_first_totals(y, places, N - column, totals)
 
 
 @woven
@@ -215,7 +195,23 @@ def _with_group(total, w, dot, offset, sx, scales, minimums, codes):
     return _without_minimum(total, sx, minimums, codes) if w.minimums else total
 
 
-def _row_with(pairs: Any, width: int) -> Any:
+@woven
+def _dots_of(x, at, quads, width, high, low):
+    """The dot products so far and those of a quad more, in two parts: `joined` makes one of them."""
+    if FUSED:
+        # Bytes: upper ones of the input times codes without a sign, codes times lower ones of the input.
+        high = dot_quads(words_flip(quads, _SIGNS) if width == 8 else quads, splat_quad(x.halves, 2 * at), high)
+        return high, dot_quads(splat_quad(x.halves, 2 * at + 4), quads, low)
+    even, odd = pairs_of(quads, width)
+    return high, dot_pairs(splat_pair(x.codes, at), even, dot_pairs(splat_pair(x.codes, at + 2), odd, low))
+
+
+@woven
+def _joined(high, low):
+    return add(shift_left(high, splat_value(np.int32(8))), low) if FUSED else low
+
+
+def _row_with(quads: Any, width: int) -> Any:
     @borrowing
     def row_of(x, row, w, panel):
         """One row times one panel, whose bytes are read once, one after the other."""
@@ -229,11 +225,14 @@ def _row_with(pairs: Any, width: int) -> Any:
                 at += steps * (1 + w.minimums)
                 for line in range(_AHEAD, _AHEAD + 64 * width, 64):
                     fetch(w.arena, at + line)
-                low, high = izeros(2)
-                for p in range(8):
-                    a, b = pairs(w.arena, at, p)
-                    low = dot_pairs(splat_pair(x.codes, codes_at + 2 * p), a, low)
-                    high = dot_pairs(splat_pair(x.codes, codes_at + HALF + 2 * p), b, high)
+                high, low, second_high, second_low = izeros(4)
+                if FUSED and width == 8:  # codes have a sign here: 128 is added to each, and taken away in advance
+                    high = splat_value(np.int32(np.int32(load_one(x.high_sums, block)) * _LEAST_BYTE))
+                for v in range(4):
+                    a, b = quads(w.arena, at, v)
+                    high, low = _dots_of(x, codes_at + 4 * v, a, width, high, low)
+                    second_high, second_low = _dots_of(x, codes_at + HALF + 4 * v, b, width, second_high, second_low)
+                low, high = _joined(high, low), _joined(second_high, second_low)
                 scales, minimums = stepped(w, factors, steps_at, 0), stepped(w, minimum_factors, steps_at + steps, 0)
                 if w.group == BLOCK:
                     sum = load_one(x.sums, block)
@@ -265,36 +264,18 @@ def _code_row(x, row, w, panel):
     return _row_8(x, row, w, panel)
 
 
-@borrowing
-def _one_row(x, w, y, first_row, last_row, first_panel, last_panel):
-    for row in range(first_row, last_row):
-        for p in range(first_panel, last_panel):
-            _put(y, row * w.N + p * COLUMNS, _code_row(x, row, w, p), w.N - p * COLUMNS)
-
-
-@borrowing
-def _many_rows(x, w, y, first_row, last_row, first_panel, last_panel, bench):
-    N, width = w.N, CODE_PANELS * COLUMNS
-    for p in range(first_panel, last_panel, CODE_PANELS):
-        for column in range(CODE_PANELS):
-            spread_panel(w, p + column, bench, column, np.int64(CODE_PANELS))
-        first = p * COLUMNS
-        for t in range(first_row, last_row, CODE_ROWS):
-            rows, columns = min(CODE_ROWS, last_row - t), min(width, N - first)
-            if rows == CODE_ROWS and columns == width:
-                _code_tile(x, t, w, bench, y, t * N + first, N)
-            else:
-                _code_tile(x, t, w, bench, bench.outputs, 0, width)
-                _copy_edge(bench.outputs, width, y, t * N + first, N, rows, columns)
-
-
 @kernel
 def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, bench):
     """y[t, n] = sum over groups of (sx * sw) * dot(codes) - (sx * minimum) * sum(codes of x), of these rows and panels.
 
-    x: CodedRows   w: CodePanels   y: [T * N], written   first_row: the first of a tile; first_panel, last_panel: multiples of 4
+    x: CodedRows   w: CodePanels   y: [T * N], written   first_panel, last_panel: multiples of 4
     """
-    if x.rows == 1:
-        _one_row(x, w, y, first_row, last_row, first_panel, last_panel)
+    if last_row - first_row == 1:
+        for panel in range(first_panel, last_panel):
+            _put(y, first_row * w.N + panel * COLUMNS, _code_row(x, first_row, w, panel), w.N - panel * COLUMNS)
     else:
-        _many_rows(x, w, y, first_row, last_row, first_panel, last_panel, bench)
+        for panel in range(first_panel, last_panel, CODE_PANELS):
+            for column in range(CODE_PANELS):
+                spread_panel(w, panel + column, bench, column, np.int64(CODE_PANELS))
+            for t in range(first_row, last_row, CODE_ROWS):
+                _code_tile(x, t, last_row - t, w, panel, bench, y)

@@ -3,13 +3,15 @@
     panel        blocks, one after the other: of 32 inputs, or of 256 where the format is one of steps
     block        16 factors (f16), then 16 factors of minimums where the format has any, then runs of 32 inputs
     run          steps (int8) of its groups, steps of minimums, each 16 a group, in formats of steps; then codes
-    codes        8 bits: [16 pairs, 16 outputs, 2] int8
-                 else 4 bits: [8 pairs, 16 outputs, 2] bytes: pair p in the lower half, pair p + 8 in the upper one
-                 and the fifth bits: [16 outputs, 2] words, bit p of pair p
-                 or the fifth and sixth: two of these, two bits a pair, of pairs 0 .. 7 and of pairs 8 .. 15
+    codes        8 bits: [8 quads, 16 outputs, 4] int8
+                 else 4 bits: [4 quads, 16 outputs, 4] bytes: quad v in the lower half, quad v + 4 in the upper one
+                 and the fifth bits: [16 outputs, 4] bytes, bit v of quad v
+                 or the fifth and sixth: two of these, two bits a quad, of quads 0 .. 3 and of quads 4 .. 7
 
 A weight is scale * (code - offset) - minimum; a scale is a factor, times its step where there are steps, and so is a
-minimum: products of 11 bits and 8, exact in f32. Pairs are neighbours in k. Codes of 4, 5 and 6 bits have no sign here.
+minimum: products of 11 bits and 8, exact in f32. A quad is four neighbours in k, which some machines multiply at once.
+Spread out to int16 it becomes two pairs, of its numbers 0 and 2 and of 1 and 3: a mask and a shift. Inputs in codes have
+that order too. Codes of 4, 5 and 6 bits have no sign here.
 """
 
 from collections.abc import Callable
@@ -21,8 +23,6 @@ from gemma_py.kernels.decorator import borrowing, woven
 from gemma_py.kernels.simd import (
     load_bytes,
     load_halves,
-    load_pairs,
-    load_unsigned_pairs,
     load_words,
     mul,
     store,
@@ -32,12 +32,14 @@ from gemma_py.kernels.simd import (
     words_less,
     words_or,
     words_right,
+    words_signed_right,
 )
 
 COLUMNS = 16
 BLOCK = 32  # codes of an input that share a scale
 HALF = 16  # the smaller group of weights
 _PAIRS = 2 * COLUMNS  # int16 of one pair of inputs
+_QUADS = 4 * COLUMNS  # bytes of one quad of inputs
 _HALVES = 2 * COLUMNS  # bytes of 16 factors
 
 
@@ -54,16 +56,15 @@ class CodePanels(NamedTuple):
     span: int  # inputs of a factor: 32 or 256
     minimums: int  # 1 where the format has minimums
     bytes: int  # of a panel
-    pairs: int  # always 8. LLVM must not know it where codes are spread: it would write out the loop
+    quads: int  # always 4. LLVM must not know it where codes are spread: it would write out the loop
 
 
 class Bench(NamedTuple):
-    """Where a worker puts panels that it has spread out, `columns` of them beside one another; and results with an edge."""
+    """Where a worker puts panels that it has spread out, `columns` of them beside one another."""
 
-    codes: np.ndarray  # int16 [K / 2, columns, 16, 2], without the offset
+    codes: np.ndarray  # int16 [K / 2, columns, 16, 2], pairs without the offset
     scales: np.ndarray  # f32 [K / group, columns, 16]
     minimums: np.ndarray  # the same
-    outputs: np.ndarray  # f32, a tile of outputs
 
 
 def panels_of(N: int) -> int:
@@ -117,22 +118,21 @@ def pack_codes(
         size = values.shape[1] * BLOCK // K * COLUMNS
         inner[..., at : at + size] = _by_panel(values, panels).view(np.uint8).reshape(panels, blocks, runs, size)
         at += size
-    # [panels, blocks, runs, 16 pairs, 16 outputs * 2]
-    pairs = _by_panel((codes + np.int8(offset)).view(np.uint16), panels).view(np.uint8)
-    pairs = pairs.reshape(panels, blocks, runs, BLOCK // 2, _PAIRS)
+    # [panels, blocks, runs, 8 quads, 16 outputs * 4]
+    quads = _by_panel((codes + np.int8(offset)).view(np.uint32), panels).view(np.uint8)
+    quads = quads.reshape(panels, blocks, runs, BLOCK // 4, _QUADS)
     place = inner[..., at:]
     if width == 8:
-        place[:] = pairs.reshape(place.shape)
+        place[:] = quads.reshape(place.shape)
         return
-    low, high = pairs[..., :8, :], pairs[..., 8:, :]
-    place[..., : 8 * _PAIRS] = (low & 15 | high << 4).reshape(panels, blocks, runs, -1)
+    low, high = quads[..., :4, :], quads[..., 4:, :]
+    place[..., : 4 * _QUADS] = (low & 15 | high << 4).reshape(panels, blocks, runs, -1)
     if width > 4:
-        upper = (pairs >> 4).astype(np.uint16)
         bits = width - 4
-        planes = upper.reshape(panels, blocks, runs, bits, BLOCK // 2 // bits, _PAIRS)
-        shifts = np.arange(0, 16, bits, dtype=np.uint16)[:, None]
-        words = np.bitwise_or.reduce(planes << shifts, axis=-2)
-        place[..., 8 * _PAIRS :] = words.view(np.uint8).reshape(panels, blocks, runs, -1)
+        planes = (quads >> 4).reshape(panels, blocks, runs, bits, BLOCK // 4 // bits, _QUADS)
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+        upper = np.bitwise_or.reduce(planes << shifts, axis=-2)
+        place[..., 4 * _QUADS :] = upper.reshape(panels, blocks, runs, -1)
 
 
 def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
@@ -146,40 +146,45 @@ def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
 
 
 @woven
-def _pairs_8(arena, at, p):
-    """Pairs p and p + 8 of the codes at `at`, with their offset."""
-    return load_pairs(arena, at + p * _PAIRS), load_pairs(arena, at + (p + 8) * _PAIRS)
+def _quads_8(arena, at, v):
+    """Quads v and v + 4 of the codes at `at`, with their offset, for v below 4."""
+    return load_words(arena, at + v * _QUADS), load_words(arena, at + (v + 4) * _QUADS)
 
 
 @woven
-def _pairs_4(arena, at, p):
-    both = load_unsigned_pairs(arena, at + p * _PAIRS)
-    return words_and(both, 15), words_right(both, 4)
+def _quads_4(arena, at, v):
+    both = load_words(arena, at + v * _QUADS)
+    return words_and(both, 0x0F0F), words_and(words_right(both, 4), 0x0F0F)
 
 
 @woven
-def _pairs_5(arena, at, p):
-    (low, high), fifth = _pairs_4(arena, at, p), words_right(load_words(arena, at + 8 * _PAIRS), p)
+def _quads_5(arena, at, v):
+    (low, high), fifth = _quads_4(arena, at, v), load_words(arena, at + 4 * _QUADS)
     return (
-        words_or(low, words_and(words_left(fifth, 4), 16)),
-        words_or(high, words_and(words_right(fifth, 4), 16)),
+        words_or(low, words_left(words_and(words_right(fifth, v), 0x0101), 4)),
+        words_or(high, words_and(words_right(fifth, v), 0x1010)),
     )
 
 
 @woven
-def _pairs_6(arena, at, p):
-    low, high = _pairs_4(arena, at, p)
-    upper_of_low = words_right(load_words(arena, at + 8 * _PAIRS), 2 * p)
-    upper_of_high = words_right(load_words(arena, at + 10 * _PAIRS), 2 * p)
-    return (
-        words_or(low, words_and(words_left(upper_of_low, 4), 48)),
-        words_or(high, words_and(words_left(upper_of_high, 4), 48)),
-    )
+def _quads_6(arena, at, v):
+    low, high = _quads_4(arena, at, v)
+    upper_of_low = words_and(words_right(load_words(arena, at + 4 * _QUADS), 2 * v), 0x0303)
+    upper_of_high = words_and(words_right(load_words(arena, at + 5 * _QUADS), 2 * v), 0x0303)
+    return words_or(low, words_left(upper_of_low, 4)), words_or(high, words_left(upper_of_high, 4))
 
 
 def for_each_width(make: Callable[..., Any]) -> tuple[Any, ...]:
-    """What `make` makes of a way to read pairs and its width. A loop that chose among them would keep all in registers."""
-    return tuple(make(pairs, width) for pairs, width in ((_pairs_4, 4), (_pairs_5, 5), (_pairs_6, 6), (_pairs_8, 8)))
+    """What `make` makes of a way to read quads and its width. A loop that chose among them would keep all in registers."""
+    return tuple(make(quads, width) for quads, width in ((_quads_4, 4), (_quads_5, 5), (_quads_6, 6), (_quads_8, 8)))
+
+
+@woven
+def pairs_of(quads, width):
+    """Numbers 0 and 2 of every quad, and 1 and 3, as int16."""
+    if width == 8:
+        return words_signed_right(words_left(quads, 8), 8), words_signed_right(quads, 8)
+    return words_and(quads, 0x00FF), words_right(quads, 8)
 
 
 @woven
@@ -203,7 +208,7 @@ def stepped(w, factors, at, group):
     return mul(factors, load_bytes(w.arena, at + group * COLUMNS)) if w.span > BLOCK else factors
 
 
-def _spread_with(pairs: Any, width: int) -> Any:
+def _spread_with(quads: Any, width: int) -> Any:
     @borrowing
     def spread(w, panel, bench, column, columns):
         at, stride, g = w.at + panel * w.bytes, columns * _PAIRS, column
@@ -218,10 +223,14 @@ def _spread_with(pairs: Any, width: int) -> Any:
                     g += columns
                 at += steps * (1 + w.minimums)
                 out_at = (k // 2 * columns + column) * _PAIRS
-                for p in range(w.pairs):
-                    low, high = pairs(w.arena, at, p)
-                    store_pairs(bench.codes, out_at + p * stride, words_less(low, w.offset))
-                    store_pairs(bench.codes, out_at + (p + 8) * stride, words_less(high, w.offset))
+                for v in range(w.quads):
+                    low, high = quads(w.arena, at, v)
+                    even, odd = pairs_of(low, width)
+                    store_pairs(bench.codes, out_at + 2 * v * stride, words_less(even, w.offset))
+                    store_pairs(bench.codes, out_at + (2 * v + 1) * stride, words_less(odd, w.offset))
+                    even, odd = pairs_of(high, width)
+                    store_pairs(bench.codes, out_at + (2 * v + 8) * stride, words_less(even, w.offset))
+                    store_pairs(bench.codes, out_at + (2 * v + 9) * stride, words_less(odd, w.offset))
                 at += 64 * width
 
     return spread

@@ -24,9 +24,11 @@ from gemma_py.kernels.simd import (
     load_one,
     mul,
     neg,
-    scatter_pairs,
     select,
+    shift_right,
     splat_value,
+    store_codes,
+    store_split,
     sub,
     sum_lanes,
     to_i32,
@@ -37,6 +39,7 @@ _F = np.float32
 _ZERO, _ONE, _HALF, _NAN = _F(0.0), _F(1.0), _F(0.5), _F(np.nan)
 _LARGEST_CODE, _ROUND = _F(32767.0), _F(12582912.0)
 _LEAST_CODE = _F(-32767.0)
+_BYTE = np.int32(8)
 _MAGNITUDE, _LARGEST_F32_BITS = np.int32(0x7FFFFFFF), np.int32(0x7F7FFFFF)
 _GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)
 
@@ -60,9 +63,7 @@ def quantise_rows(x, K, coded, first, last, shift):
 
     Magnitudes are compared as integers: their order is the same, and above the largest float lie infinity and NaN.
     """
-    rows = coded.rows
     for t in range(first, last):
-        tile, row = (t - shift) // rows * rows, (t - shift) % rows
         for block in range(K // BLOCK):
             at = t * K + block * BLOCK
             a, b, mask = load(x, at), load(x, at + COLUMNS), splat_value(_MAGNITUDE)
@@ -72,24 +73,18 @@ def quantise_rows(x, K, coded, first, last, shift):
             low, high = izeros(2)
             if scale > _ZERO:
                 low, high = _codes_of(a, scale), _codes_of(b, scale)
-            place = tile * (K // BLOCK) + block * rows + row
-            coded.scales[place] = scale
-            scatter_pairs(coded.codes, tile * K + (block * COLUMNS * rows + row) * 2, 2 * rows, low, high)
+            at -= shift * K
+            store_codes(coded.codes, at, low)
+            store_codes(coded.codes, at + COLUMNS, high)
+            store_split(coded.halves, 2 * at, low)
+            store_split(coded.halves, 2 * at + BLOCK, high)
             low_sum, high_sum = sum_lanes(low), sum_lanes(high)
-            coded.sums[place] = _F(low_sum + high_sum)
-            place = tile * (K // COLUMNS) + 2 * block * rows + row
-            coded.half_sums[place] = _F(low_sum)
-            coded.half_sums[place + rows] = _F(high_sum)
-
-
-@kernel
-def tile_rows(x, K, tiled, first, last, shift):
-    """Rows first .. last - 1 as rows first - shift .. of an input of floats.    x: [T * K]   tiled: FloatRows, written"""
-    rows = tiled.rows
-    for t in range(first, last):
-        at = (t - shift) // rows * rows * K + (t - shift) % rows
-        for k in range(K):
-            tiled.values[at + k * rows] = load_one(x, t * K + k)
+            coded.scales[at // BLOCK] = scale
+            coded.sums[at // BLOCK] = _F(low_sum + high_sum)
+            upper = add(shift_right(low, splat_value(_BYTE)), shift_right(high, splat_value(_BYTE)))
+            coded.high_sums[at // BLOCK] = _F(sum_lanes(upper))
+            coded.half_sums[at // COLUMNS] = _F(low_sum)
+            coded.half_sums[at // COLUMNS + 1] = _F(high_sum)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -204,7 +199,8 @@ def embed_codes(w, token, factor, y, at, bench):
     lane = token % COLUMNS
     for k in range(w.K):
         group = k // w.group * COLUMNS + lane
-        value = bench.scales[group] * _F(bench.codes[(k // 2 * COLUMNS + lane) * 2 + k % 2])
+        code = bench.codes[((k // 4 * 2 + k % 2) * COLUMNS + lane) * 2 + k % 4 // 2]
+        value = bench.scales[group] * _F(code)
         if w.minimums:
             value = value - bench.minimums[group]
         y[at + k] = value * factor

@@ -3,7 +3,7 @@
     f32x16   sixteen floats          i32x16   sixteen integers
     i16x32   sixteen pairs of int16  b1x16    sixteen truths, what a comparison gives
 
-Tiles are tuples of such values, row after row: an operation on a tile is one instruction for each of its vectors.
+A tile is a tuple of such values, row after row: an operation on a tile is one instruction for each of its vectors.
 
 LLVM cuts 16 lanes into one AVX-512 register, two of AVX2 or four of NEON: neither the optimiser nor the machine's
 width decides the order of a sum. Nothing here adds floats across lanes; `sum_lanes` and `largest_lane` are of integers,
@@ -19,6 +19,8 @@ from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
+
+llvm.initialize_native_asmparser()  # of `_fused`
 
 LANES = 16
 _B1, _I8, _I16, _I32, _F32 = ir.IntType(1), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
@@ -117,23 +119,27 @@ def load(typing, array, index):
 
 @intrinsic
 def store(typing, array, index, value):
-    """array[index : index + 16] = value: f32 as it is, i32 into int16 by its low half."""
-    if not _is_flat(array, {f32x16: types.float32, i32x16: types.int16}.get(value)):
+    """array[index : index + 16] = value"""
+    if not _is_flat(array, types.float32) or value != f32x16:
         return None
 
     def codegen(context, builder, sig, args):
-        value, align = args[2], 4
-        if sig.args[2] == i32x16:
-            value, align = builder.trunc(value, ir.VectorType(_I16, 16)), 2
-        builder.store(value, _address(context, builder, sig.args[0], args[0], args[1], value.type)).align = align
+        place = _address(context, builder, sig.args[0], args[0], args[1], f32x16.llvm)
+        builder.store(args[2], place).align = 4
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, value), codegen
+    return types.void(array, types.intp, f32x16), codegen
 
 
 def _first_lanes(builder, count):
     lanes = _constant(i32x16.llvm, range(16))
     return builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(count, _I32), i32x16.llvm))
+
+
+def _masked_store(builder, value, place, mask):
+    kind = ir.FunctionType(ir.VoidType(), [f32x16.llvm, place.type, _I32, b1x16.llvm])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16f32.p0")
+    builder.call(function, [value, place, ir.Constant(_I32, 4), mask])
 
 
 @intrinsic
@@ -160,9 +166,7 @@ def store_first(typing, array, index, value, count):
 
     def codegen(context, builder, sig, args):
         place = _address(context, builder, sig.args[0], args[0], args[1], f32x16.llvm)
-        kind = ir.FunctionType(ir.VoidType(), [f32x16.llvm, place.type, _I32, b1x16.llvm])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16f32.p0")
-        builder.call(function, [args[2], place, ir.Constant(_I32, 4), _first_lanes(builder, args[3])])
+        _masked_store(builder, args[2], place, _first_lanes(builder, args[3]))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16, types.intp), codegen
@@ -225,6 +229,14 @@ def splat_value(typing, value):
 @intrinsic
 def zero(typing):
     return f32x16(), lambda context, builder, sig, args: _constant(f32x16.llvm, [0.0] * 16)
+
+
+@intrinsic(prefer_literal=True)
+def izeros(typing, count):
+    """So many vectors of integers, all zero."""
+    kind = types.UniTuple(i32x16, count.literal_value)
+    value = _constant(i32x16.llvm, [0] * 16)
+    return kind(count), lambda context, builder, sig, args: context.make_tuple(builder, kind, [value] * kind.count)
 
 
 @intrinsic
@@ -291,6 +303,7 @@ div = _operation("fdiv", None)
 neg = _operation("fneg", "neg", 1)
 band = _operation(None, "and_")
 shift_left = _operation(None, "shl")
+shift_right = _operation(None, "ashr")  # keeps the sign
 
 
 @intrinsic
@@ -367,30 +380,6 @@ def largest_lane(typing, a):
 
 
 @intrinsic
-def load_pairs(typing, array, index):
-    """array[index : index + 32] of int8 or int16."""
-    if not _is_flat(array, types.int8, types.int16):
-        return None
-
-    def codegen(context, builder, sig, args):
-        if sig.args[0].dtype == types.int16:
-            return _load(context, builder, sig, args, i16x32.llvm, 2)
-        return builder.sext(_load(context, builder, sig, args, ir.VectorType(_I8, 32), 1), i16x32.llvm)
-
-    return i16x32(array, types.intp), codegen
-
-
-@intrinsic
-def load_unsigned_pairs(typing, array, index):
-    """array[index : index + 32] of bytes, 0 .. 255."""
-    if not _is_flat(array, types.int8):
-        return None
-    return i16x32(array, types.intp), lambda context, builder, sig, args: builder.zext(
-        _load(context, builder, sig, args, ir.VectorType(_I8, 32), 1), i16x32.llvm
-    )
-
-
-@intrinsic
 def load_words(typing, array, index):
     """The 64 bytes from index on as 32 words."""
     if not _is_flat(array, types.int8):
@@ -415,21 +404,37 @@ def store_pairs(typing, array, index, value):
 
 
 @intrinsic
-def scatter_pairs(typing, array, index, stride, low, high):
-    """array[index + i * stride : ... + 2] = pair i of 32 integers, of which the low halves are kept, for i below 16."""
+def store_codes(typing, array, index, value):
+    """Sixteen integers as int16 in the order of panels: of each four, numbers 0, 2, 1, 3."""
     if not _is_flat(array, types.int16):
         return None
+    order = [4 * quad + number for quad in range(4) for number in (0, 2, 1, 3)]
 
     def codegen(context, builder, sig, args):
-        words = builder.trunc(_shuffle(builder, args[3], args[4], range(32)), i16x32.llvm)
-        pairs = builder.bitcast(words, i32x16.llvm)
-        for number in range(LANES):
-            at = builder.add(args[1], builder.mul(args[2], ir.Constant(args[2].type, number)))
-            pair = builder.extract_element(pairs, ir.Constant(_I32, number))
-            builder.store(pair, _address(context, builder, sig.args[0], args[0], at, _I32)).align = 2
+        kind = ir.VectorType(_I16, 16)
+        words = builder.trunc(args[2], kind)
+        place = _address(context, builder, sig.args[0], args[0], args[1], kind)
+        builder.store(_shuffle(builder, words, ir.Constant(kind, ir.Undefined), order), place).align = 2
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.intp, i32x16, i32x16), codegen
+    return types.void(array, types.intp, i32x16), codegen
+
+
+@intrinsic
+def store_split(typing, array, index, value):
+    """Sixteen integers as bytes: of each four of them the upper halves, then the lower ones."""
+    if not _is_flat(array, types.int8):
+        return None
+    order = [8 * quad + 2 * number + half for quad in range(4) for half in (1, 0) for number in range(4)]
+
+    def codegen(context, builder, sig, args):
+        kind = ir.VectorType(_I8, 32)
+        halves = builder.bitcast(builder.trunc(args[2], ir.VectorType(_I16, 16)), kind)
+        place = _address(context, builder, sig.args[0], args[0], args[1], kind)
+        builder.store(_shuffle(builder, halves, ir.Constant(kind, ir.Undefined), order), place).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, i32x16), codegen
 
 
 @intrinsic
@@ -502,6 +507,8 @@ def _on_words(name):
 words_and = _on_words("and_")
 words_left = _on_words("shl")
 words_right = _on_words("lshr")
+words_signed_right = _on_words("ashr")
+words_flip = _on_words("xor")
 words_less = _on_words("sub")
 
 
@@ -528,33 +535,60 @@ def _splat_pair(context, builder, array_type, array, index):
     return builder.bitcast(_splat(builder, pair, i32x16.llvm), i16x32.llvm)
 
 
+def _assembly(target, source):
+    """What LLVM makes of it for this target. LLVM alone knows what a target's name implies, so it is asked."""
+    triple, cpu, features = target
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
+    return machine.emit_assembly(llvm.parse_assembly(source))
+
+
 @cache
 def _pair_instruction(triple, cpu, features):
-    """(name, lanes) of x86's pmaddwd on the widest register that this target adds integers in; None where it has none.
-
-    LLVM alone knows what a target's name implies, so it is asked how it would add.
-    """
+    """(name, lanes) of x86's pmaddwd on the widest register that this target adds integers in; None where it has none."""
     if not triple.startswith("x86_64"):
         return None
     kind = "<LANES x i16>"
     source = f"define {kind} @f({kind} %a, {kind} %b) {{ %c = add {kind} %a, %b\n ret {kind} %c }}"
-    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
     for register, lanes, name in (("zmm", 16, "llvm.x86.avx512.pmaddw.d.512"), ("ymm", 8, "llvm.x86.avx2.pmadd.wd")):
-        assembly = machine.emit_assembly(llvm.parse_assembly(source.replace("LANES", str(2 * lanes))))
+        assembly = _assembly((triple, cpu, features), source.replace("LANES", str(2 * lanes)))
         if any("vpaddw" in line and register in line for line in assembly.splitlines()):
             return name, lanes
     return None
 
 
 @cache
+def _is_fused(triple, cpu, features):
+    """Whether 512 bits of x86's vpdpwssd and vpdpbusd are there, which multiply and add codes at once (AVX-512 VNNI)."""
+    name, lanes = _pair_instruction(triple, cpu, features) or ("", 0)
+    if lanes != LANES:
+        return False
+    source = f"""
+        declare <16 x i32> @{name}(<32 x i16>, <32 x i16>)
+        define <16 x i32> @f(<16 x i32> %total, <32 x i16> %a, <32 x i16> %b) {{
+            %products = call <16 x i32> @{name}(<32 x i16> %a, <32 x i16> %b)
+            %sum = add <16 x i32> %total, %products
+            ret <16 x i32> %sum
+        }}"""
+    return "vpdpwssd" in _assembly((triple, cpu, features), source)
+
+
+@cache
 def _is_wide(triple, cpu, features):
-    """Whether sixteen floats are one register of this target, which has 32 then; LLVM is asked how it would add them."""
+    """Whether sixteen floats are one register of this target, which has 32 then."""
     source = "define <16 x float> @f(<16 x float> %a) { %b = fadd <16 x float> %a, %a\n ret <16 x float> %b }"
-    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
-    return "zmm" in machine.emit_assembly(llvm.parse_assembly(source))
+    return "zmm" in _assembly((triple, cpu, features), source)
 
 
-WIDE: bool = _is_wide(*cpu_target.target_context.codegen().magic_tuple())
+_TARGET = cpu_target.target_context.codegen().magic_tuple()
+WIDE: bool = _is_wide(*_TARGET)
+FUSED: bool = _is_fused(*_TARGET)
+
+
+def _fused(builder, instruction, a, b, total):
+    """total + a * b, as an instruction written out: LLVM replaces a chain of them by twice as many others."""
+    kind = ir.FunctionType(i32x16.llvm, [i32x16.llvm] * 3)
+    assembly = ir.InlineAsm(kind, f"{instruction} $2, $1, $0", "=v,v,v,0")
+    return builder.call(assembly, [builder.bitcast(a, i32x16.llvm), builder.bitcast(b, i32x16.llvm), total])
 
 
 def _dot_pairs(context, builder, a, b, total):
@@ -567,6 +601,8 @@ def _dot_pairs(context, builder, a, b, total):
         even, odd = (_shuffle(builder, products, blank, range(k, 32, 2)) for k in (0, 1))
         return builder.add(builder.add(total, even), odd)
     name, lanes = instruction
+    if _is_fused(*context.codegen().magic_tuple()):
+        return _fused(builder, "vpdpwssd", a, b, total)
     if lanes == LANES:
         return builder.add(total, _call(builder, name, i32x16.llvm, [a, b]))
     low, high = (
@@ -590,148 +626,26 @@ def dot_pairs(typing, a, b, total):
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: _dot_pairs(context, builder, *args)
 
 
-# --- tiles: rows of an input, which lie beside one another, times vectors of weights ----------------------------------
-
-
-def _tile_operation(one, kind, step):
-    """tile[r, c] = one(input[at + r * step], weights[c], tile[r, c]), for all rows and vectors of a tile.
-
-    rows: a constant   inputs: an array   weights: a tuple of vectors, one a column of the tile
-    """
-
-    @intrinsic(prefer_literal=True)
-    def operation(typing, rows, inputs, at, weights, tile):
-        if not isinstance(rows, types.IntegerLiteral):
-            return None
-        count, columns = rows.literal_value, weights.count
-
-        def codegen(context, builder, sig, args):
-            done = []
-            for row in range(count):
-                place = builder.add(args[2], ir.Constant(args[2].type, row * step))
-                x = kind(context, builder, sig.args[1], args[1], place)
-                for column in range(columns):
-                    w = builder.extract_value(args[3], column)
-                    done.append(one(context, builder, x, w, builder.extract_value(args[4], row * columns + column)))
-            return context.make_tuple(builder, sig.return_type, done)
-
-        return tile(rows, inputs, types.intp, weights, tile), codegen
-
-    return operation
-
-
-def _splat_float(context, builder, array_type, array, index):
-    value = _load_at(context, builder, array_type, array, index, _F32, 4)
-    return _splat(builder, value, f32x16.llvm)
-
-
-def _fma(context, builder, x, w, total):
-    return _call(builder, "llvm.fma.v16f32", f32x16.llvm, [x, w, total])
-
-
-fma_tile = _tile_operation(_fma, _splat_float, 1)  # floats times floats
-dot_tile = _tile_operation(_dot_pairs, _splat_pair, 2)  # pairs of codes times pairs of codes
-
-
-@intrinsic(prefer_literal=True)
-def scale_tile(typing, rows, inputs, at, weights, dots, tile):
-    """tile[r, c] + (inputs[at + r] * weights[c]) * dots[r, c]"""
-    count, columns = rows.literal_value, weights.count
-
-    def codegen(context, builder, sig, args):
-        done = []
-        for row in range(count):
-            x = _splat_float(
-                context, builder, sig.args[1], args[1], builder.add(args[2], ir.Constant(args[2].type, row))
-            )
-            for column in range(columns):
-                number = row * columns + column
-                dot = builder.sitofp(builder.extract_value(args[4], number), f32x16.llvm)
-                scale = builder.fmul(x, builder.extract_value(args[3], column))
-                done.append(_fma(context, builder, scale, dot, builder.extract_value(args[5], number)))
-        return context.make_tuple(builder, sig.return_type, done)
-
-    return tile(rows, inputs, types.intp, weights, dots, tile), codegen
-
-
-@intrinsic(prefer_literal=True)
-def minimum_tile(typing, rows, inputs, at, sums, sums_at, weights, tile):
-    """tile[r, c] - (inputs[at + r] * weights[c]) * sums[sums_at + r]"""
-    count, columns = rows.literal_value, weights.count
-
-    def codegen(context, builder, sig, args):
-        done = []
-        for row in range(count):
-            place, sum_place = (builder.add(at, ir.Constant(at.type, row)) for at in (args[2], args[4]))
-            x = builder.fneg(_splat_float(context, builder, sig.args[1], args[1], place))
-            total = _splat_float(context, builder, sig.args[3], args[3], sum_place)
-            for column in range(columns):
-                scale = builder.fmul(x, builder.extract_value(args[5], column))
-                number = row * columns + column
-                done.append(_fma(context, builder, scale, total, builder.extract_value(args[6], number)))
-        return context.make_tuple(builder, sig.return_type, done)
-
-    return tile(rows, inputs, types.intp, sums, types.intp, weights, tile), codegen
-
-
-@intrinsic(prefer_literal=True)
-def zeros(typing, count):
-    """A tile of so many vectors of floats."""
-    kind = types.UniTuple(f32x16, count.literal_value)
-    value = _constant(f32x16.llvm, [0.0] * 16)
-    return kind(count), lambda context, builder, sig, args: context.make_tuple(builder, kind, [value] * kind.count)
-
-
-@intrinsic(prefer_literal=True)
-def izeros(typing, count):
-    """A tile of so many vectors of integers."""
-    kind = types.UniTuple(i32x16, count.literal_value)
-    value = _constant(i32x16.llvm, [0] * 16)
-    return kind(count), lambda context, builder, sig, args: context.make_tuple(builder, kind, [value] * kind.count)
-
-
-@intrinsic(prefer_literal=True)
-def load_tile(typing, count, array, index, stride):
-    """A tuple of vectors: array[index + c * stride : ... + 16] for c below count; floats as `load`, int16 as pairs."""
-    is_pairs = _is_flat(array, types.int16)
-    one = i16x32 if is_pairs else f32x16
-    if not is_pairs and not _is_flat(array, types.float32, types.uint16):
+@intrinsic
+def splat_quad(typing, array, index):
+    """The four bytes from array[index] on, sixteen times."""
+    if not _is_flat(array, types.int8):
         return None
-    kind = types.UniTuple(one, count.literal_value)
 
     def codegen(context, builder, sig, args):
-        loaded = []
-        for number in range(kind.count):
-            at = builder.add(args[2], builder.mul(args[3], ir.Constant(args[3].type, number)))
-            where = context, builder, sig.args[1], args[1], at
-            if is_pairs:
-                loaded.append(_load_at(*where, i16x32.llvm, 2))
-            elif sig.args[1].dtype == types.float32:
-                loaded.append(_load_at(*where, f32x16.llvm, 4))
-            else:
-                loaded.append(_widened(builder, _load_at(*where, ir.VectorType(_I16, 16), 2), 16))
-        return context.make_tuple(builder, kind, loaded)
+        quad = _load(context, builder, sig, args, _I32, 4)
+        return builder.bitcast(_splat(builder, quad, i32x16.llvm), i16x32.llvm)
 
-    return kind(count, array, types.intp, types.intp), codegen
+    return i16x32(array, types.intp), codegen
 
 
-@intrinsic(prefer_literal=True)
-def store_tile(typing, rows, array, index, stride, tile):
-    """array[index + r * stride + 16 * c : ... + 16] = tile[r, c]"""
-    columns = tile.count // rows.literal_value
-
-    def codegen(context, builder, sig, args):
-        for number in range(tile.count):
-            row = builder.mul(args[3], ir.Constant(args[3].type, number // columns))
-            at = builder.add(builder.add(args[2], row), ir.Constant(args[2].type, number % columns * LANES))
-            place = _address(context, builder, sig.args[1], args[1], at, f32x16.llvm)
-            builder.store(builder.extract_value(args[4], number), place).align = 4
-        return context.get_dummy_value()
-
-    return types.void(rows, array, types.intp, types.intp, tile), codegen
+@intrinsic
+def dot_quads(typing, unsigned, signed, total):
+    """total[i] + the dot product of four bytes, 0 .. 255 of one and -128 .. 127 of the other. Only where FUSED."""
+    return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: _fused(builder, "vpdpbusd", *args)
 
 
-# --- tiles of outer products ------------------------------------------------------------------------------------------
+# --- tiles ------------------------------------------------------------------------------------------------------------
 # Totals of R rows by C vectors, a tuple of R * C vectors; as many as there are registers for. Rows begin at `places`.
 
 
@@ -743,9 +657,16 @@ def _index(builder, at, offset):
     return builder.add(at, ir.Constant(at.type, offset))
 
 
-def _vectors_from(context, builder, kind, array, at, count):
+def _vectors_from(context, builder, kind, array, at, count, stride=None):
+    """array[at + number * stride : ... + 16] as f32, for so many numbers; one after the other unless told otherwise."""
+    stride = ir.Constant(at.type, LANES) if stride is None else stride
     sig = f32x16(kind, types.intp)
-    return [_load_vector(context, builder, sig, (array, _index(builder, at, 16 * number))) for number in range(count)]
+    offsets = [builder.mul(stride, ir.Constant(at.type, number)) for number in range(count)]
+    return [_load_vector(context, builder, sig, (array, builder.add(at, offset))) for offset in offsets]
+
+
+def _fma(builder, a, b, total):
+    return _call(builder, "llvm.fma.v16f32", f32x16.llvm, [a, b, total])
 
 
 def _splat_from(context, builder, kind, array, at):
@@ -770,39 +691,120 @@ def row_places(typing, at, stride, rows, R):
     return types.UniTuple(types.intp, R.literal_value)(types.intp, types.intp, types.intp, R), codegen
 
 
-@intrinsic(prefer_literal=True)
-def zero_totals(typing, places, C):
-    """All zero: C vectors for each of the places."""
-    if not isinstance(C, types.IntegerLiteral):
-        return None
-    result = types.UniTuple(f32x16, places.count * C.literal_value)
+def _zero_tile(kind, name):
+    def zero_tile(typing, places, C):
+        """All zero: C vectors for each of the places."""
+        if not isinstance(C, types.IntegerLiteral):
+            return None
+        result = types.UniTuple(kind, places.count * C.literal_value)
 
-    def codegen(context, builder, sig, args):
-        return context.make_tuple(builder, result, [_constant(f32x16.llvm, [0.0] * 16)] * result.count)
+        def codegen(context, builder, sig, args):
+            return context.make_tuple(builder, result, [_constant(kind.llvm, [0] * 16)] * result.count)
 
-    return result(places, C), codegen
+        return result(places, C), codegen
+
+    zero_tile.__name__ = name
+    return intrinsic(prefer_literal=True)(zero_tile)
+
+
+zero_totals, zero_dots = _zero_tile(f32x16, "zero_totals"), _zero_tile(i32x16, "zero_dots")
 
 
 @intrinsic
-def add_products(typing, a, places, step, b, at, totals):
-    """totals[r, c] += a[places[r] + step] * b[at + 16 c : at + 16 c + 16], rounded once."""
+def add_products(typing, a, places, step, b, at, stride, totals):
+    """totals[r, c] += a[places[r] + step] * b[at + c * stride : ... + 16], rounded once."""
     if not (_is_flat(a, types.float32, types.uint16) and _is_flat(b, types.float32, types.uint16)):
         return None
 
     def codegen(context, builder, sig, args):
-        _, places, step, _, at, totals = args
+        _, places, step, _, at, stride, totals = args
         rows = sig.args[1].count
-        vectors = sig.args[5].count // rows
-        columns = _vectors_from(context, builder, sig.args[3], args[3], at, vectors)
+        vectors = sig.args[6].count // rows
+        columns = _vectors_from(context, builder, sig.args[3], args[3], at, vectors, stride)
         made = _parts(builder, totals)
         for r, place in enumerate(_parts(builder, places)):
             factor = _splat_from(context, builder, sig.args[0], args[0], builder.add(place, step))
             for c, column in enumerate(columns):
-                total = made[r * vectors + c]
-                made[r * vectors + c] = _call(builder, "llvm.fma.v16f32", f32x16.llvm, [factor, column, total])
+                made[r * vectors + c] = _fma(builder, factor, column, made[r * vectors + c])
         return context.make_tuple(builder, sig.return_type, made)
 
-    return totals(a, places, types.intp, b, types.intp, totals), codegen
+    return totals(a, places, types.intp, b, types.intp, types.intp, totals), codegen
+
+
+@intrinsic
+def add_dots(typing, codes, places, step, weights, at, dots):
+    """dots[r, c] += the dot products of 16 codes, codes[places[r] + step : ... + 16], and of 8 times C vectors of sixteen
+    pairs, weights[at + 32 (c + C pair) : ... + 32].
+
+    Written out: the end of a loop so short is a wrong guess of the machine each time.
+    """
+    if not (_is_flat(codes, types.int16) and _is_flat(weights, types.int16)):
+        return None
+
+    def codegen(context, builder, sig, args):
+        _, places, step, _, at, dots = args
+        made, places = _parts(builder, dots), _parts(builder, places)
+        vectors = len(made) // len(places)
+        for pair in range(8):
+            columns = [
+                _load_at(context, builder, sig.args[3], args[3], _index(builder, at, 32 * c), i16x32.llvm, 2)
+                for c in range(vectors * pair, vectors * (pair + 1))
+            ]
+            for r, place in enumerate(places):
+                place = _index(builder, builder.add(place, step), 2 * pair)
+                code = _splat_pair(context, builder, sig.args[0], args[0], place)
+                for c, column in enumerate(columns):
+                    made[r * vectors + c] = _dot_pairs(context, builder, code, column, made[r * vectors + c])
+        return context.make_tuple(builder, sig.return_type, made)
+
+    return dots(codes, places, types.intp, weights, types.intp, dots), codegen
+
+
+@intrinsic
+def add_scaled(typing, scales, places, step, weights, at, dots, totals):
+    """totals[r, c] += (scales[places[r] + step] * weights[at + 16 c : ... + 16]) * dots[r, c]"""
+    if not (_is_flat(scales, types.float32) and _is_flat(weights, types.float32)):
+        return None
+
+    def codegen(context, builder, sig, args):
+        _, places, step, _, at, dots, totals = args
+        rows = sig.args[1].count
+        vectors = sig.args[6].count // rows
+        columns = _vectors_from(context, builder, sig.args[3], args[3], at, vectors)
+        made, dots = _parts(builder, totals), _parts(builder, dots)
+        for r, place in enumerate(_parts(builder, places)):
+            scale = _splat_from(context, builder, sig.args[0], args[0], builder.add(place, step))
+            for number in range(r * vectors, (r + 1) * vectors):
+                factor = builder.fmul(scale, columns[number % vectors])
+                made[number] = _fma(builder, factor, builder.sitofp(dots[number], f32x16.llvm), made[number])
+        return context.make_tuple(builder, sig.return_type, made)
+
+    return totals(scales, places, types.intp, weights, types.intp, dots, totals), codegen
+
+
+@intrinsic
+def take_minimums(typing, scales, places, step, sums, sum_places, sum_step, weights, at, totals):
+    """totals[r, c] -= (scales[places[r] + step] * weights[at + 16 c : ... + 16]) * sums[sum_places[r] + sum_step]"""
+    if not (_is_flat(scales, types.float32) and _is_flat(sums, types.float32) and _is_flat(weights, types.float32)):
+        return None
+
+    def codegen(context, builder, sig, args):
+        _, places, step, _, sum_places, sum_step, _, at, totals = args
+        rows = sig.args[1].count
+        vectors = sig.args[8].count // rows
+        columns = _vectors_from(context, builder, sig.args[6], args[6], at, vectors)
+        made = _parts(builder, totals)
+        both = zip(_parts(builder, places), _parts(builder, sum_places), strict=True)
+        for r, (place, sum_place) in enumerate(both):
+            scale = _splat_from(context, builder, sig.args[0], args[0], builder.add(place, step))
+            total = _splat_from(context, builder, sig.args[3], args[3], builder.add(sum_place, sum_step))
+            for number in range(r * vectors, (r + 1) * vectors):
+                factor = builder.fmul(builder.fneg(scale), columns[number % vectors])
+                made[number] = _fma(builder, factor, total, made[number])
+        return context.make_tuple(builder, sig.return_type, made)
+
+    step = types.intp
+    return totals(scales, places, step, sums, sum_places, step, weights, step, totals), codegen
 
 
 @intrinsic
@@ -851,6 +853,24 @@ def store_totals(typing, y, places, step, totals):
                 at = _index(builder, builder.add(place, args[2]), 16 * c)
                 address = _address(context, builder, sig.args[0], args[0], at, f32x16.llvm)
                 builder.store(made[r * vectors + c], address).align = 4
+        return context.get_dummy_value()
+
+    return types.void(y, places, types.intp, totals), codegen
+
+
+@intrinsic
+def store_first_totals(typing, y, places, columns, totals):
+    """y[places[r] : ... + columns] = the first of totals[r]"""
+    if not _is_flat(y, types.float32):
+        return None
+
+    def codegen(context, builder, sig, args):
+        made, vectors = _parts(builder, args[3]), sig.args[3].count // sig.args[1].count
+        masks = [_first_lanes(builder, _index(builder, args[2], -16 * c)) for c in range(vectors)]
+        for r, place in enumerate(_parts(builder, args[1])):
+            for c in range(vectors):
+                address = _address(context, builder, sig.args[0], args[0], _index(builder, place, 16 * c), f32x16.llvm)
+                _masked_store(builder, made[r * vectors + c], address, masks[c])
         return context.get_dummy_value()
 
     return types.void(y, places, types.intp, totals), codegen

@@ -16,14 +16,13 @@ from gemma_py.model.reference import rope_frequencies
 from gemma_py.model.weights import FloatMatrix, Matrix, StoredMatrix, Weights
 
 # Columns of `matrices`.
-KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, SPAN, MINIMUMS, BYTES, PAIRS = range(11)  # WIDTH and on: of CODES alone
+KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, SPAN, MINIMUMS, BYTES, QUADS = range(11)  # WIDTH and on: of CODES alone
 FLOATS, HALVES, CODES = range(3)  # values of KIND: f32, bfloat16, quantised
 
 # Columns of `layers`. HEADS .. WIDTH describe shapes; Q .. DOWN are numbers of matrices; the rest are places in `gains`,
-# negative where the layer has no such norm, and what form of an input the matrices behind it read.
+# negative where the layer has no such norm, and whether a matrix behind an input reads its codes.
 HEADS, KV_HEADS, HEAD_DIM, INNER, WINDOW, KV_SOURCE, ROPE, Q, K, V, O, GATE, UP, DOWN = range(14)  # noqa: E741
-IN_GAIN, Q_GAIN, K_GAIN, O_GAIN, FF_GAIN, FF_OUT_GAIN, QKV_INPUT, O_INPUT, GATE_INPUT, DOWN_INPUT = range(14, 24)
-INPUT_CODES, INPUT_FLOATS = 1, 2  # bits of the last four: what the matrices behind an input read
+IN_GAIN, Q_GAIN, K_GAIN, O_GAIN, FF_GAIN, FF_OUT_GAIN, QKV_CODED, O_CODED, GATE_CODED, DOWN_CODED = range(14, 24)
 _GAINS = {
     Norm.ATTENTION: IN_GAIN, Norm.QUERY: Q_GAIN, Norm.KEY: K_GAIN, Norm.ATTENTION_OUTPUT: O_GAIN,
     Norm.FEED_FORWARD: FF_GAIN, Norm.FEED_FORWARD_OUTPUT: FF_OUT_GAIN,
@@ -37,7 +36,7 @@ class Numbers(NamedTuple):
     vocabulary: int  # V
     embedding: int  # number of a matrix
     head: int
-    head_input: int  # INPUT_CODES or INPUT_FLOATS
+    head_coded: int
     final_gain: int  # place in gains
     eps: np.float32
     attention_scale: np.float32
@@ -68,7 +67,7 @@ def matrix_bytes(packed: Packed, number: int) -> int:
     return panels * COLUMNS * int(row[INPUTS]) * (packed.floats if row[KIND] == FLOATS else packed.halves).itemsize
 
 
-LAYOUT = 2  # of panels and arenas, as files of packed weights hold them; a new number leaves old files behind
+LAYOUT = 3  # of panels and arenas, as files of packed weights hold them; a new number leaves old files behind
 _TYPES = tuple(np.dtype(kind) for kind in ("<f4", "<u2", "i1"))  # of the arenas: floats, halves, codes
 
 
@@ -98,10 +97,10 @@ class Plan:
                     gains.append(w.gains[norm])
                     place += len(w.gains[norm])
             inputs = ((w.q, w.k, w.v), (w.o,), (w.gate, w.up), (w.down,))
-            row[QKV_INPUT : DOWN_INPUT + 1] = [_input(group) for group in inputs]
+            row[QKV_CODED : DOWN_CODED + 1] = [_coded(group) for group in inputs]
         numbers = Numbers(
             config.hidden_size, config.vocab_size, self._number(weights.embedding), self._number(weights.head),
-            _input([weights.head]), 0,
+            _coded([weights.head]), 0,
             np.float32(config.rms_norm_eps), np.float32(config.attention_scale),
             np.float32(config.attn_logit_softcapping or 0.0), np.float32(config.final_logit_softcapping or 0.0),
             np.float32(np.sqrt(np.float64(config.hidden_size))),
@@ -148,17 +147,14 @@ class Plan:
         if kind.quantised:
             minimums = int(kind.minimum is not Minimum.NONE)
             arena, panel = CODES, panel_bytes(K, kind.width, kind.group, kind.block, minimums)
-            row = [kind.width, kind.offset, kind.group, kind.block, minimums, panel, 8]
+            row = [kind.width, kind.offset, kind.group, kind.block, minimums, panel, 4]
         at = self._sizes[arena]
         self._sizes[arena] += panels_of(N) * panel
         return [arena, N, K, at, *row]
 
 
-def _input(matrices: Iterable[StoredMatrix]) -> int:
-    forms = 0
-    for matrix in matrices:
-        forms |= INPUT_CODES if matrix.tensor.type.quantised else INPUT_FLOATS
-    return forms
+def _coded(matrices: Iterable[StoredMatrix]) -> bool:
+    return any(matrix.tensor.type.quantised for matrix in matrices)
 
 
 def _pack(part: Matrix, first: int, row: list[int], arenas: Sequence[np.ndarray]) -> None:

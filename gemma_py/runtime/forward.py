@@ -15,12 +15,9 @@ from gemma_py.kernels.attention import QUERIES, Ring, attend
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.intrinsics import bits_of_f32
 from gemma_py.kernels.matmul import (
-    CODE_ROWS,
-    FLOAT_ROWS,
     ROWS_TOGETHER,
     CodedRows,
     FloatPanels,
-    FloatRows,
     matmul_codes,
     matmul_floats,
 )
@@ -35,7 +32,6 @@ from gemma_py.kernels.rows import (
     rope_rows,
     rope_table,
     soft_cap,
-    tile_rows,
 )
 from gemma_py.kernels.simd import store_one
 from gemma_py.model import packed as p
@@ -78,8 +74,7 @@ class Scratch(NamedTuple):
     y: np.ndarray  # [T * D], what a half of a layer gives
     gate: np.ndarray  # [T * F]
     up: np.ndarray  # [T * F]
-    coded: CodedRows  # whichever input is next, in the form or forms that its matrices read
-    tiled: FloatRows
+    coded: CodedRows  # whichever input is next, if a matrix reads codes
     bench: Bench  # [workers * bench_sizes(widest)]
     cosines: np.ndarray  # [ropes * T * widest E / 2]
     sines: np.ndarray
@@ -118,52 +113,33 @@ def trace_rows(trace, at, x, width, first, last):
 
 
 @inlined
-def coded_for(s, T):
-    """The input in codes, for so many rows: one row is a tile of its own."""
-    return CodedRows(s.coded.codes, s.coded.scales, s.coded.sums, s.coded.half_sums, CODE_ROWS if T > 1 else 1)
-
-
-@inlined
-def tiled_for(s, T):
-    return FloatRows(s.tiled.values, FLOAT_ROWS if T > 1 else 1)
-
-
-@inlined
 def bench_of(s, worker, workers):
     codes, scales = s.bench.codes.shape[0] // workers, s.bench.scales.shape[0] // workers
-    outputs = s.bench.outputs.shape[0] // workers
     return Bench(
         s.bench.codes[worker * codes : (worker + 1) * codes],
         s.bench.scales[worker * scales : (worker + 1) * scales],
         s.bench.minimums[worker * scales : (worker + 1) * scales],
-        s.bench.outputs[worker * outputs : (worker + 1) * outputs],
     )
 
 
 @kernel
-def make_input(s, x, K, form, rows, trace, at, first, last, shift):
-    """Rows first .. last - 1 of x: [T * K], as rows first - shift .. of the next input, of `rows` in all."""
-    if form & p.INPUT_FLOATS:
-        tile_rows(x, K, tiled_for(s, rows), first, last, shift)
-    if form & p.INPUT_CODES:
-        coded = coded_for(s, rows)
-        quantise_rows(x, K, coded, first, last, shift)
-        trace_codes(trace, at, coded, K, first, last, shift)
+def make_input(s, x, K, coded, trace, at, first, last, shift):
+    """Rows first .. last - 1 of x: [T * K], as codes of rows first - shift .., if a matrix reads such."""
+    if coded:
+        quantise_rows(x, K, s.coded, first, last, shift)
+        trace_codes(trace, at, s.coded, K, first, last, shift)
 
 
 @kernel
 def trace_codes(trace, at, coded, K, first, last, shift):
     """The same as `trace_rows` for an input's codes and scales; the sums follow from the codes."""
     if trace.hashes.shape[0] > 0:
-        rows = coded.rows
         for t in range(first, last):
-            tile, row = (t - shift) // rows * rows, (t - shift) % rows
-            for k in range(K):
-                code = coded.codes[tile * K + (k // 2 * rows + row) * 2 + k % 2]
-                trace.hashes[at, t] = hash_word(trace.hashes[at, t], code)
-            for block in range(K // BLOCK):
-                scale = coded.scales[tile * (K // BLOCK) + block * rows + row]
-                trace.hashes[at, t] = hash_word(trace.hashes[at, t], bits_of_f32(scale))
+            row = t - shift
+            for k in range(row * K, (row + 1) * K):
+                trace.hashes[at, t] = hash_word(trace.hashes[at, t], coded.codes[k])
+            for block in range(row * (K // BLOCK), (row + 1) * (K // BLOCK)):
+                trace.hashes[at, t] = hash_word(trace.hashes[at, t], bits_of_f32(coded.scales[block]))
 
 
 @kernel
@@ -185,24 +161,21 @@ def code_panels(m, number):
     row = m.matrices[number]
     return CodePanels(
         m.codes, row[p.AT], row[p.ROWS], row[p.INPUTS], row[p.WIDTH], row[p.OFFSET], row[p.GROUP], row[p.SPAN],
-        row[p.MINIMUMS], row[p.BYTES], row[p.PAIRS],
+        row[p.MINIMUMS], row[p.BYTES], row[p.QUADS],
     )  # fmt: skip
 
 
 @kernel
-def matmul(m, number, s, T, bench, y, first_row, last_row, first_panel, last_panel):
-    """y[t, n] of rows t and panels of n, of the input at hand, which has T rows; the matrix's format decides the order."""
-    row, tiled = m.matrices[number], tiled_for(s, T)
+def matmul(m, number, s, x, y, first_row, last_row, first_panel, last_panel, bench):
+    """y[t, n] of rows t and panels of n, of the input at hand: x, or its codes; the matrix's format decides the order."""
+    row = m.matrices[number]
     N, K = row[p.ROWS], row[p.INPUTS]
     if row[p.KIND] == p.CODES:
-        w = code_panels(m, number)
-        matmul_codes(coded_for(s, T), w, y, first_row, last_row, first_panel, last_panel, bench)
+        matmul_codes(s.coded, code_panels(m, number), y, first_row, last_row, first_panel, last_panel, bench)
     elif row[p.KIND] == p.HALVES:
-        w = FloatPanels(m.halves, row[p.AT], N, K)
-        matmul_floats(tiled, w, y, first_row, last_row, first_panel, last_panel, bench)
+        matmul_floats(x, FloatPanels(m.halves, row[p.AT], N, K), y, first_row, last_row, first_panel, last_panel)
     else:
-        w = FloatPanels(m.floats, row[p.AT], N, K)
-        matmul_floats(tiled, w, y, first_row, last_row, first_panel, last_panel, bench)
+        matmul_floats(x, FloatPanels(m.floats, row[p.AT], N, K), y, first_row, last_row, first_panel, last_panel)
 
 
 @kernel
@@ -230,13 +203,13 @@ def norm(m, gain_at, D, x, y, first, last):
 
 
 @kernel
-def next_input(m, s, gain_at, form, T, skipped, trace, counter, first, last):
-    """The normalised rows, and all but the first few in the form that the next matrices read."""
+def next_input(m, s, gain_at, coded, skipped, trace, counter, first, last):
+    """The normalised rows, and of all but the first few the codes, if the next matrices read such."""
     D = m.numbers.hidden
     trace_rows(trace, counter, s.x, D, first, last)
     norm(m, gain_at, D, s.x, s.n, first, last)
     trace_rows(trace, counter, s.n, D, first, last)
-    make_input(s, s.n, D, form, T - skipped, trace, counter, max(first, skipped), last, skipped)
+    make_input(s, s.n, D, coded, trace, counter, max(first, skipped), last, skipped)
 
 
 @inlined
@@ -246,8 +219,8 @@ def rows_of(m, number):
 
 
 @kernel
-def matmul_phase(worker, workers, cells, counter, m, numbers, outputs, s, bench, T, skipped, cap, trace):
-    """outputs = the input at hand, of T rows, times up to three matrices, whose tiles are numbered one after the other.
+def matmul_phase(worker, workers, cells, counter, m, numbers, x, outputs, s, bench, T, skipped, cap, trace):
+    """outputs = the input at hand, x: [T * K], or its codes, times up to three matrices, whose tiles are numbered one after the other.
 
     numbers: of the matrices, negative for none   outputs: as many arrays   skipped: rows of the chunk before the input's
     cap: soft cap of the results, 0 for none
@@ -269,7 +242,7 @@ def matmul_phase(worker, workers, cells, counter, m, numbers, outputs, s, bench,
         N, y = rows_of(m, numbers[which]), outputs[which]
         row, panel = local % blocks * ROWS_TOGETHER, local // blocks * width
         row_end, panel_end = min(row + ROWS_TOGETHER, T), min(panel + width, panels_for(N))
-        matmul(m, numbers[which], s, T, bench, y, row, row_end, panel, panel_end)
+        matmul(m, numbers[which], s, x, y, row, row_end, panel, panel_end, bench)
         if cap > 0:
             for t in range(row, row_end):
                 soft_cap(y, cap, t * N + panel * COLUMNS, t * N + min(panel_end * COLUMNS, N))
@@ -278,8 +251,8 @@ def matmul_phase(worker, workers, cells, counter, m, numbers, outputs, s, bench,
 
 
 @kernel
-def input_phase(worker, cells, counter, s, x, K, gated, form, T, trace):
-    """All rows of x: [T * K], as the next input; gated: x = gelu(x) * up comes first."""
+def input_phase(worker, cells, counter, s, x, K, gated, coded, T, trace):
+    """All rows of x: [T * K] become the next input; gated: x = gelu(x) * up comes first."""
     tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
@@ -289,7 +262,7 @@ def input_phase(worker, cells, counter, s, x, K, gated, form, T, trace):
             trace_rows(trace, counter - 1, s.up, K, first, last)
             gelu_gate(x, s.up, first * K, last * K)
             trace_rows(trace, counter, x, K, first, last)
-        make_input(s, x, K, form, T, trace, counter, first, last, np.int64(0))
+        make_input(s, x, K, coded, trace, counter, first, last, np.int64(0))
         trace_tile(worker, trace, counter, first, last)
         tile = claim_any(cells, worker, counter, tiles)
 
@@ -372,7 +345,7 @@ def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, pla
 
 
 @kernel
-def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, form, T, skipped, trace):
+def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, coded, T, skipped, trace):
     """x += the normalised rows of y; then the input of the matrices that come next. The phase before made y."""
     D = m.numbers.hidden
     tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
@@ -382,7 +355,7 @@ def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, form, T, s
         trace_rows(trace, counter - 1, s.y, D, first, last)
         norm(m, out_gain, D, s.y, s.y, first, last)
         add_to(s.x, s.y, first * D, last * D)
-        next_input(m, s, next_gain, form, T, skipped, trace, counter, first, last)
+        next_input(m, s, next_gain, coded, skipped, trace, counter, first, last)
         trace_tile(worker, trace, counter, first, last)
         tile = claim_any(cells, worker, counter, tiles)
 
@@ -409,9 +382,8 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         for turn in range(m.frequencies.shape[0]):
             places = slice(turn * T * widest, (turn + 1) * T * widest)
             rope_table(m.frequencies[turn], position, s.cosines[places], s.sines[places], first, last)
-        next_input(
-            m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_INPUT], T, all_rows, trace, np.int64(EMBED), first, last
-        )
+        gain, coded = m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_CODED]
+        next_input(m, s, gain, coded, all_rows, trace, np.int64(EMBED), first, last)
         trace_tile(worker, trace, EMBED, first, last)
         tile = claim_any(cells, worker, EMBED, few)
     if not barrier(cells, worker, workers):
@@ -427,7 +399,7 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
             return False
         three = (layer[p.Q], layer[p.K], layer[p.V])
         matmul_phase(
-            worker, workers, cells, counters + QKV, m, three, (s.q, s.k, s.v), s, bench, T, all_rows, no_cap, trace
+            worker, workers, cells, counters + QKV, m, three, s.n, (s.q, s.k, s.v), s, bench, T, all_rows, no_cap, trace
         )
         if not barrier(cells, worker, workers):
             return False
@@ -451,22 +423,22 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
 
         if not enter(cells, worker, number, OUT_INPUT):
             return False
-        input_phase(worker, cells, counters + OUT_INPUT, s, s.a, HE, plain, layer[p.O_INPUT], T, trace)
+        input_phase(worker, cells, counters + OUT_INPUT, s, s.a, HE, plain, layer[p.O_CODED], T, trace)
         if not barrier(cells, worker, workers):
             return False
         if not enter(cells, worker, number, OUT):
             return False
         one = (layer[p.O], none, none)
         matmul_phase(
-            worker, workers, cells, counters + OUT, m, one, (s.y, s.y, s.y), s, bench, T, all_rows, no_cap, trace
+            worker, workers, cells, counters + OUT, m, one, s.a, (s.y, s.y, s.y), s, bench, T, all_rows, no_cap, trace
         )
         if not barrier(cells, worker, workers):
             return False
 
         if not enter(cells, worker, number, MIDDLE):
             return False
-        gain, form = layer[p.FF_GAIN], layer[p.GATE_INPUT]
-        residual_phase(worker, cells, counters + MIDDLE, m, s, layer[p.O_GAIN], gain, form, T, all_rows, trace)
+        gain, coded = layer[p.FF_GAIN], layer[p.GATE_CODED]
+        residual_phase(worker, cells, counters + MIDDLE, m, s, layer[p.O_GAIN], gain, coded, T, all_rows, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -480,6 +452,7 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
             counters + GATE_UP,
             m,
             two,
+            s.n,
             (s.gate, s.up, s.up),
             s,
             bench,
@@ -494,7 +467,7 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         if not enter(cells, worker, number, DOWN_INPUT):
             return False
         input_phase(
-            worker, cells, counters + DOWN_INPUT, s, s.gate, layer[p.INNER], gated, layer[p.DOWN_INPUT], T, trace
+            worker, cells, counters + DOWN_INPUT, s, s.gate, layer[p.INNER], gated, layer[p.DOWN_CODED], T, trace
         )
         if not barrier(cells, worker, workers):
             return False
@@ -502,26 +475,39 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
             return False
         one = (layer[p.DOWN], none, none)
         matmul_phase(
-            worker, workers, cells, counters + DOWN, m, one, (s.y, s.y, s.y), s, bench, T, all_rows, no_cap, trace
+            worker,
+            workers,
+            cells,
+            counters + DOWN,
+            m,
+            one,
+            s.gate,
+            (s.y, s.y, s.y),
+            s,
+            bench,
+            T,
+            all_rows,
+            no_cap,
+            trace,
         )
         if not barrier(cells, worker, workers):
             return False
 
         if not enter(cells, worker, number, END):
             return False
-        gain, form, skipped = m.numbers.final_gain, m.numbers.head_input, all_rows if all_logits else T - 1
+        gain, coded, skipped = m.numbers.final_gain, m.numbers.head_coded, all_rows if all_logits else T - 1
         if number < L - 1:
-            gain, form, skipped = m.layers[number + 1, p.IN_GAIN], m.layers[number + 1, p.QKV_INPUT], 0
-        residual_phase(worker, cells, counters + END, m, s, layer[p.FF_OUT_GAIN], gain, form, T, skipped, trace)
+            gain, coded, skipped = m.layers[number + 1, p.IN_GAIN], m.layers[number + 1, p.QKV_CODED], 0
+        residual_phase(worker, cells, counters + END, m, s, layer[p.FF_OUT_GAIN], gain, coded, T, skipped, trace)
         if not barrier(cells, worker, workers):
             return False
 
     if not enter(cells, worker, L, HEAD):
         return False
     skipped = all_rows if all_logits else T - 1
-    one, cap = (m.numbers.head, none, none), m.numbers.final_cap
+    one, cap, x = (m.numbers.head, none, none), m.numbers.final_cap, s.n[skipped * D :]
     matmul_phase(
-        worker, workers, cells, L * COUNTERS + HEAD, m, one, (logits, logits, logits), s, bench, T - skipped, skipped, cap,
+        worker, workers, cells, L * COUNTERS + HEAD, m, one, x, (logits, logits, logits), s, bench, T - skipped, skipped, cap,
         trace,
     )  # fmt: skip
     if not barrier(cells, worker, workers):

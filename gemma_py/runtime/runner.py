@@ -11,9 +11,9 @@ import numpy as np
 from gemma_py.errors import ContextError, UnsupportedError
 from gemma_py.kernels.attention import scratch_size
 from gemma_py.kernels.decorator import first_time, mark_compiled
-from gemma_py.kernels.matmul import CODE_ROWS, FLOAT_ROWS, CodedRows, FloatRows, bench_sizes
+from gemma_py.kernels.matmul import CodedRows, bench_sizes
 from gemma_py.kernels.memory import aligned
-from gemma_py.kernels.panels import BLOCK, HALF, Bench
+from gemma_py.kernels.panels import BLOCK, Bench
 from gemma_py.model.config import Config
 from gemma_py.model.packed import Packed
 from gemma_py.runtime.cache import Cache
@@ -170,15 +170,16 @@ def _make_scratch(config: Config, packed: Packed, T: int, workers: int) -> Scrat
     def floats(count: int) -> np.ndarray:
         return aligned(max(1, count))
 
-    coded_rows, tiled_rows = -(-T // CODE_ROWS) * CODE_ROWS, -(-T // FLOAT_ROWS) * FLOAT_ROWS
-    codes, runs, groups = coded_rows * widest, coded_rows * (widest // BLOCK + 1), coded_rows * (widest // HALF + 1)
-    coded = CodedRows(aligned(codes, np.int16), floats(runs), floats(runs), floats(groups), 0)
-    panel, scales, outputs = (workers * size for size in bench_sizes(widest))
-    bench = Bench(aligned(panel, np.int16), floats(scales), floats(scales), floats(outputs))
+    blocks = T * (widest // BLOCK + 1)
+    coded = CodedRows(
+        aligned(T * widest, np.int16), aligned(2 * T * widest, np.int8),
+        floats(blocks), floats(blocks), floats(blocks), floats(2 * blocks),
+    )  # fmt: skip
+    panel, scales = (workers * size for size in bench_sizes(widest))
+    bench = Bench(aligned(panel, np.int16), floats(scales), floats(scales))
     x, n, q, k, v, a, y, gate, up = (floats(T * width) for width in (D, D, HE, GE, GE, HE, D, F, F))
     attention = floats(workers * scratch_size(max(y.head_dim for y in layers)))
-    tiled = FloatRows(floats(tiled_rows * widest), 0)
-    return Scratch(x, n, q, k, v, a, y, gate, up, coded, tiled, bench, floats(ropes), floats(ropes), attention)
+    return Scratch(x, n, q, k, v, a, y, gate, up, coded, bench, floats(ropes), floats(ropes), attention)
 
 
 def _floats_of(part: object) -> Iterator[np.ndarray]:
