@@ -223,7 +223,7 @@ def _row_with(quads: Any, width: int) -> Any:
             for _ in range(w.span // BLOCK):
                 steps_at, sx = at, load_one(x.scales, block)
                 at += steps * (1 + w.minimums)
-                for line in range(_AHEAD, _AHEAD + 64 * width, 64):
+                for line in range(_AHEAD, _AHEAD + 64 * (width + 1), 64):
                     fetch(w.arena, at + line)
                 high, low, second_high, second_low = izeros(4)
                 if FUSED and width == 8:  # codes have a sign here: 128 is added to each, and taken away in advance
