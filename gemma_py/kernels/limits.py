@@ -84,7 +84,7 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
     places = row_places(0, 2 * PAIRS, CODE_ROWS, CODE_ROWS)
     tile = zero_dots(places, CODE_PANELS)
     for _ in range(steps):
-        for k in range(PAIRS):
+        for k in range(0, PAIRS, 8):
             tile = add_dots(x, places, 2 * k, w, k * CODE_PANELS * 2 * LANES, tile)
     (total,) = izeros(1)
     for vector in tile:

@@ -38,6 +38,7 @@ from gemma_py.kernels.simd import (
     dot_pairs,
     dot_quads,
     fetch,
+    fetch_totals,
     fma,
     izeros,
     load_one,
@@ -107,16 +108,17 @@ def _put(y, at, value, columns):
 
 @borrowing
 def _float_tile(x, t, rows, w, panel, y):
-    K, column = w.K, panel * COLUMNS
-    at, places = w.at + column * K, row_places(t * K, K, rows, FLOAT_ROWS)
-    totals = zero_totals(places, FLOAT_PANELS)
+    N, K, column = w.N, w.K, panel * COLUMNS
+    at, values = w.at + column * K, row_places(t * K, K, rows, FLOAT_ROWS)
+    places = row_places(t * N + column, N, rows, FLOAT_ROWS)
+    fetch_totals(y, places, FLOAT_PANELS)
+    totals = zero_totals(values, FLOAT_PANELS)
     for k in range(K):
-        totals = add_products(x, places, k, w.arena, at + k * COLUMNS, K * COLUMNS, totals)
-    places = row_places(t * w.N + column, w.N, rows, FLOAT_ROWS)
-    if column + FLOAT_PANELS * COLUMNS <= w.N:
+        totals = add_products(x, values, k, w.arena, at + k * COLUMNS, K * COLUMNS, totals)
+    if column + FLOAT_PANELS * COLUMNS <= N:
         store_totals(y, places, 0, totals)
     else:
-        store_first_totals(y, places, w.N - column, totals)
+        store_first_totals(y, places, N - column, totals)
 
 
 @borrowing
@@ -155,6 +157,8 @@ def _code_tile(x, t, rows, w, panel, bench, y):
     codes = row_places(t * K, K, rows, CODE_ROWS)
     scales = row_places(t * (K // BLOCK), K // BLOCK, rows, CODE_ROWS)
     halves = row_places(t * (K // HALF), K // HALF, rows, CODE_ROWS)
+    places = row_places(t * N + column, N, rows, CODE_ROWS)
+    fetch_totals(y, places, CODE_PANELS)
     totals = zero_totals(codes, CODE_PANELS)
     for g in range(K // group):
         dots = zero_dots(codes, CODE_PANELS)
@@ -169,7 +173,6 @@ def _code_tile(x, t, rows, w, panel, bench, y):
                 totals = take_minimums(
                     x.scales, scales, block, x.half_sums, halves, g, bench.minimums, weights_at, totals
                 )
-    places = row_places(t * N + column, N, rows, CODE_ROWS)
     if column + CODE_PANELS * COLUMNS <= N:
         store_totals(y, places, 0, totals)
     else:

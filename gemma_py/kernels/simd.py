@@ -473,15 +473,18 @@ def load_bytes(typing, array, index):
     )
 
 
+def _hint(builder, place, writing):
+    kind = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [place, *(ir.Constant(_I32, value) for value in (writing, 3, 1))])  # keep it, data
+
+
 @intrinsic
 def fetch(typing, array, index):
     """A hint that array[index] is needed soon; nothing happens where there is no such place."""
 
     def codegen(context, builder, sig, args):
-        place = _address(context, builder, sig.args[0], args[0], args[1], _I8)
-        kind = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [place, *(ir.Constant(_I32, value) for value in (0, 3, 1))])  # to read, keep, data
+        _hint(builder, _address(context, builder, sig.args[0], args[0], args[1], _I8), 0)
         return context.get_dummy_value()
 
     return types.void(array, types.intp), codegen
@@ -838,6 +841,21 @@ def load_totals(typing, y, places, step, C):
         return context.make_tuple(builder, result, made)
 
     return result(y, places, types.intp, C), codegen
+
+
+@intrinsic(prefer_literal=True)
+def fetch_totals(typing, y, places, C):
+    """A hint that y[places[r] : ... + 16 C] will be written: a line that is far away takes as long as half a tile."""
+    if not isinstance(C, types.IntegerLiteral):
+        return None
+
+    def codegen(context, builder, sig, args):
+        for place in _parts(builder, args[1]):
+            for c in range(C.literal_value):
+                _hint(builder, _address(context, builder, y, args[0], _index(builder, place, 16 * c), _I8), 1)
+        return context.get_dummy_value()
+
+    return types.void(y, places, C), codegen
 
 
 @intrinsic
