@@ -11,8 +11,8 @@ from gemma_py.kernels.elementary import exp64, log64
 
 
 @kernel
-def _log_probability(logits: np.ndarray, token: int, terms: np.ndarray) -> np.float64:
-    """logits[token] - max - ln(sum over v of exp(logits[v] - max)), v ascending, in f64.    logits, terms: [V]
+def _log_sum(logits: np.ndarray, terms: np.ndarray) -> tuple[np.float64, np.float64]:
+    """max, and ln(sum over v of exp(logits[v] - max)), v ascending, in f64.    logits, terms: [V]
 
     The terms are made in a loop of their own: each is by itself, so several can be made at once.
     """
@@ -25,15 +25,21 @@ def _log_probability(logits: np.ndarray, token: int, terms: np.ndarray) -> np.fl
     total = 0.0
     for v in range(logits.shape[0]):
         total = total + terms[v]
-    return np.float64(logits[token]) - largest - log64(total)
+    return largest, log64(total)
+
+
+def log_probabilities(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
+    """Natural logarithms of the tokens' probabilities. Logits that are no numbers are an error, not a score."""
+    largest, log_sum = _log_sum(logits, np.empty(len(logits)))
+    values = [float(np.float64(logits[token]) - largest - log_sum) for token in tokens]
+    if any(math.isnan(value) for value in values):
+        raise ComputationError("the logits hold NaN: the weights lead to values beyond float32")
+    return values
 
 
 def log_probability(logits: np.ndarray, token: int) -> float:
-    """Natural logarithm of the token's probability. Logits that are no numbers are an error, not a score."""
-    value = float(_log_probability(logits, token, np.empty(len(logits))))
-    if math.isnan(value):
-        raise ComputationError("the logits hold NaN: the weights lead to values beyond float32")
-    return value
+    """The same of one token."""
+    return log_probabilities(logits, [token])[0]
 
 
 def perplexity(nll: Sequence[float]) -> float:
