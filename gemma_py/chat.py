@@ -11,7 +11,7 @@ import numpy as np
 from gemma_py import saved
 from gemma_py.engine import Engine
 from gemma_py.errors import ContextError, InputError, MismatchError
-from gemma_py.generation import Token, generate
+from gemma_py.generation import Continuation, Token, generate
 from gemma_py.paths import atomic_write
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.sampling import Sampler, Sampling
@@ -140,7 +140,7 @@ class Conversation:
         stats.prefill_seconds = time.perf_counter() - start
         stats.seed = sampler.sampling.seed if sampler.sampling.temperature else None
         stream = TextStream(self.engine.tokenizer, self.template.stop, trim=True)
-        tokens = generate(logits, self._session.decode, sampler, stream, self._ends, max_tokens)
+        tokens = generate(logits, self._session.decode, Continuation(sampler, stream, self._ends, max_tokens))
         made: list[int] = []
         text = ""
         try:

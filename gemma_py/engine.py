@@ -14,7 +14,7 @@ from gemma_py import machine
 from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.formats.blocks import QUANTS
-from gemma_py.generation import Token, generate
+from gemma_py.generation import Continuation, Token, generate
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.model.store import packed_weights
@@ -232,7 +232,7 @@ class Engine:
         self, ids: list[int], max_tokens: int, sampler: Sampler, stream: TextStream, ends: Collection[int]
     ) -> Iterator[Token]:
         session = self.session()
-        yield from generate(session.prefill(ids), session.decode, sampler, stream, ends, max_tokens)
+        yield from generate(session.prefill(ids), session.decode, Continuation(sampler, stream, ends, max_tokens))
 
     def score(self, ids: Sequence[int]) -> Iterator[float]:
         """Negative log likelihood of each token after the first, given all before it; in nats, one by one."""

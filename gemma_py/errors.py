@@ -33,6 +33,14 @@ class InputError(GemmaError):
     """Arguments or input that cannot be meant: ids outside the vocabulary, an empty prompt, a closed engine."""
 
 
+class Overloaded(GemmaError):
+    """No room for a request now; there may be some after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        self.retry_after = retry_after
+        super().__init__(message)
+
+
 class TemplateError(GemmaError):
     """A chat template that fails, never ends, or makes of a conversation what cannot be encoded safely."""
 

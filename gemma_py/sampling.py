@@ -273,6 +273,13 @@ def _scale(x, temperature):  # type: ignore[no-untyped-def]
         x[v] = x[v] / temperature
 
 
+def likeliest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The largest logits, in order, and their tokens; of equal ones the smaller token first."""
+    values, ids = np.empty(count, np.float32), np.empty(count, np.int64)
+    _largest(logits, values, ids)
+    return values, ids
+
+
 # --- choosing ---------------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +333,7 @@ class Sampler:
         """Weights and ids of what top-k and top-p leave, likeliest first; or all weights by id, and None."""
         s = self.sampling
         if 0 < s.top_k < len(x):
-            values, ids = self._best(x, s.top_k)
+            values, ids = likeliest(x, s.top_k)
             weights = np.empty_like(values)
             total = _weigh(values, largest, weights)
             count = _head(weights, s.top_p * total) if s.top_p < 1 else len(weights)
@@ -345,9 +352,3 @@ class Sampler:
         members = members[: _keep_above(x, largest, edge, weights, members)]
         members = members[np.lexsort((members, -x[members]))]
         weights[members[_head(weights[members], limit - before) :]] = 0
-
-    @staticmethod
-    def _best(x: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        values, ids = np.empty(count, np.float32), np.empty(count, np.int64)
-        _largest(x, values, ids)
-        return values, ids

@@ -11,8 +11,9 @@ from conftest import ROOT
 # A small kernel of the package; prints its result and whether it came from the disk.
 PROGRAM = """
 import numpy as np
-from gemma_py.score import _log_probability as kernel
-value = kernel(np.arange(8, dtype=np.float32), 3, np.empty(8))
+from gemma_py.score import _log_sum as kernel
+largest, log_sum = kernel(np.arange(8, dtype=np.float32), np.empty(8))
+value = 3 - largest - log_sum
 print(value.hex(), sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
 """
 RESULT = -4.458339626  # ln of softmax(0 .. 7)[3]

@@ -17,7 +17,7 @@ LAYERS = (
     ("score", "sampling", "stream", "templates"),
     ("generation",),
     ("engine",),
-    ("reference", "saved"),
+    ("reference", "saved", "scheduler"),
     ("chat",),
     ("verify",),
     ("bench",),
