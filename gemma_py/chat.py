@@ -281,7 +281,7 @@ class Conversation:
     def export(self, path: str | Path, form: str = "markdown") -> None:
         """The text alone, for people ("markdown") or for programs ("json": messages in OpenAI's form)."""
         if form == "json":
-            text = json.dumps({"model": self.engine.path.name, "messages": self.messages}, ensure_ascii=False, indent=1)
+            text = json.dumps({"model": self.engine.name, "messages": self.messages}, ensure_ascii=False, indent=1)
         elif form == "markdown":
             text = "\n\n".join(f"**{m['role'].capitalize()}**\n\n{m['content']}" for m in self.messages)
         else:

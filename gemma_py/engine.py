@@ -15,6 +15,7 @@ from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.formats.blocks import QUANTS
 from gemma_py.generation import Token, generate
+from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.model.store import packed_weights
@@ -79,6 +80,11 @@ class Engine:
         if self._runner is None:
             raise InputError("the engine is closed")
         return self._runner
+
+    @property
+    def name(self) -> str:
+        """Of the model, for people."""
+        return repository_of(self.path) or self.path.name
 
     @property
     def threads(self) -> int:
@@ -365,7 +371,7 @@ def load(
     kv: str = "float32",
     quant: str | None = None,
 ) -> Engine:
-    """A GGUF file, a Hugging Face directory, or a name from the catalogue.
+    """A GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
     threads: worker threads; if left out, as many as physical cores within affinity and quota. They change speed, never a
     bit. deadline: seconds until a stalled worker is reported. kv: what keys and values are stored as; "bfloat16" halves
