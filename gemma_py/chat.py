@@ -181,6 +181,8 @@ class Conversation:
         # Control tokens that a model wrote are text to the next turn, like anybody's.
         if ids and tokenizer.decode(ids).strip() == text.strip() and tokenizer.control_ids.isdisjoint(ids):
             self._known.setdefault(text.strip(), ids)
+        if self._session.usable:
+            self._session.reserve(CHUNK)  # now that nobody waits, not when the next turn begins
 
     def _reach(self, ids: list[int], stats: Stats) -> np.ndarray:
         """The session holds these ids, of which it computes what it has not: logits of the last."""

@@ -315,6 +315,10 @@ class Session:
         """Append one token: float32 [V]."""
         return self.prefill([token_id])
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for tokens to come, as far as the context goes: else their pass does, and may have to move all rows first."""
+        self.engine.runner.reserve(self._cache, min(tokens, self.engine.context - self.position))
+
     def rewind(self, position: int) -> None:
         """Forget the tokens from this position on. It costs nothing, and nothing tells it from a fresh start.
 

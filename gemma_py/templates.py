@@ -193,7 +193,11 @@ def encode(
 
 # --- templates in jinja2 ----------------------------------------------------------------------------------------------
 
-_OTHERS, _ANSWERS, _PLANES_END = 0xF0000, 0x100000, 0x110000  # the private planes: 15 for others' messages, 16 for answers
+_OTHERS, _ANSWERS, _PLANES_END = (
+    0xF0000,
+    0x100000,
+    0x110000,
+)  # the private planes: 15 for others' messages, 16 for answers
 _ROOM = 0xFFFE  # characters in one of them
 _MASKED = f"[{chr(_OTHERS)}-{chr(_PLANES_END - 1)}]"
 _MESSAGE = re.compile(rf"( ?{_MASKED}(?:[\s{_MASKED[1:-1]}]*{_MASKED})?)")
@@ -218,7 +222,9 @@ class Jinja(Template):
         masked, meant = _masked(messages)
         text, plain = RENDERER.render(self.name, self.source, dict(self.globals), [masked, list(messages)])
         codes = _codes(text)
-        if not np.array_equal(np.where(codes < _OTHERS, codes, meant[np.maximum(codes, _OTHERS) - _OTHERS]), _codes(plain)):
+        if not np.array_equal(
+            np.where(codes < _OTHERS, codes, meant[np.maximum(codes, _OTHERS) - _OTHERS]), _codes(plain)
+        ):
             raise TemplateError(
                 f"{self.name}: it changes the words of messages, so nobody could tell its control tokens from theirs; "
                 f"choose another, or one of {', '.join(BUILT_IN)}"

@@ -19,6 +19,7 @@ from conftest import ROOT, TINY
 import gemma_py
 from gemma_py import Conversation, Sampling
 from gemma_py.errors import ContextError, FormatError, GemmaError, InputError, MismatchError, WorkerError
+from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.runner import Runner
 
 # Of a model of random weights, which else would write control tokens at every turn.
@@ -125,6 +126,37 @@ def test_a_turn_costs_its_own_tokens(tiny_engine: gemma_py.Engine) -> None:
     assert conversation.tokens_used - held < 10
     assert conversation.context == tiny_engine.context
     assert [m["role"] for m in conversation.messages] == ["system"] + ["user", "assistant"] * 3
+
+
+def test_what_two_histories_have_in_common(tiny_engine: gemma_py.Engine) -> None:
+    conversation = new(tiny_engine)
+    held = conversation._session._cache.ids = list(range(3000))
+    for first in (0, 1, 1023, 1024, 1025, 2047, 2048, 2999):
+        assert conversation._common([*held[:first], 9999, *held[first + 1 :]]) == first
+        assert conversation._common(held[:first]) == first
+    assert conversation._common([*held, 1]) == 3000
+
+
+def test_a_turn_finds_its_room_made(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows move to larger arenas after an answer, never between a message and the first token."""
+    conversation = new(tiny_engine, max_tokens=60)
+    talk(conversation, "hello")
+    moved: list[int] = []
+    honest = Cache._move
+
+    def move(self: Cache, capacities: list[int]) -> None:
+        moved.append(self.position)
+        honest(self, capacities)
+
+    monkeypatch.setattr(Cache, "_move", move)
+    for number in range(18):
+        answer = conversation.send(f"question {number}")
+        before = len(moved)
+        next(answer)
+        assert len(moved) == before
+        list(answer)
+    assert len(moved) >= 2
+    assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
 
 
 def test_the_same_seed_gives_the_same_text_everywhere(tiny_engine: gemma_py.Engine) -> None:
