@@ -73,6 +73,24 @@ def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], nam
             assert session.kv_digest() == fresh_digest(engine, ids)
 
 
+def test_rows_that_moved_are_the_same(checkpoints: dict[str, Path]) -> None:
+    """From rings that have gone round to larger ones, because a larger chunk comes."""
+    ids = [number % 96 for number in range(128)]
+    with gemma_py.load(checkpoints["gemma3"]) as engine:
+        engine.runner.poison = True
+        grown = 0
+        for first, keep in itertools.product((40, 66, 70, 100), (0, 20, 40)):
+            session = engine.session(keep)
+            session.prefill(ids[:first], chunk=1)
+            rings = session._cache.table[:, 1].copy()
+            session.reserve(128 - first)
+            grown += (session._cache.table[:, 1] > rings).sum()
+            session.rewind(first - keep)
+            session.prefill(ids[first - keep :])
+            assert session.kv_digest() == fresh_digest(engine, ids)
+        assert grown > 20
+
+
 def test_keep_is_what_a_session_can_go_back(checkpoints: dict[str, Path]) -> None:
     with gemma_py.load(checkpoints["gemma3"]) as engine:
         for keep, chunk in itertools.product((0, 1, 10), (1, 5, 60)):
