@@ -17,12 +17,13 @@ from gemma_py.formats.blocks import QUANTS
 from gemma_py.generation import Token, generate
 from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
+from gemma_py.kernels.decorator import first_time
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.model.store import packed_weights
 from gemma_py.model.weights import Matrix, Weights, stays_float
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.runner import CHUNK, Runner
-from gemma_py.sampling import OPTIONS, Sampler, Sampling, asked, recommended
+from gemma_py.sampling import OPTIONS, Sampler, Sampling, asked, recommended, rehearse
 from gemma_py.score import log_probability
 from gemma_py.stream import TextStream, stop_strings
 from gemma_py.templates import Template, checked_messages, choose, encode
@@ -64,6 +65,7 @@ class Engine:
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.quant = quant
+        compiling = first_time()
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
         with ThreadPoolExecutor(
@@ -74,6 +76,11 @@ class Engine:
                 packed_weights(checkpoint, quant), self.config, threads or machine.threads(), deadline, kv
             )
             self.tokenizer = tokenizer.result()
+        if compiling:  # what else an answer needs, while the line that says so is on the screen
+            rehearse()
+            log_probability(np.zeros(8, np.float32), 0)
+            if self.tokenizer is not None:
+                self.tokenizer.encode("a")
 
     @property
     def runner(self) -> Runner:

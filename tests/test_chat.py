@@ -5,8 +5,8 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -455,27 +455,53 @@ def test_a_damaged_file_is_refused(told: tuple[Conversation, Path], tmp_path: Pa
         conversation.save("/proc/nowhere/file")
 
 
-def test_killed_while_saving_leaves_the_old_file_or_the_new(told: tuple[Conversation, Path], tmp_path: Path) -> None:
-    conversation, path = told
-    program = f"""
-import sys
+# Children that save again and again, each killed at some moment; what was being written when, and what is left of it.
+KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
 import gemma_py
-with gemma_py.load({str(TINY)!r}, threads=1) as engine:
-    conversation = gemma_py.Conversation.load(engine, {str(path)!r})
-    print("ready", flush=True)
-    while True:
-        conversation.messages[-1]["content"] += "x" * 100_000
-        conversation.save({str(tmp_path / "talk")!r})
-        print("saved", flush=True)
+model, told, folder, kills = sys.argv[1:]
+target, rng = Path(folder) / "talk", random.Random(1)
+with gemma_py.load(model, threads=1) as engine:
+    conversation = gemma_py.Conversation.load(engine, told)
+    ids, digest, filler = conversation.ids, conversation.kv_digest(), "x" * 1_000_000
+    conversation._known[filler] = [1]  # so that most of the time goes into writing
+
+    def save(kill, number):
+        conversation.max_tokens = 1 + kill * 1_000_000 + number
+        conversation.save(target)
+
+    save(0, 0)
+    before, changed = 0, 0
+    for kill in range(1, int(kills) + 1):
+        child = os.fork()
+        if child == 0:
+            for number in range(1_000_000):
+                save(kill, number)
+        time.sleep(rng.uniform(0, 0.2))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        loaded = gemma_py.Conversation.load(engine, target)
+        found = loaded.max_tokens - 1
+        assert found == before or found // 1_000_000 == kill, (found, before)
+        assert filler in loaded._known and (loaded.ids, loaded.kv_digest()) == (ids, digest)
+        changed += found != before
+        before = found
+print(kills, "killed;", len(list(Path(folder).glob("*.partial"))), "while writing,", changed, "after a new file was there")
 """
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        lines = iter(child.stdout)
-        assert [next(lines).strip() for _ in range(3)] == ["ready", "saved", "saved"]
-        child.send_signal(signal.SIGKILL)
-    loaded = Conversation.load(conversation.engine, tmp_path / "talk")
-    assert len(loaded.messages[-1]["content"]) >= 200_000
-    assert loaded.ids == conversation.ids
+
+
+def killed_while_saving(told: Path, folder: Path, kills: int) -> str:
+    command = [sys.executable, "-c", KILLED, str(TINY), str(told), str(folder), str(kills)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_killed_while_saving_leaves_the_old_file_or_the_new(told: tuple[Conversation, Path], tmp_path: Path) -> None:
+    said = killed_while_saving(told[1], tmp_path, 20)
+    kills, writing, changed = map(int, re.findall(r"\d+", said))
+    assert kills == 20 and writing >= 3 and changed >= 3  # else they came too early or too late to show anything
 
 
 def test_export(told: tuple[Conversation, Path], tmp_path: Path) -> None:
