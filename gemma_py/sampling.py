@@ -280,6 +280,13 @@ def likeliest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     return values, ids
 
 
+def rehearse() -> None:
+    """Every kernel once, so that the first token that is drawn does not wait for a compiler."""
+    logits = np.arange(8, dtype=np.float32)
+    for top_k in (4, 0):
+        Sampler(Sampling(temperature=1.0, top_k=top_k, top_p=0.5, seed=0), len(logits), [0]).choose(logits, [])
+
+
 # --- choosing ---------------------------------------------------------------------------------------------------------
 
 

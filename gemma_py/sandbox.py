@@ -78,6 +78,10 @@ def _render(request: dict[str, Any]) -> list[str]:
     return texts
 
 
+def _line(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer, ensure_ascii=False).encode() + b"\n"
+
+
 def _limit() -> None:
     """No new files, no growth beyond MEMORY; processor time anew for each request."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -95,18 +99,17 @@ def main() -> None:
     _limit()
     for line in sys.stdin.buffer:
         _allow(SECONDS)
-        answer: dict[str, Any]
         try:
-            answer = {"texts": _render(json.loads(line))}
+            answer = _line({"texts": _render(json.loads(line))})
         except MemoryError:
-            answer = {"error": f"it takes more than {MEMORY >> 20} MiB"}
+            answer = _line({"error": f"it takes more than {MEMORY >> 20} MiB"})
         except jinja2.TemplateSyntaxError as error:
-            answer = {"error": f"line {error.lineno}: {error.message}"}
+            answer = _line({"error": f"line {error.lineno}: {error.message}"})
         except RecursionError:
-            answer = {"error": "it calls itself without end"}
+            answer = _line({"error": "it calls itself without end"})
         except Exception as error:
-            answer = {"error": f"{error}" if isinstance(error, jinja2.TemplateError) else f"{error!r:.300}"}
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+            answer = _line({"error": f"{error}" if isinstance(error, jinja2.TemplateError) else f"{error!r:.300}"})
+        sys.stdout.buffer.write(answer)
         sys.stdout.buffer.flush()
 
 

@@ -76,9 +76,7 @@ class Reader:
         description = parse_json(self._file.readline(_LARGEST_LINE), str(self._path))
         engine = self._engine
         if description["model"] != engine.fingerprint():
-            raise InputError(
-                f"{self._path}: saved from another model than {engine.path.name}, or from other weights of it"
-            )
+            raise InputError(f"{self._path}: saved from another model than {engine.name}, or from other weights of it")
         if description["kv"] != engine.runner.kv:
             raise InputError(
                 f"{self._path}: saved with kv={description['kv']!r}, and this engine has kv={engine.runner.kv!r}"

@@ -24,7 +24,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from gemma_py.errors import InputError, TemplateError, UnsupportedError
 from gemma_py.formats.files import parse_json, read_text
@@ -37,8 +39,7 @@ _STARTING = 30.0
 _LARGEST_ANSWER = 1 << 30  # bytes; sandbox.py has its own limit on characters
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Text, and where it comes from: `control` is the template's, which may hold control tokens; `answer` is the model's."""
 
     text: str
@@ -119,7 +120,7 @@ def _system_in_user(messages: Sequence[Message]) -> list[Message]:
 
 
 _BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-_TURN_IN_TEXT = re.compile(rf"(?<=[{_BREAKS}])(?=[^\S{_BREAKS}]*(User|Assistant)\s*:)")
+_TURN_IN_TEXT = re.compile(rf"([{_BREAKS}])(?=[^\S{_BREAKS}]*(?:User|Assistant)\s*:)")
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Transcript(Template):
         pieces = []
         for message in messages:
             answer = message["role"] == "assistant"
-            content = _TURN_IN_TEXT.sub("> ", "\n" + message["content"].strip())[1:]
+            content = _TURN_IN_TEXT.sub(r"\1> ", "\n" + message["content"].strip())[1:]
             if message["role"] == "system":
                 pieces += [Piece(content, False), Piece("\n\n", True)]
             else:
@@ -192,10 +193,15 @@ def encode(
 
 # --- templates in jinja2 ----------------------------------------------------------------------------------------------
 
-_PRIVATE, _LAST_PRIVATE = 0xF0000, 0x10FFFD  # the private planes 15 and 16
-_NOT_CHARACTERS = (0xFFFFE, 0xFFFFF)
-_MASKED = f"[{chr(_PRIVATE)}-{chr(_LAST_PRIVATE)}]"
+_OTHERS, _ANSWERS, _PLANES_END = (
+    0xF0000,
+    0x100000,
+    0x110000,
+)  # the private planes: 15 for others' messages, 16 for answers
+_ROOM = 0xFFFE  # characters in one of them
+_MASKED = f"[{chr(_OTHERS)}-{chr(_PLANES_END - 1)}]"
 _MESSAGE = re.compile(rf"( ?{_MASKED}(?:[\s{_MASKED[1:-1]}]*{_MASKED})?)")
+_OF_OTHERS = re.compile(f"[{chr(_OTHERS)}-{chr(_ANSWERS - 1)}]")
 
 
 @dataclass(frozen=True)
@@ -213,37 +219,54 @@ class Jinja(Template):
             return self._rendered(_system_in_user(messages))
 
     def _rendered(self, messages: Sequence[Message]) -> list[Piece]:
-        masks = _masks(messages)
-        masked = [{**m, "content": m["content"].translate(masks[m["role"] == "assistant"])} for m in messages]
+        masked, meant = _masked(messages)
         text, plain = RENDERER.render(self.name, self.source, dict(self.globals), [masked, list(messages)])
-        unmask = {ord(masked): chr(character) for mask in masks for character, masked in mask.items()}
-        if text.translate(unmask) != plain:
+        codes = _codes(text)
+        if not np.array_equal(
+            np.where(codes < _OTHERS, codes, meant[np.maximum(codes, _OTHERS) - _OTHERS]), _codes(plain)
+        ):
             raise TemplateError(
                 f"{self.name}: it changes the words of messages, so nobody could tell its control tokens from theirs; "
                 f"choose another, or one of {', '.join(BUILT_IN)}"
             )
-        answers = frozenset(masks[True].values())
-        pieces = []
+        pieces, at = [], 0
         for number, part in enumerate(_MESSAGE.split(text)):
             control = number % 2 == 0
-            answer = not control and answers.issuperset("".join(part.split()))
-            pieces += [Piece(part.translate(unmask), control, answer)] if part else []
+            if part:
+                answer = not control and _OF_OTHERS.search(part) is None
+                pieces.append(Piece(plain[at : at + len(part)], control, answer))
+            at += len(part)
         return pieces
 
 
-def _masks(messages: Sequence[Message]) -> tuple[dict[int, str], dict[int, str]]:
-    """A private character for each one of the messages that is not white space: of others' messages, and of answers."""
-    free = (chr(code) for code in range(_PRIVATE, _LAST_PRIVATE) if code not in _NOT_CHARACTERS)
-    masks: tuple[dict[int, str], dict[int, str]] = ({}, {})
-    try:
-        for message in messages:
-            mask = masks[message["role"] == "assistant"]
-            for character in sorted(set(message["content"])):
-                if not character.isspace() and ord(character) not in mask:
-                    mask[ord(character)] = next(free)
-    except StopIteration:
-        raise InputError("the messages hold more different characters than can be told apart") from None
-    return masks
+def _codes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")
+
+
+def _masked(messages: Sequence[Message]) -> tuple[list[Message], np.ndarray]:
+    """The messages with a private character for each one that is not white space, and what the private ones mean:
+    [those of both planes], themselves where nothing else. All of a plane at once: a history is long, and a turn is not to wait.
+    """
+    masked = [dict(message) for message in messages]
+    meant = np.arange(_OTHERS, _PLANES_END, dtype="<u4")
+    for plane in (_OTHERS, _ANSWERS):
+        mine = [message for message in masked if (message["role"] == "assistant") == (plane == _ANSWERS)]
+        codes = _codes("".join(message["content"] for message in mine))
+        distinct = np.unique(codes)
+        letters = ~np.array([chr(code).isspace() for code in distinct], bool)
+        count = np.count_nonzero(letters)
+        if count > _ROOM:
+            raise InputError("the messages hold more different characters than can be told apart")
+        meant[plane - _OTHERS :][:count] = distinct[letters]
+        mask = distinct.copy()
+        mask[letters] = np.arange(plane, plane + count)
+        text = mask[np.searchsorted(distinct, codes)].tobytes().decode("utf-32-le")
+        at = 0
+        for message in mine:
+            size = len(message["content"])
+            message["content"] = text[at : at + size]
+            at += size
+    return masked, meant
 
 
 def _from_source(source: str, name: str, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Template:
@@ -286,7 +309,7 @@ class _Renderer:
         request = {"template": source, "globals": given, "conversations": conversations}
         with self._lock:
             try:
-                answer = self._ask(json.dumps(request).encode() + b"\n")
+                answer = self._ask(json.dumps(request, ensure_ascii=False).encode() + b"\n")
             except BaseException as error:
                 self.kill()
                 if isinstance(error, TimeoutError):

@@ -87,7 +87,8 @@ class Window:
                 self.text += os.read(self.ours, 1 << 16).decode(errors="replace")
 
     def expect(self, *wanted: str, seconds: float = 60) -> str:
-        """What came until all of these had come, one after the other, not counting what moves and colours."""
+        """What came until all of these had come, one after the other, not counting what moves and colours, and with lines
+        broken at any space."""
         until = time.monotonic() + seconds
         came = ""
         while time.monotonic() < until:
@@ -95,11 +96,11 @@ class Window:
             came = ESCAPES.sub("", self.text[self._seen :])
             at = 0
             for one in wanted:
-                found = came.find(one, at)
-                at = found + len(one) if found >= 0 else -1
-                if at < 0:
+                found = re.compile(re.escape(one).replace(r"\ ", r"\s+")).search(came, at)
+                if found is None:
                     break
-            if at >= 0:
+                at = found.end()
+            else:
                 self._seen = len(self.text)
                 return came
         raise AssertionError(f"{wanted} did not come, but {came[-2000:]!r}")
@@ -109,10 +110,10 @@ class Window:
         self.expect(text, "\n")
         self.answers()
 
-    def answers(self) -> None:
-        """An answer is under way."""
-        until = time.monotonic() + 60
-        while len(ESCAPES.sub("", self.text).rpartition("\n")[2]) < 30:
+    def answers(self, more: int = 0) -> None:
+        """An answer is under way, and so many characters longer."""
+        until, least = time.monotonic() + 60, len(self.text) + more
+        while len(ESCAPES.sub("", self.text).rpartition("\n")[2]) < 30 or len(self.text) < least:
             assert time.monotonic() < until
             self._read(0.2)
 
@@ -211,6 +212,37 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.expect("shell$ ")
     here.type("echo left $?\n")
     here.expect("left 0\r\n")
+
+
+def test_what_is_typed_during_an_answer(window: Callable[..., Window], tmp_path: Path) -> None:
+    """It is not seen among the answer's words and not lost: the next prompt has it, whatever ends the answer."""
+    here = window()
+    here.chat("--max-tokens", "3000")
+    for before_it_ends in ("", "\x1a"):
+        here.ask_at_length("one")
+        if before_it_ends:  # the shell, to which we went and came back, had the keys shown
+            here.type(before_it_ends)
+            here.expect("Stopped", "shell$ ")
+            here.type("fg\n")
+            here.answers()
+        here.type("typed ahead 🙂")
+        here.answers(more=200)
+        here.type("\x03")
+        shown = here.expect(*END, "typed ahead 🙂")
+        assert "typed" not in shown.partition("answer")[0]
+        here.type("\x15")
+    # What has an Enter is the next message, a paste of many lines is one, and a long one is whole.
+    here.type("/set max_tokens 100\r")
+    here.expect("max_tokens 100", ">")
+    here.ask_at_length("two")
+    here.type("three\r")
+    paste = "\n".join(f"line {number} of many more that are pasted" for number in range(150))
+    here.type(f"\x1b[200~{paste}\x1b[201~\r")
+    here.expect("answer 100", "> three", "answer 100", "(5,", "answer 100", *END)
+    here.type("/export talk.json\r")
+    here.expect("exported", ">")
+    said = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [message["content"] for message in said[::2]] == ["one", "one", "two", "three", paste]
 
 
 def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:

@@ -73,3 +73,36 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     blocked.touch()
     assert finish(start(blocked)) == (0, 1)
     assert files(tmp_path) == []
+
+
+# All that loading for the first time compiles (here it comes from the disk); then answers of every kind, which must find it.
+FIRST_TIME = """
+import sys
+import gemma_py, gemma_py.engine
+from gemma_py import Sampling, sampling, score
+from gemma_py.kernels import bpe
+
+def compiled():
+    found = [f for module in (sampling, score, bpe) for f in vars(module).values() if hasattr(f, "overloads")]
+    return {f.__name__: len(f.overloads) for f in found}
+
+gemma_py.engine.first_time = lambda: sys.argv[1] == "first"
+with gemma_py.load("tiny-gemma3") as engine:
+    before = compiled()
+    conversation = gemma_py.Conversation(engine, max_tokens=3)
+    for options in ({"top_k": 64, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.1, "repetition_penalty": 1.1}, {}):
+        conversation.sampling = Sampling(temperature=1.0, seed=1, **options)
+        list(conversation.send("hello \\U0001f642"))
+    print(before == compiled(), len(before))
+"""
+
+
+def test_the_first_answer_waits_for_no_compiler() -> None:
+    said = {}
+    for when in ("first", "later"):
+        command = [sys.executable, "-c", FIRST_TIME, when]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        said[when] = done.stdout.split()
+    assert said["first"][0] == "True" and int(said["first"][1]) >= 10
+    assert said["later"][0] == "False"  # the control: else they are loaded when they are needed

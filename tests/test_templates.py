@@ -199,6 +199,37 @@ def test_pieces_know_whose_they_are() -> None:
         ("hello there", False), ("general kenobi", True), ("hello there", False)]  # fmt: skip
 
 
+def test_more_letters_than_masks_are_refused() -> None:
+    letters = "".join(chr(code) for code in range(0x100, 0x12000) if not 0xD800 <= code < 0xE000)
+    assert "".join(p.text for p in ALL["spaced"].pieces(dialogue(letters[:50_000], letters[50_000:]))).count(letters[9])
+    with pytest.raises(InputError, match="more different characters"):
+        ALL["spaced"].pieces(dialogue(letters))
+
+
+@pytest.mark.parametrize("name", ["own", "gemma", "transcript"])
+def test_a_long_history_costs_few_calls_a_message(tokenizer: Tokenizer, name: str) -> None:
+    """Of Python, each time; what was encoded before is not encoded again."""
+
+    def calls(turns: int) -> int:
+        messages = dialogue(*(f"text {number} of many" for number in range(2 * turns + 1)))
+        encoded: dict[Piece, list[int]] = {}
+        encode(ALL[name].pieces(messages), tokenizer, {}, encoded)
+        count = 0
+
+        def watch(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(watch)
+        try:
+            encode(ALL[name].pieces(messages), tokenizer, {}, encoded)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(400) - calls(200) <= 15 * 2 * 200
+
+
 # --- hostile templates ------------------------------------------------------------------------------------------------
 
 LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% for c in range(100000) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -220,6 +251,7 @@ BOMBS = {
     "zero": "{{ 1 // 0 }}",
     "upper": "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
     "replace": "{% for m in messages %}{{ m.content | replace('a', '<bos>') }}{% endfor %}",
+    "half a character": "{{ '\\ud800' }}",
     "private": "{{ '\\U000F0000' }}{{ messages[0].content }}",
 }
 

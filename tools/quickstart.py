@@ -20,7 +20,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-EXTRAS = {"test": "test", "chat": "demo,chat", "run": "demo"}
+EXTRAS = {"test": "test", "chat": "demo,chat,hf", "run": "demo,hf"}
 
 
 def say(message: str) -> None:

@@ -196,7 +196,7 @@ class Model:
 def described(engine: Engine) -> Model:
     tensors = engine.checkpoint.tensors.values()
     parameters = sum(int(np.prod(tensor.shape, dtype=np.int64)) for tensor in tensors)
-    return Model(engine.path.name.removesuffix(".gguf"), sum(tensor.data.nbytes for tensor in tensors), parameters)
+    return Model(engine.name.removesuffix(".gguf"), sum(tensor.data.nbytes for tensor in tensors), parameters)
 
 
 def cost_of(engine: Engine, test: Test) -> np.ndarray:

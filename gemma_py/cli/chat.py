@@ -75,8 +75,8 @@ class Chat:
         if screen.lasting:
             engine = conversation.engine
             screen.note(
-                f"{engine.path.name}, {count(engine.threads, 'thread')}, context of {engine.context:,} tokens. "
-                "/help lists commands, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves."
+                f"{engine.name}, {count(engine.threads, 'thread')}, context of {engine.context:,} tokens.\n"
+                "/help: commands; Alt-Enter: a new line; Ctrl-C stops an answer, Ctrl-D leaves."
             )
         if conversation.template.note is not None:
             screen.note(conversation.template.note)

@@ -26,7 +26,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=DEFAULT_MODEL,
         metavar="MODEL",
-        help="a GGUF file, a Hugging Face directory, or a name from `gemma_py models` (default: %(default)s)",
+        help="a GGUF file, a Hugging Face directory, a name from `gemma_py models`, or hf:owner/name[/file.gguf][@revision] "
+        "(default: %(default)s)",
     )
 
 

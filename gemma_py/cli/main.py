@@ -30,8 +30,8 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
     top = _Parser(
         prog="gemma_py",
         description="Run Gemma models on CPUs. The same prompt gives the same bits, on any machine.",
-        epilog=f"MODEL is a GGUF file, a Hugging Face directory, or a name from `gemma_py models`; {DEFAULT_MODEL} if left "
-        "out. Exit codes: 0 good, 1 failed, 2 usage, 130 interrupted.",
+        epilog="MODEL is a GGUF file, a Hugging Face directory, a name from `gemma_py models`, or hf:owner/name (or "
+        f"hf:owner/name/file.gguf, with @revision); {DEFAULT_MODEL} if left out. Exit codes: 0 good, 1 failed, 2 usage, 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gemma_py {gemma_py.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)

@@ -4,19 +4,20 @@ import argparse
 import dataclasses
 import importlib.util
 
+from gemma_py import hub
 from gemma_py.catalog import Entry, catalogue
 from gemma_py.cli.common import print_json, size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Models from the Hugging Face hub: download them and give the path of the directory or file."
+    parser.epilog = "Any other repository of the Hugging Face hub can be named as hf:owner/name (extra `hf`)."
 
 
 def at_hand(entry: Entry) -> bool:
     kind, _, name = entry.source.partition(":")
     if kind == "pypi":
         return importlib.util.find_spec(name.replace("-", "_")) is not None
-    return kind == "included"
+    return kind == "included" or hub.at_hand(entry.source)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -30,4 +31,6 @@ def run(args: argparse.Namespace) -> None:
         print(
             f"{mark} {entry.name:22} {parameters:>8} {size(entry.bytes):>10}  {entry.format:17} {entry.source:46} {entry.note}"
         )
-    print("* at hand: `python -m gemma_py generate NAME --prompt ...`. Others: download, then give the path.")
+    print(
+        "* at hand. Those of the hub (hf:) are downloaded when they are first used; most ask for agreement on their page."
+    )

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
             except KeyboardInterrupt as signal:  # what has been measured is shown nevertheless
                 interrupted = signal
         if sweep.points and args.plot is not None:
-            sweep.draw(args.plot, f"{engine.path.name} on {machine.name()}")
+            sweep.draw(args.plot, f"{engine.name} on {machine.name()}")
     if args.json:
         print_json(sweep.as_json())
     elif sweep.points:

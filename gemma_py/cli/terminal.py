@@ -1,6 +1,7 @@
 """A chat in a terminal: input by prompt_toolkit, output by rich."""
 
 import contextlib
+import os
 import signal
 import sys
 import termios
@@ -16,8 +17,10 @@ from rich.text import Text
 
 from gemma_py.chat import Stats
 from gemma_py.cli.chat_commands import FILE
-from gemma_py.cli.markdown import StreamedMarkdown, visible
+from gemma_py.cli.markdown import StreamedMarkdown, rows, visible
 from gemma_py.paths import private_file, state_dir
+
+_PASTES_MARKED, _PASTES_PLAIN = "\x1b[?2004h", "\x1b[?2004l"
 
 
 class Terminal:
@@ -39,6 +42,7 @@ class Terminal:
                 completer=_completer(commands),
                 complete_while_typing=False,
                 enable_suspend=True,
+                erase_when_done=True,
             )
 
     def _history(self) -> History:
@@ -51,7 +55,9 @@ class Terminal:
     def read(self, draft: str) -> str | None:
         try:
             if self._session is not None:
-                return self._session.prompt("> ", default=draft)
+                text = self._session.prompt("> ", default=draft)
+                self._show_message(text)
+                return text
             if draft:
                 self.note(draft)
             return input("> ")
@@ -59,6 +65,15 @@ class Terminal:
             return ""
         except EOFError:
             return None
+
+    def _show_message(self, text: str) -> None:
+        """As it was typed; of one that would fill the window, how it begins."""
+        shown, room = visible(text).replace("\n", "\n  "), max(3, self._console.height // 2)
+        while rows(f"> {shown}", self._console.width) >= room:
+            shown = f"{shown[: len(shown) * 3 // 4].rstrip()} …"
+        cut = f" ({len(text):,} characters)" if shown.endswith("…") and not text.endswith("…") else ""
+        self._console.file.write(f"> {shown}{cut}\n")
+        self._console.file.flush()
 
     def ask(self, question: str) -> str:
         try:
@@ -78,10 +93,10 @@ class Terminal:
         self._answer = None
 
     def note(self, text: str) -> None:
-        self._console.print(Text(visible(text)), style="dim", soft_wrap=True)
+        self._console.print(Text(visible(text)), style="dim")
 
     def error(self, text: str) -> None:
-        self._console.print(Text(visible(text)), style="red", soft_wrap=True)
+        self._console.print(Text(visible(text)), style="red")
 
     def waiting(self, what: str) -> None:
         if self._moves and (what or self._waits):
@@ -108,27 +123,39 @@ class Terminal:
             if self._answer is not None:
                 self._answer.disturb()
 
-        handlers = {signal.SIGINT: stop, signal.SIGWINCH: disturbed, signal.SIGCONT: disturbed}
+        def back(number: int, frame: FrameType | None) -> None:
+            disturbed(number, frame)
+            if os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp():  # the shell left the keys as it likes them
+                silence_keys(self._moves)
+
+        handlers = {signal.SIGINT: stop, signal.SIGWINCH: disturbed, signal.SIGCONT: back}
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        keys = termios.tcgetattr(sys.stdin)
         try:
-            with silent_keys():
-                yield lambda: bool(asked)
+            silence_keys(self._moves)
+            yield lambda: bool(asked)
         finally:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, keys)
+            if self._moves:
+                self._console.file.write(_PASTES_PLAIN)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def silent_keys() -> Iterator[None]:
-    """What is typed during an answer waits for the next prompt, instead of appearing in the middle of the text."""
-    before = termios.tcgetattr(sys.stdin)
+def silence_keys(raw: bool) -> None:
+    """What is typed during an answer waits for the next prompt, instead of appearing in the middle of the text.
+
+    raw: key by key, for a prompt that edits itself; else a line would be cut at 4,096 characters, and each line of a paste
+    would become a message. Nor does Ctrl-C take away what was typed before it.
+    """
     now = termios.tcgetattr(sys.stdin)
-    now[3] &= ~termios.ECHO
+    now[3] = now[3] & ~termios.ECHO | termios.NOFLSH
+    if raw:
+        now[0] &= ~termios.ICRNL
+        now[3] &= ~termios.ICANON
+        sys.stdout.write(_PASTES_MARKED)
+        sys.stdout.flush()
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, now)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def _keys() -> KeyBindings:

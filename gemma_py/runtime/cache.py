@@ -6,7 +6,7 @@ A ring holds at least window + chunk - 1 rows: a chunk never overwrites a row th
 `keep` more of them let a session go back: what a ring still holds need not be computed again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -38,6 +38,14 @@ def bytes_needed(config: Config, kv: str, tokens: int, chunk: int, keep: int = 0
 
 def _as_f32(rows: np.ndarray) -> np.ndarray:
     return rows if rows.dtype == np.float32 else (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
+    """Positions as (first, count), within which places follow each other in all of these rings."""
+    while first < end:
+        count = min(end - first, *(ring - first % ring for ring in rings))
+        yield first, count
+        first += count
 
 
 class Cache:
@@ -112,15 +120,15 @@ class Cache:
         table = np.stack([np.cumsum([0, *sizes[:-1]]), capacities], 1).astype(np.int64)
         arenas: list[np.ndarray] = [aligned(sum(sizes), self.dtype) for _ in range(2)]
         for number, shape in enumerate(shapes):
-            positions = self._whole(number)
+            before, oldest = int(self.table[number, CAPACITY]), self._oldest[number]
             at = table[number, AT]
             for old, new in zip((self.keys, self.values), arenas, strict=True):
                 rows = new[at : at + sizes[number]].reshape(shape)
                 if self.poison:
                     rows[:] = NAN[self.dtype]
-                if len(positions):
-                    places = positions % self.table[number, CAPACITY]
-                    rows[:, positions % shape[1]] = self._rows(old, number)[:, places]
+                for first, count in _runs(oldest, self.position, before, shape[1]):
+                    place = first % before
+                    rows[:, first % shape[1] :][:, :count] = self._rows(old, number)[:, place : place + count]
         self.table = table
         self.keys, self.values = arenas
 

@@ -149,6 +149,11 @@ class Runner:
         with self._lock:
             cache.rewind(position)
 
+    def reserve(self, cache: Cache, tokens: int) -> None:
+        """Room in the cache, while no pass is under way."""
+        with self._lock:
+            cache.reserve(tokens)
+
     def cache(self, keep: int = 0) -> Cache:
         """An empty one, for a new session."""
         return Cache(self.config, self.poison, self.kv, keep)
