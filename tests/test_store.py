@@ -174,7 +174,7 @@ def test_another_layout_is_left_alone(checkpoint: Path, folder: Path, monkeypatc
     assert new.read_bytes() != data
 
 
-LAYOUTS = {2: "d177a0675cadc806"}
+LAYOUTS = {2: "d177a0675cadc806", 3: "65094b0097f50ed7"}
 
 
 def test_a_change_of_layout_has_a_new_number(checkpoint: Path, folder: Path) -> None:
