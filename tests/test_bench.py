@@ -72,11 +72,8 @@ def test_limits_do_their_work() -> None:
         rows = np.arange(kernels.CODE_ROWS * kernels.PAIRS * 2, dtype=np.int16)
         w = np.repeat(np.arange(kernels.PAIRS, dtype=np.int16) % 7, 2 * kernels.LANES * kernels.CODE_PANELS)
         team.run(kernels.multiply_pairs, 2, rows, w, out)
-        want = (
-            2
-            * kernels.CODE_PANELS
-            * int((rows.reshape(kernels.PAIRS, -1).astype(np.int64) * (np.arange(kernels.PAIRS) % 7)[:, None]).sum())
-        )
+        pairs = rows.reshape(kernels.CODE_ROWS, kernels.PAIRS, 2).astype(np.int64)
+        want = 2 * kernels.CODE_PANELS * int((pairs * (np.arange(kernels.PAIRS) % 7)[:, None]).sum())
         assert (out == np.float32(want)).all()
         values = np.arange(64 * 2 * 5, dtype=np.int32)
         team.run(kernels.read_memory, values.view(np.float32), out)

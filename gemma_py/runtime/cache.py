@@ -80,14 +80,15 @@ class Cache:
         self._move(rows_needed(self.config, tokens, chunk, self.keep))
 
     def _make_room(self, position: int, tokens: int, ahead: int = 0) -> None:
-        # Growing by half again keeps the copying of a long decode linear. Memory that is never written costs none, but
-        # while rows move to a larger arena there are two of each. A ring has its whole length at once.
-        least = rows_needed(self.config, position + tokens, tokens, self.keep)
-        ample = max(position + tokens + ahead + _SPARE, (position + tokens) * 3 // 2)
-        enough = rows_needed(self.config, ample, tokens, self.keep)
-        before = self.table[:, CAPACITY].tolist()
-        needed = [old if rows <= old else new for old, rows, new in zip(before, least, enough, strict=True)]
-        if needed != before:
+        needed = []
+        for layer, rows, (_, capacity) in zip(
+            self.config.layers, rows_needed(self.config, position + tokens, tokens, self.keep), self.table, strict=True
+        ):
+            spare = ahead + _SPARE if layer.sliding_window is None else 0
+            # Growing by half again keeps the copying of a long decode linear. Memory that is never written costs none,
+            # but while rows move to a larger arena there are two of each.
+            needed.append(int(capacity) if rows <= capacity else max(rows + spare, int(capacity) * 3 // 2, 64))
+        if needed != self.table[:, CAPACITY].tolist():
             self._move(needed)
 
     def commit(self, tokens: list[int]) -> None:
