@@ -427,7 +427,7 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
     cache, layer = session._cache, runner.packed.layers[number]
     cache.reserve(chunk)
     cache.forget_uncommitted()
-    s = runner._scratch_for(chunk)
+    s = runner._scratch_for(chunk, 1)
     noise = np.random.default_rng(5)
     for rows in (s.q, s.k, s.v):
         rows[:] = noise.standard_normal(len(rows), np.float32)

@@ -224,7 +224,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "norms, gelu, codes": ("middle", "end", "output input", "down input"),
     "query, key, value": ("query, key and value",),
     "rope and KV": ("rope and kv",),
-    "attention": ("attention",),
+    "attention": ("scores", "attention"),
     "output": ("output",),
     "feed-forward: gate, up": ("gate and up",),
     "feed-forward: down": ("down",),

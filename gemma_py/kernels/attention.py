@@ -23,6 +23,7 @@ from gemma_py.kernels.simd import (
     bits,
     both,
     div,
+    fetch,
     less,
     load,
     load_columns,
@@ -100,13 +101,18 @@ def scratch_size(E: int) -> int:
 
 
 class Block(NamedTuple):
-    """Queries first .. first + used - 1 of a chunk: number n is head n % heads at position chunk_at + n // heads."""
+    """Queries first .. first + used - 1 of a chunk: number n is head n % heads at position chunk_at + n // heads.
+
+    Of the heads' width, the columns left .. right - 1 are done.
+    """
 
     first: int
     used: int
     heads: int
     chunk_at: int
     window: int
+    left: int
+    right: int
 
 
 @inlined
@@ -123,6 +129,15 @@ def _keys_of_any(block, lane, end):
     first = block.chunk_at + (block.first + lane) // block.heads
     last = block.chunk_at + (block.first + end - 1) // block.heads
     return max(np.int64(0), first - block.window + 1), last + 1
+
+
+@borrowing
+def _fetch_rows(array, ring, base, t, stop, left, right):
+    """Ask early for columns of some rows. A few queries do little with a row, so the machine's own asking comes late."""
+    for position in range(t, stop):
+        row = base + position % ring.capacity * ring.stride
+        for e in range(left, right, LANES):
+            fetch(array, row + e)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -188,17 +203,18 @@ def _adder(rows):
     """A kernel of values for so many queries at a time."""
 
     @borrowing
-    def add_values(ring, base, t, keys, scratch, weights, shrink, out, used):
+    def add_values(ring, base, t, keys, scratch, weights, shrink, out, used, left, right):
         """out[query, e] = out * shrink[query] + sum over keys of weight[key, query] * v[key, e], for `used` queries.
 
-        The keys are positions t .. t + keys - 1. weights, shrink, out: where those of the first query begin. Values of
-        some columns are in the first cache for all queries; columns that are left over go one by one.
+        The keys are positions t .. t + keys - 1, the columns e left .. right - 1. weights, shrink, out: where those of
+        the first query begin. Values of some columns are in the first cache for all queries; columns that are left over
+        go one by one.
         """
         E, stride, slot = ring.E, ring.stride, t % ring.capacity
         before_end = min(keys, ring.capacity - slot)  # the ring goes on at its beginning
         first, again = base + slot * stride, base - before_end * stride
-        whole = E // COLUMNS * COLUMNS
-        for e in range(0, whole, COLUMNS):
+        whole = right - (right - left) % COLUMNS
+        for e in range(left, whole, COLUMNS):
             for query in range(0, used, rows):
                 o = row_places(out + query * E, E, rows, rows)
                 w = row_places(weights + query, 1, rows, rows)
@@ -214,7 +230,7 @@ def _adder(rows):
                     )
                 store_totals(scratch, o, e, totals)
         for query in range(used):
-            for e in range(whole, E):
+            for e in range(whole, right):
                 total = load_one(scratch, out + query * E + e) * load_one(scratch, shrink + query)
                 for key in range(keys):
                     row = first if key < before_end else again
@@ -229,20 +245,22 @@ _add_values_of_many, _add_values_of_one = _adder(ROWS), _adder(1)
 
 
 @borrowing
-def _add_shared(ring, base, begin, t, stop, lane, used, scratch, at):
+def _add_shared(ring, base, begin, t, stop, lane, used, block, scratch, at):
     """Keys t .. stop - 1 of a tile that begins with `begin`, for queries that all see them."""
     weights, out = at.s + (t - begin) * QUERIES + lane, at.o + lane * ring.E
-    _add_values_of_many(ring, base, t, stop - t, scratch, weights, at.shrink + lane, out, used)
+    left, right = block.left, block.right
+    _add_values_of_many(ring, base, t, stop - t, scratch, weights, at.shrink + lane, out, used, left, right)
     for query in range(lane, lane + used):
         scratch[at.shrink + query] = _ONE
 
 
 @borrowing
-def _add_alone(ring, base, begin, t, stop, query, scratch, at):
+def _add_alone(ring, base, begin, t, stop, query, block, scratch, at):
     """The same for one query; there may be no such key."""
     if t < stop:
         weights, out = at.s + (t - begin) * QUERIES + query, at.o + query * ring.E
-        _add_values_of_one(ring, base, t, stop - t, scratch, weights, at.shrink + query, out, 1)
+        left, right = block.left, block.right
+        _add_values_of_one(ring, base, t, stop - t, scratch, weights, at.shrink + query, out, 1, left, right)
         scratch[at.shrink + query] = _ONE
 
 
@@ -255,7 +273,7 @@ def _values(ring, base, begin, end, block, scratch, at):
     """
     first, last = _keys_of_all(block, 0, block.used)
     if first <= begin and end <= last:
-        _add_shared(ring, base, begin, begin, end, 0, block.used, scratch, at)
+        _add_shared(ring, base, begin, begin, end, 0, block.used, block, scratch, at)
         return
     for lane in range(0, block.used, ROWS):
         lane_end = min(lane + ROWS, block.used)
@@ -265,12 +283,12 @@ def _values(ring, base, begin, end, block, scratch, at):
             first, last = end, end
         for query in range(lane, lane_end):
             t, stop = _keys_of_any(block, query, query + 1)
-            _add_alone(ring, base, begin, max(begin, t), min(first, stop), query, scratch, at)
+            _add_alone(ring, base, begin, max(begin, t), min(first, stop), query, block, scratch, at)
         if first < last:
-            _add_shared(ring, base, begin, first, last, lane, lane_end - lane, scratch, at)
+            _add_shared(ring, base, begin, first, last, lane, lane_end - lane, block, scratch, at)
         for query in range(lane, lane_end):
             _, stop = _keys_of_any(block, query, query + 1)
-            _add_alone(ring, base, begin, last, min(end, stop), query, scratch, at)
+            _add_alone(ring, base, begin, last, min(end, stop), query, block, scratch, at)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -361,15 +379,29 @@ def _begin(q, E, H, g, block, scratch, at):
             store(scratch, place, zero())
 
 
+@borrowing
+def _take_scores(scores, source, keys, scratch, at):
+    for key in range(keys):
+        store(scratch, at.s + key * QUERIES, load(scores, source + key * LANES))
+
+
 @kernel
-def _attend_block(q, ring, H, g, block, scale, cap, scratch, out):
-    E, base = ring.E, ring.at + g * ring.head
+def _attend_block(q, ring, H, g, block, scale, cap, scores, scratch, out):
+    E, base, few = ring.E, ring.at + g * ring.head, block.used <= FEW
     at = places_of(E)
     _begin(q, E, H, g, block, scratch, at)
     begin, stop = _keys_of_any(block, 0, block.used)
+    start = begin
     while begin < stop:
         end = min(stop, (begin // TILE + 1) * TILE)
-        _scores(ring, base, begin, end, block, scratch, at)
+        if few:
+            _fetch_rows(ring.values, ring, base, end, min(stop, end + TILE), block.left, block.right)
+        if scores.shape[0] > 0:
+            _take_scores(scores, (begin - start) * LANES, end - begin, scratch, at)
+        else:
+            if few:
+                _fetch_rows(ring.keys, ring, base, end, min(stop, end + TILE), 0, E)
+            _scores(ring, base, begin, end, block, scratch, at)
         first, last = _keys_of_all(block, 0, block.used)
         for lane in range(0, block.used, LANES):
             _weigh(scratch, at, lane, begin, end - begin, first <= begin and end <= last, scale, cap)
@@ -378,8 +410,8 @@ def _attend_block(q, ring, H, g, block, scale, cap, scratch, out):
     for lane in range(block.used):
         row, result = at.o + lane * E, _row_of(block.first + lane, block.heads, H, g, E)
         total = splat(scratch, at.weight_sum + lane)
-        for e in range(0, E, LANES):
-            lanes.put(out, result + e, result + E, div(lanes.take(scratch, row + e, row + E), total))
+        for e in range(block.left, block.right, LANES):
+            lanes.put(out, result + e, result + block.right, div(lanes.take(scratch, row + e, row + E), total))
 
 
 @kernel
@@ -393,5 +425,54 @@ def attend(q, ring, H, g, window, scale, cap, chunk_at, first, last, scratch, ou
     heads = H // ring.G
     end = (last - chunk_at) * heads
     for query in range((first - chunk_at) * heads, end, QUERIES):
-        block = Block(query, min(QUERIES, end - query), heads, chunk_at, window)
-        _attend_block(q, ring, H, g, block, scale, cap, scratch, out)
+        block = Block(query, min(QUERIES, end - query), heads, chunk_at, window, 0, ring.E)
+        _attend_block(q, ring, H, g, block, scale, cap, scratch[:0], scratch, out)
+
+
+# --- one position by several workers: first its scores, key by key, then its values, column by column -----------------
+
+
+@inlined
+def _block_of_one(ring, H, window, origin, row, left, right):
+    heads = H // ring.G
+    return Block(row * heads, heads, heads, origin, window, left, right)
+
+
+@inlined
+def columns_of(part, parts, E):
+    """The first and the last + 1 of a part of E columns; no chain of a tile is in two of them."""
+    left, right = E // COLUMNS * part // parts * COLUMNS, E // COLUMNS * (part + 1) // parts * COLUMNS
+    return left, right if part < parts - 1 else E
+
+
+@kernel
+def score_keys(q, ring, H, g, window, origin, row, part, parts, scratch, scores):
+    """A part of the raw scores of one position, origin + row; at most sixteen heads share a key/value head.
+
+    q: [T * H * E]   scores: [keys that it sees * 16], those of a part of the keys written
+    """
+    block, base, at = _block_of_one(ring, H, window, origin, row, 0, ring.E), ring.at + g * ring.head, places_of(ring.E)
+    _begin(q, ring.E, H, g, block, scratch, at)
+    start, stop = _keys_of_any(block, 0, block.used)
+    first, tiles = start // TILE, (stop + TILE - 1) // TILE - start // TILE
+    begin, stop = (
+        max(start, (first + tiles * part // parts) * TILE),
+        min(stop, (first + tiles * (part + 1) // parts) * TILE),
+    )
+    while begin < stop:
+        end = min(stop, (begin // TILE + 1) * TILE)
+        _fetch_rows(ring.keys, ring, base, end, min(stop, end + TILE), 0, ring.E)
+        _scores(ring, base, begin, end, block, scratch, at)
+        for key in range(end - begin):
+            store(scores, (begin - start + key) * LANES, load(scratch, at.s + key * QUERIES))
+        begin = end
+
+
+@kernel
+def attend_columns(q, ring, H, g, window, scale, cap, origin, row, left, right, scores, scratch, out):
+    """Attention of this position once all its scores are there, columns left .. right - 1 of the heads that share g.
+
+    out: [T * H * E], written there
+    """
+    block = _block_of_one(ring, H, window, origin, row, left, right)
+    _attend_block(q, ring, H, g, block, scale, cap, scores, scratch, out)

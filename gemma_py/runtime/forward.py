@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.attention import QUERIES, Ring, attend
+from gemma_py.kernels.attention import LANES, QUERIES, Ring, attend, attend_columns, columns_of, score_keys
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.intrinsics import array_at, bits_of_f32
 from gemma_py.kernels.matmul import (
@@ -38,7 +38,6 @@ from gemma_py.kernels.rows import (
 from gemma_py.kernels.simd import store_one
 from gemma_py.model import packed as p
 from gemma_py.runtime import cache as c
-from gemma_py.runtime.cells import LINE
 from gemma_py.runtime.sync import await_rows, barrier, claim, claim_any, enter, publish
 
 # Phases, in order, with the names that errors and traces use. START comes before the first layer, HEAD after the last.
@@ -46,6 +45,7 @@ PHASES = (
     "embedding",
     "query, key and value",
     "rope and kv",
+    "scores",
     "attention",
     "output input",
     "output",
@@ -56,7 +56,7 @@ PHASES = (
     "end",
     "head",
 )
-EMBED, QKV, ROPE_KV, ATTENTION, OUT_INPUT, OUT, MIDDLE, GATE_UP, DOWN_INPUT, DOWN, END, HEAD = range(12)
+EMBED, QKV, ROPE_KV, SCORES, ATTENTION, OUT_INPUT, OUT, MIDDLE, GATE_UP, DOWN_INPUT, DOWN, END, HEAD = range(13)
 COUNTERS = len(PHASES)  # a layer
 
 _FEW_ROWS = 8  # of a tile of norms
@@ -95,6 +95,7 @@ class Scratch(NamedTuple):
     cosines: np.ndarray  # [ropes * T * widest E / 2]
     sines: np.ndarray
     attention: np.ndarray  # [workers * scratch_size(E)]
+    scores: np.ndarray  # [(workers - 1) * keys * 16], of single positions that several workers share
 
 
 class Trace(NamedTuple):
@@ -369,23 +370,94 @@ def rope_kv_phase(worker, cells, counter, marks, m, layer, s, batch, T, trace):
     return True
 
 
+@inlined
+def ring_of(layer, keys, values, capacity):
+    G, E = layer[p.KV_HEADS], layer[p.HEAD_DIM]
+    return Ring(keys, values, 0, capacity, E, capacity * E, G, E)
+
+
+@inlined
+def window_of(layer):
+    return layer[p.WINDOW] if layer[p.WINDOW] > 0 else _EVERYTHING
+
+
+@inlined
+def attention_parts(layer, workers, T, S):
+    """Workers that share a position and its key/value head: where tokens are decoded, and are fewer than workers."""
+    G, H, E = layer[p.KV_HEADS], layer[p.HEADS], layer[p.HEAD_DIM]
+    if T > S or H // G > LANES or workers <= G * S:
+        return np.int64(1)
+    return max(1, min(E // (2 * LANES), (workers + G * S - 1) // (G * S)))
+
+
+@inlined
+def scores_of(s, workers, pair):
+    """The room of one position and key/value head, which are numbered."""
+    size = s.scores.shape[0] // (workers - 1) // LANES * LANES
+    return s.scores[pair * size : (pair + 1) * size]
+
+
+@inlined
+def own_part(part, worker, workers):
+    """A worker's part of what all of them share."""
+    size = part.shape[0] // workers
+    return part[worker * size : (worker + 1) * size]
+
+
+@kernel
+def scores_phase(worker, workers, cells, counter, marks, m, layer, s, batch, parts, trace):
+    """Scores of single positions, some of the keys each; each waits for the row of its own position."""
+    H, G, scratch = layer[p.HEADS], layer[p.KV_HEADS], own_part(s.attention, worker, workers)
+    tiles = G * batch.segments.shape[0] * parts
+    tile = claim_any(cells, worker, counter, tiles)
+    while tile >= 0:
+        pair, part = tile // parts, tile % parts
+        number, g = pair // G, pair % G
+        row, origin = batch.segments[number, FIRST], batch.segments[number, ORIGIN]
+        place = batch.tables[number, layer[p.KV_SOURCE]]
+        keys, values = arenas_of(layer, place, batch.stored)
+        if not await_rows(cells, worker, marks + number, origin + row):
+            return False
+        ring, scores = ring_of(layer, keys, values, place[c.ROWS]), scores_of(s, workers, pair)
+        score_keys(s.q, ring, H, g, window_of(layer), origin, row, part, parts, scratch, scores)
+        trace_tile(worker, trace, counter, row, row + 1)
+        tile = claim_any(cells, worker, counter, tiles)
+    return True
+
+
+@kernel
+def columns_phase(worker, workers, cells, counter, m, layer, s, batch, parts, trace):
+    """Values of single positions whose scores are made, some columns each."""
+    H, G, scratch = layer[p.HEADS], layer[p.KV_HEADS], own_part(s.attention, worker, workers)
+    scale, cap = m.numbers.attention_scale, m.numbers.attention_cap
+    tiles = G * batch.segments.shape[0] * parts
+    tile = claim_any(cells, worker, counter, tiles)
+    while tile >= 0:
+        pair, part = tile // parts, tile % parts
+        number, g = pair // G, pair % G
+        row, origin = batch.segments[number, FIRST], batch.segments[number, ORIGIN]
+        place = batch.tables[number, layer[p.KV_SOURCE]]
+        keys, values = arenas_of(layer, place, batch.stored)
+        ring, scores = ring_of(layer, keys, values, place[c.ROWS]), scores_of(s, workers, pair)
+        left, right = columns_of(part, parts, layer[p.HEAD_DIM])
+        attend_columns(s.q, ring, H, g, window_of(layer), scale, cap, origin, row, left, right, scores, scratch, s.a)
+        trace_tile(worker, trace, counter, row, row + 1)
+        tile = claim_any(cells, worker, counter, tiles)
+
+
 @kernel
 def attention_tile(m, layer, s, keys, values, capacity, origin, g, first, last, scratch):
     """Attention of rows first .. last - 1 to one key/value head; the keys up to the last one's position are there."""
-    H, G, E = layer[p.HEADS], layer[p.KV_HEADS], layer[p.HEAD_DIM]
-    ring = Ring(keys, values, 0, capacity, E, capacity * E, G, E)
-    window = layer[p.WINDOW] if layer[p.WINDOW] > 0 else _EVERYTHING
-    scale, cap = m.numbers.attention_scale, m.numbers.attention_cap
-    attend(s.q, ring, H, g, window, scale, cap, origin, origin + first, origin + last, scratch, s.a)
+    ring, scale, cap = ring_of(layer, keys, values, capacity), m.numbers.attention_scale, m.numbers.attention_cap
+    first, last = origin + first, origin + last
+    attend(s.q, ring, layer[p.HEADS], g, window_of(layer), scale, cap, origin, first, last, scratch, s.a)
 
 
 @kernel
-def attention_phase(worker, cells, counter, marks, m, layer, s, batch, trace):
+def attention_phase(worker, workers, cells, counter, marks, m, layer, s, batch, trace):
     """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
-    G = layer[p.KV_HEADS]
+    G, scratch = layer[p.KV_HEADS], own_part(s.attention, worker, workers)
     rows = max(1, QUERIES // (layer[p.HEADS] // G))
-    size = s.attention.shape[0] // (cells.own.shape[0] // LINE)
-    scratch = s.attention[worker * size : (worker + 1) * size]
     tiles = G * tiles_in(batch.segments, rows)
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
@@ -468,9 +540,21 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
         if not rope_kv_phase(worker, cells, counters + ROPE_KV, number * S, m, layer, s, batch, T, trace):
             return False
 
+        parts = attention_parts(layer, workers, T, S)
+        if parts > 1:
+            if not enter(cells, worker, number, SCORES):
+                return False
+            at = counters + SCORES
+            if not scores_phase(worker, workers, cells, at, number * S, m, layer, s, batch, parts, trace):
+                return False
+            if not barrier(cells, worker, workers):
+                return False
         if not enter(cells, worker, number, ATTENTION):
             return False
-        if not attention_phase(worker, cells, counters + ATTENTION, number * S, m, layer, s, batch, trace):
+        at = counters + ATTENTION
+        if parts > 1:
+            columns_phase(worker, workers, cells, at, m, layer, s, batch, parts, trace)
+        elif not attention_phase(worker, workers, cells, at, number * S, m, layer, s, batch, trace):
             return False
         if not barrier(cells, worker, workers):
             return False

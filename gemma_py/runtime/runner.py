@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gemma_py.errors import ContextError, UnsupportedError
-from gemma_py.kernels.attention import scratch_size
+from gemma_py.kernels.attention import LANES, scratch_size
 from gemma_py.kernels.decorator import first_time, mark_compiled
 from gemma_py.kernels.matmul import CodedRows, bench_sizes
 from gemma_py.kernels.memory import aligned
@@ -98,7 +98,8 @@ class Runner:
             for part in parts:
                 part.cache.forget_uncommitted()
         batch = _batch(parts)
-        scratch, layers = self._scratch_for(len(batch.tokens)), len(self.config.layers)
+        longest = max(part.cache.position for part in parts) + 1
+        scratch, layers = self._scratch_for(len(batch.tokens), longest), len(self.config.layers)
         logits = np.empty(sum(part.logits for part in parts) * self.config.vocab_size, np.float32)
         try:
             self.team.run(
@@ -129,7 +130,7 @@ class Runner:
         if first_time():
             print("compiling kernels, once per machine: about half a minute", file=sys.stderr, flush=True)
         batch, logits = _batch([Part(self.cache(), [])]), np.empty(0, np.float32)
-        self.team.compile(forward, self.packed, self._scratch_for(1), batch, logits, NO_TRACE)
+        self.team.compile(forward, self.packed, self._scratch_for(1, 1), batch, logits, NO_TRACE)
         mark_compiled()
 
     def digest(self, cache: Cache) -> list[str]:
@@ -158,11 +159,14 @@ class Runner:
         """An empty one, for a new session."""
         return Cache(self.config, self.poison, self.kv, keep)
 
-    def _scratch_for(self, T: int) -> Scratch:
-        """Room for T rows, kept for later passes."""
+    def _scratch_for(self, T: int, keys: int) -> Scratch:
+        """Room for T rows, and for the scores of single positions after so many keys; kept for later passes."""
         if self._scratch is None or self._rows < T:
             # Made before either is noted: if there is no memory for it, the old one and its size must stay together.
             self._scratch, self._rows = _make_scratch(self.config, self.packed, T, self.team.workers), T
+        shared = self.team.workers - 1  # fewer positions than workers are shared by some of them
+        if len(self._scratch.scores) < shared * keys * LANES:
+            self._scratch = self._scratch._replace(scores=aligned(shared * keys * 3 // 2 * LANES))
         if self.poison:
             for array in _floats_of(self._scratch):
                 array.fill(np.nan)
@@ -220,7 +224,9 @@ def _make_scratch(config: Config, packed: Packed, T: int, workers: int) -> Scrat
     bench = Bench(aligned(panel, np.int16), floats(scales), floats(scales))
     x, n, chosen, q, k, v, a, y, gate, up = (floats(T * width) for width in (D, D, D, HE, GE, GE, HE, D, F, F))
     attention = floats(workers * scratch_size(max(y.head_dim for y in layers)))
-    return Scratch(x, n, chosen, q, k, v, a, y, gate, up, coded, bench, floats(ropes), floats(ropes), attention)
+    return Scratch(
+        x, n, chosen, q, k, v, a, y, gate, up, coded, bench, floats(ropes), floats(ropes), attention, floats(0)
+    )
 
 
 def _floats_of(part: object) -> Iterator[np.ndarray]:
