@@ -275,23 +275,37 @@ def rows_of(m, number):
     return m.matrices[number, p.ROWS] if number >= 0 else 0
 
 
-@kernel
-def matmul_phase(worker, workers, cells, counter, m, numbers, x, outputs, s, bench, T, skipped, cap, trace):
-    """outputs = the input at hand, x: [T * K], or its codes, times up to three matrices, whose tiles are numbered one after the other.
+@inlined
+def panels_together(panels, T, workers):
+    """Panels of a tile, a multiple of 4, where the matrices of a phase have so many in all.
 
-    numbers: of the matrices, negative for none   outputs: as many arrays   skipped: rows of the chunk before the input's
+    Many rows: some tiles a worker, however small the matrices. One row is done with a panel as fast as memory gives it,
+    so what counts is long runs of memory: a tile has at least 16, and a small matrix as many tiles as there are workers.
+    """
+    if T > 1:
+        blocks = (T + ROWS_TOGETHER - 1) // ROWS_TOGETHER
+        return max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
+    tiles = workers * max(1, min(8, panels // (16 * workers)))
+    return min(64, (panels + 4 * tiles - 1) // (4 * tiles) * 4)
+
+
+@kernel
+def matmul_phase(worker, workers, cells, counter, m, numbers, x, outputs, s, bench, T, cap, trace):
+    """outputs = the input at hand times up to three matrices, whose tiles are numbered one after the other.
+
+    numbers: of the matrices, negative for none   x: [T * K], which may be there in codes   outputs: as many arrays
     cap: soft cap of the results, 0 for none
     """
-    blocks = (T + ROWS_TOGETHER - 1) // ROWS_TOGETHER
-    panels = panels_for(rows_of(m, numbers[0]))
-    width = max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))  # some tiles a worker, however small the matrix
-    tiles = 0
+    blocks, panels = (T + ROWS_TOGETHER - 1) // ROWS_TOGETHER, 0
+    for number in numbers:
+        panels += panels_for(rows_of(m, number))
+    width, tiles = panels_together(panels, T, workers), 0
     for number in numbers:
         tiles += blocks * ((panels_for(rows_of(m, number)) + width - 1) // width)
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
-        which, columns = 0, (panels + width - 1) // width
-        local = tile
+        which, local = 0, tile
+        columns = (panels_for(rows_of(m, numbers[0])) + width - 1) // width
         while local >= blocks * columns:
             local -= blocks * columns
             which += 1
@@ -303,7 +317,7 @@ def matmul_phase(worker, workers, cells, counter, m, numbers, x, outputs, s, ben
         if cap > 0:
             for t in range(row, row_end):
                 soft_cap(y, cap, t * N + panel * COLUMNS, t * N + min(panel_end * COLUMNS, N))
-        trace_tile(worker, trace, counter, skipped + row, skipped + row_end)
+        trace_tile(worker, trace, counter, row, row_end)
         tile = claim_any(cells, worker, counter, tiles)
 
 
@@ -499,7 +513,7 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
     R, every = logits.shape[0] // m.numbers.vocabulary, batch.wanted[:0]
     few, bench = (T + _FEW_ROWS - 1) // _FEW_ROWS, bench_of(s, worker, workers)
     # Variables, for numba compiles a kernel anew for every constant that it is called with.
-    none, all_rows, no_cap, plain, gated = np.int64(-1), np.int64(0), np.float32(0.0), np.int64(0), np.int64(1)
+    none, no_cap, plain, gated = np.int64(-1), np.float32(0.0), np.int64(0), np.int64(1)
     if not enter(cells, worker, 0, EMBED):
         return False
     tile = claim_any(cells, worker, EMBED, few)
@@ -529,9 +543,8 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
         if not enter(cells, worker, number, QKV):
             return False
         three = (layer[p.Q], layer[p.K], layer[p.V])
-        matmul_phase(
-            worker, workers, cells, counters + QKV, m, three, s.n, (s.q, s.k, s.v), s, bench, T, all_rows, no_cap, trace
-        )
+        at, outputs = counters + QKV, (s.q, s.k, s.v)
+        matmul_phase(worker, workers, cells, at, m, three, s.n, outputs, s, bench, T, no_cap, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -568,9 +581,8 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
         if not enter(cells, worker, number, OUT):
             return False
         one = (layer[p.O], none, none)
-        matmul_phase(
-            worker, workers, cells, counters + OUT, m, one, s.a, (s.y, s.y, s.y), s, bench, T, all_rows, no_cap, trace
-        )
+        at, outputs = counters + OUT, (s.y, s.y, s.y)
+        matmul_phase(worker, workers, cells, at, m, one, s.a, outputs, s, bench, T, no_cap, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -584,22 +596,8 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
         if not enter(cells, worker, number, GATE_UP):
             return False
         two = (layer[p.GATE], layer[p.UP], none)
-        matmul_phase(
-            worker,
-            workers,
-            cells,
-            counters + GATE_UP,
-            m,
-            two,
-            s.n,
-            (s.gate, s.up, s.up),
-            s,
-            bench,
-            T,
-            all_rows,
-            no_cap,
-            trace,
-        )
+        at, outputs = counters + GATE_UP, (s.gate, s.up, s.up)
+        matmul_phase(worker, workers, cells, at, m, two, s.n, outputs, s, bench, T, no_cap, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -613,22 +611,8 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
         if not enter(cells, worker, number, DOWN):
             return False
         one = (layer[p.DOWN], none, none)
-        matmul_phase(
-            worker,
-            workers,
-            cells,
-            counters + DOWN,
-            m,
-            one,
-            s.gate,
-            (s.y, s.y, s.y),
-            s,
-            bench,
-            T,
-            all_rows,
-            no_cap,
-            trace,
-        )
+        at, outputs = counters + DOWN, (s.y, s.y, s.y)
+        matmul_phase(worker, workers, cells, at, m, one, s.gate, outputs, s, bench, T, no_cap, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -644,10 +628,8 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
     if not enter(cells, worker, L, HEAD):
         return False
     one, cap = (m.numbers.head, none, none), m.numbers.final_cap
-    matmul_phase(
-        worker, workers, cells, L * COUNTERS + HEAD, m, one, s.chosen, (logits, logits, logits), s, bench, R, all_rows, cap,
-        trace,
-    )  # fmt: skip
+    at, outputs = L * COUNTERS + HEAD, (logits, logits, logits)
+    matmul_phase(worker, workers, cells, at, m, one, s.chosen, outputs, s, bench, R, cap, trace)
     if not barrier(cells, worker, workers):
         return False
     if R == T:
