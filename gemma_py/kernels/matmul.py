@@ -6,8 +6,8 @@ matrix says where its own begin. They come in fours; what fills up the last ones
     float panel   [K, 16] of f32, or of uint16 holding bfloat16
     code panel    bytes, at the width of the stored format: see panels.py
 
-A pair of code panels is spread out to int16 once for all rows of a call; a single row reads the bytes as they are, which
-is all that decoding waits for.
+A pair of code panels is spread out to int16 once for all rows of a call; a few rows read the bytes as they are, which is
+all that decoding waits for.
 
 Any part of the work can be done by anyone: a call does the given rows of the given panels, each output by itself.
 """
@@ -41,6 +41,7 @@ from gemma_py.kernels.simd import (
     fetch_totals,
     fma,
     izeros,
+    load,
     load_one,
     mul,
     row_places,
@@ -66,6 +67,7 @@ FLOAT_ROWS, FLOAT_PANELS = (6, 4) if WIDE else (6, 1)
 CODE_ROWS, CODE_PANELS = (6, 2) if WIDE else (5, 1)
 _AHEAD = 2048  # bytes of codes that are asked for early: the machine's own prefetching ends at every page
 MATVEC_PANELS = 4  # of floats at once
+FEW_ROWS = 16  # times panels of codes as they are stored: spreading them out would take longer
 _SIGNS, _LEAST_BYTE = 0x8080, np.int32(-128)
 ROWS_TOGETHER = 270  # what a call should do: a multiple of every tile's rows, whose input stays in the second cache
 
@@ -92,7 +94,7 @@ class CodedRows(NamedTuple):
 
 def bench_sizes(K: int) -> tuple[int, int]:
     """Of a bench for matrices of at most K inputs: codes, scales (and minimums)."""
-    return K * COLUMNS * CODE_PANELS, (K // HALF + 1) * COLUMNS * CODE_PANELS
+    return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // HALF + 1) * CODE_PANELS) * COLUMNS
 
 
 @woven
@@ -200,10 +202,11 @@ def _with_group(total, w, dot, offset, sx, scales, minimums, codes):
 
 @woven
 def _dots_of(x, at, quads, width, high, low):
-    """The dot products so far and those of a quad more, in two parts: `joined` makes one of them."""
+    """The dot products of a quad and the codes at `at` added to these two, of which `_joined` makes one."""
     if FUSED:
         # Bytes: upper ones of the input times codes without a sign, codes times lower ones of the input.
-        high = dot_quads(words_flip(quads, _SIGNS) if width == 8 else quads, splat_quad(x.halves, 2 * at), high)
+        unsigned = words_flip(quads, _SIGNS) if width == 8 else quads
+        high = dot_quads(unsigned, splat_quad(x.halves, 2 * at), high)
         return high, dot_quads(splat_quad(x.halves, 2 * at + 4), quads, low)
     even, odd = pairs_of(quads, width)
     return high, dot_pairs(splat_pair(x.codes, at), even, dot_pairs(splat_pair(x.codes, at + 2), odd, low))
@@ -214,57 +217,95 @@ def _joined(high, low):
     return add(shift_left(high, splat_value(np.int32(8))), low) if FUSED else low
 
 
-def _row_with(quads: Any, width: int) -> Any:
+def _rows_with(quads: Any, width: int) -> Any:
+    @woven
+    def quads_of(w, at):
+        """All eight of a run."""
+        for line in range(_AHEAD, _AHEAD + 64 * (width + 1), 64):
+            fetch(w.arena, at + line)
+        return quads(w.arena, at, 0), quads(w.arena, at, 1), quads(w.arena, at, 2), quads(w.arena, at, 3)
+
+    @woven
+    def with_run(x, codes_at, w, run, scales, more_scales, minimums, more_minimums, total):
+        """The total of a row and the 32 inputs more whose codes are at `codes_at`."""
+        block, offset = codes_at // BLOCK, np.int32(w.offset)
+        sx, (high, low, more_high, more_low) = load_one(x.scales, block), izeros(4)
+        if FUSED and width == 8:  # codes have a sign here: 128 is added to each, and taken away in advance
+            high = splat_value(np.int32(np.int32(load_one(x.high_sums, block)) * _LEAST_BYTE))
+        for v, (first, second) in enumerate(run):
+            high, low = _dots_of(x, codes_at + 4 * v, first, width, high, low)
+            more_high, more_low = _dots_of(x, codes_at + HALF + 4 * v, second, width, more_high, more_low)
+        dot, more = _joined(high, low), _joined(more_high, more_low)
+        if w.group == BLOCK:
+            return _with_group(total, w, add(dot, more), offset, sx, scales, minimums, load_one(x.sums, block))
+        total = _with_group(total, w, dot, offset, sx, scales, minimums, load_one(x.half_sums, 2 * block))
+        sum = load_one(x.half_sums, 2 * block + 1)
+        return _with_group(total, w, more, offset, sx, more_scales, more_minimums, sum)
+
     @borrowing
-    def row_of(x, row, w, panel):
-        """One row times one panel, whose bytes are read once, one after the other."""
-        K, at, offset = w.K, w.at + panel * w.bytes, np.int32(w.offset)
-        total, codes_at, block = zero(), row * K, row * (K // BLOCK)
+    def one_row(x, row, w, panel, y):
+        """A row times a panel, whose bytes are read one after the other."""
+        at, codes_at, total = w.at + panel * w.bytes, row * w.K, zero()
         steps = groups_of(w) * COLUMNS
-        for _ in range(K // w.span):
+        for _ in range(w.K // w.span):
             factors, minimum_factors, at = factors_of(w, at)
             for _ in range(w.span // BLOCK):
-                steps_at, sx = at, load_one(x.scales, block)
-                at += steps * (1 + w.minimums)
-                for line in range(_AHEAD, _AHEAD + 64 * (width + 1), 64):
-                    fetch(w.arena, at + line)
-                high, low, second_high, second_low = izeros(4)
-                if FUSED and width == 8:  # codes have a sign here: 128 is added to each, and taken away in advance
-                    high = splat_value(np.int32(np.int32(load_one(x.high_sums, block)) * _LEAST_BYTE))
-                for v in range(4):
-                    a, b = quads(w.arena, at, v)
-                    high, low = _dots_of(x, codes_at + 4 * v, a, width, high, low)
-                    second_high, second_low = _dots_of(x, codes_at + HALF + 4 * v, b, width, second_high, second_low)
-                low, high = _joined(high, low), _joined(second_high, second_low)
-                scales, minimums = stepped(w, factors, steps_at, 0), stepped(w, minimum_factors, steps_at + steps, 0)
-                if w.group == BLOCK:
-                    sum = load_one(x.sums, block)
-                    total = _with_group(total, w, add(low, high), offset, sx, scales, minimums, sum)
-                else:
-                    sum = load_one(x.half_sums, 2 * block)
-                    total = _with_group(total, w, low, offset, sx, scales, minimums, sum)
-                    scales = stepped(w, factors, steps_at, 1)
-                    minimums = stepped(w, minimum_factors, steps_at + steps, 1)
-                    sum = load_one(x.half_sums, 2 * block + 1)
-                    total = _with_group(total, w, high, offset, sx, scales, minimums, sum)
-                at, codes_at, block = at + 64 * width, codes_at + BLOCK, block + 1
-        return total
+                run = quads_of(w, at + steps * (1 + w.minimums))
+                scales, minimums = stepped(w, factors, at, 0), stepped(w, minimum_factors, at + steps, 0)
+                more, more_minimums = stepped(w, factors, at, 1), stepped(w, minimum_factors, at + steps, 1)
+                total = with_run(x, codes_at, w, run, scales, more, minimums, more_minimums, total)
+                at, codes_at = at + steps * (1 + w.minimums) + 64 * width, codes_at + BLOCK
+        _put(y, row * w.N + panel * COLUMNS, total, w.N - panel * COLUMNS)
 
-    return row_of
+    @borrowing
+    def few_rows(x, first_row, rows, w, panel, bench, y):
+        """The same of some rows at once, whose totals lie on the bench meanwhile."""
+        at, k, totals = w.at + panel * w.bytes, first_row * w.K, bench.scales
+        steps = groups_of(w) * COLUMNS
+        for row in range(rows):
+            store(totals, row * COLUMNS, zero())
+        for _ in range(w.K // w.span):
+            factors, minimum_factors, at = factors_of(w, at)
+            for _ in range(w.span // BLOCK):
+                run = quads_of(w, at + steps * (1 + w.minimums))
+                scales, minimums = stepped(w, factors, at, 0), stepped(w, minimum_factors, at + steps, 0)
+                more, more_minimums = stepped(w, factors, at, 1), stepped(w, minimum_factors, at + steps, 1)
+                for row in range(rows):
+                    total, codes_at = load(totals, row * COLUMNS), k + row * w.K
+                    total = with_run(x, codes_at, w, run, scales, more, minimums, more_minimums, total)
+                    store(totals, row * COLUMNS, total)
+                at, k = at + steps * (1 + w.minimums) + 64 * width, k + BLOCK
+        for row in range(rows):
+            _put(y, (first_row + row) * w.N + panel * COLUMNS, load(totals, row * COLUMNS), w.N - panel * COLUMNS)
+
+    return one_row, few_rows
 
 
-_row_4, _row_5, _row_6, _row_8 = for_each_width(_row_with)
+(_one_4, _few_4), (_one_5, _few_5), (_one_6, _few_6), (_one_8, _few_8) = for_each_width(_rows_with)
 
 
-@woven
-def _code_row(x, row, w, panel):
+@borrowing
+def _one_row(x, row, w, panel, y):
     if w.width == 4:
-        return _row_4(x, row, w, panel)
-    if w.width == 5:
-        return _row_5(x, row, w, panel)
-    if w.width == 6:
-        return _row_6(x, row, w, panel)
-    return _row_8(x, row, w, panel)
+        _one_4(x, row, w, panel, y)
+    elif w.width == 5:
+        _one_5(x, row, w, panel, y)
+    elif w.width == 6:
+        _one_6(x, row, w, panel, y)
+    else:
+        _one_8(x, row, w, panel, y)
+
+
+@borrowing
+def _few_rows(x, first_row, rows, w, panel, bench, y):
+    if w.width == 4:
+        _few_4(x, first_row, rows, w, panel, bench, y)
+    elif w.width == 5:
+        _few_5(x, first_row, rows, w, panel, bench, y)
+    elif w.width == 6:
+        _few_6(x, first_row, rows, w, panel, bench, y)
+    else:
+        _few_8(x, first_row, rows, w, panel, bench, y)
 
 
 @kernel
@@ -273,9 +314,13 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, bench):
 
     x: CodedRows   w: CodePanels   y: [T * N], written   first_panel, last_panel: multiples of 4
     """
-    if last_row - first_row == 1:
+    rows = last_row - first_row
+    if rows == 1:
         for panel in range(first_panel, last_panel):
-            _put(y, first_row * w.N + panel * COLUMNS, _code_row(x, first_row, w, panel), w.N - panel * COLUMNS)
+            _one_row(x, first_row, w, panel, y)
+    elif rows <= FEW_ROWS:
+        for panel in range(first_panel, last_panel):
+            _few_rows(x, first_row, rows, w, panel, bench, y)
     else:
         for panel in range(first_panel, last_panel, CODE_PANELS):
             for column in range(CODE_PANELS):

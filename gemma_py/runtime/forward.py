@@ -17,6 +17,7 @@ from gemma_py.kernels.attention import LANES, QUERIES, Ring, attend, attend_colu
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.intrinsics import array_at, bits_of_f32
 from gemma_py.kernels.matmul import (
+    FEW_ROWS,
     ROWS_TOGETHER,
     CodedRows,
     FloatPanels,
@@ -279,10 +280,10 @@ def rows_of(m, number):
 def panels_together(panels, T, workers):
     """Panels of a tile, a multiple of 4, where the matrices of a phase have so many in all.
 
-    Many rows: some tiles a worker, however small the matrices. One row is done with a panel as fast as memory gives it,
-    so what counts is long runs of memory: a tile has at least 16, and a small matrix as many tiles as there are workers.
+    Many rows: some tiles a worker, however small the matrices. A few are done with a panel as fast as memory gives it, so
+    what counts is long runs of memory: a tile has at least 16, and a small matrix as many tiles as there are workers.
     """
-    if T > 1:
+    if T > FEW_ROWS:
         blocks = (T + ROWS_TOGETHER - 1) // ROWS_TOGETHER
         return max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
     tiles = workers * max(1, min(8, panels // (16 * workers)))
