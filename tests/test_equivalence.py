@@ -102,13 +102,23 @@ def test_every_chunk_size_matches_the_reference(checkpoints: dict[str, Path], na
         assert want.same(engine, [TOKENS], all_logits=False)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 8, 9, 10, 31, 32, 33, 63, 64, 65, 119, 120, 121])
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 9, 10, 31, 32, 33, 63, 64, 65])
 def test_lengths_around_the_borders(checkpoints: dict[str, Path], length: int) -> None:
-    """Of tiles of attention (32), of rings (window 9), of tiles of norms (8) and of matmuls (120)."""
+    """Of tiles of attention (32), of rings (window 9), of tiles of norms (8)."""
     with opened(checkpoints["gemma3"], 3) as engine:
         want = expected("gemma3", engine, length)
         assert want.same(engine, [length])
         assert want.same(engine, [max(1, length - 1), 1])
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_lengths_around_the_rows_of_a_matmul(tmp_path: Path, kind: str) -> None:
+    shape = tiny._gemma3(hidden_size=64, num_hidden_layers=1, max_position_embeddings=300)
+    kinds = {} if kind == "F32" else dict.fromkeys(PARTS, kind)
+    path = write_model(tmp_path / "m.gguf", tiny.Variant(shape), seed=7, kinds=kinds)
+    with opened(path, 3) as engine:
+        for length in (16, 17, 269, 270, 271):
+            assert Expected(engine, prompt(engine.config, length)).same(engine, [length])
 
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
@@ -136,6 +146,25 @@ def test_formats_mixed_within_a_layer_match_the_reference(tmp_path: Path) -> Non
         want = Expected(engine, prompt(engine.config, 40))
         for sizes in ([40], [1], [7, 12]):
             assert want.same(engine, sizes)
+
+
+# One key/value head, so that workers share a position; columns for three of them, and some that are left over.
+SHARED = tiny.Variant(
+    tiny._gemma3(hidden_size=64, intermediate_size=64, head_dim=104, query_pre_attn_scalar=104, num_hidden_layers=2,
+                 num_attention_heads=3, num_key_value_heads=1, sliding_window=40, vocab_size=77)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+@pytest.mark.parametrize("workers", [2, 3, 5])
+def test_positions_that_workers_share_match_the_reference(tmp_path: Path, workers: int, kv: str) -> None:
+    tiny.write(SHARED, tmp_path, 6)
+    with opened(tmp_path, workers, kv=kv) as engine:
+        want = Expected(engine, prompt(engine.config, 100))
+        for seed in range(3):
+            engine.runner.trial = Trial(seed=seed)
+            assert want.same(engine, [1])
+            assert want.same(engine, [33, 1, 1])
 
 
 @settings(max_examples=40, deadline=None)
@@ -326,6 +355,14 @@ def test_control_a_barrier_dropped(tmp_path: Path, phase: int) -> None:
         assert want.same(engine, [TOKENS])
         trials = (Trial(seed=seed, drop="barrier", drop_phase=phase) for seed in range(1, 300))
         assert caught(engine, want, trials)
+
+
+def test_control_the_barrier_after_scores_dropped(tmp_path: Path) -> None:
+    tiny.write(SHARED, tmp_path, 6)
+    with opened(tmp_path, 3) as engine:
+        want = Expected(engine, prompt(engine.config, 100))
+        trials = (Trial(seed=seed, drop="barrier", drop_phase=passes.SCORES) for seed in range(1, 100))
+        assert caught(engine, want, trials, [1])
 
 
 def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

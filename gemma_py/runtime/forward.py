@@ -420,8 +420,11 @@ def own_part(part, worker, workers):
 
 
 @kernel
-def scores_phase(worker, workers, cells, counter, marks, m, layer, s, batch, parts, trace):
-    """Scores of single positions, some of the keys each; each waits for the row of its own position."""
+def scores_phase(worker, workers, cells, counter, marks, m, layer, s, batch, parts):
+    """Scores of single positions, some of the keys each; each waits for the row of its own position.
+
+    They leave no trace: the attention that is made of them does.
+    """
     H, G, scratch = layer[p.HEADS], layer[p.KV_HEADS], own_part(s.attention, worker, workers)
     tiles = G * batch.segments.shape[0] * parts
     tile = claim_any(cells, worker, counter, tiles)
@@ -435,7 +438,6 @@ def scores_phase(worker, workers, cells, counter, marks, m, layer, s, batch, par
             return False
         ring, scores = ring_of(layer, keys, values, place[c.ROWS]), scores_of(s, workers, pair)
         score_keys(s.q, ring, H, g, window_of(layer), origin, row, part, parts, scratch, scores)
-        trace_tile(worker, trace, counter, row, row + 1)
         tile = claim_any(cells, worker, counter, tiles)
     return True
 
@@ -559,7 +561,7 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
             if not enter(cells, worker, number, SCORES):
                 return False
             at = counters + SCORES
-            if not scores_phase(worker, workers, cells, at, number * S, m, layer, s, batch, parts, trace):
+            if not scores_phase(worker, workers, cells, at, number * S, m, layer, s, batch, parts):
                 return False
             if not barrier(cells, worker, workers):
                 return False
