@@ -22,7 +22,9 @@ from conftest import ROOT, TINY
 
 import gemma_py
 from gemma_py import Conversation
+from gemma_py.cli.chat import Chat
 from gemma_py.cli.chat_commands import COMMANDS
+from gemma_py.cli.screen import Plain
 
 pytest.importorskip("rich", reason="the extra `chat` is not installed")
 pytest.importorskip("prompt_toolkit", reason="the extra `chat` is not installed")
@@ -80,6 +82,11 @@ class Window:
             self._read(0)
             if select.select([], [self.ours], [], 0.1)[1]:
                 data = data[os.write(self.ours, data[:1000]) :]
+
+    def paste(self, text: str) -> None:
+        """As terminals do: between marks if the program has asked for them."""
+        asked = self.text.rfind("\x1b[?2004h") > self.text.rfind("\x1b[?2004l")
+        self.type(f"\x1b[200~{text}\x1b[201~" if asked else text)
 
     def _read(self, wait: float) -> None:
         if select.select([self.ours], [], [], wait)[0]:
@@ -152,12 +159,14 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     # It streams, and says what it took.
     here.type("hello\r")
     here.expect("prompt 15 tokens", "answer 12", "first after", "of 4,096", "the answer was cut at 12 tokens", ">")
+    assert "> hello\r\r\n" not in ESCAPES.sub("", here.text)  # shown once: the prompt that it was typed into is gone
     history = tmp_path / "gemma_py" / "history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert stat.S_IMODE(history.parent.stat().st_mode) == 0o700
     # Several lines, letters of many scripts, and lines that a paste brings.
     here.type("one 🙂\x1b\rשלום")
-    here.type("\x1b[200~\ntwo\nتجربة\x1b[201~\r")
+    here.paste("\ntwo\nتجربة")
+    here.type("\r")
     here.expect(*END)
     here.type("/export talk.json\r")
     here.expect("exported", ">")
@@ -183,11 +192,23 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.ask_at_length("and on")
     here.type("\x1a")
     here.expect("Stopped", "shell$ ")
+    before = len(here.text)
     here.type("fg\n")
     here.answers()
     here.type("\x03")
     here.expect("answer", *END)
-    # A narrow window, in the middle of an answer and after.
+    assert (
+        "\x1b[J" not in here.text[before : here.text.index("prompt ", before)]
+    )  # it would take the shell's lines away
+    # A window that changes in the middle of an answer: nobody knows which rows are the answer's, so none is drawn again.
+    here.ask_at_length("wide")
+    before = len(here.text)
+    here.resize(24, 70)
+    here.answers(more=10)
+    here.type("\x03")
+    here.expect("answer", *END)
+    assert "\x1b[J" not in here.text[before : here.text.index("prompt ", before)]
+    # A narrow one, in the middle and after.
     here.ask_at_length("narrow")
     here.resize(10, 20)
     here.answers()
@@ -237,7 +258,8 @@ def test_what_is_typed_during_an_answer(window: Callable[..., Window], tmp_path:
     here.ask_at_length("two")
     here.type("three\r")
     paste = "\n".join(f"line {number} of many more that are pasted" for number in range(150))
-    here.type(f"\x1b[200~{paste}\x1b[201~\r")
+    here.paste(paste)
+    here.type("\r")
     here.expect("answer 100", "> three", "answer 100", "(5,", "answer 100", *END)
     here.type("/export talk.json\r")
     here.expect("exported", ">")
@@ -252,7 +274,8 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     here.chat("--max-tokens", "6")
     here.type("hello\r")
     here.expect(*END)
-    here.type(f"\x1b[200~{paste}\x1b[201~\r")
+    here.paste(paste)
+    here.type("\r")
     here.expect("reading", "tokens (Ctrl-C stops)")
     here.type("\x03")
     here.expect("stopped before the answer began")
@@ -261,7 +284,8 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     here.type("\x1b[A\x1b[A\r")  # two up in the history: it is still there
     here.expect("answer 6", *END)
     # No room for it twice: said, and a choice.
-    here.type(f"\x1b[200~{paste}\x1b[201~\r")
+    here.paste(paste)
+    here.type("\r")
     here.expect("leaves no room", "o: forget the oldest 1 of 2 exchanges")
     here.type("\r")
     here.expect("not sent")
@@ -274,6 +298,42 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     said = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert [message["content"] for message in said[::2]] == [paste]
     assert not re.search(r"\x1b\[[\d;]*\b(3[0-8]|4[0-8]|9[0-7])[\d;]*m", here.text)
+
+
+class Scripted(Plain):
+    """A screen with somebody before it, who gives these answers to questions."""
+
+    lasting = True
+
+    def __init__(self, *choices: str) -> None:
+        super().__init__(json=False)
+        self.choices, self.asked = list(choices), list[str]()
+
+    def ask(self, question: str) -> str:
+        self.asked.append(question)
+        return self.choices.pop(0)
+
+
+@pytest.mark.parametrize(("choices", "forgotten"), [("o", 2), ("oo", 3), ("c", 4), ("oc", 4), ("", None), ("o", None)])
+def test_the_choice_at_the_limit(choices: str, forgotten: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """o: the older half of the exchanges, c: all of them; the system message stays. Anything else: it is not sent."""
+    with gemma_py.load(TINY) as engine:
+        conversation = Conversation(engine, "be brief", engine.chat_sampling({"temperature": 0.0}), max_tokens=1)
+        for number in range(4):
+            list(conversation.send(f"question number {number}"))
+        system, *exchanges = conversation.messages
+        user = {"role": "user", "content": "one more"}
+        left = exchanges[2 * (2 if choices == "o" and forgotten is None else forgotten or 0) :]
+        least = len(conversation._prompt([system, *left, user]))
+        monkeypatch.setattr(engine, "context", least + 1 if forgotten is not None else least - 1)
+        screen = Scripted(*choices, "")
+        Chat(conversation, screen).take("one more", edited=False)
+        assert screen.asked[0].startswith("o: forget the oldest 2 of 4 exchanges, c: forget all")
+        assert len(screen.asked) == max(1, len(choices)) + (choices == "o" and forgotten is None)
+        if forgotten is None:
+            assert conversation.messages == [system, *exchanges]
+        else:
+            assert conversation.messages[:-1] == [system, *left, user]
 
 
 def test_a_dumb_terminal(window: Callable[..., Window]) -> None:

@@ -145,6 +145,7 @@ class Chat:
         return progress
 
     def _with_room(self, begin: Callable[[], Answer]) -> Answer:
+        before = list(self.conversation.messages)
         while True:
             try:
                 return begin()
@@ -159,6 +160,7 @@ class Chat:
                     f"o: forget the oldest {forgotten} of {count(exchanges, 'exchange')}, c: forget all, Enter: leave it"
                 )
                 if choice not in ("o", "c"):
+                    self.conversation.messages = before
                     raise ContextError("not sent; the text is in the history (arrow up)") from None
                 del self.conversation.messages[first : first + 2 * (forgotten if choice == "o" else exchanges)]
 
