@@ -1,6 +1,7 @@
 """The chat as a program: in a real terminal (a pty and a shell with job control), and through pipes."""
 
 import contextlib
+import dataclasses
 import fcntl
 import io
 import json
@@ -371,6 +372,12 @@ def test_lines_are_messages(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
     assert err.count("first after") == 2
 
 
+def test_stop(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
+    (text,) = answers(tiny_engine, "hello", temperature=0.0)
+    options = ("--prompt", "hello", "--temperature", 0, "--max-tokens", 12, "--stop", "never said", "--stop", text[4:8])
+    assert pipe("", *options)[:2] == (0, text[: text.index(text[4:8])] + "\n")
+
+
 def test_prompt(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
     options = ("--max-tokens", 12, "--temperature", 0)
     (text,) = answers(tiny_engine, "two\nlines", temperature=0.0)
@@ -380,20 +387,39 @@ def test_prompt(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
     assert (report["text"], report["generated_tokens"], report["finish_reason"]) == (text, 12, "length")
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_same_seed_same_text(pipe: Pipe, run: Run, tmp_path: Path, seed: int) -> None:
-    options = ("--seed", seed, "--max-tokens", 40)
-    texts = {pipe("", "--prompt", "hello", "--threads", n, *options)[1].rstrip("\n") for n in (1, 2, 4)}
-    with gemma_py.load(TINY, threads=3) as engine:
-        message = [{"role": "user", "content": "hello"}]
-        texts.add("".join(token.text for token in engine.chat(message, 40, seed=seed)))
-        conversation = Conversation(engine, sampling=engine.chat_sampling({"seed": seed}), max_tokens=40)
-        texts.add("".join(token.text for token in conversation.send("hello")))
-        assert conversation.stats is not None
-        (tmp_path / "ids").write_text(json.dumps(conversation.ids[: conversation.stats.prompt_tokens]))
-    assert len(texts) == 1
-    continued = run("generate", TINY, "--ids", tmp_path / "ids", *options)[1]
-    assert continued.strip() == texts.pop().strip()
+def test_same_seed_same_text(pipe: Pipe, run: Run, tmp_path: Path) -> None:
+    """For 1, 2 and 4 threads: `chat` and `generate`, the Python API's three ways, and a second turn in a conversation that
+    went on, that was loaded with its keys and values, and that computes them anew."""
+    seeds = {"seed": 3, "temperature": 1.5, "top_k": 0}
+    options = ("--seed", 3, "--temperature", 1.5, "--top-k", 0, "--max-tokens", 30)
+    ids, saved, message = tmp_path / "ids", tmp_path / "saved", [{"role": "user", "content": "hello"}]
+    first: dict[str, str] = {}
+    second: dict[str, str] = {}
+    for threads in (1, 2, 4):
+        with gemma_py.load(TINY, threads=threads) as engine:
+            conversation = Conversation(engine, sampling=engine.chat_sampling(seeds), max_tokens=30)
+            first[f"conversation {threads}"] = "".join(token.text for token in conversation.send("hello"))
+            assert conversation.stats is not None
+            prompt = conversation.ids[: conversation.stats.prompt_tokens]
+            if threads == 1:
+                ids.write_text(json.dumps(prompt))
+                conversation.save(saved)
+            first[f"engine.chat {threads}"] = "".join(t.text for t in engine.chat(message, 30, **seeds))
+            sampling = dataclasses.asdict(engine.chat_sampling(seeds))
+            first[f"engine.generate {threads}"] = "".join(
+                t.text for t in engine.generate(prompt, 30, **sampling)
+            ).lstrip()
+            loaded, anew = Conversation.load(engine, saved), Conversation.load(engine, saved)
+            anew._session = engine.session()
+            for name, one in (("went on", conversation), ("loaded", loaded), ("anew", anew)):
+                second[f"{name} {threads}"] = "".join(token.text for token in one.send("and more?"))
+            assert loaded.stats is not None and anew.stats is not None
+            assert loaded.stats.cached_tokens > 30 and anew.stats.cached_tokens == 0
+        first[f"chat {threads}"] = pipe("", "--prompt", "hello", "--threads", threads, *options)[1].removesuffix("\n")
+        continued = run("generate", TINY, "--ids", ids, "--threads", threads, *options)
+        first[f"generate {threads}"] = continued[1].removesuffix("\n").lstrip()
+    assert len(first) == 15 and len(set(first.values())) == 1, first
+    assert len(second) == 9 and len(set(second.values())) == 1, second
 
 
 def test_every_command(pipe: Pipe, tmp_path: Path) -> None:

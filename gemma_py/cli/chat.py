@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=positive, default=1024, metavar="N", help="of an answer (default: %(default)s)"
     )
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end answers before this text; may be given again"
+    )
     parser.add_argument("--no-markdown", action="store_true", help="show answers as the model writes them")
     add_sampling(parser)
     add_engine(parser)
@@ -43,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     screen.waiting(f"loading {args.model}")
     with gemma_py.load(args.model, threads=args.threads, context=args.context) as engine:
         sampling = engine.chat_sampling(sampling_options(args))
-        conversation = Conversation(engine, args.system, sampling, args.template, args.max_tokens)
+        conversation = Conversation(engine, args.system, sampling, args.template, args.max_tokens, args.stop)
         screen.waiting("")
         chat = Chat(conversation, screen)
         if prompt is not None:
