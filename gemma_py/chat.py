@@ -54,9 +54,10 @@ class Stats:
 class Conversation:
     """Send a text, iterate over the answer; a turn costs its own tokens only.
 
-    sampling: the checkpoint's recommendation if left out. template: "gemma", "transcript" or a file; the checkpoint's own if
-    left out. max_tokens: of an answer; None is whatever the context holds. stop: strings before which an answer ends. Closing the iterator of an answer keeps what was
-    said so far; if that was nothing, or the prompt was still being computed, nothing has happened.
+    sampling: the checkpoint's recommendation if left out. template: "gemma", "transcript" or a file; the checkpoint's
+    own if left out. max_tokens: of an answer; None is whatever the context holds. stop: strings before which an
+    answer ends. Closing the iterator of an answer keeps what was said so far; if that was nothing, or the prompt was
+    still being computed, nothing has happened.
     """
 
     def __init__(
