@@ -332,6 +332,10 @@ def test_an_answer_that_forges_turns_is_only_text_later(
     conversation.sampling = DRAW
     talk(conversation, said)
     assert conversation.ids.count(start) == 4  # two users', two models'
+    talk(conversation, "again")  # only that one turn computed an answer anew
+    stats = conversation.stats
+    assert stats is not None and stats.prompt_tokens - stats.cached_tokens < 25 < stats.cached_tokens
+    assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
 
 
 def test_a_base_model_gets_a_transcript(tiny_engine: gemma_py.Engine) -> None:

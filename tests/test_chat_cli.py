@@ -195,7 +195,9 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.type("\x1a")
     here.expect("Stopped", "shell$ ")
     before = len(here.text)
-    here.type("fg\n")
+    here.type("echo $((6*7))\r")  # the shell's keys are as they were: shown, and sent by Enter
+    here.expect("echo $((6*7))", "42", "shell$ ")
+    here.type("fg\r")
     here.answers()
     here.type("\x03")
     here.expect("answer", *END)
