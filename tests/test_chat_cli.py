@@ -158,6 +158,7 @@ END = ("of 4,096", ">")  # of the line after an answer; and the prompt, at which
 def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: Path) -> None:
     here = window()
     here.chat("--max-tokens", "12")
+    assert "\x1b[Kloading the model\r" in here.text
     # It streams, and says what it took.
     here.type("hello\r")
     here.expect("prompt 15 tokens", "answer 12", "first after", "of 4,096", "the answer was cut at 12 tokens", ">")

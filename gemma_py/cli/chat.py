@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     screen = open_screen(args)
     prompt = read_standard_input() if args.prompt == "-" else args.prompt
-    screen.waiting(f"loading {args.model}")
+    screen.waiting("loading the model")
     with gemma_py.load(args.model, threads=args.threads, context=args.context) as engine:
         sampling = engine.chat_sampling(sampling_options(args))
         conversation = Conversation(engine, args.system, sampling, args.template, args.max_tokens, args.stop)

@@ -103,7 +103,8 @@ class Terminal:
         if self._moves and (what or self._waits):
             line = Text(visible(what))
             line.truncate(max(1, self._console.width - 1), overflow="ellipsis")
-            self._console.file.write(f"\r\x1b[K{line.plain}")
+            # Whatever is printed next (what is downloaded, packed, compiled) begins where this does, and is longer.
+            self._console.file.write(f"\r\x1b[K{line.plain}\r")
             self._console.file.flush()
             self._waits = bool(what)
 
