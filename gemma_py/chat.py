@@ -15,7 +15,7 @@ from gemma_py.generation import Continuation, Token, generate
 from gemma_py.paths import atomic_write
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.sampling import Sampler, Sampling
-from gemma_py.stream import TextStream
+from gemma_py.stream import TextStream, stop_strings
 from gemma_py.templates import Message, Piece, checked_messages, encode
 
 Progress = Callable[[int, int], None]  # tokens computed, of so many
@@ -54,9 +54,10 @@ class Stats:
 class Conversation:
     """Send a text, iterate over the answer; a turn costs its own tokens only.
 
-    sampling: the checkpoint's recommendation if left out. template: "gemma", "transcript" or a file; the checkpoint's own if
-    left out. max_tokens: of an answer; None is whatever the context holds. Closing the iterator of an answer keeps what was
-    said so far; if that was nothing, or the prompt was still being computed, nothing has happened.
+    sampling: the checkpoint's recommendation if left out. template: "gemma", "transcript" or a file; the checkpoint's
+    own if left out. max_tokens: of an answer; None is whatever the context holds. stop: strings before which an
+    answer ends. Closing the iterator of an answer keeps what was said so far; if that was nothing, or the prompt was
+    still being computed, nothing has happened.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class Conversation:
         sampling: Sampling | None = None,
         template: str | Path | None = None,
         max_tokens: int | None = None,
+        stop: str | Sequence[str] | None = None,
     ) -> None:
         self.engine = engine
         self.messages: list[Message] = []
         self.sampling = engine.sampling if sampling is None else sampling
         self.max_tokens = max_tokens
+        self.stop = stop_strings(stop)
         self.prefilling: Progress | None = None  # called while a prompt is computed; whatever it raises stops that
         self.stats: Stats | None = None  # of the last answer
         self._wanted = template
@@ -143,7 +146,7 @@ class Conversation:
         logits = self._reach(ids, stats)
         stats.prefill_seconds = time.perf_counter() - start
         stats.seed = sampler.sampling.seed if sampler.sampling.temperature else None
-        stream = TextStream(self.engine.tokenizer, self.template.stop, trim=True)
+        stream = TextStream(self.engine.tokenizer, (*self.template.stop, *self.stop), trim=True)
         tokens = generate(logits, self._session.decode, Continuation(sampler, stream, self._ends, max_tokens))
         made: list[int] = []
         text = ""
@@ -309,6 +312,7 @@ class Conversation:
             "sampling": asdict(self.sampling) | {"logit_bias": list(self.sampling.logit_bias.items())},
             "template": None if self._wanted is None else str(self._wanted),
             "max_tokens": self.max_tokens,
+            "stop": self.stop,
             "attempt": self._attempt,
             "known": self._known,
         }
@@ -326,7 +330,7 @@ class Conversation:
         with saved.Reader(Path(path), engine) as file:
             said = file.description
             sampling = Sampling(**said["sampling"] | {"logit_bias": dict(said["sampling"]["logit_bias"])})
-            made = cls(engine, sampling=sampling, template=said["template"], max_tokens=said["max_tokens"])
+            made = cls(engine, None, sampling, said["template"], said["max_tokens"], said["stop"])
             made.messages = checked_messages(said["messages"]) if said["messages"] else []
             made._attempt, made._known = said["attempt"], said["known"]
             file.restore(made._session)

@@ -1,7 +1,8 @@
 """Models of the Hugging Face hub, `hf:owner/name[/file.gguf][@revision]`, in the cache that its own library keeps.
 
-The library (extra `hf`) goes on with downloads that were broken off, shows how far they are, and honours HF_TOKEN, HF_HOME,
-HF_HUB_CACHE and HF_HUB_OFFLINE. Decided here is which files make a model, and what to say where there is none.
+The library (extra `hf`) shows how far a download is, goes on when a connection breaks, keeps each file that is whole for the
+next time, and honours HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. Decided here is which files make a model, and what
+to say where there is none.
 """
 
 import glob
@@ -44,7 +45,7 @@ def fetched(reference: str) -> Path:
     if all(isinstance(place, str) for place in places):
         return Path(places[0]).parents[files[0].count("/")] / opened
     size = sum(sizes[name] for name in files) / (1 << 20)
-    print(f"downloading {repository}, {size:,.0f} MiB, once; what came before goes on", file=sys.stderr, flush=True)
+    print(f"downloading {repository}, {size:,.0f} MiB, once", file=sys.stderr, flush=True)
     try:
         folder = hub.snapshot_download(repository, revision=revision, allow_patterns=[glob.escape(n) for n in files])
     except Exception as error:

@@ -1,6 +1,6 @@
 """A conversation on disk: a line of JSON, the rows of keys and values, and a checksum of both.
 
-    gemma_py conversation 1\\n        JSON on one line\\n        rows of layer 0: keys, values; of layer 1 ...        sha256
+    gemma_py conversation 2\\n        JSON on one line\\n        rows of layer 0: keys, values; of layer 1 ...        sha256
 
 The rows are those that a token after the position `since` may read, [G, positions, E], as they are stored. The file gets
 its name when it is complete, so whoever is killed while writing leaves the old one. It belongs to one model, known by
@@ -24,7 +24,7 @@ from gemma_py.model.digest import first_readable
 from gemma_py.paths import atomic_write
 from gemma_py.runtime.cache import KV_TYPES
 
-_MAGIC = b"gemma_py conversation 1\n"
+_MAGIC = b"gemma_py conversation 2\n"
 _LARGEST_LINE = 1 << 30
 _BLOCK = 1 << 22
 

@@ -332,6 +332,10 @@ def test_an_answer_that_forges_turns_is_only_text_later(
     conversation.sampling = DRAW
     talk(conversation, said)
     assert conversation.ids.count(start) == 4  # two users', two models'
+    talk(conversation, "again")  # only that one turn computed an answer anew
+    stats = conversation.stats
+    assert stats is not None and stats.prompt_tokens - stats.cached_tokens < 25 < stats.cached_tokens
+    assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
 
 
 def test_a_base_model_gets_a_transcript(tiny_engine: gemma_py.Engine) -> None:
@@ -362,6 +366,18 @@ def test_a_stop_string_leaves_the_cache_in_step(tiny_engine: gemma_py.Engine, mo
     assert stats is not None and stats.cached_tokens > held - 8
     assert conversation.messages[-1]["content"] == "Fine, thanks."
     assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
+
+
+def test_stop_strings(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:
+    whole = talk(new(tiny_engine), "hello")
+    conversation = new(tiny_engine, stop=[whole[5:9], "never said"])
+    assert talk(conversation, "hello") == whole[: whole.index(whole[5:9])]
+    assert conversation.stats is not None and conversation.stats.finish_reason == "stop"
+    assert conversation.messages[-1]["content"] == whole[: whole.index(whole[5:9])].rstrip()
+    conversation.save(tmp_path / "talk")
+    assert Conversation.load(tiny_engine, tmp_path / "talk").stop == (whole[5:9], "never said")
+    with pytest.raises(InputError, match="none of them empty"):
+        new(tiny_engine, stop="")
 
 
 def test_verify(tiny_engine: gemma_py.Engine) -> None:

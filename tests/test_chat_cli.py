@@ -1,6 +1,7 @@
 """The chat as a program: in a real terminal (a pty and a shell with job control), and through pipes."""
 
 import contextlib
+import dataclasses
 import fcntl
 import io
 import json
@@ -16,13 +17,16 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, TINY
 
 import gemma_py
 from gemma_py import Conversation
+from gemma_py.cli.chat import Chat
 from gemma_py.cli.chat_commands import COMMANDS
+from gemma_py.cli.screen import Plain
 
 pytest.importorskip("rich", reason="the extra `chat` is not installed")
 pytest.importorskip("prompt_toolkit", reason="the extra `chat` is not installed")
@@ -80,6 +84,11 @@ class Window:
             self._read(0)
             if select.select([], [self.ours], [], 0.1)[1]:
                 data = data[os.write(self.ours, data[:1000]) :]
+
+    def paste(self, text: str) -> None:
+        """As terminals do: between marks if the program has asked for them."""
+        asked = self.text.rfind("\x1b[?2004h") > self.text.rfind("\x1b[?2004l")
+        self.type(f"\x1b[200~{text}\x1b[201~" if asked else text)
 
     def _read(self, wait: float) -> None:
         if select.select([self.ours], [], [], wait)[0]:
@@ -149,15 +158,18 @@ END = ("of 4,096", ">")  # of the line after an answer; and the prompt, at which
 def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: Path) -> None:
     here = window()
     here.chat("--max-tokens", "12")
+    assert "\x1b[Kloading the model\r" in here.text
     # It streams, and says what it took.
     here.type("hello\r")
     here.expect("prompt 15 tokens", "answer 12", "first after", "of 4,096", "the answer was cut at 12 tokens", ">")
+    assert "> hello\r\r\n" not in ESCAPES.sub("", here.text)  # shown once: the prompt that it was typed into is gone
     history = tmp_path / "gemma_py" / "history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert stat.S_IMODE(history.parent.stat().st_mode) == 0o700
     # Several lines, letters of many scripts, and lines that a paste brings.
     here.type("one 🙂\x1b\rשלום")
-    here.type("\x1b[200~\ntwo\nتجربة\x1b[201~\r")
+    here.paste("\ntwo\nتجربة")
+    here.type("\r")
     here.expect(*END)
     here.type("/export talk.json\r")
     here.expect("exported", ">")
@@ -183,11 +195,25 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.ask_at_length("and on")
     here.type("\x1a")
     here.expect("Stopped", "shell$ ")
-    here.type("fg\n")
+    before = len(here.text)
+    here.type("echo $((6*7))\r")  # the shell's keys are as they were: shown, and sent by Enter
+    here.expect("echo $((6*7))", "42", "shell$ ")
+    here.type("fg\r")
     here.answers()
     here.type("\x03")
     here.expect("answer", *END)
-    # A narrow window, in the middle of an answer and after.
+    assert (
+        "\x1b[J" not in here.text[before : here.text.index("prompt ", before)]
+    )  # it would take the shell's lines away
+    # A window that changes in the middle of an answer: nobody knows which rows are the answer's, so none is drawn again.
+    here.ask_at_length("wide")
+    before = len(here.text)
+    here.resize(24, 70)
+    here.answers(more=10)
+    here.type("\x03")
+    here.expect("answer", *END)
+    assert "\x1b[J" not in here.text[before : here.text.index("prompt ", before)]
+    # A narrow one, in the middle and after.
     here.ask_at_length("narrow")
     here.resize(10, 20)
     here.answers()
@@ -237,7 +263,8 @@ def test_what_is_typed_during_an_answer(window: Callable[..., Window], tmp_path:
     here.ask_at_length("two")
     here.type("three\r")
     paste = "\n".join(f"line {number} of many more that are pasted" for number in range(150))
-    here.type(f"\x1b[200~{paste}\x1b[201~\r")
+    here.paste(paste)
+    here.type("\r")
     here.expect("answer 100", "> three", "answer 100", "(5,", "answer 100", *END)
     here.type("/export talk.json\r")
     here.expect("exported", ">")
@@ -252,7 +279,8 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     here.chat("--max-tokens", "6")
     here.type("hello\r")
     here.expect(*END)
-    here.type(f"\x1b[200~{paste}\x1b[201~\r")
+    here.paste(paste)
+    here.type("\r")
     here.expect("reading", "tokens (Ctrl-C stops)")
     here.type("\x03")
     here.expect("stopped before the answer began")
@@ -261,7 +289,8 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     here.type("\x1b[A\x1b[A\r")  # two up in the history: it is still there
     here.expect("answer 6", *END)
     # No room for it twice: said, and a choice.
-    here.type(f"\x1b[200~{paste}\x1b[201~\r")
+    here.paste(paste)
+    here.type("\r")
     here.expect("leaves no room", "o: forget the oldest 1 of 2 exchanges")
     here.type("\r")
     here.expect("not sent")
@@ -274,6 +303,42 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     said = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert [message["content"] for message in said[::2]] == [paste]
     assert not re.search(r"\x1b\[[\d;]*\b(3[0-8]|4[0-8]|9[0-7])[\d;]*m", here.text)
+
+
+class Scripted(Plain):
+    """A screen with somebody before it, who gives these answers to questions."""
+
+    lasting = True
+
+    def __init__(self, *choices: str) -> None:
+        super().__init__(json=False)
+        self.choices, self.asked = list(choices), list[str]()
+
+    def ask(self, question: str) -> str:
+        self.asked.append(question)
+        return self.choices.pop(0)
+
+
+@pytest.mark.parametrize(("choices", "forgotten"), [("o", 2), ("oo", 3), ("c", 4), ("oc", 4), ("", None), ("o", None)])
+def test_the_choice_at_the_limit(choices: str, forgotten: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """o: the older half of the exchanges, c: all of them; the system message stays. Anything else: it is not sent."""
+    with gemma_py.load(TINY) as engine:
+        conversation = Conversation(engine, "be brief", engine.chat_sampling({"temperature": 0.0}), max_tokens=1)
+        for number in range(4):
+            list(conversation.send(f"question number {number}"))
+        system, *exchanges = conversation.messages
+        user = {"role": "user", "content": "one more"}
+        left = exchanges[2 * (2 if choices == "o" and forgotten is None else forgotten or 0) :]
+        least = len(conversation._prompt([system, *left, user]))
+        monkeypatch.setattr(engine, "context", least + 1 if forgotten is not None else least - 1)
+        screen = Scripted(*choices, "")
+        Chat(conversation, screen).take("one more", edited=False)
+        assert screen.asked[0].startswith("o: forget the oldest 2 of 4 exchanges, c: forget all")
+        assert len(screen.asked) == max(1, len(choices)) + (choices == "o" and forgotten is None)
+        if forgotten is None:
+            assert conversation.messages == [system, *exchanges]
+        else:
+            assert conversation.messages[:-1] == [system, *left, user]
 
 
 def test_a_dumb_terminal(window: Callable[..., Window]) -> None:
@@ -311,6 +376,12 @@ def test_lines_are_messages(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
     assert err.count("first after") == 2
 
 
+def test_stop(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
+    (text,) = answers(tiny_engine, "hello", temperature=0.0)
+    options = ("--prompt", "hello", "--temperature", 0, "--max-tokens", 12, "--stop", "never said", "--stop", text[4:8])
+    assert pipe("", *options)[:2] == (0, text[: text.index(text[4:8])] + "\n")
+
+
 def test_prompt(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
     options = ("--max-tokens", 12, "--temperature", 0)
     (text,) = answers(tiny_engine, "two\nlines", temperature=0.0)
@@ -320,20 +391,39 @@ def test_prompt(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
     assert (report["text"], report["generated_tokens"], report["finish_reason"]) == (text, 12, "length")
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_same_seed_same_text(pipe: Pipe, run: Run, tmp_path: Path, seed: int) -> None:
-    options = ("--seed", seed, "--max-tokens", 40)
-    texts = {pipe("", "--prompt", "hello", "--threads", n, *options)[1].rstrip("\n") for n in (1, 2, 4)}
-    with gemma_py.load(TINY, threads=3) as engine:
-        message = [{"role": "user", "content": "hello"}]
-        texts.add("".join(token.text for token in engine.chat(message, 40, seed=seed)))
-        conversation = Conversation(engine, sampling=engine.chat_sampling({"seed": seed}), max_tokens=40)
-        texts.add("".join(token.text for token in conversation.send("hello")))
-        assert conversation.stats is not None
-        (tmp_path / "ids").write_text(json.dumps(conversation.ids[: conversation.stats.prompt_tokens]))
-    assert len(texts) == 1
-    continued = run("generate", TINY, "--ids", tmp_path / "ids", *options)[1]
-    assert continued.strip() == texts.pop().strip()
+def test_same_seed_same_text(pipe: Pipe, run: Run, tmp_path: Path) -> None:
+    """For 1, 2 and 4 threads: `chat` and `generate`, the Python API's three ways, and a second turn in a conversation that
+    went on, that was loaded with its keys and values, and that computes them anew."""
+    seeds: dict[str, Any] = {"seed": 4, "temperature": 1.5, "top_k": 0}
+    options = ("--seed", 4, "--temperature", 1.5, "--top-k", 0, "--max-tokens", 30)
+    ids, saved, message = tmp_path / "ids", tmp_path / "saved", [{"role": "user", "content": "hello"}]
+    first: dict[str, str] = {}
+    second: dict[str, str] = {}
+    for threads in (1, 2, 4):
+        with gemma_py.load(TINY, threads=threads) as engine:
+            conversation = Conversation(engine, sampling=engine.chat_sampling(seeds), max_tokens=30)
+            first[f"conversation {threads}"] = "".join(token.text for token in conversation.send("hello"))
+            assert conversation.stats is not None
+            prompt = conversation.ids[: conversation.stats.prompt_tokens]
+            if threads == 1:
+                ids.write_text(json.dumps(prompt))
+                conversation.save(saved)
+            first[f"engine.chat {threads}"] = "".join(t.text for t in engine.chat(message, 30, **seeds))
+            sampling = dataclasses.asdict(engine.chat_sampling(seeds))
+            first[f"engine.generate {threads}"] = "".join(
+                t.text for t in engine.generate(prompt, 30, **sampling)
+            ).lstrip()
+            loaded, anew = Conversation.load(engine, saved), Conversation.load(engine, saved)
+            anew._session = engine.session()
+            for name, one in (("went on", conversation), ("loaded", loaded), ("anew", anew)):
+                second[f"{name} {threads}"] = "".join(token.text for token in one.send("and more?"))
+            assert loaded.stats is not None and anew.stats is not None
+            assert loaded.stats.cached_tokens > 30 and anew.stats.cached_tokens == 0
+        first[f"chat {threads}"] = pipe("", "--prompt", "hello", "--threads", threads, *options)[1].removesuffix("\n")
+        continued = run("generate", TINY, "--ids", ids, "--threads", threads, *options)
+        first[f"generate {threads}"] = continued[1].removesuffix("\n").lstrip()
+    assert len(first) == 15 and len(set(first.values())) == 1, first
+    assert len(second) == 9 and len(set(second.values())) == 1, second
 
 
 def test_every_command(pipe: Pipe, tmp_path: Path) -> None:

@@ -21,13 +21,15 @@ ANSWER = " There is a river beside the mill, and an old bridge of stone leads ov
 def grown(engine: gemma_py.Engine, tokens: int, template: str | None) -> gemma_py.Conversation:
     """A conversation with about so many tokens of history, all but the last turn of them computed at once."""
     conversation = gemma_py.Conversation(engine, template=template, max_tokens=8)
-    tokenizer = engine.text_tokenizer()
-    turn = len(tokenizer.encode(QUESTION + ANSWER)) + 10
-    for number in range(tokens // turn):
+    turn = 0
+    for number in range(tokens):
         conversation.messages += [
-            {"role": "user", "content": f"{number}:{QUESTION}"},
-            {"role": "assistant", "content": f"{number}.{ANSWER}"},
+            {"role": "user", "content": f"{number:03}:{QUESTION}"},
+            {"role": "assistant", "content": f"{number:03}.{ANSWER}"},
         ]
+        turn = turn or conversation.tokens_used
+        if (number + 2) * turn > tokens:
+            break
     list(conversation.send(QUESTION))
     return conversation
 

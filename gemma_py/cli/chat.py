@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=positive, default=1024, metavar="N", help="of an answer (default: %(default)s)"
     )
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end answers before this text; may be given again"
+    )
     parser.add_argument("--no-markdown", action="store_true", help="show answers as the model writes them")
     add_sampling(parser)
     add_engine(parser)
@@ -40,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     screen = open_screen(args)
     prompt = read_standard_input() if args.prompt == "-" else args.prompt
-    screen.waiting(f"loading {args.model}")
+    screen.waiting("loading the model")
     with gemma_py.load(args.model, threads=args.threads, context=args.context) as engine:
         sampling = engine.chat_sampling(sampling_options(args))
-        conversation = Conversation(engine, args.system, sampling, args.template, args.max_tokens)
+        conversation = Conversation(engine, args.system, sampling, args.template, args.max_tokens, args.stop)
         screen.waiting("")
         chat = Chat(conversation, screen)
         if prompt is not None:
@@ -145,6 +148,7 @@ class Chat:
         return progress
 
     def _with_room(self, begin: Callable[[], Answer]) -> Answer:
+        before = list(self.conversation.messages)
         while True:
             try:
                 return begin()
@@ -159,6 +163,7 @@ class Chat:
                     f"o: forget the oldest {forgotten} of {count(exchanges, 'exchange')}, c: forget all, Enter: leave it"
                 )
                 if choice not in ("o", "c"):
+                    self.conversation.messages = before
                     raise ContextError("not sent; the text is in the history (arrow up)") from None
                 del self.conversation.messages[first : first + 2 * (forgotten if choice == "o" else exchanges)]
 

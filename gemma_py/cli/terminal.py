@@ -7,6 +7,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
+from typing import Any
 
 from prompt_toolkit import PromptSession, prompt
 from prompt_toolkit.completion import Completer, NestedCompleter, PathCompleter
@@ -102,7 +103,8 @@ class Terminal:
         if self._moves and (what or self._waits):
             line = Text(visible(what))
             line.truncate(max(1, self._console.width - 1), overflow="ellipsis")
-            self._console.file.write(f"\r\x1b[K{line.plain}")
+            # Whatever is printed next (what is downloaded, packed, compiled) begins where this does, and is longer.
+            self._console.file.write(f"\r\x1b[K{line.plain}\r")
             self._console.file.flush()
             self._waits = bool(what)
 
@@ -123,39 +125,49 @@ class Terminal:
             if self._answer is not None:
                 self._answer.disturb()
 
+        def leave(number: int, frame: FrameType | None) -> None:
+            self._give_back(keys)  # the shell has them now
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)  # where nobody could bring it back, the system does not stop it
+            signal.signal(number, leave)
+            self._silence()
+
         def back(number: int, frame: FrameType | None) -> None:
             disturbed(number, frame)
-            if os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp():  # the shell left the keys as it likes them
-                silence_keys(self._moves)
+            if os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp():
+                self._silence()
 
-        handlers = {signal.SIGINT: stop, signal.SIGWINCH: disturbed, signal.SIGCONT: back}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        handlers = {signal.SIGINT: stop, signal.SIGWINCH: disturbed, signal.SIGTSTP: leave, signal.SIGCONT: back}
         keys = termios.tcgetattr(sys.stdin)
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
-            silence_keys(self._moves)
+            self._silence()
             yield lambda: bool(asked)
         finally:
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, keys)
-            if self._moves:
-                self._console.file.write(_PASTES_PLAIN)
+            self._give_back(keys)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _silence(self) -> None:
+        """What is typed during an answer waits for the next prompt, instead of appearing in the middle of the text.
 
-def silence_keys(raw: bool) -> None:
-    """What is typed during an answer waits for the next prompt, instead of appearing in the middle of the text.
+        Key by key where the prompt edits itself; else a line would be cut at 4,096 characters, and each line of a paste would
+        become a message. Nor does Ctrl-C take away what was typed before it.
+        """
+        now = termios.tcgetattr(sys.stdin)
+        now[3] = now[3] & ~termios.ECHO | termios.NOFLSH
+        if self._moves:
+            now[0] &= ~termios.ICRNL
+            now[3] &= ~termios.ICANON
+            self._console.file.write(_PASTES_MARKED)
+            self._console.file.flush()
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, now)
 
-    raw: key by key, for a prompt that edits itself; else a line would be cut at 4,096 characters, and each line of a paste
-    would become a message. Nor does Ctrl-C take away what was typed before it.
-    """
-    now = termios.tcgetattr(sys.stdin)
-    now[3] = now[3] & ~termios.ECHO | termios.NOFLSH
-    if raw:
-        now[0] &= ~termios.ICRNL
-        now[3] &= ~termios.ICANON
-        sys.stdout.write(_PASTES_MARKED)
-        sys.stdout.flush()
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, now)
+    def _give_back(self, keys: list[Any]) -> None:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, keys)
+        if self._moves:
+            self._console.file.write(_PASTES_PLAIN)
+            self._console.file.flush()
 
 
 def _keys() -> KeyBindings:
