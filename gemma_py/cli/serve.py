@@ -76,13 +76,16 @@ def run(args: argparse.Namespace) -> None:
         scheduler = Scheduler(engine, args.parallel, args.queue)
         service = Service(engine, scheduler, args.name or model_name(args.model), args.template)
         app = App(service, args.parallel + args.queue)
-        server = Server(app, app.asgi(args.host, args.allowed_host, args.cors, keys), args.drain)
         url = address(listening)
-        if args.json:
-            print(json.dumps({"url": url, "model": service.model, "pid": os.getpid()}), flush=True)
-        else:
-            threads = f"{engine.threads} thread{'s' * (engine.threads > 1)}"
-            print(f"{service.model}, {threads}: {url}/v1 for programs, {url} for a browser", flush=True)
+
+        def ready() -> None:
+            if args.json:
+                print(json.dumps({"url": url, "model": service.model, "pid": os.getpid()}), flush=True)
+            else:
+                threads = f"{engine.threads} thread{'s' * (engine.threads > 1)}"
+                print(f"{service.model}, {threads}: {url}/v1 for programs, {url} for a browser", flush=True)
+
+        server = Server(app, app.asgi(args.host, args.allowed_host, args.cors, keys), args.drain, ready)
         server.run([listening])
         if server.failure is not None:
             print(f"gemma_py: the engine has failed: {server.failure}", file=sys.stderr, flush=True)

@@ -46,7 +46,7 @@ def from_engine(error: GemmaError, param: str | None = None) -> ApiError:
     if isinstance(error, Overloaded):
         return ApiError(429, str(error), None, "rate_limit_exceeded", error.retry_after)
     if isinstance(error, InputError | TemplateError | UnsupportedError):
-        named = str(error).partition(" ")[0]  # messages about sampling begin with the name of the option
+        named = str(error).partition(" ")[0].rstrip(":")  # messages about sampling begin with the name of the option
         return ApiError(400, str(error), named if named in _OPTIONS else param, "invalid_value")
     return ApiError(500, str(error), None, "internal_error")
 
@@ -64,8 +64,11 @@ def checked(schema: type[T], given: Any) -> T:
 
 
 def _from_validation(error: ValidationError, given: Any) -> ApiError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    kind, path = first["type"], _path(first["loc"], given)
+    """Where a field may be several things, each says why it is not that: the one that got furthest was meant."""
+    errors = error.errors(include_url=False, include_context=False)
+    same = [(_path(e["loc"], given), e) for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
+    path, first = max(same, key=lambda pair: pair[0].count("[") + pair[0].count("."))
+    kind = first["type"]
     if kind == "extra_forbidden":
         return ApiError(400, f"Unknown parameter: '{path}'.", path, "unknown_parameter")
     if kind == "missing":

@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
@@ -57,9 +57,10 @@ def _most_connections() -> int:
 
 
 class Server(uvicorn.Server):
-    """drain: seconds that what runs at the end may still take. failure: why the engine cannot go on, if it cannot."""
+    """drain: seconds that what runs at the end may still take. ready: called when requests and signals are heard.
+    failure: why the engine cannot go on, if it cannot."""
 
-    def __init__(self, app: App, asgi: ASGIApp, drain: float) -> None:
+    def __init__(self, app: App, asgi: ASGIApp, drain: float, ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 asgi, http=LimitedProtocol, ws="none", lifespan="off", loop="asyncio", log_level="warning", access_log=False,
@@ -67,7 +68,7 @@ class Server(uvicorn.Server):
                 h11_max_incomplete_event_size=LARGEST_HEADERS, timeout_graceful_shutdown=int(drain + _LAST_WORDS),
             )
         )  # fmt: skip
-        self._app, self._drain = app, drain
+        self._app, self._drain, self._ready = app, drain, ready
         self._unwell = 0
         self.interrupted = False
         self.failure: str | None = None
@@ -91,6 +92,10 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
         self.interrupted = sig == signal.SIGINT
         self.should_exit = self._app.ending = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
 
     async def on_tick(self, counter: int) -> bool:
         health = self._app.service.scheduler.health()
