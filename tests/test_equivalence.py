@@ -25,6 +25,8 @@ from gemma_py.model import reference as spec
 from gemma_py.model.config import Config
 from gemma_py.runtime import cache as caches
 from gemma_py.runtime import forward as passes
+from gemma_py.runtime import runner as runners
+from gemma_py.runtime.runner import Part
 from gemma_py.runtime.trial import Trial
 
 THREADS = (1, 2, 3, 4, 8)
@@ -193,6 +195,50 @@ def test_sessions_in_random_company(checkpoints: dict[str, Path]) -> None:
             assert session.kv_digest() == want.digest
 
 
+def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> bool:
+    """Whether sequences that share passes, in parts of random sizes and with logits of random rows, get what they should."""
+    rng = random.Random(seed)
+    caches_, done = [engine.runner.cache() for _ in wants], [0] * len(wants)
+    while any(at < len(want.ids) for at, want in zip(done, wants, strict=True)):
+        chosen = [n for n, want in enumerate(wants) if done[n] < len(want.ids) and rng.random() < 0.8]
+        rng.shuffle(chosen)
+        parts = []
+        for number in chosen:
+            size = rng.choice([1, 1, rng.randint(1, 40)])
+            tokens = wants[number].ids[done[number] : done[number] + size]
+            parts.append(Part(caches_[number], tokens, rng.choice([0, 1, len(tokens)])))
+        if not parts:
+            continue
+        for number, part, logits in zip(chosen, parts, engine.runner.run_together(parts), strict=True):
+            done[number] += len(part.tokens)
+            wanted = wants[number].logits[done[number] - part.logits : done[number]]
+            if logits.shape != wanted.shape or (bits(logits) != bits(wanted)).any():
+                return False
+    return all(cache.digest() == want.digest for cache, want in zip(caches_, wants, strict=True))
+
+
+def company(name: str, engine: gemma_py.Engine) -> list[Expected]:
+    return [expected(name, engine, length) for length in (20, 50, 77, 33, 1, 64)]
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_shared_passes_match_the_reference(checkpoints: dict[str, Path], name: str) -> None:
+    with opened(checkpoints[name], 3) as engine:
+        wants = company(name, engine)
+        for seed in range(12):
+            engine.runner.trial = Trial(seed=seed)
+            assert together(engine, wants, seed), f"seed {seed}"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+def test_shared_passes_of_quantised_weights_match_the_reference(tmp_path: Path, kind: str) -> None:
+    path = write_model(tmp_path / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind))
+    with opened(path, 2) as engine:
+        wants = [Expected(engine, prompt(engine.config, length, seed=length)) for length in (9, 30, 47)]
+        for seed in range(8):
+            assert together(engine, wants, seed), f"seed {seed}"
+
+
 def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path]) -> None:
     """Random delays and yields at every claim, publish, wait and barrier; tiles in random order; 4 workers."""
     with opened(checkpoints["gemma3"], 4) as engine:
@@ -221,6 +267,50 @@ def caught(engine: gemma_py.Engine, want: Expected, trials: Iterator[Trial], siz
 def test_control_rows_read_or_published_out_of_order(checkpoints: dict[str, Path], drop: str) -> None:
     with opened(checkpoints["gemma3"], 4) as engine:
         assert caught(engine, expected("gemma3", engine), (Trial(seed=seed, drop=drop) for seed in range(1, 300)))
+
+
+@pytest.mark.parametrize("drop", ["await", "order"])
+def test_control_rows_of_one_sequence_out_of_order_in_company(checkpoints: dict[str, Path], drop: str) -> None:
+    with opened(checkpoints["gemma3"], 4) as engine:
+        wants = company("gemma3", engine)
+
+        def seen(seed: int) -> bool:
+            engine.runner.trial = Trial(seed=seed, drop=drop)
+            try:
+                return not together(engine, wants, seed)
+            except WorkerError:
+                return True
+
+        assert any(seen(seed) for seed in range(1, 100))
+
+
+@pytest.mark.parametrize("what", ["tables", "segments", "wanted"])
+def test_control_what_belongs_to_another_sequence(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Two sequences' caches, positions or logits change places."""
+    honest = runners._batch
+
+    def confused(parts: Sequence[Part]) -> passes.Batch:
+        batch = honest(parts)
+        if len(parts) > 1:
+            if what == "tables":
+                batch.tables[[0, 1]] = batch.tables[[1, 0]]
+            elif what == "segments":
+                batch.segments[[0, 1], passes.ORIGIN] = batch.segments[[1, 0], passes.ORIGIN]
+            else:
+                taken = np.flatnonzero(batch.wanted >= 0)
+                batch.wanted[taken] = np.roll(batch.wanted[taken], 1)
+        return batch
+
+    with opened(checkpoints["gemma3"], 2) as engine:
+        wants = company("gemma3", engine)[:3]
+        assert together(engine, wants, 1)
+        monkeypatch.setattr(runners, "_batch", confused)
+        try:
+            assert not together(engine, wants, 1)
+        except WorkerError:
+            assert what == "segments"  # marks begin elsewhere, and publishing notices
 
 
 BARRIERS = (passes.EMBED, passes.QKV, passes.ATTENTION, passes.OUT_INPUT, passes.OUT, passes.MIDDLE, passes.GATE_UP,
@@ -344,7 +434,8 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
     for turn, row in enumerate(runner.packed.frequencies):
         places = slice(turn * chunk * len(row), (turn + 1) * chunk * len(row))
         rope_table(row, 30, s.cosines[places], s.sines[places], 0, chunk)
-    G = int(layer[packed.KV_HEADS])
+    G, capacity = int(layer[packed.KV_HEADS]), cache.table[number, caches.CAPACITY]
+    keys, values = (cache._rows(arena, number).reshape(-1) for arena in (cache.keys, cache.values))
     stores = [(first, min(first + 4, chunk)) for first in range(0, chunk, 4)]
     reads = [(first, min(first + 5, chunk), g) for first in range(0, chunk, 5) for g in range(G)]
     rng, stored = random.Random(seed), 0
@@ -352,25 +443,12 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
         ready = [read for read in reads if read[1] <= stored]
         if stores and (seed == 0 or not ready or rng.random() < 0.4):
             first, stored = stores.pop(0)
-            place = cache.table[number]
-            passes.rope_kv_tile(runner.packed, layer, s, cache.keys, cache.values, place, 30, chunk, first, stored)
+            passes.rope_kv_tile(runner.packed, layer, s, keys, values, capacity, 30, chunk, first, stored)
             continue
         read = rng.choice(ready) if seed else ready[0]
         reads.remove(read)
         first, last, g = read
-        passes.attention_tile(
-            runner.packed,
-            layer,
-            s,
-            cache.keys,
-            cache.values,
-            cache.table[number],
-            30,
-            g,
-            30 + first,
-            30 + last,
-            s.attention,
-        )
+        passes.attention_tile(runner.packed, layer, s, keys, values, capacity, 30, g, first, last, s.attention)
     width = int(layer[packed.HEADS] * layer[packed.HEAD_DIM])
     return s.a[: chunk * width].copy(), cache._rows(cache.keys, number).copy()
 

@@ -1,9 +1,12 @@
 """The machine's operations that Python cannot spell, one LLVM instruction each."""
 
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from gemma_py.kernels.decorator import inlined
 
 
 def _call(builder, name, result, operands):
@@ -58,3 +61,18 @@ def widen(typing, x):
         return builder.bitcast(word, ir.FloatType())
 
     return types.float32(x), codegen
+
+
+@intrinsic
+def _pointer(typing, address):
+    if address != types.int64:
+        return None
+    return types.voidptr(address), lambda context, builder, sig, args: builder.inttoptr(
+        args[0], ir.IntType(8).as_pointer()
+    )
+
+
+@inlined
+def array_at(address, count, like):
+    """The `count` numbers from an address on, of the type of `like`. Whoever calls sees to it that they stay there."""
+    return numba.carray(_pointer(address), count, like.dtype)

@@ -16,6 +16,7 @@ from gemma_py.model.config import Config
 from gemma_py.model.digest import digest, first_readable
 
 AT, CAPACITY = range(2)  # columns of the table
+KEYS, VALUES, ROWS = range(3)  # columns of Cache.places
 # What rows are stored as. bfloat16 takes half the memory and is rounded once, when a row is stored.
 KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
 NAN: dict[type, float | int] = {np.float32: np.nan, np.uint16: 0x7FC0}
@@ -148,6 +149,15 @@ class Cache:
             places = np.arange(self.position - count, self.position) % capacity
             for arena, rows in zip((self.keys, self.values), layer_rows, strict=True):
                 self._rows(arena, number)[:, places] = rows[:, rows.shape[1] - count :]
+
+    def places(self) -> np.ndarray:
+        """For kernels: the addresses of each layer's keys and values, and how many rows a head has there. int64 [L, 3]
+
+        Good until the next `reserve`; whoever uses them keeps the arenas alive.
+        """
+        at, itemsize = self.table[:, AT], self.keys.itemsize
+        bases = [arena.ctypes.data + at * itemsize for arena in (self.keys, self.values)]
+        return np.stack([*bases, self.table[:, CAPACITY]], 1)
 
     def abandon(self) -> None:
         """A pass failed and one of its workers may still write to these arenas: nobody may use them again."""

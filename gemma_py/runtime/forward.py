@@ -1,9 +1,11 @@
-"""The forward pass of a chunk: one kernel call a worker, phases separated by barriers, tiles claimed from counters.
+"""The forward pass: one kernel call a worker, phases separated by barriers, tiles claimed from counters.
 
-    T tokens of the chunk   D model width   H query heads   G key/value heads   E head width   F feed-forward width
+    T rows of the pass   D model width   H query heads   G key/value heads   E head width   F feed-forward width
+    S sequences that they belong to   R rows whose logits are wanted
 
 Reads from top to bottom like the paper. Every phase divides outputs among tiles, never a sum, so who computes a tile does
-not matter, nor how large it is. Keys and values become visible in position order only (`publish`), and attention waits
+not matter, nor how large it is, nor whose rows stand beside. Most phases do not know of sequences. Each has its segment of
+the rows, its cache and its marks: keys and values become visible in position order only (`publish`), and attention waits
 for the last row that its tile needs (`await_rows`): between ROPE_KV and ATTENTION there is no other barrier.
 """
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from gemma_py.kernels.attention import QUERIES, Ring, attend
 from gemma_py.kernels.decorator import inlined, kernel
-from gemma_py.kernels.intrinsics import bits_of_f32
+from gemma_py.kernels.intrinsics import array_at, bits_of_f32
 from gemma_py.kernels.matmul import (
     CODE_ROWS,
     FLOAT_ROWS,
@@ -66,8 +68,21 @@ _EVERYTHING = 1 << 40  # a window that never ends
 UNTRACED = -3750763034362895579  # FNV-1a's first value, as a signed number
 
 
+FIRST, END_ROW, ORIGIN = range(3)  # columns of the segments
+
+
+class Batch(NamedTuple):
+    """What a pass computes: tokens of one sequence or of several, one after the other."""
+
+    tokens: np.ndarray  # int64 [T]
+    segments: np.ndarray  # int64 [S, 3]: first row, last row + 1, and the position that row 0 would have
+    tables: np.ndarray  # int64 [S, L, 3]: where each sequence's keys and values are, see cache.py
+    wanted: np.ndarray  # int64 [T]: the row of the logits that a row makes, -1 for none; ascending
+    stored: np.ndarray  # [0], of the type that keys and values are stored as
+
+
 class Scratch(NamedTuple):
-    """What a pass writes beside cache and logits; by row of the chunk. Shared by all workers but for `attention` and `bench`."""
+    """What a pass writes beside caches and logits; by row of the pass. Shared by all workers but for `attention` and `bench`."""
 
     x: np.ndarray  # [T * D], the residual stream
     n: np.ndarray  # [T * D], normalised
@@ -95,6 +110,38 @@ class Trace(NamedTuple):
 
     hashes: np.ndarray  # int64 [(L + 1) * COUNTERS, T], UNTRACED before the pass
     workers: np.ndarray  # int64, the same shape
+
+
+@inlined
+def tiles_of(segments, number, rows):
+    """Tiles of so many rows in a segment; no tile has rows of two."""
+    return (segments[number, END_ROW] - segments[number, FIRST] + rows - 1) // rows
+
+
+@inlined
+def tiles_in(segments, rows):
+    tiles = 0
+    for number in range(segments.shape[0]):
+        tiles += tiles_of(segments, number, rows)
+    return tiles
+
+
+@inlined
+def rows_of_tile(segments, tile, rows):
+    """(segment, first row, last row + 1)"""
+    number = 0
+    while tile >= tiles_of(segments, number, rows):
+        tile -= tiles_of(segments, number, rows)
+        number += 1
+    first = segments[number, FIRST] + tile * rows
+    return number, first, min(first + rows, segments[number, END_ROW])
+
+
+@inlined
+def arenas_of(layer, place, stored):
+    """A layer's keys and values of one sequence: [G * capacity * E] each."""
+    size = layer[p.KV_HEADS] * place[c.ROWS] * layer[p.HEAD_DIM]
+    return array_at(place[c.KEYS], size, stored), array_at(place[c.VALUES], size, stored)
 
 
 @inlined
@@ -230,13 +277,19 @@ def norm(m, gain_at, D, x, y, first, last):
 
 
 @kernel
-def next_input(m, s, gain_at, form, T, skipped, trace, counter, first, last):
-    """The normalised rows, and all but the first few in the form that the next matrices read."""
+def next_input(m, s, gain_at, form, rows, wanted, trace, counter, first, last):
+    """The normalised rows, and in the form that the next matrices read. These get `rows` in all: every row of the pass in
+    its place where `wanted` is empty, else those that it gives a place.    wanted: [T] or [0]"""
     D = m.numbers.hidden
     trace_rows(trace, counter, s.x, D, first, last)
     norm(m, gain_at, D, s.x, s.n, first, last)
     trace_rows(trace, counter, s.n, D, first, last)
-    make_input(s, s.n, D, form, T - skipped, trace, counter, max(first, skipped), last, skipped)
+    if wanted.shape[0] == 0:
+        make_input(s, s.n, D, form, rows, trace, counter, first, last, np.int64(0))
+    else:
+        for t in range(first, last):
+            if wanted[t] >= 0:
+                make_input(s, s.n, D, form, rows, trace, counter, t, t + 1, t - wanted[t])
 
 
 @inlined
@@ -303,76 +356,76 @@ def trace_qkv(trace, at, layer, s, first, last):
 
 
 @kernel
-def rope_kv_tile(m, layer, s, keys, values, place, position, T, first, last):
-    """Norm and turn the rows of q and k, and store those of k and v, of the chunk's tokens first .. last - 1."""
+def rope_kv_tile(m, layer, s, keys, values, capacity, origin, T, first, last):
+    """Norm and turn rows first .. last - 1 of q and k, and store those of k and v. Row t has position origin + t."""
     H, G, E = layer[p.HEADS], layer[p.KV_HEADS], layer[p.HEAD_DIM]
     widest = m.frequencies.shape[1]
     table = layer[p.ROPE] * T * widest
     cosines, sines = s.cosines[table : table + T * widest], s.sines[table : table + T * widest]
-    at, capacity = place[c.AT], place[c.CAPACITY]
     norm(m, layer[p.Q_GAIN], E, s.q, s.q, first * H, last * H)
     norm(m, layer[p.K_GAIN], E, s.k, s.k, first * G, last * G)
     rope_rows(s.q, H, E, cosines, sines, first, last)
     rope_rows(s.k, G, E, cosines, sines, first, last)
     for t in range(first, last):
         for g in range(G):
-            to, source = at + (g * capacity + (position + t) % capacity) * E, (t * G + g) * E
+            to, source = (g * capacity + (origin + t) % capacity) * E, (t * G + g) * E
             for e in range(E):
                 store_one(keys, to + e, s.k[source + e])
                 store_one(values, to + e, s.v[source + e])
 
 
 @kernel
-def rope_kv_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T, trace):
-    """Tiles of rows are claimed, stored and published in position order."""
-    tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
+def rope_kv_phase(worker, cells, counter, marks, m, layer, s, batch, T, trace):
+    """Tiles of rows are claimed, stored and published in position order.    marks: the first segment's number"""
+    tiles = tiles_in(batch.segments, _FEW_ROWS)
     tile = claim(cells, worker, counter, tiles)
     while tile >= 0:
-        first = tile * _FEW_ROWS
-        last = min(first + _FEW_ROWS, T)
+        number, first, last = rows_of_tile(batch.segments, tile, _FEW_ROWS)
+        place, origin = batch.tables[number, layer[p.KV_SOURCE]], batch.segments[number, ORIGIN]
+        keys, values = arenas_of(layer, place, batch.stored)
         trace_qkv(trace, counter - 1, layer, s, first, last)
-        rope_kv_tile(m, layer, s, keys, values, place, position, T, first, last)
+        rope_kv_tile(m, layer, s, keys, values, place[c.ROWS], origin, T, first, last)
         trace_qkv(trace, counter, layer, s, first, last)
         trace_tile(worker, trace, counter, first, last)
-        if not publish(cells, worker, mark, position + first, position + last):
+        if not publish(cells, worker, marks + number, origin + first, origin + last):
             return False
         tile = claim(cells, worker, counter, tiles)
     return True
 
 
 @kernel
-def attention_tile(m, layer, s, keys, values, place, position, g, first, last, scratch):
-    """Attention of positions first .. last - 1 to one key/value head; all rows up to last - 1 are there."""
+def attention_tile(m, layer, s, keys, values, capacity, origin, g, first, last, scratch):
+    """Attention of rows first .. last - 1 to one key/value head; the keys up to the last one's position are there."""
     H, G, E = layer[p.HEADS], layer[p.KV_HEADS], layer[p.HEAD_DIM]
-    at, capacity = place[c.AT], place[c.CAPACITY]
-    ring = Ring(keys, values, at, capacity, E, capacity * E, G, E)
+    ring = Ring(keys, values, 0, capacity, E, capacity * E, G, E)
     window = layer[p.WINDOW] if layer[p.WINDOW] > 0 else _EVERYTHING
     scale, cap = m.numbers.attention_scale, m.numbers.attention_cap
-    attend(s.q, ring, H, g, window, scale, cap, position, first, last, scratch, s.a)
+    attend(s.q, ring, H, g, window, scale, cap, origin, origin + first, origin + last, scratch, s.a)
 
 
 @kernel
-def attention_phase(worker, cells, counter, mark, m, layer, s, keys, values, place, position, T, trace):
+def attention_phase(worker, cells, counter, marks, m, layer, s, batch, trace):
     """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
     G = layer[p.KV_HEADS]
-    positions = max(1, QUERIES // (layer[p.HEADS] // G))
+    rows = max(1, QUERIES // (layer[p.HEADS] // G))
     size = s.attention.shape[0] // (cells.own.shape[0] // LINE)
     scratch = s.attention[worker * size : (worker + 1) * size]
-    tiles = G * ((T + positions - 1) // positions)
+    tiles = G * tiles_in(batch.segments, rows)
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
-        first = position + tile // G * positions
-        last = min(first + positions, position + T)
-        if not await_rows(cells, worker, mark, last - 1):
+        number, first, last = rows_of_tile(batch.segments, tile // G, rows)
+        place, origin = batch.tables[number, layer[p.KV_SOURCE]], batch.segments[number, ORIGIN]
+        keys, values = arenas_of(layer, place, batch.stored)
+        if not await_rows(cells, worker, marks + number, origin + last - 1):
             return False
-        attention_tile(m, layer, s, keys, values, place, position, tile % G, first, last, scratch)
-        trace_tile(worker, trace, counter, first - position, last - position)
+        attention_tile(m, layer, s, keys, values, place[c.ROWS], origin, tile % G, first, last, scratch)
+        trace_tile(worker, trace, counter, first, last)
         tile = claim_any(cells, worker, counter, tiles)
     return True
 
 
 @kernel
-def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, form, T, skipped, trace):
+def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, form, T, rows, wanted, trace):
     """x += the normalised rows of y; then the input of the matrices that come next. The phase before made y."""
     D = m.numbers.hidden
     tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
@@ -382,19 +435,20 @@ def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, form, T, s
         trace_rows(trace, counter - 1, s.y, D, first, last)
         norm(m, out_gain, D, s.y, s.y, first, last)
         add_to(s.x, s.y, first * D, last * D)
-        next_input(m, s, next_gain, form, T, skipped, trace, counter, first, last)
+        next_input(m, s, next_gain, form, rows, wanted, trace, counter, first, last)
         trace_tile(worker, trace, counter, first, last)
         tile = claim_any(cells, worker, counter, tiles)
 
 
 @kernel
-def forward(worker, workers, cells, m, s, keys, values, table, tokens, position, all_logits, logits, trace):
-    """A chunk of tokens through the model. True when done, False when the run is broken.
+def forward(worker, workers, cells, m, s, batch, logits, trace):
+    """Tokens through the model. True when done, False when the run is broken.
 
-    m: Packed   s: Scratch   keys, values, table: of the cache, with room for the chunk   tokens: int64 [T]
-    position: of the first token; marks start there   logits: [T * V], or [V] of the last token, written   trace: Trace
+    m: Packed   s: Scratch   batch: Batch, with room for its rows in the caches   logits: [R * V], written   trace: Trace
+    marks: layer * S + segment, each begins with the position of the segment's first row
     """
-    T, D, L = tokens.shape[0], m.numbers.hidden, m.layers.shape[0]
+    T, D, L, S = batch.tokens.shape[0], m.numbers.hidden, m.layers.shape[0], batch.segments.shape[0]
+    R, every = logits.shape[0] // m.numbers.vocabulary, batch.wanted[:0]
     few, bench = (T + _FEW_ROWS - 1) // _FEW_ROWS, bench_of(s, worker, workers)
     # Variables, for numba compiles a kernel anew for every constant that it is called with.
     none, all_rows, no_cap, plain, gated = np.int64(-1), np.int64(0), np.float32(0.0), np.int64(0), np.int64(1)
@@ -404,13 +458,16 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
     while tile >= 0:
         first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
         for t in range(first, last):
-            embed(m, tokens[t], s.x, t * D, bench)
+            embed(m, batch.tokens[t], s.x, t * D, bench)
         widest = m.frequencies.shape[1]
         for turn in range(m.frequencies.shape[0]):
             places = slice(turn * T * widest, (turn + 1) * T * widest)
-            rope_table(m.frequencies[turn], position, s.cosines[places], s.sines[places], first, last)
+            for number in range(S):
+                begin, end = max(first, batch.segments[number, FIRST]), min(last, batch.segments[number, END_ROW])
+                origin = batch.segments[number, ORIGIN]
+                rope_table(m.frequencies[turn], origin, s.cosines[places], s.sines[places], begin, end)
         next_input(
-            m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_INPUT], T, all_rows, trace, np.int64(EMBED), first, last
+            m, s, m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_INPUT], T, every, trace, np.int64(EMBED), first, last
         )
         trace_tile(worker, trace, EMBED, first, last)
         tile = claim_any(cells, worker, EMBED, few)
@@ -420,7 +477,6 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
     for number in range(L):
         layer = m.layers[number]
         counters = number * COUNTERS
-        place = table[layer[p.KV_SOURCE]]
         HE = layer[p.HEADS] * layer[p.HEAD_DIM]
 
         if not enter(cells, worker, number, QKV):
@@ -434,16 +490,12 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
 
         if not enter(cells, worker, number, ROPE_KV):
             return False
-        if not rope_kv_phase(
-            worker, cells, counters + ROPE_KV, number, m, layer, s, keys, values, place, position, T, trace
-        ):
+        if not rope_kv_phase(worker, cells, counters + ROPE_KV, number * S, m, layer, s, batch, T, trace):
             return False
 
         if not enter(cells, worker, number, ATTENTION):
             return False
-        if not attention_phase(
-            worker, cells, counters + ATTENTION, number, m, layer, s, keys, values, place, position, T, trace
-        ):
+        if not attention_phase(worker, cells, counters + ATTENTION, number * S, m, layer, s, batch, trace):
             return False
         if not barrier(cells, worker, workers):
             return False
@@ -466,7 +518,7 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
         if not enter(cells, worker, number, MIDDLE):
             return False
         gain, form = layer[p.FF_GAIN], layer[p.GATE_INPUT]
-        residual_phase(worker, cells, counters + MIDDLE, m, s, layer[p.O_GAIN], gain, form, T, all_rows, trace)
+        residual_phase(worker, cells, counters + MIDDLE, m, s, layer[p.O_GAIN], gain, form, T, T, every, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -509,23 +561,21 @@ def forward(worker, workers, cells, m, s, keys, values, table, tokens, position,
 
         if not enter(cells, worker, number, END):
             return False
-        gain, form, skipped = m.numbers.final_gain, m.numbers.head_input, all_rows if all_logits else T - 1
+        gain, form, rows, wanted = m.numbers.final_gain, m.numbers.head_input, R, batch.wanted
         if number < L - 1:
-            gain, form, skipped = m.layers[number + 1, p.IN_GAIN], m.layers[number + 1, p.QKV_INPUT], 0
-        residual_phase(worker, cells, counters + END, m, s, layer[p.FF_OUT_GAIN], gain, form, T, skipped, trace)
+            gain, form, rows, wanted = m.layers[number + 1, p.IN_GAIN], m.layers[number + 1, p.QKV_INPUT], T, every
+        residual_phase(worker, cells, counters + END, m, s, layer[p.FF_OUT_GAIN], gain, form, T, rows, wanted, trace)
         if not barrier(cells, worker, workers):
             return False
 
     if not enter(cells, worker, L, HEAD):
         return False
-    skipped = all_rows if all_logits else T - 1
     one, cap = (m.numbers.head, none, none), m.numbers.final_cap
     matmul_phase(
-        worker, workers, cells, L * COUNTERS + HEAD, m, one, (logits, logits, logits), s, bench, T - skipped, skipped, cap,
-        trace,
+        worker, workers, cells, L * COUNTERS + HEAD, m, one, (logits, logits, logits), s, bench, R, all_rows, cap, trace,
     )  # fmt: skip
     if not barrier(cells, worker, workers):
         return False
-    if all_logits:
+    if R == T:
         trace_share(worker, workers, trace, L * COUNTERS + HEAD, logits, m.numbers.vocabulary, T)
     return True

@@ -1,10 +1,11 @@
-"""Runs chunks of tokens through a model on a team: owns scratch, compiles once, keeps sessions apart."""
+"""Runs tokens through a model on a team: owns scratch, compiles once, keeps sequences apart."""
 
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from gemma_py.kernels.panels import BLOCK, HALF, Bench
 from gemma_py.model.config import Config
 from gemma_py.model.packed import Packed
 from gemma_py.runtime.cache import Cache
-from gemma_py.runtime.forward import COUNTERS, PHASES, UNTRACED, Scratch, Trace, forward
+from gemma_py.runtime.forward import COUNTERS, PHASES, UNTRACED, Batch, Scratch, Trace, forward
 from gemma_py.runtime.profile import Profile
 from gemma_py.runtime.team import Team
 from gemma_py.runtime.trial import Trial
@@ -32,8 +33,17 @@ def new_trace(config: Config, T: int) -> Trace:
     return Trace(np.full(shape, UNTRACED, np.int64), np.full(shape, -1, np.int64))
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a pass does for one sequence: some tokens more, and logits of so many of the last of them."""
+
+    cache: Cache
+    tokens: list[int]
+    logits: int = 1
+
+
 class Runner:
-    """One pass at a time, whichever Python thread asks; sessions differ by their cache alone."""
+    """One pass at a time, whichever Python thread asks; sequences differ by their cache alone."""
 
     def __init__(
         self, packed: Packed, config: Config, workers: int, deadline: float = 5.0, kv: str = "float32"
@@ -72,26 +82,40 @@ class Runner:
             if limit is not None and cache.position + T > limit:
                 raise ContextError(f"{T} tokens after {cache.position} exceed the context of {limit} tokens")
             cache.reserve(T, ahead)
-            if self.poison:
-                cache.forget_uncommitted()
-            logits = np.empty(self.config.vocab_size * (T if all_logits else 1), np.float32)
-            args = (
-                self.packed, self._scratch_for(T), cache.keys, cache.values, cache.table,
-                np.array(tokens, np.int64), cache.position, all_logits, logits, trace,
+            (logits,) = self._pass([Part(cache, tokens, T if all_logits else 1)], trace)
+        return logits if all_logits else logits[0]
+
+    def run_together(self, parts: Sequence[Part]) -> list[np.ndarray]:
+        """One pass for several sequences: each part's logits, [logits, V]. All the caches gain their tokens, or none."""
+        with self._lock:
+            for part in parts:
+                part.cache.reserve(len(part.tokens))
+            return self._pass(parts, NO_TRACE)
+
+    def _pass(self, parts: Sequence[Part], trace: Trace) -> list[np.ndarray]:
+        """The caches have room for it."""
+        if self.poison:
+            for part in parts:
+                part.cache.forget_uncommitted()
+        batch = _batch(parts)
+        T, layers = len(batch.tokens), len(self.config.layers)
+        logits = np.empty(sum(part.logits for part in parts) * self.config.vocab_size, np.float32)
+        try:
+            self.team.run(
+                forward, self.packed, self._scratch_for(T), batch, logits, trace,
+                marks=[part.cache.position for part in parts] * layers, claims=(layers + 1) * COUNTERS,
+                held=[(part.cache.keys, part.cache.values) for part in parts], trial=self.trial, profile=self.profile,
             )  # fmt: skip
-            layers = len(self.config.layers)
-            try:
-                self.team.run(
-                    forward, *args, marks=[cache.position] * layers, claims=(layers + 1) * COUNTERS,
-                    trial=self.trial, profile=self.profile,
-                )  # fmt: skip
-            except BaseException:
-                if not self.team.settled:
-                    self._scratch = None  # somebody may still write there
-                    cache.abandon()
-                raise
-            cache.commit(tokens)
-        return logits.reshape(T, -1) if all_logits else logits
+        except BaseException:
+            if not self.team.settled:
+                self._scratch = None  # somebody may still write there
+                for part in parts:
+                    part.cache.abandon()
+            raise
+        for part in parts:
+            part.cache.commit(part.tokens)
+        ends = np.cumsum([part.logits for part in parts])
+        return np.split(logits.reshape(-1, self.config.vocab_size), ends[:-1])
 
     def use(self, workers: int) -> None:
         """Another number of workers from the next pass on."""
@@ -104,11 +128,8 @@ class Runner:
         """Before any worker starts, in the calling thread; from the disk where it has been done before."""
         if first_time():
             print("compiling kernels, once per machine: about half a minute", file=sys.stderr, flush=True)
-        cache, empty = self.cache(), np.empty(0, np.float32)
-        self.team.compile(
-            forward, self.packed, self._scratch_for(1), cache.keys, cache.values, cache.table, np.empty(0, np.int64), 0, False,
-            empty, NO_TRACE,
-        )  # fmt: skip
+        batch, logits = _batch([Part(self.cache(), [])]), np.empty(0, np.float32)
+        self.team.compile(forward, self.packed, self._scratch_for(1), batch, logits, NO_TRACE)
         mark_compiled()
 
     def digest(self, cache: Cache) -> list[str]:
@@ -144,6 +165,21 @@ class Runner:
 
     def close(self) -> None:
         self.team.close()
+
+
+def _batch(parts: Sequence[Part]) -> Batch:
+    """As the kernel takes them. Rows are counted through all parts, and so are the rows of logits."""
+    segments = np.empty((len(parts), 3), np.int64)
+    wanted = np.full(sum(len(part.tokens) for part in parts), -1, np.int64)
+    first = made = 0
+    for number, part in enumerate(parts):
+        end = first + len(part.tokens)
+        segments[number] = first, end, part.cache.position - first
+        wanted[end - part.logits : end] = np.arange(made, made + part.logits)
+        first, made = end, made + part.logits
+    tokens = np.array([token for part in parts for token in part.tokens], np.int64)
+    tables = np.stack([part.cache.places() for part in parts])
+    return Batch(tokens, segments, tables, wanted, np.empty(0, parts[0].cache.dtype))
 
 
 _runners: "weakref.WeakSet[Runner]" = weakref.WeakSet()

@@ -72,6 +72,7 @@ class _Run:
     workers: int
     cells: Cells
     outcomes: "queue.SimpleQueue[_Outcome]"
+    held: object  # what the arguments point to: it lives as long as any worker may use it
 
     def perform(self, worker: int) -> _Outcome:
         try:
@@ -201,11 +202,13 @@ class Team:
         *args: Any,
         marks: Sequence[int] = (),
         claims: int = 0,
+        held: object = None,
         trial: Trial | None = None,
         profile: Profile | None = None,
     ) -> list[int]:
         """Call the kernel on every worker; give the watermarks, which start at `marks`. There are `claims` counters.
 
+        held: kept alive as long as a worker may be at it, even one that was given up.
         profile: gains the times of a run that went well.
 
         Raises WorkerError, from the exception that a worker raised if there is one; the team can be used again then.
@@ -216,7 +219,7 @@ class Team:
             if self._closed:
                 raise InputError("the worker team is closed")
             cells = make_cells(self.workers, marks, claims, 0 if profile is None else room(len(self.phases)))
-            run = _Run(kernel, args, self.workers, cells, queue.SimpleQueue())
+            run = _Run(kernel, args, self.workers, cells, queue.SimpleQueue(), held)
             if trial is not None:
                 trial.apply(run.cells)
             if getattr(kernel, "overloads", None) == {}:
