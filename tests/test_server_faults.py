@@ -99,7 +99,6 @@ def test_slow_headers_lose_the_connection(impatient: Running) -> None:
 def test_a_slow_body_is_told_so(impatient: Running) -> None:
     with impatient.send("POST", "/v1/completions", b'{"prompt"', 100) as connection:
         assert b" 408 " in connection.recv(4096)
-        assert is_closed(connection)
     assert idle(impatient)
 
 
