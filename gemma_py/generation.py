@@ -1,5 +1,6 @@
 """What every way of generating shares: choose a token, say its text, know when the answer ends."""
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,8 +15,8 @@ from gemma_py.stream import TextStream
 @dataclass(frozen=True)
 class Token:
     """text: what becomes certain with this token; all texts joined are the answer. logprob: the model's own, before any
-    penalty, temperature or filter. finish_reason is None but on the last: "stop" (an end token or a stop string) or
-    "length".
+    penalty, temperature or filter; NaN where nobody asked for it. finish_reason is None but on the last: "stop" (an end
+    token or a stop string) or "length".
     """
 
     id: int
@@ -48,16 +49,17 @@ class Continuation:
         ends: Collection[int],
         max_tokens: int,
         constraint: Constraint | None = None,
+        logprobs: bool = True,
     ) -> None:
         self._sampler, self._stream, self._ends = sampler, stream, ends
-        self._max_tokens, self._constraint = max_tokens, constraint
+        self._max_tokens, self._constraint, self._logprobs = max_tokens, constraint, logprobs
         self.made: list[int] = []
 
     def next(self, logits: np.ndarray) -> Token:
         """The token that these logits choose.    logits: [V], after all tokens so far"""
         allowed = logits if self._constraint is None else self._constraint.allowed(logits)
         token = self._sampler.choose(allowed, self.made)
-        logprob = log_probability(logits, token)
+        logprob = log_probability(logits, token) if self._logprobs else math.nan
         self.made.append(token)
         if token in self._ends:
             return Token(token, self._stream.finish(), logprob, "stop")

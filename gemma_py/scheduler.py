@@ -1,34 +1,41 @@
 """Many requests, one engine: a thread of its own takes them in, computes, and tells each listener what came of it.
 
-A request waits in a bounded queue until one of the `parallel` places is free; then its prompt is computed in chunks and
-its answer token by token, in turns with the others. What a request gets does not depend on its company, by a bit.
+A request waits in a bounded queue until there is a place and room for all the keys and values that it may need. From
+then on it has a part in every pass: a token of its answer, or as much of its prompt as the pass has room for. What it gets
+does not depend on its company, by a bit. Cancelled ones leave, and new ones come in, before every pass.
 """
 
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from gemma_py import machine
 from gemma_py.engine import Engine
-from gemma_py.errors import ComputationError, ContextError, GemmaError, InputError, Overloaded
+from gemma_py.errors import ComputationError, ContextError, GemmaError, InputError, Overloaded, WorkerError
 from gemma_py.generation import Constraint, Continuation, Token
-from gemma_py.runtime.runner import CHUNK
+from gemma_py.runtime.cache import Cache, bytes_needed
+from gemma_py.runtime.prefixes import TOKENS, Prefixes
+from gemma_py.runtime.runner import CHUNK, Part
 from gemma_py.sampling import Sampler, Sampling, likeliest
 from gemma_py.score import log_probabilities
 from gemma_py.stream import TextStream, stop_strings
 
 _MOST_TOP = 100  # alternatives of a token
+# How long a pass should take: alone, prompts can be stopped that often; beside answers, these stutter no more than that.
+_PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
+_FEWEST_ROWS = 32  # of prompts in a pass; fewer would not be done sooner
+_UNKNOWN_MEMORY = 4 << 30
 _SLOWEST_STEP = 60.0  # seconds; if no step ends for so long though there is work, something is wrong
 
 
 @dataclass(frozen=True)
 class Request:
     """ids: the prompt. stop: strings that end the answer; ends: tokens that do. trim: no white space in front of it.
-    top_logprobs: how many of the likeliest tokens to tell at each place."""
+    logprobs: whether tokens shall tell theirs. top_logprobs: how many of the likeliest tokens to tell at each place."""
 
     ids: list[int]
     max_tokens: int
@@ -36,6 +43,7 @@ class Request:
     stop: tuple[str, ...] = ()
     ends: frozenset[int] = frozenset()
     trim: bool = False
+    logprobs: bool = True
     top_logprobs: int = 0
     constraint: Constraint | None = None
 
@@ -100,7 +108,8 @@ class Health:
 
 @dataclass(frozen=True)
 class Stats:
-    """running, waiting: requests. kv_bytes: what running ones have reserved. The others count since the start."""
+    """running, waiting: requests. kv_bytes: reserved by running ones; prefix_bytes: of kept prefixes. The others count since
+    the start: requests that found a kept prefix, or none, and how many tokens of it; passes, and the tokens in them."""
 
     running: int
     waiting: int
@@ -129,13 +138,36 @@ class Ticket:
 class _Sequence:
     """A request on its way."""
 
-    def __init__(self, request: Request, listener: Listener, ticket: Ticket, continuation: Continuation) -> None:
-        self.request, self.ticket, self.continuation = request, ticket, continuation
+    def __init__(
+        self,
+        request: Request,
+        ids: list[int],
+        listener: Listener,
+        ticket: Ticket,
+        continuation: Continuation,
+        need: int,
+    ) -> None:
+        self.request, self.ids, self.ticket, self.continuation = request, ids, ticket, continuation
+        self.need = need  # bytes of keys and values
         self._listener = listener
-        self.todo = list(request.ids)  # tokens that are known and not computed
+        self.prompt = np.array(ids)
+        self.cache: Cache | None = None  # while it runs
         self.cached = 0
         self.came = time.monotonic()
         self.taken_up = self.first_token = 0.0
+
+    @property
+    def position(self) -> int:
+        return 0 if self.cache is None else self.cache.position
+
+    @property
+    def todo(self) -> int:
+        """Tokens that are known and not computed."""
+        return len(self.ids) - self.position
+
+    @property
+    def answering(self) -> bool:
+        return bool(self.continuation.made)
 
     def tell(self, event: Event) -> None:
         """What a listener does wrong ends its own request and no other."""
@@ -148,30 +180,58 @@ class _Sequence:
     def usage(self) -> Usage:
         now = time.monotonic()
         return Usage(
-            len(self.request.ids), self.cached, len(self.continuation.made), (self.taken_up or now) - self.came,
+            len(self.prompt), self.cached, len(self.continuation.made), (self.taken_up or now) - self.came,
             (self.first_token or now) - self.came, now - self.came,
         )  # fmt: skip
 
 
-class Scheduler:
-    """Owns the engine's time from a thread of its own. Close it before the engine.
+def shares(needs: Sequence[int], room: int) -> list[int]:
+    """Rows of a pass for prompts, which have come in this order and have so many tokens left.
 
-    parallel: requests that are computed at once. queue: those that may wait beyond them.
+    Half of the room is for whoever came first, so nobody waits for ever; the rest is for the shortest.
     """
+    given = [0] * len(needs)
+    order = sorted(range(len(needs)), key=lambda number: needs[number])
+    for number, part in ((0, (room + 1) // 2), *((number, room) for number in order)):
+        more = min(part, needs[number] - given[number], room - sum(given))
+        given[number] += more
+    return given
 
-    def __init__(self, engine: Engine, parallel: int = 8, queue: int = 64) -> None:
-        if parallel < 1 or queue < 0:
-            raise InputError(f"parallel should be at least 1 and queue at least 0, found {parallel} and {queue}")
+
+class Scheduler:
+    """Owns the engine's time from a thread of its own. Close it before the engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        parallel: int = 8,
+        queue: int = 64,
+        kv_bytes: int | None = None,
+        prefix_bytes: int | None = None,
+    ) -> None:
+        """parallel: requests that share passes. queue: those that may wait beside them. kv_bytes: for keys and values of
+        running requests; a third of the free memory if left out. prefix_bytes: for prefixes that others may begin with, 0
+        for none; a sixth if left out."""
+        free = machine.memory() or _UNKNOWN_MEMORY
+        self.kv_bytes = free // 3 if kv_bytes is None else kv_bytes
+        prefix_bytes = free // 6 if prefix_bytes is None else prefix_bytes
+        if parallel < 1 or queue < 0 or self.kv_bytes < 1 or prefix_bytes < 0:
+            raise InputError(
+                f"a scheduler needs parallel and kv_bytes from 1, queue and prefix_bytes from 0, found {parallel}, "
+                f"{self.kv_bytes}, {queue} and {prefix_bytes}"
+            )
         self.engine, self.parallel, self.queue = engine, parallel, queue
         self._changed = threading.Condition()  # guards what follows
-        self._waiting: deque[_Sequence] = deque()
+        self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
         self._open, self._closed = True, False
         self._error: GemmaError | None = None
         self._stepped = time.monotonic()  # when the last step ended, or work came after none
         self._request_seconds = 1.0  # of late
-        self._passes = self._computed = 0
-        self._sessions: dict[_Sequence, object] = {}
+        # Of the thread alone:
+        self._prefixes = Prefixes(prefix_bytes)
+        self._passes = self._computed = self._failures = 0
+        self._row_seconds = 1 / 64
         self._thread = threading.Thread(target=self._work, name="gemma_py-scheduler", daemon=True)
         self._thread.start()
 
@@ -190,7 +250,7 @@ class Scheduler:
                 raise Overloaded("no more requests are taken: the server is ending", 10.0)
             if len(self._waiting) >= self.queue + max(0, self.parallel - len(self._running)):
                 raise Overloaded(f"{len(self._waiting)} requests wait already", self._retry_after())
-            if not self._running and not self._waiting:
+            if self._idle():
                 self._stepped = time.monotonic()
             self._waiting.append(sequence)
             self._changed.notify_all()
@@ -203,14 +263,23 @@ class Scheduler:
             raise InputError(f"max_tokens should be at least 1, found {request.max_tokens!r:.40}")
         if not 0 <= request.top_logprobs <= min(_MOST_TOP, engine.config.vocab_size):
             raise InputError(f"top_logprobs should be 0 to {_MOST_TOP}, found {request.top_logprobs!r:.40}")
-        if len(ids) + request.max_tokens > engine.context:
+        total = len(ids) + request.max_tokens
+        if total > engine.context:
             raise ContextError(
                 f"{len(ids)} prompt tokens and {request.max_tokens} new ones exceed the context of {engine.context} tokens"
             )
+        need = bytes_needed(engine.config, engine.runner.kv, total, CHUNK, TOKENS)
+        if need > self.kv_bytes:
+            raise ContextError(
+                f"{len(ids)} prompt tokens and {request.max_tokens} new ones need {need} bytes for keys and values; "
+                f"there are {self.kv_bytes}"
+            )
         sampler = Sampler(request.sampling, engine.config.vocab_size, ids)
         stream = TextStream(engine.tokenizer, stop_strings(request.stop), request.trim)
-        continuation = Continuation(sampler, stream, request.ends, request.max_tokens, request.constraint)
-        return _Sequence(request, listener, Ticket(self), continuation)
+        continuation = Continuation(
+            sampler, stream, request.ends, request.max_tokens, request.constraint, request.logprobs
+        )
+        return _Sequence(request, ids, listener, Ticket(self), continuation, need)
 
     def _retry_after(self) -> float:
         """Until a place in the queue is likely to be free."""
@@ -218,8 +287,7 @@ class Scheduler:
 
     def health(self) -> Health:
         with self._changed:
-            busy = bool(self._running or self._waiting)
-            waiting = time.monotonic() - self._stepped if busy else 0.0
+            waiting = 0.0 if self._idle() else time.monotonic() - self._stepped
             if self._error is not None:
                 return Health(False, str(self._error), waiting)
             if not self._thread.is_alive() and not self._closed:
@@ -230,19 +298,22 @@ class Scheduler:
 
     def stats(self) -> Stats:
         with self._changed:
-            return Stats(len(self._running), len(self._waiting), 0, 0, 0, 0, 0, self._passes, self._computed)
+            prefixes, used = self._prefixes, sum(sequence.need for sequence in self._running)
+            return Stats(
+                len(self._running), len(self._waiting), used, prefixes.nbytes, prefixes.hits, prefixes.misses,
+                prefixes.tokens, self._passes, self._computed,
+            )  # fmt: skip
 
     def drain(self, deadline: float) -> None:
         """Take no more requests, and return when all have ended; what runs after so many seconds is cancelled."""
-        until = time.monotonic() + deadline
         with self._changed:
             self._open = False
             self._changed.wait_for(self._idle, max(0.0, deadline))
             for sequence in (*self._waiting, *self._running):
                 sequence.ticket.cancelled = True
             self._changed.notify_all()
-            # A step of a pass that hangs ends with the engine's own deadline.
-            self._changed.wait_for(self._idle, max(0.0, until - time.monotonic()) + 2 * _SLOWEST_STEP)
+            # One step more, or the engine's own deadline for a pass that hangs.
+            self._changed.wait_for(self._idle, _SLOWEST_STEP)
 
     def close(self) -> None:
         """Cancel whatever there is and end the thread. Twice is once."""
@@ -262,76 +333,126 @@ class Scheduler:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or not self._idle())
-                if self._closed:
-                    return
-            try:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or not self._idle())
+                    if self._closed:
+                        return
                 self._step()
-            except Exception as error:
-                traceback.print_exc()
-                self._give_up(ComputationError(f"the scheduler failed: {type(error).__name__}: {error}"))
-                return
-            with self._changed:
-                self._stepped = time.monotonic()
-                self._changed.notify_all()
+                with self._changed:
+                    self._stepped = time.monotonic()
+                    self._changed.notify_all()
+        except WorkerError as error:
+            self._give_up(error)
+        except Exception as error:
+            traceback.print_exc()
+            self._give_up(ComputationError(f"the scheduler failed: {type(error).__name__}: {error}"))
 
     def _step(self) -> None:
-        """Retire, admit, compute."""
+        """Let go, take up, compute, choose."""
         self._retire_cancelled()
-        self._admit()
-        for sequence in list(self._running):
-            if not sequence.ticket.cancelled:
-                self._advance(sequence)
+        self._take_up()
+        sequences, parts = self._plan()
+        if not parts:
+            return
+        try:
+            results = self._pass(parts)
+        except WorkerError as error:
+            self._failures += 1
+            if self._failures > 1:
+                raise
+            if not error.settled:  # the stalled worker may still write to these caches
+                for sequence in sequences:
+                    self._retire(sequence, Failed(error))
+            return  # else nothing has changed, and the next step tries again
+        self._failures = 0
+        for sequence, part, logits in zip(sequences, parts, results, strict=True):
+            self._prefixes.keep(part.cache, part.cache.position - len(part.tokens))
+            if not sequence.answering:
+                sequence.tell(Progress(sequence.position, len(sequence.prompt), sequence.cached))
+            if part.logits:
+                self._choose(sequence, logits[0])
 
     def _retire_cancelled(self) -> None:
         with self._changed:
             cancelled = [s for s in (*self._waiting, *self._running) if s.ticket.cancelled]
-            self._waiting = deque(s for s in self._waiting if not s.ticket.cancelled)
         for sequence in cancelled:
             self._retire(sequence, Finished("cancelled", sequence.usage()))
 
     def _retire(self, sequence: _Sequence, last: Finished | Failed) -> None:
         """Its place is free before anybody hears of its end."""
-        self._sessions.pop(sequence, None)
+        sequence.cache = None
         with self._changed:
             if sequence in self._running:
                 self._running.remove(sequence)
                 self._request_seconds += 0.2 * (time.monotonic() - sequence.came - self._request_seconds)
+            else:
+                self._waiting.remove(sequence)
         sequence.tell(last)
 
-    def _admit(self) -> None:
-        with self._changed:
-            while self._waiting and len(self._running) < self.parallel:
-                sequence = self._waiting.popleft()
-                sequence.taken_up = time.monotonic()
+    def _take_up(self) -> None:
+        """Those who wait, in their order, as long as there are places and bytes."""
+        for sequence in list(self._waiting):
+            used = sum(running.need for running in self._running)
+            if len(self._running) == self.parallel or used + sequence.need > self.kv_bytes:
+                return
+            if self._being_computed(sequence):
+                continue
+            cache = self.engine.runner.cache(TOKENS)
+            cache.prepare(len(sequence.ids) + sequence.request.max_tokens, CHUNK)
+            sequence.cached = self._prefixes.restore(cache, sequence.ids)
+            sequence.cache, sequence.taken_up = cache, time.monotonic()
+            with self._changed:
+                self._waiting.remove(sequence)
                 self._running.append(sequence)
-                self._sessions[sequence] = self.engine.session()
 
-    def _advance(self, sequence: _Sequence) -> None:
-        session = self._sessions[sequence]
-        part = sequence.todo[:CHUNK]
-        try:
-            logits = session.prefill(part)  # type: ignore[attr-defined]
-        except GemmaError as error:
-            self._retire(sequence, Failed(error))
-            return
+    def _being_computed(self, sequence: _Sequence) -> bool:
+        """Whether a running prompt is about to compute what this one begins with too: then it is worth waiting for."""
+        if self._prefixes.budget == 0:
+            return False
+        for other in self._running:
+            size = min(len(sequence.prompt) - 1, len(other.prompt))
+            differ = np.flatnonzero(sequence.prompt[:size] != other.prompt[:size])
+            common = (int(differ[0]) if len(differ) else size) // TOKENS * TOKENS
+            if not other.answering and max(other.position, TOKENS) < common:
+                return True
+        return False
+
+    def _plan(self) -> tuple[list[_Sequence], list[Part]]:
+        """A pass: a token of every answer, and of prompts what there is time for."""
+        answers = [s for s in self._running if s.answering]
+        prompts = [s for s in self._running if not s.answering]
+        seconds = _PASS_SECONDS_BESIDE if answers else _PASS_SECONDS
+        room = max(_FEWEST_ROWS, min(CHUNK, int(seconds / self._row_seconds)) - len(answers))
+        counts = [1] * len(answers) + (shares([s.todo for s in prompts], room) if prompts else [])
+        sequences, parts = [], []
+        for sequence, count in zip((*answers, *prompts), counts, strict=True):
+            if count and sequence.cache is not None:
+                tokens = sequence.ids[sequence.position : sequence.position + count]
+                sequences.append(sequence)
+                parts.append(Part(sequence.cache, tokens, 1 if count == sequence.todo else 0))
+        return sequences, parts
+
+    def _pass(self, parts: list[Part]) -> list[np.ndarray]:
+        """The logits of each part."""
+        start = time.monotonic()
+        results = self.engine.runner.run_together(parts)
+        rows = sum(len(part.tokens) for part in parts)
+        if rows >= _FEWEST_ROWS:
+            self._row_seconds += 0.5 * ((time.monotonic() - start) / rows - self._row_seconds)
         self._passes += 1
-        self._computed += len(part)
-        del sequence.todo[: len(part)]
-        prompt = len(sequence.request.ids)
-        if not sequence.continuation.made:
-            sequence.tell(Progress(prompt - len(sequence.todo), prompt, sequence.cached))
-        if not sequence.todo:
-            self._choose(sequence, logits)
+        self._computed += rows
+        return results
 
     def _choose(self, sequence: _Sequence, logits: np.ndarray) -> None:
+        """The next token of an answer."""
         try:
             token = sequence.continuation.next(logits)
         except GemmaError as error:
             self._retire(sequence, Failed(error))
             return
+        sequence.ids.append(token.id)
         sequence.first_token = sequence.first_token or time.monotonic()
         top: tuple[tuple[int, float], ...] = ()
         if sequence.request.top_logprobs:
@@ -340,13 +461,11 @@ class Scheduler:
         sequence.tell(Made(token, top))
         if token.finish_reason is not None:
             self._retire(sequence, Finished(token.finish_reason, sequence.usage()))
-        sequence.todo.append(token.id)
 
     def _give_up(self, error: GemmaError) -> None:
         """Nothing can be computed any more: everybody is told, and who comes later too."""
         with self._changed:
             self._error = error
             left = [*self._running, *self._waiting]
-            self._waiting.clear()
         for sequence in left:
             self._retire(sequence, Failed(error))

@@ -1,16 +1,28 @@
 """Requests in company: each gets what it would get alone, whoever comes, goes or fails beside it."""
 
+import math
 import queue
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
+from conftest import TINY
 
 import gemma_py
-from gemma_py.errors import ContextError, InputError, Overloaded
+from gemma_py import scheduler as schedulers
+from gemma_py.errors import ComputationError, ContextError, InputError, Overloaded, WorkerError
+from gemma_py.generation import Token
+from gemma_py.runtime import runner as runners
+from gemma_py.runtime.cache import bytes_needed
+from gemma_py.runtime.forward import Batch
+from gemma_py.runtime.prefixes import TOKENS, Prefixes
+from gemma_py.runtime.runner import CHUNK, Part
+from gemma_py.runtime.trial import Trial
 from gemma_py.sampling import Sampling
-from gemma_py.scheduler import Event, Failed, Finished, Made, Progress, Request, Scheduler, Ticket
+from gemma_py.scheduler import Event, Failed, Finished, Made, Progress, Request, Scheduler, Ticket, shares
 
 WAIT = 120  # seconds, for what takes one
 
@@ -27,6 +39,10 @@ class Client:
     def next(self) -> Event:
         self.heard.append(self.events.get(timeout=WAIT))
         return self.heard[-1]
+
+    @property
+    def over(self) -> bool:
+        return bool(self.heard) and isinstance(self.heard[-1], Finished | Failed)
 
     def end(self) -> Finished | Failed:
         while True:
@@ -50,23 +66,169 @@ def drawn(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(1536) for _ in range(length)]
 
 
-def test_company_matches_generate(scheduler: Scheduler, tiny_engine: gemma_py.Engine) -> None:
-    rng = random.Random(5)
-    requests = []
-    for number in range(12):
-        sampling = Sampling(temperature=1.0, top_k=40, seed=number) if number % 2 else Sampling()
-        requests.append(Request(drawn(rng, rng.randint(1, 90)), rng.randint(1, 12), sampling))
-    clients = [Client(scheduler, request) for request in requests]
-    for client, request in zip(clients, requests, strict=True):
+def options(sampling: Sampling) -> dict[str, Any]:
+    """As `generate` takes them: what is left out of a draw, it would take from the checkpoint."""
+    if sampling.temperature == 0:
+        return {}
+    return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
+
+
+class Crowd:
+    """Requests of many kinds, and what each gets alone: prompts of any length, some that begin alike, greedy and drawn."""
+
+    def __init__(self, engine: gemma_py.Engine, count: int, seed: int) -> None:
+        self.engine, self.rng = engine, random.Random(seed)
+        beginnings = [drawn(self.rng, self.rng.randint(40, 120)) for _ in range(3)]
+        self.requests = []
+        for number in range(count):
+            ids = self.rng.choice([[], *beginnings]) + drawn(self.rng, self.rng.randint(1, 60))
+            sampling = Sampling(temperature=1.0, top_k=40, seed=number) if number % 2 else Sampling()
+            self.requests.append(Request(ids, self.rng.randint(1, 25), sampling))
+        self.alone: list[list[Token]] = [
+            list(engine.generate(request.ids, request.max_tokens, **options(request.sampling)))
+            for request in self.requests
+        ]
+
+    def same(self, scheduler: Scheduler) -> bool:
+        """Whether each gets the same in company. They come now and then, and some go early."""
+        rng, clients, leaving = random.Random(self.rng.random()), [], {}
+        for number, request in enumerate(self.requests):
+            clients.append(Client(scheduler, request))
+            leaving[number] = rng.randint(0, 30)  # tokens; most have ended by then
+            for _ in range(rng.choice([0, 0, 1, 2, 10])):
+                client = rng.choice(clients)
+                if not client.over:
+                    client.next()
+        for number in rng.sample(range(len(clients)), len(clients)):
+            client = clients[number]
+            while not client.over:
+                client.next()
+                if len(client.made) == leaving[number]:
+                    client.ticket.cancel()
+        return all(self._right(client, alone) for client, alone in zip(clients, self.alone, strict=True))
+
+    @staticmethod
+    def _right(client: Client, alone: list[Token]) -> bool:
+        end, made = client.heard[-1], [event.token for event in client.made]
+        if not isinstance(end, Finished):
+            return False
+        return made == alone[: len(made)] and (end.reason == "cancelled" or len(made) == len(alone))
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Iterator[Crowd]:
+    """In test mode: scratch and unpublished rows are NaN, schedules are shaken."""
+    with gemma_py.load(TINY, threads=3) as engine:
+        engine.runner.poison = True
+        yield Crowd(engine, 32, seed=5)
+
+
+@pytest.fixture
+def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts take several passes."""
+    monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
+    monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
+
+
+def in_company(crowd: Crowd, seed: int) -> bool:
+    crowd.engine.runner.trial = Trial(seed=seed)
+    scheduler = Scheduler(crowd.engine, parallel=8, queue=40, prefix_bytes=600_000)
+    try:
+        return crowd.same(scheduler)
+    finally:
+        scheduler.close()
+        crowd.engine.runner.trial = None
+
+
+@pytest.mark.usefixtures("small_passes")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_company_matches_generate(crowd: Crowd, seed: int) -> None:
+    assert in_company(crowd, seed)
+
+
+def test_company_shares_passes_and_prefixes(crowd: Crowd) -> None:
+    scheduler = Scheduler(crowd.engine, parallel=8, queue=40)
+    assert crowd.same(scheduler)
+    scheduler.close()
+    stats = scheduler.stats()
+    made = sum(len(alone) for alone in crowd.alone)
+    assert stats.passes < made / 3
+    assert stats.prefix_hits > 8
+    assert stats.cached_tokens > 8 * 32
+    assert stats.computed_tokens + stats.cached_tokens <= made + sum(len(request.ids) for request in crowd.requests)
+    assert (stats.running, stats.waiting, stats.kv_bytes) == (0, 0, 0)
+
+
+@pytest.mark.usefixtures("small_passes")
+@pytest.mark.parametrize("what", ["tables", "logits", "a bit of a prefix", "a prefix of another"])
+def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Two sequences' caches or logits change places, or what is kept of a prefix is not right: somebody must notice."""
+    honest_batch, honest_rows = runners._batch, Prefixes._rows
+
+    def batch(parts: Sequence[Part]) -> Batch:
+        made = honest_batch(parts)
+        if len(parts) > 1 and what == "tables":
+            made.tables[[0, 1]] = made.tables[[1, 0]]
+        taken = np.flatnonzero(made.wanted >= 0)
+        if what == "logits":
+            made.wanted[taken] = np.roll(made.wanted[taken], 1)
+        return made
+
+    def rows(cache: Any, path: list[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for keys, values in honest_rows(cache, path[::-1] if what == "a prefix of another" else path):
+            if what == "a bit of a prefix":
+                keys.view(np.uint32)[0, -1, 0] ^= 1 << 22
+            yield keys, values
+
+    monkeypatch.setattr(runners, "_batch", batch)
+    monkeypatch.setattr(Prefixes, "_rows", staticmethod(rows))
+    assert not in_company(crowd, 1)
+
+
+def test_usage_and_progress_are_told(scheduler: Scheduler, tiny_engine: gemma_py.Engine) -> None:
+    ids = drawn(random.Random(2), 100)
+    for cached in (0, 96):
+        client = Client(scheduler, Request(ids, 5))
         end = client.end()
-        s = request.sampling
-        options = {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "seed": s.seed} if s.seed else {}
-        alone = list(tiny_engine.generate(request.ids, request.max_tokens, **options))  # type: ignore[arg-type]
-        assert [event.token for event in client.made] == alone
         assert isinstance(end, Finished)
-        assert (end.usage.prompt, end.usage.generated) == (len(request.ids), len(alone))
+        assert (end.reason, end.usage.prompt, end.usage.cached, end.usage.generated) == ("length", 100, cached, 5)
+        assert 0 <= end.usage.queued_seconds <= end.usage.first_token_seconds <= end.usage.seconds
         progress = [event for event in client.heard if isinstance(event, Progress)]
-        assert progress[-1].done == progress[-1].total == len(request.ids)
+        assert progress[-1] == Progress(100, 100, cached)
+        assert [event.done for event in progress] == sorted({event.done for event in progress})
+
+
+def test_a_prompt_that_is_being_computed_is_not_computed_twice(scheduler: Scheduler, small_passes: None) -> None:
+    ids = drawn(random.Random(3), 100)
+    clients = [Client(scheduler, Request(ids, 1)) for _ in range(4)]
+    ends = [client.end() for client in clients]
+    assert [end.usage.cached for end in ends if isinstance(end, Finished)] == [0, 96, 96, 96]
+    assert scheduler.stats().computed_tokens == 100 + 3 * 4
+
+
+def test_rows_of_a_pass_are_shared_out() -> None:
+    assert shares([5], 32) == [5]
+    assert shares([500], 32) == [32]
+    assert shares([500, 500], 32) == [32, 0]
+    assert shares([500, 500, 4], 32) == [28, 0, 4]
+    assert shares([2, 500, 4], 32) == [2, 26, 4]
+    assert shares([500, 1, 1], 32) == [30, 1, 1]
+    assert shares([500, 20, 3, 500], 32) == [16, 13, 3, 0]
+
+
+def test_keys_and_values_stay_within_their_budget(tiny_engine: gemma_py.Engine) -> None:
+    need = bytes_needed(tiny_engine.config, "float32", 60, CHUNK, TOKENS)
+    scheduler = Scheduler(tiny_engine, parallel=8, kv_bytes=2 * need + 1)
+    clients = [Client(scheduler, Request([2, *range(10, 29)], 40)) for _ in range(6)]
+    for client in clients:
+        while not client.over:
+            client.next()
+            stats = scheduler.stats()
+            assert stats.kv_bytes <= 2 * need and stats.running <= 2
+    with pytest.raises(ContextError, match="bytes for keys and values"):
+        scheduler.submit(Request([2], 500), print)
+    scheduler.close()
+    assert [client.heard[-1].reason for client in clients if isinstance(client.heard[-1], Finished)] == ["length"] * 6
 
 
 def test_a_cancelled_request_ends_and_its_place_is_free(scheduler: Scheduler) -> None:
@@ -148,3 +310,91 @@ def test_a_listener_that_fails_ends_its_own_request_only(
     assert isinstance(Client(scheduler, Request([2], 30)).end(), Finished)
     assert len(heard) <= 3
     assert "this listener fails" in capsys.readouterr().err
+
+
+def test_logprobs_are_left_out_where_nobody_asks(scheduler: Scheduler) -> None:
+    client = Client(scheduler, Request([2, 5, 7], 3, logprobs=False))
+    client.end()
+    assert [math.isnan(event.token.logprob) for event in client.made] == [True] * 3
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def weak() -> Iterator[gemma_py.Engine]:
+    """An engine that notices a stall soon."""
+    with gemma_py.load(TINY, threads=2, deadline=1.0) as engine:
+        yield engine
+
+
+def failing(engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, fault: str, passes: set[int]) -> None:
+    """These passes of the engine fail, counted from 1."""
+    honest, count = engine.runner.run_together, 0
+
+    def run(parts: Sequence[Part]) -> list[np.ndarray]:
+        nonlocal count
+        count += 1
+        engine.runner.trial = Trial(fault=fault, worker=1) if count in passes else None
+        return honest(parts)
+
+    monkeypatch.setattr(engine.runner, "run_together", run)
+
+
+def test_a_pass_that_fails_once_is_tried_again(weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = list(weak.generate([2, 3], 6))
+    failing(weak, monkeypatch, "raise", {1, 3, 6})
+    scheduler = Scheduler(weak)
+    client = Client(scheduler, Request([2, 3], 6))
+    assert isinstance(client.end(), Finished)
+    assert [event.token for event in client.made] == alone
+    scheduler.close()
+
+
+def test_a_worker_that_stalls_costs_those_in_its_pass(weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(weak, monkeypatch, "stall", {2})
+    scheduler = Scheduler(weak, parallel=1)
+    clients = [Client(scheduler, Request([2, 3], 3)) for _ in range(2)]
+    end = clients[0].end()
+    assert isinstance(end, Failed) and isinstance(end.error, WorkerError)
+    assert isinstance(clients[1].end(), Finished)
+    assert scheduler.health().ok
+    scheduler.close()
+
+
+def test_an_engine_that_fails_again_and_again_is_given_up(
+    weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(weak, monkeypatch, "raise", {3, 4})
+    scheduler = Scheduler(weak, parallel=2)
+    clients = [Client(scheduler, Request([2, 3], 9)) for _ in range(4)]
+    assert all(isinstance(client.end(), Failed) for client in clients)
+    health = scheduler.health()
+    assert not health.ok and "worker 1 of 2" in health.why
+    with pytest.raises(ComputationError, match="out of order"):
+        scheduler.submit(Request([2], 1), print)
+    scheduler.close()
+
+
+def test_health_notices_that_nothing_moves(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedulers, "_SLOWEST_STEP", 0.05)
+    scheduler = Scheduler(tiny_engine)
+    assert scheduler.health().ok
+    blocked, free, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def listener(event: Event) -> None:
+        blocked.set()
+        free.wait(WAIT)
+        if isinstance(event, Finished):
+            ended.set()
+
+    scheduler.submit(Request([2], 1), listener)
+    assert blocked.wait(WAIT)
+    while scheduler.health().ok:
+        pass
+    assert "no step for" in scheduler.health().why
+    free.set()
+    assert ended.wait(WAIT)
+    scheduler.drain(WAIT)
+    assert scheduler.health().ok
+    scheduler.close()

@@ -1,4 +1,4 @@
-"""The KV cache of one session: a ring a sliding layer, storage that grows a full one.
+"""The KV cache of one sequence: a ring a sliding layer, storage that grows a full one.
 
 All layers lie in one pair of flat arenas. In layer l, position t of head g begins at table[l, AT] + (g * capacity +
 t % capacity) * E: a head's rows are neighbours.
@@ -21,6 +21,19 @@ KEYS, VALUES, ROWS = range(3)  # columns of Cache.places
 KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
 NAN: dict[type, float | int] = {np.float32: np.nan, np.uint16: 0x7FC0}
 _SPARE = 512  # rows
+
+
+def rows_needed(config: Config, tokens: int, chunk: int, keep: int = 0) -> list[int]:
+    """Rows a layer for so many tokens, computed so many a pass."""
+    windows = [layer.sliding_window for layer in config.layers]
+    return [tokens if window is None else min(tokens, window + chunk - 1 + keep) for window in windows]
+
+
+def bytes_needed(config: Config, kv: str, tokens: int, chunk: int, keep: int = 0) -> int:
+    """What `Cache.prepare` takes."""
+    rows = zip(config.layers, rows_needed(config, tokens, chunk, keep), strict=True)
+    numbers = sum(2 * layer.num_key_value_heads * layer.head_dim * count for layer, count in rows)
+    return numbers * np.dtype(KV_TYPES[kv]).itemsize
 
 
 def _as_f32(rows: np.ndarray) -> np.ndarray:
@@ -54,12 +67,16 @@ class Cache:
             raise InputError("this session was left in an unknown state by a stalled worker; start a new one")
         self._make_room(self.position, tokens, ahead)
 
+    def prepare(self, tokens: int, chunk: int) -> None:
+        """Room for so many tokens in all, computed at most so many a pass: `reserve` then never moves a row."""
+        self._move(rows_needed(self.config, tokens, chunk, self.keep))
+
     def _make_room(self, position: int, tokens: int, ahead: int = 0) -> None:
         needed = []
-        for layer, (_, capacity) in zip(self.config.layers, self.table, strict=True):
-            rows, spare = position + tokens, ahead + _SPARE
-            if layer.sliding_window is not None:
-                rows, spare = min(rows, layer.sliding_window + tokens - 1 + self.keep), 0
+        for layer, rows, (_, capacity) in zip(
+            self.config.layers, rows_needed(self.config, position + tokens, tokens, self.keep), self.table, strict=True
+        ):
+            spare = ahead + _SPARE if layer.sliding_window is None else 0
             # Growing by half again keeps the copying of a long decode linear. Memory that is never written costs none,
             # but while rows move to a larger arena there are two of each.
             needed.append(int(capacity) if rows <= capacity else max(rows + spare, int(capacity) * 3 // 2, 64))
@@ -131,6 +148,15 @@ class Cache:
     def digest(self) -> list[str]:
         """One a layer, of those rows."""
         return [digest(*self.rows(number)) for number in range(len(self.config.layers))]
+
+    def block(self, first: int, last: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """A layer each: keys and values of positions first .. last - 1, copied as they are stored, [G, positions, E]."""
+        copies = []
+        for number, (_, capacity) in enumerate(self.table):
+            assert self.position - first <= capacity
+            places = np.arange(first, last) % capacity
+            copies.append((self._rows(self.keys, number)[:, places], self._rows(self.values, number)[:, places]))
+        return copies
 
     def stored(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
         """A layer's rows as they are stored, that a token after `since` may read: keys and values, [G, positions, E]."""

@@ -1,0 +1,95 @@
+"""Kept prefixes: a hit gives the bits of a cold start, memory stays within its budget, what is used stays."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoints as tiny
+
+import gemma_py
+from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.prefixes import TOKENS, Prefixes
+
+
+def prompt(engine: gemma_py.Engine, length: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(engine.config.vocab_size) for _ in range(length)]
+
+
+def computed(
+    engine: gemma_py.Engine, ids: list[int], prefixes: Prefixes, chunk: int = 23
+) -> tuple[Cache, int, np.ndarray]:
+    """As a server does it: what is known is copied, the rest computed and kept. Logits of all that was computed."""
+    cache = engine.runner.cache(TOKENS)
+    cache.prepare(len(ids), chunk)
+    cached = prefixes.restore(cache, ids)
+    rows = []
+    for first in range(cached, len(ids), chunk):
+        rows.append(engine.runner.run(cache, ids[first : first + chunk], True))
+        prefixes.keep(cache, first)
+    return cache, cached, np.concatenate(rows).view(np.uint32)
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_a_hit_matches_a_cold_start(checkpoints: dict[str, Path], name: str) -> None:
+    """At every border, far behind the windows, in every logit and every row."""
+    with gemma_py.load(checkpoints[name], threads=2) as engine:
+        engine.runner.poison = True
+        ids = prompt(engine, 110)
+        cold, nothing, every = computed(engine, ids, Prefixes(0))
+        assert nothing == 0
+        for length in (*range(5, 110, 9), 16, 17, 32, 33, 96, 97):
+            prefixes = Prefixes(1 << 30)
+            computed(engine, ids[:length], prefixes)
+            warm, cached, rest = computed(engine, ids, prefixes)
+            assert cached == length // TOKENS * TOKENS
+            np.testing.assert_array_equal(rest, every[cached:])
+            assert warm.digest() == cold.digest()
+
+
+def test_the_last_token_is_always_computed(tiny_engine: gemma_py.Engine) -> None:
+    prefixes, ids = Prefixes(1 << 30), prompt(tiny_engine, 64)
+    computed(tiny_engine, ids, prefixes)
+    assert computed(tiny_engine, ids, prefixes)[1] == 48
+    assert (prefixes.hits, prefixes.misses, prefixes.tokens) == (1, 1, 48)
+
+
+def test_what_texts_share_is_kept_once(tiny_engine: gemma_py.Engine) -> None:
+    prefixes, shared = Prefixes(1 << 30), prompt(tiny_engine, 48)
+    computed(tiny_engine, shared, prefixes)
+    block = prefixes.nbytes // 3
+    cached = []
+    for seed in (2, 3):
+        cached.append(computed(tiny_engine, shared + prompt(tiny_engine, 32, seed), prefixes)[1])
+    assert cached == [48, 48]
+    assert prefixes.nbytes == 7 * block
+    assert computed(tiny_engine, prompt(tiny_engine, 20, 4) + shared, prefixes)[1] == 0  # the same tokens elsewhere
+
+
+def test_memory_stays_within_the_budget_and_what_is_used_stays(tiny_engine: gemma_py.Engine) -> None:
+    measure = Prefixes(1 << 30)
+    computed(tiny_engine, prompt(tiny_engine, 16), measure)
+    prefixes = Prefixes(10 * measure.nbytes)
+    often = prompt(tiny_engine, 64, seed=99)
+    computed(tiny_engine, often, prefixes)
+    for seed in range(6):
+        assert computed(tiny_engine, often + prompt(tiny_engine, 50, seed), prefixes)[1] == 64
+        assert prefixes.nbytes <= prefixes.budget
+    assert computed(tiny_engine, often + prompt(tiny_engine, 50, 5), prefixes)[1] >= 96  # the latest is there
+    assert computed(tiny_engine, often + prompt(tiny_engine, 50, 0), prefixes)[1] == 64  # the first is not
+
+
+def test_of_a_text_too_long_for_the_budget_the_beginning_is_kept(tiny_engine: gemma_py.Engine) -> None:
+    measure = Prefixes(1 << 30)
+    computed(tiny_engine, prompt(tiny_engine, 16), measure)
+    prefixes, ids = Prefixes(3 * measure.nbytes), prompt(tiny_engine, 120)
+    computed(tiny_engine, ids, prefixes)
+    assert prefixes.nbytes == prefixes.budget
+    assert computed(tiny_engine, ids, prefixes)[1] == 48
+
+
+def test_without_a_budget_nothing_is_kept(tiny_engine: gemma_py.Engine) -> None:
+    prefixes, ids = Prefixes(0), prompt(tiny_engine, 40)
+    computed(tiny_engine, ids, prefixes)
+    assert (prefixes.nbytes, computed(tiny_engine, ids, prefixes)[1]) == (0, 0)
