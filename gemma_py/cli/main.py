@@ -16,7 +16,7 @@ from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _COMMANDS = (
-    "chat", "generate", "serve", "score", "bench", "sweep", "inspect", "verify", "models", "cache", "completion",
+    "chat", "generate", "serve", "batch", "score", "bench", "sweep", "inspect", "verify", "models", "cache", "completion",
 )  # fmt: skip
 
 

@@ -69,6 +69,7 @@ class Service:
             stop=(*self.template.stop, *asked.stops),
             ends=self.ends,
             trim=True,
+            logprobs=bool(asked.logprobs),
             top_logprobs=asked.top_logprobs or 0,
         )
         return Job(self._choices(request, asked.n, asked.response_format, "response_format"), "messages", [])
@@ -91,6 +92,7 @@ class Service:
                 self._sampling(asked),
                 stop=asked.stops,
                 ends=frozenset(self.engine.config.eos_token_ids),
+                logprobs=asked.logprobs is not None,
                 top_logprobs=asked.logprobs or 0,
             )
             requests += self._choices(request, asked.n, asked.response_format, "response_format")
@@ -110,6 +112,7 @@ class Service:
         limit = self._room(ids, asked.max_output_tokens, "input")
         request = Request(
             ids, limit, self._sampling(asked), stop=self.template.stop, ends=self.ends, trim=True,
+            logprobs=False,
         )  # fmt: skip
         form = None if asked.text is None else asked.text.format
         return Job(self._choices(request, 1, form, "text.format"), "input", [])
