@@ -13,6 +13,7 @@ from gemma_py.server.constraint import piece_bytes
 from gemma_py.server.faults import ApiError, from_engine
 from gemma_py.server.schemas import ChatRequest, CompletionRequest, ResponsesRequest
 from gemma_py.server.service import Job, Service
+from gemma_py.server.tools import Call, CallReader
 
 Document = dict[str, Any]
 
@@ -59,7 +60,6 @@ class Answer:
             if self.wants_progress:
                 yield self._progress(index, event)
         elif isinstance(event, Made):
-            choice.parts.append(event.token.text)
             yield from self._made(index, choice, event)
         elif isinstance(event, Finished):
             if event.reason == "cancelled":
@@ -133,6 +133,8 @@ class ChatAnswer(Answer):
     def __init__(self, service: Service, job: Job, asked: ChatRequest) -> None:
         super().__init__(service, job, asked.wants_usage, asked.return_progress)
         self._logprobs = bool(asked.logprobs)
+        tools = service.knows_tools and asked.tools and asked.tool_choice != "none"
+        self._readers = [CallReader(service.tokenizer) for _ in job.requests] if tools else []
 
     def begin(self) -> Iterator[Document]:
         for index in range(len(self.choices)):
@@ -150,20 +152,38 @@ class ChatAnswer(Answer):
             entry["top_logprobs"] = [self._entry(token, logprob) for token, logprob in event.top]
             choice.logprobs.append(entry)
             logprobs = {"content": [entry], "refusal": None}
-        if event.token.text or logprobs:
-            yield self._delta(index, {"content": event.token.text}, logprobs)
+        text = event.token.text
+        calls: list[Call] = []
+        if self._readers:
+            text, calls = self._readers[index].take(event.token.id, text)
+            if event.token.finish_reason is not None:
+                text += self._readers[index].finish()
+        choice.parts.append(text)
+        if text or logprobs:
+            yield self._delta(index, {"content": text}, logprobs)
+        for number, call in enumerate(calls, len(self._calls(index)) - len(calls)):
+            yield self._delta(index, {"tool_calls": [{"index": number, **call.document()}]})
+
+    def _calls(self, index: int) -> list[Call]:
+        return self._readers[index].calls if self._readers else []
 
     def _entry(self, token: int, logprob: float) -> Document:
         text, as_bytes = self._token(token)
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(as_bytes)}
 
     def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
+        if self._calls(index) and choice.finish_reason == "stop":
+            choice.finish_reason = "tool_calls"
         yield self._delta(index, {}, reason=choice.finish_reason)
 
     def _whole(self, index: int, choice: Choice) -> Document:
+        message: Document = {"role": "assistant", "content": choice.text, "refusal": None}
+        if self._calls(index):
+            calls = [call.document() for call in self._calls(index)]
+            message = {**message, "content": choice.text or None, "tool_calls": calls}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": {"content": choice.logprobs, "refusal": None} if self._logprobs else None,
             "finish_reason": choice.finish_reason,
         }
@@ -200,6 +220,7 @@ class CompletionAnswer(Answer):
             }
             self._offsets[index] += len(text)
             choice.logprobs.append(entry)
+        choice.parts.append(event.token.text)
         if event.token.text or entry:
             yield self._text(index, event.token.text, entry)
 
@@ -242,6 +263,7 @@ class ResponsesAnswer(Answer):
         return self._event("response.in_progress", response=self._response("in_progress"), prompt_progress=told)
 
     def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+        choice.parts.append(event.token.text)
         if event.token.text:
             yield self._part("response.output_text.delta", delta=event.token.text, logprobs=[])
 

@@ -15,17 +15,19 @@ from gemma_py.server.schemas import (
     MOST_PROMPTS,
     ChatRequest,
     CompletionRequest,
-    Message,
     Part,
     ResponseFormat,
     ResponsesRequest,
     Sampled,
     TextFormat,
 )
-from gemma_py.templates import checked_messages, encode
+from gemma_py.server.schemas import Message as GivenMessage
+from gemma_py.server.tools import START, calls_and_results, declared
+from gemma_py.templates import ROLES, Message, Tools, checked_messages, encode
 
 DEFAULT_TOKENS = 1024  # of a chat's answer, where the request does not say
 _SEEDS = 1 << 63
+_NO_TOOLS = "The template of this model knows no tools."
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Service:
         self.template = engine.template(template)
         self.ends = engine.ends(self.template)
         self.created = int(time.time())
+        self.knows_tools = self.template.knows_tools and self.tokenizer.token_id(START) is not None
         self._constraints = JsonConstraints(self.tokenizer, engine.config.vocab_size, self.ends)
 
     def check_model(self, wanted: str | None) -> None:
@@ -56,11 +59,13 @@ class Service:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def chat(self, asked: ChatRequest) -> Job:
-        if asked.tools and asked.tool_choice != "none":
-            raise ApiError(400, "The template of this model knows no tools.", "tools", "unsupported_parameter")
+        tools = [] if asked.tool_choice == "none" else asked.tools or []
+        if tools and not self.knows_tools:
+            raise ApiError(400, _NO_TOOLS, "tools", "unsupported_parameter")
         if asked.top_logprobs and not asked.logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", "top_logprobs", "invalid_value")
-        ids = self._prompt(_messages(asked.messages), "messages")
+        declarations = declared(tools, self.tokenizer)
+        ids = self._prompt(self._messages(asked.messages), "messages", declarations)
         limit = asked.max_completion_tokens or asked.max_tokens
         request = Request(
             ids,
@@ -102,12 +107,14 @@ class Service:
     def responses(self, asked: ResponsesRequest) -> Job:
         if asked.tools:
             raise ApiError(400, "Tools are not known here.", "tools", "unsupported_parameter")
-        messages = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
+        messages: list[Message] = []
+        if asked.instructions is not None:
+            messages.append({"role": "system", "content": asked.instructions})
         if isinstance(asked.input, str):
             messages.append({"role": "user", "content": asked.input})
         else:
-            items = [Message(role=item.role, content=item.content) for item in asked.input]
-            messages = _joined_system(messages + _messages(items))
+            items = [GivenMessage(role=item.role, content=item.content) for item in asked.input]
+            messages = _joined_system(messages + self._messages(items))
         ids = self._prompt(messages, "input")
         limit = self._room(ids, asked.max_output_tokens, "input")
         request = Request(
@@ -119,12 +126,29 @@ class Service:
 
     # --- parts of them ------------------------------------------------------------------------------------------------
 
-    def _prompt(self, messages: list[dict[str, str]], param: str) -> list[int]:
+    def _prompt(self, messages: list[Message], param: str, tools: Tools = ()) -> list[int]:
+        roles = (*ROLES, "tool") if self.knows_tools else ROLES
         try:
-            ids = encode(self.template.pieces(checked_messages(messages)), self.tokenizer, {}, {})
-            return self.engine.check_ids(ids)
+            checked = checked_messages(messages, roles)
+            told = [{**message, **text} for message, text in zip(messages, checked, strict=True)]
+            return self.engine.check_ids(encode(self.template.pieces(told, tools), self.tokenizer, {}, {}))
         except GemmaError as error:
             raise from_engine(error, param) from None
+
+    def _messages(self, given: Sequence[GivenMessage]) -> list[Message]:
+        """In the form of templates.checked_messages."""
+        made = []
+        extras = calls_and_results(given, self.tokenizer)
+        for number, (message, extra) in enumerate(zip(given, extras, strict=True)):
+            param = f"messages[{number}]"
+            if extra and not self.knows_tools:
+                raise ApiError(400, _NO_TOOLS, param, "unsupported_parameter")
+            if message.content is None and not message.tool_calls:
+                raise ApiError(400, f"Missing required parameter: '{param}.content'.", f"{param}.content",
+                               "missing_required_parameter")  # fmt: skip
+            role = "system" if message.role == "developer" else message.role
+            made.append({"role": role, "content": _text(message.content or ""), **extra})
+        return _joined_system(made)
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         try:
@@ -174,26 +198,11 @@ class Service:
         return self._constraints.compile(named.schema_, f"{param}.schema")
 
 
-def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """In the form of templates.checked_messages."""
-    made = []
-    for number, message in enumerate(messages):
-        param = f"messages[{number}]"
-        if message.role == "tool" or message.tool_calls:
-            raise ApiError(400, "The template of this model knows no tools.", param, "unsupported_parameter")
-        if message.content is None:
-            raise ApiError(400, f"Missing required parameter: '{param}.content'.", f"{param}.content",
-                           "missing_required_parameter")  # fmt: skip
-        role = "system" if message.role == "developer" else message.role
-        made.append({"role": role, "content": _text(message.content)})
-    return _joined_system(made)
-
-
 def _text(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _joined_system(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _joined_system(messages: list[Message]) -> list[Message]:
     """Several system messages in front are one, with blank lines between."""
     count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if count < 2:
