@@ -3,8 +3,11 @@
 import contextlib
 import ctypes
 import ctypes.util
+import gc
 import os
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,27 @@ def test_a_fault_is_reported_and_survived(
         assert fault == "stall"
         with pytest.raises(InputError, match="start a new one"):
             session.prefill(want.ids[10:])
+
+
+def test_a_stalled_worker_keeps_alive_what_it_may_write_to() -> None:
+    """The kernel knows rows by their addresses alone."""
+    with gemma_py.load(TINY, threads=2, deadline=1.0) as opened:
+        session = opened.session()
+        session.prefill([2, 3])
+        rows = weakref.ref(session._cache.keys)
+        opened.runner.trial = Trial(fault="stall", worker=1)
+        with contextlib.suppress(WorkerError):
+            session.prefill([4])
+        opened.runner.trial = None
+        assert not session.usable
+        del session
+        opened.session().prefill([2, 3])
+        gc.collect()
+        assert rows() is not None
+    until = time.monotonic() + 60  # closing wakes the worker
+    while rows() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert rows() is None
 
 
 def test_several_python_threads_share_an_engine(engine: gemma_py.Engine, want: Expected) -> None:

@@ -62,8 +62,8 @@ def scheduler(tiny_engine: gemma_py.Engine) -> Iterator[Scheduler]:
     made.close()
 
 
-def drawn(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(1536) for _ in range(length)]
+def drawn(rng: random.Random, length: int, vocabulary: int = 1536) -> list[int]:
+    return [rng.randrange(vocabulary) for _ in range(length)]
 
 
 def options(sampling: Sampling) -> dict[str, Any]:
@@ -76,14 +76,15 @@ def options(sampling: Sampling) -> dict[str, Any]:
 class Crowd:
     """Requests of many kinds, and what each gets alone: prompts of any length, some that begin alike, greedy and drawn."""
 
-    def __init__(self, engine: gemma_py.Engine, count: int, seed: int) -> None:
-        self.engine, self.rng = engine, random.Random(seed)
-        beginnings = [drawn(self.rng, self.rng.randint(40, 120)) for _ in range(3)]
+    def __init__(self, engine: gemma_py.Engine, count: int, seed: int, longest: int = 60) -> None:
+        self.engine, self.rng, V = engine, random.Random(seed), engine.config.vocab_size
+        ends = frozenset(engine.config.eos_token_ids)
+        beginnings = [drawn(self.rng, self.rng.randint(longest // 2, 2 * longest), V) for _ in range(3)]
         self.requests = []
         for number in range(count):
-            ids = self.rng.choice([[], *beginnings]) + drawn(self.rng, self.rng.randint(1, 60))
+            ids = self.rng.choice([[], *beginnings]) + drawn(self.rng, self.rng.randint(1, longest), V)
             sampling = Sampling(temperature=1.0, top_k=40, seed=number) if number % 2 else Sampling()
-            self.requests.append(Request(ids, self.rng.randint(1, 25), sampling))
+            self.requests.append(Request(ids, self.rng.randint(1, longest // 2), sampling, ends=ends))
         self.alone: list[list[Token]] = [
             list(engine.generate(request.ids, request.max_tokens, **options(request.sampling)))
             for request in self.requests
@@ -91,10 +92,11 @@ class Crowd:
 
     def same(self, scheduler: Scheduler) -> bool:
         """Whether each gets the same in company. They come now and then, and some go early."""
-        rng, clients, leaving = random.Random(self.rng.random()), [], {}
+        clients, leaving = [], {}
+        rng, longest = random.Random(self.rng.random()), max(request.max_tokens for request in self.requests)
         for number, request in enumerate(self.requests):
             clients.append(Client(scheduler, request))
-            leaving[number] = rng.randint(0, 30)  # tokens; most have ended by then
+            leaving[number] = rng.randint(0, longest)  # tokens; most have ended by then
             for _ in range(rng.choice([0, 0, 1, 2, 10])):
                 client = rng.choice(clients)
                 if not client.over:
@@ -316,6 +318,52 @@ def test_logprobs_are_left_out_where_nobody_asks(scheduler: Scheduler) -> None:
     client = Client(scheduler, Request([2, 5, 7], 3, logprobs=False))
     client.end()
     assert [math.isnan(event.token.logprob) for event in client.made] == [True] * 3
+
+
+def test_end_tokens_stop_strings_and_constraints_end_answers(
+    scheduler: Scheduler, tiny_engine: gemma_py.Engine
+) -> None:
+    sampling = Sampling(temperature=1.0, seed=3)
+    alone = list(tiny_engine.generate([2, 5, 7], 20, **options(sampling)))
+    assert len({token.id for token in alone[:5]}) == 5
+    client = Client(scheduler, Request([2, 5, 7], 20, sampling, ends=frozenset([alone[4].id])))
+    assert isinstance(client.end(), Finished)
+    assert [event.token.id for event in client.made] == [token.id for token in alone[:5]]
+    assert client.made[-1].token.finish_reason == "stop"
+
+    text = "".join(token.text for token in alone)
+    client = Client(scheduler, Request([2, 5, 7], 20, sampling, stop=(text[9:12],)))
+    end = client.end()
+    assert "".join(event.token.text for event in client.made) == text[: text.index(text[9:12])]
+    assert isinstance(end, Finished) and end.reason == "stop"
+
+    class Ascending:
+        """Allows the numbers 300, 301, 302, in this order."""
+
+        place = 0
+
+        def allowed(self, logits: np.ndarray) -> np.ndarray:
+            masked = np.full_like(logits, -np.inf)
+            masked[300 + self.place] = logits[300 + self.place]
+            return masked
+
+        def accept(self, token: int) -> None:
+            self.place += 1
+
+        @property
+        def finished(self) -> bool:
+            return self.place == 3
+
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=1.0, top_k=5, top_p=0.9, seed=1),
+        Sampling(temperature=2.0, seed=1),
+    ):
+        client = Client(scheduler, Request([2, 5, 7], 20, sampling, constraint=Ascending()))
+        end = client.end()
+        assert isinstance(end, Finished) and end.reason == "stop"
+        assert [event.token.id for event in client.made] == [300, 301, 302]
+        assert client.made[0].token.logprob < -1  # the model's own
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
