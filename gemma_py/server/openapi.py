@@ -50,7 +50,7 @@ def document() -> dict[str, Any]:
     for path, (schema, about) in _POSTS.items():
         content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
         if path in _STREAMED:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            content["text/event-stream"] = {}
         reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
         body = {"required": True, "content": {"application/json": {"schema": reference}}}
         paths[path] = {"post": {"summary": about, "requestBody": body, "responses": _responses(content)}}

@@ -180,7 +180,7 @@ class CompletionRequest(Penalised):
     max_tokens: Count | None = 16
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     echo: bool | None = False
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int | None, Field(ge=1, le=1)] = None
     suffix: None = None
 
 
@@ -212,13 +212,13 @@ class ResponsesRequest(Sampled):
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=0)] = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[str], Field(max_length=0)] | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None
     previous_response_id: None = None
     conversation: None = None
     reasoning: dict[str, Any] | None = None

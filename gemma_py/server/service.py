@@ -106,7 +106,9 @@ class Service:
 
     def responses(self, asked: ResponsesRequest) -> Job:
         if asked.tools:
-            raise ApiError(400, "Tools are not known here.", "tools", "unsupported_parameter")
+            raise ApiError(400, _NO_TOOLS, "tools", "unsupported_parameter")
+        if asked.background:
+            raise ApiError(400, "Nothing is done in the background here.", "background", "unsupported_parameter")
         messages: list[Message] = []
         if asked.instructions is not None:
             messages.append({"role": "system", "content": asked.instructions})
