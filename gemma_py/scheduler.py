@@ -271,8 +271,8 @@ class Scheduler:
         need = bytes_needed(engine.config, engine.runner.kv, total, CHUNK, TOKENS)
         if need > self.kv_bytes:
             raise ContextError(
-                f"{len(ids)} prompt tokens and {request.max_tokens} new ones need {need} bytes for keys and values; "
-                f"there are {self.kv_bytes}"
+                f"{len(ids)} prompt tokens and {request.max_tokens} new ones need {need / 2**20:.1f} MiB for keys and "
+                f"values; there are {self.kv_bytes / 2**20:.1f}"
             )
         sampler = Sampler(request.sampling, engine.config.vocab_size, ids)
         stream = TextStream(engine.tokenizer, stop_strings(request.stop), request.trim)

@@ -227,7 +227,7 @@ def test_keys_and_values_stay_within_their_budget(tiny_engine: gemma_py.Engine) 
             client.next()
             stats = scheduler.stats()
             assert stats.kv_bytes <= 2 * need and stats.running <= 2
-    with pytest.raises(ContextError, match="bytes for keys and values"):
+    with pytest.raises(ContextError, match="MiB for keys and values"):
         scheduler.submit(Request([2], 500), print)
     scheduler.close()
     assert [client.heard[-1].reason for client in clients if isinstance(client.heard[-1], Finished)] == ["length"] * 6
