@@ -52,7 +52,10 @@ class Client:
         asked = {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": max_tokens}
         asked["logit_bias"] = {"1": -100, "6": -100}  # the tokens at which it would end
         connection = self.send("POST", "/v1/chat/completions", json.dumps(asked).encode())
-        assert b"200 OK" in connection.recv(4096)
+        answer = connection.recv(4096)
+        if b"200 OK" not in answer:
+            connection.close()
+            raise AssertionError(answer)
         return connection
 
     def send(self, method: str, path: str, body: bytes, length: int | None = None) -> socket.socket:

@@ -219,7 +219,7 @@ def test_an_engine_that_fails_ends_the_process_after_telling_all(tmp_path: Path)
         "step = scheduler.Scheduler._step\n"
         "def fails(self):\n"
         "    step(self)\n"
-        "    if self._passes > 300:\n"
+        "    if len(self._running) == 3:\n"
         "        raise RuntimeError('a fault for the test')\n"
         "scheduler.Scheduler._step = fails\n"
         "sys.exit(main(sys.argv[1:]))\n"
