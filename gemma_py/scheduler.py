@@ -321,7 +321,7 @@ class Scheduler:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(_SLOWEST_STEP)
 
     def _idle(self) -> bool:
         return not self._waiting and not self._running

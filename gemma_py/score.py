@@ -6,8 +6,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from gemma_py.errors import ComputationError
-from gemma_py.kernels.decorator import kernel
+from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp64, log64
+
+
+@inlined
+def _largest(logits: np.ndarray) -> np.float32:
+    """The largest number, in four turns, since each comparison waits for the one before."""
+    a = b = c = d = logits[0]
+    whole = logits.shape[0] // 4 * 4
+    for v in range(0, whole, 4):
+        a, b = logits[v] if logits[v] > a else a, logits[v + 1] if logits[v + 1] > b else b
+        c, d = logits[v + 2] if logits[v + 2] > c else c, logits[v + 3] if logits[v + 3] > d else d
+    a, c = b if b > a else a, d if d > c else c
+    a = c if c > a else a
+    for v in range(whole, logits.shape[0]):
+        a = logits[v] if logits[v] > a else a
+    return a
 
 
 @kernel
@@ -16,10 +31,7 @@ def _log_sum(logits: np.ndarray, terms: np.ndarray) -> tuple[np.float64, np.floa
 
     The terms are made in a loop of their own: each is by itself, so several can be made at once.
     """
-    largest = np.float64(logits[0])
-    for v in range(logits.shape[0]):
-        if logits[v] > largest:
-            largest = np.float64(logits[v])
+    largest = np.float64(_largest(logits))
     for v in range(logits.shape[0]):
         terms[v] = exp64(np.float64(logits[v]) - largest)
     total = 0.0

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
+from conftest import TINY
 
 import gemma_py
-from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.cache import Cache, bytes_needed
 from gemma_py.runtime.prefixes import TOKENS, Prefixes
 
 
@@ -46,6 +47,21 @@ def test_a_hit_matches_a_cold_start(checkpoints: dict[str, Path], name: str) -> 
             assert cached == length // TOKENS * TOKENS
             np.testing.assert_array_equal(rest, every[cached:])
             assert warm.digest() == cold.digest()
+
+
+@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+def test_what_is_reserved_is_what_is_needed(kv: str) -> None:
+    """No row moves later, and the bytes are those that were told before."""
+    with gemma_py.load(TINY, kv=kv) as engine:
+        for tokens, chunk in ((1, 1), (30, 512), (300, 7), (300, 512)):
+            cache = engine.runner.cache(TOKENS)
+            cache.prepare(tokens, chunk)
+            keys = cache.keys
+            assert keys.nbytes + cache.values.nbytes == bytes_needed(engine.config, kv, tokens, chunk, TOKENS)
+            ids = prompt(engine, tokens)
+            for first in range(0, tokens, chunk):
+                engine.runner.run(cache, ids[first : first + chunk], False)
+            assert cache.keys is keys
 
 
 def test_the_last_token_is_always_computed(tiny_engine: gemma_py.Engine) -> None:

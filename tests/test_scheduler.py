@@ -120,7 +120,7 @@ class Crowd:
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[Crowd]:
     """In test mode: scratch and unpublished rows are NaN, schedules are shaken."""
-    with gemma_py.load(TINY, threads=3) as engine:
+    with gemma_py.load(TINY, threads=2) as engine:
         engine.runner.poison = True
         yield Crowd(engine, 32, seed=5)
 

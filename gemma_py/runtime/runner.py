@@ -98,11 +98,11 @@ class Runner:
             for part in parts:
                 part.cache.forget_uncommitted()
         batch = _batch(parts)
-        T, layers = len(batch.tokens), len(self.config.layers)
+        scratch, layers = self._scratch_for(len(batch.tokens)), len(self.config.layers)
         logits = np.empty(sum(part.logits for part in parts) * self.config.vocab_size, np.float32)
         try:
             self.team.run(
-                forward, self.packed, self._scratch_for(T), batch, logits, trace,
+                forward, self.packed, scratch, batch, logits, trace,
                 marks=[part.cache.position for part in parts] * layers, claims=(layers + 1) * COUNTERS,
                 held=[(part.cache.keys, part.cache.values) for part in parts], trial=self.trial, profile=self.profile,
             )  # fmt: skip
