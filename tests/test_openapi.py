@@ -20,7 +20,7 @@ def test_no_drawn_request_is_a_server_error(server: Running) -> None:
                 max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
             )
             @hypothesis.given(case=operation.as_strategy())
-            def check(case) -> None:  # type: ignore[no-untyped-def]
+            def check(case) -> None:
                 if isinstance(case.body, dict) and "max_tokens" not in case.body:
                     case.body["max_tokens"] = 4
                 response = case.call(timeout=120)

@@ -1,6 +1,6 @@
 """Load a server as many clients would, and break it as bad ones do; llama.cpp's server beside it, by the same client.
 
-    python tools/load.py [SCENARIO ...] [--model gemma-3-270m] [--peer] [--threads N] [--count N] [--minutes N]
+    python tools/load.py [SCENARIO ...] [--model gemma-3-270m] [--peer [COMMAND]] [--threads N] [--count N] [--minutes N]
 
 streams     200 streams at once: none lost, none crossed, how long until their first tokens
 overload    ten times as many requests as there are places: how soon the others are refused, and /health answers
@@ -11,8 +11,8 @@ sigterm     --count (50) times: SIGTERM with 10 live streams; all end whole, exi
 batch       --count (50) times: SIGKILL in a batch; nothing lost, nothing twice
 soak        --minutes (30) of all that mixed: memory, threads and file descriptors stay flat
 
-All but soak, if none is named. --peer runs the first three on `python -m llama_cpp.server` too (llama-cpp-python[server]). Run it
-on a quiet machine. The last line is one JSON object; the exit code is 1 if anything was lost, crossed or not freed.
+All but soak, if none is named. --peer runs the first three on `python -m llama_cpp.server` too (llama-cpp-python[server]), or on
+what COMMAND starts with its options. Run it on a quiet machine. The last line is one JSON object; the exit code is 1 if anything was lost, crossed or not freed.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import socket
 import statistics
@@ -77,13 +78,14 @@ class Process:
 
     def __init__(self, command: list[str], port: int) -> None:
         self.port = port
-        self.child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0)
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (a pipe that nobody reads fills up)
+        self.child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._said, process_group=0)
 
     async def ready(self) -> "Process":
         for _ in range(3000):
             if self.child.poll() is not None:
-                assert self.child.stderr is not None
-                raise SystemExit(f"the server did not start: {self.child.stderr.read().decode()[-2000:]}")
+                self._said.seek(0)
+                raise SystemExit(f"the server did not start: {self._said.read().decode()[-2000:]}")
             with contextlib.suppress(OSError):
                 if (await ask(self.port, "GET", "/v1/models")).status == 200:
                     return self
@@ -105,8 +107,7 @@ class Process:
             self.child.kill()
             return self.child.wait()
         finally:
-            assert self.child.stderr is not None
-            self.child.stderr.close()
+            self._said.close()
 
 
 def free_port() -> int:
@@ -125,8 +126,8 @@ def peer(args: argparse.Namespace, *options: object) -> Process:
     """llama.cpp's: one request at a time, the others wait for a lock; by default a new one interrupts the old, not here."""
     port = free_port()
     threads = ["--n_threads", args.threads, "--n_threads_batch", args.threads] if args.threads else []
-    command = [sys.executable, "-m", "llama_cpp.server", "--model", resolve(args.model), "--port", port, "--n_ctx", 4096,
-               "--interrupt_requests", "false", "--model_alias", "m", *threads]  # fmt: skip
+    command = [*shlex.split(args.peer), "--model", resolve(args.model), "--port", port, "--n_ctx", 4096,
+               "--host", "127.0.0.1", "--verbose", "false", "--interrupt_requests", "false", "--model_alias", "m", *threads]  # fmt: skip
     return Process([str(part) for part in command], port)
 
 
@@ -259,6 +260,8 @@ async def scaling(args: argparse.Namespace, start: Start) -> dict[str, Any]:
         for number in range(5):
             one_rates.append((await stream(server.port, number, 64)).rate)
             got = await asyncio.gather(*(stream(server.port, 10 * number + each, 64) for each in range(8)))
+            if not all(one.tokens for one in got):
+                raise SystemExit("a stream came without tokens")
             since, until = max(one.tokens[0] for one in got), min(one.tokens[-1] for one in got)
             made = sum(since <= at <= until for one in got for at in one.tokens)
             if until > since:
@@ -474,7 +477,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO")
     parser.add_argument("--model", default="gemma-3-270m")
-    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--peer", nargs="?", const=f"{sys.executable} -m llama_cpp.server", metavar="COMMAND")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--count", type=int)
