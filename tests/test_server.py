@@ -13,6 +13,7 @@ from conftest import TINY
 from serving import Running, idle, serving, wait_until
 
 import gemma_py
+from gemma_py.errors import ComputationError
 from gemma_py.templates import encode
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a list?"}]
@@ -330,6 +331,19 @@ def test_beyond_the_queue_requests_are_refused_at_once(tiny_engine: gemma_py.Eng
         assert server.post("/v1/completions", prompt="a", max_tokens=1)[0] == 200
 
 
+def test_a_failure_of_one_answer_is_told_in_every_form(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise ComputationError("no numbers came out")
+
+    monkeypatch.setattr("gemma_py.scheduler.Continuation.next", fails)
+    with pytest.raises(openai.InternalServerError, match="no numbers"):
+        client.chat.completions.create(model="tiny", messages=HI)
+    with pytest.raises(openai.APIError, match="no numbers"):
+        list(client.completions.create(model="tiny", prompt="x", stream=True))
+    *_, last = client.responses.create(model="tiny", input="x", stream=True)
+    assert (last.type, last.message, last.code) == ("error", "no numbers came out", "internal_error")
+
+
 def test_a_failure_in_an_answer_reaches_the_stream(
     client: Any, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +356,8 @@ def test_a_failure_in_an_answer_reaches_the_stream(
     ):
         with pytest.raises(openai.APIError, match="failed"):
             list(other.chat.completions.create(model="tiny", messages=HI, stream=True))
+        status, document = broken.post("/v1/chat/completions", messages=HI)
+        assert (status, document["error"]["code"]) == (503, "engine_failed")
         status, health, _ = broken.request("GET", "/health")
         assert (status, health["status"]) == (503, "failed")
         assert math.isfinite(health["seconds_since_step"])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import signal
 import socket
 import time
@@ -62,7 +63,7 @@ def test_clients_that_leave_free_their_places(server: Running) -> None:
 
 def test_a_client_that_leaves_stops_the_computation(server: Running) -> None:
     with server.open_stream(4000):
-        assert server.scheduler.stats().running == 1
+        assert not idle(server)
     wait_until(lambda: idle(server))
     computed = server.scheduler.stats().computed_tokens
     time.sleep(0.1)
@@ -194,6 +195,21 @@ def test_ctrl_c_ends_it_as_interrupted() -> None:
     with Process() as process:
         process.child.send_signal(signal.SIGINT)
         assert process.end() == (130, "")
+
+
+def test_when_file_descriptors_run_out_it_goes_on_once_there_are_some() -> None:
+    with Process() as process:
+        files = len(list(Path(f"/proc/{process.child.pid}/fd").iterdir()))
+        resource.prlimit(process.child.pid, resource.RLIMIT_NOFILE, (files + 3, files + 3))
+        held = [socket.create_connection(("127.0.0.1", process.port)) for _ in range(30)]
+        time.sleep(0.2)
+        for connection in held:
+            connection.close()
+        wait_until(lambda: process.request("GET", "/health")[0] == 200)
+        assert process.post("/v1/completions", **SHORT)[0] == 200
+        process.child.send_signal(signal.SIGTERM)
+        code, errors = process.end()
+    assert code == 0 and "new connections have to wait" in errors and errors.count("\n") == 1
 
 
 @pytest.mark.parametrize(

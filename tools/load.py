@@ -2,7 +2,7 @@
 
     python tools/load.py [SCENARIO ...] [--model gemma-3-270m] [--peer [COMMAND]] [--threads N] [--count N] [--minutes N]
 
-streams     200 streams at once: none lost, none crossed, how long until their first tokens
+streams     200 streams at once: none lost, none other than alone, how long until their first tokens
 overload    ten times as many requests as there are places: how soon the others are refused, and /health answers
 scaling     tokens a second of 8 streams together, and of one
 cached      time to the first token of a 400-token prompt whose first 380 tokens were seen before
@@ -12,7 +12,8 @@ batch       --count (50) times: SIGKILL in a batch; nothing lost, nothing twice
 soak        --minutes (30) of all that mixed: memory, threads and file descriptors stay flat
 
 All but soak, if none is named. --peer runs the first three on `python -m llama_cpp.server` too (llama-cpp-python[server]), or on
-what COMMAND starts with its options. Run it on a quiet machine. The last line is one JSON object; the exit code is 1 if anything was lost, crossed or not freed.
+what COMMAND starts with its options. Run it on a quiet machine. The last line is one JSON object; the exit code is 1 if anything
+was lost, differed or was not freed.
 """
 
 import argparse
@@ -209,13 +210,13 @@ async def streams(args: argparse.Namespace, start: Start) -> dict[str, Any]:
         got = await asyncio.gather(*(stream(server.port, number, tokens) for number in range(count)))
         seconds = time.perf_counter() - began
     whole = [one for one in got if one.status == 200 and one.whole]
-    crossed = [number for number, one in alone.items() if got[number].text != one.text]
+    differing = [number for number, one in alone.items() if got[number].text != one.text]
     first = [one.tokens[0] for one in whole if one.tokens]
     return {
-        "streams": count, "lost": count - len(whole), "crossed": len(crossed), "compared": len(alone), "seconds": round(seconds, 1),
+        "streams": count, "lost": count - len(whole), "differ": len(differing), "compared": len(alone), "seconds": round(seconds, 1),
         "tokens_per_second": round(sum(len(one.tokens) for one in whole) / seconds, 1),
         "first_token_p50": quantile(first, 0.5), "first_token_p99": quantile(first, 0.99),
-        "bad": count - len(whole) + len(crossed),
+        "bad": count - len(whole) + len(differing),
     }  # fmt: skip
 
 

@@ -70,27 +70,31 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(
             f"others could reach {args.host}: give --api-key-file FILE, or --open if anybody may use this server"
         )
-    listening = bind(args.host, args.port)  # refused before the model is loaded
-    with gemma_py.load(args.model, threads=args.threads, context=args.context, quant=args.quant) as engine:
+    with (
+        bind(args.host, args.port) as listening,  # refused before the model is loaded
+        gemma_py.load(args.model, threads=args.threads, context=args.context, quant=args.quant) as engine,
+    ):
         note_kept_float(engine)
-        scheduler = Scheduler(engine, args.parallel, args.queue)
-        service = Service(engine, scheduler, args.name or model_name(args.model), args.template)
-        app = App(service, args.parallel + args.queue)
         url = address(listening)
+        scheduler = Scheduler(engine, args.parallel, args.queue)
+        try:
+            service = Service(engine, scheduler, args.name or model_name(args.model), args.template)
+            app = App(service, args.parallel + args.queue)
 
-        def ready() -> None:
-            if args.json:
-                print(json.dumps({"url": url, "model": service.model, "pid": os.getpid()}), flush=True)
-            else:
-                threads = f"{engine.threads} thread{'s' * (engine.threads > 1)}"
-                print(f"{service.model}, {threads}: {url}/v1 for programs, {url} for a browser", flush=True)
+            def ready() -> None:
+                if args.json:
+                    print(json.dumps({"url": url, "model": service.model, "pid": os.getpid()}), flush=True)
+                else:
+                    threads = f"{engine.threads} thread{'s' * (engine.threads > 1)}"
+                    print(f"{service.model}, {threads}: {url}/v1 for programs, {url} for a browser", flush=True)
 
-        server = Server(app, app.asgi(args.host, args.allowed_host, args.cors, keys), args.drain, ready)
-        server.run([listening])
-        if server.failure is not None:
-            print(f"gemma_py: the engine has failed: {server.failure}", file=sys.stderr, flush=True)
-            os._exit(1)  # its threads may never come back
-        scheduler.close()
+            server = Server(app, app.asgi(args.host, args.allowed_host, args.cors, keys), args.drain, ready)
+            server.run([listening])
+            if server.failure is not None:
+                print(f"gemma_py: the engine has failed: {server.failure}", file=sys.stderr, flush=True)
+                os._exit(1)  # its threads may never come back
+        finally:
+            scheduler.close()
     if server.interrupted:
         raise KeyboardInterrupt
 

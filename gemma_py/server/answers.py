@@ -74,6 +74,10 @@ class Answer:
         if self.wants_usage:
             yield {**self._piece([]), "usage": self.usage()}
 
+    def failed(self, error: ApiError) -> Document:
+        """The piece that says why there will be no more."""
+        return error.document()
+
     def document(self) -> Document:
         return {
             "id": self.id, "object": self.object, "created": self.created, "model": self.service.model,
@@ -277,6 +281,9 @@ class ResponsesAnswer(Answer):
 
     def end(self) -> Iterator[Document]:
         yield from ()
+
+    def failed(self, error: ApiError) -> Document:
+        return self._event("error", message=str(error), code=error.code, param=error.param)
 
     def document(self) -> Document:
         status = "incomplete" if self.choices[0].finish_reason == "length" else "completed"

@@ -220,8 +220,7 @@ async def _pieces(answer: Answer, feed: Feed, typed: bool) -> AsyncIterator[byte
                 yield b": still here\n\n"
         yield _events(list(answer.end()), typed)
     except ApiError as error:
-        failed = {"type": "error", **error.document()["error"], "sequence_number": 0} if typed else error.document()
-        yield _events([failed], typed)
+        yield _events([answer.failed(error)], typed)
     if not typed:
         yield b"data: [DONE]\n\n"
 

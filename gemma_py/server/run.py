@@ -6,12 +6,16 @@ process at once. If the engine fails, every client is told, and the process ends
 
 import asyncio
 import contextlib
+import errno
+import logging
+import math
 import os
 import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -25,6 +29,8 @@ _SEND_BUFFER = 256 << 10  # bytes of a connection that the kernel holds
 _MOST_CONNECTIONS = 4096
 _OWN_FILES = 64  # beside connections
 _UNWELL_TICKS = 20  # of a tenth of a second: a process that was stopped and goes on is not yet a failure
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_SECONDS_BETWEEN_COMPLAINTS = 60.0
 _LAST_WORDS = 5.0  # seconds for what is said at the end to reach the clients
 
 
@@ -63,13 +69,13 @@ class Server(uvicorn.Server):
     def __init__(self, app: App, asgi: ASGIApp, drain: float, ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
-                asgi, http=LimitedProtocol, ws="none", lifespan="off", loop="asyncio", log_level="warning", access_log=False,
+                asgi, http=LimitedProtocol, ws="none", lifespan="off", loop="asyncio", log_level="error", access_log=False,
                 server_header=False, proxy_headers=False, limit_concurrency=_most_connections(),
                 h11_max_incomplete_event_size=LARGEST_HEADERS, timeout_graceful_shutdown=int(drain + _LAST_WORDS),
             )
         )  # fmt: skip
         self._app, self._drain, self._ready = app, drain, ready
-        self._unwell = 0
+        self._unwell, self._complained = 0, -math.inf
         self.interrupted = False
         self.failure: str | None = None
 
@@ -94,8 +100,21 @@ class Server(uvicorn.Server):
         self.should_exit = self._app.ending = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._complain)
         await super().startup(sockets)
         self._ready()
+
+    def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Without file descriptors asyncio says thousands of times, with a traceback each, that it cannot accept, and will
+        try again after a second, be the socket closed or not."""
+        error = context.get("exception")
+        if self.should_exit and "_start_serving" in context.get("message", ""):
+            return
+        if not (isinstance(error, OSError) and error.errno in _SCARCE):
+            loop.default_exception_handler(context)
+        elif loop.time() > self._complained + _SECONDS_BETWEEN_COMPLAINTS:
+            self._complained = loop.time()
+            logging.getLogger("uvicorn.error").error("new connections have to wait: %s", error.strerror)
 
     async def on_tick(self, counter: int) -> bool:
         health = self._app.service.scheduler.health()
