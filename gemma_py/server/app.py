@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import Any
 
 from starlette.applications import Starlette
@@ -115,7 +115,7 @@ class App:
         raise AssertionError
 
     @contextlib.contextmanager
-    def _place(self) -> Any:
+    def _place(self) -> Iterator[None]:
         """Refused before anything is read: that is what keeps an overloaded server quick."""
         if self.ending:
             raise ApiError(503, "The server is ending.", None, "server_ending", 10.0)
