@@ -62,12 +62,11 @@ def test_clients_that_leave_free_their_places(server: Running) -> None:
 
 
 def test_a_client_that_leaves_stops_the_computation(server: Running) -> None:
+    before = server.scheduler.stats().computed_tokens
     with server.open_stream(4000):
         assert not idle(server)
     wait_until(lambda: idle(server))
-    computed = server.scheduler.stats().computed_tokens
-    time.sleep(0.1)
-    assert server.scheduler.stats().computed_tokens == computed
+    assert server.scheduler.stats().computed_tokens - before < 2000
 
 
 def test_others_do_not_notice_who_leaves(server: Running) -> None:
