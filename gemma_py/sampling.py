@@ -22,6 +22,7 @@ from gemma_py.kernels.elementary import exp
 _SEEDS = 1 << 63
 _LARGEST = 1e6  # of a penalty, bias or temperature: beyond, float32 has no room for the logits themselves
 _TINY = np.float32(1e-38)  # below every weight but 0
+_BLOCK = 64  # logits that are compared at once
 _STEPS = 1024  # of a sixteenth, in which logits are put where too many would have to be sorted
 
 
@@ -171,7 +172,8 @@ def _sink(values, ids, at, size):  # type: ignore[no-untyped-def]
 def _largest(x, values, ids):  # type: ignore[no-untyped-def]
     """The largest of x, in order; of equal ones the smaller index first.    x: [V]   values, ids: [k], written
 
-    A heap of the k best so far, whose root is the worst of them: nearly all of x is only compared with it.
+    A heap of the k best so far, whose root is the worst of them: nearly all of x is only compared with it, and most of it
+    in blocks, which take one decision for many.
     """
     k = values.shape[0]
     for v in range(k):
@@ -179,11 +181,18 @@ def _largest(x, values, ids):  # type: ignore[no-untyped-def]
     for at in range(k // 2 - 1, -1, -1):
         _sink(values, ids, at, k)
     worst = values[0]
-    for v in range(k, x.shape[0]):
-        if x[v] > worst:
-            values[0], ids[0] = x[v], v
-            _sink(values, ids, 0, k)
-            worst = values[0]
+    for block in range(k, x.shape[0], _BLOCK):
+        end, larger = block + _BLOCK, 1
+        if end <= x.shape[0]:
+            larger = 0
+            for v in range(block, block + _BLOCK):
+                larger += x[v] > worst
+        if larger > 0:
+            for v in range(block, min(end, x.shape[0])):
+                if x[v] > worst:
+                    values[0], ids[0] = x[v], v
+                    _sink(values, ids, 0, k)
+                    worst = values[0]
     for size in range(k - 1, 0, -1):
         values[0], values[size] = values[size], values[0]
         ids[0], ids[size] = ids[size], ids[0]

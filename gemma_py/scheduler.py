@@ -27,8 +27,8 @@ from gemma_py.stream import TextStream, stop_strings
 _MOST_TOP = 100  # alternatives of a token
 # How long a pass should take: alone, prompts can be stopped that often; beside answers, these stutter no more than that.
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
-_FEWEST_ROWS = 32  # of prompts in a pass; fewer would not be done sooner
-_UNKNOWN_MEMORY = 4 << 30
+_FEWEST_ROWS = 8  # of prompts in a pass; fewer would not be done sooner
+_UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
 _SLOWEST_STEP = 60.0  # seconds; if no step ends for so long though there is work, something is wrong
 
 
@@ -211,10 +211,10 @@ class Scheduler:
     ) -> None:
         """parallel: requests that share passes. queue: those that may wait beside them. kv_bytes: for keys and values of
         running requests; a third of the free memory if left out. prefix_bytes: for prefixes that others may begin with, 0
-        for none; a sixth if left out."""
+        for none; a sixth, and a gigabyte at most, if left out."""
         free = machine.memory() or _UNKNOWN_MEMORY
         self.kv_bytes = free // 3 if kv_bytes is None else kv_bytes
-        prefix_bytes = free // 6 if prefix_bytes is None else prefix_bytes
+        prefix_bytes = min(free // 6, _MOST_PREFIX_BYTES) if prefix_bytes is None else prefix_bytes
         if parallel < 1 or queue < 0 or self.kv_bytes < 1 or prefix_bytes < 0:
             raise InputError(
                 f"a scheduler needs parallel and kv_bytes from 1, queue and prefix_bytes from 0, found {parallel}, "
@@ -231,7 +231,7 @@ class Scheduler:
         # Of the thread alone:
         self._prefixes = Prefixes(prefix_bytes)
         self._passes = self._computed = self._failures = 0
-        self._row_seconds = 1 / 64
+        self._row_seconds = 1 / 64  # of late, in passes with prompts; a guess at first
         self._thread = threading.Thread(target=self._work, name="gemma_py-scheduler", daemon=True)
         self._thread.start()
 
@@ -439,8 +439,8 @@ class Scheduler:
         start = time.monotonic()
         results = self.engine.runner.run_together(parts)
         rows = sum(len(part.tokens) for part in parts)
-        if rows >= _FEWEST_ROWS:
-            self._row_seconds += 0.5 * ((time.monotonic() - start) / rows - self._row_seconds)
+        if rows > len(parts):  # else it says nothing of prompts: weights are read for few rows as for many
+            self._row_seconds += 0.8 * ((time.monotonic() - start) / rows - self._row_seconds)
         self._passes += 1
         self._computed += rows
         return results

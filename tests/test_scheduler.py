@@ -143,7 +143,7 @@ def in_company(crowd: Crowd, seed: int) -> bool:
 
 
 @pytest.mark.usefixtures("small_passes")
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_company_matches_generate(crowd: Crowd, seed: int) -> None:
     assert in_company(crowd, seed)
 
