@@ -17,7 +17,7 @@ def test_no_drawn_request_is_a_server_error(server: Running) -> None:
             operation = result.ok()
 
             @hypothesis.settings(
-                max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+                max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
             )
             @hypothesis.given(case=operation.as_strategy())
             def check(case) -> None:

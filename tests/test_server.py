@@ -323,7 +323,9 @@ def test_beyond_the_queue_requests_are_refused_at_once(tiny_engine: gemma_py.Eng
         status, document, headers = server.request("POST", "/v1/completions", {"prompt": "a"})
         assert (status, document["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(headers["Retry-After"]) >= 1
-        with server.send("POST", "/v1/completions", b"", 1000) as connection:  # its body never comes, and is not waited for
+        with server.send(
+            "POST", "/v1/completions", b"", 1000
+        ) as connection:  # its body never comes, and is not waited for
             assert b" 429 " in connection.recv(4096)
         status, _, _ = server.request("GET", "/health")
         assert status == 200
