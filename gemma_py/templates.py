@@ -32,7 +32,8 @@ from gemma_py.errors import InputError, TemplateError, UnsupportedError
 from gemma_py.formats.files import parse_json, read_text
 from gemma_py.tokenizer import Tokenizer
 
-Message = dict[str, str]  # role and content
+Message = dict[str, Any]  # role and content; where there are tools, also tool_calls and name
+Tools = Sequence[Mapping[str, Any]]  # in OpenAI's form
 ROLES = ("system", "user", "assistant")
 _SECONDS = 5.0  # for a template to render, beside what starting Python takes
 _STARTING = 30.0
@@ -47,7 +48,7 @@ class Piece(NamedTuple):
     answer: bool = False
 
 
-def checked_messages(messages: Any) -> list[Message]:
+def checked_messages(messages: Any, roles: Sequence[str] = ROLES) -> list[Message]:
     """Messages in OpenAI's form as role and text; the system's, if there is one, first."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InputError("messages should be a list of at least one {role, content}")
@@ -56,8 +57,8 @@ def checked_messages(messages: Any) -> list[Message]:
         if not isinstance(message, Mapping):
             raise InputError(f"message {number} should be an object with role and content, found {message!r:.60}")
         role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise InputError(f"message {number}: role should be one of {', '.join(ROLES)}, found {role!r:.40}")
+        if role not in roles:
+            raise InputError(f"message {number}: role should be one of {', '.join(roles)}, found {role!r:.40}")
         if role == "system" and number:
             raise InputError(f"message {number}: a system message should be the first")
         made.append({"role": str(role), "content": _text(content, number)})
@@ -89,16 +90,20 @@ class Template:
     stop: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
 
-    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
         """Of checked messages, up to where the answer begins."""
         raise NotImplementedError
+
+    @property
+    def knows_tools(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
 class GemmaTurns(Template):
     """Gemma 1 to 3. There is no system role: its text goes in front of the first user's."""
 
-    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
         pieces = []
         for message in _system_in_user(messages):
             answer = message["role"] == "assistant"
@@ -130,7 +135,7 @@ class Transcript(Template):
     A line of a message that would look like a turn gets a mark of quotation in front.
     """
 
-    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
         pieces = []
         for message in messages:
             answer = message["role"] == "assistant"
@@ -193,11 +198,9 @@ def encode(
 
 # --- templates in jinja2 ----------------------------------------------------------------------------------------------
 
-_OTHERS, _ANSWERS, _PLANES_END = (
-    0xF0000,
-    0x100000,
-    0x110000,
-)  # the private planes: 15 for others' messages, 16 for answers
+_ENDS = ("<end_of_turn>", "<turn|>", "<start_function_response>")  # after which somebody else speaks
+# The private planes: 15 for others' messages, 16 for answers.
+_OTHERS, _ANSWERS, _PLANES_END = 0xF0000, 0x100000, 0x110000
 _ROOM = 0xFFFE  # characters in one of them
 _MASKED = f"[{chr(_OTHERS)}-{chr(_PLANES_END - 1)}]"
 _MESSAGE = re.compile(rf"( ?{_MASKED}(?:[\s{_MASKED[1:-1]}]*{_MASKED})?)")
@@ -209,22 +212,26 @@ class Jinja(Template):
     source: str = ""
     globals: tuple[tuple[str, Any], ...] = ()
 
-    def pieces(self, messages: Sequence[Message]) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
         try:
-            return self._rendered(messages)
+            return self._rendered(messages, tools)
         except TemplateError:
             # Many templates refuse a system message. It belongs to the first user's turn then, as Gemma has it.
             if messages[0]["role"] != "system":
                 raise
-            return self._rendered(_system_in_user(messages))
+            return self._rendered(_system_in_user(messages), tools)
 
-    def _rendered(self, messages: Sequence[Message]) -> list[Piece]:
+    @property
+    def knows_tools(self) -> bool:
+        return re.search(r"\btools\b", self.source) is not None
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools) -> list[Piece]:
         masked, meant = _masked(messages)
-        text, plain = RENDERER.render(self.name, self.source, dict(self.globals), [masked, list(messages)])
+        given = {**dict(self.globals), "tools": list(tools) or None}
+        text, plain = RENDERER.render(self.name, self.source, given, [masked, list(messages)])
         codes = _codes(text)
-        if not np.array_equal(
-            np.where(codes < _OTHERS, codes, meant[np.maximum(codes, _OTHERS) - _OTHERS]), _codes(plain)
-        ):
+        unmasked = np.where(codes < _OTHERS, codes, meant[np.maximum(codes, _OTHERS) - _OTHERS])
+        if not np.array_equal(unmasked, _codes(plain)):
             raise TemplateError(
                 f"{self.name}: it changes the words of messages, so nobody could tell its control tokens from theirs; "
                 f"choose another, or one of {', '.join(BUILT_IN)}"
@@ -274,9 +281,9 @@ def _from_source(source: str, name: str, tokenizer: Tokenizer, eos_token_ids: Se
         raise TemplateError(
             f"{name} needs jinja2: pip install 'gemma_py[chat]', or choose one of {', '.join(BUILT_IN)}"
         )
-    ends = tuple(end for end in ("<end_of_turn>", "<turn|>") if end in source and tokenizer.token_id(end) is not None)
+    ends = tuple(end for end in _ENDS if end in source and tokenizer.token_id(end) is not None)
     bos, eos = (None if token is None else tokenizer.piece(token) for token in (tokenizer.bos_id, *eos_token_ids[:1]))
-    given = (("bos_token", bos or ""), ("eos_token", eos or ""), ("add_generation_prompt", True), ("tools", None))
+    given = (("bos_token", bos or ""), ("eos_token", eos or ""), ("add_generation_prompt", True))
     RENDERER.start()
     return Jinja(name, ends=ends, source=source, globals=given)
 

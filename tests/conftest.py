@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import tiny_checkpoints as tiny  # noqa: E402  (lives in tools/)
+from serving import Running, serving  # noqa: E402
 
 import gemma_py  # noqa: E402
 from gemma_py.cli.main import main  # noqa: E402
@@ -53,3 +54,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
         return code, out, err
 
     return call
+
+
+@pytest.fixture(scope="session")
+def server(tiny_engine: gemma_py.Engine) -> Iterator[Running]:
+    """One for all tests that leave it as it was."""
+    with serving(tiny_engine) as running:
+        yield running

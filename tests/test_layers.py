@@ -22,6 +22,7 @@ LAYERS = (
     ("verify",),
     ("bench",),
     ("__init__",),
+    ("server",),
     ("cli",),
     ("__main__",),
 )

@@ -285,7 +285,7 @@ def test_drain_lets_answers_end(tiny_engine: gemma_py.Engine) -> None:
     assert [end.reason for end in ends if isinstance(end, Finished)] == ["length"] * 4
     scheduler.close()
     scheduler.close()
-    assert "gemma_py-scheduler" not in [thread.name for thread in threading.enumerate()]
+    assert not scheduler._thread.is_alive()
 
 
 def test_alternatives_are_the_likeliest(scheduler: Scheduler) -> None:

@@ -2,6 +2,7 @@
 
     python3 tools/quickstart.py test [PYTEST ARGUMENTS]    lint, types, and the test suite
     python3 tools/quickstart.py chat [MODEL] [ARGUMENTS]   talk to the demo model, or to your own
+    python3 tools/quickstart.py serve [MODEL] [ARGUMENTS]  the same over HTTP, and in a browser
     python3 tools/quickstart.py run COMMAND [ARGUMENTS]    any `python -m gemma_py` command
 
 Uses the standard library alone and may be run again at any time: what is already there is kept.
@@ -20,7 +21,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-EXTRAS = {"test": "test", "chat": "demo,chat,hf", "run": "demo,hf"}
+EXTRAS = {"test": "test", "chat": "demo,chat,hf", "serve": "demo,serve,schema,hf", "run": "demo,hf"}
 
 
 def say(message: str) -> None:
@@ -85,7 +86,7 @@ def main() -> int:
     if task == "test":
         checks = [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("pytest", *rest)]
         return next((code for code in (run(*check, folder=ROOT) for check in checks) if code != 0), 0)
-    become("gemma_py", *(["chat"] if task == "chat" else []), *rest)
+    become("gemma_py", *([] if task == "run" else [task]), *rest)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ from gemma_py.cli.common import warn_of_threads
 from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-_COMMANDS = ("chat", "generate", "score", "bench", "sweep", "inspect", "verify", "models", "cache", "completion")
+_COMMANDS = (
+    "chat", "generate", "serve", "batch", "score", "bench", "sweep", "inspect", "verify", "models", "cache", "completion",
+)  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,72 @@
+"""Answer a file of requests, in OpenAI's batch form.
+
+A row of IN is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}; also /v1/completions and
+/v1/responses. A row of OUT has the same custom_id, and a response or an error. Run it again after an interruption: rows
+that are in OUT are neither lost nor computed again.
+
+With --json: {"rows", "before", "done", "failed", "prompt_tokens", "completion_tokens", "seconds"}.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import gemma_py
+from gemma_py.cli.common import add_engine, add_model, note_kept_float, positive, print_json
+from gemma_py.cli.progress import Progress
+from gemma_py.cli.serve import model_name, needs_extra
+
+if TYPE_CHECKING:
+    from gemma_py.server.batch import Counts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="IN", help="requests, a row each")
+    parser.add_argument("output", type=Path, metavar="OUT", help="answers; made, or gone on with")
+    add_model(parser)
+    parser.add_argument("--name", metavar="NAME", help="what requests call the model (default: as MODEL)")
+    parser.add_argument(
+        "--parallel", type=positive, default=8, metavar="N", help="answers computed at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--template", metavar="FORM", help="gemma, transcript, or a jinja file (default: the checkpoint's)"
+    )
+    add_engine(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    try:
+        from gemma_py.scheduler import Scheduler
+        from gemma_py.server import batch
+        from gemma_py.server.service import Service
+    except ModuleNotFoundError as error:
+        raise needs_extra(error) from None
+    began = time.monotonic()
+    rows = batch.read_rows(args.source)
+    with (
+        batch.Output(args.output) as output,
+        gemma_py.load(args.model, threads=args.threads, context=args.context, quant=args.quant) as engine,
+    ):
+        note_kept_float(engine)
+        scheduler = Scheduler(engine, args.parallel)
+        try:
+            service = Service(engine, scheduler, args.name or model_name(args.model), args.template)
+            with Progress("answering", wanted=not args.json) as progress:
+                counts = batch.run(service, args.source, rows, output, lambda counts: show(progress, counts))
+        finally:
+            scheduler.close()
+    if args.json:
+        print_json({**dataclasses.asdict(counts), "seconds": time.monotonic() - began})
+    else:
+        before = f", {counts.before} were done before" if counts.before else ""
+        print(f"{counts.done} rows answered, {counts.failed} of them with an error{before}", file=sys.stderr)
+
+
+def show(progress: Progress, counts: "Counts") -> None:
+    """In steps of a hundredth, so that a log stays short."""
+    left = counts.rows - counts.before
+    percent = 100 * counts.done // left if left else 100
+    progress(f"{percent}% of {left} rows", counts.done / left if left else 1.0)

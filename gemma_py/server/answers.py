@@ -1,0 +1,327 @@
+"""From the scheduler's events to responses in OpenAI's form, whole or in pieces.
+
+An answer takes events one by one (`take` gives what is to be streamed) and has a `document` in the end.
+"""
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from gemma_py.scheduler import Event, Failed, Finished, Made, Progress, Usage
+from gemma_py.server.constraint import piece_bytes
+from gemma_py.server.faults import ApiError, from_engine
+from gemma_py.server.schemas import ChatRequest, CompletionRequest, ResponsesRequest
+from gemma_py.server.service import Job, Service
+from gemma_py.server.tools import Call, CallReader
+
+Document = dict[str, Any]
+
+
+class Choice:
+    """What has been made of one answer."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.logprobs: list[Document] = []
+        self.finish_reason: str | None = None
+        self.usage: Usage | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
+class Answer:
+    """Shared by the endpoints. object: of the document and of its pieces."""
+
+    prefix, object, piece_object = "", "", ""
+
+    def __init__(self, service: Service, job: Job, wants_usage: bool, wants_progress: bool) -> None:
+        self.service, self.job = service, job
+        self.id = f"{self.prefix}{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.choices = [Choice() for _ in job.requests]
+        self.wants_usage, self.wants_progress = wants_usage, wants_progress
+        self._began = time.monotonic()
+
+    @property
+    def done(self) -> bool:
+        return all(choice.usage is not None for choice in self.choices)
+
+    def begin(self) -> Iterator[Document]:
+        """Pieces before the first event."""
+        yield from ()
+
+    def take(self, index: int, event: Event) -> Iterator[Document]:
+        """The pieces that an event makes. ApiError where the answer failed."""
+        choice = self.choices[index]
+        if isinstance(event, Progress):
+            if self.wants_progress:
+                yield self._progress(index, event)
+        elif isinstance(event, Made):
+            yield from self._made(index, choice, event)
+        elif isinstance(event, Finished):
+            if event.reason == "cancelled":
+                raise ApiError(503, "The server ended before the answer was complete.", None, "server_ending")
+            choice.finish_reason, choice.usage = event.reason, event.usage
+            yield from self._finished(index, choice)
+        elif isinstance(event, Failed):
+            raise from_engine(event.error, self.job.param)
+
+    def end(self) -> Iterator[Document]:
+        """Pieces after the last event."""
+        if self.wants_usage:
+            yield {**self._piece([]), "usage": self.usage()}
+
+    def failed(self, error: ApiError) -> Document:
+        """The piece that says why there will be no more."""
+        return error.document()
+
+    def document(self) -> Document:
+        return {
+            "id": self.id, "object": self.object, "created": self.created, "model": self.service.model,
+            "choices": [self._whole(index, choice) for index, choice in enumerate(self.choices)],
+            "usage": self.usage(),
+        }  # fmt: skip
+
+    def usage(self) -> Document:
+        """A prompt counts once, however many choices it has."""
+        usages = [choice.usage for choice in self.choices if choice.usage is not None]
+        once = {id(request.ids): usage for request, usage in zip(self.job.requests, usages, strict=False)}.values()
+        prompt, made = sum(usage.prompt for usage in once), sum(usage.generated for usage in usages)
+        return {
+            "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached for usage in once)},
+        }  # fmt: skip
+
+    # --- what differs -------------------------------------------------------------------------------------------------
+
+    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+        raise NotImplementedError
+
+    def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
+        raise NotImplementedError
+
+    def _whole(self, index: int, choice: Choice) -> Document:
+        raise NotImplementedError
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    def _piece(self, choices: list[Document]) -> Document:
+        piece = {
+            "id": self.id, "object": self.piece_object, "created": self.created, "model": self.service.model,
+            "choices": choices,
+        }  # fmt: skip
+        return {**piece, "usage": None} if self.wants_usage else piece
+
+    def _progress(self, index: int, event: Progress) -> Document:
+        told = {
+            "index": index, "total": event.total, "cache": event.cached, "processed": event.done,
+            "time_ms": int((time.monotonic() - self._began) * 1e3),
+        }  # fmt: skip
+        return {**self._piece([]), "prompt_progress": told}
+
+    def _is_end(self, index: int, event: Made) -> bool:
+        """An end token is no part of the answer."""
+        return event.token.id in self.job.requests[index].ends
+
+    def _token(self, token: int) -> tuple[str, bytes]:
+        as_bytes = piece_bytes(self.service.tokenizer, token)
+        return as_bytes.decode("utf-8", "replace"), as_bytes
+
+
+class ChatAnswer(Answer):
+    prefix, object, piece_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, service: Service, job: Job, asked: ChatRequest) -> None:
+        super().__init__(service, job, asked.wants_usage, asked.return_progress)
+        self._logprobs = bool(asked.logprobs)
+        tools = service.knows_tools and asked.tools and asked.tool_choice != "none"
+        self._readers = [CallReader(service.tokenizer) for _ in job.requests] if tools else []
+
+    def begin(self) -> Iterator[Document]:
+        for index in range(len(self.choices)):
+            yield self._delta(index, {"role": "assistant", "content": ""})
+
+    def _delta(
+        self, index: int, delta: Document, logprobs: Document | None = None, reason: str | None = None
+    ) -> Document:
+        return self._piece([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
+
+    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+        logprobs = None
+        if self._logprobs and not self._is_end(index, event):
+            entry = self._entry(event.token.id, event.token.logprob)
+            entry["top_logprobs"] = [self._entry(token, logprob) for token, logprob in event.top]
+            choice.logprobs.append(entry)
+            logprobs = {"content": [entry], "refusal": None}
+        text = event.token.text
+        calls: list[Call] = []
+        if self._readers:
+            text, calls = self._readers[index].take(event.token.id, text)
+            if event.token.finish_reason is not None:
+                text += self._readers[index].finish()
+        choice.parts.append(text)
+        if text or logprobs:
+            yield self._delta(index, {"content": text}, logprobs)
+        for number, call in enumerate(calls, len(self._calls(index)) - len(calls)):
+            yield self._delta(index, {"tool_calls": [{"index": number, **call.document()}]})
+
+    def _calls(self, index: int) -> list[Call]:
+        return self._readers[index].calls if self._readers else []
+
+    def _entry(self, token: int, logprob: float) -> Document:
+        text, as_bytes = self._token(token)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(as_bytes)}
+
+    def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
+        if self._calls(index) and choice.finish_reason == "stop":
+            choice.finish_reason = "tool_calls"
+        yield self._delta(index, {}, reason=choice.finish_reason)
+
+    def _whole(self, index: int, choice: Choice) -> Document:
+        message: Document = {"role": "assistant", "content": choice.text, "refusal": None}
+        if self._calls(index):
+            calls = [call.document() for call in self._calls(index)]
+            message = {**message, "content": choice.text or None, "tool_calls": calls}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": {"content": choice.logprobs, "refusal": None} if self._logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+
+
+class CompletionAnswer(Answer):
+    prefix, object, piece_object = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, service: Service, job: Job, asked: CompletionRequest) -> None:
+        super().__init__(service, job, asked.wants_usage, asked.return_progress)
+        self._logprobs, self._n = asked.logprobs is not None, asked.n or 1
+        self._offsets = [len(self._echo(index)) for index in range(len(self.choices))]
+
+    def _echo(self, index: int) -> str:
+        return self.job.prompts[index // self._n] if self.job.prompts else ""
+
+    def begin(self) -> Iterator[Document]:
+        for index in range(len(self.choices)):
+            if self._echo(index):
+                yield self._text(index, self._echo(index))
+
+    def _text(self, index: int, text: str, logprobs: Document | None = None, reason: str | None = None) -> Document:
+        return self._piece([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
+
+    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+        entry = None
+        if self._logprobs and not self._is_end(index, event):
+            text, _ = self._token(event.token.id)
+            entry = {
+                "tokens": [text],
+                "token_logprobs": [max(event.token.logprob, -9999.0)],
+                "top_logprobs": [{self._token(token)[0]: max(logprob, -9999.0) for token, logprob in event.top}],
+                "text_offset": [self._offsets[index]],
+            }
+            self._offsets[index] += len(text)
+            choice.logprobs.append(entry)
+        choice.parts.append(event.token.text)
+        if event.token.text or entry:
+            yield self._text(index, event.token.text, entry)
+
+    def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
+        yield self._text(index, "", reason=choice.finish_reason)
+
+    def _whole(self, index: int, choice: Choice) -> Document:
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        logprobs = {name: [entry[name][0] for entry in choice.logprobs] for name in names} if self._logprobs else None
+        text = self._echo(index) + choice.text
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+
+class ResponsesAnswer(Answer):
+    """Typed events with a running number instead of pieces."""
+
+    prefix, object = "resp_", "response"
+
+    def __init__(self, service: Service, job: Job, asked: ResponsesRequest) -> None:
+        super().__init__(service, job, False, asked.return_progress)
+        self._asked, self._item = asked, f"msg_{uuid.uuid4().hex}"
+        self._number = -1
+
+    def _event(self, kind: str, **fields: Any) -> Document:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **fields}
+
+    def begin(self) -> Iterator[Document]:
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+        item = {**self._message(""), "status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=0, item=item)
+        yield self._part("response.content_part.added", part=_text_part(""))
+
+    def _part(self, kind: str, **fields: Any) -> Document:
+        return self._event(kind, item_id=self._item, output_index=0, content_index=0, **fields)
+
+    def _progress(self, index: int, event: Progress) -> Document:
+        told = {"total": event.total, "cache": event.cached, "processed": event.done}
+        return self._event("response.in_progress", response=self._response("in_progress"), prompt_progress=told)
+
+    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+        choice.parts.append(event.token.text)
+        if event.token.text:
+            yield self._part("response.output_text.delta", delta=event.token.text, logprobs=[])
+
+    def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
+        text = choice.text
+        yield self._part("response.output_text.done", text=text, logprobs=[])
+        yield self._part("response.content_part.done", part=_text_part(text))
+        yield self._event("response.output_item.done", output_index=0, item=self._message(text))
+        whole = self.document()
+        yield self._event(f"response.{whole['status']}", response=whole)
+
+    def end(self) -> Iterator[Document]:
+        yield from ()
+
+    def failed(self, error: ApiError) -> Document:
+        return self._event("error", message=str(error), code=error.code, param=error.param)
+
+    def document(self) -> Document:
+        status = "incomplete" if self.choices[0].finish_reason == "length" else "completed"
+        return self._response(status)
+
+    def _message(self, text: str) -> Document:
+        status = "incomplete" if self.choices[0].finish_reason == "length" else "completed"
+        return {"id": self._item, "type": "message", "role": "assistant", "status": status,
+                "content": [_text_part(text)]}  # fmt: skip
+
+    def _response(self, status: str) -> Document:
+        asked, running = self._asked, status == "in_progress"
+        usage = None if running else self.usage()
+        sampling = self.job.requests[0].sampling
+        return {
+            "id": self.id, "object": self.object, "created_at": self.created, "status": status, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens,
+            "model": self.service.model, "output": [] if running else [self._message(self.choices[0].text)],
+            "parallel_tool_calls": False, "previous_response_id": None, "store": False,
+            "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "text": {"format": self._format()},
+            "tool_choice": "none", "tools": [], "truncation": "disabled", "metadata": asked.metadata or {},
+            "usage": None if usage is None else {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }  # fmt: skip
+
+    def _format(self) -> Document:
+        form = None if self._asked.text is None else self._asked.text.format
+        if form is None or form.type != "json_schema":
+            return {"type": "text" if form is None else form.type}
+        return {"type": "json_schema", "name": form.name, "schema": form.schema_, "strict": form.strict}
+
+
+def _text_part(text: str) -> Document:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,133 @@
+"""Answers that are JSON of a given schema: llguidance says which tokens may follow, and the others cannot be chosen."""
+
+import json
+import re
+import threading
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gemma_py.errors import ComputationError
+from gemma_py.server.faults import ApiError
+from gemma_py.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_LARGEST, _DEEPEST = 64 << 10, 64  # of a schema: characters as JSON, levels
+# What compiling and each step may cost, in llguidance's units: some 20 ms to compile, 15 ms a step.
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class JsonConstraint:
+    """Of one answer; not to be shared."""
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def allowed(self, logits: np.ndarray) -> np.ndarray:
+        """A copy of the logits [V] with minus infinity for every token that may not follow."""
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        self._insist()
+        allowed = bits[: self._vocab_size].astype(bool)
+        return np.where(allowed, logits, np.float32(-np.inf))
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._insist()
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing may follow but the end."""
+        return self._matcher.is_stopped()
+
+    def _insist(self) -> None:
+        if self._matcher.is_error():
+            raise ComputationError(f"the schema became too costly to follow: {_line(self._matcher.get_error())}")
+
+
+class JsonConstraints:
+    """Compiles schemas for one tokenizer, whose tables are made when the first is asked for (about two seconds)."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Collection[int]) -> None:
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
+        self._lock = threading.Lock()
+        self._tables: LLTokenizer | None = None
+
+    def compile(self, schema: dict[str, Any], param: str) -> JsonConstraint:
+        """ApiError for a schema that is wrong, too large, too deep, too costly, or that nothing can satisfy."""
+        try:
+            import llguidance
+        except ModuleNotFoundError:
+            message = "answers of a given form need llguidance: pip install 'gemma_py[schema]'"
+            raise ApiError(400, message, param, "unsupported_parameter") from None
+        _check_size(schema, param)
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps(schema), overrides={"whitespace_flexible": False}
+        )
+        limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
+        matcher = llguidance.LLMatcher(self._llguidance(), grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.deep_copy().compute_bitmask()
+            if matcher.is_stopped():
+                raise ApiError(400, "the schema leaves no way to answer", param, "invalid_value")
+        if matcher.is_error():
+            raise ApiError(400, f"the schema cannot be followed: {_line(matcher.get_error())}", param, "invalid_value")
+        return JsonConstraint(matcher, self._vocab_size)
+
+    def _llguidance(self) -> "LLTokenizer":
+        import llguidance
+
+        with self._lock:
+            if self._tables is None:
+                wrapper = llguidance.TokenizerWrapper(_Vocabulary(self._tokenizer, self._ends[0]))
+                self._tables = llguidance.LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=self._ends)
+            return self._tables
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it."""
+
+    def __init__(self, tokenizer: Tokenizer, end: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = end, tokenizer.bos_id
+        self.tokens = [piece_bytes(tokenizer, number) for number in range(tokenizer.size)]
+        self.special_token_ids = sorted(tokenizer.control_ids)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8", "replace"), bos=False)
+
+
+def piece_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """What a token stands for; nothing where it stands for none."""
+    piece = tokenizer.piece(token) or ""
+    byte = _BYTE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+
+
+def _check_size(schema: Any, param: str) -> None:
+    deep, level = 0, [schema]
+    while level and deep <= _DEEPEST:
+        deep += 1
+        lists = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [inner for values in lists for inner in values if isinstance(inner, dict | list)]
+    if level:
+        raise ApiError(400, f"the schema is deeper than {_DEEPEST} levels", param, "invalid_value")
+    size = len(json.dumps(schema))
+    if size > _LARGEST:
+        raise ApiError(400, f"the schema takes {size} characters; {_LARGEST} are allowed", param, "invalid_value")
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:200]

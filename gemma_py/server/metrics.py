@@ -1,0 +1,64 @@
+"""What /metrics tells, in Prometheus' form."""
+
+from collections.abc import Iterator
+
+import prometheus_client as prometheus
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gemma_py.scheduler import Scheduler, Usage
+
+_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_BETWEEN = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
+CONTENT_TYPE = prometheus.CONTENT_TYPE_PLAIN_0_0_4
+prometheus.disable_created_metrics()
+
+
+class Metrics:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._registry = prometheus.CollectorRegistry()
+        self._registry.register(_Now(scheduler))
+        self.requests = prometheus.Counter(
+            "gemma_py_requests", "Requests answered.", ("path", "status"), registry=self._registry
+        )
+        self._tokens = prometheus.Counter(
+            "gemma_py_tokens", "Tokens of answers to requests.", ("kind",), registry=self._registry
+        )
+        self._first = prometheus.Histogram(
+            "gemma_py_first_token_seconds",
+            "From a request to its first token.",
+            buckets=_FIRST,
+            registry=self._registry,
+        )
+        self.between = prometheus.Histogram(
+            "gemma_py_between_tokens_seconds", "From a token to the next.", buckets=_BETWEEN, registry=self._registry
+        )
+
+    def ended(self, usage: Usage) -> None:
+        for kind in ("prompt", "cached", "generated"):
+            self._tokens.labels(kind).inc(getattr(usage, kind))
+        if usage.generated:
+            self._first.observe(usage.first_token_seconds)
+
+    def text(self) -> bytes:
+        return prometheus.generate_latest(self._registry)
+
+
+class _Now(Collector):
+    """What the scheduler counts itself."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._scheduler.stats()
+        yield GaugeMetricFamily("gemma_py_requests_running", "Requests being computed.", stats.running)
+        yield GaugeMetricFamily("gemma_py_requests_waiting", "Requests in the queue.", stats.waiting)
+        yield GaugeMetricFamily(
+            "gemma_py_kv_bytes", "Reserved for keys and values of running requests.", stats.kv_bytes
+        )
+        yield GaugeMetricFamily("gemma_py_prefix_bytes", "Held by the prefix cache.", stats.prefix_bytes)
+        yield CounterMetricFamily("gemma_py_prefix_hits", "Prompts with a cached prefix.", stats.prefix_hits)
+        yield CounterMetricFamily("gemma_py_prefix_misses", "Prompts without one.", stats.prefix_misses)
+        yield CounterMetricFamily("gemma_py_passes", "Forward passes.", stats.passes)
+        yield CounterMetricFamily("gemma_py_computed_tokens", "Tokens computed.", stats.computed_tokens)

@@ -1,0 +1,79 @@
+"""The published description of the API, made of the schemas that requests are checked with."""
+
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import gemma_py
+from gemma_py.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
+
+_POSTS: dict[str, tuple[type[BaseModel], str]] = {
+    "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
+    "/v1/completions": (CompletionRequest, "Continue a text."),
+    "/v1/responses": (ResponsesRequest, "Answer, in the newer form; nothing is stored."),
+    "/tokenize": (TokenizeRequest, "Text to token ids."),
+    "/detokenize": (DetokenizeRequest, "Token ids to text."),
+}
+_GETS = {
+    "/v1/models": ("The model that is served.", "application/json"),
+    "/v1/models/{model}": ("The same, by name.", "application/json"),
+    "/health": ("Whether the engine makes progress.", "application/json"),
+    "/metrics": ("Counts and times, for Prometheus.", "text/plain"),
+    "/openapi.json": ("This document.", "application/json"),
+}
+_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+@cache
+def document() -> dict[str, Any]:
+    models = [(schema, "validation") for schema, _ in _POSTS.values()]
+    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    paths: dict[str, Any] = {}
+    for path, (schema, about) in _POSTS.items():
+        content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+        if path in _STREAMED:
+            content["text/event-stream"] = {}
+        reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+        body = {"required": True, "content": {"application/json": {"schema": reference}}}
+        paths[path] = {"post": {"summary": about, "requestBody": body, "responses": _responses(content)}}
+    for path, (about, kind) in _GETS.items():
+        form = {"type": "string"} if kind == "text/plain" else {"type": "object"}
+        paths[path] = {"get": {"summary": about, "responses": _responses({kind: {"schema": form}})}}
+    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    paths["/v1/models/{model}"]["get"]["parameters"] = [name]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "gemma_py", "version": gemma_py.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas["$defs"], "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _responses(content: dict[str, Any]) -> dict[str, Any]:
+    error = {"schema": {"$ref": "#/components/schemas/Error"}}
+    return {
+        "200": {"description": "It worked.", "content": content},
+        "default": {"description": "It did not, and this says why.", "content": {"application/json": error}},
+    }

@@ -1,0 +1,59 @@
+"""HTTP with limits on time: a client that sends its headers slowly, or does not read its answer, loses its connection.
+
+uvicorn bounds how much it buffers, and how long an idle connection is kept, but not these.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_SECONDS = 10.0  # from the first byte of a request (or the connection) to the end of its headers
+WRITE_SECONDS = 20.0  # that a full send buffer may stay full
+
+
+class LimitedProtocol(H11Protocol):
+    header_seconds, write_seconds = HEADER_SECONDS, WRITE_SECONDS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_limit: asyncio.TimerHandle | None = None
+        self._write_limit: asyncio.TimerHandle | None = None
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._header_limit = self.loop.call_later(self.header_seconds, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if self._header_limit is None and not self._answering:
+            self._header_limit = self.loop.call_later(self.header_seconds, self.transport.abort)
+        super().data_received(data)
+        if self._answering:
+            self._lift_header_limit()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_limit = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._lift_write_limit()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lift_header_limit()
+        self._lift_write_limit()
+        super().connection_lost(exc)
+
+    def _lift_header_limit(self) -> None:
+        if self._header_limit is not None:
+            self._header_limit.cancel()
+        self._header_limit = None
+
+    def _lift_write_limit(self) -> None:
+        if self._write_limit is not None:
+            self._write_limit.cancel()
+        self._write_limit = None

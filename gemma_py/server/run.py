@@ -1,0 +1,135 @@
+"""The process around the application: the socket, signals, and an end that loses nothing.
+
+SIGTERM or Ctrl-C: no new connections, what runs goes on until the deadline, what is left is told so. A second one ends the
+process at once. If the engine fails, every client is told, and the process ends by itself with an error.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from gemma_py.errors import ComputationError, InputError
+from gemma_py.server.app import App
+from gemma_py.server.protocol import LimitedProtocol
+
+LARGEST_HEADERS = 32 << 10  # bytes
+_SEND_BUFFER = 256 << 10  # bytes of a connection that the kernel holds
+_MOST_CONNECTIONS = 4096
+_OWN_FILES = 64  # beside connections
+_UNWELL_TICKS = 20  # of a tenth of a second: a process that was stopped and goes on is not yet a failure
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_SECONDS_BETWEEN_COMPLAINTS = 60.0
+_LAST_WORDS = 5.0  # seconds for what is said at the end to reach the clients
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        made = socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise InputError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from None
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
+    return made
+
+
+def address(listening: socket.socket) -> str:
+    """Where a browser finds it."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _most_connections() -> int:
+    """As many as there are file descriptors for, after asking for all that are allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_CONNECTIONS + _OWN_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(_MOST_CONNECTIONS, soft - _OWN_FILES)) if soft > 0 else _MOST_CONNECTIONS
+
+
+class Server(uvicorn.Server):
+    """drain: seconds that what runs at the end may still take. ready: called when requests and signals are heard.
+    failure: why the engine cannot go on, if it cannot."""
+
+    def __init__(self, app: App, asgi: ASGIApp, drain: float, ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                asgi, http=LimitedProtocol, ws="none", lifespan="off", loop="asyncio", log_level="error", access_log=False,
+                server_header=False, proxy_headers=False, limit_concurrency=_most_connections(),
+                h11_max_incomplete_event_size=LARGEST_HEADERS, timeout_graceful_shutdown=int(drain + _LAST_WORDS),
+            )
+        )  # fmt: skip
+        self._app, self._drain, self._ready = app, drain, ready
+        self._unwell, self._complained = 0, -math.inf
+        self.interrupted = False
+        self.failure: str | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn does it, but a signal that was obeyed is not raised again: SIGTERM ends with 0."""
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        try:
+            before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        except ValueError:  # not the main thread: whoever runs it there ends it by should_exit
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.interrupted = sig == signal.SIGINT
+        self.should_exit = self._app.ending = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._complain)
+        await super().startup(sockets)
+        self._ready()
+
+    def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Without file descriptors asyncio says thousands of times, with a traceback each, that it cannot accept, and will
+        try again after a second, be the socket closed or not."""
+        error = context.get("exception")
+        if self.should_exit and "_start_serving" in context.get("message", ""):
+            return
+        if not (isinstance(error, OSError) and error.errno in _SCARCE):
+            loop.default_exception_handler(context)
+        elif loop.time() > self._complained + _SECONDS_BETWEEN_COMPLAINTS:
+            self._complained = loop.time()
+            logging.getLogger("uvicorn.error").error("new connections have to wait: %s", error.strerror)
+
+    async def on_tick(self, counter: int) -> bool:
+        health = self._app.service.scheduler.health()
+        self._unwell = 0 if health.ok else self._unwell + 1
+        if self._unwell >= _UNWELL_TICKS:
+            self.failure = health.why
+            self._app.ending = True
+            self._app.fail(ComputationError(f"the engine has failed: {health.why}"))
+            return True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.ending = True
+        if self.failure is not None:
+            await super().shutdown(sockets)
+            return
+        drained = asyncio.to_thread(self._app.service.scheduler.drain, self._drain)
+        await asyncio.gather(drained, super().shutdown(sockets))

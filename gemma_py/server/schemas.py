@@ -1,0 +1,239 @@
+"""What a request may hold, in OpenAI's words; and, from the same source, the published OpenAPI document.
+
+Fields of OpenAI's that say nothing about the answer of a local model are taken and ignored (`Ignored`); any other field that
+is not listed is refused, as OpenAI does. `top_k`, `min_p`, `repetition_penalty` and `return_progress` are additions.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+_SEED = (1 << 63) - 1
+_LONGEST_STOP = 1024  # characters
+MOST_CHOICES = 16
+MOST_PROMPTS = 64
+
+Count = Annotated[int, Field(ge=1, le=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+StopString = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Loose(BaseModel):
+    """Of messages: programs send back what they were given, with fields that OpenAI added since."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class Part(Loose):
+    """Only text is read; other kinds are refused by name."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class FunctionCall(Loose):
+    name: str
+    arguments: str
+
+
+class ToolCall(Loose):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Loose):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class JsonSchema(Strict):
+    name: Annotated[str, Field(max_length=64)] = "answer"
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class Ignored(Strict):
+    """Of no consequence here: who asks, what to keep, what to charge."""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+
+
+class Sampled(Ignored):
+    """What all endpoints that generate have in common."""
+
+    model: str | None = None
+    stream: bool | None = False
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0, le=1 << 31)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
+    seed: Annotated[int | None, Field(ge=-_SEED - 1, le=_SEED)] = None
+    return_progress: bool = False
+
+    def sampling(self) -> dict[str, Any]:
+        """By the names of gemma_py.Sampling."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        given = {name: float(v) if name != "top_k" else v for name in names if (v := getattr(self, name)) is not None}
+        if given.get("top_p") == 0:
+            given["top_p"] = 1e-9  # OpenAI's way to ask for the likeliest alone
+        if self.seed is not None:
+            given["seed"] = self.seed & _SEED
+        return given
+
+
+class Penalised(Sampled):
+    n: Annotated[int | None, Field(ge=1, le=MOST_CHOICES)] = 1
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=1024)] = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        wrong = next(
+            (token for token in bias or {} if not (token.isascii() and token.isdigit() and len(token) < 10)), None
+        )
+        if wrong is not None:
+            raise ValueError(f"token ids should be whole numbers, found {wrong!r:.40}")
+        return bias
+
+    def sampling(self) -> dict[str, Any]:
+        given = super().sampling()
+        for name in ("presence_penalty", "frequency_penalty"):
+            if getattr(self, name) is not None:
+                given[name] = float(getattr(self, name))
+        if self.logit_bias:
+            given["logit_bias"] = {int(token): float(bias) for token, bias in self.logit_bias.items()}
+        return given
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ChatRequest(Penalised):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    tools: Annotated[list[Tool] | None, Field(max_length=128)] = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+
+class CompletionRequest(Penalised):
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    max_tokens: Count | None = 16
+    logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    echo: bool | None = False
+    best_of: Annotated[int | None, Field(ge=1, le=1)] = None
+    suffix: None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(max_length=64)] = "answer"
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class InputItem(Loose):
+    """A message; items of other types (calls, files, reasoning) are refused."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+
+
+class ResponsesRequest(Sampled):
+    """The stateless part: nothing is stored, so nothing can be referred to."""
+
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4096)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    text: TextOptions | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=0)] = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["disabled"] | None = None
+    include: Annotated[list[str], Field(max_length=0)] | None = None
+    background: bool | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    reasoning: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Strict):
+    """control: whether text may become control tokens. with_pieces: their text too."""
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = False
+    with_pieces: bool = False
+    model: str | None = None
+
+
+class DetokenizeRequest(Strict):
+    tokens: list[TokenId]
+    model: str | None = None

@@ -1,0 +1,213 @@
+"""One model, ready for requests: from what a program asks to what the scheduler takes."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gemma_py.engine import Engine
+from gemma_py.errors import ContextError, GemmaError
+from gemma_py.sampling import Sampling
+from gemma_py.scheduler import Request, Scheduler
+from gemma_py.server.constraint import JsonConstraint, JsonConstraints
+from gemma_py.server.faults import ApiError, from_engine
+from gemma_py.server.schemas import (
+    MOST_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    Part,
+    ResponseFormat,
+    ResponsesRequest,
+    Sampled,
+    TextFormat,
+)
+from gemma_py.server.schemas import Message as GivenMessage
+from gemma_py.server.tools import START, calls_and_results, declared
+from gemma_py.templates import ROLES, Message, Tools, checked_messages, encode
+
+DEFAULT_TOKENS = 1024  # of a chat's answer, where the request does not say
+_SEEDS = 1 << 63
+_NO_TOOLS = "The template of this model knows no tools."
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a request comes to. requests: one a choice, n for each prompt. param: the field that holds the prompt."""
+
+    requests: list[Request]
+    param: str
+    prompts: list[str]  # as text, where it is to be echoed
+
+
+class Service:
+    """model: the name that requests may use. Several threads may ask at once."""
+
+    def __init__(self, engine: Engine, scheduler: Scheduler, model: str, template: str | None = None) -> None:
+        self.engine, self.scheduler, self.model = engine, scheduler, model
+        self.tokenizer = engine.text_tokenizer()
+        self.template = engine.template(template)
+        self.ends = engine.ends(self.template)
+        self.created = int(time.time())
+        self.knows_tools = self.template.knows_tools and self.tokenizer.token_id(START) is not None
+        self._constraints = JsonConstraints(self.tokenizer, engine.config.vocab_size, self.ends)
+
+    def check_model(self, wanted: str | None) -> None:
+        if wanted is not None and wanted != self.model:
+            message = f"The model {wanted!r:.80} does not exist; this server has {self.model!r}."
+            raise ApiError(404, message, "model", "model_not_found")
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def chat(self, asked: ChatRequest) -> Job:
+        tools = [] if asked.tool_choice == "none" else asked.tools or []
+        if tools and not self.knows_tools:
+            raise ApiError(400, _NO_TOOLS, "tools", "unsupported_parameter")
+        if asked.top_logprobs and not asked.logprobs:
+            raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", "top_logprobs", "invalid_value")
+        declarations = declared(tools, self.tokenizer)
+        ids = self._prompt(self._messages(asked.messages), "messages", declarations)
+        limit = asked.max_completion_tokens or asked.max_tokens
+        request = Request(
+            ids,
+            self._room(ids, limit, "messages"),
+            self._sampling(asked),
+            stop=(*self.template.stop, *asked.stops),
+            ends=self.ends,
+            trim=True,
+            logprobs=bool(asked.logprobs),
+            top_logprobs=asked.top_logprobs or 0,
+        )
+        return Job(self._choices(request, asked.n, asked.response_format, "response_format"), "messages", [])
+
+    def completion(self, asked: CompletionRequest) -> Job:
+        if asked.echo and asked.logprobs is not None:
+            message = "'logprobs' of an echoed prompt are not made here."
+            raise ApiError(400, message, "logprobs", "unsupported_parameter")
+        given: Sequence[Any] = [asked.prompt]
+        if isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int):
+            given = asked.prompt
+        if len(given) * (asked.n or 1) > MOST_PROMPTS:
+            raise ApiError(400, f"more than {MOST_PROMPTS} answers asked for at once", "n", "invalid_value")
+        requests = []
+        for prompt in given:
+            ids = self._ids(prompt)
+            request = Request(
+                ids,
+                self._room(ids, asked.max_tokens, "prompt"),
+                self._sampling(asked),
+                stop=asked.stops,
+                ends=frozenset(self.engine.config.eos_token_ids),
+                logprobs=asked.logprobs is not None,
+                top_logprobs=asked.logprobs or 0,
+            )
+            requests += self._choices(request, asked.n, asked.response_format, "response_format")
+        echoed = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in given] if asked.echo else []
+        return Job(requests, "prompt", echoed)
+
+    def responses(self, asked: ResponsesRequest) -> Job:
+        if asked.tools:
+            raise ApiError(400, _NO_TOOLS, "tools", "unsupported_parameter")
+        if asked.background:
+            raise ApiError(400, "Nothing is done in the background here.", "background", "unsupported_parameter")
+        messages: list[Message] = []
+        if asked.instructions is not None:
+            messages.append({"role": "system", "content": asked.instructions})
+        if isinstance(asked.input, str):
+            messages.append({"role": "user", "content": asked.input})
+        else:
+            items = [GivenMessage(role=item.role, content=item.content) for item in asked.input]
+            messages = _joined_system(messages + self._messages(items))
+        ids = self._prompt(messages, "input")
+        limit = self._room(ids, asked.max_output_tokens, "input")
+        request = Request(
+            ids, limit, self._sampling(asked), stop=self.template.stop, ends=self.ends, trim=True,
+            logprobs=False,
+        )  # fmt: skip
+        form = None if asked.text is None else asked.text.format
+        return Job(self._choices(request, 1, form, "text.format"), "input", [])
+
+    # --- parts of them ------------------------------------------------------------------------------------------------
+
+    def _prompt(self, messages: list[Message], param: str, tools: Tools = ()) -> list[int]:
+        roles = (*ROLES, "tool") if self.knows_tools else ROLES
+        try:
+            checked = checked_messages(messages, roles)
+            told = [{**message, **text} for message, text in zip(messages, checked, strict=True)]
+            return self.engine.check_ids(encode(self.template.pieces(told, tools), self.tokenizer, {}, {}))
+        except GemmaError as error:
+            raise from_engine(error, param) from None
+
+    def _messages(self, given: Sequence[GivenMessage]) -> list[Message]:
+        """In the form of templates.checked_messages."""
+        made = []
+        extras = calls_and_results(given, self.tokenizer)
+        for number, (message, extra) in enumerate(zip(given, extras, strict=True)):
+            param = f"messages[{number}]"
+            if extra and not self.knows_tools:
+                raise ApiError(400, _NO_TOOLS, param, "unsupported_parameter")
+            if message.content is None and not message.tool_calls:
+                raise ApiError(400, f"Missing required parameter: '{param}.content'.", f"{param}.content",
+                               "missing_required_parameter")  # fmt: skip
+            role = "system" if message.role == "developer" else message.role
+            made.append({"role": role, "content": _text(message.content or ""), **extra})
+        return _joined_system(made)
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
+        try:
+            return self.engine.encode(prompt)
+        except GemmaError as error:
+            raise from_engine(error, "prompt") from None
+
+    def _room(self, ids: list[int], wanted: int | None, param: str) -> int:
+        """Tokens that the answer may have. Where the request does not say: as many as is usual, and as fit."""
+        room = self.engine.context - len(ids)
+        if room < (wanted or 1):
+            message = (
+                f"This model's context holds {self.engine.context} tokens, and the request asks for "
+                f"{len(ids) + (wanted or 1)}: {len(ids)} in '{param}', {wanted or 1} for the answer."
+            )
+            raise from_engine(ContextError(message), param)
+        return wanted or min(DEFAULT_TOKENS, room)
+
+    def _sampling(self, asked: Sampled) -> Sampling:
+        try:
+            return self.engine.chat_sampling(asked.sampling())
+        except GemmaError as error:
+            raise from_engine(error) from None
+
+    def _choices(
+        self, request: Request, n: int | None, form: ResponseFormat | TextFormat | None, param: str
+    ) -> list[Request]:
+        """One request a choice: seeds count up, and each has a constraint of its own."""
+        made = []
+        for number in range(n or 1):
+            sampling = request.sampling
+            if sampling.seed is not None:
+                sampling = replace(sampling, seed=(sampling.seed + number) % _SEEDS)
+            constraint = self._constraint(form, param)
+            made.append(replace(request, sampling=sampling, constraint=constraint))
+        return made
+
+    def _constraint(self, form: ResponseFormat | TextFormat | None, param: str) -> JsonConstraint | None:
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_object":
+            return self._constraints.compile({"type": "object"}, f"{param}.type")
+        named, param = (form, param) if isinstance(form, TextFormat) else (form.json_schema, f"{param}.json_schema")
+        if named is None or named.schema_ is None:
+            raise ApiError(400, f"Missing required parameter: '{param}.schema'.", f"{param}.schema",
+                           "missing_required_parameter")  # fmt: skip
+        return self._constraints.compile(named.schema_, f"{param}.schema")
+
+
+def _text(content: str | list[Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _joined_system(messages: list[Message]) -> list[Message]:
+    """Several system messages in front are one, with blank lines between."""
+    count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if count < 2:
+        return messages
+    joined = "\n\n".join(message["content"] for message in messages[:count])
+    return [{"role": "system", "content": joined}, *messages[count:]]

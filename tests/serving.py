@@ -1,0 +1,141 @@
+"""A server in this process, for tests that talk to it as a client would."""
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gemma_py
+from gemma_py.scheduler import Scheduler
+from gemma_py.server.app import App
+from gemma_py.server.guard import Keys
+from gemma_py.server.run import Server, address, bind
+from gemma_py.server.service import Service
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "models" / "tiny-gemma3"
+
+
+class Client:
+    """Of a server on this machine, by its port."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, Any, http.client.HTTPMessage]:
+        """(status, document or text, headers). A body that is not bytes is sent as JSON."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            kind = {} if data is None else {"Content-Type": "application/json"}
+            connection.request(method, path, data, {**kind, **(headers or {})})
+            response = connection.getresponse()
+            text = response.read().decode()
+            is_json = response.headers.get_content_type() == "application/json"
+            return response.status, json.loads(text) if is_json else text, response.headers
+
+    def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        status, document, _ = self.request("POST", path, body)
+        return status, document
+
+    def open_stream(self, max_tokens: int, content: str = "Once") -> socket.socket:
+        """A connection on which an answer has begun to arrive, which has exactly so many tokens."""
+        asked = {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": max_tokens}
+        asked["logit_bias"] = {"1": -100, "6": -100}  # the tokens at which it would end
+        connection = self.send("POST", "/v1/chat/completions", json.dumps(asked).encode())
+        answer = connection.recv(4096)
+        if b"200 OK" not in answer:
+            connection.close()
+            raise AssertionError(answer)
+        return connection
+
+    def send(self, method: str, path: str, body: bytes, length: int | None = None) -> socket.socket:
+        """A request over a bare socket, whose stated length may be another than the body's."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        length = len(body) if length is None else length
+        connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
+        return connection
+
+
+class Running(Client):
+    """A server that answers; `scheduler` and `app` are its insides."""
+
+    def __init__(self, app: App, url: str) -> None:
+        super().__init__(int(url.rpartition(":")[2]))
+        self.app, self.url, self.scheduler = app, url, app.service.scheduler
+
+
+class Process(Client):
+    """`python -m gemma_py serve` in a process of its own, which has said that it is ready. A context manager."""
+
+    def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "gemma_py")) -> None:
+        command = [sys.executable, *program, "serve", str(TINY), "--port", "0", "--json", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        assert self.child.stdout is not None
+        super().__init__(int(json.loads(self.child.stdout.readline())["url"].rpartition(":")[2]))
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and stderr, when it has ended."""
+        _, errors = self.child.communicate(timeout=60)
+        return self.child.returncode, errors
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.child.kill()
+        self.child.communicate()
+
+
+@contextlib.contextmanager
+def serving(
+    engine: gemma_py.Engine,
+    parallel: int = 4,
+    queue: int = 16,
+    keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    host: str = "127.0.0.1",
+    names: Sequence[str] = (),
+    template: str | None = None,
+) -> Iterator[Running]:
+    scheduler = Scheduler(engine, parallel, queue)
+    app = App(Service(engine, scheduler, "tiny", template), parallel + queue)
+    ready = threading.Event()
+    server = Server(app, app.asgi(host, names, origins, Keys(keys)), 0, ready.set)
+    listening = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield Running(app, address(listening))
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        scheduler.close()
+    assert not thread.is_alive()
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not come true"
+        time.sleep(0.01)
+
+
+def idle(server: Running) -> bool:
+    """Whether every place is free again."""
+    stats = server.scheduler.stats()
+    return stats.running == stats.waiting == 0 and not server.app.feeds
