@@ -228,11 +228,24 @@ class Conversation:
         """Take back the last text and its answer; gives the text."""
         text = self.last_text()
         del self.messages[-2:]
+        self._forget()
         return text
 
     def clear(self) -> None:
         """All but the system message."""
         self.messages = self.messages[:1] if self.system is not None else []
+        self._forget()
+
+    def _forget(self) -> None:
+        """What is no part of the conversation any more leaves the session too: it is neither told nor saved."""
+        spoken = any(message["role"] != "system" for message in self.messages)
+        common = self._common(self._prompt(self.messages)) if spoken else 0
+        if self._session.usable and self._session.reachable(common):
+            self._session.rewind(common)
+        else:
+            self._session = self.engine.session(self._keep())
+        answers = {message["content"].strip() for message in self.messages if message["role"] == "assistant"}
+        self._known = {text: ids for text, ids in self._known.items() if text in answers}
 
     @property
     def system(self) -> str | None:
@@ -244,6 +257,7 @@ class Conversation:
         rest = self.messages[1:] if self.system is not None else self.messages
         first = [] if text is None else checked_messages([{"role": "system", "content": text}])
         self.messages = [*first, *rest]
+        self._forget()
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
@@ -307,6 +321,7 @@ class Conversation:
 
     def save(self, path: str | Path) -> None:
         """Text, settings, and the keys and values, so that a long conversation goes on without computing them again."""
+        self._forget()  # another answer's words, of a retry or of an edited text
         description = {
             "messages": self.messages,
             "sampling": asdict(self.sampling) | {"logit_bias": list(self.sampling.logit_bias.items())},

@@ -105,6 +105,18 @@ def test_a_file_that_cannot_be_meant_is_refused_at_once(run: Run, tmp_path: Path
     assert code == 1 and said in err and err.count("\n") == 1
 
 
+def test_an_output_of_another_model_is_left_alone(run: Run, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", ROWS[:1]), tmp_path / "out.jsonl"
+    assert run("batch", source, out, TINY)[0] == 0
+    row = json.loads(out.read_text())
+    row["response"]["body"]["model"] = "another"
+    out.write_text(json.dumps(row) + "\n")
+    write(source, ROWS[:2])
+    before = out.read_bytes()
+    code, _, said = run("batch", source, out, TINY)
+    assert code == 1 and "answers of 'another'" in said and out.read_bytes() == before
+
+
 def test_an_output_of_something_else_is_left_alone(run: Run, tmp_path: Path) -> None:
     source = write(tmp_path / "in", ROWS[:1])
     for content, said in (

@@ -427,6 +427,38 @@ def test_a_loaded_conversation_goes_on_with_the_same_bits(told: tuple[Conversati
     assert answer == talk(Conversation.load(conversation.engine, path), "and then?")
 
 
+def test_what_was_taken_back_is_not_saved(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:
+    """Neither its words, nor its ids, nor its keys and values."""
+    path = tmp_path / "c"
+    for take_back in (Conversation.undo, Conversation.clear):
+        conversation = new(tiny_engine)
+        talk(conversation, "hello")
+        kept = None if take_back is Conversation.clear else conversation.messages.copy()
+        secret = talk(conversation, "the password is a fish").strip()
+        assert secret and secret in conversation._known
+        take_back(conversation)
+        if kept is None:
+            assert conversation.ids == []
+        else:
+            assert conversation.messages == kept
+            shared = conversation._common(conversation._prompt(kept))
+            assert conversation.ids == conversation._prompt(kept)[:shared]
+        conversation.save(path)
+        assert secret.encode() not in path.read_bytes()
+        assert Conversation.load(tiny_engine, path).ids == conversation.ids
+
+
+def test_a_retried_answer_is_not_saved_with_the_words_of_the_one_before(
+    tiny_engine: gemma_py.Engine, tmp_path: Path
+) -> None:
+    conversation = new(tiny_engine)
+    first = talk(conversation, "hello").strip()
+    second = "".join(token.text for token in conversation.retry()).strip()
+    assert first != second and first in conversation._known
+    conversation.save(tmp_path / "c")
+    assert set(conversation._known) == {second}
+
+
 def test_an_empty_conversation_is_saved_too(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:
     new(tiny_engine).save(tmp_path / "empty")
     loaded = Conversation.load(tiny_engine, tmp_path / "empty")
@@ -480,14 +512,14 @@ model, told, folder, kills = sys.argv[1:]
 target, rng = Path(folder) / "talk", random.Random(1)
 with gemma_py.load(model, threads=1) as engine:
     conversation = gemma_py.Conversation.load(engine, told)
-    ids, digest, filler = conversation.ids, conversation.kv_digest(), "x" * 1_000_000
-    conversation._known[filler] = [1]  # so that most of the time goes into writing
+    conversation.stop = ("x" * 1_000_000,)  # so that most of the time goes into writing
 
     def save(kill, number):
         conversation.max_tokens = 1 + kill * 1_000_000 + number
         conversation.save(target)
 
     save(0, 0)
+    ids, digest = conversation.ids, conversation.kv_digest()
     before, changed = 0, 0
     for kill in range(1, int(kills) + 1):
         child = os.fork()
@@ -500,7 +532,7 @@ with gemma_py.load(model, threads=1) as engine:
         loaded = gemma_py.Conversation.load(engine, target)
         found = loaded.max_tokens - 1
         assert found == before or found // 1_000_000 == kill, (found, before)
-        assert filler in loaded._known and (loaded.ids, loaded.kv_digest()) == (ids, digest)
+        assert loaded.stop == conversation.stop and (loaded.ids, loaded.kv_digest()) == (ids, digest)
         changed += found != before
         before = found
 print(kills, "killed;", len(list(Path(folder).glob("*.partial"))), "while writing,", changed, "after a new file was there")

@@ -102,11 +102,12 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 class Output:
     """The file of answers, which belongs to one process at a time. A context manager.
 
-    done: the custom_ids whose rows are complete; a torn last line is dropped.
+    done: the custom_ids whose rows are complete; a torn last line is dropped. models: that answered them.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.models: set[str] = set()
         try:
             self._file: BinaryIO = path.open("ab+")
         except OSError as error:
@@ -128,7 +129,11 @@ class Output:
             if not line.endswith(b"\n"):
                 break
             where = f"{self._path}, line {number}"
-            name = _object(line, where).get("custom_id")
+            row = _object(line, where)
+            name, response = row.get("custom_id"), row.get("response")
+            body = response.get("body") if isinstance(response, dict) else None
+            if isinstance(body, dict) and isinstance(body.get("model"), str):
+                self.models.add(body["model"])
             if not isinstance(name, str):
                 raise InputError(f"{where}: no answer of a batch; nothing was changed")
             done.add(name)
@@ -167,6 +172,11 @@ def run(service: Service, source: Path, rows: list[Row], output: Output, progres
     strange = output.done - {row.custom_id for row in rows}
     if strange:
         raise InputError(f"the output holds {min(strange)!r:.60}, which {source} does not ask for: another batch's?")
+    others = output.models - {service.model}
+    if others:
+        raise InputError(
+            f"the output holds answers of {min(others)!r:.60}, and this is {service.model!r}: take another file"
+        )
     counts = Counts(len(rows), before=len(output.done))
     with source.open("rb") as file:
         batch = _Batch(service, file, output, counts, progress)
