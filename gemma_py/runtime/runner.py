@@ -128,7 +128,7 @@ class Runner:
     def _compile(self) -> None:
         """Before any worker starts, in the calling thread; from the disk where it has been done before."""
         if first_time():
-            print("compiling kernels, once per machine: about half a minute", file=sys.stderr, flush=True)
+            print("compiling kernels, once per machine: up to a minute", file=sys.stderr, flush=True)
         batch, logits = _batch([Part(self.cache(), [])]), np.empty(0, np.float32)
         self.team.compile(forward, self.packed, self._scratch_for(1, 1), batch, logits, NO_TRACE)
         mark_compiled()
