@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gemma_py
-from gemma_py.cli.common import add_engine, add_model, note_kept_float, positive, print_json
+from gemma_py.cli.common import add_model, note_kept_float, print_json
 from gemma_py.cli.progress import Progress
-from gemma_py.cli.serve import model_name, needs_extra
+from gemma_py.cli.serve import add_service, model_name, needs_extra
 
 if TYPE_CHECKING:
     from gemma_py.server.batch import Counts
@@ -27,14 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="IN", help="requests, a row each")
     parser.add_argument("output", type=Path, metavar="OUT", help="answers; made, or gone on with")
     add_model(parser)
-    parser.add_argument("--name", metavar="NAME", help="what requests call the model (default: as MODEL)")
-    parser.add_argument(
-        "--parallel", type=positive, default=8, metavar="N", help="answers computed at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--template", metavar="FORM", help="gemma, transcript, or a jinja file (default: the checkpoint's)"
-    )
-    add_engine(parser)
+    add_service(parser)
 
 
 def run(args: argparse.Namespace) -> None:

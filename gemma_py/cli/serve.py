@@ -24,10 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=natural, default=8080, metavar="N", help="0: any free one (default: %(default)s)"
     )
-    parser.add_argument("--name", metavar="NAME", help="what requests call the model (default: as MODEL)")
-    parser.add_argument(
-        "--parallel", type=positive, default=8, metavar="N", help="answers computed at once (default: %(default)s)"
-    )
     parser.add_argument(
         "--queue",
         type=natural,
@@ -49,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--drain", type=natural, default=30, metavar="N", help="seconds for what runs at the end (default: %(default)s)"
+    )
+    add_service(parser)
+
+
+def add_service(parser: argparse.ArgumentParser) -> None:
+    """What answering requests takes, over HTTP or from a file."""
+    parser.add_argument("--name", metavar="NAME", help="what requests call the model (default: as MODEL)")
+    parser.add_argument(
+        "--parallel", type=positive, default=8, metavar="N", help="answers computed at once (default: %(default)s)"
     )
     parser.add_argument(
         "--template", metavar="FORM", help="gemma, transcript, or a jinja file (default: the checkpoint's)"
