@@ -22,6 +22,7 @@ from gemma_py.server.service import Service
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "models" / "tiny-gemma3"
+NO_END = {"1": -100, "6": -100}  # as logit_bias: without the tokens at which an answer would end
 
 
 class Client:
@@ -50,7 +51,7 @@ class Client:
     def open_stream(self, max_tokens: int, content: str = "Once") -> socket.socket:
         """A connection on which an answer has begun to arrive, which has exactly so many tokens."""
         asked = {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": max_tokens}
-        asked["logit_bias"] = {"1": -100, "6": -100}  # the tokens at which it would end
+        asked["logit_bias"] = NO_END
         connection = self.send("POST", "/v1/chat/completions", json.dumps(asked).encode())
         answer = connection.recv(4096)
         if b"200 OK" not in answer:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Running, idle, wait_until
+from serving import NO_END, Running, idle, wait_until
 
 from gemma_py.server.page import PAGE, POLICY
 
@@ -55,6 +55,14 @@ class Page:
         """As the settings dialog keeps them."""
         self.run("localStorage.setItem('gemma_py.options', JSON.stringify(arguments[0]))", options)
         self.driver.refresh()
+
+    def without_end(self) -> None:
+        """Until the page is loaded again, only `max_tokens` or a person ends an answer: chance would end most in 200 tokens."""
+        self.run(
+            "const ask = window.fetch, bias = {logit_bias: arguments[0]};"
+            "window.fetch = (url, o) => ask(url, o?.body ? {...o, body: JSON.stringify({...JSON.parse(o.body), ...bias})} : o)",
+            NO_END,
+        )
 
     def wait(self, true: Callable[[], Any]) -> None:
         wait_until(lambda: bool(true()))
@@ -135,6 +143,7 @@ def test_a_conversation(page: Page, server: Running) -> None:
 @browsed
 def test_an_answer_is_seen_while_it_is_made_and_can_be_stopped(page: Page, server: Running) -> None:
     page.set(max_tokens=4000, temperature=1)
+    page.without_end()
     page.send("Go on")
     page.wait(lambda: any(len(text) > 20 for text in page.texts(".assistant .text")))
     assert page.all(".assistant[aria-busy]") and not page.find("#send").is_displayed()
@@ -144,6 +153,7 @@ def test_an_answer_is_seen_while_it_is_made_and_can_be_stopped(page: Page, serve
     kept = page.run("return find(current).messages[1].content")
     page.driver.refresh()
     assert page.run("return find(current).messages[1].content") == kept
+    page.without_end()
     page.find("[aria-label='Answer again']").click()
     page.wait(lambda: page.all(".assistant[aria-busy]"))
     page.find("#input").send_keys("\ue00c")  # Escape
@@ -153,6 +163,7 @@ def test_an_answer_is_seen_while_it_is_made_and_can_be_stopped(page: Page, serve
 @browsed
 def test_leaving_the_page_frees_the_place_and_keeps_what_was_said(page: Page, server: Running) -> None:
     page.set(max_tokens=4000, temperature=1)
+    page.without_end()
     page.send("Go on")
     page.wait(lambda: any(len(text) > 20 for text in page.texts(".assistant .text")))
     page.driver.refresh()
