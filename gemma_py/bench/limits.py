@@ -1,8 +1,9 @@
 """The machine's own limits, measured in the same run as what is compared with them."""
 
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,36 +12,66 @@ from gemma_py import machine
 from gemma_py.kernels import limits
 from gemma_py.runtime.team import Team
 
-_LEAST_SECONDS = 0.02  # of a measurement: waking the workers takes a ten-thousandth of a second
-_ATTEMPTS = 5
+_LEAST_SECONDS = 0.001  # of a sample: waking the workers takes a twentieth of it
 _MEMORY = 512 << 20  # bytes that are read: more than caches hold
 
 
 @dataclass
 class Limits:
-    """Of so many threads at once, the best that has been seen. Operations are two a multiply-add."""
+    """Of so many threads at once: the medians of samples taken between the tests. Operations are two a multiply-add.
+
+    A processor that multiplies wide vectors lowers its clock, and takes milliseconds to raise it again. What is sampled
+    just after a test is the limit at the clock that the test had; the best that an idle machine can do is a fifth more.
+    """
 
     threads: int
-    f32: float = 0.0  # FLOP/s
-    int16: float = 0.0  # operations a second on pairs, as `simd.dot_pairs` does them
-    memory: float = 0.0  # bytes read a second
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)  # that take _LEAST_SECONDS
 
+    @property
+    def f32(self) -> float:
+        """FLOP/s, of the loop that suits this machine."""
+        return max(self._median("f32 in 6 chains"), self._median("f32 in 12 chains"))
 
-def measure(found: Limits, values: np.ndarray) -> None:
-    """Raise the limits to what is reached now.    values: of `memory_to_read`"""
-    threads = found.threads
-    out = np.empty(threads * limits.LANES, np.float32)
-    x = np.array([0.5, 0.25], np.float32)
-    rows = np.arange(limits.CODE_ROWS * limits.PAIRS * 2, dtype=np.int16)
-    w = np.ones(limits.PAIRS * limits.CODE_PANELS * 2 * limits.LANES, np.int16)
-    with Team(threads) as team:
+    @property
+    def int16(self) -> float:
+        """Operations a second on pairs, as `simd.dot_pairs` does them."""
+        return self._median("int16")
+
+    @property
+    def memory(self) -> float:
+        """Bytes read a second."""
+        return self._median("memory")
+
+    def _median(self, name: str) -> float:
+        return statistics.median(self.samples[name])
+
+    def sample(self, team: Team, values: np.ndarray) -> None:
+        """One more of each.    team: of as many threads   values: of `memory_to_read`"""
+        out = np.empty(self.threads * limits.LANES, np.float32)
+        x = np.array([0.5, 0.25], np.float32)
+        rows = np.arange(limits.CODE_ROWS * limits.PAIRS * 2, dtype=np.int16)
+        w = np.ones(limits.PAIRS * limits.CODE_PANELS * 2 * limits.LANES, np.int16)
         for kernel, chains in zip((limits.multiply_floats_6, limits.multiply_floats_12), limits.CHAINS, strict=True):
-            found.f32 = max(found.f32, _best(team, kernel, 2 * chains * limits.LANES, x, out))
+            self._sample(team, f"f32 in {chains} chains", kernel, 2 * chains * limits.LANES, x, out)
         operations = 2 * limits.multiply_adds_of_pairs(1)
-        found.int16 = max(found.int16, _best(team, limits.multiply_pairs, operations, rows, w, out))
-        part = values[: len(values) // (threads * 64) * threads * 64]
-        seconds = min(_seconds(team, limits.read_memory, part, out) for _ in range(_ATTEMPTS + 1))
-        found.memory = max(found.memory, part.nbytes / seconds)
+        self._sample(team, "int16", limits.multiply_pairs, operations, rows, w, out)
+        part = values[: len(values) // (self.threads * 64) * self.threads * 64]
+        self._note("memory", part.nbytes / _seconds(team, limits.read_memory, part, out))
+
+    def _sample(self, team: Team, name: str, kernel: Callable[..., Any], operations: int, *args: Any) -> None:
+        """Operations a second of all workers together, of `operations` a step and worker."""
+        if name not in self.steps:
+            steps = 1
+            _seconds(team, kernel, steps, *args)  # compiles
+            while _seconds(team, kernel, steps, *args) < _LEAST_SECONDS:
+                steps *= 2
+            self.steps[name] = steps
+        steps = self.steps[name]
+        self._note(name, self.threads * operations * steps / _seconds(team, kernel, steps, *args))
+
+    def _note(self, name: str, value: float) -> None:
+        self.samples.setdefault(name, []).append(value)
 
 
 def memory_to_read() -> np.ndarray:
@@ -54,13 +85,3 @@ def _seconds(team: Team, kernel: Callable[..., Any], *args: Any) -> float:
     start = time.perf_counter()
     team.run(kernel, *args)
     return time.perf_counter() - start
-
-
-def _best(team: Team, kernel: Callable[..., Any], operations: int, *args: Any) -> float:
-    """Operations a second of all workers together, of `operations` a step and worker."""
-    steps = 1
-    _seconds(team, kernel, steps, *args)  # compiles
-    while _seconds(team, kernel, steps, *args) < _LEAST_SECONDS:
-        steps *= 2
-    seconds = min(_seconds(team, kernel, steps, *args) for _ in range(_ATTEMPTS))
-    return team.workers * operations * steps / seconds

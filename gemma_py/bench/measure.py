@@ -61,8 +61,7 @@ class Row:
     test: Test
     seconds: list[float] = field(default_factory=list)
     digest: str = ""  # of the last logits and of what the cache held at the end
-    profile: Profile | None = None
-    profiled_seconds: float = 0.0
+    profiles: list[Profile] = field(default_factory=list)  # of the rounds, if that was asked for
 
     @property
     def rates(self) -> list[float]:
@@ -101,15 +100,15 @@ class Bench:
 
     @property
     def limits(self) -> list[Limits]:
-        return [found for found in self._limits.values() if found.memory]
+        return [found for found in self._limits.values() if found.samples]
 
     def run(self, rounds: int, profile: bool, say: Say) -> None:
         """Rounds are interleaved, so that a machine that is slower for a while is so for all tests."""
-        total = (rounds + profile) * sum(row.test.weight for row in self._all)
+        total = rounds * sum(row.test.weight for row in self._all)
         total += sum(depth for depth in {row.test.depth for row in self._all})
         done = 0
-        self._measure_limits(say, 0.0)
-        for number in range(rounds + profile):
+        values = limits.memory_to_read()
+        for number in range(rounds):
             before = 0
             for row in self._all:
                 if row.threads != before:
@@ -117,29 +116,20 @@ class Bench:
                     self.engine.runner.use(row.threads)
                     self._warm_up()
                 done += 0 if row.test.depth in self._starts else row.test.depth
-                what = "with a profile" if number == rounds else f"round {number + 1} of {rounds}"
-                say(f"{row.test} on {verify.threads_text(row.threads)}, {what}", done / total)
-                self._measure(row, profiled=number == rounds)
+                say(f"{row.test} on {verify.threads_text(row.threads)}, round {number + 1} of {rounds}", done / total)
+                self._measure(row, profile)
+                self._limits[row.threads].sample(self.engine.runner.team, values)
                 done += row.test.weight
-        self._measure_limits(say, 1.0)
-
-    def _measure_limits(self, say: Say, part: float) -> None:
-        """Before and after: a machine that others use too is not always the same."""
-        say("the machine's limits", part)
-        values = limits.memory_to_read()
-        for limit in self._limits.values():
-            limits.measure(limit, values)
 
     def _warm_up(self) -> None:
         """The first pass of a team waits for memory that the others find there."""
         longest = max(max(row.test.passes) for row in self._all)
         self.engine.runner.run(self.engine.runner.cache(), self._ids(longest), False)
 
-    def _measure(self, row: Row, profiled: bool) -> None:
+    def _measure(self, row: Row, profile: bool) -> None:
         runner, ids = self.engine.runner, self._ids(row.test.tokens)
         cache = self._start(row.test.depth)
-        if profiled:
-            row.profile = runner.profile = Profile(row.threads, len(PHASES))
+        runner.profile = Profile(row.threads, len(PHASES)) if profile else None
         first = 0
         try:
             start = time.perf_counter()
@@ -147,12 +137,10 @@ class Bench:
                 logits = runner.run(cache, ids[first : first + T], False)
                 first += T
             seconds = time.perf_counter() - start
+            row.profiles += [runner.profile] if runner.profile else []
         finally:
             runner.profile = None
-        if profiled:
-            row.profiled_seconds = seconds
-        else:
-            row.seconds.append(seconds)
+        row.seconds.append(seconds)
         self._compare(row, hashlib.sha256(logits.tobytes() + " ".join(cache.digest()).encode()).hexdigest())
 
     def _compare(self, row: Row, digest: str) -> None:
@@ -233,18 +221,18 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def phases(engine: Engine, row: Row, limit: Limits) -> list[dict[str, Any]]:
-    """Where the time of a profiled run went: seconds, of the average worker, and what was done in them.
+    """Where the time of all rounds went: seconds, of the average worker, and what was done in them.
 
     "waiting" is all time at barriers and for rows; what remains of the clock's time is Python, and waking the workers.
     """
-    assert row.profile is not None
-    cost, spent = cost_of(engine, row.test), row.profile.nanoseconds.mean(0) / 1e9
+    cost, total = len(row.seconds) * cost_of(engine, row.test), sum(row.seconds)
+    spent = np.sum([profile.nanoseconds for profile in row.profiles], axis=0).mean(0) / 1e9
     table = []
     for name, members in GROUPS.items():
         numbers = [PHASES.index(member) for member in members]
         seconds = float(spent[numbers, WORK].sum())
         flop, read = (int(cost[numbers, what].sum()) for what in (FLOP, BYTES))
-        entry: dict[str, Any] = {"phase": name, "seconds": seconds, "share": seconds / row.profiled_seconds}
+        entry: dict[str, Any] = {"phase": name, "seconds": seconds, "share": seconds / total}
         if flop and seconds:
             entry |= {
                 "gflops": flop / seconds / 1e9, "gbytes_per_second": read / seconds / 1e9,
@@ -253,9 +241,9 @@ def phases(engine: Engine, row: Row, limit: Limits) -> list[dict[str, Any]]:
             }  # fmt: skip
         table.append(entry)
     waiting = float(spent[:, WAIT].sum())
-    outside = row.profiled_seconds - float(spent.sum())
+    outside = total - float(spent.sum())
     for name, seconds in (("waiting", waiting), ("waking, Python", outside)):
-        table.append({"phase": name, "seconds": seconds, "share": seconds / row.profiled_seconds})
+        table.append({"phase": name, "seconds": seconds, "share": seconds / total})
     return table
 
 
@@ -266,9 +254,10 @@ def report(engine: Engine, bench: Bench) -> dict[str, Any]:
     for row in bench.rows:
         limit = by_threads[row.threads]
         entry = figures(engine, row, limit)
-        if row.profile is not None and row.profiled_seconds:
+        if row.profiles:
             entry["profile"] = phases(engine, row, limit)
-            entry |= {"passes": row.profile.passes, "barriers": row.profile.barriers}
+            entry["passes"] = sum(profile.passes for profile in row.profiles)
+            entry["barriers"] = sum(profile.barriers for profile in row.profiles)
         tests.append(entry)
     return {
         "model": model.name, "bytes": model.bytes, "parameters": model.parameters, "format": engine.checkpoint.format,

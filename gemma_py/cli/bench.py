@@ -5,7 +5,7 @@ begins after 2,048 others. Neither tokenisation nor the choice of tokens counts.
 standard deviation. Ctrl-C shows what has been measured.
 
 GFLOP/s count the matrices and attention, GB/s the weights and the keys and values, once a pass. The limits they are compared
-with are measured in the same run: multiply-adds of float32 and of pairs of int16, and reading memory, without anything else.
+with are sampled between the tests: multiply-adds of float32 and of pairs of int16, and reading memory, without anything else.
 Quantised weights are multiplied as pairs of int16, so their share of the float limit may pass 100%; what lies in a cache
 is read faster than memory.
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-t", "--threads", type=teams, dest="teams", default=environment_threads(), metavar="N,N",
         help="numbers of worker threads (default: as for other commands)",
     )  # fmt: skip
-    parser.add_argument("--profile", action="store_true", help="one more round, with the time of each phase")
+    parser.add_argument("--profile", action="store_true", help="the time of each phase too")
     parser.add_argument("--shape", metavar="NAME", help="random weights in the shape of a model from `gemma_py models`")
     parser.add_argument(
         "--type", default="q4_0", metavar="TYPE", help="what --shape stores its matrices as (default: %(default)s)"

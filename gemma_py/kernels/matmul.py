@@ -69,7 +69,8 @@ _AHEAD = 2048  # bytes of codes that are asked for early: the machine's own pref
 MATVEC_PANELS = 4  # of floats at once
 FEW_ROWS = 16  # times panels of codes as they are stored: spreading them out would take longer
 _SIGNS, _LEAST_BYTE = 0x8080, np.int32(-128)
-ROWS_TOGETHER = 270  # what a call should do: a multiple of every tile's rows, whose input stays in the second cache
+ROWS_STEP = 30  # what a call should do is some of: every tile's rows divide it
+LEAST_ROWS, MOST_ROWS = 120, 540  # of it: fewer do not pay for a panel that is spread out, more gain nothing
 
 
 class FloatPanels(NamedTuple):

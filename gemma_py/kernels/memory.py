@@ -8,8 +8,8 @@ LINE = 64  # bytes of a cache line, and of the widest vector
 
 
 def aligned(count: int, kind: Any = np.float32) -> np.ndarray:
-    """`count` numbers, not set, that begin with a cache line: a vector across two lines takes twice the time to load."""
+    """`count` zeros that begin with a cache line: a vector across two lines takes twice the time to load."""
     size = count * np.dtype(kind).itemsize
-    bytes_ = np.empty(size + LINE, np.uint8)
+    bytes_ = np.zeros(size + LINE, np.uint8)
     skipped = -bytes_.ctypes.data % LINE
     return bytes_[skipped : skipped + size].view(kind)

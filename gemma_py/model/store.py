@@ -30,6 +30,7 @@ import numpy as np
 from gemma_py.formats.files import forget
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.kernels.checksum import checksum
+from gemma_py.kernels.memory import aligned
 from gemma_py.model.checkpoint import Checkpoint
 from gemma_py.model.packed import LAYOUT, Packed, Plan
 from gemma_py.paths import PARTIAL, abandoned, atomic_write, cache_dir, private_dir
@@ -69,7 +70,7 @@ def packed_weights(checkpoint: Checkpoint, quant: str | None = None) -> Packed:
 
 
 def _in_memory(plan: Plan, source: Path) -> list[np.ndarray]:
-    arenas = [np.zeros(count, kind) for kind, count in plan.arenas]
+    arenas = [aligned(count, kind) for kind, count in plan.arenas]
     _fill(plan, arenas, source)
     return arenas
 

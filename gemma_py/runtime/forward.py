@@ -18,7 +18,9 @@ from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.intrinsics import array_at, bits_of_f32
 from gemma_py.kernels.matmul import (
     FEW_ROWS,
-    ROWS_TOGETHER,
+    LEAST_ROWS,
+    MOST_ROWS,
+    ROWS_STEP,
     CodedRows,
     FloatPanels,
     matmul_codes,
@@ -277,14 +279,21 @@ def rows_of(m, number):
 
 
 @inlined
-def panels_together(panels, T, workers):
-    """Panels of a tile, a multiple of 4, where the matrices of a phase have so many in all.
+def rows_together(panels, T, workers):
+    """Rows of a tile: as many as can be, for panels are spread out for each tile anew, but some tiles a worker."""
+    blocks = (32 * workers + panels - 1) // panels
+    rows = (T + blocks - 1) // blocks
+    return max(LEAST_ROWS, min(MOST_ROWS, (rows + ROWS_STEP - 1) // ROWS_STEP * ROWS_STEP))
+
+
+@inlined
+def panels_together(panels, blocks, T, workers):
+    """Panels of a tile, a multiple of 4, where the matrices of a phase have so many in all, and tiles so many rows.
 
     Many rows: some tiles a worker, however small the matrices. A few are done with a panel as fast as memory gives it, so
     what counts is long runs of memory: a tile has at least 16, and a small matrix as many tiles as there are workers.
     """
     if T > FEW_ROWS:
-        blocks = (T + ROWS_TOGETHER - 1) // ROWS_TOGETHER
         return max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
     tiles = workers * max(1, min(8, panels // (16 * workers)))
     return min(64, (panels + 4 * tiles - 1) // (4 * tiles) * 4)
@@ -297,10 +306,12 @@ def matmul_phase(worker, workers, cells, counter, m, numbers, x, outputs, s, ben
     numbers: of the matrices, negative for none   x: [T * K], which may be there in codes   outputs: as many arrays
     cap: soft cap of the results, 0 for none
     """
-    blocks, panels = (T + ROWS_TOGETHER - 1) // ROWS_TOGETHER, 0
+    panels = tiles = 0
     for number in numbers:
         panels += panels_for(rows_of(m, number))
-    width, tiles = panels_together(panels, T, workers), 0
+    together = rows_together(panels, T, workers)
+    blocks = (T + together - 1) // together
+    width = panels_together(panels, blocks, T, workers)
     for number in numbers:
         tiles += blocks * ((panels_for(rows_of(m, number)) + width - 1) // width)
     tile = claim_any(cells, worker, counter, tiles)
@@ -312,8 +323,8 @@ def matmul_phase(worker, workers, cells, counter, m, numbers, x, outputs, s, ben
             which += 1
             columns = (panels_for(rows_of(m, numbers[which])) + width - 1) // width
         N, y = rows_of(m, numbers[which]), outputs[which]
-        row, panel = local % blocks * ROWS_TOGETHER, local // blocks * width
-        row_end, panel_end = min(row + ROWS_TOGETHER, T), min(panel + width, panels_for(N))
+        row, panel = local % blocks * together, local // blocks * width
+        row_end, panel_end = min(row + together, T), min(panel + width, panels_for(N))
         matmul(m, numbers[which], s, x, y, row, row_end, panel, panel_end, bench)
         if cap > 0:
             for t in range(row, row_end):
