@@ -1,0 +1,109 @@
+"""Each kind of matrix of a model times a chunk of rows, beside the machine's float limit in the same moment.
+
+    python tools/matrices.py [MODEL] [--type f32] [--threads 1,2] [--rows 512] [--rounds 5]
+
+A processor that multiplies wide vectors lowers its clock, by a fifth on some, and raises it again within milliseconds. So
+the limit (multiply-adds in registers, nothing else) is sampled by the same workers right after each product, as `bench`
+cannot do in the middle of a pass. Every product is of another layer, so weights come from memory, as in a pass. With --type,
+MODEL names a shape of the catalogue, and the weights are random.
+
+Medians, with the smallest and the largest share. Wants a quiet machine.
+"""
+
+import argparse
+import statistics
+from collections import defaultdict
+
+import numpy as np
+
+import gemma_py
+from gemma_py.bench.shapes import random_checkpoint
+from gemma_py.catalog import DEFAULT_MODEL
+from gemma_py.cli.common import markdown, naturals, positive
+from gemma_py.engine import Engine
+from gemma_py.kernels import limits
+from gemma_py.kernels.atomics import nanoseconds
+from gemma_py.kernels.decorator import kernel
+from gemma_py.kernels.memory import aligned
+from gemma_py.kernels.simd import WIDE
+from gemma_py.model import packed as p
+from gemma_py.runtime.forward import Scratch, bench_of, matmul_phase
+from gemma_py.runtime.runner import NO_TRACE
+from gemma_py.runtime.sync import barrier
+from gemma_py.verify import prompt
+
+_STEPS = 100_000  # of the limit's loop: a quarter of a millisecond
+_loop, _CHAINS = (limits.multiply_floats_12, 12) if WIDE else (limits.multiply_floats_6, 6)
+
+
+@kernel
+def product_and_limit(worker, workers, cells, m, s, number, x, y, T, trace, sample, out, times):
+    """y = x times one matrix, as a pass does it, and then the limit's loop: nanoseconds of each.
+
+    times: int64 [workers, 2], written
+    """
+    one, cap, bench = (number, np.int64(-1), np.int64(-1)), np.float32(0.0), bench_of(s, worker, workers)
+    if not barrier(cells, worker, workers):
+        return False
+    start = nanoseconds()
+    matmul_phase(worker, workers, cells, np.int64(0), m, one, x, (y, y, y), s, bench, T, cap, trace)
+    if not barrier(cells, worker, workers):
+        return False
+    middle = nanoseconds()
+    _loop(worker, workers, cells, _STEPS, sample, out)
+    times[worker, 0], times[worker, 1] = middle - start, nanoseconds() - middle
+    return True
+
+
+def inputs_of(m: p.Packed, s: Scratch) -> list[tuple[int, np.ndarray]]:
+    """(number of a matrix, its input) of each layer in turn. Inputs, and their codes, are what the last pass left."""
+    columns = ((p.Q, s.n), (p.K, s.n), (p.V, s.n), (p.O, s.a), (p.GATE, s.n), (p.UP, s.n), (p.DOWN, s.gate))
+    return [(int(layer[column]), x) for column, x in columns for layer in m.layers if layer[column] >= 0]
+
+
+def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
+    """A row of the table for each shape and type."""
+    runner, found = engine.runner, defaultdict(list)
+    m, workers = runner.packed, runner.team.workers
+    runner.run(runner.cache(), prompt(T, engine.config.vocab_size), False)
+    assert runner._scratch is not None
+    names = [matrix.tensor.type.name for matrix in engine.checkpoint.stored_weights(engine.quant).matrices]
+    y, times = aligned(T * int(m.matrices[:, p.ROWS].max())), np.zeros((workers, 2), np.int64)
+    sample, out = np.array([0.5, 0.25], np.float32), aligned(workers * limits.LANES)
+    for _ in range(rounds):
+        for number, x in inputs_of(m, runner._scratch):
+            N, K = (int(value) for value in m.matrices[number, [p.ROWS, p.INPUTS]])
+            parts = (m, runner._scratch, number, x, y, T, NO_TRACE, sample, out, times)
+            runner.team.run(product_and_limit, *parts, claims=1)
+            limit = sum(2 * _STEPS * _CHAINS * limits.LANES / spent for spent in times[:, 1])
+            found[names[number], N, K].append((2 * T * N * K / times[:, 0].max(), limit))
+    table = []
+    for (name, N, K), pairs in sorted(found.items()):
+        rate, beside = (statistics.median(values) for values in zip(*pairs, strict=True))
+        shares = [rate / limit for rate, limit in pairs]
+        middle = f"{statistics.median(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})"
+        table.append([name, f"{N:,} x {K:,}", str(workers), str(len(pairs)), f"{rate:.0f}", f"{beside:.0f}", middle])
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser.add_argument("--type", help="of random weights in the shape of MODEL")
+    parser.add_argument("--threads", type=naturals, default=(1, 2))
+    parser.add_argument("--rows", type=positive, default=512)
+    parser.add_argument("--rounds", type=positive, default=5)
+    args = parser.parse_args()
+    rows = []
+    with (
+        gemma_py.load(args.model) if args.type is None else Engine(random_checkpoint(args.model, args.type, args.rows))
+    ) as engine:
+        for threads in args.threads:
+            engine.set_threads(threads)
+            rows += measure(engine, args.rows, args.rounds)
+    header = ["type", "matrix", "threads", "products", "GFLOP/s", "f32 limit beside", "share"]
+    print(markdown(header, rows, left=2))
+
+
+if __name__ == "__main__":
+    main()
