@@ -12,7 +12,7 @@ from gemma_py import machine
 from gemma_py.kernels import limits
 from gemma_py.runtime.team import Team
 
-_LEAST_SECONDS = 0.001  # of a sample: waking the workers takes a twentieth of it
+_LEAST_SECONDS = 0.005  # of a sample: waking the workers takes a fiftieth of it
 _MEMORY = 512 << 20  # bytes that are read: more than caches hold
 
 
@@ -20,8 +20,8 @@ _MEMORY = 512 << 20  # bytes that are read: more than caches hold
 class Limits:
     """Of so many threads at once: the medians of samples taken between the tests. Operations are two a multiply-add.
 
-    A processor that multiplies wide vectors lowers its clock, and takes milliseconds to raise it again. What is sampled
-    just after a test is the limit at the clock that the test had; the best that an idle machine can do is a fifth more.
+    A processor that multiplies wide vectors lowers its clock, and raises it again within milliseconds: in the middle of a
+    matmul the limit is lower than what is found here. tools/matrices.py looks there.
     """
 
     threads: int
