@@ -82,9 +82,9 @@ def test_rows_that_moved_are_the_same(checkpoints: dict[str, Path]) -> None:
         for first, keep in itertools.product((40, 66, 70, 100), (0, 20, 40)):
             session = engine.session(keep)
             session.prefill(ids[:first], chunk=1)
-            rings = session._cache.table[:, 1].copy()
+            rings = [layer.capacity for layer in session._cache.layers]
             session.reserve(128 - first)
-            grown += (session._cache.table[:, 1] > rings).sum()
+            grown += sum(now.capacity > before for now, before in zip(session._cache.layers, rings, strict=True))
             session.rewind(first - keep)
             session.prefill(ids[first - keep :])
             assert session.kv_digest() == fresh_digest(engine, ids)
@@ -162,9 +162,9 @@ def test_a_turn_finds_its_room_made(tiny_engine: gemma_py.Engine, monkeypatch: p
     moved: list[int] = []
     honest = Cache._move
 
-    def move(self: Cache, capacities: list[int]) -> None:
+    def move(self: Cache, number: int, capacity: int) -> None:
         moved.append(self.position)
-        honest(self, capacities)
+        honest(self, number, capacity)
 
     monkeypatch.setattr(Cache, "_move", move)
     for number in range(18):
@@ -390,8 +390,8 @@ def test_verify(tiny_engine: gemma_py.Engine) -> None:
     count = conversation.verify(threads=3, chunk=9, progress=lambda done, total: seen.append(done))
     assert count == len(conversation.ids) == seen[-1]
     assert tiny_engine.threads == threads
-    cache = conversation._session._cache
-    cache._rows(cache.values, 2)[0, (count - 1) % cache.table[2, 1]] += 1
+    layer = conversation._session._cache.layers[2]
+    layer.values[0, (count - 1) % layer.capacity] += 1
     with pytest.raises(MismatchError, match="layer 2"):
         conversation.verify()
     assert tiny_engine.threads == threads

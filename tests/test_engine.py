@@ -10,7 +10,7 @@ from conftest import TINY
 
 import gemma_py
 from gemma_py.errors import ContextError, InputError
-from gemma_py.runtime.cache import CAPACITY, KV_TYPES
+from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.forward import forward
 
 IDS = [2, *range(20, 60)]
@@ -62,8 +62,8 @@ def test_a_digest_sees_one_bit(tiny_engine: gemma_py.Engine) -> None:
     session = tiny_engine.session()
     session.prefill(IDS)
     before = session.kv_digest()
-    place = (len(IDS) - 1) % session._cache.table[2, CAPACITY]
-    session._cache._rows(session._cache.values, 2)[1, place].view(np.uint32)[3] ^= 1
+    layer = session._cache.layers[2]
+    layer.values[1, (len(IDS) - 1) % layer.capacity].view(np.uint32)[3] ^= 1
     after = session.kv_digest()
     assert [a == b for a, b in zip(before, after, strict=True)] == [layer != 2 for layer in range(len(before))]
 
@@ -72,9 +72,9 @@ def test_a_digest_covers_what_a_later_token_may_read(tiny_engine: gemma_py.Engin
     session = tiny_engine.session()
     session.prefill(IDS)
     before = session.kv_digest()
-    window, capacity = tiny_engine.config.layers[0].sliding_window, session._cache.table[0, CAPACITY]
+    window, capacity = tiny_engine.config.layers[0].sliding_window, session._cache.layers[0].capacity
     assert window == 16
-    rows = session._cache._rows(session._cache.keys, 0)
+    rows = session._cache.layers[0].keys
     rows[:, (len(IDS) - window) % capacity] += 1  # out of reach for position len(IDS)
     assert session.kv_digest() == before
     rows[:, (len(IDS) - window + 1) % capacity] += 1

@@ -203,7 +203,7 @@ def test_bfloat16_rows_match_their_reference(checkpoints: dict[str, Path], name:
         want = Expected(engine, prompt(engine.config, TOKENS))
         rows = engine.session()
         rows.prefill(want.ids)
-        assert rows._cache.keys.dtype == np.uint16
+        assert rows._cache.layers[0].keys.dtype == np.uint16
         for sizes in ([TOKENS], [1], [7, 12]):
             assert want.same(engine, sizes)
 
@@ -373,8 +373,9 @@ def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypa
             else min(self.position + tokens, y.sliding_window + tokens - 2)
             for y in self.config.layers
         ]
-        if needed != self.table[:, caches.CAPACITY].tolist():
-            self._move([max(1, rows) for rows in needed])
+        for number, rows in enumerate(needed):
+            if rows != self.layers[number].capacity:
+                self._move(number, max(1, rows))
 
     with opened(checkpoints["gemma3"], 2) as engine:
         want = expected("gemma3", engine)
@@ -471,8 +472,8 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
     for turn, row in enumerate(runner.packed.frequencies):
         places = slice(turn * chunk * len(row), (turn + 1) * chunk * len(row))
         rope_table(row, 30, s.cosines[places], s.sines[places], 0, chunk)
-    G, capacity = int(layer[packed.KV_HEADS]), cache.table[number, caches.CAPACITY]
-    keys, values = (cache._rows(arena, number).reshape(-1) for arena in (cache.keys, cache.values))
+    G, capacity = int(layer[packed.KV_HEADS]), cache.layers[number].capacity
+    keys, values = (rows.reshape(-1) for rows in cache.layers[number])
     stores = [(first, min(first + 4, chunk)) for first in range(0, chunk, 4)]
     reads = [(first, min(first + 5, chunk), g) for first in range(0, chunk, 5) for g in range(G)]
     rng, stored = random.Random(seed), 0
@@ -487,7 +488,7 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
         first, last, g = read
         passes.attention_tile(runner.packed, layer, s, keys, values, capacity, 30, g, first, last, s.attention)
     width = int(layer[packed.HEADS] * layer[packed.HEAD_DIM])
-    return s.a[: chunk * width].copy(), cache._rows(cache.keys, number).copy()
+    return s.a[: chunk * width].copy(), cache.layers[number].keys.copy()
 
 
 def test_a_thousand_legal_orders_of_one_layer_on_one_thread(checkpoints: dict[str, Path]) -> None:

@@ -75,7 +75,7 @@ def test_a_stalled_worker_keeps_alive_what_it_may_write_to() -> None:
     with gemma_py.load(TINY, threads=2, deadline=1.0) as opened:
         session = opened.session()
         session.prefill([2, 3])
-        rows = weakref.ref(session._cache.keys)
+        rows = weakref.ref(session._cache.layers[0].keys)
         opened.runner.trial = Trial(fault="stall", worker=1)
         with contextlib.suppress(WorkerError):
             session.prefill([4])

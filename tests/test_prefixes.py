@@ -56,12 +56,12 @@ def test_what_is_reserved_is_what_is_needed(kv: str) -> None:
         for tokens, chunk in ((1, 1), (30, 512), (300, 7), (300, 512)):
             cache = engine.runner.cache(TOKENS)
             cache.prepare(tokens, chunk)
-            keys = cache.keys
-            assert keys.nbytes + cache.values.nbytes == bytes_needed(engine.config, kv, tokens, chunk, TOKENS)
+            layers = cache.layers
+            assert cache.nbytes == bytes_needed(engine.config, kv, tokens, chunk, TOKENS)
             ids = prompt(engine, tokens)
             for first in range(0, tokens, chunk):
                 engine.runner.run(cache, ids[first : first + chunk], False)
-            assert cache.keys is keys
+            assert cache.layers is layers
 
 
 def test_the_last_token_is_always_computed(tiny_engine: gemma_py.Engine) -> None:

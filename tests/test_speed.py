@@ -74,7 +74,7 @@ def test_a_decoded_token_allocates_no_more_than_its_logits(
     session = engine.session()
     session.prefill(range(20))
     session.decode(1)
-    scratch, keys = engine.runner._scratch, session._cache.keys
+    scratch, layers = engine.runner._scratch, session._cache.layers
     monkeypatch.setattr(team, "run", counting)
     _nrt_python.memsys_enable_stats()
     tracemalloc.start()
@@ -92,7 +92,7 @@ def test_a_decoded_token_allocates_no_more_than_its_logits(
         tracemalloc.stop()
         _nrt_python.memsys_disable_stats()
     assert engine.runner._scratch is scratch
-    assert session._cache.keys is keys
+    assert session._cache.layers is layers
 
 
 @pytest.mark.parametrize("name", ["bf16", "Q8_0", "Q4_K", "untied"])

@@ -20,7 +20,7 @@ from gemma_py.cli.progress import Progress
 from gemma_py.model import packed as p
 from gemma_py.model.packed import Packed
 from gemma_py.runtime import forward as passes
-from gemma_py.runtime.cache import AT, CAPACITY, Cache
+from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.runner import NO_TRACE, Runner
 from gemma_py.runtime.trial import Trial
 
@@ -152,9 +152,8 @@ def flip_kept(layer: int, position: int, when: int) -> Before:
 
     def flip(runner: Runner, cache: Cache) -> None:
         if cache.position == when:
-            E = cache.config.layers[layer].head_dim
-            at, capacity = cache.table[layer, AT], cache.table[layer, CAPACITY]
-            cache.keys.view(np.uint32)[at + position % capacity * E] ^= 1 << 22
+            rows = cache.layers[layer]
+            rows.keys[0, position % rows.capacity].view(np.uint32)[0] ^= 1 << 22
 
     return flip
 

@@ -44,11 +44,10 @@ def once(engine: gemma_py.Engine, ids: list[int], length: int) -> dict[str, Any]
         start = time.perf_counter()
         session.decode(token)
         steps.append(time.perf_counter() - start)
-    cache = session._cache
     return {
         "prefill_seconds": prefill,
         "decode_seconds": statistics.median(steps),
-        "kv_bytes": cache.keys.nbytes + cache.values.nbytes,
+        "kv_bytes": session._cache.nbytes,
         "process_bytes": process_bytes(),
     }
 

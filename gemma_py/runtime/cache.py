@@ -1,12 +1,13 @@
 """The KV cache of one sequence: a ring a sliding layer, storage that grows a full one.
 
-All layers lie in one pair of flat arenas. In layer l, position t of head g begins at table[l, AT] + (g * capacity +
-t % capacity) * E: a head's rows are neighbours.
+Each layer has its keys and its values, [G, capacity, E]: a head's rows are neighbours, position t is row t % capacity.
 A ring holds at least window + chunk - 1 rows: a chunk never overwrites a row that a query of the same chunk reads.
 `keep` more of them let a session go back: what a ring still holds need not be computed again.
 """
 
+import copy
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from gemma_py.kernels.memory import aligned
 from gemma_py.model.config import Config
 from gemma_py.model.digest import digest, first_readable
 
-AT, CAPACITY = range(2)  # columns of the table
 KEYS, VALUES, ROWS = range(3)  # columns of Cache.places
 # What rows are stored as. bfloat16 takes half the memory and is rounded once, when a row is stored.
 KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
@@ -48,6 +48,17 @@ def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
         first += count
 
 
+class Rows(NamedTuple):
+    """A layer's, as they are stored: [G, capacity, E]."""
+
+    keys: np.ndarray
+    values: np.ndarray
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[1]
+
+
 class Cache:
     """Rows at positions below `position` are committed; the rest mean nothing, and are NaN where `poison` is set."""
 
@@ -57,10 +68,16 @@ class Cache:
         self.dtype = KV_TYPES[kv]
         self.ids: list[int] = []  # of the committed tokens
         self._oldest = [0] * len(config.layers)  # a layer's rows from here to `position` are whole
-        self.table = np.zeros((len(config.layers), 2), np.int64)
-        self.keys: np.ndarray = np.empty(0, self.dtype)
-        self.values: np.ndarray = self.keys
+        self.layers = [
+            Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
+            for layer in config.layers
+        ]
+        self._places = np.zeros((len(config.layers), 3), np.int64)
         self.abandoned = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows.nbytes for layer in self.layers for rows in layer)
 
     @property
     def position(self) -> int:
@@ -77,19 +94,16 @@ class Cache:
 
     def prepare(self, tokens: int, chunk: int) -> None:
         """Room for so many tokens in all, computed at most so many a pass: `reserve` then never moves a row."""
-        self._move(rows_needed(self.config, tokens, chunk, self.keep))
+        for number, rows in enumerate(rows_needed(self.config, tokens, chunk, self.keep)):
+            self._move(number, rows)
 
     def _make_room(self, position: int, tokens: int, ahead: int = 0) -> None:
-        needed = []
-        for layer, rows, (_, capacity) in zip(
-            self.config.layers, rows_needed(self.config, position + tokens, tokens, self.keep), self.table, strict=True
-        ):
-            spare = ahead + _SPARE if layer.sliding_window is None else 0
-            # Growing by half again keeps the copying of a long decode linear. Memory that is never written costs none,
-            # but while rows move to a larger arena there are two of each.
-            needed.append(int(capacity) if rows <= capacity else max(rows + spare, int(capacity) * 3 // 2, 64))
-        if needed != self.table[:, CAPACITY].tolist():
-            self._move(needed)
+        for number, rows in enumerate(rows_needed(self.config, position + tokens, tokens, self.keep)):
+            capacity = self.layers[number].capacity
+            spare = ahead + _SPARE if self.config.layers[number].sliding_window is None else 0
+            if rows > capacity:
+                # Growing by half again keeps the copying of a long decode linear; memory that is never written costs none.
+                self._move(number, max(rows + spare, capacity * 3 // 2, 64))
 
     def commit(self, tokens: list[int]) -> None:
         """The rows of these tokens are written, in every layer."""
@@ -113,24 +127,27 @@ class Cache:
             )
         del self.ids[position:]
 
-    def _move(self, capacities: list[int]) -> None:
-        """New arenas with these capacities, and all rows that are whole."""
-        shapes = [(y.num_key_value_heads, n, y.head_dim) for y, n in zip(self.config.layers, capacities, strict=True)]
-        sizes = [G * capacity * E for G, capacity, E in shapes]
-        table = np.stack([np.cumsum([0, *sizes[:-1]]), capacities], 1).astype(np.int64)
-        arenas: list[np.ndarray] = [aligned(sum(sizes), self.dtype) for _ in range(2)]
-        for number, shape in enumerate(shapes):
-            before, oldest = int(self.table[number, CAPACITY]), self._oldest[number]
-            at = table[number, AT]
-            for old, new in zip((self.keys, self.values), arenas, strict=True):
-                rows = new[at : at + sizes[number]].reshape(shape)
-                if self.poison:
-                    rows[:] = NAN[self.dtype]
-                for first, count in _runs(oldest, self.position, before, shape[1]):
-                    place = first % before
-                    rows[:, first % shape[1] :][:, :count] = self._rows(old, number)[:, place : place + count]
-        self.table = table
-        self.keys, self.values = arenas
+    def _move(self, number: int, capacity: int) -> None:
+        """Another room for a layer, and all its rows that are whole. Layers move one by one: two of one are enough."""
+        old, oldest = self.layers[number], self._oldest[number]
+        G, _, E = old.keys.shape
+        new = Rows(*(aligned(G * capacity * E, self.dtype).reshape(G, capacity, E) for _ in range(2)))
+        for source, rows in zip(old, new, strict=True):
+            if self.poison:
+                rows[:] = NAN[self.dtype]
+            for first, count in _runs(oldest, self.position, old.capacity, capacity):
+                place = first % old.capacity
+                rows[:, first % capacity :][:, :count] = source[:, place : place + count]
+        self.layers = [*self.layers[:number], new, *self.layers[number + 1 :]]  # a pass may hold the former list
+        self._places[number] = new.keys.ctypes.data, new.values.ctypes.data, capacity
+
+    def copy(self) -> "Cache":
+        """Another sequence that has come as far."""
+        twin = copy.copy(self)
+        twin.ids, twin._oldest, twin._places = list(self.ids), list(self._oldest), self._places.copy()
+        for number, layer in enumerate(self.layers):
+            twin._move(number, layer.capacity)
+        return twin
 
     def _committed(self, number: int) -> np.ndarray:
         """Positions whose rows a later query may read: the last window - 1 of a sliding layer, else all."""
@@ -141,17 +158,11 @@ class Cache:
         """Positions whose rows are as they were written: those, and up to `keep` before them."""
         return np.arange(self._oldest[number], self.position)
 
-    def _rows(self, arena: np.ndarray, number: int) -> np.ndarray:
-        """[G, capacity, E] of a layer, in the ring's order."""
-        (at, capacity), layer = self.table[number], self.config.layers[number]
-        G, E = layer.num_key_value_heads, layer.head_dim
-        return arena[at : at + G * capacity * E].reshape(G, capacity, E)
-
     def rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of a layer that a later query may read, by position: f32 [positions, G, E]."""
-        places = self._committed(number) % max(1, self.table[number, CAPACITY])
-        keys, values = (self._rows(arena, number)[:, places] for arena in (self.keys, self.values))
-        return _as_f32(keys.transpose(1, 0, 2)), _as_f32(values.transpose(1, 0, 2))
+        layer = self.layers[number]
+        places = self._committed(number) % max(1, layer.capacity)
+        return _as_f32(layer.keys[:, places].transpose(1, 0, 2)), _as_f32(layer.values[:, places].transpose(1, 0, 2))
 
     def digest(self) -> list[str]:
         """One a layer, of those rows."""
@@ -160,49 +171,46 @@ class Cache:
     def block(self, first: int, last: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """A layer each: keys and values of positions first .. last - 1, copied as they are stored, [G, positions, E]."""
         copies = []
-        for number, (_, capacity) in enumerate(self.table):
-            assert self.position - first <= capacity
-            places = np.arange(first, last) % capacity
-            copies.append((self._rows(self.keys, number)[:, places], self._rows(self.values, number)[:, places]))
+        for layer in self.layers:
+            assert self.position - first <= layer.capacity
+            places = np.arange(first, last) % layer.capacity
+            copies.append((layer.keys[:, places], layer.values[:, places]))
         return copies
 
     def stored(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
         """A layer's rows as they are stored, that a token after `since` may read: keys and values, [G, positions, E]."""
         positions = np.arange(first_readable(self.config.layers[number], since), self.position)
-        places = positions % max(1, self.table[number, CAPACITY])
-        return self._rows(self.keys, number)[:, places], self._rows(self.values, number)[:, places]
+        layer = self.layers[number]
+        places = positions % max(1, layer.capacity)
+        return layer.keys[:, places], layer.values[:, places]
 
     def restore(self, ids: list[int], stored: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         """Into an empty cache: the tokens that another had committed, and what it `stored` of each layer."""
         self._make_room(len(ids), 1)
         self.ids = list(ids)
-        for number, layer_rows in enumerate(stored):
-            capacity = int(self.table[number, CAPACITY])
-            count = min(layer_rows[0].shape[1], capacity)
+        for number, (layer, layer_rows) in enumerate(zip(self.layers, stored, strict=True)):
+            count = min(layer_rows[0].shape[1], layer.capacity)
             self._oldest[number] = self.position - count
-            places = np.arange(self.position - count, self.position) % capacity
-            for arena, rows in zip((self.keys, self.values), layer_rows, strict=True):
-                self._rows(arena, number)[:, places] = rows[:, rows.shape[1] - count :]
+            places = np.arange(self.position - count, self.position) % layer.capacity
+            for kept, rows in zip(layer, layer_rows, strict=True):
+                kept[:, places] = rows[:, rows.shape[1] - count :]
 
     def places(self) -> np.ndarray:
         """For kernels: the addresses of each layer's keys and values, and how many rows a head has there. int64 [L, 3]
 
-        Good until the next `reserve`; whoever uses them keeps the arenas alive.
+        Good until the next `reserve`; whoever uses them keeps the layers' arrays alive.
         """
-        at, itemsize = self.table[:, AT], self.keys.itemsize
-        bases = [arena.ctypes.data + at * itemsize for arena in (self.keys, self.values)]
-        return np.stack([*bases, self.table[:, CAPACITY]], 1)
+        return self._places
 
     def abandon(self) -> None:
-        """A pass failed and one of its workers may still write to these arenas: nobody may use them again."""
+        """A pass failed and one of its workers may still write to these rows: nobody may use them again."""
         self.abandoned = True
 
     def forget_uncommitted(self) -> None:
         """In test mode: whatever lies beyond the committed rows becomes NaN again, so that reading it shows."""
         if not self.poison:
             return
-        for number in range(len(self.config.layers)):
-            capacity = int(self.table[number, CAPACITY])
-            stale = np.setdiff1d(np.arange(capacity), self._whole(number) % max(1, capacity))
-            for arena in (self.keys, self.values):
-                self._rows(arena, number)[:, stale] = NAN[self.dtype]
+        for number, layer in enumerate(self.layers):
+            stale = np.setdiff1d(np.arange(layer.capacity), self._whole(number) % max(1, layer.capacity))
+            for rows in layer:
+                rows[:, stale] = NAN[self.dtype]

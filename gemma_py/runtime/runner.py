@@ -105,7 +105,7 @@ class Runner:
             self.team.run(
                 forward, self.packed, scratch, batch, logits, trace,
                 marks=[part.cache.position for part in parts] * layers, claims=(layers + 1) * COUNTERS,
-                held=[(part.cache.keys, part.cache.values) for part in parts], trial=self.trial, profile=self.profile,
+                held=[part.cache.layers for part in parts], trial=self.trial, profile=self.profile,
             )  # fmt: skip
         except BaseException:
             if not self.team.settled:
