@@ -505,7 +505,7 @@ def test_a_damaged_file_is_refused(told: tuple[Conversation, Path], tmp_path: Pa
 
 # Children that save again and again, each killed at some moment; what was being written when, and what is left of it.
 KILLED = """
-import os, random, signal, sys, time
+import contextlib, os, random, signal, sys, time
 from pathlib import Path
 import gemma_py
 model, told, folder, kills = sys.argv[1:]
@@ -518,17 +518,27 @@ with gemma_py.load(model, threads=1) as engine:
         conversation.max_tokens = 1 + kill * 1_000_000 + number
         conversation.save(target)
 
+    start = time.monotonic()
     save(0, 0)
+    took = time.monotonic() - start
+    begun, begin = os.pipe()
     ids, digest = conversation.ids, conversation.kv_digest()
     before, changed = 0, 0
     for kill in range(1, int(kills) + 1):
         child = os.fork()
         if child == 0:
             for number in range(1_000_000):
+                os.write(begin, b".")
                 save(kill, number)
-        time.sleep(rng.uniform(0, 0.2))
+        for _ in range(rng.randint(1, 3)):
+            os.read(begun, 1)  # however slow the machine is, the child is at it
+        time.sleep(rng.uniform(0, took))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.set_blocking(begun, False)
+        with contextlib.suppress(BlockingIOError):
+            os.read(begun, 1_000_000)
+        os.set_blocking(begun, True)
         loaded = gemma_py.Conversation.load(engine, target)
         found = loaded.max_tokens - 1
         assert found == before or found // 1_000_000 == kill, (found, before)
