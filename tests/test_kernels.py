@@ -240,6 +240,18 @@ def test_a_row_may_lie_elsewhere_in_the_input():
         assert_same(one, other)
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5])
+def test_quantise_rows_writes_its_rows_alone(blocks):
+    """Others are at the neighbours at the same time."""
+    K, x = 32 * blocks, normal(np.random.default_rng(4), 3, 32 * blocks)
+    made = coded(x)
+    before = [array.copy() for array in made]
+    rows.quantise_rows((2 * x).reshape(-1), K, made, 1, 2, 0)
+    for old, new in zip(before, made, strict=True):
+        assert_same(new.reshape(3, -1)[[0, 2]], old.reshape(3, -1)[[0, 2]])
+    assert (made.scales.reshape(3, -1)[1] == 2 * before[2].reshape(3, -1)[1]).all()
+
+
 @some
 @given(seeds, st.integers(1, 20), st.integers(1, 70), st.booleans())
 def test_rms_norm_rows_matches_the_reference(seed, T, D, in_place):

@@ -9,7 +9,7 @@ import numpy as np
 from gemma_py.kernels import lanes
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import sine_cosine64
-from gemma_py.kernels.intrinsics import f32_of_bits, fma, sqrt, widen
+from gemma_py.kernels.intrinsics import fma, sqrt, widen
 from gemma_py.kernels.lanes import put, take
 from gemma_py.kernels.panels import BLOCK, COLUMNS, spread_panel
 from gemma_py.kernels.simd import (
@@ -17,8 +17,8 @@ from gemma_py.kernels.simd import (
     band,
     bits,
     div,
-    izeros,
-    largest_lane,
+    interleaved,
+    largest_of_four,
     less,
     load,
     load_one,
@@ -27,10 +27,13 @@ from gemma_py.kernels.simd import (
     select,
     shift_right,
     splat_value,
+    splats_of_four,
     store_codes,
+    store_first,
     store_split,
     sub,
-    sum_lanes,
+    sums_of_four,
+    to_f32,
     to_i32,
 )
 from gemma_py.kernels.simd import fma as fma_lanes
@@ -48,43 +51,80 @@ _GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)
 
 
 @inlined
+def _largest_of(a, b):
+    """Magnitudes are compared as integers: their order is the same, and above the largest float lie infinity and NaN."""
+    mask = splat_value(_MAGNITUDE)
+    low, high = band(bits(a), mask), band(bits(b), mask)
+    return select(less(low, high), high, low)
+
+
+@inlined
 def _codes_of(x, scale):
-    """Sixteen values as integers of scale, which is above 0."""
-    code = sub(add(div(x, splat_value(scale)), splat_value(_ROUND)), splat_value(_ROUND))
+    """Sixteen values as integers of scale; 0 where it is not above 0."""
+    sound = less(splat_value(_ZERO), scale)
+    code = div(x, select(sound, scale, splat_value(_ONE)))
+    code = sub(add(code, splat_value(_ROUND)), splat_value(_ROUND))
     code = select(less(code, splat_value(_LEAST_CODE)), splat_value(_LEAST_CODE), code)
-    return to_i32(select(less(splat_value(_LARGEST_CODE), code), splat_value(_LARGEST_CODE), code))
+    code = select(less(splat_value(_LARGEST_CODE), code), splat_value(_LARGEST_CODE), code)
+    return to_i32(select(sound, code, splat_value(_ZERO)))
+
+
+@inlined
+def _nth(block, number, blocks):
+    """Where the next block but so many begins; where fewer are left, the last one, which is then done twice."""
+    return min(block + number, blocks - 1) * BLOCK
+
+
+@inlined
+def _load_four(x, at, places):
+    a, b, c, d = places
+    return load(x, at + a), load(x, at + b), load(x, at + c), load(x, at + d)
+
+
+@inlined
+def _put_block(coded, at, low, high):
+    store_codes(coded.codes, at, low)
+    store_codes(coded.codes, at + COLUMNS, high)
+    store_split(coded.halves, 2 * at, low)
+    store_split(coded.halves, 2 * at + BLOCK, high)
+
+
+@inlined
+def _uppers_of(low, high):
+    """The upper bytes of both, added."""
+    return add(shift_right(low, splat_value(_BYTE)), shift_right(high, splat_value(_BYTE)))
 
 
 @kernel
 def quantise_rows(x, K, coded, first, last, shift):
-    """Rows first .. last - 1 as rows first - shift .. of an input in codes.
+    """Rows first .. last - 1 as rows first - shift .. of an input in codes, four blocks at a time.
 
     x: [T * K]   coded: CodedRows, written
-
-    Magnitudes are compared as integers: their order is the same, and above the largest float lie infinity and NaN.
     """
-    for t in range(first, last):
-        for block in range(K // BLOCK):
-            at = t * K + block * BLOCK
-            a, b, mask = load(x, at), load(x, at + COLUMNS), splat_value(_MAGNITUDE)
-            low, high = band(bits(a), mask), band(bits(b), mask)
-            largest = largest_lane(select(less(low, high), high, low))
-            scale = f32_of_bits(largest) / _LARGEST_CODE if largest <= _LARGEST_F32_BITS else _NAN
-            low, high = izeros(2)
-            if scale > _ZERO:
-                low, high = _codes_of(a, scale), _codes_of(b, scale)
-            at -= shift * K
-            store_codes(coded.codes, at, low)
-            store_codes(coded.codes, at + COLUMNS, high)
-            store_split(coded.halves, 2 * at, low)
-            store_split(coded.halves, 2 * at + BLOCK, high)
-            low_sum, high_sum = sum_lanes(low), sum_lanes(high)
-            coded.scales[at // BLOCK] = scale
-            coded.sums[at // BLOCK] = _F(low_sum + high_sum)
-            upper = add(shift_right(low, splat_value(_BYTE)), shift_right(high, splat_value(_BYTE)))
-            coded.high_sums[at // BLOCK] = _F(sum_lanes(upper))
-            coded.half_sums[at // COLUMNS] = _F(low_sum)
-            coded.half_sums[at // COLUMNS + 1] = _F(high_sum)
+    blocks, target = (last - first) * (K // BLOCK), (first - shift) * K
+    for block in range(0, blocks, 4):
+        places = (_nth(block, 0, blocks), _nth(block, 1, blocks), _nth(block, 2, blocks), _nth(block, 3, blocks))
+        source, count, at = first * K, min(4, blocks - block), target // BLOCK + block
+        a0, a1, a2, a3 = _load_four(x, source, places)
+        b0, b1, b2, b3 = _load_four(x, source + COLUMNS, places)
+        largest = largest_of_four(_largest_of(a0, b0), _largest_of(a1, b1), _largest_of(a2, b2), _largest_of(a3, b3))
+        scales = div(bits(largest), splat_value(_LARGEST_CODE))
+        scales = select(less(splat_value(_LARGEST_F32_BITS), largest), splat_value(_NAN), scales)
+        s0, s1, s2, s3 = splats_of_four(scales)
+        low0, low1, low2, low3 = _codes_of(a0, s0), _codes_of(a1, s1), _codes_of(a2, s2), _codes_of(a3, s3)
+        high0, high1, high2, high3 = _codes_of(b0, s0), _codes_of(b1, s1), _codes_of(b2, s2), _codes_of(b3, s3)
+        _put_block(coded, target + places[0], low0, high0)
+        _put_block(coded, target + places[1], low1, high1)
+        _put_block(coded, target + places[2], low2, high2)
+        _put_block(coded, target + places[3], low3, high3)
+        low, high = sums_of_four(low0, low1, low2, low3), sums_of_four(high0, high1, high2, high3)
+        upper = sums_of_four(
+            _uppers_of(low0, high0), _uppers_of(low1, high1), _uppers_of(low2, high2), _uppers_of(low3, high3)
+        )
+        store_first(coded.scales, at, scales, count)
+        store_first(coded.sums, at, to_f32(add(low, high)), count)
+        store_first(coded.high_sums, at, to_f32(upper), count)
+        store_first(coded.half_sums, 2 * at, interleaved(to_f32(low), to_f32(high)), 2 * count)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------

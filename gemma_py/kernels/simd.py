@@ -369,10 +369,59 @@ def sum_lanes(typing, a):
     )
 
 
+def _reduced(builder, vectors, combine):
+    """Each vector's lanes combined into one number: lanes 0, 4, 8 and 12 have the first's, the next ones the second's ...
+
+    In any order: for operations that know no rounding. Four vectors at once take a third of the time of four alone.
+    """
+
+    def joined(x, y, firsts, seconds):
+        """Of every four lanes of both: these places of the pair, and those."""
+        lanes = ([place + 4 * part for part in range(4) for place in places] for places in (firsts, seconds))
+        return combine(*(_shuffle(builder, x, y, each) for each in lanes))
+
+    a, b, c, d = vectors
+    ab, cd = (joined(x, y, (0, 16, 1, 17), (2, 18, 3, 19)) for x, y in ((a, b), (c, d)))
+    a = joined(ab, cd, (0, 1, 16, 17), (2, 3, 18, 19))
+    for turn in (8, 4):
+        a = combine(a, _shuffle(builder, a, a, [(lane + turn) % 16 for lane in range(16)]))
+    return a
+
+
 @intrinsic
-def largest_lane(typing, a):
-    return types.int32(i32x16), lambda context, builder, sig, args: _call(
-        builder, "llvm.vector.reduce.smax.v16i32", _I32, args
+def sums_of_four(typing, a, b, c, d):
+    """The sum of each one's lanes: a's in lanes 0, 4, 8 and 12, b's in the next ones ..."""
+    return i32x16(i32x16, i32x16, i32x16, i32x16), lambda context, builder, sig, args: _reduced(
+        builder, args, builder.add
+    )
+
+
+@intrinsic
+def largest_of_four(typing, a, b, c, d):
+    """The largest of each one's lanes, likewise."""
+
+    def codegen(context, builder, sig, args):
+        return _reduced(builder, args, lambda x, y: _call(builder, "llvm.smax.v16i32", i32x16.llvm, [x, y]))
+
+    return i32x16(i32x16, i32x16, i32x16, i32x16), codegen
+
+
+@intrinsic
+def splats_of_four(typing, a):
+    """Lanes 0, 1, 2 and 3, each in all 16 lanes."""
+
+    def codegen(context, builder, sig, args):
+        splats = [_shuffle(builder, args[0], args[0], [lane] * 16) for lane in range(4)]
+        return context.make_tuple(builder, sig.return_type, splats)
+
+    return types.UniTuple(f32x16, 4)(f32x16), codegen
+
+
+@intrinsic
+def interleaved(typing, a, b):
+    """a's first eight lanes, each followed by b's."""
+    return f32x16(f32x16, f32x16), lambda context, builder, sig, args: _shuffle(
+        builder, *args, [lane // 2 + 16 * (lane % 2) for lane in range(16)]
     )
 
 
