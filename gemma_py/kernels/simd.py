@@ -421,7 +421,7 @@ def splats_of_four(typing, a):
 def interleaved(typing, a, b):
     """a's first eight lanes, each followed by b's."""
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: _shuffle(
-        builder, *args, [lane // 2 + 16 * (lane % 2) for lane in range(16)]
+        builder, args[0], args[1], [lane // 2 + 16 * (lane % 2) for lane in range(16)]
     )
 
 
