@@ -281,9 +281,9 @@ def rows_of(m, number):
 @inlined
 def rows_together(panels, T, workers):
     """Rows of a tile: as many as can be, for panels are spread out for each tile anew, but some tiles a worker."""
-    blocks = (32 * workers + panels - 1) // panels
+    blocks = max((T + MOST_ROWS - 1) // MOST_ROWS, (32 * workers + panels - 1) // panels)
     rows = (T + blocks - 1) // blocks
-    return max(LEAST_ROWS, min(MOST_ROWS, (rows + ROWS_STEP - 1) // ROWS_STEP * ROWS_STEP))
+    return max(LEAST_ROWS, (rows + ROWS_STEP - 1) // ROWS_STEP * ROWS_STEP)
 
 
 @inlined
