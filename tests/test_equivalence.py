@@ -480,14 +480,24 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
         ready = [read for read in reads if read[1] <= stored]
         if stores and (seed == 0 or not ready or rng.random() < 0.4):
             first, stored = stores.pop(0)
-            passes.rope_kv_tile(runner.packed, layer, s, keys, values, capacity, 30, chunk, first, stored)
+            _rope_kv_tile(runner.packed, layer, s, keys, values, capacity, 30, chunk, first, stored)
             continue
         read = rng.choice(ready) if seed else ready[0]
         reads.remove(read)
         first, last, g = read
-        passes.attention_tile(runner.packed, layer, s, keys, values, capacity, 30, g, first, last, s.attention)
+        _attention_tile(runner.packed, layer, s, keys, values, capacity, 30, g, first, last, s.attention)
     width = int(layer[packed.HEADS] * layer[packed.HEAD_DIM])
     return s.a[: chunk * width].copy(), cache._rows(cache.keys, number).copy()
+
+
+@kernel
+def _rope_kv_tile(m, layer, s, keys, values, capacity, origin, T, first, last):
+    passes.rope_kv_tile(m, layer, s, keys, values, capacity, origin, T, first, last)
+
+
+@kernel
+def _attention_tile(m, layer, s, keys, values, capacity, origin, g, first, last, scratch):
+    passes.attention_tile(m, layer, s, keys, values, capacity, origin, g, first, last, scratch)
 
 
 def test_a_thousand_legal_orders_of_one_layer_on_one_thread(checkpoints: dict[str, Path]) -> None:
