@@ -9,9 +9,9 @@ from typing import Any
 
 import llvmlite.binding
 import numba
+from numba import types
 from numba.core.registry import CPUDispatcher
 from numba.core.runtime import _nrt_python
-from numba.core.types import unliteral
 
 from gemma_py.paths import cache_dir, private_dir
 
@@ -43,12 +43,12 @@ def _cache_path() -> Path | None:
 CACHE = _cache_path()
 
 
-class _Compiled(CPUDispatcher):  # type: ignore[misc]
+class _Compiled(CPUDispatcher):
     """numba's, without what kernels can do without: a first start spends its time on that."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Constants are values: numba would compile a function anew for every one that it is called with."""
-        return super().get_call_template([unliteral(kind) for kind in args], kws)
+        return super().get_call_template([types.unliteral(kind) for kind in args], kws)
 
 
 class _Inner(_Compiled):

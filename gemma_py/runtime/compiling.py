@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -74,10 +75,10 @@ def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
         "cells": make_cells(1),
         "m": Packed(
             _fixed(np.float32), _fixed(np.uint16), _fixed(np.int8), _fixed(np.float32), _fixed(np.float32, 2),
-            _fixed(np.int64, 2), _fixed(np.int64, 2), Numbers(*[0] * 6, *[np.float32(0)] * 5),
+            _fixed(np.int64, 2), _fixed(np.int64, 2), Numbers(0, 0, 0, 0, 0, 0, *(np.float32(0),) * 5),
         ),
         "layer": _fixed(np.int64),
-        "s": Scratch(*[f32] * 10, coded, bench, *[f32] * 4),
+        "s": Scratch(f32, f32, f32, f32, f32, f32, f32, f32, f32, f32, coded, bench, f32, f32, f32, f32),
         "batch": Batch(i64, np.empty((0, 3), np.int64), np.empty((0, 0, 3), np.int64), i64, _numbers(KV_TYPES[kv])),
         "trace": Trace(trace, trace),
         "bench": bench, "x": f32, "outputs": (f32,) * 3, "logits": f32, "numbers": (0,) * 3, "wanted": i64,
@@ -93,7 +94,7 @@ def _numbers(kind: type) -> np.ndarray:
 
 def _fixed(kind: type, dimensions: int = 1) -> np.ndarray:
     """Read-only, as weights are."""
-    array = np.empty((0,) * dimensions, kind)
+    array: np.ndarray = np.empty((0,) * dimensions, kind)
     array.flags.writeable = False
     return array
 
@@ -118,7 +119,7 @@ class Compilation:
         if CACHE is not None and sys.executable:
             command = [sys.executable, "-P", "-m", "gemma_py.runtime.compiling", str(CACHE), self._kv]
             # What can be imported here can be imported there. A group of its own: Ctrl-C is not for it.
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
             with contextlib.suppress(OSError):  # where no process can be had, this one compiles
                 for _ in range(min(machine.threads(), len(self._shares))):
                     self.processes.append(
@@ -166,21 +167,17 @@ class Compilation:
         """Until all is compiled, or nobody is left who does it. A terminal shows how far that is."""
         if not self._feeders:
             return
-        shown, since = -1, 0.0
+        seen, since = -1, 0.0
         while any(feeder.is_alive() for feeder in self._feeders):
-            if self._done != shown:
-                shown, since = self._done, time.monotonic()
-                if sys.stderr.isatty():
-                    print(f"\r\x1b[Kcompiling {shown + 1} of {self._total}", end="", file=sys.stderr, flush=True)
-            if time.monotonic() - since > _PATIENCE:
+            if self._done != seen:
+                seen, since = self._done, time.monotonic()
+                _show(f"compiling kernels: {seen} of {self._total}")
+            elif time.monotonic() - since > _PATIENCE:
                 self._kill()
             time.sleep(_TICK)
-        if sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        _show("")
         if self._done < self._total:
-            print(
-                "gemma_py: a process that compiled has ended early; what is missing takes longer now", file=sys.stderr
-            )
+            print("gemma_py: a process that compiled has ended early; the rest takes longer", file=sys.stderr)
 
     def _kill(self) -> None:
         for process in self.processes:
@@ -193,6 +190,11 @@ class Compilation:
         for process in self.processes:
             with process:
                 pass  # its pipes are closed, and it is waited for
+
+
+def _show(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def main() -> None:
