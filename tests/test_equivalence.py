@@ -470,7 +470,7 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
         rows[:] = noise.standard_normal(len(rows), np.float32)
     for turn, row in enumerate(runner.packed.frequencies):
         places = slice(turn * chunk * len(row), (turn + 1) * chunk * len(row))
-        rope_table(row, 30, s.cosines[places], s.sines[places], 0, chunk)
+        _rope_table(row, 30, s.cosines[places], s.sines[places], 0, chunk)
     G, capacity = int(layer[packed.KV_HEADS]), cache.table[number, caches.CAPACITY]
     keys, values = (cache._rows(arena, number).reshape(-1) for arena in (cache.keys, cache.values))
     stores = [(first, min(first + 4, chunk)) for first in range(0, chunk, 4)]
@@ -488,6 +488,11 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
         _attention_tile(runner.packed, layer, s, keys, values, capacity, 30, g, first, last, s.attention)
     width = int(layer[packed.HEADS] * layer[packed.HEAD_DIM])
     return s.a[: chunk * width].copy(), cache._rows(cache.keys, number).copy()
+
+
+@kernel
+def _rope_table(frequencies, first_position, cosines, sines, first, last):
+    rope_table(frequencies, first_position, cosines, sines, first, last)
 
 
 @kernel

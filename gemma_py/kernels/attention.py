@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.kernels import lanes
-from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.intrinsics import f32_of_bits, fma
 from gemma_py.kernels.simd import (
     WIDE,
@@ -414,7 +414,7 @@ def _attend_block(q, ring, H, g, block, scale, cap, scores, scratch, out):
             lanes.put(out, result + e, result + block.right, div(lanes.take(scratch, row + e, row + E), total))
 
 
-@kernel
+@inlined
 def attend(q, ring, H, g, window, scale, cap, chunk_at, first, last, scratch, out):
     """Attention of positions first .. last - 1, all heads that share key/value head g.
 

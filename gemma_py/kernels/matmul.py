@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.decorator import inlined, kernel, woven
+from gemma_py.kernels.decorator import inlined, woven
 from gemma_py.kernels.panels import (
     BLOCK,
     COLUMNS,
@@ -134,7 +134,7 @@ def _float_row(x, t, w, panel, y):
     store_first_totals(y, row_places(t * w.N + column, w.N, 1, 1), w.N - column, totals)
 
 
-@kernel
+@inlined
 def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
     """y[t, n] = sum over k of x[t, k] * w[n, k], rows first_row .. last_row - 1, outputs of these panels alone.
 
@@ -308,7 +308,7 @@ def _few_rows(x, first_row, rows, w, panel, bench, y):
         _few_8(x, first_row, rows, w, panel, bench, y)
 
 
-@kernel
+@inlined
 def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, bench):
     """y[t, n] = sum over groups of (sx * sw) * dot(codes) - (sx * minimum) * sum(codes of x), of these rows and panels.
 
