@@ -68,7 +68,7 @@ class Engine:
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
         # The tokenizer's tables take seconds at the first start, as kernels do.
-        with Compilation(kv) as compilation, ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside:
+        with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside, Compilation(kv) as compilation:
             tokenizer = aside.submit(checkpoint.tokenizer)
             packed = packed_weights(checkpoint, quant)
             self.tokenizer = tokenizer.result()

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -147,6 +148,17 @@ def test_nothing_is_started_where_all_is_compiled(monkeypatch: pytest.MonkeyPatc
     with compiling.Compilation("float32") as compilation:
         compilation.wait()
     assert compilation.processes == []
+
+
+def test_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(compiling, "_show", shown.append)
+    compilation = compiling.Compilation("float32", [KERNELS[:2]])
+    compilation._done = 2
+    compilation._feeders = [threading.Thread(target=time.sleep, args=(0.5,))]
+    compilation._feeders[0].start()
+    compilation.wait()
+    assert shown == ["compiling kernels: 2 of 3", ""]
 
 
 def test_nothing_is_started_where_nothing_can_be_kept(

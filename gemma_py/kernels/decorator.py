@@ -1,17 +1,15 @@
 """The decorators of all compiled code, and where its machine code is kept."""
 
-import functools
 import hashlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding
+import llvmlite
 import numba
 from numba import types
 from numba.core.registry import CPUDispatcher
-from numba.core.runtime import _nrt_python
 
 from gemma_py.paths import cache_dir, private_dir
 
@@ -92,7 +90,7 @@ def _mending(cache: Any) -> Callable[..., Any]:
     """numba's loading of a kernel from disk, without what only a compilation needs, and mended where a file is damaged.
 
     numba would first import and register everything that it can compile: a third of a start in which nothing is compiled,
-    and 40 MB. Machine code needs no more than the addresses of its runtime. (A compilation still does all that itself.)
+    and 40 MB. Machine code that counts no references needs none of it. (A compilation still does all that itself.)
 
     numba takes care of files that are missing or of another version. A truncated one (a full disk, a machine that went
     down) raises whatever unpickling half of it raises; then the kernel's index is emptied and it is compiled anew.
@@ -100,19 +98,12 @@ def _mending(cache: Any) -> Callable[..., Any]:
 
     def load_or_flush(signature: Any, context: Any) -> Any:
         try:
-            _declare_runtime()
             return cache._load_overload(signature, context)
         except Exception:
             cache.flush()
             return None
 
     return load_or_flush
-
-
-@functools.cache
-def _declare_runtime() -> None:
-    for name, address in _nrt_python.c_helpers.items():
-        llvmlite.binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
 
 
 def inlined(function: Callable[..., Any]) -> Any:

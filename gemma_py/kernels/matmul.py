@@ -324,6 +324,6 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, bench):
     else:
         for panel in range(first_panel, last_panel, CODE_PANELS):
             for column in range(CODE_PANELS):
-                spread_panel(w, panel + column, bench, column, np.int64(CODE_PANELS))
+                spread_panel(w, panel + column, bench, column, CODE_PANELS)
             for t in range(first_row, last_row, CODE_ROWS):
                 _code_tile(x, t, last_row - t, w, panel, bench, y)
