@@ -17,11 +17,11 @@ from gemma_py.formats.blocks import QUANTS
 from gemma_py.generation import Continuation, Token, generate
 from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
-from gemma_py.kernels.decorator import first_time
 from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.model.store import packed_weights
 from gemma_py.model.weights import Matrix, Weights, stays_float
 from gemma_py.runtime.cache import KV_TYPES
+from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.runner import CHUNK, Runner
 from gemma_py.sampling import OPTIONS, Sampler, Sampling, asked, recommended, rehearse
 from gemma_py.score import log_probability
@@ -65,22 +65,24 @@ class Engine:
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.quant = quant
-        compiling = first_time()
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
-        with ThreadPoolExecutor(
-            1, "gemma_py-tokenizer"
-        ) as aside:  # which takes seconds at the first start, as kernels do
+        # The tokenizer's tables take seconds at the first start, as kernels do.
+        with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside, Compilation(kv) as compilation:
             tokenizer = aside.submit(checkpoint.tokenizer)
-            self._runner: Runner | None = Runner(
-                packed_weights(checkpoint, quant), self.config, threads or machine.threads(), deadline, kv
-            )
+            packed = packed_weights(checkpoint, quant)
             self.tokenizer = tokenizer.result()
-        if compiling:  # what else an answer needs, while the line that says so is on the screen
-            rehearse()
-            log_probability(np.zeros(8, np.float32), 0)
-            if self.tokenizer is not None:
-                self.tokenizer.encode("a")
+            if first_time(kv):
+                self._rehearse()
+            compilation.wait()
+            self._runner: Runner | None = Runner(packed, self.config, threads or machine.threads(), deadline, kv)
+
+    def _rehearse(self) -> None:
+        """What an answer needs beside the forward pass is compiled while people wait anyway."""
+        rehearse()
+        log_probability(np.zeros(8, np.float32), 0)
+        if self.tokenizer is not None:
+            self.tokenizer.encode("a")
 
     @property
     def runner(self) -> Runner:

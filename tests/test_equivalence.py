@@ -471,7 +471,7 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
         rows[:] = noise.standard_normal(len(rows), np.float32)
     for turn, row in enumerate(runner.packed.frequencies):
         places = slice(turn * chunk * len(row), (turn + 1) * chunk * len(row))
-        rope_table(row, 30, s.cosines[places], s.sines[places], 0, chunk)
+        _rope_table(row, 30, s.cosines[places], s.sines[places], 0, chunk)
     G, capacity = int(layer[packed.KV_HEADS]), cache.layers[number].capacity
     keys, values = (rows.reshape(-1) for rows in cache.layers[number])
     stores = [(first, min(first + 4, chunk)) for first in range(0, chunk, 4)]
@@ -481,14 +481,29 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
         ready = [read for read in reads if read[1] <= stored]
         if stores and (seed == 0 or not ready or rng.random() < 0.4):
             first, stored = stores.pop(0)
-            passes.rope_kv_tile(runner.packed, layer, s, keys, values, capacity, 30, chunk, first, stored)
+            _rope_kv_tile(runner.packed, layer, s, keys, values, capacity, 30, chunk, first, stored)
             continue
         read = rng.choice(ready) if seed else ready[0]
         reads.remove(read)
         first, last, g = read
-        passes.attention_tile(runner.packed, layer, s, keys, values, capacity, 30, g, first, last, s.attention)
+        _attention_tile(runner.packed, layer, s, keys, values, capacity, 30, g, first, last, s.attention)
     width = int(layer[packed.HEADS] * layer[packed.HEAD_DIM])
     return s.a[: chunk * width].copy(), cache.layers[number].keys.copy()
+
+
+@kernel
+def _rope_table(frequencies, first_position, cosines, sines, first, last):
+    rope_table(frequencies, first_position, cosines, sines, first, last)
+
+
+@kernel
+def _rope_kv_tile(m, layer, s, keys, values, capacity, origin, T, first, last):
+    passes.rope_kv_tile(m, layer, s, keys, values, capacity, origin, T, first, last)
+
+
+@kernel
+def _attention_tile(m, layer, s, keys, values, capacity, origin, g, first, last, scratch):
+    passes.attention_tile(m, layer, s, keys, values, capacity, origin, g, first, last, scratch)
 
 
 def test_a_thousand_legal_orders_of_one_layer_on_one_thread(checkpoints: dict[str, Path]) -> None:

@@ -86,7 +86,7 @@ def compiled():
     found = [f for module in (sampling, score, bpe) for f in vars(module).values() if hasattr(f, "overloads")]
     return {f.__name__: len(f.overloads) for f in found}
 
-gemma_py.engine.first_time = lambda: sys.argv[1] == "first"
+gemma_py.engine.first_time = lambda kv: sys.argv[1] == "first"
 with gemma_py.load("tiny-gemma3") as engine:
     before = compiled()
     conversation = gemma_py.Conversation(engine, max_tokens=3)

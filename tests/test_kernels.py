@@ -6,14 +6,15 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemma_py.formats.blocks import TYPES, Minimum
-from gemma_py.kernels import elementary, lanes, matmul, rows, simd
-from gemma_py.kernels.attention import Ring, attend, scratch_size
+from gemma_py.kernels import attention, elementary, lanes, matmul, rows, simd
+from gemma_py.kernels.attention import Ring, scratch_size
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.matmul import CodedRows, FloatPanels
 from gemma_py.kernels.panels import Bench, CodePanels, pack_codes, pack_floats, panel_bytes, panels_of
@@ -25,6 +26,24 @@ EPS = F(1e-6)
 ALL = 2**62  # a window that leaves out nothing
 seeds = st.integers(0, 2**32 - 1)
 some = settings(max_examples=20, deadline=None)
+
+
+def entry(inner):
+    """For Python to call what only kernels call."""
+
+    @numba.njit
+    def call(*arguments):
+        inner(*arguments)
+
+    return call
+
+
+quantise_rows, rms_norm_rows, gelu_gate = entry(rows.quantise_rows), entry(rows.rms_norm_rows), entry(rows.gelu_gate)
+rope_table, rope_rows = entry(rows.rope_table), entry(rows.rope_rows)
+add_to, soft_cap = entry(rows.add_to), entry(rows.soft_cap)
+embed_codes, embed_floats = entry(rows.embed_codes), entry(rows.embed_floats)
+matmul_codes, matmul_floats = entry(matmul.matmul_codes), entry(matmul.matmul_floats)
+attend = entry(attention.attend)
 
 
 def bits(x):
@@ -116,7 +135,7 @@ def coded(x):
     made = CodedRows(
         np.full(T * K, -(2**15), np.int16), np.zeros(2 * T * K, np.int8), scales, sums, high_sums, half_sums
     )
-    rows.quantise_rows(x.reshape(-1), K, made, 0, T, 0)
+    quantise_rows(x.reshape(-1), K, made, 0, T, 0)
     return made
 
 
@@ -142,7 +161,7 @@ def test_matmul_floats_matches_the_reference(seed, T, K, N, bfloat16):
         w = (bits(w) >> 16).astype(np.uint16)
     panels = float_panels(w, at=int(rng.integers(0, 9)))
     y, expected = np.full(T * N + 16, np.nan, F), np.empty((T, N), F)
-    in_parts(rng, T, N, lambda *part: matmul.matmul_floats(x.reshape(-1), panels, y, *part))
+    in_parts(rng, T, N, lambda *part: matmul_floats(x.reshape(-1), panels, y, *part))
     for t in range(T):
         reference.matmul_float(x[t], w, expected[t])
     assert_same(y[: T * N], expected.reshape(-1))
@@ -161,7 +180,7 @@ def test_matmul_codes_matches_the_reference(kind, seed, T, blocks, N):
     values, matrix = normal(rng, T, K), some_codes(rng, N, K, kind)
     x, panels, bench = coded(values), code_panels(matrix, at=int(rng.integers(0, 9))), bench_for(K)
     y, expected = np.full(T * N + 16, np.nan, F), np.empty((T, N), F)
-    in_parts(rng, T, N, lambda *part: matmul.matmul_codes(x, panels, y, *part, bench))
+    in_parts(rng, T, N, lambda *part: matmul_codes(x, panels, y, *part, bench))
     codes, scales = np.empty(K, np.int16), np.empty(K // 32, F)
     for t in range(T):
         reference.quantise(values[t], codes, scales)
@@ -179,7 +198,7 @@ def test_the_largest_codes_do_not_overflow(width, offset, T):
     x = coded(np.full((T, K), -1, F))
     matrix = CodeMatrix(np.full((1, K), least, np.int8), (np.ones((1, 1), np.float16),), (), width, offset)
     y = np.empty(T, F)
-    matmul.matmul_codes(x, code_panels(matrix), y, 0, T, 0, 4, bench_for(K))
+    matmul_codes(x, code_panels(matrix), y, 0, T, 0, 4, bench_for(K))
     assert (y == F(F(1) / F(32767)) * F(32 * -least * 32767)).all()
 
 
@@ -192,9 +211,9 @@ def test_embedding_rows_match_the_reference():
         for token in (0, 16, 36):
             y = np.full(D + 2, 7, F)
             if isinstance(matrix, CodeMatrix):
-                rows.embed_codes(code_panels(matrix, 3), token, F(np.sqrt(D)), y, 1, bench_for(D))
+                embed_codes(code_panels(matrix, 3), token, F(np.sqrt(D)), y, 1, bench_for(D))
             else:
-                rows.embed_floats(float_panels(values, at=3), token, F(np.sqrt(D)), y, 1)
+                embed_floats(float_panels(values, at=3), token, F(np.sqrt(D)), y, 1)
             assert_same(y[1:-1], reference.embed(matrix, token))
 
 
@@ -235,7 +254,7 @@ def test_quantise_rows_matches_the_reference(seed, T, blocks):
 def test_a_row_may_lie_elsewhere_in_the_input():
     x = normal(np.random.default_rng(3), 9, 64)
     alone, made = coded(x[-1:]), coded(x[:1])
-    rows.quantise_rows(x.reshape(-1), 64, made, 8, 9, 8)
+    quantise_rows(x.reshape(-1), 64, made, 8, 9, 8)
     for one, other in zip(alone, made, strict=True):
         assert_same(one, other)
 
@@ -260,7 +279,7 @@ def test_rms_norm_rows_matches_the_reference(seed, T, D, in_place):
     for t in range(T):
         reference.rms_norm(x[t], gain, EPS, expected[t])
     y = x.reshape(-1) if in_place else np.empty(T * D, F)
-    rows.rms_norm_rows(x.reshape(-1), gain, D, EPS, y, 0, T)
+    rms_norm_rows(x.reshape(-1), gain, D, EPS, y, 0, T)
     assert_same(y, expected.reshape(-1))
 
 
@@ -271,8 +290,8 @@ def test_rope_rows_matches_the_reference(seed, T, heads, half, position):
     frequencies, expected = np.empty(half, F), x.copy()
     reference.rope_frequencies(10000.0, F(1), frequencies)
     cosines, sines = np.empty((2, T * half), F)
-    rows.rope_table(frequencies, position, cosines, sines, 0, T)
-    rows.rope_rows(x.reshape(-1), heads, 2 * half, cosines, sines, 0, T)
+    rope_table(frequencies, position, cosines, sines, 0, T)
+    rope_rows(x.reshape(-1), heads, 2 * half, cosines, sines, 0, T)
     for t in range(T):
         reference.rope(expected[t], position + t, frequencies)
     assert_same(x, expected)
@@ -285,9 +304,9 @@ def test_single_numbers_match_the_reference(seed, count):
     x, y = normal(rng, count), normal(rng, count)
     x[rng.integers(count)] = SPECIAL[rng.integers(len(SPECIAL))]
     pairs = (
-        (lambda a: rows.gelu_gate(a, y, 0, count), lambda a: reference.gelu_gate(a, y)),
-        (lambda a: rows.add_to(a, y, 0, count), lambda a: reference.add(a, y)),
-        (lambda a: rows.soft_cap(a, F(30), 0, count), lambda a: reference.soft_cap_row(a, F(30))),
+        (lambda a: gelu_gate(a, y, 0, count), lambda a: reference.gelu_gate(a, y)),
+        (lambda a: add_to(a, y, 0, count), lambda a: reference.add(a, y)),
+        (lambda a: soft_cap(a, F(30), 0, count), lambda a: reference.soft_cap_row(a, F(30))),
     )
     for fast, slow in pairs:
         a, b = np.concatenate([x, [F(7)]]), x.copy()
@@ -391,14 +410,14 @@ def digest():
     for kind in KINDS:
         matrix = code_panels(some_codes(rng, N, K, kind))
         for part in (x, x[:1]):
-            matmul.matmul_codes(coded(part), matrix, y, 0, len(part), 0, 4, bench)
+            matmul_codes(coded(part), matrix, y, 0, len(part), 0, 4, bench)
             found.update(y.tobytes())
     floats = float_panels((bits(normal(rng, N, K)) >> 16).astype(np.uint16))
     for part in (x[:1], x):
-        matmul.matmul_floats(part.reshape(-1), floats, y, 0, len(part), 0, 4)
+        matmul_floats(part.reshape(-1), floats, y, 0, len(part), 0, 4)
         found.update(y.tobytes())
-    rows.gelu_gate(y, y.copy(), 0, y.size)
-    rows.rms_norm_rows(y, y[:N].copy(), N, EPS, y, 0, T)
+    gelu_gate(y, y.copy(), 0, y.size)
+    rms_norm_rows(y, y[:N].copy(), N, EPS, y, 0, T)
     found.update(y.tobytes())
     keys, values, q = normal(rng, 75, 1, 16), normal(rng, 75, 1, 16), normal(rng, 5, 4, 16)
     ring, scratch, out = ring_of(keys, values, 0, 75, False), np.empty(scratch_size(16), F), np.empty(q.size, F)

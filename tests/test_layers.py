@@ -93,5 +93,9 @@ def test_no_reassociation_on_the_path_of_a_bit() -> None:
                 assert node.arg not in ("fastmath", "parallel"), path
             if isinstance(node, ast.Name | ast.Attribute):
                 assert getattr(node, "id", getattr(node, "attr", "")) != "prange", path
-    decorated = [path.name for path in PACKAGE.rglob("*.py") if "numba.njit" in path.read_text()]
-    assert decorated == ["decorator.py"]
+            if isinstance(node, ast.Constant):
+                assert node.value not in ("fastmath", "prange"), path
+    ways = ("njit", "CPUDispatcher")
+    compiling = [path.name for path in PACKAGE.rglob("*.py") if any(way in path.read_text() for way in ways)]
+    assert compiling == ["decorator.py"]
+    assert "parallel" not in (PACKAGE / "kernels" / "decorator.py").read_text()

@@ -17,6 +17,7 @@ from gguf_files import write_model
 import gemma_py
 from gemma_py import reference, verify
 from gemma_py.cli.progress import Progress
+from gemma_py.kernels.decorator import kernel
 from gemma_py.model import packed as p
 from gemma_py.model.packed import Packed
 from gemma_py.runtime import forward as passes
@@ -114,6 +115,11 @@ def test_a_trace_depends_on_nothing_and_changes_nothing(tmp_path: Path) -> None:
         assert traced.workers.max() < threads
 
 
+@kernel
+def _trace_rows(trace, at, x, width, first, last):
+    passes.trace_rows(trace, at, x, width, first, last)
+
+
 def test_a_hash_sees_bits_and_their_order() -> None:
     """Two words of a row changed places, or one bit of it flipped: another hash."""
     x = np.arange(1, 9, dtype=np.float32)
@@ -124,7 +130,7 @@ def test_a_hash_sees_bits_and_their_order() -> None:
     seen = set()
     for row in (x, *others):
         trace = passes.Trace(np.full((1, 1), passes.UNTRACED), np.full((1, 1), -1))
-        passes.trace_rows(trace, 0, row, 8, 0, 1)
+        _trace_rows(trace, 0, row, 8, 0, 1)
         seen.add(int(trace.hashes[0, 0]))
     assert len(seen) == 10
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.kernels import lanes
-from gemma_py.kernels.decorator import borrowing, inlined, kernel
+from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.intrinsics import f32_of_bits, fma
 from gemma_py.kernels.simd import (
     WIDE,
@@ -131,7 +131,7 @@ def _keys_of_any(block, lane, end):
     return max(np.int64(0), first - block.window + 1), last + 1
 
 
-@borrowing
+@inlined
 def _fetch_rows(array, ring, base, t, stop, left, right):
     """Ask early for columns of some rows. A few queries do little with a row, so the machine's own asking comes late."""
     for position in range(t, stop):
@@ -143,7 +143,7 @@ def _fetch_rows(array, ring, base, t, stop, left, right):
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
-@borrowing
+@inlined
 def _scores_in_lanes_of_queries(ring, row, keys, q, q_at, out, at):
     """out[key, query] = sum over e of k[key, e] * q[e, query], for COLUMNS queries and keys of neighbouring rows.
 
@@ -157,7 +157,7 @@ def _scores_in_lanes_of_queries(ring, row, keys, q, q_at, out, at):
         store_totals(out, row_places(at + key * QUERIES, QUERIES, ROWS, ROWS), 0, totals)
 
 
-@borrowing
+@inlined
 def _scores_in_lanes_of_keys(ring, row, q, lane, out, at, spare):
     """The same of sixteen keys, which lie in the lanes here, and the four queries from `lane` on. E is a multiple of 4.
 
@@ -177,7 +177,7 @@ def _scores_in_lanes_of_keys(ring, row, q, lane, out, at, spare):
             out[at + key * QUERIES + query] = out[spare + key]
 
 
-@borrowing
+@inlined
 def _scores(ring, base, begin, end, block, scratch, at):
     """Of the keys begin .. end - 1 and all queries; what no query of a vector sees may be left out."""
     for lane in range(0, block.used, COLUMNS):
@@ -202,7 +202,7 @@ def _scores(ring, base, begin, end, block, scratch, at):
 def _adder(rows):
     """A kernel of values for so many queries at a time."""
 
-    @borrowing
+    @inlined
     def add_values(ring, base, t, keys, scratch, weights, shrink, out, used, left, right):
         """out[query, e] = out * shrink[query] + sum over keys of weight[key, query] * v[key, e], for `used` queries.
 
@@ -244,7 +244,7 @@ def _adder(rows):
 _add_values_of_many, _add_values_of_one = _adder(ROWS), _adder(1)
 
 
-@borrowing
+@inlined
 def _add_shared(ring, base, begin, t, stop, lane, used, block, scratch, at):
     """Keys t .. stop - 1 of a tile that begins with `begin`, for queries that all see them."""
     weights, out = at.s + (t - begin) * QUERIES + lane, at.o + lane * ring.E
@@ -254,7 +254,7 @@ def _add_shared(ring, base, begin, t, stop, lane, used, block, scratch, at):
         scratch[at.shrink + query] = _ONE
 
 
-@borrowing
+@inlined
 def _add_alone(ring, base, begin, t, stop, query, block, scratch, at):
     """The same for one query; there may be no such key."""
     if t < stop:
@@ -264,7 +264,7 @@ def _add_alone(ring, base, begin, t, stop, query, block, scratch, at):
         scratch[at.shrink + query] = _ONE
 
 
-@borrowing
+@inlined
 def _values(ring, base, begin, end, block, scratch, at):
     """Of the keys begin .. end - 1, t ascending: all queries at once, or where they see different ones, ROWS at a time.
 
@@ -303,7 +303,7 @@ def _within(starts, positions, begin, last):
     )
 
 
-@borrowing
+@inlined
 def _weigh(scratch, at, lane, begin, keys, all_seen, scale, cap):
     """Scores become weights, for sixteen queries; a key that a query does not see is left out of its sums."""
     maximum, s = load(scratch, at.maximum + lane), at.s + lane
@@ -343,7 +343,7 @@ def _row_of(query, heads, H, g, E):
     return (query // heads * H + g * heads + query % heads) * E
 
 
-@borrowing
+@inlined
 def _begin(q, E, H, g, block, scratch, at):
     """Queries into lanes, all sums to nothing. Lanes that fill the last vectors hold zeros and see no key.
 
@@ -379,13 +379,13 @@ def _begin(q, E, H, g, block, scratch, at):
             store(scratch, place, zero())
 
 
-@borrowing
+@inlined
 def _take_scores(scores, source, keys, scratch, at):
     for key in range(keys):
         store(scratch, at.s + key * QUERIES, load(scores, source + key * LANES))
 
 
-@kernel
+@inlined
 def _attend_block(q, ring, H, g, block, scale, cap, scores, scratch, out):
     E, base, few = ring.E, ring.at + g * ring.head, block.used <= FEW
     at = places_of(E)
@@ -414,7 +414,7 @@ def _attend_block(q, ring, H, g, block, scale, cap, scores, scratch, out):
             lanes.put(out, result + e, result + block.right, div(lanes.take(scratch, row + e, row + E), total))
 
 
-@kernel
+@inlined
 def attend(q, ring, H, g, window, scale, cap, chunk_at, first, last, scratch, out):
     """Attention of positions first .. last - 1, all heads that share key/value head g.
 
@@ -445,7 +445,7 @@ def columns_of(part, parts, E):
     return left, right if part < parts - 1 else E
 
 
-@kernel
+@inlined
 def score_keys(q, ring, H, g, window, origin, row, part, parts, scratch, scores):
     """A part of the raw scores of one position, origin + row; at most sixteen heads share a key/value head.
 
@@ -468,7 +468,7 @@ def score_keys(q, ring, H, g, window, origin, row, part, parts, scratch, scores)
         begin = end
 
 
-@kernel
+@inlined
 def attend_columns(q, ring, H, g, window, scale, cap, origin, row, left, right, scores, scratch, out):
     """Attention of this position once all its scores are there, columns left .. right - 1 of the heads that share g.
 

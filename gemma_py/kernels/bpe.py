@@ -1,11 +1,11 @@
 """Byte pair encoding: neighbours merge, the best ranked pair first, of one rank the leftmost."""
 
-from gemma_py.kernels.decorator import kernel
+from gemma_py.kernels.decorator import inlined, kernel
 
 _NONE = -1
 
 
-@kernel
+@inlined
 def _find(left, right, starts, rights):
     """Where the pair stands in the table of merges, or -1. Those of one left half are sorted by the right one."""
     low, high = starts[left], starts[left + 1]
@@ -18,7 +18,7 @@ def _find(left, right, starts, rights):
     return low if low < starts[left + 1] and rights[low] == right else _NONE
 
 
-@kernel
+@inlined
 def _push(heap, size, key, pair):
     """heap: int64 [slots, 2] of (key, place of the pair in the table), the smallest key first; gives the new size"""
     at = size
@@ -29,7 +29,7 @@ def _push(heap, size, key, pair):
     return size + 1
 
 
-@kernel
+@inlined
 def _pop(heap, size):
     """Take the root away; gives the new size."""
     size -= 1
@@ -46,7 +46,7 @@ def _pop(heap, size):
     return size
 
 
-@kernel
+@inlined
 def _offer(ids, at, following, starts, rights, ranks, heap, size):
     """Put the pair that begins at `at` on the heap, if it is one that merges; gives the new size."""
     if at < 0 or following[at] < 0:

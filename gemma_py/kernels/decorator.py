@@ -1,16 +1,15 @@
-"""The one decorator of all compiled code, and where its machine code is kept."""
+"""The decorators of all compiled code, and where its machine code is kept."""
 
-import contextlib
-import functools
 import hashlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding
+import llvmlite
 import numba
-from numba.core.runtime import _nrt_python
+from numba import types
+from numba.core.registry import CPUDispatcher
 
 from gemma_py.paths import cache_dir, private_dir
 
@@ -42,35 +41,56 @@ def _cache_path() -> Path | None:
 CACHE = _cache_path()
 
 
-def first_time() -> bool:
-    """Whether kernels have never been compiled into the cache here; always, where nothing can be cached."""
-    return CACHE is None or not (CACHE / "compiled").exists()
+class _Compiled(CPUDispatcher):
+    """numba's, without what kernels can do without: a first start spends its time on that."""
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """Constants are values: numba would compile a function anew for every one that it is called with."""
+        return super().get_call_template([types.unliteral(kind) for kind in args], kws)
 
 
-def mark_compiled() -> None:
-    if CACHE is not None:
-        with contextlib.suppress(OSError):
-            (CACHE / "compiled").touch()
+class _Inner(_Compiled):
+    """For kernels alone. It has no entry for Python, which would take half of its time to compile."""
+
+    def __call__(self, *args: Any) -> Any:
+        raise TypeError(f"{self.py_func.__name__} can only be called by a kernel")
+
+
+def _compiled(made: type[_Compiled], function: Callable[..., Any], cached: bool = False, **options: Any) -> Any:
+    """Without the GIL, without fastmath, with IEEE division, and without counting references.
+
+    Whoever calls a kernel holds the arrays, and kernels allocate nothing, so nothing need be counted; numba would count at
+    every use of a tuple's array, by atomic additions: 60 ns a call of runtime/sync.py, where the work takes 6. The price:
+    no function may return an array, unless it is one of its arguments. (In a tuple it may.)
+    """
+    options |= {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
+    dispatcher = made(function, targetoptions={**options, "no_cfunc_wrapper": True})
+    if cached and CACHE is not None:
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(CACHE)
+        try:
+            dispatcher.enable_caching()
+        finally:
+            numba.config.CACHE_DIR = before
+        dispatcher._cache.load_overload = _mending(dispatcher._cache)
+    return dispatcher
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """njit without the GIL, without fastmath, with IEEE division, cached. Kernels allocate nothing."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(CACHE or "")
-    try:
-        made = numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=CACHE is not None)(function)
-    finally:
-        numba.config.CACHE_DIR = before
-    if CACHE is not None:
-        made._cache.load_overload = _mending(made._cache)
-    return made
+    """What Python calls. Kept on disk."""
+    return _compiled(_Compiled, function, cached=True)
+
+
+def phase(function: Callable[..., Any]) -> Any:
+    """A large part of a kernel. Kept on disk, so that another process can compile it (see runtime/compiling.py)."""
+    return _compiled(_Inner, function, cached=True, no_cpython_wrapper=True)
 
 
 def _mending(cache: Any) -> Callable[..., Any]:
     """numba's loading of a kernel from disk, without what only a compilation needs, and mended where a file is damaged.
 
     numba would first import and register everything that it can compile: a third of a start in which nothing is compiled,
-    and 40 MB. Machine code needs no more than the addresses of its runtime. (A compilation still does all that itself.)
+    and 40 MB. Machine code that counts no references needs none of it. (A compilation still does all that itself.)
 
     numba takes care of files that are missing or of another version. A truncated one (a full disk, a machine that went
     down) raises whatever unpickling half of it raises; then the kernel's index is emptied and it is compiled anew.
@@ -78,7 +98,6 @@ def _mending(cache: Any) -> Callable[..., Any]:
 
     def load_or_flush(signature: Any, context: Any) -> Any:
         try:
-            _declare_runtime()
             return cache._load_overload(signature, context)
         except Exception:
             cache.flush()
@@ -87,29 +106,14 @@ def _mending(cache: Any) -> Callable[..., Any]:
     return load_or_flush
 
 
-@functools.cache
-def _declare_runtime() -> None:
-    for name, address in _nrt_python.c_helpers.items():
-        llvmlite.binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
-
-
 def inlined(function: Callable[..., Any]) -> Any:
-    """The same for small helpers that kernels call: compiled into them, so never cached alone."""
-    return numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
-
-
-def borrowing(function: Callable[..., Any]) -> Any:
-    """`inlined` for helpers that are called often and only look at their arrays: no reference counts are kept.
-
-    numba counts references at every use of a tuple's array, by atomic additions: 60 ns a call of runtime/sync.py, where
-    the work takes 6. The caller holds the arrays, so a helper that neither makes nor returns one can do without.
-    """
-    return numba.njit(nogil=True, error_model="numpy", boundscheck=False, _nrt=False)(function)
+    """For small helpers: compiled into the kernels that call them, so never kept alone."""
+    return _compiled(_Inner, function, no_cpython_wrapper=True)
 
 
 def woven(function: Callable[..., Any]) -> Any:
-    """`borrowing` for helpers in the innermost loops: always written out where they are called, however large they are.
+    """`inlined` for helpers in the innermost loops: always written out where they are called, however large they are.
 
     LLVM would call some of them, and pass thirty numbers through memory for every tuple of arrays.
     """
-    return numba.njit(nogil=True, error_model="numpy", boundscheck=False, _nrt=False, forceinline=True)(function)
+    return _compiled(_Inner, function, no_cpython_wrapper=True, forceinline=True)

@@ -1,12 +1,10 @@
 """The machine's operations that Python cannot spell, one LLVM instruction each."""
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-from gemma_py.kernels.decorator import inlined
+from numba.np.arrayobj import populate_array
 
 
 def _call(builder, name, result, operands):
@@ -64,15 +62,15 @@ def widen(typing, x):
 
 
 @intrinsic
-def _pointer(typing, address):
-    if address != types.int64:
-        return None
-    return types.voidptr(address), lambda context, builder, sig, args: builder.inttoptr(
-        args[0], ir.IntType(8).as_pointer()
-    )
-
-
-@inlined
-def array_at(address, count, like):
+def array_at(typing, address, count, like):
     """The `count` numbers from an address on, of the type of `like`. Whoever calls sees to it that they stay there."""
-    return numba.carray(_pointer(address), count, like.dtype)
+    kind = types.Array(like.dtype, 1, "C")
+
+    def codegen(context, builder, sig, args):
+        itemsize = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(like.dtype)))
+        array = context.make_array(kind)(context, builder)
+        data = builder.inttoptr(args[0], context.get_data_type(like.dtype).as_pointer())
+        populate_array(array, data, [args[1]], [itemsize], itemsize, None)
+        return array._getvalue()
+
+    return kind(types.int64, types.int64, like), codegen

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.decorator import borrowing, kernel, woven
+from gemma_py.kernels.decorator import inlined, woven
 from gemma_py.kernels.panels import (
     BLOCK,
     COLUMNS,
@@ -109,7 +109,7 @@ def _put(y, at, value, columns):
 # --- float weights ----------------------------------------------------------------------------------------------------
 
 
-@borrowing
+@inlined
 def _float_tile(x, t, rows, w, panel, y):
     N, K, column = w.N, w.K, panel * COLUMNS
     at, values = w.at + column * K, row_places(t * K, K, rows, FLOAT_ROWS)
@@ -124,7 +124,7 @@ def _float_tile(x, t, rows, w, panel, y):
         store_first_totals(y, places, N - column, totals)
 
 
-@borrowing
+@inlined
 def _float_row(x, t, w, panel, y):
     """One row times four panels."""
     K, column = w.K, panel * COLUMNS
@@ -135,7 +135,7 @@ def _float_row(x, t, w, panel, y):
     store_first_totals(y, row_places(t * w.N + column, w.N, 1, 1), w.N - column, totals)
 
 
-@kernel
+@inlined
 def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
     """y[t, n] = sum over k of x[t, k] * w[n, k], rows first_row .. last_row - 1, outputs of these panels alone.
 
@@ -153,7 +153,7 @@ def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
 # --- quantised weights ------------------------------------------------------------------------------------------------
 
 
-@borrowing
+@inlined
 def _code_tile(x, t, rows, w, panel, bench, y):
     """Rows t .. of the panels on the bench: exact sums of a group, then one float operation for it."""
     K, N, group, column = w.K, w.N, w.group, panel * COLUMNS
@@ -243,7 +243,7 @@ def _rows_with(quads: Any, width: int) -> Any:
         sum = load_one(x.half_sums, 2 * block + 1)
         return _with_group(total, w, more, offset, sx, more_scales, more_minimums, sum)
 
-    @borrowing
+    @inlined
     def one_row(x, row, w, panel, y):
         """A row times a panel, whose bytes are read one after the other."""
         at, codes_at, total = w.at + panel * w.bytes, row * w.K, zero()
@@ -258,7 +258,7 @@ def _rows_with(quads: Any, width: int) -> Any:
                 at, codes_at = at + steps * (1 + w.minimums) + 64 * width, codes_at + BLOCK
         _put(y, row * w.N + panel * COLUMNS, total, w.N - panel * COLUMNS)
 
-    @borrowing
+    @inlined
     def few_rows(x, first_row, rows, w, panel, bench, y):
         """The same of some rows at once, whose totals lie on the bench meanwhile."""
         at, k, totals = w.at + panel * w.bytes, first_row * w.K, bench.scales
@@ -285,7 +285,7 @@ def _rows_with(quads: Any, width: int) -> Any:
 (_one_4, _few_4), (_one_5, _few_5), (_one_6, _few_6), (_one_8, _few_8) = for_each_width(_rows_with)
 
 
-@borrowing
+@inlined
 def _one_row(x, row, w, panel, y):
     if w.width == 4:
         _one_4(x, row, w, panel, y)
@@ -297,7 +297,7 @@ def _one_row(x, row, w, panel, y):
         _one_8(x, row, w, panel, y)
 
 
-@borrowing
+@inlined
 def _few_rows(x, first_row, rows, w, panel, bench, y):
     if w.width == 4:
         _few_4(x, first_row, rows, w, panel, bench, y)
@@ -309,7 +309,7 @@ def _few_rows(x, first_row, rows, w, panel, bench, y):
         _few_8(x, first_row, rows, w, panel, bench, y)
 
 
-@kernel
+@inlined
 def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, bench):
     """y[t, n] = sum over groups of (sx * sw) * dot(codes) - (sx * minimum) * sum(codes of x), of these rows and panels.
 
@@ -325,6 +325,6 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, bench):
     else:
         for panel in range(first_panel, last_panel, CODE_PANELS):
             for column in range(CODE_PANELS):
-                spread_panel(w, panel + column, bench, column, np.int64(CODE_PANELS))
+                spread_panel(w, panel + column, bench, column, CODE_PANELS)
             for t in range(first_row, last_row, CODE_ROWS):
                 _code_tile(x, t, last_row - t, w, panel, bench, y)

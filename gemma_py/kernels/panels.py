@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.decorator import borrowing, woven
+from gemma_py.kernels.decorator import inlined, woven
 from gemma_py.kernels.simd import (
     load_bytes,
     load_halves,
@@ -209,7 +209,7 @@ def stepped(w, factors, at, group):
 
 
 def _spread_with(quads: Any, width: int) -> Any:
-    @borrowing
+    @inlined
     def spread(w, panel, bench, column, columns):
         at, stride, g = w.at + panel * w.bytes, columns * _PAIRS, column
         steps = groups_of(w) * COLUMNS
@@ -239,7 +239,7 @@ def _spread_with(quads: Any, width: int) -> Any:
 _spread_4, _spread_5, _spread_6, _spread_8 = for_each_width(_spread_with)
 
 
-@borrowing
+@inlined
 def spread_panel(w, panel, bench, column, columns):
     """A panel's codes, scales and minimums onto the bench, as one column of so many."""
     if w.width == 4:

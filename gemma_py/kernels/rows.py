@@ -7,7 +7,7 @@ last - 1, or the numbers first .. last - 1 where the operation knows no rows, ea
 import numpy as np
 
 from gemma_py.kernels import lanes
-from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.elementary import sine_cosine64
 from gemma_py.kernels.intrinsics import fma, sqrt, widen
 from gemma_py.kernels.lanes import put, take
@@ -95,7 +95,7 @@ def _uppers_of(low, high):
     return add(shift_right(low, splat_value(_BYTE)), shift_right(high, splat_value(_BYTE)))
 
 
-@kernel
+@inlined
 def quantise_rows(x, K, coded, first, last, shift):
     """Rows first .. last - 1 as rows first - shift .. of an input in codes, four blocks at a time.
 
@@ -137,7 +137,7 @@ def _normalise(x, at, gain, D, total, eps, y):
         put(y, at + d, at + D, mul(mul(take(x, at + d, at + D), factor), take(gain, d, D)))
 
 
-@kernel
+@inlined
 def rms_norm_rows(x, gain, D, eps, y, first, last):
     """y[t, d] = x[t, d] / sqrt(mean(x[t]^2) + eps) * gain[d].    x: [T * D]   gain: [D]   y: [T * D], written; may be x
 
@@ -168,7 +168,7 @@ def rms_norm_rows(x, gain, D, eps, y, first, last):
 # --- positions --------------------------------------------------------------------------------------------------------
 
 
-@kernel
+@inlined
 def rope_table(frequencies, first_position, cosines, sines, first, last):
     """The turns of positions first_position + t.    frequencies: [E / 2]   cosines, sines: [T * E / 2], written"""
     half = frequencies.shape[0]
@@ -180,7 +180,7 @@ def rope_table(frequencies, first_position, cosines, sines, first, last):
             cosines[t * half + i] = _F(cosine)
 
 
-@kernel
+@inlined
 def rope_rows(x, heads, E, cosines, sines, first, last):
     """Turn the pairs (x[t, head, i], x[t, head, i + E / 2]).    x: [T * heads * E]   cosines, sines: [T * E / 2]"""
     half = E // 2
@@ -197,7 +197,7 @@ def rope_rows(x, heads, E, cosines, sines, first, last):
 # --- one number by itself ---------------------------------------------------------------------------------------------
 
 
-@kernel
+@inlined
 def gelu_gate(gate, up, first, last):
     """gate[f] = gelu(gate[f]) * up[f], with gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
     for f in range(first, last, COLUMNS):
@@ -207,14 +207,14 @@ def gelu_gate(gate, up, first, last):
         put(gate, f, last, mul(mul(mul(splat_value(_HALF), x), hump), take(up, f, last)))
 
 
-@kernel
+@inlined
 def add_to(x, y, first, last):
     """x += y"""
     for d in range(first, last, COLUMNS):
         put(x, d, last, add(take(x, d, last), take(y, d, last)))
 
 
-@kernel
+@inlined
 def soft_cap(x, cap, first, last):
     """x[n] = cap * tanh(x[n] / cap), for a cap above 0"""
     for n in range(first, last, COLUMNS):
@@ -224,7 +224,7 @@ def soft_cap(x, cap, first, last):
 # --- embeddings: rows of a matrix in panels ---------------------------------------------------------------------------
 
 
-@kernel
+@inlined
 def embed_floats(w, token, factor, y, at):
     """y[at + k] = w[token, k] * factor.    w: FloatPanels"""
     column = w.at + token // COLUMNS * w.K * COLUMNS + token % COLUMNS
@@ -232,7 +232,7 @@ def embed_floats(w, token, factor, y, at):
         y[at + k] = widen(w.arena[column + k * COLUMNS]) * factor
 
 
-@kernel
+@inlined
 def embed_codes(w, token, factor, y, at, bench):
     """y[at + k] = (scale * code - minimum) * factor, each step rounded.    w: CodePanels"""
     spread_panel(w, token // COLUMNS, bench, np.int64(0), np.int64(1))

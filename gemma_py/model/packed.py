@@ -100,7 +100,7 @@ class Plan:
             row[QKV_CODED : DOWN_CODED + 1] = [_coded(group) for group in inputs]
         numbers = Numbers(
             config.hidden_size, config.vocab_size, self._number(weights.embedding), self._number(weights.head),
-            _coded([weights.head]), 0,
+            int(_coded([weights.head])), 0,
             np.float32(config.rms_norm_eps), np.float32(config.attention_scale),
             np.float32(config.attn_logit_softcapping or 0.0), np.float32(config.final_logit_softcapping or 0.0),
             np.float32(np.sqrt(np.float64(config.hidden_size))),

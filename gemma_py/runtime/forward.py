@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.kernels.attention import LANES, QUERIES, Ring, attend, attend_columns, columns_of, score_keys
-from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.decorator import inlined, kernel, phase
 from gemma_py.kernels.intrinsics import array_at, bits_of_f32
 from gemma_py.kernels.matmul import (
     FEW_ROWS,
@@ -155,7 +155,7 @@ def hash_word(digest, word):
     return np.int64((np.uint64(digest) ^ np.uint64(np.uint32(word))) * np.uint64(1099511628211))
 
 
-@kernel
+@inlined
 def trace_rows(trace, at, x, width, first, last):
     """Add the bits of rows first .. last - 1 of x to their hashes. Rows are traced by one worker at a time."""
     if trace.hashes.shape[0] > 0:
@@ -174,7 +174,7 @@ def bench_of(s, worker, workers):
     )
 
 
-@kernel
+@inlined
 def make_input(s, x, K, coded, trace, at, first, last, shift):
     """Rows first .. last - 1 of x: [T * K], as codes of rows first - shift .., if a matrix reads such."""
     if coded:
@@ -182,7 +182,7 @@ def make_input(s, x, K, coded, trace, at, first, last, shift):
         trace_codes(trace, at, s.coded, K, first, last, shift)
 
 
-@kernel
+@inlined
 def trace_codes(trace, at, coded, K, first, last, shift):
     """The same as `trace_rows` for an input's codes and scales; the sums follow from the codes."""
     if trace.hashes.shape[0] > 0:
@@ -194,13 +194,13 @@ def trace_codes(trace, at, coded, K, first, last, shift):
                 trace.hashes[at, t] = hash_word(trace.hashes[at, t], bits_of_f32(coded.scales[block]))
 
 
-@kernel
+@inlined
 def trace_share(worker, workers, trace, at, x, width, T):
     """`trace_rows` for what phases without rows of their own wrote: after their barrier, every worker takes a share."""
     trace_rows(trace, at, x, width, worker * T // workers, (worker + 1) * T // workers)
 
 
-@kernel
+@inlined
 def trace_tile(worker, trace, at, first, last):
     """Who computes these rows."""
     if trace.workers.shape[0] > 0:
@@ -217,7 +217,7 @@ def code_panels(m, number):
     )  # fmt: skip
 
 
-@kernel
+@inlined
 def matmul(m, number, s, x, y, first_row, last_row, first_panel, last_panel, bench):
     """y[t, n] of rows t and panels of n, of the input at hand: x, or its codes; the matrix's format decides the order."""
     row = m.matrices[number]
@@ -230,7 +230,7 @@ def matmul(m, number, s, x, y, first_row, last_row, first_panel, last_panel, ben
         matmul_floats(x, FloatPanels(m.floats, row[p.AT], N, K), y, first_row, last_row, first_panel, last_panel)
 
 
-@kernel
+@inlined
 def embed(m, token, y, at, bench):
     """y[at .. at + D - 1] = the token's row times sqrt(D)."""
     number, factor = m.numbers.embedding, m.numbers.embedding_factor
@@ -244,7 +244,7 @@ def embed(m, token, y, at, bench):
         embed_floats(FloatPanels(m.floats, row[p.AT], N, K), token, factor, y, at)
 
 
-@kernel
+@inlined
 def norm(m, gain_at, D, x, y, first, last):
     """y = the rows of x normalised, or x where the layer has no such norm.    y may be x"""
     if gain_at >= 0:
@@ -254,7 +254,7 @@ def norm(m, gain_at, D, x, y, first, last):
             y[i] = x[i]
 
 
-@kernel
+@inlined
 def next_input(m, s, gain_at, coded, wanted, trace, counter, first, last):
     """The normalised rows, and their codes, if the next matrices read such: of every row of the pass in its place where
     `wanted` is empty, else of those that it gives a place, in which s.chosen holds them.    wanted: [T] or [0]"""
@@ -263,13 +263,36 @@ def next_input(m, s, gain_at, coded, wanted, trace, counter, first, last):
     norm(m, gain_at, D, s.x, s.n, first, last)
     trace_rows(trace, counter, s.n, D, first, last)
     if wanted.shape[0] == 0:
-        make_input(s, s.n, D, coded, trace, counter, first, last, np.int64(0))
+        make_input(s, s.n, D, coded, trace, counter, first, last, 0)
     else:
         for t in range(first, last):
             if wanted[t] >= 0:
                 for d in range(D):
                     s.chosen[wanted[t] * D + d] = s.n[t * D + d]
                 make_input(s, s.n, D, coded, trace, counter, t, t + 1, t - wanted[t])
+
+
+@phase
+def embedding_phase(worker, cells, m, s, batch, bench, T, trace):
+    """Tokens become rows of x, and these the first layer's input; positions become angles."""
+    D = m.numbers.hidden
+    tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
+    tile = claim_any(cells, worker, EMBED, tiles)
+    while tile >= 0:
+        first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
+        for t in range(first, last):
+            embed(m, batch.tokens[t], s.x, t * D, bench)
+        widest = m.frequencies.shape[1]
+        for turn in range(m.frequencies.shape[0]):
+            places = slice(turn * T * widest, (turn + 1) * T * widest)
+            for number in range(batch.segments.shape[0]):
+                begin, end = max(first, batch.segments[number, FIRST]), min(last, batch.segments[number, END_ROW])
+                origin = batch.segments[number, ORIGIN]
+                rope_table(m.frequencies[turn], origin, s.cosines[places], s.sines[places], begin, end)
+        gain, coded = m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_CODED]
+        next_input(m, s, gain, coded, batch.wanted[:0], trace, EMBED, first, last)
+        trace_tile(worker, trace, EMBED, first, last)
+        tile = claim_any(cells, worker, EMBED, tiles)
 
 
 @inlined
@@ -299,7 +322,7 @@ def panels_together(panels, blocks, T, workers):
     return min(64, (panels + 4 * tiles - 1) // (4 * tiles) * 4)
 
 
-@kernel
+@phase
 def matmul_phase(worker, workers, cells, counter, m, numbers, x, outputs, s, bench, T, cap, trace):
     """outputs = the input at hand times up to three matrices, whose tiles are numbered one after the other.
 
@@ -333,7 +356,7 @@ def matmul_phase(worker, workers, cells, counter, m, numbers, x, outputs, s, ben
         tile = claim_any(cells, worker, counter, tiles)
 
 
-@kernel
+@phase
 def input_phase(worker, cells, counter, s, x, K, gated, coded, T, trace):
     """All rows of x: [T * K] become the next input; gated: x = gelu(x) * up comes first."""
     tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
@@ -345,12 +368,12 @@ def input_phase(worker, cells, counter, s, x, K, gated, coded, T, trace):
             trace_rows(trace, counter - 1, s.up, K, first, last)
             gelu_gate(x, s.up, first * K, last * K)
             trace_rows(trace, counter, x, K, first, last)
-        make_input(s, x, K, coded, trace, counter, first, last, np.int64(0))
+        make_input(s, x, K, coded, trace, counter, first, last, 0)
         trace_tile(worker, trace, counter, first, last)
         tile = claim_any(cells, worker, counter, tiles)
 
 
-@kernel
+@inlined
 def trace_qkv(trace, at, layer, s, first, last):
     """Rows of q, k and v together."""
     trace_rows(trace, at, s.q, layer[p.HEADS] * layer[p.HEAD_DIM], first, last)
@@ -358,7 +381,7 @@ def trace_qkv(trace, at, layer, s, first, last):
     trace_rows(trace, at, s.v, layer[p.KV_HEADS] * layer[p.HEAD_DIM], first, last)
 
 
-@kernel
+@inlined
 def rope_kv_tile(m, layer, s, keys, values, capacity, origin, T, first, last):
     """Norm and turn rows first .. last - 1 of q and k, and store those of k and v. Row t has position origin + t."""
     H, G, E = layer[p.HEADS], layer[p.KV_HEADS], layer[p.HEAD_DIM]
@@ -377,7 +400,7 @@ def rope_kv_tile(m, layer, s, keys, values, capacity, origin, T, first, last):
                 store_one(values, to + e, s.v[source + e])
 
 
-@kernel
+@phase
 def rope_kv_phase(worker, cells, counter, marks, m, layer, s, batch, T, trace):
     """Tiles of rows are claimed, stored and published in position order.    marks: the first segment's number"""
     tiles = tiles_in(batch.segments, _FEW_ROWS)
@@ -418,25 +441,25 @@ def attention_parts(layer, workers, T, S):
 
 @inlined
 def scores_of(s, workers, pair):
-    """The room of one position and key/value head, which are numbered."""
+    """Which of s.scores are those of one position and key/value head, which are numbered."""
     size = s.scores.shape[0] // (workers - 1) // LANES * LANES
-    return s.scores[pair * size : (pair + 1) * size]
+    return slice(pair * size, (pair + 1) * size)
 
 
 @inlined
 def own_part(part, worker, workers):
-    """A worker's part of what all of them share."""
+    """Which numbers are a worker's, of what all of them share."""
     size = part.shape[0] // workers
-    return part[worker * size : (worker + 1) * size]
+    return slice(worker * size, (worker + 1) * size)
 
 
-@kernel
+@phase
 def scores_phase(worker, workers, cells, counter, marks, m, layer, s, batch, parts):
     """Scores of single positions, some of the keys each; each waits for the row of its own position.
 
     They leave no trace: the attention that is made of them does.
     """
-    H, G, scratch = layer[p.HEADS], layer[p.KV_HEADS], own_part(s.attention, worker, workers)
+    H, G, scratch = layer[p.HEADS], layer[p.KV_HEADS], s.attention[own_part(s.attention, worker, workers)]
     tiles = G * batch.segments.shape[0] * parts
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
@@ -447,16 +470,16 @@ def scores_phase(worker, workers, cells, counter, marks, m, layer, s, batch, par
         keys, values = arenas_of(layer, place, batch.stored)
         if not await_rows(cells, worker, marks + number, origin + row):
             return False
-        ring, scores = ring_of(layer, keys, values, place[c.ROWS]), scores_of(s, workers, pair)
+        ring, scores = ring_of(layer, keys, values, place[c.ROWS]), s.scores[scores_of(s, workers, pair)]
         score_keys(s.q, ring, H, g, window_of(layer), origin, row, part, parts, scratch, scores)
         tile = claim_any(cells, worker, counter, tiles)
     return True
 
 
-@kernel
+@phase
 def columns_phase(worker, workers, cells, counter, m, layer, s, batch, parts, trace):
     """Values of single positions whose scores are made, some columns each."""
-    H, G, scratch = layer[p.HEADS], layer[p.KV_HEADS], own_part(s.attention, worker, workers)
+    H, G, scratch = layer[p.HEADS], layer[p.KV_HEADS], s.attention[own_part(s.attention, worker, workers)]
     scale, cap = m.numbers.attention_scale, m.numbers.attention_cap
     tiles = G * batch.segments.shape[0] * parts
     tile = claim_any(cells, worker, counter, tiles)
@@ -466,14 +489,14 @@ def columns_phase(worker, workers, cells, counter, m, layer, s, batch, parts, tr
         row, origin = batch.segments[number, FIRST], batch.segments[number, ORIGIN]
         place = batch.tables[number, layer[p.KV_SOURCE]]
         keys, values = arenas_of(layer, place, batch.stored)
-        ring, scores = ring_of(layer, keys, values, place[c.ROWS]), scores_of(s, workers, pair)
+        ring, scores = ring_of(layer, keys, values, place[c.ROWS]), s.scores[scores_of(s, workers, pair)]
         left, right = columns_of(part, parts, layer[p.HEAD_DIM])
         attend_columns(s.q, ring, H, g, window_of(layer), scale, cap, origin, row, left, right, scores, scratch, s.a)
         trace_tile(worker, trace, counter, row, row + 1)
         tile = claim_any(cells, worker, counter, tiles)
 
 
-@kernel
+@inlined
 def attention_tile(m, layer, s, keys, values, capacity, origin, g, first, last, scratch):
     """Attention of rows first .. last - 1 to one key/value head; the keys up to the last one's position are there."""
     ring, scale, cap = ring_of(layer, keys, values, capacity), m.numbers.attention_scale, m.numbers.attention_cap
@@ -481,10 +504,10 @@ def attention_tile(m, layer, s, keys, values, capacity, origin, g, first, last, 
     attend(s.q, ring, layer[p.HEADS], g, window_of(layer), scale, cap, origin, first, last, scratch, s.a)
 
 
-@kernel
+@phase
 def attention_phase(worker, workers, cells, counter, marks, m, layer, s, batch, trace):
     """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
-    G, scratch = layer[p.KV_HEADS], own_part(s.attention, worker, workers)
+    G, scratch = layer[p.KV_HEADS], s.attention[own_part(s.attention, worker, workers)]
     rows = max(1, QUERIES // (layer[p.HEADS] // G))
     tiles = G * tiles_in(batch.segments, rows)
     tile = claim_any(cells, worker, counter, tiles)
@@ -500,7 +523,7 @@ def attention_phase(worker, workers, cells, counter, marks, m, layer, s, batch, 
     return True
 
 
-@kernel
+@phase
 def residual_phase(worker, cells, counter, m, s, out_gain, next_gain, coded, T, wanted, trace):
     """x += the normalised rows of y; then the input of the matrices that come next. The phase before made y."""
     D = m.numbers.hidden
@@ -523,29 +546,13 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
     m: Packed   s: Scratch   batch: Batch, with room for its rows in the caches   logits: [R * V], written   trace: Trace
     marks: layer * S + segment, each begins with the position of the segment's first row
     """
-    T, D, L, S = batch.tokens.shape[0], m.numbers.hidden, m.layers.shape[0], batch.segments.shape[0]
+    T, L, S = batch.tokens.shape[0], m.layers.shape[0], batch.segments.shape[0]
     R, every = logits.shape[0] // m.numbers.vocabulary, batch.wanted[:0]
-    few, bench = (T + _FEW_ROWS - 1) // _FEW_ROWS, bench_of(s, worker, workers)
-    # Variables, for numba compiles a kernel anew for every constant that it is called with.
-    none, no_cap, plain, gated = np.int64(-1), np.float32(0.0), np.int64(0), np.int64(1)
+    bench = bench_of(s, worker, workers)
+    none, no_cap = np.int64(-1), np.float32(0.0)  # of the types of what stands there elsewhere
     if not enter(cells, worker, 0, EMBED):
         return False
-    tile = claim_any(cells, worker, EMBED, few)
-    while tile >= 0:
-        first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
-        for t in range(first, last):
-            embed(m, batch.tokens[t], s.x, t * D, bench)
-        widest = m.frequencies.shape[1]
-        for turn in range(m.frequencies.shape[0]):
-            places = slice(turn * T * widest, (turn + 1) * T * widest)
-            for number in range(S):
-                begin, end = max(first, batch.segments[number, FIRST]), min(last, batch.segments[number, END_ROW])
-                origin = batch.segments[number, ORIGIN]
-                rope_table(m.frequencies[turn], origin, s.cosines[places], s.sines[places], begin, end)
-        gain, coded = m.layers[0, p.IN_GAIN], m.layers[0, p.QKV_CODED]
-        next_input(m, s, gain, coded, every, trace, np.int64(EMBED), first, last)
-        trace_tile(worker, trace, EMBED, first, last)
-        tile = claim_any(cells, worker, EMBED, few)
+    embedding_phase(worker, cells, m, s, batch, bench, T, trace)
     if not barrier(cells, worker, workers):
         return False
 
@@ -589,7 +596,7 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
 
         if not enter(cells, worker, number, OUT_INPUT):
             return False
-        input_phase(worker, cells, counters + OUT_INPUT, s, s.a, HE, plain, layer[p.O_CODED], T, trace)
+        input_phase(worker, cells, counters + OUT_INPUT, s, s.a, HE, 0, layer[p.O_CODED], T, trace)
         if not barrier(cells, worker, workers):
             return False
         if not enter(cells, worker, number, OUT):
@@ -617,9 +624,7 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
 
         if not enter(cells, worker, number, DOWN_INPUT):
             return False
-        input_phase(
-            worker, cells, counters + DOWN_INPUT, s, s.gate, layer[p.INNER], gated, layer[p.DOWN_CODED], T, trace
-        )
+        input_phase(worker, cells, counters + DOWN_INPUT, s, s.gate, layer[p.INNER], 1, layer[p.DOWN_CODED], T, trace)
         if not barrier(cells, worker, workers):
             return False
         if not enter(cells, worker, number, DOWN):

@@ -8,7 +8,7 @@ compiling, so what is measured is the machine code that ships.
 import numpy as np
 
 from gemma_py.kernels.atomics import nanoseconds
-from gemma_py.kernels.decorator import borrowing
+from gemma_py.kernels.decorator import inlined
 from gemma_py.runtime import cells as c
 
 _SINCE = 0  # when this worker last looked at the clock
@@ -16,7 +16,7 @@ _FIRST = 1  # the first phase's two numbers; the others follow
 WORK, WAIT = 0, 1
 
 
-@borrowing
+@inlined
 def account(cells, worker, what):
     """The time since the last look is `what` of the phase that this worker is in. Call it only where times has room."""
     size = cells.times.shape[0] // (cells.own.shape[0] // c.LINE)

@@ -1,7 +1,6 @@
 """Runs tokens through a model on a team: owns scratch, compiles once, keeps sequences apart."""
 
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -11,13 +10,13 @@ import numpy as np
 
 from gemma_py.errors import ContextError, UnsupportedError
 from gemma_py.kernels.attention import LANES, scratch_size
-from gemma_py.kernels.decorator import first_time, mark_compiled
 from gemma_py.kernels.matmul import CodedRows, bench_sizes
 from gemma_py.kernels.memory import aligned
 from gemma_py.kernels.panels import BLOCK, Bench
 from gemma_py.model.config import Config
 from gemma_py.model.packed import Packed
 from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.compiling import mark_compiled
 from gemma_py.runtime.forward import COUNTERS, PHASES, UNTRACED, Batch, Scratch, Trace, forward
 from gemma_py.runtime.profile import Profile
 from gemma_py.runtime.team import Team
@@ -127,11 +126,9 @@ class Runner:
 
     def _compile(self) -> None:
         """Before any worker starts, in the calling thread; from the disk where it has been done before."""
-        if first_time():
-            print("compiling kernels, once per machine: up to a minute", file=sys.stderr, flush=True)
         batch, logits = _batch([Part(self.cache(), [])]), np.empty(0, np.float32)
         self.team.compile(forward, self.packed, self._scratch_for(1, 1), batch, logits, NO_TRACE)
-        mark_compiled()
+        mark_compiled(self.kv)
 
     def digest(self, cache: Cache) -> list[str]:
         """The cache's, while no pass is under way."""

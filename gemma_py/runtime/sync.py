@@ -19,7 +19,7 @@ The usual loop (numba does not take `:=` in a while):
 """
 
 from gemma_py.kernels.atomics import compare_exchange, fetch_add, load_acquire, relax, store_release, yield_cpu
-from gemma_py.kernels.decorator import borrowing
+from gemma_py.kernels.decorator import inlined
 from gemma_py.runtime import profile, trial
 from gemma_py.runtime.cells import (
     ARRIVED,
@@ -41,33 +41,33 @@ _SPINS = 256  # some microseconds; then yield, so that more workers than cores m
 _NO_TILE = -1
 
 
-@borrowing
+@inlined
 def _advance(cells, worker):
     at = worker * LINE + PROGRESS
     store_release(cells.own, at, cells.own[at] + 1)
 
 
-@borrowing
+@inlined
 def whole(cells):
     """Whether nobody has broken the run."""
     return load_acquire(cells.shared, BROKEN) == 0
 
 
-@borrowing
+@inlined
 def progress(cells, worker):
     """Say that this worker is alive; for long work that neither claims nor waits."""
     _advance(cells, worker)
     return whole(cells)
 
 
-@borrowing
+@inlined
 def fail(cells, worker):
     """Break the run for all, with this worker at fault. Always False: `return fail(cells, worker)`."""
     compare_exchange(cells.shared, BROKEN, 0, worker + 1)
     return False
 
 
-@borrowing
+@inlined
 def enter(cells, worker, layer, phase):
     """Record where this worker is from now on, for error messages and trials."""
     if cells.times.shape[0] > 0:
@@ -81,7 +81,7 @@ def enter(cells, worker, layer, phase):
     return whole(cells)
 
 
-@borrowing
+@inlined
 def claim(cells, worker, index, tiles):
     """The next tile of counter `index`, ascending; -1 when none of the `tiles` is left or the run is broken."""
     if not whole(cells):
@@ -95,7 +95,7 @@ def claim(cells, worker, index, tiles):
     return tile
 
 
-@borrowing
+@inlined
 def claim_any(cells, worker, index, tiles):
     """`claim` for tiles that need no order; trials hand them out shuffled, to show that they need none."""
     tile = claim(cells, worker, index, tiles)
@@ -104,7 +104,7 @@ def claim_any(cells, worker, index, tiles):
     return tile
 
 
-@borrowing
+@inlined
 def _wait_above(cells, worker, why, line, index, bound):
     """Wait until a cell that only grows is above `bound`.
 
@@ -131,7 +131,7 @@ def _wait_above(cells, worker, why, line, index, bound):
     return whole(cells)
 
 
-@borrowing
+@inlined
 def barrier(cells, worker, workers):
     """Wait for all workers; what each wrote before is visible to all after."""
     if load_acquire(cells.shared, TRIAL):
@@ -150,7 +150,7 @@ def barrier(cells, worker, workers):
     return _wait_above(cells, worker, AT_BARRIER, cells.shared, GENERATION, generation)
 
 
-@borrowing
+@inlined
 def publish(cells, worker, mark, first, last):
     """Make rows first .. last - 1 visible: wait until the watermark stands at `first`, then move it to `last`.
 
@@ -172,7 +172,7 @@ def publish(cells, worker, mark, first, last):
     return True
 
 
-@borrowing
+@inlined
 def await_rows(cells, worker, mark, position):
     """Wait until the row at `position`, and with it all before, is published."""
     if load_acquire(cells.shared, TRIAL):

@@ -12,7 +12,7 @@ import numpy as np
 
 from gemma_py.errors import InputError
 from gemma_py.kernels.atomics import load_acquire, relax, sleep_microseconds, yield_cpu
-from gemma_py.kernels.decorator import borrowing
+from gemma_py.kernels.decorator import inlined
 from gemma_py.runtime import cells as c
 
 ENTER, CLAIM, PUBLISH, AWAIT, BARRIER, ANYWHERE = 1, 2, 3, 4, 5, -1
@@ -62,7 +62,7 @@ class Trial:
             cells.own[worker * c.LINE + c.RANDOM] = int(seed >> np.uint64(1))
 
 
-@borrowing
+@inlined
 def _draw(cells, worker):
     """31 random bits. A linear congruence is enough: only its high bits are used, and only to shake schedules."""
     at = worker * c.LINE + c.RANDOM
@@ -70,7 +70,7 @@ def _draw(cells, worker):
     return (cells.own[at] >> 32) & 0x7FFFFFFF
 
 
-@borrowing
+@inlined
 def _dawdle(cells, worker):
     """Half the time nothing; else some yields, a spin, or (rarely) a sleep in which the others run far ahead."""
     kind, length = _draw(cells, worker) & 1023, _draw(cells, worker)
@@ -86,13 +86,13 @@ def _dawdle(cells, worker):
             yield_cpu()
 
 
-@borrowing
+@inlined
 def _is_at(cells, worker, layer, phase):
     at = worker * c.LINE
     return (layer == ANY or layer == cells.own[at + c.LAYER]) and (phase == ANY or phase == cells.own[at + c.PHASE])
 
 
-@borrowing
+@inlined
 def attend(cells, worker, place):
     """What a trial wants of this worker here. Call it only where TRIAL is set."""
     shared = cells.shared
@@ -112,14 +112,14 @@ def attend(cells, worker, place):
         sleep_microseconds(np.uint32(1000))
 
 
-@borrowing
+@inlined
 def drops(cells, worker, what):
     """Whether a negative control leaves this synchronisation out."""
     shared = cells.shared
     return shared[c.DROP] == what and _is_at(cells, worker, shared[c.DROP_LAYER], shared[c.DROP_PHASE])
 
 
-@borrowing
+@inlined
 def shuffle(cells, index, tile, tiles):
     """A permutation of the tiles, drawn from the seed and the counter: times a unit modulo `tiles`, plus a shift."""
     seed = cells.shared[c.SEED]
@@ -132,7 +132,7 @@ def shuffle(cells, index, tile, tiles):
     return (tile * factor + (mixed >> 7)) % tiles
 
 
-@borrowing
+@inlined
 def _divisor(a, b):
     while b != 0:
         a, b = b, a % b

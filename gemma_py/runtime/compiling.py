@@ -1,0 +1,217 @@
+"""The forward pass is compiled by several processes, where that has never been done: numba compiles one kernel at a time.
+
+Each of them is this module run as a program. It is told names of kernels, a line each, compiles them without data into
+the cache on disk, and says so. Whatever does not come of it (a process dies, the cache cannot be written) is compiled by
+whoever needs it, only later: nothing but time depends on these processes.
+"""
+
+import contextlib
+import inspect
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numba
+import numpy as np
+
+from gemma_py import machine
+from gemma_py.kernels.decorator import CACHE
+from gemma_py.kernels.matmul import CodedRows
+from gemma_py.kernels.panels import Bench
+from gemma_py.model.packed import Numbers, Packed
+from gemma_py.runtime.cache import KV_TYPES
+from gemma_py.runtime.cells import make_cells
+from gemma_py.runtime.forward import (
+    Batch,
+    Scratch,
+    Trace,
+    attention_phase,
+    columns_phase,
+    embedding_phase,
+    forward,
+    input_phase,
+    matmul_phase,
+    residual_phase,
+    rope_kv_phase,
+    scores_phase,
+)
+
+# What is compiled, the longest first: each share by one process, for its kernels have helpers in common. `forward` is
+# made of them all.
+SHARES = (
+    (attention_phase, columns_phase, scores_phase),
+    (matmul_phase,),
+    (embedding_phase, residual_phase, input_phase, rope_kv_phase),
+)
+_KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kernel in share}
+_PATIENCE = 300.0  # seconds for one kernel, which takes ten
+_TICK = 0.2
+
+
+def first_time(kv: str) -> bool:
+    """Whether the pass for keys and values of this type has never been compiled into the cache; always, where there is none."""
+    return CACHE is None or not (CACHE / f"compiled-{kv}").exists()
+
+
+def mark_compiled(kv: str) -> None:
+    if CACHE is not None:
+        with contextlib.suppress(OSError):
+            (CACHE / f"compiled-{kv}").touch()
+
+
+def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
+    """The types that a kernel is called with. A parameter's name says what it is, in every phase alike."""
+    f32, i64, trace = _numbers(np.float32), _numbers(np.int64), np.empty((0, 0), np.int64)
+    bench = Bench(_numbers(np.int16), f32, f32)
+    coded = CodedRows(_numbers(np.int16), _numbers(np.int8), f32, f32, f32, f32)
+    examples = {
+        "cells": make_cells(1),
+        "m": Packed(
+            _fixed(np.float32), _fixed(np.uint16), _fixed(np.int8), _fixed(np.float32), _fixed(np.float32, 2),
+            _fixed(np.int64, 2), _fixed(np.int64, 2), Numbers(0, 0, 0, 0, 0, 0, *(np.float32(0),) * 5),
+        ),
+        "layer": _fixed(np.int64),
+        "s": Scratch(f32, f32, f32, f32, f32, f32, f32, f32, f32, f32, coded, bench, f32, f32, f32, f32),
+        "batch": Batch(i64, np.empty((0, 3), np.int64), np.empty((0, 0, 3), np.int64), i64, _numbers(KV_TYPES[kv])),
+        "trace": Trace(trace, trace),
+        "bench": bench, "x": f32, "outputs": (f32,) * 3, "logits": f32, "numbers": (0,) * 3, "wanted": i64,
+        "cap": np.float32(0),
+    }  # fmt: skip
+    names = inspect.signature(kernel.py_func).parameters
+    return tuple(numba.typeof(examples.get(name, 0)) for name in names)  # all others are integers
+
+
+def _numbers(kind: type) -> np.ndarray:
+    return np.empty(0, kind)
+
+
+def _fixed(kind: type, dimensions: int = 1) -> np.ndarray:
+    """Read-only, as weights are."""
+    array: np.ndarray = np.empty((0,) * dimensions, kind)
+    array.flags.writeable = False
+    return array
+
+
+class Compilation:
+    """A context manager: processes that compile from its beginning until they are done or it is left.
+
+    Does nothing where all is compiled; where nothing can be cached, it only says that there is something to wait for.
+    """
+
+    def __init__(self, kv: str, shares: Sequence[Sequence[Any]] = SHARES, last: Any = forward) -> None:
+        self._kv, self._shares, self._last = kv, list(shares), last
+        self._lock = threading.Lock()
+        self._busy, self._done, self._total = 0, 0, sum(map(len, shares)) + 1
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._feeders: list[threading.Thread] = []
+
+    def __enter__(self) -> "Compilation":
+        if not first_time(self._kv):
+            return self
+        print("compiling kernels, once per machine: about half a minute", file=sys.stderr, flush=True)
+        if CACHE is not None and sys.executable:
+            command = [sys.executable, "-P", "-m", "gemma_py.runtime.compiling", str(CACHE), self._kv]
+            # What can be imported here can be imported there. A group of its own: Ctrl-C is not for it.
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+            with contextlib.suppress(OSError):  # where no process can be had, this one compiles
+                for _ in range(min(machine.threads(), len(self._shares))):
+                    self.processes.append(
+                        subprocess.Popen(
+                            command, env=environment, process_group=0, bufsize=0,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                        )
+                    )  # fmt: skip
+            for process in self.processes:
+                self._feeders.append(threading.Thread(target=self._feed, args=(process,), daemon=True))
+            self._busy = len(self._feeders)
+            for feeder in self._feeders:
+                feeder.start()
+        return self
+
+    def _feed(self, process: "subprocess.Popen[bytes]") -> None:
+        """Shares for a process until there is none; the last one of all then has `forward` made of them."""
+        alive = True
+        while alive and (share := self._next()) is not None:
+            for kernel in share:
+                alive = alive and self._compiled(process, kernel)
+        with self._lock:
+            self._busy -= 1
+            last = self._busy == 0
+        if alive and last:
+            self._compiled(process, self._last)
+
+    def _next(self) -> Sequence[Any] | None:
+        with self._lock:
+            return self._shares.pop(0) if self._shares else None
+
+    def _compiled(self, process: "subprocess.Popen[bytes]", kernel: Any) -> bool:
+        """Whether the process did it; it may have died."""
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(f"{kernel.__name__}\n".encode())
+            done = process.stdout.readline() != b""
+        except OSError:
+            done = False
+        with self._lock:
+            self._done += done
+        return done
+
+    def wait(self) -> None:
+        """Until all is compiled, or nobody is left who does it. A terminal shows how far that is."""
+        if not self._feeders:
+            return
+        seen, since = -1, 0.0
+        while any(feeder.is_alive() for feeder in self._feeders):
+            if self._done != seen:
+                seen, since = self._done, time.monotonic()
+                _show(f"compiling kernels: {seen} of {self._total}")
+            elif time.monotonic() - since > _PATIENCE:
+                self._kill()
+            time.sleep(_TICK)
+        _show("")
+        if self._done < self._total:
+            print("gemma_py: a process that compiled has ended early; the rest takes longer", file=sys.stderr)
+
+    def _kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._kill()
+        for feeder in self._feeders:
+            feeder.join()
+        for process in self.processes:
+            with process:
+                pass  # its pipes are closed, and it is waited for
+
+
+def _show(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    cache, kv = sys.argv[1:]
+    wanted: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(wanted,), daemon=True).start()
+    while str(CACHE) == cache:  # else something differs from the process that asks, and it would find nothing
+        kernel = _KERNELS[wanted.get()]
+        kernel.compile(signature(kernel, kv))
+        print(kernel.__name__, flush=True)
+
+
+def _listen(wanted: "queue.SimpleQueue[str]") -> None:
+    for line in sys.stdin:
+        wanted.put(line.strip())
+    os._exit(0)  # whoever asked has gone, in the middle of a compilation perhaps
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The first start: several processes compile, what dies or is interrupted leaves nothing behind, and what is there is used."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numba
+import pytest
+from conftest import ROOT, TINY
+
+import gemma_py
+from gemma_py.kernels.decorator import CACHE, inlined
+from gemma_py.runtime import compiling
+from gemma_py.runtime.cache import KV_TYPES
+
+LONG = 300.0  # seconds, on any machine
+KERNELS = [kernel for share in (*compiling.SHARES, (compiling.forward,)) for kernel in share]
+linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are looked for in /proc")
+
+# Three small phases instead of all. Prints how many were compiled elsewhere, and how many here.
+PROGRAM = """
+import sys, time
+from gemma_py.runtime import compiling
+from gemma_py.runtime.forward import input_phase, residual_phase, rope_kv_phase
+
+few = (residual_phase, input_phase, rope_kv_phase)
+with compiling.Compilation("float32", (few[:1], few[1:2]), few[2]) as compilation:
+    print("begun", flush=True)
+    if "die" in sys.argv:
+        compilation.processes[0].kill()
+    if "stay" in sys.argv:
+        time.sleep(600)
+    compilation.wait()
+left = [process for process in compilation.processes if process.returncode is None]
+for kernel in few:
+    kernel.compile(compiling.signature(kernel, "float32"))
+print(sum(not kernel.stats.cache_misses for kernel in few), sum(bool(kernel.stats.cache_misses) for kernel in few), len(left))
+"""
+
+
+def start(cache: Path, *command: str) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, *command], env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def helpers(cache: Path) -> list[int]:
+    """Processes that compile into this cache; it is one of their arguments."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = file.read_bytes()
+        except OSError:  # it has ended since
+            continue
+        if b"gemma_py.runtime.compiling" in arguments and os.fsencode(cache) in arguments:
+            found.append(int(file.parent.name))
+    return found
+
+
+def comes_true(what: Callable[[], object]) -> bool:
+    end = time.monotonic() + LONG
+    while not what() and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(what())
+
+
+@contextmanager
+def ended(process: "subprocess.Popen[str]") -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_what_is_compiled_ahead_is_what_the_pass_asks_for(tiny_engine: gemma_py.Engine) -> None:
+    """Else a first start would compile it a second time, which only a clock would show."""
+    assert CACHE is not None
+    for made in KERNELS:
+        known = {tuple(key[0]) for key in made._cache._cache_file._load_index()}
+        wanted = {compiling.signature(made, kv) for kv in KV_TYPES}
+        assert known and known <= wanted, made.__name__
+
+
+def test_a_later_start_compiles_nothing() -> None:
+    program = """
+from numba.core import event
+made = []
+class Listener(event.Listener):
+    def on_start(self, what): made.append(what.data["dispatcher"].py_func.__name__)
+    def on_end(self, what): pass
+event.register("numba:compile", Listener())
+import gemma_py
+with gemma_py.load("tiny-gemma3") as engine:
+    list(engine.generate("hello", 3, temperature=1.0, seed=1))
+print(made)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=LONG, check=True
+    )
+    assert done.stdout == "[]\n"
+    assert "compiling" not in done.stderr
+
+
+def test_processes_compile_what_this_one_finds(tmp_path: Path) -> None:
+    for times in range(2):
+        out, err = start(tmp_path, "-c", PROGRAM).communicate(timeout=LONG)
+        assert out.split() == ["begun", "3", "0", "0"], err
+        assert err == "compiling kernels, once per machine: about half a minute\n", times
+
+
+def test_a_process_that_dies_is_done_without(tmp_path: Path) -> None:
+    out, err = start(tmp_path, "-c", PROGRAM, "die").communicate(timeout=LONG)
+    _, elsewhere, here, left = out.split()
+    assert int(here) >= 1 and int(elsewhere) + int(here) == 3 and left == "0"
+    assert err.splitlines()[1:] == ["gemma_py: a process that compiled has ended early; the rest takes longer"]
+
+
+@linux
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    program = start(tmp_path, "-c", PROGRAM, "stay")
+    with ended(program):
+        assert comes_true(lambda: helpers(tmp_path))
+    assert comes_true(lambda: not helpers(tmp_path))
+
+
+@linux
+def test_an_interrupted_compilation_ends_soon_and_leaves_nobody(tmp_path: Path) -> None:
+    program = start(tmp_path, "-m", "gemma_py", "generate", str(TINY), "--prompt", "a")
+    with ended(program):
+        assert comes_true(lambda: helpers(tmp_path))
+        program.send_signal(signal.SIGINT)
+        out, err = program.communicate(timeout=LONG)
+        assert program.returncode == 130, err
+        assert (out, helpers(tmp_path)) == ("", [])
+        assert len(err.splitlines()) == 1, err
+    assert not list(tmp_path.rglob("compiled-*"))  # the next start goes on
+
+
+def test_nothing_is_started_where_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "first_time", lambda kv: False)
+    with compiling.Compilation("float32") as compilation:
+        compilation.wait()
+    assert compilation.processes == []
+
+
+def test_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(compiling, "_show", shown.append)
+    compilation = compiling.Compilation("float32", [KERNELS[:2]])
+    compilation._done = 2
+    compilation._feeders = [threading.Thread(target=time.sleep, args=(0.5,))]
+    compilation._feeders[0].start()
+    compilation.wait()
+    assert shown == ["compiling kernels: 2 of 3", ""]
+
+
+def test_nothing_is_started_where_nothing_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiling, "CACHE", None)
+    with compiling.Compilation("float32") as compilation:
+        compilation.wait()
+    assert compilation.processes == []
+    assert capsys.readouterr().err.startswith("compiling kernels")
+
+
+# --- what a first start does without -----------------------------------------------------------------------------------
+
+
+@inlined
+def _next(x, by):
+    return x + by
+
+
+@inlined
+def _three_more(x):
+    return _next(_next(x, 1), 2)
+
+
+def test_a_helper_is_compiled_once_whatever_constants_it_is_called_with() -> None:
+    _three_more.compile((numba.int64,))
+    assert list(_next.overloads) == [(numba.int64, numba.int64)]
+
+
+def test_a_helper_has_no_entry_for_python() -> None:
+    with pytest.raises(TypeError, match="_next can only be called by a kernel"):
+        _next(1, 2)
