@@ -28,7 +28,7 @@ ATTACKS = (
     "<style>*{display:none}</style>", "<base href=//evil.example>", "[" * 3000, "*" * 3000, "> " * 3000, "- " * 3000, "`" * 3001,
 )  # fmt: skip
 ROLES = ("user", "assistant")
-TAB, ENTER, ESCAPE, SHIFT = "\ue004", "\ue007", "\ue00c", "\ue008"
+TAB, ENTER, ESCAPE, SHIFT, CONTROL = "\ue004", "\ue007", "\ue00c", "\ue008", "\ue009"
 LONG = f"""{"Donaudampfschiffahrt" * 9} https://example.org/{"a/long/path/" * 9}
 
 | name | what it does when it is called | returns | raises |
@@ -492,6 +492,21 @@ def test_by_keyboard_alone(page: Page, server: Running) -> None:
     page.keys(ENTER)
     wait_until(lambda: idle(server))
     page.wait(lambda: page.focused == "Message" and page.texts("#note") == ["Stopped."])
+
+
+@browsed
+@pytest.mark.parametrize("secure", [True, False], ids=["secure", "from another machine"])
+def test_copying(page: Page, secure: bool) -> None:
+    page.keep([("What is a list?", "```\n[1]\n```")])
+    if not secure:  # a page that came over plain HTTP from elsewhere is not given the clipboard
+        page.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    for selector, text in ((".code button", "[1]"), (".user [aria-label='Copy']", "What is a list?")):
+        page.find(selector).click()
+        assert page.focused == "Copy"
+        page.wait(lambda: page.find(selector).find_elements("css selector", "path[d^='M5 13']"))  # noqa: B023
+        page.find("#input").clear()
+        page.find("#input").send_keys(CONTROL + "v")
+        assert page.run("return input.value") == text
 
 
 CONTRAST = r"""
