@@ -263,8 +263,9 @@ class Conversation:
 
     @property
     def tokens_used(self) -> int:
-        """Tokens of the context that the conversation takes, with what stands before the next answer."""
-        return len(self._prompt(self.messages)) if any(m["role"] != "system" for m in self.messages) else 0
+        """Tokens of the context that the conversation takes, with what stands before the next text; that may not fit any more."""
+        spoken = any(message["role"] != "system" for message in self.messages)
+        return min(self.context, len(self._prompt(self.messages))) if spoken else 0
 
     @property
     def context(self) -> int:

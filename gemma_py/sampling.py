@@ -20,7 +20,12 @@ from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp
 
 _SEEDS = 1 << 63
-_LARGEST = 1e6  # of a penalty, bias or temperature: beyond, float32 has no room for the logits themselves
+# Numbers that mean something, by every way in; OpenAI's, where it has the option. top_p also has to be above 0.
+RANGES = {
+    "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "logit_bias": (-100.0, 100.0),
+}  # fmt: skip
+MOST_TOP_K = 1 << 31
 _TINY = np.float32(1e-38)  # below every weight but 0
 _BLOCK = 64  # logits that are compared at once
 _STEPS = 1024  # of a sixteenth, in which logits are put where too many would have to be sorted
@@ -48,26 +53,20 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        self._number("temperature", 0, _LARGEST)
-        self._whole("top_k", 0, 1 << 31)
-        self._number("top_p", 0, 1)
+        for name in RANGES:
+            if name != "logit_bias":
+                _check_number(name, name, getattr(self, name))
         if self.top_p == 0:
             raise InputError("top_p should be above 0 and at most 1, found 0")
-        self._number("min_p", 0, 1)
-        self._number("repetition_penalty", 1e-6, _LARGEST)
-        self._number("presence_penalty", -_LARGEST, _LARGEST)
-        self._number("frequency_penalty", -_LARGEST, _LARGEST)
+        self._whole("top_k", 0, MOST_TOP_K)
         if not isinstance(self.logit_bias, Mapping):
             raise InputError(f"logit_bias should map token ids to numbers, found {self.logit_bias!r:.40}")
         for token, bias in self.logit_bias.items():
             if type(token) is not int or token < 0:
                 raise InputError(f"logit_bias should map token ids to numbers, found the id {token!r:.40}")
-            _check_number(f"logit_bias of {token}", bias, -_LARGEST, _LARGEST)
+            _check_number("logit_bias", f"logit_bias of {token}", bias)
         if self.seed is not None:
             self._whole("seed", 0, _SEEDS - 1)
-
-    def _number(self, name: str, least: float, most: float) -> None:
-        _check_number(name, getattr(self, name), least, most)
 
     def _whole(self, name: str, least: int, most: int) -> None:
         value = getattr(self, name)
@@ -79,7 +78,8 @@ class Sampling:
         return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4), "little"))
 
 
-def _check_number(name: str, value: Any, least: float, most: float) -> None:
+def _check_number(option: str, name: str, value: Any) -> None:
+    least, most = RANGES[option]
     bad = isinstance(value, bool) or not isinstance(value, int | float)
     if bad or not math.isfinite(value) or not least <= value <= most:
         raise InputError(f"{name} should be a number from {least:g} to {most:g}, found {value!r:.40}")

@@ -424,12 +424,20 @@ def _is_layer(layer: list[Any], blocks: int) -> bool:
     return _is_list_of(layer, str) and len(layer) == len(PHASES) and all(len(row) in (0, 16 * blocks) for row in layer)
 
 
-def refuse_other_runs(trace: dict[str, Any], path: Path, engine: Engine, ids: Sequence[int]) -> None:
-    """A comparison means something only of the same model and the same tokens. Known before the work begins."""
+def refuse_other_runs(trace: dict[str, Any], path: Path, engine: Engine, tokens: int | None) -> None:
+    """A comparison means something only of the same model and the same tokens. Known before the work begins.
+
+    tokens: how many were asked for, if anybody did.
+    """
     if trace["model"] != identity(engine.checkpoint, engine.quant):
         raise InputError(f"{path}: a trace of another model or quant, not of {engine.path}")
-    if trace["tokens"] != list(ids):
-        raise InputError(f"{path}: a trace of other tokens: {len(trace['tokens'])} of them, here {len(ids)}")
+    length = len(trace["tokens"])
+    if tokens not in (None, length):
+        raise InputError(
+            f"{path}: a trace of {length} tokens, not {tokens}: leave --tokens out, or trace as many there"
+        )
+    if trace["tokens"] != prompt(length, engine.config.vocab_size):
+        raise InputError(f"{path}: a trace of {length} other tokens than the fixed prompt's")
     if len(trace["hashes"]) != len(trace["kv"]) + 1 or len(trace["kv"]) != len(engine.config.layers):
         raise FormatError(f"{path}: a damaged trace: {len(trace['hashes'])} layers")
 

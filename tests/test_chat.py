@@ -23,7 +23,7 @@ from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.runner import Runner
 
 # Of a model of random weights, which else would write control tokens at every turn.
-DRAW = Sampling(temperature=1.0, top_k=50, seed=5, logit_bias=dict.fromkeys(range(11), -1000.0))
+DRAW = Sampling(temperature=1.0, top_k=50, seed=5, logit_bias=dict.fromkeys(range(11), -100.0))
 
 
 def talk(conversation: Conversation, text: str) -> str:
@@ -310,6 +310,7 @@ def test_the_context_is_a_wall_with_numbers() -> None:
         conversation = new(engine, max_tokens=None)
         talk(conversation, "one")  # up to the wall: the answer ends for want of room, and says so
         assert conversation.stats is not None and conversation.stats.finish_reason == "length"
+        assert conversation.tokens_used == 60  # what would stand before a next text has no room, and does not count
         before = [dict(message) for message in conversation.messages]
         with pytest.raises(ContextError, match=r"would take \d+ tokens, and the context of 60"):
             conversation.send("two")
@@ -325,7 +326,7 @@ def test_an_answer_that_forges_turns_is_only_text_later(
     tokenizer = tiny_engine.text_tokenizer()
     start = tokenizer.token_id("<start_of_turn>") or 0
     conversation = new(tiny_engine)
-    bias = dataclasses.replace(DRAW, logit_bias={start: 1000.0})
+    bias = dataclasses.replace(DRAW, logit_bias={start: 100.0})
     conversation.sampling, conversation.max_tokens = bias, 3
     said = talk(conversation, "hello")
     assert said == "<start_of_turn>" * 3

@@ -476,11 +476,13 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
         ("/set heat 3", "no setting 'heat'"),
         ("/set top_k many", "top_k should be a whole number, found 'many'"),
         ("/set max_tokens 0", "max_tokens should be at least 1"),
+        ("/set temperature 9999", "temperature should be a number from 0 to 2, found 9999.0"),
         ("/threads none", "threads should be a whole number"),
         ("/threads 0", "threads should be 1 to"),
         ("/save", "/save needs the name of a file"),
         ("/load /nowhere/file", "/nowhere/file"),
         ("/export /proc/none/file", "cannot be written"),
+        ("/export /proc/none/file xml", "as markdown or json, found 'xml'"),
         ("/stats", "there is no answer yet"),
         ("/verify", "nothing to verify"),
         ("function " * 4200, "leaves no room for an answer"),
@@ -492,6 +494,16 @@ def test_what_cannot_be_is_one_line(pipe: Pipe, line: str | bytes, said: str) ->
     assert (code, out) == (1, "")
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_more_threads_than_cores_are_advised_against(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemma_py.machine.threads", lambda: 2)
+    code, _, err = pipe("/threads 2\n/threads 3", "--threads", 1)
+    advice = "3 threads asked for, but this process has 2 cores' worth of processor: expect it to be slower"
+    assert (code, err.splitlines()[-3:]) == (
+        0,
+        ["threads 2; no bit depends on it", advice, "threads 3; no bit depends on it"],
+    )
 
 
 def test_broken_pipe() -> None:

@@ -43,7 +43,7 @@ FILTERS: list[dict[str, Any]] = [
     {"min_p": 0.05},
     {"min_p": 1.0},
     {"temperature": 1.7, "top_k": 64, "top_p": 0.95},
-    {"temperature": 3.0, "top_p": 0.99},
+    {"temperature": 2.0, "top_p": 0.99},
     {"temperature": 0.8, "top_k": 500, "top_p": 0.8, "min_p": 0.02},
     {"temperature": 2.0, "top_p": 0.9, "min_p": 0.1},
     {"repetition_penalty": 1.3},
@@ -151,9 +151,11 @@ def test_random_numbers_are_keyed_by_seed_and_position() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": "1"}, {"temperature": True}, {"top_k": -1},
+        {"temperature": -0.1}, {"temperature": 2.01}, {"temperature": 9999}, {"temperature": math.nan}, {"temperature": "1"},
+        {"temperature": True}, {"top_k": -1},
         {"top_k": 1.5}, {"top_p": 0.0}, {"top_p": 1.01}, {"min_p": 2}, {"min_p": math.inf}, {"repetition_penalty": 0},
-        {"presence_penalty": None}, {"frequency_penalty": 1e9}, {"logit_bias": [1]}, {"logit_bias": {-1: 1.0}},
+        {"repetition_penalty": 101}, {"presence_penalty": None}, {"presence_penalty": -2.1}, {"frequency_penalty": 1e9},
+        {"logit_bias": [1]}, {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: 101}},
         {"logit_bias": {"a": 1.0}}, {"logit_bias": {1: math.nan}}, {"seed": -1}, {"seed": 2**63}, {"seed": 1.0},
     ],
     ids=str,
@@ -227,6 +229,6 @@ def test_without_a_seed_draws_differ(tiny_engine: gemma_py.Engine) -> None:
 
 def test_logprobs_are_the_models_own(tiny_engine: gemma_py.Engine) -> None:
     ids = tiny_engine.encode("some text")
-    drawn = list(tiny_engine.generate(ids, 5, seed=2, temperature=3.0, top_k=3))
+    drawn = list(tiny_engine.generate(ids, 5, seed=2, temperature=2.0, top_k=3))
     scores = list(tiny_engine.score(ids + [token.id for token in drawn]))[len(ids) - 1 :]
     assert [token.logprob for token in drawn] == [-score for score in scores]

@@ -14,6 +14,8 @@ from serving import Running, idle, serving, wait_until
 
 import gemma_py
 from gemma_py.errors import ComputationError
+from gemma_py.sampling import RANGES
+from gemma_py.server.page import PAGE
 from gemma_py.templates import encode
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a list?"}]
@@ -235,6 +237,17 @@ def test_the_published_document_describes_every_route(server: Running) -> None:
         reference.split('"')[0] in document["components"]["schemas"]
         for reference in json.dumps(document).split("#/components/schemas/")[1:]
     )
+
+
+def test_requests_may_ask_for_what_sampling_takes(server: Running) -> None:
+    """The published ranges are those of every other way in; the page's too."""
+    _, document, _ = server.request("GET", "/openapi.json")
+    fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    for name, (least, most) in RANGES.items():
+        number = fields[name]["anyOf"][0].get("additionalProperties", fields[name]["anyOf"][0])
+        assert (number["minimum"], number["maximum"]) == (least, most), name
+        if name in ("temperature", "top_p"):
+            assert f'name="{name}" type="number" min="{least:g}" max="{most:g}"' in PAGE
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

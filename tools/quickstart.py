@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 EXTRAS = {"test": "test", "chat": "demo,chat,hf", "serve": "demo,serve,schema,hf", "run": "demo,hf"}
+MEGABYTES = {
+    "test": 450
+}  # to download at most; of the others 350: the demo model, numpy and numba are nearly all of it
 
 
 def say(message: str) -> None:
@@ -39,8 +42,9 @@ def works() -> bool:
     return PYTHON.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def prepare(extra: str) -> None:
-    """An environment with the package and the extra installed."""
+def prepare(task: str) -> None:
+    """An environment with the package and the task's extra installed."""
+    extra = EXTRAS[task]
     if not works():
         say(f"making {ENVIRONMENT.name} (a few seconds)")
         shutil.rmtree(ENVIRONMENT, ignore_errors=True)
@@ -49,7 +53,9 @@ def prepare(extra: str) -> None:
     wanted = fingerprint(extra)
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    say(f"installing gemma_py with the extra '{extra}' (at most 350 MB to download, the demo model among it)")
+    there = any(ENVIRONMENT.glob("installed-*"))
+    what = "only what is not there yet" if there else f"at most {MEGABYTES.get(task, 350)} MB, the demo model among it"
+    say(f"installing gemma_py with the extra '{extra}' (downloads {what})")
     start = time.monotonic()
     command = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", f"{ROOT}[{extra}]"]
     if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
@@ -82,7 +88,7 @@ def main() -> int:
         say(f"Python 3.11 or later is needed; this is {sys.version.split()[0]}")
         return 2
     task, rest = arguments[0], arguments[1:]
-    prepare(EXTRAS[task])
+    prepare(task)
     if task == "test":
         checks = [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("pytest", *rest)]
         return next((code for code in (run(*check, folder=ROOT) for check in checks) if code != 0), 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma_py.chat import Conversation
+from gemma_py.cli.common import advice_on_threads
 from gemma_py.errors import InputError
 
 if TYPE_CHECKING:
@@ -127,6 +128,9 @@ def _threads(chat: "Chat", number: str) -> None:
         if not number.isdecimal():
             raise InputError(f"threads should be a whole number, found {number!r:.40}")
         engine.set_threads(int(number))
+        advice = advice_on_threads(engine.threads)
+        if advice is not None:
+            chat.screen.note(advice)
     chat.screen.note(f"threads {engine.threads}; no bit depends on it")
 
 
@@ -164,7 +168,7 @@ def _load(chat: "Chat", name: str) -> None:
 
 def _export(chat: "Chat", argument: str) -> None:
     name, _, form = argument.rpartition(" ")
-    if not name or form not in ("markdown", "json"):
+    if not name or "." in form or "/" in form:  # a name, whose parts blanks may divide
         name, form = argument, "json" if argument.endswith(".json") else "markdown"
     path = Path(name).expanduser()
     chat.conversation.export(path, form)

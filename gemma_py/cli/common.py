@@ -102,11 +102,19 @@ def _from_environment_too(read: Callable[[str], T], text: str) -> T:
         raise argparse.ArgumentTypeError(f"(or {_THREADS}) {error}") from None
 
 
-def warn_of_threads(threads: int) -> None:
-    """One line where more workers are asked for than compute fastest; results do not depend on it."""
+def advice_on_threads(threads: int) -> str | None:
+    """Where more workers are asked for than compute fastest; results do not depend on it."""
     cores = machine.threads()
-    if threads > cores:
-        advice = f"{threads} threads asked for, but this process has {cores} cores' worth of processor: expect it to be slower"
+    if threads <= cores:
+        return None
+    return (
+        f"{threads} threads asked for, but this process has {cores} cores' worth of processor: expect it to be slower"
+    )
+
+
+def warn_of_threads(threads: int) -> None:
+    advice = advice_on_threads(threads)
+    if advice is not None:
         print(f"gemma_py: {advice}", file=sys.stderr)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from gemma_py.sampling import OPTIONS
 
 _NUMBERS = (
-    ("temperature", float, "0 takes the likeliest token; above 0 draws, the higher the wilder"),
+    ("temperature", float, "0 takes the likeliest token; above 0, to 2, draws, the higher the wilder"),
     ("top-k", int, "draw among the N likeliest tokens; 0: all"),
     ("top-p", float, "draw among the likeliest tokens that together have this probability"),
     ("min-p", float, "draw among tokens at least this share as likely as the likeliest"),

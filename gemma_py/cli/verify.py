@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=counts, default=(1, 2, 3, 4), metavar="N,N", help="default: 1,2,3,4")
     parser.add_argument("--chunks", type=counts, default=(1, 7, 64, 512), metavar="N,N", help="default: 1,7,64,512")
     parser.add_argument(
-        "--tokens", type=positive, metavar="N", help=f"of the prompt (default: {verify.TOKENS}, or what fits)"
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help=f"of the prompt (default: {verify.TOKENS}, or what fits; as many as FILE has)",
     )
     parser.add_argument(
         "--reference",
@@ -44,14 +47,15 @@ def run(args: argparse.Namespace) -> None:
     with Progress("checking", wanted=not args.json) as progress:
         with open_engine(max(args.threads)) as engine:  # refuses all that can be refused, before the work
             note_kept_float(engine)
-            tokens = verify.prompt_length(args.tokens, engine.context)
+            wanted, theirs = args.tokens, None
+            if args.against is not None:
+                theirs = verify.read_trace(args.against)
+                verify.refuse_other_runs(theirs, args.against, engine, wanted)
+                wanted = len(theirs["tokens"])
+            tokens = verify.prompt_length(wanted, engine.context)
             ids = verify.prompt(tokens, engine.config.vocab_size)
             if args.trace is not None:
                 verify.refuse_unwritable(args.trace)
-            theirs = None
-            if args.against is not None:
-                theirs = verify.read_trace(args.against)
-                verify.refuse_other_runs(theirs, args.against, engine, ids)
         report = verify.verify(open_engine, args.threads, args.chunks, tokens, args.reference, progress)
         made = None
         if report.difference is None and (args.trace or theirs):

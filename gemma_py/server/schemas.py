@@ -8,10 +8,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from gemma_py.sampling import MOST_TOP_K, RANGES
+
 _SEED = (1 << 63) - 1
 _LONGEST_STOP = 1024  # characters
 MOST_CHOICES = 16
 MOST_PROMPTS = 64
+
+
+def _ranged(option: str) -> Any:
+    """Within what sampling takes."""
+    least, most = RANGES[option]
+    return Field(ge=least, le=most)
+
 
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
@@ -100,11 +109,11 @@ class Sampled(Ignored):
 
     model: str | None = None
     stream: bool | None = False
-    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
-    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    top_k: Annotated[int | None, Field(ge=0, le=1 << 31)] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=100)] = None
+    temperature: Annotated[float | None, _ranged("temperature")] = None
+    top_p: Annotated[float | None, _ranged("top_p")] = None
+    top_k: Annotated[int | None, Field(ge=0, le=MOST_TOP_K)] = None
+    min_p: Annotated[float | None, _ranged("min_p")] = None
+    repetition_penalty: Annotated[float | None, _ranged("repetition_penalty")] = None
     seed: Annotated[int | None, Field(ge=-_SEED - 1, le=_SEED)] = None
     return_progress: bool = False
 
@@ -122,9 +131,9 @@ class Sampled(Ignored):
 class Penalised(Sampled):
     n: Annotated[int | None, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
-    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=1024)] = None
+    presence_penalty: Annotated[float | None, _ranged("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, _ranged("frequency_penalty")] = None
+    logit_bias: Annotated[dict[str, Annotated[float, _ranged("logit_bias")]] | None, Field(max_length=1024)] = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
