@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -333,6 +334,26 @@ def test_beyond_the_queue_requests_are_refused_at_once(tiny_engine: gemma_py.Eng
             stream.close()
         wait_until(lambda: idle(server))
         assert server.post("/v1/completions", prompt="a", max_tokens=1)[0] == 200
+
+
+def test_the_short_way_to_refuse_says_what_the_long_one_says(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The long one is for requests that are not whole at once, or come from pages."""
+    monkeypatch.setattr(server.app, "most", 0)
+    place = Mock(side_effect=server.app._place)
+    monkeypatch.setattr(server.app, "_place", place)
+    own = {"Origin": server.url}
+    for body in (b'{"prompt": "a"}', b"nonsense"):
+        answers = [server.request("POST", "/v1/completions", body, headers) for headers in ({}, own)]
+        (status, document, headers), (_, long_document, long_headers) = answers
+        assert (status, document["error"]["code"]) == (429, "rate_limit_exceeded") and document == long_document
+        assert {**headers, "date": ""} == {**long_headers, "date": "", "connection": "close"}
+    assert place.call_count == 2
+    for body in (b"", b"{}"):
+        with server.send("POST", "/v1/completions", body, 1000) as connection:
+            assert b" 429 " in connection.recv(4096)
+    assert place.call_count == 4
+    assert server.post("/tokenize", content="a")[0] == 200
+    assert server.post("/v1/nothing")[0] == 404
 
 
 def test_a_failure_of_one_answer_is_told_in_every_form(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,11 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import re
+import selectors
 import shlex
 import signal
 import socket
@@ -32,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -202,6 +205,37 @@ async def stream(port: int, number: int, tokens: int, words: int = 12) -> Got:
     return await ask(port, "POST", "/v1/completions", **completion(number, tokens, words))
 
 
+def flood(port: int, numbers: list[int], tokens: int, seconds: float) -> list[Got]:
+    """As many streams, begun within so many seconds. For a process that does nothing else: then the times are the server's."""
+    bodies = [json.dumps(completion(number, tokens)).encode() for number in numbers]
+    asked = [head("POST", "/v1/completions", body) + body for body in bodies]
+    got, began, waiting = [Got() for _ in numbers], [0.0] * len(numbers), selectors.DefaultSelector()
+    start, sent, over = time.perf_counter(), 0, 0
+    while over < len(numbers):
+        until = start + seconds * sent / len(numbers)
+        if sent < len(numbers) and time.perf_counter() >= until:
+            began[sent] = time.perf_counter()
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(asked[sent])
+            waiting.register(connection, selectors.EVENT_READ, sent)
+            sent += 1
+            continue
+        for key, _ in waiting.select(max(0.0, until - time.perf_counter()) if sent < len(numbers) else None):
+            assert isinstance(key.fileobj, socket.socket)
+            one, now = got[key.data], time.perf_counter() - began[key.data]
+            part = b""
+            with contextlib.suppress(OSError):
+                part = key.fileobj.recv(1 << 16)
+            if part and not one.status:
+                one.status, one.headers = int(part.split(b" ", 2)[1]), now
+            one.whole |= b"[DONE]" in part
+            if not part:
+                waiting.unregister(key.fileobj)
+                key.fileobj.close()
+                over += 1
+    return got
+
+
 def quantile(values: list[float], share: float) -> float | None:
     return round(sorted(values)[min(len(values) - 1, int(share * len(values)))], 4) if values else None
 
@@ -235,30 +269,28 @@ async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     places = parallel + queue
     made: dict[str, Any] = {"places": places, "bad": 0}
     path = "/health" if start is ours else "/v1/models"
-    for name, seconds in (("spread", 3.0), ("burst", 0.0)):
-
-        async def late(number: int, seconds: float = seconds) -> Got:
-            await asyncio.sleep(seconds * number / (10 * places))
-            return await stream(server.port, number, 24)
-
-        async with running(start(args, "--parallel", parallel, "--queue", queue)) as server:
-            taken = [asyncio.create_task(stream(server.port, 10_000 + number, 48)) for number in range(places)]
-            await asyncio.sleep(0.5)
-            health: list[Got] = []
-            flood = asyncio.gather(*(late(number) for number in range(10 * places)))
-            while not flood.done():
-                health.append(await ask(server.port, "GET", path))
-                await asyncio.wait((flood,), timeout=0.05)
-            got = [*await flood, *await asyncio.gather(*taken)]
-        refused = [one.headers for one in got if one.status in (429, 503)]
-        answered = sum(one.status == 200 and one.whole for one in got)
-        told = [one.headers for one in health]
-        made |= {
-            f"{name}_answered": answered, f"{name}_refused": len(refused),
-            f"{name}_refused_p50": quantile(refused, 0.5), f"{name}_refused_p99": quantile(refused, 0.99),
-            f"{name}_health_p50": quantile(told, 0.5), f"{name}_health_p99": quantile(told, 0.99),
-        }  # fmt: skip
-        made["bad"] += len(got) - answered - len(refused) + sum(one.status != 200 for one in health)
+    loop = asyncio.get_running_loop()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+        for name, seconds in (("spread", 3.0), ("burst", 0.0)):
+            async with running(start(args, "--parallel", parallel, "--queue", queue)) as server:
+                await loop.run_in_executor(apart, flood, server.port, [], 24, 0.0)  # the process is there
+                taken = [asyncio.create_task(stream(server.port, 10_000 + number, 48)) for number in range(places)]
+                await asyncio.sleep(0.5)
+                health: list[Got] = []
+                coming = loop.run_in_executor(apart, flood, server.port, list(range(10 * places)), 24, seconds)
+                while not coming.done():
+                    health.append(await ask(server.port, "GET", path))
+                    await asyncio.wait((coming,), timeout=0.05)
+                got = [*await coming, *await asyncio.gather(*taken)]
+            refused = [one.headers for one in got if one.status in (429, 503)]
+            answered = sum(one.status == 200 and one.whole for one in got)
+            told = [one.headers for one in health]
+            made |= {
+                f"{name}_answered": answered, f"{name}_refused": len(refused),
+                f"{name}_refused_p50": quantile(refused, 0.5), f"{name}_refused_p99": quantile(refused, 0.99),
+                f"{name}_health_p50": quantile(told, 0.5), f"{name}_health_p99": quantile(told, 0.99),
+            }  # fmt: skip
+            made["bad"] += len(got) - answered - len(refused) + sum(one.status != 200 for one in health)
     return made
 
 

@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -67,9 +68,10 @@ class Server(uvicorn.Server):
     failure: why the engine cannot go on, if it cannot."""
 
     def __init__(self, app: App, asgi: ASGIApp, drain: float, ready: Callable[[], None]) -> None:
+        protocol = partial(LimitedProtocol, app.refuse)
         super().__init__(
             uvicorn.Config(
-                asgi, http=LimitedProtocol, ws="none", lifespan="off", loop="asyncio", log_level="error", access_log=False,
+                asgi, http=protocol, ws="none", lifespan="off", loop="asyncio", log_level="error", access_log=False,  # type: ignore[arg-type]
                 server_header=False, proxy_headers=False, limit_concurrency=_most_connections(),
                 h11_max_incomplete_event_size=LARGEST_HEADERS, timeout_graceful_shutdown=int(drain + _LAST_WORDS),
             )
