@@ -59,10 +59,13 @@ class Client:
             raise AssertionError(answer)
         return connection
 
-    def send(self, method: str, path: str, body: bytes, length: int | None = None) -> socket.socket:
-        """A request over a bare socket, whose stated length may be another than the body's."""
+    def send(
+        self, method: str, path: str, body: bytes, length: int | None = None, closing: bool = False
+    ) -> socket.socket:
+        """A request over a bare socket, whose stated length may be another than the body's. closing: it is the last."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head += "Connection: close\r\n" * closing
         length = len(body) if length is None else length
         connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
         return connection

@@ -1,5 +1,6 @@
 """Clients that leave, stall, lie and flood; signals; an engine that fails. Large counts: tools/load.py."""
 
+import contextlib
 import json
 import random
 import resource
@@ -203,6 +204,30 @@ def test_when_file_descriptors_run_out_it_goes_on_once_there_are_some() -> None:
         held = [socket.create_connection(("127.0.0.1", process.port)) for _ in range(30)]
         time.sleep(0.2)
         for connection in held:
+            connection.close()
+        wait_until(lambda: process.request("GET", "/health")[0] == 200)
+        assert process.post("/v1/completions", **SHORT)[0] == 200
+        process.child.send_signal(signal.SIGTERM)
+        code, errors = process.end()
+    assert code == 0 and "new connections have to wait" in errors and errors.count("\n") == 1
+
+
+def test_with_few_file_descriptors_it_serves_as_many_as_it_can() -> None:
+    few = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
+    with Process(program=["-c", few + "from gemma_py.cli.main import main; sys.exit(main(sys.argv[1:]))"]) as process:
+        body = json.dumps(SHORT).encode()
+        answers = list(map(rest, [process.send("POST", "/v1/completions", body, closing=True) for _ in range(200)]))
+        served = [text for text in answers if b" 200 OK" in text and b'"usage"' in text]
+        refused = [text for text in answers if b" 429 " in text and b"rate_limit_exceeded" in text]
+        assert len(served) > 20 and len(served) + len(refused) == 200
+        with contextlib.ExitStack() as streams:
+            with pytest.raises(AssertionError, match=" 429 "):
+                for _ in range(64):
+                    streams.enter_context(process.open_stream(3000))
+            assert process.request("GET", "/health")[0] == 200
+        silent = [socket.create_connection(("127.0.0.1", process.port)) for _ in range(200)]
+        time.sleep(0.2)
+        for connection in silent:
             connection.close()
         wait_until(lambda: process.request("GET", "/health")[0] == 200)
         assert process.post("/v1/completions", **SHORT)[0] == 200
