@@ -250,6 +250,49 @@ def test_what_cannot_be_served_is_said_in_a_line(run: object, arguments: list[st
     assert code in (1, 2) and out == "" and said in err and err.count("\n") == 1
 
 
+FAULTY = """
+import functools, sys, time
+import gemma_py
+from gemma_py import scheduler
+from gemma_py.cli.main import main
+from gemma_py.runtime.trial import Trial
+gemma_py.load, step, fault = functools.partial(gemma_py.load, deadline=1.0), scheduler.Scheduler._step, sys.argv.pop()
+if fault == "hang":
+    scheduler._SLOWEST_STEP = 1.0
+def faulty(self):
+    if len(self._waiting) >= 2 and fault == "hang":
+        time.sleep(3600)
+    if len(self._waiting) >= 2:
+        self.engine.runner.trial = Trial(fault=fault, worker=1)
+    step(self)
+scheduler.Scheduler._step = faulty
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("raise", "worker 1 of 2"), ("stall", "worker 1 of 2"), ("hang", "no step for"), ("", "")]
+)
+def test_an_engine_that_stops_working_ends_the_process_after_telling_all(fault: str, said: str) -> None:
+    """From the moment when two requests run and two wait; with no fault, as the control, all get what they asked for."""
+    arguments = ("--threads", "2", "--parallel", "2", fault)
+    with Process(*arguments, program=["-c", FAULTY]) as process, contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(process.open_stream(2000 if fault else 60)) for _ in range(4)]
+        if fault:
+            wait_until(lambda: process.request("GET", "/health")[0] == 503)
+            status, document = process.post("/v1/completions", **SHORT)
+            assert (status, document["error"]["code"]) == (503, "engine_failed")
+            assert said in document["error"]["message"]
+        for text in map(rest, streams):
+            assert b"data: [DONE]" in text and (b'"error":{' in text and said.encode() in text) == bool(fault)
+            assert (b'"finish_reason":"length"' in text) == (not fault)
+        if not fault:
+            assert process.request("GET", "/health")[0] == 200
+            process.child.send_signal(signal.SIGTERM)
+        code, errors = process.end()
+    assert code == bool(fault) and (f"the engine has failed: {said}" in errors) == bool(fault)
+
+
 def test_an_engine_that_fails_ends_the_process_after_telling_all(tmp_path: Path) -> None:
     failing = tmp_path / "failing.py"
     failing.write_text(
