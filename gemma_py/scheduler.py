@@ -307,16 +307,18 @@ class Scheduler:
                 prefixes.tokens, self._passes, self._computed,
             )  # fmt: skip
 
-    def drain(self, deadline: float) -> None:
-        """Take no more requests, and return when all have ended; what runs after so many seconds is cancelled."""
+    def drain(self, deadline: float) -> int:
+        """Take no more requests, and return when all have ended; what runs after so many seconds is cancelled, and counted."""
         with self._changed:
             self._open = False
             self._changed.wait_for(self._idle, max(0.0, deadline))
-            for sequence in (*self._waiting, *self._running):
+            left = (*self._waiting, *self._running)
+            for sequence in left:
                 sequence.ticket.cancelled = True
             self._changed.notify_all()
             # One step more, or the engine's own deadline for a pass that hangs.
             self._changed.wait_for(self._idle, _SLOWEST_STEP)
+            return len(left)
 
     def close(self) -> None:
         """Cancel whatever there is and end the thread. Twice is once."""

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -80,20 +81,26 @@ class Running(Client):
 
 
 class Process(Client):
-    """`python -m gemma_py serve` in a process of its own, which has said that it is ready. A context manager."""
+    """`python -m gemma_py serve` in a process of its own, which has said that it is ready. A context manager.
+
+    said: what it wrote to stdout after that, when it has ended.
+    """
+
+    said = ""
 
     def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "gemma_py")) -> None:
-        command = [sys.executable, *program, "serve", str(TINY), "--port", "0", "--json", *arguments]
+        command = [sys.executable, *program, "serve", str(TINY), "--port", "0", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
         assert self.child.stdout is not None
-        super().__init__(int(json.loads(self.child.stdout.readline())["url"].rpartition(":")[2]))
+        self.ready = self.child.stdout.readline()
+        super().__init__(int(re.findall(r"//127.0.0.1:(\d+)", self.ready)[0]))
 
     def end(self) -> tuple[int, str]:
         """Exit code and stderr, when it has ended."""
-        _, errors = self.child.communicate(timeout=60)
+        self.said, errors = self.child.communicate(timeout=60)
         return self.child.returncode, errors
 
     def __enter__(self) -> "Process":
@@ -118,7 +125,7 @@ def serving(
     scheduler = Scheduler(engine, parallel, queue)
     app = App(Service(engine, scheduler, "tiny", template), parallel + queue)
     ready = threading.Event()
-    server = Server(app, app.asgi(host, names, origins, Keys(keys)), 0, ready.set)
+    server = Server(app, app.asgi(host, names, origins, Keys(keys)), 0, ready.set, lambda live: None)
     listening = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()

@@ -179,8 +179,18 @@ def test_sigterm_lets_streams_end_until_the_deadline(drain: str) -> None:
             assert (b'"error":{' in text) == (drain == "0")
             assert (b'"finish_reason":"length"' in text) == (drain == "60")
         assert process.end() == (0, "")
+        assert process.said.startswith(f"ending: answers to come: 3, within {drain} s")
+        assert process.said.endswith(f"ended; answers cut off: {0 if drain == '60' else 3}\n")
         with pytest.raises(ConnectionRefusedError):
             process.send("GET", "/health", b"")
+
+
+def test_programs_read_one_line_of_json() -> None:
+    with Process("--json") as process:
+        told = json.loads(process.ready)
+        assert told == {"url": f"http://127.0.0.1:{process.port}", "model": "tiny-gemma3", "pid": process.child.pid}
+        process.child.send_signal(signal.SIGTERM)
+        assert process.end() == (0, "") and process.said == ""
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

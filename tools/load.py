@@ -89,8 +89,7 @@ class Process:
     async def ready(self) -> "Process":
         for _ in range(3000):
             if self.child.poll() is not None:
-                self._said.seek(0)
-                raise SystemExit(f"the server did not start: {self._said.read().decode()[-2000:]}")
+                raise SystemExit(f"the server did not start: {' / '.join(self.complaints())[-2000:]}")
             with contextlib.suppress(OSError):
                 if (await ask(self.port, "GET", "/v1/models")).status == 200:
                     return self
@@ -111,6 +110,10 @@ class Process:
             len(list((base / "fd").iterdir())),
         )
 
+    def complaints(self) -> list[str]:
+        self._said.seek(0)
+        return self._said.read().decode().splitlines()
+
     def stop(self) -> int:
         if self.child.poll() is None:
             self.child.send_signal(signal.SIGTERM)
@@ -119,8 +122,6 @@ class Process:
         except subprocess.TimeoutExpired:
             self.child.kill()
             return self.child.wait()
-        finally:
-            self._said.close()
 
 
 def free_port() -> int:
@@ -370,6 +371,8 @@ async def misbehave(port: int, rng: random.Random) -> str:
                     await asyncio.sleep(0.02)
             elif kind == "sends slowly":
                 for at in range(0, len(body), 40):
+                    if writer.transport.is_closing():  # it was refused
+                        break
                     writer.write(head("POST", "/v1/completions", body) * (at == 0) + body[at : at + 40])
                     await asyncio.sleep(0.005)
                 await reader.read(100)
@@ -377,7 +380,7 @@ async def misbehave(port: int, rng: random.Random) -> str:
                 writer.write(head("POST", "/v1/completions", b" " * (1 << 30))[:-1] + b"\n" + b" " * 100_000)
                 await reader.read(100)
             else:
-                writer.write(bytes(rng.randrange(256) for _ in range(2000)))
+                writer.write(bytes(rng.randrange(256) for _ in range(2000)) + b"\r\n\r\n")
                 await reader.read(100)
     except (OSError, TimeoutError):
         pass
@@ -413,26 +416,28 @@ async def faults(args: argparse.Namespace, start: Start) -> dict[str, Any]:
             got = await honest
             wrong += got.text != want.text and got.status != 429
             freed.append(await places_free(server.port))
-        code = server.stop()
+        code, said = server.stop(), server.complaints()
     stuck = freed.count(None)
     longest = max((at for at in freed if at is not None), default=None)
     return {"clients": count, "kinds": kinds, "wrong": wrong, "stuck": stuck, "freed_after_most": longest, "exit_code": code,
-            "bad": wrong + stuck + (code != 0)}  # fmt: skip
+            "complaints": said, "bad": wrong + stuck + (code != 0) + len(said)}  # fmt: skip
 
 
 async def sigterm(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    count, rng, whole = args.count or 50, random.Random(9), 0
+    """least_live: streams that were running when the signal was sent."""
+    count, rng, whole, least = args.count or 50, random.Random(9), 0, 10
     for _ in range(count):
         async with running(start(args, "--parallel", 10, "--drain", 120)) as server:
-            clients = [asyncio.create_task(stream(server.port, number, 30)) for number in range(10)]
+            clients = [asyncio.create_task(stream(server.port, number, 150)) for number in range(10)]
             while json.loads((await ask(server.port, "GET", "/health")).text)["running"] < 10:
                 await asyncio.sleep(0.005)
-            await asyncio.sleep(rng.random() * 0.2)
+            await asyncio.sleep(rng.random() * 0.05)
             server.child.send_signal(signal.SIGTERM)
+            least = min(least, sum(not client.done() for client in clients))
             got = await asyncio.gather(*clients)
             code = await asyncio.to_thread(server.child.wait, 120)
             whole += code == 0 and all(one.whole and one.status == 200 for one in got)
-    return {"times": count, "whole": whole, "bad": count - whole}
+    return {"times": count, "whole": whole, "least_live": least, "bad": count - whole + (least < 10)}
 
 
 async def batch(args: argparse.Namespace, start: Start) -> dict[str, Any]:

@@ -46,10 +46,13 @@ def address(listening: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """drain: seconds that what runs at the end may still take. ready: called when requests and signals are heard.
-    failure: why the engine cannot go on, if it cannot."""
+    """drain: seconds that what runs at the end may still take. ready: called when requests and signals are heard. ending: called
+    when a signal is obeyed, with the number of answers that are still to come; cut_off: those that did not come to their
+    end. failure: why the engine cannot go on, if it cannot."""
 
-    def __init__(self, app: App, asgi: ASGIApp, drain: float, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, app: App, asgi: ASGIApp, drain: float, ready: Callable[[], None], ending: Callable[[int], None]
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 asgi, http="h11", ws="none", lifespan="off", loop="asyncio", log_level="error", access_log=False,
@@ -57,12 +60,12 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(drain + _LAST_WORDS),
             )
         )  # fmt: skip
-        self._app, self._drain, self._ready = app, drain, ready
+        self._app, self._drain, self._ready, self._ending = app, drain, ready, ending
         self._doors: list[Door] = []
         self._most = most_connections()
         app.most = min(app.most, max(1, self._most - _FOR_OTHERS))
         self._unwell = 0
-        self.interrupted = False
+        self.interrupted, self.cut_off = False, 0
         self.failure: str | None = None
 
     @contextlib.contextmanager
@@ -113,5 +116,8 @@ class Server(uvicorn.Server):
         if self.failure is not None:
             await super().shutdown(sockets)
             return
-        drained = asyncio.to_thread(self._app.service.scheduler.drain, self._drain)
-        await asyncio.gather(drained, super().shutdown(sockets))
+        scheduler = self._app.service.scheduler
+        stats = scheduler.stats()
+        self._ending(stats.running + stats.waiting)
+        drained = asyncio.to_thread(scheduler.drain, self._drain)
+        self.cut_off, _ = await asyncio.gather(drained, super().shutdown(sockets))
