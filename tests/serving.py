@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import math
 import os
 import re
 import socket
@@ -10,12 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gemma_py
-from gemma_py.scheduler import Scheduler
+from gemma_py.generation import Token
+from gemma_py.scheduler import Request, Scheduler
 from gemma_py.server.app import App
 from gemma_py.server.guard import Keys
 from gemma_py.server.run import Server, address, bind
@@ -70,6 +72,34 @@ class Client:
         length = len(body) if length is None else length
         connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
         return connection
+
+
+class Heard:
+    """A streamed completion, of which the client heard so many tokens before it left; all, if it had no more."""
+
+    def __init__(self, client: Client, request: Request, most: float = math.inf) -> None:
+        self.text, self.reason = "", ""
+        self.logprobs: list[float] = []
+        sampling = request.sampling
+        asked = {
+            "prompt": request.ids, "max_tokens": request.max_tokens, "temperature": sampling.temperature,
+            "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": sampling.seed, "logprobs": 0, "stream": True,
+        }  # fmt: skip
+        body = json.dumps(asked).encode()
+        with client.send("POST", "/v1/completions", body, closing=True) as connection, connection.makefile() as lines:
+            events = (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
+            while len(self.logprobs) < most and (event := next(events, None)):
+                choice = event["choices"][0]
+                self.text += choice["text"]
+                self.logprobs += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+                self.reason = choice["finish_reason"] or ""
+
+    def same(self, alone: list[Token], ends: Collection[int]) -> bool:
+        """Whether that is what was generated alone, or how it begins."""
+        want = [token for token in alone if token.id not in ends]
+        if self.reason != alone[-1].finish_reason:
+            want = want[: len(self.logprobs)]
+        return self.logprobs == [token.logprob for token in want] and self.text == "".join(t.text for t in want)
 
 
 class Running(Client):
