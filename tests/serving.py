@@ -1,5 +1,6 @@
 """A server in this process, for tests that talk to it as a client would."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import gemma_py
@@ -96,18 +98,30 @@ class Heard:
 
     def same(self, alone: list[Token], ends: Collection[int]) -> bool:
         """Whether that is what was generated alone, or how it begins."""
-        want = [token for token in alone if token.id not in ends]
+        told = [token.logprob for token in alone if token.id not in ends]
         if self.reason != alone[-1].finish_reason:
-            want = want[: len(self.logprobs)]
-        return self.logprobs == [token.logprob for token in want] and self.text == "".join(t.text for t in want)
+            told, alone = told[: len(self.logprobs)], alone[: len(self.logprobs)]
+        return self.logprobs == told and self.text == "".join(token.text for token in alone)
 
 
 class Running(Client):
     """A server that answers; `scheduler` and `app` are its insides."""
 
-    def __init__(self, app: App, url: str) -> None:
+    def __init__(self, app: App, url: str, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(int(url.rpartition(":")[2]))
-        self.app, self.url, self.scheduler = app, url, app.service.scheduler
+        self.app, self.url, self.scheduler, self._loop = app, url, app.service.scheduler, loop
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Its event loop is held up in the meantime."""
+        held, free = threading.Event(), threading.Event()
+        for part in (held.set, free.wait):
+            self._loop.call_soon_threadsafe(part)
+        assert held.wait(30)
+        try:
+            yield
+        finally:
+            free.set()
 
 
 class Process(Client):
@@ -154,14 +168,14 @@ def serving(
 ) -> Iterator[Running]:
     scheduler = Scheduler(engine, parallel, queue)
     app = App(Service(engine, scheduler, "tiny", template), parallel + queue)
-    ready = threading.Event()
-    server = Server(app, app.asgi(host, names, origins, Keys(keys)), 0, ready.set, lambda live: None)
+    ready: SimpleQueue[asyncio.AbstractEventLoop] = SimpleQueue()
+    asgi = app.asgi(host, names, origins, Keys(keys))
+    server = Server(app, asgi, 0, lambda: ready.put(asyncio.get_running_loop()), lambda live: None)
     listening = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
-        assert ready.wait(30)
-        yield Running(app, address(listening))
+        yield Running(app, address(listening), ready.get(timeout=30))
     finally:
         server.should_exit = True
         thread.join(60)

@@ -91,13 +91,13 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         for listening in sockets or []:
-            door = Door(listening, self._most, self.server_state.connections, self._protocol)
+            door = Door(listening, self._most, self.server_state, self._app.refuse, self._protocol)
             self._doors.append(door)
             door.open()
         self._ready()
 
     def _protocol(self) -> LimitedProtocol:
-        return LimitedProtocol(self._app.refuse, self.config, self.server_state, self.lifespan.state)
+        return LimitedProtocol(self.config, self.server_state, self.lifespan.state)
 
     async def on_tick(self, counter: int) -> bool:
         health = self._app.service.scheduler.health()
