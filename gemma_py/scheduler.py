@@ -226,11 +226,12 @@ class Scheduler:
         self._running: list[_Sequence] = []
         self._open, self._closed = True, False
         self._error: GemmaError | None = None
+        self._trouble: WorkerError | None = None  # why the last pass failed, until one succeeds
         self._stepped = time.monotonic()  # when the last step ended, or work came after none
         self._request_seconds = 1.0  # of late
         # Of the thread alone:
         self._prefixes = Prefixes(prefix_bytes)
-        self._passes = self._computed = self._failures = 0
+        self._passes = self._computed = 0
         self._row_seconds = 1 / 64  # of late, in passes with prompts; a guess at first
         self._thread = threading.Thread(target=self._work, name="gemma_py-scheduler", daemon=True)
         self._thread.start()
@@ -292,6 +293,8 @@ class Scheduler:
                 return Health(False, str(self._error), waiting)
             if not self._thread.is_alive() and not self._closed:
                 return Health(False, "the scheduler's thread has ended", waiting)
+            if self._trouble is not None and not self._idle():
+                return Health(False, str(self._trouble), waiting)
             if waiting > _SLOWEST_STEP:
                 return Health(False, f"no step for {waiting:.0f} s", waiting)
             return Health(True, "", waiting)
@@ -304,16 +307,18 @@ class Scheduler:
                 prefixes.tokens, self._passes, self._computed,
             )  # fmt: skip
 
-    def drain(self, deadline: float) -> None:
-        """Take no more requests, and return when all have ended; what runs after so many seconds is cancelled."""
+    def drain(self, deadline: float) -> int:
+        """Take no more requests, and return when all have ended; what runs after so many seconds is cancelled, and counted."""
         with self._changed:
             self._open = False
             self._changed.wait_for(self._idle, max(0.0, deadline))
-            for sequence in (*self._waiting, *self._running):
+            left = (*self._waiting, *self._running)
+            for sequence in left:
                 sequence.ticket.cancelled = True
             self._changed.notify_all()
             # One step more, or the engine's own deadline for a pass that hangs.
             self._changed.wait_for(self._idle, _SLOWEST_STEP)
+            return len(left)
 
     def close(self) -> None:
         """Cancel whatever there is and end the thread. Twice is once."""
@@ -359,14 +364,14 @@ class Scheduler:
         try:
             results = self._pass(parts)
         except WorkerError as error:
-            self._failures += 1
-            if self._failures > 1:
+            again, self._trouble = self._trouble is not None, error
+            if again:
                 raise
             if not error.settled:  # the stalled worker may still write to these caches
                 for sequence in sequences:
                     self._retire(sequence, Failed(error))
             return  # else nothing has changed, and the next step tries again
-        self._failures = 0
+        self._trouble = None
         for sequence, part, logits in zip(sequences, parts, results, strict=True):
             self._prefixes.keep(part.cache, part.cache.position - len(part.tokens))
             if not sequence.answering:

@@ -31,6 +31,13 @@ def constraints(tiny_engine: gemma_py.Engine) -> JsonConstraints:
     )
 
 
+def test_what_is_prepared_is_not_made_again(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.app.service.prepare()
+    monkeypatch.setattr("llguidance.LLTokenizer", lambda *_, **__: 1 / 0)
+    status, _ = server.post("/v1/completions", prompt="a", max_tokens=2, response_format=formatted(COLOURS))
+    assert status == 200
+
+
 def formatted(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 

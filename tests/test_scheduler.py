@@ -4,12 +4,15 @@ import math
 import queue
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import TINY
+from serving import Heard, Running, serving
 
 import gemma_py
 from gemma_py import scheduler as schedulers
@@ -22,7 +25,8 @@ from gemma_py.runtime.prefixes import TOKENS, Prefixes
 from gemma_py.runtime.runner import CHUNK, Part
 from gemma_py.runtime.trial import Trial
 from gemma_py.sampling import Sampling
-from gemma_py.scheduler import Event, Failed, Finished, Made, Progress, Request, Scheduler, Ticket, shares
+from gemma_py.scheduler import Event, Failed, Finished, Health, Made, Progress, Request, Scheduler, Ticket, shares
+from gemma_py.server.feed import Feed
 
 WAIT = 120  # seconds, for what takes one
 
@@ -109,6 +113,25 @@ class Crowd:
                     client.ticket.cancel()
         return all(self._right(client, alone) for client, alone in zip(clients, self.alone, strict=True))
 
+    def same_over_http(self, server: Running) -> bool:
+        """The same for streams of a server, each of which is asked for alone in the end."""
+        rng, count = random.Random(self.rng.random()), len(self.requests)
+        most = [rng.choice((math.inf, math.inf, rng.randint(0, 20))) for _ in range(count)]
+        late = [rng.random() * 0.002 * count for _ in range(count)]
+
+        def hear(number: int) -> Heard:
+            time.sleep(late[number])
+            return Heard(server, self.requests[number], most[number])
+
+        with ThreadPoolExecutor(count) as pool:
+            heard = list(pool.map(hear, range(count)))
+        heard += [Heard(server, request) for request in self.requests]
+        limits = [*most, *[math.inf] * count]
+        return all(
+            one.same(alone, request.ends) and (one.reason != "" or len(one.logprobs) >= limit)
+            for one, limit, alone, request in zip(heard, limits, self.alone * 2, self.requests * 2, strict=True)
+        )
+
     @staticmethod
     def _right(client: Client, alone: list[Token]) -> bool:
         end, made = client.heard[-1], [event.token for event in client.made]
@@ -159,6 +182,23 @@ def test_company_shares_passes_and_prefixes(crowd: Crowd) -> None:
     assert stats.cached_tokens > 8 * 32
     assert stats.computed_tokens + stats.cached_tokens <= made + sum(len(request.ids) for request in crowd.requests)
     assert (stats.running, stats.waiting, stats.kv_bytes) == (0, 0, 0)
+
+
+def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Event] = []
+    honest = Feed._tell
+
+    def before(feed: Feed, index: int, event: Event) -> None:
+        """The control: everybody is told what was made for whoever came before."""
+        if isinstance(event, Made) and event.token.finish_reason is None:
+            made.append(event)
+            event = made[-2:][0]
+        honest(feed, index, event)
+
+    with serving(crowd.engine, parallel=8, queue=40) as server:
+        assert crowd.same_over_http(server)
+        monkeypatch.setattr(Feed, "_tell", before)
+        assert not crowd.same_over_http(server)
 
 
 @pytest.mark.usefixtures("small_passes")
@@ -402,10 +442,15 @@ def test_a_pass_that_fails_once_is_tried_again(weak: gemma_py.Engine, monkeypatc
 def test_a_worker_that_stalls_costs_those_in_its_pass(weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(weak, monkeypatch, "stall", {2})
     scheduler = Scheduler(weak, parallel=1)
-    clients = [Client(scheduler, Request([2, 3], 3)) for _ in range(2)]
-    end = clients[0].end()
+    heard: list[tuple[Event, Health]] = []
+    scheduler.submit(Request([2, 3], 3), lambda event: heard.append((event, scheduler.health())))
+    other = Client(scheduler, Request([2, 3], 3))
+    assert isinstance(other.end(), Finished)
+    end, health = heard[-1]
     assert isinstance(end, Failed) and isinstance(end.error, WorkerError)
-    assert isinstance(clients[1].end(), Finished)
+    assert (
+        not health.ok and "worker 1 of 2" in health.why
+    )  # while the other waits, and nobody knows if it will be better
     assert scheduler.health().ok
     scheduler.close()
 

@@ -1,11 +1,14 @@
 """The endpoints, through the official client and as plain HTTP."""
 
 import contextlib
+import http.client
 import itertools
 import json
 import math
+import socket
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -346,6 +349,34 @@ def test_beyond_the_queue_requests_are_refused_at_once(tiny_engine: gemma_py.Eng
             stream.close()
         wait_until(lambda: idle(server))
         assert server.post("/v1/completions", prompt="a", max_tokens=1)[0] == 200
+
+
+def test_the_short_way_to_refuse_says_what_the_long_one_says(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The long one is for requests that are not whole at once, or come from pages."""
+    monkeypatch.setattr(server.app, "most", 0)
+    place = Mock(side_effect=server.app._place)
+    monkeypatch.setattr(server.app, "_place", place)
+    body = b'{"prompt": "a"}'
+
+    def refused(*headers: str, length: int = len(body)) -> tuple[dict[str, str], Any]:
+        """What it is told that comes when the server is busy, so that all of it is there when it is looked at."""
+        head = ("POST /v1/completions HTTP/1.1", "Host: localhost", f"Content-Length: {length}", *headers, "", "")
+        with server.busy():
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            connection.sendall("\r\n".join(head).encode() + body)
+        with connection, contextlib.closing(http.client.HTTPResponse(connection)) as response:
+            response.begin()
+            assert response.status == 429
+            return {**response.headers, "date": "", "connection": ""}, json.loads(response.read())
+
+    short = refused()
+    assert place.call_count == 0 and short[1]["error"]["code"] == "rate_limit_exceeded"
+    assert refused("Origin: http://localhost") == short and place.call_count == 1
+    assert refused(length=1000) == short and place.call_count == 2
+    with server.busy():
+        connection = server.send("POST", "/tokenize", b'{"content": "a"}')
+    with connection:
+        assert b" 200 OK" in connection.recv(4096)
 
 
 def test_a_failure_of_one_answer_is_told_in_every_form(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

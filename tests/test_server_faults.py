@@ -1,5 +1,6 @@
 """Clients that leave, stall, lie and flood; signals; an engine that fails. Large counts: tools/load.py."""
 
+import contextlib
 import json
 import random
 import resource
@@ -178,8 +179,18 @@ def test_sigterm_lets_streams_end_until_the_deadline(drain: str) -> None:
             assert (b'"error":{' in text) == (drain == "0")
             assert (b'"finish_reason":"length"' in text) == (drain == "60")
         assert process.end() == (0, "")
+        assert process.said.startswith(f"ending: answers to come: 3, within {drain} s")
+        assert process.said.endswith(f"ended; answers cut off: {0 if drain == '60' else 3}\n")
         with pytest.raises(ConnectionRefusedError):
             process.send("GET", "/health", b"")
+
+
+def test_programs_read_one_line_of_json() -> None:
+    with Process("--json") as process:
+        told = json.loads(process.ready)
+        assert told == {"url": f"http://127.0.0.1:{process.port}", "model": "tiny-gemma3", "pid": process.child.pid}
+        process.child.send_signal(signal.SIGTERM)
+        assert process.end() == (0, "") and process.said == ""
 
 
 def test_a_second_signal_ends_it_at_once() -> None:
@@ -211,6 +222,30 @@ def test_when_file_descriptors_run_out_it_goes_on_once_there_are_some() -> None:
     assert code == 0 and "new connections have to wait" in errors and errors.count("\n") == 1
 
 
+def test_with_few_file_descriptors_it_serves_as_many_as_it_can() -> None:
+    few = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
+    with Process(program=["-c", few + "from gemma_py.cli.main import main; sys.exit(main(sys.argv[1:]))"]) as process:
+        body = json.dumps(SHORT).encode()
+        answers = list(map(rest, [process.send("POST", "/v1/completions", body, closing=True) for _ in range(200)]))
+        served = [text for text in answers if b" 200 OK" in text and b'"usage"' in text]
+        refused = [text for text in answers if b" 429 " in text and b"rate_limit_exceeded" in text]
+        assert len(served) > 20 and len(served) + len(refused) == 200
+        with contextlib.ExitStack() as streams:
+            with pytest.raises(AssertionError, match=" 429 "):
+                for _ in range(64):
+                    streams.enter_context(process.open_stream(3000))
+            assert process.request("GET", "/health")[0] == 200
+        silent = [socket.create_connection(("127.0.0.1", process.port)) for _ in range(200)]
+        time.sleep(0.2)
+        for connection in silent:
+            connection.close()
+        wait_until(lambda: process.request("GET", "/health")[0] == 200)
+        assert process.post("/v1/completions", **SHORT)[0] == 200
+        process.child.send_signal(signal.SIGTERM)
+        code, errors = process.end()
+    assert code == 0 and "new connections have to wait" in errors and errors.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -223,6 +258,49 @@ def test_when_file_descriptors_run_out_it_goes_on_once_there_are_some() -> None:
 def test_what_cannot_be_served_is_said_in_a_line(run: object, arguments: list[str], said: str) -> None:
     code, out, err = run("serve", TINY, *arguments)  # type: ignore[operator]
     assert code in (1, 2) and out == "" and said in err and err.count("\n") == 1
+
+
+FAULTY = """
+import functools, sys, time
+import gemma_py
+from gemma_py import scheduler
+from gemma_py.cli.main import main
+from gemma_py.runtime.trial import Trial
+gemma_py.load, step, fault = functools.partial(gemma_py.load, deadline=1.0), scheduler.Scheduler._step, sys.argv.pop()
+if fault == "hang":
+    scheduler._SLOWEST_STEP = 1.0
+def faulty(self):
+    if len(self._waiting) >= 2 and fault == "hang":
+        time.sleep(3600)
+    if len(self._waiting) >= 2:
+        self.engine.runner.trial = Trial(fault=fault, worker=1)
+    step(self)
+scheduler.Scheduler._step = faulty
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("raise", "worker 1 of 2"), ("stall", "worker 1 of 2"), ("hang", "no step for"), ("", "")]
+)
+def test_an_engine_that_stops_working_ends_the_process_after_telling_all(fault: str, said: str) -> None:
+    """From the moment when two requests run and two wait; with no fault, as the control, all get what they asked for."""
+    arguments = ("--threads", "2", "--parallel", "2", fault)
+    with Process(*arguments, program=["-c", FAULTY]) as process, contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(process.open_stream(2000 if fault else 60)) for _ in range(4)]
+        if fault:
+            wait_until(lambda: process.request("GET", "/health")[0] == 503)
+            status, document = process.post("/v1/completions", **SHORT)
+            assert (status, document["error"]["code"]) == (503, "engine_failed")
+            assert said in document["error"]["message"]
+        for text in map(rest, streams):
+            assert b"data: [DONE]" in text and (b'"error":{' in text and said.encode() in text) == bool(fault)
+            assert (b'"finish_reason":"length"' in text) == (not fault)
+        if not fault:
+            assert process.request("GET", "/health")[0] == 200
+            process.child.send_signal(signal.SIGTERM)
+        code, errors = process.end()
+    assert code == bool(fault) and (f"the engine has failed: {said}" in errors) == bool(fault)
 
 
 def test_an_engine_that_fails_ends_the_process_after_telling_all(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """Requests in company: does each get, bit by bit, what it gets alone?
 
-    python tools/company.py [MODEL] [--tokens 10000] [--streams 32] [--parallel 8] [--longest 200] [--threads N] [--seed 1]
+    python tools/company.py [MODEL] [--http] [--tokens 10000] [--streams 32] [--parallel 8] [--longest 200] [--threads N]
+                            [--seed 1]
 
 Rounds of requests of random lengths, greedy and drawn, that come now and then, begin alike or not, and some of which are
-cancelled. Each is generated alone first; tokens, texts and log probabilities are compared. The last line is one JSON object;
+cancelled. Each is generated alone first; tokens, texts and log probabilities are compared. With --http they are streams of a
+server, whose clients leave, and each is asked for alone there too. The last line is one JSON object;
 exit code 1 if any differed.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -16,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from serving import serving
 from test_scheduler import Crowd
 
 import gemma_py
@@ -25,6 +29,7 @@ from gemma_py.scheduler import Scheduler
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="gemma-3-270m")
+    parser.add_argument("--http", action="store_true", help="through the server")
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--parallel", type=int, default=8)
@@ -36,18 +41,23 @@ def main() -> int:
     args = parser.parse_args()
     made, seconds, wrong, seed = 0, 0.0, [], args.seed
     with gemma_py.load(args.model, threads=args.threads) as engine:
-        scheduler = Scheduler(engine, args.parallel, args.streams)
-        while made < args.tokens:
-            crowd = Crowd(engine, args.streams, seed, args.longest)
-            start, before = time.monotonic(), scheduler.stats()
-            if not crowd.same(scheduler):
-                wrong.append(seed)
-            seconds += time.monotonic() - start
-            made += sum(len(alone) for alone in crowd.alone)
-            passes = scheduler.stats().passes - before.passes
-            print(f"seed {seed}: {made} tokens, {passes} passes, {len(wrong)} rounds wrong", flush=True)
-            seed += 1
-        scheduler.close()
+        with contextlib.ExitStack() as stack:
+            if args.http:
+                server = stack.enter_context(serving(engine, args.parallel, args.streams))
+                scheduler = server.scheduler
+            else:
+                scheduler = Scheduler(engine, args.parallel, args.streams)
+                stack.callback(scheduler.close)
+            while made < args.tokens:
+                crowd = Crowd(engine, args.streams, seed, args.longest)
+                start, before = time.monotonic(), scheduler.stats()
+                if not (crowd.same_over_http(server) if args.http else crowd.same(scheduler)):
+                    wrong.append(seed)
+                seconds += time.monotonic() - start
+                made += sum(len(alone) for alone in crowd.alone)
+                passes = scheduler.stats().passes - before.passes
+                print(f"seed {seed}: {made} tokens, {passes} passes, {len(wrong)} rounds wrong", flush=True)
+                seed += 1
         report = {"tokens": made, "seconds": round(seconds, 1), "wrong_seeds": wrong, **asdict(scheduler.stats())}
     print(json.dumps(report))
     return 1 if wrong else 0

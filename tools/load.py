@@ -20,9 +20,11 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import re
+import selectors
 import shlex
 import signal
 import socket
@@ -32,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,8 +89,7 @@ class Process:
     async def ready(self) -> "Process":
         for _ in range(3000):
             if self.child.poll() is not None:
-                self._said.seek(0)
-                raise SystemExit(f"the server did not start: {self._said.read().decode()[-2000:]}")
+                raise SystemExit(f"the server did not start: {' / '.join(self.complaints())[-2000:]}")
             with contextlib.suppress(OSError):
                 if (await ask(self.port, "GET", "/v1/models")).status == 200:
                     return self
@@ -108,6 +110,10 @@ class Process:
             len(list((base / "fd").iterdir())),
         )
 
+    def complaints(self) -> list[str]:
+        self._said.seek(0)
+        return self._said.read().decode().splitlines()
+
     def stop(self) -> int:
         if self.child.poll() is None:
             self.child.send_signal(signal.SIGTERM)
@@ -116,8 +122,6 @@ class Process:
         except subprocess.TimeoutExpired:
             self.child.kill()
             return self.child.wait()
-        finally:
-            self._said.close()
 
 
 def free_port() -> int:
@@ -202,6 +206,37 @@ async def stream(port: int, number: int, tokens: int, words: int = 12) -> Got:
     return await ask(port, "POST", "/v1/completions", **completion(number, tokens, words))
 
 
+def flood(port: int, numbers: list[int], tokens: int, seconds: float) -> list[Got]:
+    """As many streams, begun within so many seconds. For a process that does nothing else: then the times are the server's."""
+    bodies = [json.dumps(completion(number, tokens)).encode() for number in numbers]
+    asked = [head("POST", "/v1/completions", body) + body for body in bodies]
+    got, began, waiting = [Got() for _ in numbers], [0.0] * len(numbers), selectors.DefaultSelector()
+    start, sent, over = time.perf_counter(), 0, 0
+    while over < len(numbers):
+        until = start + seconds * sent / len(numbers)
+        if sent < len(numbers) and time.perf_counter() >= until:
+            began[sent] = time.perf_counter()
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(asked[sent])
+            waiting.register(connection, selectors.EVENT_READ, sent)
+            sent += 1
+            continue
+        for key, _ in waiting.select(max(0.0, until - time.perf_counter()) if sent < len(numbers) else None):
+            assert isinstance(key.fileobj, socket.socket)
+            one, now = got[key.data], time.perf_counter() - began[key.data]
+            part = b""
+            with contextlib.suppress(OSError):
+                part = key.fileobj.recv(1 << 16)
+            if part and not one.status:
+                one.status, one.headers = int(part.split(b" ", 2)[1]), now
+            one.whole |= b"[DONE]" in part
+            if not part:
+                waiting.unregister(key.fileobj)
+                key.fileobj.close()
+                over += 1
+    return got
+
+
 def quantile(values: list[float], share: float) -> float | None:
     return round(sorted(values)[min(len(values) - 1, int(share * len(values)))], 4) if values else None
 
@@ -235,30 +270,28 @@ async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     places = parallel + queue
     made: dict[str, Any] = {"places": places, "bad": 0}
     path = "/health" if start is ours else "/v1/models"
-    for name, seconds in (("spread", 3.0), ("burst", 0.0)):
-
-        async def late(number: int, seconds: float = seconds) -> Got:
-            await asyncio.sleep(seconds * number / (10 * places))
-            return await stream(server.port, number, 24)
-
-        async with running(start(args, "--parallel", parallel, "--queue", queue)) as server:
-            taken = [asyncio.create_task(stream(server.port, 10_000 + number, 48)) for number in range(places)]
-            await asyncio.sleep(0.5)
-            health: list[Got] = []
-            flood = asyncio.gather(*(late(number) for number in range(10 * places)))
-            while not flood.done():
-                health.append(await ask(server.port, "GET", path))
-                await asyncio.wait((flood,), timeout=0.05)
-            got = [*await flood, *await asyncio.gather(*taken)]
-        refused = [one.headers for one in got if one.status in (429, 503)]
-        answered = sum(one.status == 200 and one.whole for one in got)
-        told = [one.headers for one in health]
-        made |= {
-            f"{name}_answered": answered, f"{name}_refused": len(refused),
-            f"{name}_refused_p50": quantile(refused, 0.5), f"{name}_refused_p99": quantile(refused, 0.99),
-            f"{name}_health_p50": quantile(told, 0.5), f"{name}_health_p99": quantile(told, 0.99),
-        }  # fmt: skip
-        made["bad"] += len(got) - answered - len(refused) + sum(one.status != 200 for one in health)
+    loop = asyncio.get_running_loop()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+        for name, seconds in (("spread", 3.0), ("burst", 0.0)):
+            async with running(start(args, "--parallel", parallel, "--queue", queue)) as server:
+                await loop.run_in_executor(apart, flood, server.port, [], 24, 0.0)  # the process is there
+                taken = [asyncio.create_task(stream(server.port, 10_000 + number, 48)) for number in range(places)]
+                await asyncio.sleep(0.5)
+                health: list[Got] = []
+                coming = loop.run_in_executor(apart, flood, server.port, list(range(10 * places)), 24, seconds)
+                while not coming.done():
+                    health.append(await ask(server.port, "GET", path))
+                    await asyncio.wait((coming,), timeout=0.05)
+                got = [*await coming, *await asyncio.gather(*taken)]
+            refused = [one.headers for one in got if one.status in (429, 503)]
+            answered = sum(one.status == 200 and one.whole for one in got)
+            told = [one.headers for one in health]
+            made |= {
+                f"{name}_answered": answered, f"{name}_refused": len(refused),
+                f"{name}_refused_p50": quantile(refused, 0.5), f"{name}_refused_p99": quantile(refused, 0.99),
+                f"{name}_health_p50": quantile(told, 0.5), f"{name}_health_p99": quantile(told, 0.99),
+            }  # fmt: skip
+            made["bad"] += len(got) - answered - len(refused) + sum(one.status != 200 for one in health)
     return made
 
 
@@ -338,6 +371,8 @@ async def misbehave(port: int, rng: random.Random) -> str:
                     await asyncio.sleep(0.02)
             elif kind == "sends slowly":
                 for at in range(0, len(body), 40):
+                    if writer.transport.is_closing():  # it was refused
+                        break
                     writer.write(head("POST", "/v1/completions", body) * (at == 0) + body[at : at + 40])
                     await asyncio.sleep(0.005)
                 await reader.read(100)
@@ -345,7 +380,7 @@ async def misbehave(port: int, rng: random.Random) -> str:
                 writer.write(head("POST", "/v1/completions", b" " * (1 << 30))[:-1] + b"\n" + b" " * 100_000)
                 await reader.read(100)
             else:
-                writer.write(bytes(rng.randrange(256) for _ in range(2000)))
+                writer.write(bytes(rng.randrange(256) for _ in range(2000)) + b"\r\n\r\n")
                 await reader.read(100)
     except (OSError, TimeoutError):
         pass
@@ -381,26 +416,28 @@ async def faults(args: argparse.Namespace, start: Start) -> dict[str, Any]:
             got = await honest
             wrong += got.text != want.text and got.status != 429
             freed.append(await places_free(server.port))
-        code = server.stop()
+        code, said = server.stop(), server.complaints()
     stuck = freed.count(None)
     longest = max((at for at in freed if at is not None), default=None)
     return {"clients": count, "kinds": kinds, "wrong": wrong, "stuck": stuck, "freed_after_most": longest, "exit_code": code,
-            "bad": wrong + stuck + (code != 0)}  # fmt: skip
+            "complaints": said, "bad": wrong + stuck + (code != 0) + len(said)}  # fmt: skip
 
 
 async def sigterm(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    count, rng, whole = args.count or 50, random.Random(9), 0
+    """least_live: streams that were running when the signal was sent."""
+    count, rng, whole, least = args.count or 50, random.Random(9), 0, 10
     for _ in range(count):
         async with running(start(args, "--parallel", 10, "--drain", 120)) as server:
-            clients = [asyncio.create_task(stream(server.port, number, 30)) for number in range(10)]
+            clients = [asyncio.create_task(stream(server.port, number, 150)) for number in range(10)]
             while json.loads((await ask(server.port, "GET", "/health")).text)["running"] < 10:
                 await asyncio.sleep(0.005)
-            await asyncio.sleep(rng.random() * 0.2)
+            await asyncio.sleep(rng.random() * 0.05)
             server.child.send_signal(signal.SIGTERM)
+            least = min(least, sum(not client.done() for client in clients))
             got = await asyncio.gather(*clients)
             code = await asyncio.to_thread(server.child.wait, 120)
             whole += code == 0 and all(one.whole and one.status == 200 for one in got)
-    return {"times": count, "whole": whole, "bad": count - whole}
+    return {"times": count, "whole": whole, "least_live": least, "bad": count - whole + (least < 10)}
 
 
 async def batch(args: argparse.Namespace, start: Start) -> dict[str, Any]:

@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> None:
         scheduler = Scheduler(engine, args.parallel, args.queue)
         try:
             service = Service(engine, scheduler, args.name or model_name(args.model), args.template)
+            service.prepare()
             app = App(service, args.parallel + args.queue)
 
             def ready() -> None:
@@ -93,8 +94,17 @@ def run(args: argparse.Namespace) -> None:
                     threads = f"{engine.threads} thread{'s' * (engine.threads > 1)}"
                     print(f"{service.model}, {threads}: {url}/v1 for programs, {url} for a browser", flush=True)
 
-            server = Server(app, app.asgi(args.host, args.allowed_host, args.cors, keys), args.drain, ready)
+            def ending(live: int) -> None:
+                if live and not args.json:
+                    print(
+                        f"ending: answers to come: {live}, within {args.drain} s; a second signal ends at once",
+                        flush=True,
+                    )
+
+            server = Server(app, app.asgi(args.host, args.allowed_host, args.cors, keys), args.drain, ready, ending)
             server.run([listening])
+            if server.failure is None and not args.json:
+                print(f"ended; answers cut off: {server.cut_off}", flush=True)
             if server.failure is not None:
                 print(f"gemma_py: the engine has failed: {server.failure}", file=sys.stderr, flush=True)
                 os._exit(1)  # its threads may never come back

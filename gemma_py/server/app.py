@@ -22,7 +22,7 @@ from gemma_py.server.answers import Answer, ChatAnswer, CompletionAnswer, Respon
 from gemma_py.server.constraint import piece_bytes
 from gemma_py.server.faults import ApiError, checked, from_engine
 from gemma_py.server.feed import Feed
-from gemma_py.server.guard import Guard, Keys
+from gemma_py.server.guard import HEADERS, Guard, Keys
 from gemma_py.server.metrics import CONTENT_TYPE, Metrics
 from gemma_py.server.openapi import document
 from gemma_py.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
@@ -31,6 +31,7 @@ from gemma_py.server.service import Job, Service
 LARGEST_BODY = 4 << 20  # bytes
 BODY_SECONDS = 30.0  # for a body to arrive
 KEEP_ALIVE_SECONDS = 10.0  # between signs of life of a stream whose prompt is being computed
+_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _EVENT_STREAM = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -116,20 +117,37 @@ class App:
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:
-        """Refused before anything is read: that is what keeps an overloaded server quick."""
-        if self.ending:
-            raise ApiError(503, "The server is ending.", None, "server_ending", 10.0)
-        health = self.service.scheduler.health()
-        if not health.ok:
-            raise ApiError(503, f"The engine has failed: {health.why}", None, "engine_failed")
-        if self._admitted >= self.most:
-            message = f"{self._admitted} requests are being served or wait; try again later."
-            raise ApiError(429, message, None, "rate_limit_exceeded", 1.0)
+        """Refused before anything is read."""
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
         self._admitted += 1
         try:
             yield
         finally:
             self._admitted -= 1
+
+    def _refusal(self) -> ApiError | None:
+        """Why nothing more can be generated now, if so."""
+        if self.ending:
+            return ApiError(503, "The server is ending.", None, "server_ending", 10.0)
+        health = self.service.scheduler.health()
+        if not health.ok:
+            return ApiError(503, f"The engine has failed: {health.why}", None, "engine_failed")
+        if self._admitted >= self.most:
+            message = f"{self._admitted} requests are being served or wait; try again later."
+            return ApiError(429, message, None, "rate_limit_exceeded", 1.0)
+        return None
+
+    def refuse(self, path: str) -> Response | None:
+        """The answer to a request whose path is enough to refuse it; the same as it would get in the end."""
+        refusal = self._refusal() if path in _GENERATING else None
+        if refusal is None:
+            return None
+        self.metrics.requests.labels(path, str(refusal.status)).inc()
+        response = refusal.response()
+        response.headers.update(HEADERS)
+        return response
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 

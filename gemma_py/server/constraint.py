@@ -1,5 +1,6 @@
 """Answers that are JSON of a given schema: llguidance says which tokens may follow, and the others cannot be chosen."""
 
+import importlib.util
 import json
 import re
 import threading
@@ -58,12 +59,17 @@ class JsonConstraint:
 
 
 class JsonConstraints:
-    """Compiles schemas for one tokenizer, whose tables are made when the first is asked for (about two seconds)."""
+    """Compiles schemas for one tokenizer, whose tables are made by `prepare`, or when the first is asked for."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Collection[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
         self._lock = threading.Lock()
         self._tables: LLTokenizer | None = None
+
+    def prepare(self) -> None:
+        """If llguidance is there. It takes about a second, in which no other thread of the process runs Python."""
+        if importlib.util.find_spec("llguidance") is not None and self._ends:
+            self._llguidance()
 
     def compile(self, schema: dict[str, Any], param: str) -> JsonConstraint:
         """ApiError for a schema that is wrong, too large, too deep, too costly, or that nothing can satisfy."""

@@ -19,7 +19,7 @@ from gemma_py.server.faults import ApiError
 
 OPEN = frozenset({"/", "/health"})  # no key needed: neither says anything of anybody
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
+HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 
 
 def is_loopback(host: str) -> bool:
@@ -78,7 +78,7 @@ class Guard:
         async def send_safely(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
+                for name, value in HEADERS.items():
                     headers[name] = value
             await send(message)
 

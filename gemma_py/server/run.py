@@ -6,31 +6,24 @@ process at once. If the engine fails, every client is told, and the process ends
 
 import asyncio
 import contextlib
-import errno
-import logging
-import math
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from gemma_py.errors import ComputationError, InputError
 from gemma_py.server.app import App
+from gemma_py.server.door import Door, most_connections
 from gemma_py.server.protocol import LimitedProtocol
 
 LARGEST_HEADERS = 32 << 10  # bytes
 _SEND_BUFFER = 256 << 10  # bytes of a connection that the kernel holds
-_MOST_CONNECTIONS = 4096
-_OWN_FILES = 64  # beside connections
+_FOR_OTHERS = 8  # connections beside those that wait for answers: to refuse more, and to say how it is
 _UNWELL_TICKS = 20  # of a tenth of a second: a process that was stopped and goes on is not yet a failure
-_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_SECONDS_BETWEEN_COMPLAINTS = 60.0
 _LAST_WORDS = 5.0  # seconds for what is said at the end to reach the clients
 
 
@@ -52,31 +45,27 @@ def address(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _most_connections() -> int:
-    """As many as there are file descriptors for, after asking for all that are allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_CONNECTIONS + _OWN_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(1, min(_MOST_CONNECTIONS, soft - _OWN_FILES)) if soft > 0 else _MOST_CONNECTIONS
-
-
 class Server(uvicorn.Server):
-    """drain: seconds that what runs at the end may still take. ready: called when requests and signals are heard.
-    failure: why the engine cannot go on, if it cannot."""
+    """drain: seconds that what runs at the end may still take. ready: called when requests and signals are heard. ending: called
+    when a signal is obeyed, with the number of answers that are still to come; cut_off: those that did not come to their
+    end. failure: why the engine cannot go on, if it cannot."""
 
-    def __init__(self, app: App, asgi: ASGIApp, drain: float, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, app: App, asgi: ASGIApp, drain: float, ready: Callable[[], None], ending: Callable[[int], None]
+    ) -> None:
         super().__init__(
             uvicorn.Config(
-                asgi, http=LimitedProtocol, ws="none", lifespan="off", loop="asyncio", log_level="error", access_log=False,
-                server_header=False, proxy_headers=False, limit_concurrency=_most_connections(),
-                h11_max_incomplete_event_size=LARGEST_HEADERS, timeout_graceful_shutdown=int(drain + _LAST_WORDS),
+                asgi, http="h11", ws="none", lifespan="off", loop="asyncio", log_level="error", access_log=False,
+                server_header=False, proxy_headers=False, h11_max_incomplete_event_size=LARGEST_HEADERS,
+                timeout_graceful_shutdown=int(drain + _LAST_WORDS),
             )
         )  # fmt: skip
-        self._app, self._drain, self._ready = app, drain, ready
-        self._unwell, self._complained = 0, -math.inf
-        self.interrupted = False
+        self._app, self._drain, self._ready, self._ending = app, drain, ready, ending
+        self._doors: list[Door] = []
+        self._most = most_connections()
+        app.most = min(app.most, max(1, self._most - _FOR_OTHERS))
+        self._unwell = 0
+        self.interrupted, self.cut_off = False, 0
         self.failure: str | None = None
 
     @contextlib.contextmanager
@@ -100,21 +89,15 @@ class Server(uvicorn.Server):
         self.should_exit = self._app.ending = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._complain)
-        await super().startup(sockets)
+        await super().startup([])
+        for listening in sockets or []:
+            door = Door(listening, self._most, self.server_state, self._app.refuse, self._protocol)
+            self._doors.append(door)
+            door.open()
         self._ready()
 
-    def _complain(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Without file descriptors asyncio says thousands of times, with a traceback each, that it cannot accept, and will
-        try again after a second, be the socket closed or not."""
-        error = context.get("exception")
-        if self.should_exit and "_start_serving" in context.get("message", ""):
-            return
-        if not (isinstance(error, OSError) and error.errno in _SCARCE):
-            loop.default_exception_handler(context)
-        elif loop.time() > self._complained + _SECONDS_BETWEEN_COMPLAINTS:
-            self._complained = loop.time()
-            logging.getLogger("uvicorn.error").error("new connections have to wait: %s", error.strerror)
+    def _protocol(self) -> LimitedProtocol:
+        return LimitedProtocol(self.config, self.server_state, self.lifespan.state)
 
     async def on_tick(self, counter: int) -> bool:
         health = self._app.service.scheduler.health()
@@ -128,8 +111,13 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.ending = True
+        for door in self._doors:
+            door.close()
         if self.failure is not None:
             await super().shutdown(sockets)
             return
-        drained = asyncio.to_thread(self._app.service.scheduler.drain, self._drain)
-        await asyncio.gather(drained, super().shutdown(sockets))
+        scheduler = self._app.service.scheduler
+        stats = scheduler.stats()
+        self._ending(stats.running + stats.waiting)
+        drained = asyncio.to_thread(scheduler.drain, self._drain)
+        self.cut_off, _ = await asyncio.gather(drained, super().shutdown(sockets))

@@ -51,6 +51,10 @@ class Service:
         self.knows_tools = self.template.knows_tools and self.tokenizer.token_id(START) is not None
         self._constraints = JsonConstraints(self.tokenizer, engine.config.vocab_size, self.ends)
 
+    def prepare(self) -> None:
+        """Make now what would hold everybody up later."""
+        self._constraints.prepare()
+
     def check_model(self, wanted: str | None) -> None:
         if wanted is not None and wanted != self.model:
             message = f"The model {wanted!r:.80} does not exist; this server has {self.model!r}."
