@@ -59,6 +59,8 @@ def packed_weights(checkpoint: Checkpoint, quant: str | None = None) -> Packed:
     packed into memory, and a line on stderr says why, once a process.
     """
     plan = Plan(checkpoint.stored_weights(quant), checkpoint.config)
+    for tensor in checkpoint.tensors.values():  # norms are copied; the system maps a megabyte around each
+        forget(tensor.data)
     if not checkpoint.keep or sum(_spans(plan)[-1]) < _SMALLEST:
         return plan.packed(_in_memory(plan, checkpoint.path))
     try:
