@@ -524,8 +524,11 @@ with gemma_py.load(model, threads=1) as engine:
     took = time.monotonic() - start
     begun, begin = os.pipe()
     ids, digest = conversation.ids, conversation.kv_digest()
-    before, changed = 0, 0
-    for kill in range(1, int(kills) + 1):
+    kill, before, changed = 0, 0, 0
+    unfinished = lambda: len(list(Path(folder).glob("*.partial")))
+    # So many, and on (within reason) until some came while a file was written, and some after.
+    while kill < int(kills) or (min(changed, unfinished()) < 3 and kill < 10 * int(kills)):
+        kill += 1
         child = os.fork()
         if child == 0:
             for number in range(1_000_000):
@@ -546,7 +549,7 @@ with gemma_py.load(model, threads=1) as engine:
         assert loaded.stop == conversation.stop and (loaded.ids, loaded.kv_digest()) == (ids, digest)
         changed += found != before
         before = found
-print(kills, "killed;", len(list(Path(folder).glob("*.partial"))), "while writing,", changed, "after a new file was there")
+print(kill, "killed;", unfinished(), "while writing,", changed, "after a new file was there")
 """
 
 
@@ -560,7 +563,7 @@ def killed_while_saving(told: Path, folder: Path, kills: int) -> str:
 def test_killed_while_saving_leaves_the_old_file_or_the_new(told: tuple[Conversation, Path], tmp_path: Path) -> None:
     said = killed_while_saving(told[1], tmp_path, 20)
     kills, writing, changed = map(int, re.findall(r"\d+", said))
-    assert kills == 20 and writing >= 3 and changed >= 3  # else they came too early or too late to show anything
+    assert kills >= 20 and writing >= 3 and changed >= 3  # else they came too early or too late to show anything
 
 
 def test_export(told: tuple[Conversation, Path], tmp_path: Path) -> None:

@@ -1,16 +1,19 @@
 """Who may ask: keys, hosts, origins, on every route."""
 
+import errno
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import Running, serving
+from serving import TINY, Running, serving
 
 import gemma_py
 from gemma_py.errors import InputError
-from gemma_py.server.guard import OPEN, Keys, is_loopback
+from gemma_py.server.guard import OPEN, Guard, Keys, is_loopback
 
+Run = Callable[..., tuple[int, str, str]]
 KEY, OTHER = "k" * 32, "o" * 32
 ROUTES = (
     ("GET", "/"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/v1/models"),
@@ -126,3 +129,28 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_only_this_machine() -> None:
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.9.9.9", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
+
+
+def test_a_name_is_the_same_in_capitals() -> None:
+    async def app(*_: object) -> None: ...
+
+    guard = Guard(app, "MyBox.Local", ["Gemma.Example"], [], Keys())
+    assert all(guard._is_ours(host) for host in ("mybox.local:8080", "MYBOX.LOCAL", "gemma.example"))
+    assert not guard._is_ours("other.local")
+
+
+def test_a_port_in_use_is_said_once(server: Running, run: Run) -> None:
+    code, _, err = run("serve", TINY, "--port", server.port)
+    assert (code, err) == (
+        1,
+        f"gemma_py: cannot listen on 127.0.0.1, port {server.port}: {os.strerror(errno.EADDRINUSE)}\n",
+    )
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True)])
+def test_keys_that_others_can_read(server: Running, run: Run, tmp_path: Path, mode: int, warned: bool) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef")
+    keys.chmod(mode)
+    _, _, err = run("serve", TINY, "--port", server.port, "--api-key-file", keys)
+    assert (f"gemma_py: {keys}: others on this machine can read it: chmod 600" in err) == warned

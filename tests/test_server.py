@@ -325,9 +325,26 @@ def test_a_body_that_is_no_request(server: Running, body: bytes) -> None:
 def test_other_types_paths_and_methods(server: Running) -> None:
     status, document, _ = server.request("POST", "/v1/completions", b"{}", {"Content-Type": "text/plain"})
     assert (status, document["error"]["code"]) == (415, "unsupported_media_type")
-    assert server.request("GET", "/v1/nothing")[0] == 404
     status, document, headers = server.request("GET", "/v1/completions")
-    assert (status, headers["Allow"]) == (405, "POST") and document["error"]["message"]
+    assert (status, headers["Allow"], document["error"]["code"]) == (405, "POST", "method_not_supported")
+    assert document["error"]["message"] == "GET is not for '/v1/completions'; POST is."
+
+
+@pytest.mark.parametrize(
+    ("path", "advice"),
+    [
+        ("/v1/embeddings", "/openapi.json lists all."),  # of which there are none here
+        ("/chat/completions", "did you mean '/v1/chat/completions'?"),
+        ("/v1/chat/completions/", "did you mean '/v1/chat/completions'?"),
+        ("/v1/v1/completions", "did you mean '/v1/completions'?"),
+        ("/" + "x" * 9000, "/openapi.json lists all."),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_an_unknown_path(server: Running, method: str, path: str, advice: str) -> None:
+    status, document, _ = server.request(method, path)
+    error = {"message": f"Unknown path: {path[:80]!r}; {advice}", "type": "invalid_request_error", "param": None}
+    assert (status, document) == (404, {"error": {**error, "code": "unknown_url"}})
 
 
 # --- many at once -----------------------------------------------------------------------------------------------------

@@ -253,10 +253,22 @@ def test_with_few_file_descriptors_it_serves_as_many_as_it_can() -> None:
         (["--host", "203.0.113.1", "--open"], "cannot listen on 203.0.113.1"),
         (["--api-key-file", "nowhere"], "nowhere: cannot be read"),
         (["--port", "-1"], "whole number"),
+        (["--port", "65536"], "should be a port, 65535 at most, found '65536'"),
+        (["--host", ""], "should be a name or an address alone"),
+        (["--host", "[::1"], "should be a name or an address alone"),
+        (["--host", "[::]"], "others could reach ::"),
+        (["--allowed-host", "http://x"], "should be a name or an address alone, found 'http://x'"),
+        (["--allowed-host", "x:80"], "should be a name or an address alone"),
+        (["--cors", "*"], "should be an origin such as https://example.org, found '*'"),
+        (["--cors", "example.org"], "should be an origin"),
+        (["--cors", "https://Example.org"], "should be an origin"),
+        (["--cors", "https://example.org/"], "should be an origin"),
+        (["--cors", "https://[x"], "should be an origin"),
     ],
 )
-def test_what_cannot_be_served_is_said_in_a_line(run: object, arguments: list[str], said: str) -> None:
-    code, out, err = run("serve", TINY, *arguments)  # type: ignore[operator]
+def test_what_cannot_be_served_is_said_in_a_line(server: Running, run: object, arguments: list[str], said: str) -> None:
+    taken = ("--port", server.port)  # what is not refused does not begin to serve
+    code, out, err = run("serve", TINY, *taken, *arguments)  # type: ignore[operator]
     assert code in (1, 2) and out == "" and said in err and err.count("\n") == 1
 
 

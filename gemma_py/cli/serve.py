@@ -10,20 +10,23 @@ Ctrl-C let what runs come to its end, for as long as --drain says; a second one 
 import argparse
 import json
 import os
+import re
+import stat
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import gemma_py
 from gemma_py.cli.common import add_engine, add_model, natural, note_kept_float, positive
 from gemma_py.errors import InputError
 
+_HOST = re.compile(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%\w+)?")  # a name, or an address, IPv6 too
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=natural, default=8080, metavar="N", help="0: any free one (default: %(default)s)"
-    )
+    parser.add_argument("--host", type=_host, default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=8080, metavar="N", help="0: any free one (default: %(default)s)")
     parser.add_argument(
         "--queue",
         type=natural,
@@ -35,18 +38,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--open", action="store_true", help="on an address that others can reach, ask for no key")
     parser.add_argument(
         "--allowed-host",
+        type=_host,
         action="append",
         default=[],
         metavar="NAME",
         help="a name that this server goes by; repeatable",
     )
     parser.add_argument(
-        "--cors", action="append", default=[], metavar="ORIGIN", help="pages from there may use it; repeatable"
+        "--cors",
+        type=_origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="pages from there may use it, such as https://example.org; repeatable",
     )
     parser.add_argument(
         "--drain", type=natural, default=30, metavar="N", help="seconds for what runs at the end (default: %(default)s)"
     )
     add_service(parser)
+
+
+def _host(text: str) -> str:
+    """A name or an address; one of IPv6 may be in brackets, as in a URL."""
+    bare = text[1:-1] if text[:1] + text[-1:] == "[]" else text
+    if not _HOST.fullmatch(bare):
+        raise argparse.ArgumentTypeError(f"should be a name or an address alone, found {text!r}")
+    return bare
+
+
+def _port(text: str) -> int:
+    port = natural(text)
+    if port > 65535:
+        raise argparse.ArgumentTypeError(f"should be a port, 65535 at most, found {text!r}")
+    return port
+
+
+def _origin(text: str) -> str:
+    """As browsers write it: what it is compared with."""
+    try:
+        parts = urlsplit(text)
+        sound = (
+            parts.scheme in ("http", "https") and parts.hostname and text == f"{parts.scheme}://{parts.netloc.lower()}"
+        )
+    except ValueError:
+        sound = False
+    if not sound:
+        raise argparse.ArgumentTypeError(f"should be an origin such as https://example.org, found {text!r}")
+    return text
 
 
 def add_service(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +109,8 @@ def run(args: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         raise needs_extra(error) from None
     keys = Keys() if args.api_key_file is None else Keys.read(args.api_key_file)
+    if args.api_key_file is not None and args.api_key_file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        print(f"gemma_py: {args.api_key_file}: others on this machine can read it: chmod 600", file=sys.stderr)
     if not (is_loopback(args.host) or keys or args.open):
         raise InputError(
             f"others could reach {args.host}: give --api-key-file FILE, or --open if anybody may use this server"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import difflib
 import json
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import Any
@@ -71,11 +72,13 @@ class App:
         handlers: dict[Any, Callable[..., Any]] = {
             GemmaError: _gemma_error, HTTPException: _http_error, ClientDisconnect: _gone, Exception: _unexpected,
         }  # fmt: skip
-        return Starlette(
+        made = Starlette(
             routes=routes,
             middleware=[counted, *([cors] if origins else []), guard],
             exception_handlers=handlers,
         )
+        made.router.redirect_slashes = False  # programs do not follow; an error tells them more
+        return made
 
     # --- generating ---------------------------------------------------------------------------------------------------
 
@@ -325,9 +328,17 @@ async def _gemma_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = {404: f"Unknown path: {request.url.path!r:.80}.", 405: f"{request.method} is not for this path."}
-    made = ApiError(error.status_code, message.get(error.status_code, error.detail), None, "unknown_url")
-    response = made.response()
+    path, code = request.url.path[:80], "unknown_url"
+    message = error.detail
+    if error.status_code == 404:
+        near = difflib.get_close_matches(path, [r.path for r in request.app.routes if isinstance(r, Route)], 1, 0.8)
+        message = f"Unknown path: {path!r}; " + (f"did you mean {near[0]!r}?" if near else "/openapi.json lists all.")
+    elif error.status_code == 405:
+        message, code = (
+            f"{request.method} is not for {path!r}; {(error.headers or {})['Allow']} is.",
+            "method_not_supported",
+        )
+    response = ApiError(error.status_code, message, None, code).response()
     response.headers.update(error.headers or {})
     return response
 

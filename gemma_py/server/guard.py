@@ -68,7 +68,7 @@ class Guard:
     def __init__(self, app: ASGIApp, host: str, names: Collection[str], origins: Collection[str], keys: Keys) -> None:
         self._app, self._keys, self._origins = app, keys, frozenset(origins)
         self._loopback = is_loopback(host)
-        self._names = frozenset({*_LOOPBACK, host, *(name.lower() for name in names)})
+        self._names = frozenset({*_LOOPBACK, *(name.lower() for name in (host, *names))})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

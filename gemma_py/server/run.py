@@ -33,7 +33,9 @@ def bind(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        raise InputError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from None
+        # create_server adds what is said here anyway.
+        reason = (error.strerror or str(error)).partition(" (while attempting")[0]
+        raise InputError(f"cannot listen on {host}, port {port}: {reason}") from None
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
     return made
 
