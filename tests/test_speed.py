@@ -6,14 +6,11 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 import tiny_checkpoints as tiny
 from conftest import ROOT, TINY
 from gguf_files import write_model
-from numba.core.runtime import _nrt_python, rtsys
 from test_equivalence import PARTS, WIDE
 
 import gemma_py
@@ -52,45 +49,25 @@ def test_barriers_of_a_pass(models: dict[str, gemma_py.Engine], name: str, token
     assert profile.barriers == 1 + 9 * len(engine.config.layers) + 1
 
 
-def arrays_in(value: Any) -> int:
-    """Each is counted once by numba when a kernel is called from Python."""
-    if isinstance(value, tuple):
-        return sum(arrays_in(part) for part in value)
-    return int(isinstance(value, np.ndarray))
-
-
 @pytest.mark.parametrize("name", ["bf16", "Q8_0"])
-def test_a_decoded_token_allocates_no_more_than_its_logits(
-    models: dict[str, gemma_py.Engine], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoded_token_allocates_no_more_than_its_logits(models: dict[str, gemma_py.Engine], name: str) -> None:
+    """In Python, that is: compiled code that allocates does not come into being, see test_compiling.py."""
     engine = models[name]
-    team, run, passed = engine.runner.team, engine.runner.team.run, 0
-
-    def counting(kernel: Any, *args: Any, **settings: Any) -> list[int]:
-        nonlocal passed
-        passed += arrays_in(args)
-        return run(kernel, *args, **settings)
-
     session = engine.session()
     session.prefill(range(20))
     session.decode(1)
     scratch, layers = engine.runner._scratch, session._cache.layers
     monkeypatch.setattr(team, "run", counting)
-    _nrt_python.memsys_enable_stats()
     tracemalloc.start()
     try:
         for token in range(2, 10):
-            passed, made = 0, rtsys.get_allocation_stats().alloc
             held = tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
             logits = session.decode(token)
             peak = tracemalloc.get_traced_memory()[1]
-            # In compiled code: what stands for each array of the call, those of the cells among them, and nothing else.
-            assert rtsys.get_allocation_stats().alloc - made == engine.threads * (passed + 5)
             assert peak - held < logits.nbytes + 40_000  # the cells, and Python's small change
     finally:
         tracemalloc.stop()
-        _nrt_python.memsys_disable_stats()
     assert engine.runner._scratch is scratch
     assert session._cache.layers is layers
 
