@@ -305,12 +305,12 @@ def test_an_engine_that_stops_working_ends_the_process_after_telling_all(fault: 
             status, document = process.post("/v1/completions", **SHORT)
             assert (status, document["error"]["code"]) == (503, "engine_failed")
             assert said in document["error"]["message"]
+        else:
+            assert process.request("GET", "/health")[0] == 200
+            process.child.send_signal(signal.SIGTERM)
         for text in map(rest, streams):
             assert b"data: [DONE]" in text and (b'"error":{' in text and said.encode() in text) == bool(fault)
             assert (b'"finish_reason":"length"' in text) == (not fault)
-        if not fault:
-            assert process.request("GET", "/health")[0] == 200
-            process.child.send_signal(signal.SIGTERM)
         code, errors = process.end()
     assert code == bool(fault) and (f"the engine has failed: {said}" in errors) == bool(fault)
 
