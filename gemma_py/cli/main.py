@@ -46,6 +46,7 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
             help=description.partition("\n")[0].rstrip("."),
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # `--api-key SECRET` would pass for --api-key-file, and print the secret
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
