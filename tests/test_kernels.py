@@ -265,7 +265,7 @@ def test_quantise_rows_writes_its_rows_alone(blocks):
     K, x = 32 * blocks, normal(np.random.default_rng(4), 3, 32 * blocks)
     made = coded(x)
     before = [array.copy() for array in made]
-    rows.quantise_rows((2 * x).reshape(-1), K, made, 1, 2, 0)
+    quantise_rows((2 * x).reshape(-1), K, made, 1, 2, 0)
     for old, new in zip(before, made, strict=True):
         assert_same(new.reshape(3, -1)[[0, 2]], old.reshape(3, -1)[[0, 2]])
     assert (made.scales.reshape(3, -1)[1] == 2 * before[2].reshape(3, -1)[1]).all()
