@@ -72,7 +72,7 @@ def packed_weights(checkpoint: Checkpoint, quant: str | None = None) -> Packed:
 
 
 def _in_memory(plan: Plan, source: Path) -> list[np.ndarray]:
-    arenas = [aligned(count, kind) for kind, count in plan.arenas]
+    arenas = [aligned(count, kind, np.zeros) for kind, count in plan.arenas]
     _fill(plan, arenas, source)
     return arenas
 
