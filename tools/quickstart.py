@@ -21,7 +21,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-EXTRAS = {"test": "test", "chat": "demo,chat,hf", "serve": "demo,serve,schema,hf", "run": "demo,hf"}
+EXTRAS = {"test": "test", "chat": "demo,chat,hf", "serve": "demo,serve,schema,hf", "run": "demo,serve,hf"}
 MEGABYTES = {
     "test": 450
 }  # to download at most; of the others 350: the demo model, numpy and numba are nearly all of it
