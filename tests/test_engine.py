@@ -1,7 +1,12 @@
 """The engine and its sessions: the same bits however a prompt is cut, clear errors, nothing shared between sessions."""
 
+import itertools
 import random
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +15,7 @@ from conftest import TINY
 
 import gemma_py
 from gemma_py.errors import ContextError, InputError
+from gemma_py.runtime import cache
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.forward import forward
 
@@ -208,3 +214,58 @@ def test_one_machine_code_serves_every_model(checkpoints: dict[str, Path]) -> No
                 session.prefill(IDS, chunk=9, all_logits=True)
                 session.decode(3)
     assert len(forward.signatures) <= len(KV_TYPES)
+
+
+def interrupted_at(line: int, work: Callable[[], object]) -> bool:
+    """Whether Ctrl-C came: at that line of cache.py, counted as they are reached, if the work reaches so many."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != cache.__file__:
+            return None if event == "call" else trace
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_anywhere_while_rows_move_leaves_a_sound_session(tiny_engine: gemma_py.Engine) -> None:
+    ids = [number % 96 for number in range(140)]
+    alone = tiny_engine.session()
+    want = alone.prefill(ids)
+    for line in itertools.count(1):
+        session = tiny_engine.session()
+        session.prefill(ids[:70], chunk=35)
+        ended = interrupted_at(line, lambda session=session: session.prefill(ids[70:], chunk=70))  # type: ignore[misc]
+        assert session.usable
+        if session.position < len(ids):
+            np.testing.assert_array_equal(bits(session.prefill(ids[session.position :], chunk=9)), bits(want))
+        assert session.kv_digest() == alone.kv_digest()
+        if not ended:
+            break
+    assert line > 100
+
+
+def test_what_is_not_restored_to_its_end_is_not_there(tiny_engine: gemma_py.Engine) -> None:
+    session = tiny_engine.session()
+    want = session.prefill(IDS)
+    rows = list(session.stored(session.position))
+    twin = tiny_engine.session()
+    for part in (rows[:-1], rows[:1], [*rows, rows[0]]):
+        with pytest.raises(ValueError, match="zip"):
+            twin.restore(IDS, part)
+        assert twin.position == 0
+    np.testing.assert_array_equal(bits(twin.prefill(IDS)), bits(want))
+    assert twin.kv_digest() == session.kv_digest()

@@ -68,12 +68,17 @@ class Cache:
         self.dtype = KV_TYPES[kv]
         self.ids: list[int] = []  # of the committed tokens
         self._oldest = [0] * len(config.layers)  # a layer's rows from here to `position` are whole
-        self.layers = [
+        layers = [
             Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
             for layer in config.layers
         ]
-        self._places = np.zeros((len(config.layers), 3), np.int64)
+        # One value, so that no interrupt finds arrays with the addresses of others.
+        self._room = layers, np.zeros((len(layers), 3), np.int64)
         self.abandoned = False
+
+    @property
+    def layers(self) -> list[Rows]:
+        return self._room[0]
 
     @property
     def nbytes(self) -> int:
@@ -107,10 +112,13 @@ class Cache:
 
     def commit(self, tokens: list[int]) -> None:
         """The rows of these tokens are written, in every layer."""
-        self.ids += tokens
+        position = self.position + len(tokens)
         # No ring is so short that a pass, even one that fails, writes over what is counted on here.
-        kept = (first_readable(layer, self.position) - self.keep for layer in self.config.layers)
-        self._oldest = [max(pair) for pair in zip(self._oldest, kept, strict=True)]
+        kept = (first_readable(layer, position) - self.keep for layer in self.config.layers)
+        oldest = [max(pair) for pair in zip(self._oldest, kept, strict=True)]
+        # Nothing is called between these two, so no interrupt comes between them.
+        self._oldest = oldest
+        self.ids += tokens
 
     def reachable(self, position: int) -> bool:
         """Whether a rewind can go there: every row is left that the next token would read."""
@@ -138,13 +146,14 @@ class Cache:
             for first, count in _runs(oldest, self.position, old.capacity, capacity):
                 place = first % old.capacity
                 rows[:, first % capacity :][:, :count] = source[:, place : place + count]
-        self.layers = [*self.layers[:number], new, *self.layers[number + 1 :]]  # a pass may hold the former list
-        self._places[number] = new.keys.ctypes.data, new.values.ctypes.data, capacity
+        layers, places = self._room[0].copy(), self._room[1].copy()  # a pass may hold the former ones
+        layers[number], places[number] = new, (new.keys.ctypes.data, new.values.ctypes.data, capacity)
+        self._room = layers, places
 
     def copy(self) -> "Cache":
         """Another sequence that has come as far."""
         twin = copy.copy(self)
-        twin.ids, twin._oldest, twin._places = list(self.ids), list(self._oldest), self._places.copy()
+        twin.ids, twin._oldest = list(self.ids), list(self._oldest)
         for number, layer in enumerate(self.layers):
             twin._move(number, layer.capacity)
         return twin
@@ -185,22 +194,27 @@ class Cache:
         return layer.keys[:, places], layer.values[:, places]
 
     def restore(self, ids: list[int], stored: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Into an empty cache: the tokens that another had committed, and what it `stored` of each layer."""
+        """Into an empty cache: the tokens that another had committed, and what it `stored` of each layer.
+
+        If there is less of that than there should be, the cache stays empty.
+        """
         self._make_room(len(ids), 1)
-        self.ids = list(ids)
-        for number, (layer, layer_rows) in enumerate(zip(self.layers, stored, strict=True)):
+        oldest = []
+        for layer, layer_rows in zip(self.layers, stored, strict=True):
             count = min(layer_rows[0].shape[1], layer.capacity)
-            self._oldest[number] = self.position - count
-            places = np.arange(self.position - count, self.position) % layer.capacity
+            oldest.append(len(ids) - count)
+            places = np.arange(len(ids) - count, len(ids)) % layer.capacity
             for kept, rows in zip(layer, layer_rows, strict=True):
                 kept[:, places] = rows[:, rows.shape[1] - count :]
+        ids = list(ids)
+        self._oldest, self.ids = oldest, ids
 
     def places(self) -> np.ndarray:
         """For kernels: the addresses of each layer's keys and values, and how many rows a head has there. int64 [L, 3]
 
         Good until the next `reserve`; whoever uses them keeps the layers' arrays alive.
         """
-        return self._places
+        return self._room[1]
 
     def abandon(self) -> None:
         """A pass failed and one of its workers may still write to these rows: nobody may use them again."""

@@ -118,9 +118,12 @@ class Compilation:
         print("compiling kernels, once per machine: about half a minute", file=sys.stderr, flush=True)
         if CACHE is not None and sys.executable:
             command = [sys.executable, "-P", "-m", "gemma_py.runtime.compiling", str(CACHE), self._kv]
-            # What can be imported here can be imported there. A group of its own: Ctrl-C is not for it.
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
             with contextlib.suppress(OSError):  # where no process can be had, this one compiles
+                # What can be imported here can be imported there. A group of its own: Ctrl-C is not for it.
+                paths = [
+                    path or str(Path.cwd()) for path in sys.path if isinstance(path, str)
+                ]  # Python skips others too
+                environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
                 for _ in range(min(machine.threads(), len(self._shares))):
                     self.processes.append(
                         subprocess.Popen(
@@ -193,7 +196,7 @@ class Compilation:
 
 
 def _show(line: str) -> None:
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 

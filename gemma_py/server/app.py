@@ -143,7 +143,8 @@ class App:
         return None
 
     def refuse(self, path: str) -> Response | None:
-        """The answer to a request whose path is enough to refuse it; the same as it would get in the end."""
+        """The answer to a request whose path is enough to refuse it, whoever asks: so that there is no room is said to those
+        too who would hear that they may not ask."""
         refusal = self._refusal() if path in _GENERATING else None
         if refusal is None:
             return None
