@@ -6,7 +6,7 @@
 A tile is a tuple of such values, row after row: an operation on a tile is one instruction for each of its vectors.
 
 LLVM cuts 16 lanes into one AVX-512 register, two of AVX2 or four of NEON: neither the optimiser nor the machine's
-width decides the order of a sum. Nothing here adds floats across lanes; `sum_lanes` and `largest_lane` are of integers,
+width decides the order of a sum. Nothing here adds floats across lanes; what adds or compares lanes is of integers,
 exact. Loads and stores take an array of one dimension and an index that is not tested: numba's own test for negative
 indices halves the speed of an inner loop.
 """
