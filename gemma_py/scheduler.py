@@ -230,7 +230,7 @@ class Scheduler:
         self._stepped = time.monotonic()  # when the last step ended, or work came after none
         self._request_seconds = 1.0  # of late
         # Of the thread alone:
-        self._prefixes = Prefixes(prefix_bytes)
+        self._prefixes = Prefixes(engine.config, engine.runner.kv, prefix_bytes)
         self._passes = self._computed = 0
         self._row_seconds = 1 / 64  # of late, in passes with prompts; a guess at first
         self._thread = threading.Thread(target=self._work, name="gemma_py-scheduler", daemon=True)
@@ -414,7 +414,7 @@ class Scheduler:
 
     def _being_computed(self, sequence: _Sequence) -> bool:
         """Whether a running prompt is about to compute what this one begins with too: then it is worth waiting for."""
-        if self._prefixes.budget == 0:
+        if self._prefixes.capacity == 0:
             return False
         for other in self._running:
             size = min(len(sequence.prompt) - 1, len(other.prompt))

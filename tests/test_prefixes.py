@@ -18,6 +18,10 @@ def prompt(engine: gemma_py.Engine, length: int, seed: int = 1) -> list[int]:
     return [rng.randrange(engine.config.vocab_size) for _ in range(length)]
 
 
+def kept(engine: gemma_py.Engine, budget: int = 1 << 30) -> Prefixes:
+    return Prefixes(engine.config, engine.runner.kv, budget)
+
+
 def computed(
     engine: gemma_py.Engine, ids: list[int], prefixes: Prefixes, chunk: int = 23
 ) -> tuple[Cache, int, np.ndarray]:
@@ -38,10 +42,10 @@ def test_a_hit_matches_a_cold_start(checkpoints: dict[str, Path], name: str) -> 
     with gemma_py.load(checkpoints[name], threads=2) as engine:
         engine.runner.poison = True
         ids = prompt(engine, 110)
-        cold, nothing, every = computed(engine, ids, Prefixes(0))
+        cold, nothing, every = computed(engine, ids, kept(engine, 0))
         assert nothing == 0
         for length in (*range(5, 110, 9), 16, 17, 32, 33, 96, 97):
-            prefixes = Prefixes(1 << 30)
+            prefixes = kept(engine)
             computed(engine, ids[:length], prefixes)
             warm, cached, rest = computed(engine, ids, prefixes)
             assert cached == length // TOKENS * TOKENS
@@ -65,14 +69,14 @@ def test_what_is_reserved_is_what_is_needed(kv: str) -> None:
 
 
 def test_the_last_token_is_always_computed(tiny_engine: gemma_py.Engine) -> None:
-    prefixes, ids = Prefixes(1 << 30), prompt(tiny_engine, 64)
+    prefixes, ids = kept(tiny_engine), prompt(tiny_engine, 64)
     computed(tiny_engine, ids, prefixes)
     assert computed(tiny_engine, ids, prefixes)[1] == 48
     assert (prefixes.hits, prefixes.misses, prefixes.tokens) == (1, 1, 48)
 
 
 def test_what_texts_share_is_kept_once(tiny_engine: gemma_py.Engine) -> None:
-    prefixes, shared = Prefixes(1 << 30), prompt(tiny_engine, 48)
+    prefixes, shared = kept(tiny_engine), prompt(tiny_engine, 48)
     computed(tiny_engine, shared, prefixes)
     block = prefixes.nbytes // 3
     cached = []
@@ -84,28 +88,28 @@ def test_what_texts_share_is_kept_once(tiny_engine: gemma_py.Engine) -> None:
 
 
 def test_memory_stays_within_the_budget_and_what_is_used_stays(tiny_engine: gemma_py.Engine) -> None:
-    measure = Prefixes(1 << 30)
+    measure = kept(tiny_engine)
     computed(tiny_engine, prompt(tiny_engine, 16), measure)
-    prefixes = Prefixes(10 * measure.nbytes)
+    prefixes = kept(tiny_engine, 10 * measure.nbytes)
     often = prompt(tiny_engine, 64, seed=99)
     computed(tiny_engine, often, prefixes)
     for seed in range(6):
         assert computed(tiny_engine, often + prompt(tiny_engine, 50, seed), prefixes)[1] == 64
-        assert prefixes.nbytes <= prefixes.budget
+        assert prefixes.nbytes <= 10 * measure.nbytes
     assert computed(tiny_engine, often + prompt(tiny_engine, 50, 5), prefixes)[1] >= 96  # the latest is there
     assert computed(tiny_engine, often + prompt(tiny_engine, 50, 0), prefixes)[1] == 64  # the first is not
 
 
 def test_of_a_text_too_long_for_the_budget_the_beginning_is_kept(tiny_engine: gemma_py.Engine) -> None:
-    measure = Prefixes(1 << 30)
+    measure = kept(tiny_engine)
     computed(tiny_engine, prompt(tiny_engine, 16), measure)
-    prefixes, ids = Prefixes(3 * measure.nbytes), prompt(tiny_engine, 120)
+    prefixes, ids = kept(tiny_engine, 3 * measure.nbytes), prompt(tiny_engine, 120)
     computed(tiny_engine, ids, prefixes)
-    assert prefixes.nbytes == prefixes.budget
+    assert prefixes.nbytes == 3 * measure.nbytes
     assert computed(tiny_engine, ids, prefixes)[1] == 48
 
 
 def test_without_a_budget_nothing_is_kept(tiny_engine: gemma_py.Engine) -> None:
-    prefixes, ids = Prefixes(0), prompt(tiny_engine, 40)
+    prefixes, ids = kept(tiny_engine, 0), prompt(tiny_engine, 40)
     computed(tiny_engine, ids, prefixes)
     assert (prefixes.nbytes, computed(tiny_engine, ids, prefixes)[1]) == (0, 0)

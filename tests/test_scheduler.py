@@ -18,6 +18,7 @@ import gemma_py
 from gemma_py import scheduler as schedulers
 from gemma_py.errors import ComputationError, ContextError, InputError, Overloaded, WorkerError
 from gemma_py.generation import Token
+from gemma_py.model.config import Config
 from gemma_py.runtime import runner as runners
 from gemma_py.runtime.cache import bytes_needed
 from gemma_py.runtime.forward import Batch
@@ -205,7 +206,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("what", ["tables", "logits", "a bit of a prefix", "a prefix of another"])
 def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Two sequences' caches or logits change places, or what is kept of a prefix is not right: somebody must notice."""
-    honest_batch, honest_rows = runners._batch, Prefixes._rows
+    honest_batch, honest_stored = runners._batch, Prefixes._stored
 
     def batch(parts: Sequence[Part]) -> Batch:
         made = honest_batch(parts)
@@ -216,14 +217,14 @@ def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.Monke
             made.wanted[taken] = np.roll(made.wanted[taken], 1)
         return made
 
-    def rows(cache: Any, path: list[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for keys, values in honest_rows(cache, path[::-1] if what == "a prefix of another" else path):
+    def stored(prefixes: Prefixes, config: Config, path: list[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for keys, values in honest_stored(prefixes, config, path[::-1] if what == "a prefix of another" else path):
             if what == "a bit of a prefix":
                 keys.view(np.uint32)[0, -1, 0] ^= 1 << 22
             yield keys, values
 
     monkeypatch.setattr(runners, "_batch", batch)
-    monkeypatch.setattr(Prefixes, "_rows", staticmethod(rows))
+    monkeypatch.setattr(Prefixes, "_stored", stored)
     assert not in_company(crowd, 1)
 
 

@@ -177,14 +177,16 @@ class Cache:
         """One a layer, of those rows."""
         return [digest(*self.rows(number)) for number in range(len(self.config.layers))]
 
-    def block(self, first: int, last: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """A layer each: keys and values of positions first .. last - 1, copied as they are stored, [G, positions, E]."""
-        copies = []
+    def block(self, first: int, last: int, copy: np.ndarray) -> None:
+        """Into the copy: of each layer the keys, then the values of positions first .. last - 1, [G, positions, E]."""
+        at = 0
         for layer in self.layers:
             assert self.position - first <= layer.capacity
             places = np.arange(first, last) % layer.capacity
-            copies.append((layer.keys[:, places], layer.values[:, places]))
-        return copies
+            for rows in layer:
+                part = rows[:, places]
+                copy[at : at + part.size].reshape(part.shape)[:] = part
+                at += part.size
 
     def stored(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
         """A layer's rows as they are stored, that a token after `since` may read: keys and values, [G, positions, E]."""

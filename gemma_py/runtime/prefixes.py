@@ -6,37 +6,46 @@ blocks before it, so one can go on from there. (Windows by themselves, one at ea
 borders are closer than windows are long.) Rows are copied bit by bit, so nothing tells a hit from a miss but the time.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from gemma_py.model.config import Config
 from gemma_py.model.digest import first_readable
-from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed
 
 TOKENS = 16  # of a block
 _ROOT = 0
 
 
-@dataclass(frozen=True)
-class _Block:
-    number: int
-    rows: list[tuple[np.ndarray, np.ndarray]]  # a layer each: keys and values, [G, TOKENS, E]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self.rows)
+class _Block(NamedTuple):
+    number: int  # never given again
+    place: int
 
 
 class Prefixes:
     """At most `budget` bytes of them; what was used least of late goes first, the ends of texts before their beginnings."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget, self.nbytes = budget, 0
+    def __init__(self, config: Config, kv: str, budget: int) -> None:
         self.hits = self.misses = self.tokens = 0  # searches that found something or nothing, and how much they found
-        self._blocks: OrderedDict[tuple[int, tuple[int, ...]], _Block] = OrderedDict()  # what is used goes to the end
+        self._blocks: OrderedDict[tuple[int, bytes], _Block] = OrderedDict()  # what is used goes to the end
         self._made = _ROOT
+        self._block_bytes = bytes_needed(config, kv, TOKENS, TOKENS)
+        # Once and for all: memory that is never written costs none, and pieces that come and go would leave holes.
+        self._rows: np.ndarray = np.empty((budget // self._block_bytes, self._block_bytes), np.uint8).view(KV_TYPES[kv])
+        self._free = list(range(len(self._rows) - 1, -1, -1))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens."""
+        return len(self._rows) * TOKENS
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._blocks) * self._block_bytes
 
     def restore(self, cache: Cache, ids: Sequence[int]) -> int:
         """Put into an empty cache what is known of these ids, all but the last of them at most. How many tokens."""
@@ -45,31 +54,34 @@ class Prefixes:
             self.misses += 1
             return 0
         count = len(path) * TOKENS
-        cache.restore(list(ids[:count]), self._rows(cache, path))
-        self._touch(ids, len(path))
+        cache.restore(list(ids[:count]), self._stored(cache.config, path))
+        self._touch(ids, path)
         self.hits += 1
         self.tokens += count
         return count
 
     def keep(self, cache: Cache, since: int) -> None:
-        """Whole blocks that the pass from position `since` on has completed, while its rows are all in the cache."""
-        first, last = since // TOKENS, cache.position // TOKENS
-        if first == last or self.budget == 0:
+        """Whole blocks that the pass from position `since` on has completed, while its rows are all in the cache.
+
+        Of a text that is longer than the budget, the beginning.
+        """
+        first, last = since // TOKENS, min(cache.position // TOKENS, len(self._rows))
+        if first >= last:
             return
         path = self._path(cache.ids[: last * TOKENS])
         if len(path) < first:
             return  # what comes before is gone already
-        parent = path[-1].number if path else _ROOT
+        self._touch(cache.ids, path)
         for index in range(len(path), last):
+            if not self._free:  # then there are more than those of this text, and others were used before it
+                self._free.append(self._blocks.popitem(last=False)[1].place)
+            place = self._free.pop()
+            cache.block(index * TOKENS, (index + 1) * TOKENS, self._rows[place])
             self._made += 1
-            block = _Block(self._made, cache.block(index * TOKENS, (index + 1) * TOKENS))
-            self._blocks[parent, _tokens(cache.ids, index)] = block
-            self.nbytes += block.nbytes
-            parent = block.number
-        self._touch(cache.ids, last)
-        while self.nbytes > self.budget:
-            _, gone = self._blocks.popitem(last=False)
-            self.nbytes -= gone.nbytes
+            parent = path[-1].number if path else _ROOT
+            path.append(_Block(self._made, place))
+            self._blocks[parent, _tokens(cache.ids, index)] = path[-1]
+        self._touch(cache.ids, path)
 
     def _path(self, ids: Sequence[int]) -> list[_Block]:
         """The blocks with which these ids begin."""
@@ -83,20 +95,24 @@ class Prefixes:
             parent = block.number
         return path
 
-    def _touch(self, ids: Sequence[int], count: int) -> None:
-        """The first so many blocks of ids were used now; the first of all counts as the latest."""
-        parents = [_ROOT, *(block.number for block in self._path(ids[: count * TOKENS]))]
-        for index in range(count - 1, -1, -1):
+    def _touch(self, ids: Sequence[int], path: Sequence[_Block]) -> None:
+        """These blocks of ids were used now; the first of all counts as the latest."""
+        parents = [_ROOT, *(block.number for block in path)]
+        for index in range(len(path) - 1, -1, -1):
             self._blocks.move_to_end((parents[index], _tokens(ids, index)))
 
-    @staticmethod
-    def _rows(cache: Cache, path: list[_Block]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """A layer at a time: what a token after these blocks may read, and at most a block's rows before that."""
-        for number, layer in enumerate(cache.config.layers):
+    def _stored(self, config: Config, path: Sequence[_Block]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """A layer at a time, keys and values [G, positions, E]: what a token after these blocks may read, and at
+        most a block's rows before that."""
+        at = 0
+        for layer in config.layers:
+            G, E = layer.num_key_value_heads, layer.head_dim
             needed = path[min(first_readable(layer, len(path) * TOKENS) // TOKENS, len(path) - 1) :]
-            keys, values = zip(*(block.rows[number] for block in needed), strict=True)
-            yield np.concatenate(keys, 1), np.concatenate(values, 1)
+            rows = self._rows[[block.place for block in needed], at : at + 2 * G * TOKENS * E]
+            keys, values = rows.reshape(-1, 2, G, TOKENS, E).transpose(1, 2, 0, 3, 4).reshape(2, G, -1, E)
+            yield keys, values
+            at += 2 * G * TOKENS * E
 
 
-def _tokens(ids: Sequence[int], index: int) -> tuple[int, ...]:
-    return tuple(ids[index * TOKENS : (index + 1) * TOKENS])
+def _tokens(ids: Sequence[int], index: int) -> bytes:
+    return array("i", ids[index * TOKENS : (index + 1) * TOKENS]).tobytes()
