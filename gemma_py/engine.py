@@ -24,12 +24,10 @@ from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.runner import CHUNK, Runner
 from gemma_py.sampling import OPTIONS, Sampler, Sampling, asked, recommended, rehearse
-from gemma_py.score import log_probability
+from gemma_py.score import ROWS_AT_ONCE, log_probability
 from gemma_py.stream import TextStream, stop_strings
 from gemma_py.templates import Template, checked_messages, choose, encode
 from gemma_py.tokenizer import Tokenizer
-
-_SCORED_AT_ONCE = 32  # tokens whose logits are held at a time: of Gemma's vocabulary, 32 MiB
 
 
 class Engine:
@@ -260,8 +258,8 @@ class Engine:
 
     def _score(self, tokens: list[int]) -> Iterator[float]:
         session = self.session()
-        for first in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
-            following = tokens[first + 1 : first + 1 + _SCORED_AT_ONCE]
+        for first in range(0, len(tokens) - 1, ROWS_AT_ONCE):
+            following = tokens[first + 1 : first + 1 + ROWS_AT_ONCE]
             logits = session.prefill(tokens[first : first + len(following)], all_logits=True)
             for row, token in zip(logits, following, strict=True):
                 yield -log_probability(row, token)

@@ -21,7 +21,7 @@ from gemma_py.runtime.cache import Cache, bytes_needed
 from gemma_py.runtime.prefixes import TOKENS, Prefixes
 from gemma_py.runtime.runner import CHUNK, Part
 from gemma_py.sampling import Sampler, Sampling, likeliest
-from gemma_py.score import log_probabilities
+from gemma_py.score import ROWS_AT_ONCE, log_probabilities
 from gemma_py.stream import TextStream, stop_strings
 
 _MOST_TOP = 100  # alternatives of a token
@@ -34,8 +34,9 @@ _SLOWEST_STEP = 60.0  # seconds; if no step ends for so long though there is wor
 
 @dataclass(frozen=True)
 class Request:
-    """ids: the prompt. stop: strings that end the answer; ends: tokens that do. trim: no white space in front of it.
-    logprobs: whether tokens shall tell theirs. top_logprobs: how many of the likeliest tokens to tell at each place."""
+    """ids: the prompt. max_tokens: 0 for the prompt alone. stop: strings that end the answer; ends: tokens that do. trim: no
+    white space in front of it. logprobs: whether tokens shall tell theirs. top_logprobs: how many of the likeliest tokens to
+    tell at each place. scored: the prompt's tokens tell both too, so all of them are computed, whatever is kept of them."""
 
     ids: list[int]
     max_tokens: int
@@ -46,6 +47,7 @@ class Request:
     logprobs: bool = True
     top_logprobs: int = 0
     constraint: Constraint | None = None
+    scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,24 @@ class Progress:
     cached: int
 
 
+Top = tuple[tuple[int, float], ...]  # the likeliest tokens at a place with their log probabilities, in order
+
+
 @dataclass(frozen=True)
 class Made:
-    """A token, and the likeliest at its place with their log probabilities, in order."""
+    """A token of the answer."""
 
     token: Token
-    top: tuple[tuple[int, float], ...]
+    top: Top
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A token of the prompt. logprob: given all before it; the first has none."""
+
+    id: int
+    logprob: float | None
+    top: Top
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,7 @@ class Failed:
     error: GemmaError
 
 
-Event = Progress | Made | Finished | Failed
+Event = Progress | Scored | Made | Finished | Failed
 Listener = Callable[[Event], None]
 
 
@@ -164,6 +178,11 @@ class _Sequence:
     def todo(self) -> int:
         """Tokens that are known and not computed."""
         return len(self.ids) - self.position
+
+    @property
+    def scoring(self) -> bool:
+        """Whether its next tokens are a prompt's that tell their log probabilities: then each row makes logits."""
+        return self.request.scored and not self.answering
 
     @property
     def answering(self) -> bool:
@@ -260,8 +279,8 @@ class Scheduler:
     def _checked(self, request: Request, listener: Listener) -> _Sequence:
         engine = self.engine
         ids = engine.check_ids(request.ids)
-        if not isinstance(request.max_tokens, int) or request.max_tokens < 1:
-            raise InputError(f"max_tokens should be at least 1, found {request.max_tokens!r:.40}")
+        if not isinstance(request.max_tokens, int) or request.max_tokens < 0:
+            raise InputError(f"max_tokens should be at least 0, found {request.max_tokens!r:.40}")
         if not 0 <= request.top_logprobs <= min(_MOST_TOP, engine.config.vocab_size):
             raise InputError(f"top_logprobs should be 0 to {_MOST_TOP}, found {request.top_logprobs!r:.40}")
         total = len(ids) + request.max_tokens
@@ -376,8 +395,13 @@ class Scheduler:
             self._prefixes.keep(part.cache, part.cache.position - len(part.tokens))
             if not sequence.answering:
                 sequence.tell(Progress(sequence.position, len(sequence.prompt), sequence.cached))
-            if part.logits:
-                self._choose(sequence, logits[0])
+            try:
+                if sequence.scoring:
+                    self._score(sequence, logits)
+                if sequence.todo == 0:
+                    self._choose(sequence, logits[-1])
+            except GemmaError as error:
+                self._retire(sequence, Failed(error))
 
     def _retire_cancelled(self) -> None:
         with self._changed:
@@ -406,7 +430,8 @@ class Scheduler:
                 continue
             cache = self.engine.runner.cache(TOKENS)
             cache.prepare(len(sequence.ids) + sequence.request.max_tokens, CHUNK)
-            sequence.cached = self._prefixes.restore(cache, sequence.ids)
+            if not sequence.scoring:
+                sequence.cached = self._prefixes.restore(cache, sequence.ids)
             sequence.cache, sequence.taken_up = cache, time.monotonic()
             with self._changed:
                 self._waiting.remove(sequence)
@@ -414,7 +439,7 @@ class Scheduler:
 
     def _being_computed(self, sequence: _Sequence) -> bool:
         """Whether a running prompt is about to compute what this one begins with too: then it is worth waiting for."""
-        if self._prefixes.capacity == 0:
+        if self._prefixes.capacity == 0 or sequence.scoring:
             return False
         for other in self._running:
             size = min(len(sequence.prompt) - 1, len(other.prompt))
@@ -431,12 +456,16 @@ class Scheduler:
         seconds = _PASS_SECONDS_BESIDE if answers else _PASS_SECONDS
         room = max(_FEWEST_ROWS, min(CHUNK, int(seconds / self._row_seconds)) - len(answers))
         counts = [1] * len(answers) + (shares([s.todo for s in prompts], room) if prompts else [])
-        sequences, parts = [], []
+        sequences, parts, scored = [], [], 0
         for sequence, count in zip((*answers, *prompts), counts, strict=True):
+            if sequence.scoring:
+                count = min(count, ROWS_AT_ONCE - scored)
+                scored += count
             if count and sequence.cache is not None:
                 tokens = sequence.ids[sequence.position : sequence.position + count]
+                logits = count if sequence.scoring else 1 if count == sequence.todo else 0
                 sequences.append(sequence)
-                parts.append(Part(sequence.cache, tokens, 1 if count == sequence.todo else 0))
+                parts.append(Part(sequence.cache, tokens, logits))
         return sequences, parts
 
     def _pass(self, parts: list[Part]) -> list[np.ndarray]:
@@ -450,16 +479,26 @@ class Scheduler:
         self._computed += rows
         return results
 
+    def _score(self, sequence: _Sequence, logits: np.ndarray) -> None:
+        """Tell of the prompt's tokens that follow those of the pass, and of its first.    logits: [tokens, V]"""
+        if sequence.position == len(logits):
+            sequence.tell(Scored(sequence.ids[0], None, ()))
+        following = sequence.ids[sequence.position - len(logits) + 1 : sequence.position + 1]
+        for row, token in zip(logits, following, strict=False):  # the prompt's last token is followed by none
+            count = sequence.request.top_logprobs
+            ids = likeliest(row, count)[1].tolist() if count else []
+            logprob, *of_ids = log_probabilities(row, [token, *ids])
+            sequence.tell(Scored(token, logprob, tuple(zip(ids, of_ids, strict=True))))
+
     def _choose(self, sequence: _Sequence, logits: np.ndarray) -> None:
         """The next token of an answer."""
-        try:
-            token = sequence.continuation.next(logits)
-        except GemmaError as error:
-            self._retire(sequence, Failed(error))
+        if sequence.request.max_tokens == 0:
+            self._retire(sequence, Finished("length", sequence.usage()))
             return
+        token = sequence.continuation.next(logits)
         sequence.ids.append(token.id)
         sequence.first_token = sequence.first_token or time.monotonic()
-        top: tuple[tuple[int, float], ...] = ()
+        top: Top = ()
         if sequence.request.top_logprobs:
             ids = likeliest(logits, sequence.request.top_logprobs)[1].tolist()
             top = tuple(zip(ids, log_probabilities(logits, ids), strict=True))

@@ -9,6 +9,8 @@ from gemma_py.errors import ComputationError
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp64, log64
 
+ROWS_AT_ONCE = 32  # tokens whose logits are held at a time: of Gemma's vocabulary, 32 MiB
+
 
 @inlined
 def _largest(logits: np.ndarray) -> np.float32:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -96,9 +96,9 @@ class Heard:
                 self.logprobs += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
                 self.reason = choice["finish_reason"] or ""
 
-    def same(self, alone: list[Token], ends: Collection[int]) -> bool:
+    def same(self, alone: list[Token]) -> bool:
         """Whether that is what was generated alone, or how it begins."""
-        told = [token.logprob for token in alone if token.id not in ends]
+        told = [token.logprob for token in alone]
         if self.reason != alone[-1].finish_reason:
             told, alone = told[: len(self.logprobs)], alone[: len(self.logprobs)]
         return self.logprobs == told and self.text == "".join(token.text for token in alone)

@@ -25,8 +25,21 @@ from gemma_py.runtime.forward import Batch
 from gemma_py.runtime.prefixes import TOKENS, Prefixes
 from gemma_py.runtime.runner import CHUNK, Part
 from gemma_py.runtime.trial import Trial
-from gemma_py.sampling import Sampling
-from gemma_py.scheduler import Event, Failed, Finished, Health, Made, Progress, Request, Scheduler, Ticket, shares
+from gemma_py.sampling import Sampling, likeliest
+from gemma_py.scheduler import (
+    Event,
+    Failed,
+    Finished,
+    Health,
+    Made,
+    Progress,
+    Request,
+    Scheduler,
+    Scored,
+    Ticket,
+    shares,
+)
+from gemma_py.score import ROWS_AT_ONCE, log_probability
 from gemma_py.server.feed import Feed
 
 WAIT = 120  # seconds, for what takes one
@@ -78,8 +91,22 @@ def options(sampling: Sampling) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
 
 
+Scores = list[tuple[int, float | None]]
+
+
+def scores_of(engine: gemma_py.Engine, ids: list[int]) -> Scores:
+    """The log probability of each id, alone."""
+    following = [(token, -value) for token, value in zip(ids[1:], engine.score(ids), strict=True)] if ids[1:] else []
+    return [(ids[0], None), *following]
+
+
+def scores_told(client: Client) -> Scores:
+    return [(event.id, event.logprob) for event in client.heard if isinstance(event, Scored)]
+
+
 class Crowd:
-    """Requests of many kinds, and what each gets alone: prompts of any length, some that begin alike, greedy and drawn."""
+    """Requests of many kinds, and what each gets alone: prompts of any length, some that begin alike, greedy and drawn; the
+    tokens of some tell how likely they are."""
 
     def __init__(self, engine: gemma_py.Engine, count: int, seed: int, longest: int = 60) -> None:
         self.engine, self.rng, V = engine, random.Random(seed), engine.config.vocab_size
@@ -89,11 +116,13 @@ class Crowd:
         for number in range(count):
             ids = self.rng.choice([[], *beginnings]) + drawn(self.rng, self.rng.randint(1, longest), V)
             sampling = Sampling(temperature=1.0, top_k=40, seed=number) if number % 2 else Sampling()
-            self.requests.append(Request(ids, self.rng.randint(1, longest // 2), sampling, ends=ends))
+            most, scored = self.rng.randint(1, longest // 2), number % 4 == 3
+            self.requests.append(Request(ids, most, sampling, ends=ends, scored=scored))
         self.alone: list[list[Token]] = [
             list(engine.generate(request.ids, request.max_tokens, **options(request.sampling)))
             for request in self.requests
         ]
+        self.scores = [scores_of(engine, request.ids) if request.scored else [] for request in self.requests]
 
     def same(self, scheduler: Scheduler) -> bool:
         """Whether each gets the same in company. They come now and then, and some go early."""
@@ -112,7 +141,7 @@ class Crowd:
                 client.next()
                 if len(client.made) == leaving[number]:
                     client.ticket.cancel()
-        return all(self._right(client, alone) for client, alone in zip(clients, self.alone, strict=True))
+        return all(map(self._right, clients, self.alone, self.scores))
 
     def same_over_http(self, server: Running) -> bool:
         """The same for streams of a server, each of which is asked for alone in the end."""
@@ -129,14 +158,15 @@ class Crowd:
         heard += [Heard(server, request) for request in self.requests]
         limits = [*most, *[math.inf] * count]
         return all(
-            one.same(alone, request.ends) and (one.reason != "" or len(one.logprobs) >= limit)
-            for one, limit, alone, request in zip(heard, limits, self.alone * 2, self.requests * 2, strict=True)
+            one.same(alone) and (one.reason != "" or len(one.logprobs) >= limit)
+            for one, limit, alone in zip(heard, limits, self.alone * 2, strict=True)
         )
 
     @staticmethod
-    def _right(client: Client, alone: list[Token]) -> bool:
+    def _right(client: Client, alone: list[Token], scores: Scores) -> bool:
         end, made = client.heard[-1], [event.token for event in client.made]
-        if not isinstance(end, Finished):
+        told = scores_told(client)
+        if not isinstance(end, Finished) or told != scores[: None if made else len(told)]:
             return False
         return made == alone[: len(made)] and (end.reason == "cancelled" or len(made) == len(alone))
 
@@ -249,6 +279,33 @@ def test_a_prompt_that_is_being_computed_is_not_computed_twice(scheduler: Schedu
     assert scheduler.stats().computed_tokens == 100 + 3 * 4
 
 
+def test_prompts_tell_how_likely_they_are(
+    tiny_engine: gemma_py.Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same whether somebody has asked before or not, with few rows of logits at a time, and without an answer too."""
+    honest, rows = tiny_engine.runner.run_together, []
+
+    def run(parts: Sequence[Part]) -> list[np.ndarray]:
+        rows.append(sum(part.logits for part in parts))
+        return honest(parts)
+
+    monkeypatch.setattr(tiny_engine.runner, "run_together", run)
+    ids = drawn(random.Random(4), 100)
+    request = Request(ids, 0, top_logprobs=2, scored=True)
+    clients = [Client(scheduler, request), Client(scheduler, request), Client(scheduler, Request(ids, 0))]
+    for client in clients:
+        end = client.end()
+        assert isinstance(end, Finished)
+        assert (end.reason, end.usage.generated, client.made) == ("length", 0, [])
+    for client in clients[:2]:
+        assert scores_told(client) == scores_of(tiny_engine, ids)
+        told = [event for event in client.heard if isinstance(event, Scored)][1:]
+        for event, logits in zip(told, tiny_engine.session().prefill(ids, all_logits=True), strict=False):
+            assert [token for token, _ in event.top] == likeliest(logits, 2)[1].tolist()
+            assert [logprob for _, logprob in event.top] == [log_probability(logits, token) for token, _ in event.top]
+    assert max(rows) <= ROWS_AT_ONCE + 1  # and one of whoever asks for nothing
+
+
 def test_rows_of_a_pass_are_shared_out() -> None:
     assert shares([5], 32) == [5]
     assert shares([500], 32) == [32]
@@ -293,7 +350,7 @@ def test_what_cannot_be_is_refused_at_once(scheduler: Scheduler) -> None:
     context = scheduler.engine.context
     for request, kind in (
         (Request([], 1), InputError),
-        (Request([2], 0), InputError),
+        (Request([2], -1), InputError),
         (Request([9999], 1), InputError),
         (Request([2], 1, top_logprobs=-1), InputError),
         (Request([2], context), ContextError),

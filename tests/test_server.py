@@ -165,6 +165,13 @@ def test_completions(client: Any, tiny_engine: gemma_py.Engine) -> None:
             sum(map(len, (choice.logprobs.tokens or [])[:at])) for at in range(len(want))
         ]
         assert all(len(top) == 2 for top in choice.logprobs.top_logprobs or [])
+    (drawn,) = client.completions.create(
+        model="tiny", prompt="The", max_tokens=9, temperature=2, logprobs=1, seed=1
+    ).choices
+    for token, logprob, top in zip(
+        drawn.logprobs.tokens, drawn.logprobs.token_logprobs, drawn.logprobs.top_logprobs, strict=True
+    ):
+        assert top[token] == logprob and len(top) <= 2  # the chosen one beside the likeliest
     assert made.usage is not None
     assert made.usage.prompt_tokens == sum(len(tiny_engine.encode(prompt)) for prompt in prompts)
 
@@ -176,6 +183,40 @@ def test_a_streamed_completion_of_ids_with_echo(client: Any, tiny_engine: gemma_
     assert text == client.completions.create(**asked).choices[0].text
     want = "".join(token.text for token in tiny_engine.generate(ids, 6))
     assert text == tiny_engine.text_tokenizer().decode(ids) + want
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_an_echo_tells_how_likely_the_prompt_is(client: Any, tiny_engine: gemma_py.Engine, max_tokens: int) -> None:
+    """As harnesses ask for it that score texts: by text or by ids, twice the same, whole or as a stream."""
+    text = "A list é 한 of words."
+    ids = tiny_engine.encode(text)
+    asked = {"model": "tiny", "prompt": [ids], "max_tokens": max_tokens, "temperature": 0, "echo": True, "logprobs": 1}
+    first, again = (client.completions.create(**asked).choices[0].logprobs for _ in range(2))
+    assert first == again
+    assert first.token_logprobs[0] is first.top_logprobs[0] is None
+    assert first.token_logprobs[1 : len(ids)] == [-value for value in tiny_engine.score(ids)]
+    made = list(tiny_engine.generate(ids, max_tokens)) if max_tokens else []
+    assert first.token_logprobs[len(ids) :] == [token.logprob for token in made]
+    whole = client.completions.create(**{**asked, "prompt": text}).choices[0]
+    assert whole.text == text + "".join(token.text for token in made) and whole.finish_reason == "length"
+    assert whole.logprobs.token_logprobs == first.token_logprobs
+    places = whole.logprobs.text_offset
+    assert places[:2] == [0, 0]  # the token that stands in front of every text is not in it
+    for place, token in zip(places[1:], whole.logprobs.tokens[1:], strict=True):
+        assert whole.text.startswith(token, place) or "\ufffd" in token
+    pieces = [piece.choices[0] for piece in client.completions.create(**asked, stream=True)]
+    assert "".join(piece.text for piece in pieces) == tiny_engine.text_tokenizer().decode(ids) + whole.text[len(text) :]
+    told = [value for piece in pieces if piece.logprobs for value in piece.logprobs.token_logprobs]
+    assert told == first.token_logprobs
+
+
+def test_an_end_is_a_token_of_a_completion(client: Any) -> None:
+    """Who counts tokens from the end, as harnesses do, counts on it."""
+    asked = {"prompt": "The", "max_tokens": 5, "temperature": 0, "logit_bias": {"1": 100}, "logprobs": 0}
+    made = client.completions.create(model="tiny", **asked)
+    choice = made.choices[0]
+    assert (choice.text, choice.finish_reason, made.usage.completion_tokens) == ("", "stop", 1)
+    assert (choice.logprobs.tokens, choice.logprobs.text_offset) == (["<eos>"], [0])
 
 
 def test_responses(client: Any, tiny_engine: gemma_py.Engine) -> None:
@@ -279,6 +320,7 @@ HI = [{"role": "user", "content": "hi"}]
         ({"messages": HI, "top_logprobs": 2}, 400, "top_logprobs", "invalid_value"),
         ({"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format.type", "invalid_value"),
         ({"messages": HI, "nonsense": 1}, 400, "nonsense", "unknown_parameter"),
+        ({"messages": HI, "stream_options": {"include_usage": True}}, 400, "stream_options", "invalid_value"),
         ({"messages": HI, "stream_options": {"x": 1}}, 400, "stream_options.x", "unknown_parameter"),
         ({"messages": HI, "model": "gpt-9"}, 404, "model", "model_not_found"),
         ({"messages": [HI[0], {"role": "system", "content": "x"}]}, 400, "messages", "invalid_value"),
@@ -303,7 +345,6 @@ def test_a_full_context_is_said_with_both_numbers(server: Running, tiny_engine: 
     [
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}),
         ("/v1/responses", {"input": [{"type": "function_call_output", "output": ""}]}),
-        ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1}),
         ("/v1/completions", {"prompt": ["x"] * 65}),
         ("/v1/completions", {"prompt": ["x"] * 64, "n": 2}),
         ("/v1/completions", {"prompt": []}),
@@ -314,6 +355,14 @@ def test_a_full_context_is_said_with_both_numbers(server: Running, tiny_engine: 
 def test_what_is_not_done_here_is_refused(server: Running, path: str, body: dict) -> None:
     status, document = server.post(path, **body)
     assert status == 400 and document["error"]["message"]
+
+
+@pytest.mark.parametrize("prompt", [[], {}, None, [[]]])
+def test_a_prompt_of_nothing(server: Running, prompt: object) -> None:
+    status, document = server.post("/v1/completions", prompt=prompt)
+    error = document["error"]
+    assert (status, error["param"], error["code"]) == (400, "prompt", "invalid_value")
+    assert "something in it" in error["message"] or error["message"] == "no tokens given"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"[" * 100_000, b'{"messages": NaN}', b"\xff", b'"x"'])

@@ -3,12 +3,13 @@
 An answer takes events one by one (`take` gives what is to be streamed) and has a `document` in the end.
 """
 
+import codecs
 import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from gemma_py.scheduler import Event, Failed, Finished, Made, Progress, Usage
+from gemma_py.scheduler import Event, Failed, Finished, Made, Progress, Scored, Top, Usage
 from gemma_py.server.constraint import piece_bytes
 from gemma_py.server.faults import ApiError, from_engine
 from gemma_py.server.schemas import ChatRequest, CompletionRequest, ResponsesRequest
@@ -199,34 +200,49 @@ class CompletionAnswer(Answer):
     def __init__(self, service: Service, job: Job, asked: CompletionRequest) -> None:
         super().__init__(service, job, asked.wants_usage, asked.return_progress)
         self._logprobs, self._n = asked.logprobs is not None, asked.n or 1
-        self._offsets = [len(self._echo(index)) for index in range(len(self.choices))]
+        self._texts = [_GrowingText(self._unseen(index)) for index in range(len(self.choices))]
 
     def _echo(self, index: int) -> str:
         return self.job.prompts[index // self._n] if self.job.prompts else ""
+
+    def _unseen(self, index: int) -> int:
+        """Characters of the echoed tokens that the echo does not have: of the token in front of every text."""
+        ids = self.job.requests[index].ids if self.job.prompts else []
+        return len(self.service.tokenizer.decode(ids)) - len(self._echo(index))
 
     def begin(self) -> Iterator[Document]:
         for index in range(len(self.choices)):
             if self._echo(index):
                 yield self._text(index, self._echo(index))
 
+    def take(self, index: int, event: Event) -> Iterator[Document]:
+        if isinstance(event, Scored):
+            yield self._text(index, "", self._entry(index, event.id, event.logprob, event.top))
+        else:
+            yield from super().take(index, event)
+
     def _text(self, index: int, text: str, logprobs: Document | None = None, reason: str | None = None) -> Document:
         return self._piece([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
 
     def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
         entry = None
-        if self._logprobs and not self._is_end(index, event):
-            text, _ = self._token(event.token.id)
-            entry = {
-                "tokens": [text],
-                "token_logprobs": [max(event.token.logprob, -9999.0)],
-                "top_logprobs": [{self._token(token)[0]: max(logprob, -9999.0) for token, logprob in event.top}],
-                "text_offset": [self._offsets[index]],
-            }
-            self._offsets[index] += len(text)
-            choice.logprobs.append(entry)
+        if self._logprobs:
+            entry = self._entry(index, event.token.id, event.token.logprob, event.top)
         choice.parts.append(event.token.text)
         if event.token.text or entry:
             yield self._text(index, event.token.text, entry)
+
+    def _entry(self, index: int, token: int, logprob: float | None, top: Top) -> Document:
+        """Of one token; an end is one too, and the first of all has no probability."""
+        text, as_bytes = self._token(token)
+        entry: Document = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}
+        if logprob is not None:
+            told = {self._token(at)[0]: max(of_it, -9999.0) for at, of_it in top}
+            told.setdefault(text, max(logprob, -9999.0))
+            entry["token_logprobs"], entry["top_logprobs"] = [max(logprob, -9999.0)], [told]
+        entry["text_offset"] = [self._texts[index].push(as_bytes)]
+        self.choices[index].logprobs.append(entry)
+        return entry
 
     def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
         yield self._text(index, "", reason=choice.finish_reason)
@@ -236,6 +252,19 @@ class CompletionAnswer(Answer):
         logprobs = {name: [entry[name][0] for entry in choice.logprobs] for name in names} if self._logprobs else None
         text = self._echo(index) + choice.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+
+class _GrowingText:
+    """Where tokens begin in the text that they make: within a character of many bytes, where that begins."""
+
+    def __init__(self, unseen: int) -> None:
+        self._length, self._characters = -unseen, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: bytes) -> int:
+        """The place of this token, in characters."""
+        place = max(0, self._length)
+        self._length += len(self._characters.decode(token))
+        return place
 
 
 class ResponsesAnswer(Answer):

@@ -6,7 +6,7 @@ is not listed is refused, as OpenAI does. `top_k`, `min_p`, `repetition_penalty`
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from gemma_py.sampling import MOST_TOP_K, RANGES
 
@@ -137,6 +137,13 @@ class Penalised(Sampled):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, options: StreamOptions | None, others: ValidationInfo) -> StreamOptions | None:
+        if options is not None and not others.data.get("stream"):
+            raise ValueError("it is for streams, and needs 'stream': true")
+        return options
+
     @field_validator("logit_bias")
     @classmethod
     def _ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
@@ -186,11 +193,18 @@ class CompletionRequest(Penalised):
         | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
-    max_tokens: Count | None = 16
+    max_tokens: Annotated[int | None, Field(ge=0, le=1 << 31)] = 16
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     echo: bool | None = False
     best_of: Annotated[int | None, Field(ge=1, le=1)] = None
     suffix: None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _something(cls, prompt: object) -> object:
+        if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
+            raise ValueError("should be a text, token ids, or a list of either, with something in it")
+        return prompt
 
 
 class TextFormat(Strict):

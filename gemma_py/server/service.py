@@ -84,9 +84,6 @@ class Service:
         return Job(self._choices(request, asked.n, asked.response_format, "response_format"), "messages", [])
 
     def completion(self, asked: CompletionRequest) -> Job:
-        if asked.echo and asked.logprobs is not None:
-            message = "'logprobs' of an echoed prompt are not made here."
-            raise ApiError(400, message, "logprobs", "unsupported_parameter")
         given: Sequence[Any] = [asked.prompt]
         if isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int):
             given = asked.prompt
@@ -103,6 +100,7 @@ class Service:
                 ends=frozenset(self.engine.config.eos_token_ids),
                 logprobs=asked.logprobs is not None,
                 top_logprobs=asked.logprobs or 0,
+                scored=bool(asked.echo) and asked.logprobs is not None,
             )
             requests += self._choices(request, asked.n, asked.response_format, "response_format")
         echoed = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in given] if asked.echo else []
@@ -164,14 +162,14 @@ class Service:
 
     def _room(self, ids: list[int], wanted: int | None, param: str) -> int:
         """Tokens that the answer may have. Where the request does not say: as many as is usual, and as fit."""
-        room = self.engine.context - len(ids)
-        if room < (wanted or 1):
+        room, least = self.engine.context - len(ids), 1 if wanted is None else wanted
+        if room < least:
             message = (
                 f"This model's context holds {self.engine.context} tokens, and the request asks for "
-                f"{len(ids) + (wanted or 1)}: {len(ids)} in '{param}', {wanted or 1} for the answer."
+                f"{len(ids) + least}: {len(ids)} in '{param}', {least} for the answer."
             )
             raise from_engine(ContextError(message), param)
-        return wanted or min(DEFAULT_TOKENS, room)
+        return min(DEFAULT_TOKENS, room) if wanted is None else wanted
 
     def _sampling(self, asked: Sampled) -> Sampling:
         try:
