@@ -439,7 +439,7 @@ class Scheduler:
 
     def _being_computed(self, sequence: _Sequence) -> bool:
         """Whether a running prompt is about to compute what this one begins with too: then it is worth waiting for."""
-        if self._prefixes.capacity == 0 or sequence.scoring:
+        if self._prefixes.capacity == 0:
             return False
         for other in self._running:
             size = min(len(sequence.prompt) - 1, len(other.prompt))
