@@ -19,6 +19,7 @@ import gemma_py
 from gemma_py.errors import ComputationError
 from gemma_py.sampling import RANGES
 from gemma_py.server.page import PAGE
+from gemma_py.server.schemas import ResponsesRequest
 from gemma_py.templates import encode
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a list?"}]
@@ -74,6 +75,26 @@ def test_a_stream_says_the_same_as_the_whole(client: Any) -> None:
     assert whole.choices[0].message.content != whole.choices[1].message.content  # seeds count up
     assert pieces[-1].choices == [] and pieces[-1].usage == whole.usage
     assert all(piece.usage is None for piece in pieces[:-1])
+
+
+def test_every_piece_tells_the_tokens_so_far_on_request(client: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": "tiny", "messages": ASKED, "max_tokens": 8, "n": 2, "temperature": 0}
+    *pieces, last = client.chat.completions.create(**asked, stream=True, stream_options=options)
+    counts = [piece.usage.completion_tokens for piece in pieces]
+    assert counts[0] == 0 and counts == sorted(counts) and len(set(counts)) > 8 and counts[-1] == 16
+    assert pieces[-1].usage == last.usage and last.usage.prompt_tokens == pieces[0].usage.prompt_tokens
+
+
+def test_answers_do_not_end_where_ends_are_ignored(client: Any, server: Running) -> None:
+    """By nothing that a model or a template ends them with: whoever measures asks for so many tokens."""
+    bias = {str(token): 100 for token in server.app.service.ends}
+    asked = {"model": "tiny", "messages": ASKED, "max_tokens": 9, "logit_bias": bias}
+    assert client.chat.completions.create(**asked).usage.completion_tokens == 1
+    made = client.chat.completions.create(**asked, extra_body={"ignore_eos": True})
+    assert (made.usage.completion_tokens, made.choices[0].finish_reason) == (9, "length")
+    job = server.app.service.responses(ResponsesRequest(input="x", ignore_eos=True))
+    assert job.requests[0].stop == () and set(job.requests[0].sampling.logit_bias) == server.app.service.ends
 
 
 def test_likeliest_tokens_are_in_order_and_hold_the_chosen(client: Any) -> None:

@@ -9,10 +9,10 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from gemma_py.scheduler import Event, Failed, Finished, Made, Progress, Scored, Top, Usage
+from gemma_py.scheduler import Event, Failed, Finished, Made, Progress, Scored, Top
 from gemma_py.server.constraint import piece_bytes
 from gemma_py.server.faults import ApiError, from_engine
-from gemma_py.server.schemas import ChatRequest, CompletionRequest, ResponsesRequest
+from gemma_py.server.schemas import ChatRequest, CompletionRequest, ResponsesRequest, StreamOptions
 from gemma_py.server.service import Job, Service
 from gemma_py.server.tools import Call, CallReader
 
@@ -25,8 +25,8 @@ class Choice:
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.logprobs: list[Document] = []
+        self.cached = self.generated = 0  # tokens
         self.finish_reason: str | None = None
-        self.usage: Usage | None = None
 
     @property
     def text(self) -> str:
@@ -38,17 +38,17 @@ class Answer:
 
     prefix, object, piece_object = "", "", ""
 
-    def __init__(self, service: Service, job: Job, wants_usage: bool, wants_progress: bool) -> None:
+    def __init__(self, service: Service, job: Job, options: StreamOptions, wants_progress: bool) -> None:
         self.service, self.job = service, job
         self.id = f"{self.prefix}{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.choices = [Choice() for _ in job.requests]
-        self.wants_usage, self.wants_progress = wants_usage, wants_progress
+        self.options, self.wants_progress = options, wants_progress
         self._began = time.monotonic()
 
     @property
     def done(self) -> bool:
-        return all(choice.usage is not None for choice in self.choices)
+        return all(choice.finish_reason is not None for choice in self.choices)
 
     def begin(self) -> Iterator[Document]:
         """Pieces before the first event."""
@@ -58,21 +58,23 @@ class Answer:
         """The pieces that an event makes. ApiError where the answer failed."""
         choice = self.choices[index]
         if isinstance(event, Progress):
+            choice.cached = event.cached
             if self.wants_progress:
                 yield self._progress(index, event)
         elif isinstance(event, Made):
+            choice.generated += 1
             yield from self._made(index, choice, event)
         elif isinstance(event, Finished):
             if event.reason == "cancelled":
                 raise ApiError(503, "The server ended before the answer was complete.", None, "server_ending")
-            choice.finish_reason, choice.usage = event.reason, event.usage
+            choice.finish_reason = event.reason
             yield from self._finished(index, choice)
         elif isinstance(event, Failed):
             raise from_engine(event.error, self.job.param)
 
     def end(self) -> Iterator[Document]:
         """Pieces after the last event."""
-        if self.wants_usage:
+        if self.options.include_usage:
             yield {**self._piece([]), "usage": self.usage()}
 
     def failed(self, error: ApiError) -> Document:
@@ -87,13 +89,13 @@ class Answer:
         }  # fmt: skip
 
     def usage(self) -> Document:
-        """A prompt counts once, however many choices it has."""
-        usages = [choice.usage for choice in self.choices if choice.usage is not None]
-        once = {id(request.ids): usage for request, usage in zip(self.job.requests, usages, strict=False)}.values()
-        prompt, made = sum(usage.prompt for usage in once), sum(usage.generated for usage in usages)
+        """So far. A prompt counts once, however many choices it has."""
+        pairs = zip(self.job.requests, self.choices, strict=True)
+        once = {id(request.ids): (len(request.ids), choice.cached) for request, choice in pairs}.values()
+        prompt, made = sum(count for count, _ in once), sum(choice.generated for choice in self.choices)
         return {
             "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
-            "prompt_tokens_details": {"cached_tokens": sum(usage.cached for usage in once)},
+            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in once)},
         }  # fmt: skip
 
     # --- what differs -------------------------------------------------------------------------------------------------
@@ -114,7 +116,9 @@ class Answer:
             "id": self.id, "object": self.piece_object, "created": self.created, "model": self.service.model,
             "choices": choices,
         }  # fmt: skip
-        return {**piece, "usage": None} if self.wants_usage else piece
+        if self.options.include_usage:
+            piece["usage"] = self.usage() if self.options.continuous_usage_stats else None
+        return piece
 
     def _progress(self, index: int, event: Progress) -> Document:
         told = {
@@ -136,7 +140,7 @@ class ChatAnswer(Answer):
     prefix, object, piece_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, service: Service, job: Job, asked: ChatRequest) -> None:
-        super().__init__(service, job, asked.wants_usage, asked.return_progress)
+        super().__init__(service, job, asked.options, asked.return_progress)
         self._logprobs = bool(asked.logprobs)
         tools = service.knows_tools and asked.tools and asked.tool_choice != "none"
         self._readers = [CallReader(service.tokenizer) for _ in job.requests] if tools else []
@@ -198,7 +202,7 @@ class CompletionAnswer(Answer):
     prefix, object, piece_object = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, service: Service, job: Job, asked: CompletionRequest) -> None:
-        super().__init__(service, job, asked.wants_usage, asked.return_progress)
+        super().__init__(service, job, asked.options, asked.return_progress)
         self._logprobs, self._n = asked.logprobs is not None, asked.n or 1
         self._texts = [_GrowingText(self._unseen(index)) for index in range(len(self.choices))]
 
@@ -273,7 +277,7 @@ class ResponsesAnswer(Answer):
     prefix, object = "resp_", "response"
 
     def __init__(self, service: Service, job: Job, asked: ResponsesRequest) -> None:
-        super().__init__(service, job, False, asked.return_progress)
+        super().__init__(service, job, StreamOptions(), asked.return_progress)
         self._asked, self._item = asked, f"msg_{uuid.uuid4().hex}"
         self._number = -1
 

@@ -1,7 +1,8 @@
 """What a request may hold, in OpenAI's words; and, from the same source, the published OpenAPI document.
 
 Fields of OpenAI's that say nothing about the answer of a local model are taken and ignored (`Ignored`); any other field that
-is not listed is refused, as OpenAI does. `top_k`, `min_p`, `repetition_penalty` and `return_progress` are additions.
+is not listed is refused, as OpenAI does. `top_k`, `min_p`, `repetition_penalty`, `return_progress`, and what programs that measure
+servers send, `ignore_eos` and `continuous_usage_stats`, are additions.
 """
 
 from typing import Annotated, Any, Literal
@@ -88,8 +89,11 @@ class Tool(Strict):
 
 
 class StreamOptions(Strict):
+    """continuous_usage_stats: every piece tells the tokens so far; it needs include_usage."""
+
     include_usage: bool = False
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool = False
 
 
 class Ignored(Strict):
@@ -116,6 +120,7 @@ class Sampled(Ignored):
     repetition_penalty: Annotated[float | None, _ranged("repetition_penalty")] = None
     seed: Annotated[int | None, Field(ge=-_SEED - 1, le=_SEED)] = None
     return_progress: bool = False
+    ignore_eos: bool | None = False
 
     def sampling(self) -> dict[str, Any]:
         """By the names of gemma_py.Sampling."""
@@ -168,8 +173,8 @@ class Penalised(Sampled):
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def wants_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def options(self) -> StreamOptions:
+        return self.stream_options or StreamOptions()
 
 
 class ChatRequest(Penalised):

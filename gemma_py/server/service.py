@@ -1,13 +1,13 @@
 """One model, ready for requests: from what a program asks to what the scheduler takes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gemma_py.engine import Engine
 from gemma_py.errors import ContextError, GemmaError
-from gemma_py.sampling import Sampling
+from gemma_py.sampling import RANGES, Sampling
 from gemma_py.scheduler import Request, Scheduler
 from gemma_py.server.constraint import JsonConstraint, JsonConstraints
 from gemma_py.server.faults import ApiError, from_engine
@@ -74,8 +74,8 @@ class Service:
         request = Request(
             ids,
             self._room(ids, limit, "messages"),
-            self._sampling(asked),
-            stop=(*self.template.stop, *asked.stops),
+            self._sampling(asked, self.ends),
+            stop=(*self._stop(asked), *asked.stops),
             ends=self.ends,
             trim=True,
             logprobs=bool(asked.logprobs),
@@ -89,15 +89,15 @@ class Service:
             given = asked.prompt
         if len(given) * (asked.n or 1) > MOST_PROMPTS:
             raise ApiError(400, f"more than {MOST_PROMPTS} answers asked for at once", "n", "invalid_value")
-        requests = []
+        requests, ends = [], frozenset(self.engine.config.eos_token_ids)
         for prompt in given:
             ids = self._ids(prompt)
             request = Request(
                 ids,
                 self._room(ids, asked.max_tokens, "prompt"),
-                self._sampling(asked),
+                self._sampling(asked, ends),
                 stop=asked.stops,
-                ends=frozenset(self.engine.config.eos_token_ids),
+                ends=ends,
                 logprobs=asked.logprobs is not None,
                 top_logprobs=asked.logprobs or 0,
                 scored=bool(asked.echo) and asked.logprobs is not None,
@@ -122,7 +122,7 @@ class Service:
         ids = self._prompt(messages, "input")
         limit = self._room(ids, asked.max_output_tokens, "input")
         request = Request(
-            ids, limit, self._sampling(asked), stop=self.template.stop, ends=self.ends, trim=True,
+            ids, limit, self._sampling(asked, self.ends), stop=self._stop(asked), ends=self.ends, trim=True,
             logprobs=False,
         )  # fmt: skip
         form = None if asked.text is None else asked.text.format
@@ -171,9 +171,16 @@ class Service:
             raise from_engine(ContextError(message), param)
         return min(DEFAULT_TOKENS, room) if wanted is None else wanted
 
-    def _sampling(self, asked: Sampled) -> Sampling:
+    def _stop(self, asked: Sampled) -> tuple[str, ...]:
+        """Where a turn of the template ends."""
+        return () if asked.ignore_eos else self.template.stop
+
+    def _sampling(self, asked: Sampled, ends: Collection[int]) -> Sampling:
+        options = asked.sampling()
+        if asked.ignore_eos:
+            options["logit_bias"] = {**options.get("logit_bias", {}), **dict.fromkeys(ends, RANGES["logit_bias"][0])}
         try:
-            return self.engine.chat_sampling(asked.sampling())
+            return self.engine.chat_sampling(options)
         except GemmaError as error:
             raise from_engine(error) from None
 
