@@ -29,7 +29,7 @@ class Constraint(Protocol):
     """What a grammar allows."""
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
-        """A copy of the logits [V] with -inf for every token that may not come next."""
+        """The logits [V] if every token may come next, else a copy with -inf for those that may not."""
 
     def accept(self, token: int) -> None:
         """The token that was chosen."""

@@ -3,15 +3,16 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from serving import Running
 
 import gemma_py
 from gemma_py.generation import Token
 from gemma_py.scheduler import Finished, Made, Request, Usage
-from gemma_py.server.answers import ChatAnswer
+from gemma_py.server.answers import ChatAnswer, ResponsesAnswer
 from gemma_py.server.faults import ApiError
-from gemma_py.server.schemas import ChatRequest
+from gemma_py.server.schemas import ChatRequest, ResponsesRequest
 from gemma_py.server.service import Job, Service
 from gemma_py.server.tools import CallReader, read_call
 from gemma_py.templates import Jinja
@@ -188,6 +189,97 @@ def test_several_calls(service: Service) -> None:
     whole, deltas = answer(service, [*call, *call, (1, "")])
     assert len({made["id"] for made in whole["message"]["tool_calls"]}) == 2 and whole["message"]["content"] is None
     assert [d["delta"]["tool_calls"][0]["index"] for d in deltas if "tool_calls" in d["delta"]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "begin"),
+    [
+        ("required", ["weather"], "call:weather{"),
+        ("required", ["weather", "time"], "call:"),
+        ({"type": "function", "function": {"name": "time"}}, ["weather", "time"], "call:time{"),
+    ],
+)
+def test_an_answer_may_have_to_begin_with_a_call(service: Service, choice: Any, names: list[str], begin: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice, "n": 2}
+    requests = service.chat(ChatRequest.model_validate(asked)).requests
+    logits = np.arange(service.engine.config.vocab_size, dtype=np.float32)
+    for constraint in (request.constraint for request in requests):
+        assert constraint is not None
+        forced = []
+        while (allowed := constraint.allowed(logits)) is not logits:
+            (token,) = np.flatnonzero(np.isfinite(allowed)).tolist()
+            assert allowed[token] == logits[token] and not constraint.finished
+            constraint.accept(token)
+            forced.append(token)
+        assert forced[0] == START and service.tokenizer.decode(forced[1:]) == begin
+
+
+def test_only_what_is_there_can_be_chosen(service: Service) -> None:
+    named = {"type": "function", "function": {"name": "time"}}
+    for tools, choice in (([], "required"), ([WEATHER], named)):
+        asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
+        with pytest.raises(ApiError, match="'tool_choice' is") as caught:
+            service.chat(ChatRequest.model_validate(asked))
+        assert caught.value.param == "tool_choice"
+
+
+# --- the same in /v1/responses ----------------------------------------------------------------------------------------
+
+FLAT = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+
+
+def test_responses_tell_the_template_what_chats_do(service: Service) -> None:
+    call = {"name": "weather", "arguments": '{"place": "Rome"}'}
+    messages = [
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": "Look.", "tool_calls": [{"id": "call_1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        {"role": "assistant", "tool_calls": [{"id": "call_2", "function": call}, {"id": "call_3", "function": call}]},
+    ]  # fmt: skip
+    items = [
+        *messages[:1],
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Look."}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "call_1", "status": "completed", **call},
+        {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
+        {"type": "function_call", "call_id": "call_2", **call},
+        {"type": "function_call", "call_id": "call_3", **call},
+    ]  # fmt: skip
+    choice = {"type": "function", "name": "weather"}
+    made = service.responses(ResponsesRequest.model_validate({"input": items, "tools": [FLAT], "tool_choice": choice}))
+    assert service.tokenizer.decode(made.requests[0].ids) == pieces_of(service, messages=messages, tools=[WEATHER])
+    assert made.requests[0].constraint is not None
+
+
+def test_what_is_no_function_is_no_tool(server: Running) -> None:
+    for tool, param in ({"type": "web_search"}, "tools[0].type"), (FLAT, "tools"):  # whose template knows none
+        status, document = server.post("/v1/responses", input="x", tools=[tool])
+        assert (status, document["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("text", ["Look. ", ""])
+def test_a_call_in_a_response(service: Service, text: str) -> None:
+    asked = ResponsesRequest.model_validate({"input": "x", "tools": [FLAT]})
+    made = ResponsesAnswer(service, Job([Request([2], 9)], "input", []), asked)
+    tokens = [(50, text), (START, "<start_function_call>"), (51, "call:weather{place:<escape>Rome<escape>}"),
+              (END, "<end_function_call>"), (1, "")]  # fmt: skip
+    events = [
+        event
+        for token, piece in tokens
+        for event in made.take(0, Made(Token(token, piece, 0.0, "stop" if token == 1 else None), ()))
+    ]
+    events += made.take(0, Finished("stop", Usage(1, 0, len(tokens), 0, 0, 0)))
+    whole = made.document()
+    assert whole == events[-1]["response"] and whole["status"] == "completed"
+    *before, call = whole["output"]
+    assert [item["content"][0]["text"] for item in before] == [text] * bool(text)
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "weather", '{"place": "Rome"}')
+    told = {event["type"]: event for event in events if event.get("output_index") == len(before)}
+    kinds = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    assert list(told) == [f"response.{kind}" for kind in kinds]
+    assert told[f"response.{kinds[1]}"]["delta"] == told[f"response.{kinds[2]}"]["arguments"] == call["arguments"]
+    assert told[f"response.{kinds[3]}"]["item"] == call
+    assert made.document()["tools"][0]["name"] == "weather"
 
 
 def test_a_reader_without_marks_reads_text(tiny_engine: gemma_py.Engine) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from gemma_py.scheduler import Event, Failed, Finished, Made, Progress, Scored, Top
 from gemma_py.server.constraint import piece_bytes
 from gemma_py.server.faults import ApiError, from_engine
-from gemma_py.server.schemas import ChatRequest, CompletionRequest, ResponsesRequest, StreamOptions
+from gemma_py.server.schemas import ChatRequest, CompletionRequest, NamedFlatTool, ResponsesRequest, StreamOptions
 from gemma_py.server.service import Job, Service
 from gemma_py.server.tools import Call, CallReader
 
@@ -44,6 +44,7 @@ class Answer:
         self.created = int(time.time())
         self.choices = [Choice() for _ in job.requests]
         self.options, self.wants_progress = options, wants_progress
+        self._readers: list[CallReader] = []
         self._began = time.monotonic()
 
     @property
@@ -111,6 +112,22 @@ class Answer:
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
+    def _expect_calls(self, asked: ChatRequest | ResponsesRequest) -> None:
+        if self.service.knows_tools and asked.functions and asked.chosen != "none":
+            self._readers = [CallReader(self.service.tokenizer) for _ in self.choices]
+
+    def _parted(self, index: int, event: Made) -> tuple[str, list[Call]]:
+        """What is text, and the calls that are complete."""
+        if not self._readers:
+            return event.token.text, []
+        text, calls = self._readers[index].take(event.token.id, event.token.text)
+        if event.token.finish_reason is not None:
+            text += self._readers[index].finish()
+        return text, calls
+
+    def _calls(self, index: int) -> list[Call]:
+        return self._readers[index].calls if self._readers else []
+
     def _piece(self, choices: list[Document]) -> Document:
         piece = {
             "id": self.id, "object": self.piece_object, "created": self.created, "model": self.service.model,
@@ -142,8 +159,7 @@ class ChatAnswer(Answer):
     def __init__(self, service: Service, job: Job, asked: ChatRequest) -> None:
         super().__init__(service, job, asked.options, asked.return_progress)
         self._logprobs = bool(asked.logprobs)
-        tools = service.knows_tools and asked.tools and asked.tool_choice != "none"
-        self._readers = [CallReader(service.tokenizer) for _ in job.requests] if tools else []
+        self._expect_calls(asked)
 
     def begin(self) -> Iterator[Document]:
         for index in range(len(self.choices)):
@@ -161,20 +177,12 @@ class ChatAnswer(Answer):
             entry["top_logprobs"] = [self._entry(token, logprob) for token, logprob in event.top]
             choice.logprobs.append(entry)
             logprobs = {"content": [entry], "refusal": None}
-        text = event.token.text
-        calls: list[Call] = []
-        if self._readers:
-            text, calls = self._readers[index].take(event.token.id, text)
-            if event.token.finish_reason is not None:
-                text += self._readers[index].finish()
+        text, calls = self._parted(index, event)
         choice.parts.append(text)
         if text or logprobs:
             yield self._delta(index, {"content": text}, logprobs)
         for number, call in enumerate(calls, len(self._calls(index)) - len(calls)):
             yield self._delta(index, {"tool_calls": [{"index": number, **call.document()}]})
-
-    def _calls(self, index: int) -> list[Call]:
-        return self._readers[index].calls if self._readers else []
 
     def _entry(self, token: int, logprob: float) -> Document:
         text, as_bytes = self._token(token)
@@ -280,6 +288,8 @@ class ResponsesAnswer(Answer):
         super().__init__(service, job, StreamOptions(), asked.return_progress)
         self._asked, self._item = asked, f"msg_{uuid.uuid4().hex}"
         self._number = -1
+        self._items: list[Call | None] = []  # of the output, in their order; None: the text
+        self._expect_calls(asked)
 
     def _event(self, kind: str, **fields: Any) -> Document:
         self._number += 1
@@ -288,27 +298,55 @@ class ResponsesAnswer(Answer):
     def begin(self) -> Iterator[Document]:
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
-        item = {**self._message(""), "status": "in_progress", "content": []}
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._part("response.content_part.added", part=_text_part(""))
+
+    def _begin_text(self) -> Iterator[Document]:
+        if None not in self._items:
+            self._items.append(None)
+            item = {**self._message(""), "status": "in_progress", "content": []}
+            yield self._event("response.output_item.added", output_index=self._items.index(None), item=item)
+            yield self._part("response.content_part.added", part=_text_part(""))
 
     def _part(self, kind: str, **fields: Any) -> Document:
-        return self._event(kind, item_id=self._item, output_index=0, content_index=0, **fields)
+        place = self._items.index(None)
+        return self._event(kind, item_id=self._item, output_index=place, content_index=0, **fields)
 
     def _progress(self, index: int, event: Progress) -> Document:
         told = {"total": event.total, "cache": event.cached, "processed": event.done}
         return self._event("response.in_progress", response=self._response("in_progress"), prompt_progress=told)
 
     def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
-        choice.parts.append(event.token.text)
-        if event.token.text:
-            yield self._part("response.output_text.delta", delta=event.token.text, logprobs=[])
+        text, calls = self._parted(index, event)
+        choice.parts.append(text)
+        if text:
+            yield from self._begin_text()
+            yield self._part("response.output_text.delta", delta=text, logprobs=[])
+        for call in calls:
+            yield from self._called(call)
+
+    def _called(self, call: Call) -> Iterator[Document]:
+        """A call is told when it is complete."""
+        place, item = len(self._items), _call_item(call)
+        self._items.append(call)
+        empty = {**item, "arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", output_index=place, item=empty)
+        for kind, of_it in (
+            ("delta", {"delta": call.arguments}),
+            ("done", {"name": call.name, "arguments": call.arguments}),
+        ):
+            yield self._event(
+                f"response.function_call_arguments.{kind}", item_id=item["id"], output_index=place, **of_it
+            )
+        yield self._event("response.output_item.done", output_index=place, item=item)
 
     def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
         text = choice.text
-        yield self._part("response.output_text.done", text=text, logprobs=[])
-        yield self._part("response.content_part.done", part=_text_part(text))
-        yield self._event("response.output_item.done", output_index=0, item=self._message(text))
+        if not self._items:
+            yield from self._begin_text()
+        if None in self._items:
+            yield self._part("response.output_text.done", text=text, logprobs=[])
+            yield self._part("response.content_part.done", part=_text_part(text))
+            place = self._items.index(None)
+            yield self._event("response.output_item.done", output_index=place, item=self._message(text))
         whole = self.document()
         yield self._event(f"response.{whole['status']}", response=whole)
 
@@ -335,11 +373,12 @@ class ResponsesAnswer(Answer):
             "id": self.id, "object": self.object, "created_at": self.created, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens,
-            "model": self.service.model, "output": [] if running else [self._message(self.choices[0].text)],
+            "model": self.service.model, "output": [] if running else self._output(),
             "parallel_tool_calls": False, "previous_response_id": None, "store": False,
             "temperature": sampling.temperature, "top_p": sampling.top_p,
             "text": {"format": self._format()},
-            "tool_choice": "none", "tools": [], "truncation": "disabled", "metadata": asked.metadata or {},
+            "tool_choice": self._choice(), "tools": [tool.model_dump() for tool in asked.functions],
+            "truncation": "disabled", "metadata": asked.metadata or {},
             "usage": None if usage is None else {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
@@ -349,11 +388,24 @@ class ResponsesAnswer(Answer):
             },
         }  # fmt: skip
 
+    def _output(self) -> list[Document]:
+        text = self.choices[0].text
+        return [self._message(text) if item is None else _call_item(item) for item in self._items]
+
+    def _choice(self) -> Any:
+        choice = self._asked.tool_choice
+        return choice.model_dump() if isinstance(choice, NamedFlatTool) else choice or "auto"
+
     def _format(self) -> Document:
         form = None if self._asked.text is None else self._asked.text.format
         if form is None or form.type != "json_schema":
             return {"type": "text" if form is None else form.type}
         return {"type": "json_schema", "name": form.name, "schema": form.schema_, "strict": form.strict}
+
+
+def _call_item(call: Call) -> Document:
+    return {"id": call.id.replace("call", "fc"), "type": "function_call", "status": "completed", "call_id": call.id,
+            "name": call.name, "arguments": call.arguments}  # fmt: skip
 
 
 def _text_part(text: str) -> Document:

@@ -83,9 +83,20 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class OfFunctions(Strict):
     type: Literal["function"]
+
+
+class Tool(OfFunctions):
     function: Function
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(OfFunctions):
+    function: NamedFunction
 
 
 class StreamOptions(Strict):
@@ -184,11 +195,21 @@ class ChatRequest(Penalised):
     logprobs: bool | None = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     tools: Annotated[list[Tool] | None, Field(max_length=128)] = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+
+    @property
+    def functions(self) -> list[Function]:
+        return [tool.function for tool in self.tools or []]
+
+    @property
+    def chosen(self) -> str:
+        """The function to be called; or "none", "auto", "required"."""
+        choice = self.tool_choice
+        return choice.function.name if isinstance(choice, NamedTool) else choice or "auto"
 
 
 class CompletionRequest(Penalised):
@@ -226,30 +247,61 @@ class TextOptions(Strict):
 
 
 class InputItem(Loose):
-    """A message; items of other types (calls, files, reasoning) are refused."""
+    """A message; items of types that are not here (files, reasoning) are refused."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
 
 
+class CallItem(Loose):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResultItem(Loose):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[Part]
+
+
+class FlatTool(Function, OfFunctions):  # the last one's fields are looked at first
+    pass
+
+
+class NamedFlatTool(NamedFunction, OfFunctions):
+    pass
+
+
 class ResponsesRequest(Sampled):
     """The stateless part: nothing is stored, so nothing can be referred to."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=4096)]
+    input: str | Annotated[list[InputItem | CallItem | ResultItem], Field(min_length=1, max_length=4096)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=0)] = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[FlatTool] | None, Field(max_length=128)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFlatTool | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # there is no reasoning
     background: bool | None = None
     previous_response_id: None = None
     conversation: None = None
     reasoning: dict[str, Any] | None = None
+
+    @property
+    def functions(self) -> list[FlatTool]:
+        return self.tools or []
+
+    @property
+    def chosen(self) -> str:
+        """As in ChatRequest."""
+        choice = self.tool_choice
+        return choice.name if isinstance(choice, NamedFlatTool) else choice or "auto"
 
 
 class TokenizeRequest(Strict):

@@ -1,28 +1,35 @@
 """One model, ready for requests: from what a program asks to what the scheduler takes."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from gemma_py.engine import Engine
 from gemma_py.errors import ContextError, GemmaError
+from gemma_py.generation import Constraint
 from gemma_py.sampling import RANGES, Sampling
 from gemma_py.scheduler import Request, Scheduler
 from gemma_py.server.constraint import JsonConstraint, JsonConstraints
 from gemma_py.server.faults import ApiError, from_engine
 from gemma_py.server.schemas import (
     MOST_PROMPTS,
+    CallItem,
     ChatRequest,
     CompletionRequest,
+    FunctionCall,
+    InputItem,
     Part,
     ResponseFormat,
     ResponsesRequest,
+    ResultItem,
     Sampled,
     TextFormat,
+    ToolCall,
 )
 from gemma_py.server.schemas import Message as GivenMessage
-from gemma_py.server.tools import START, calls_and_results, declared
+from gemma_py.server.tools import START, CallConstraint, calls_and_results, declared
 from gemma_py.templates import ROLES, Message, Tools, checked_messages, encode
 
 DEFAULT_TOKENS = 1024  # of a chat's answer, where the request does not say
@@ -63,13 +70,9 @@ class Service:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def chat(self, asked: ChatRequest) -> Job:
-        tools = [] if asked.tool_choice == "none" else asked.tools or []
-        if tools and not self.knows_tools:
-            raise ApiError(400, _NO_TOOLS, "tools", "unsupported_parameter")
         if asked.top_logprobs and not asked.logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", "top_logprobs", "invalid_value")
-        declarations = declared(tools, self.tokenizer)
-        ids = self._prompt(self._messages(asked.messages), "messages", declarations)
+        ids = self._prompt(self._messages(asked.messages), "messages", self._tools(asked))
         limit = asked.max_completion_tokens or asked.max_tokens
         request = Request(
             ids,
@@ -81,7 +84,8 @@ class Service:
             logprobs=bool(asked.logprobs),
             top_logprobs=asked.top_logprobs or 0,
         )
-        return Job(self._choices(request, asked.n, asked.response_format, "response_format"), "messages", [])
+        constraint = self._call(asked) or partial(self._constraint, asked.response_format, "response_format")
+        return Job(self._choices(request, asked.n, constraint), "messages", [])
 
     def completion(self, asked: CompletionRequest) -> Job:
         given: Sequence[Any] = [asked.prompt]
@@ -102,13 +106,12 @@ class Service:
                 top_logprobs=asked.logprobs or 0,
                 scored=bool(asked.echo) and asked.logprobs is not None,
             )
-            requests += self._choices(request, asked.n, asked.response_format, "response_format")
+            constraint = partial(self._constraint, asked.response_format, "response_format")
+            requests += self._choices(request, asked.n, constraint)
         echoed = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in given] if asked.echo else []
         return Job(requests, "prompt", echoed)
 
     def responses(self, asked: ResponsesRequest) -> Job:
-        if asked.tools:
-            raise ApiError(400, _NO_TOOLS, "tools", "unsupported_parameter")
         if asked.background:
             raise ApiError(400, "Nothing is done in the background here.", "background", "unsupported_parameter")
         messages: list[Message] = []
@@ -117,16 +120,16 @@ class Service:
         if isinstance(asked.input, str):
             messages.append({"role": "user", "content": asked.input})
         else:
-            items = [GivenMessage(role=item.role, content=item.content) for item in asked.input]
-            messages = _joined_system(messages + self._messages(items))
-        ids = self._prompt(messages, "input")
+            messages = _joined_system(messages + self._messages(_turns(asked.input)))
+        ids = self._prompt(messages, "input", self._tools(asked))
         limit = self._room(ids, asked.max_output_tokens, "input")
         request = Request(
             ids, limit, self._sampling(asked, self.ends), stop=self._stop(asked), ends=self.ends, trim=True,
             logprobs=False,
         )  # fmt: skip
         form = None if asked.text is None else asked.text.format
-        return Job(self._choices(request, 1, form, "text.format"), "input", [])
+        constraint = self._call(asked) or partial(self._constraint, form, "text.format")
+        return Job(self._choices(request, 1, constraint), "input", [])
 
     # --- parts of them ------------------------------------------------------------------------------------------------
 
@@ -138,6 +141,22 @@ class Service:
             return self.engine.check_ids(encode(self.template.pieces(told, tools), self.tokenizer, {}, {}))
         except GemmaError as error:
             raise from_engine(error, param) from None
+
+    def _tools(self, asked: ChatRequest | ResponsesRequest) -> Tools:
+        if asked.functions and asked.chosen != "none" and not self.knows_tools:
+            raise ApiError(400, _NO_TOOLS, "tools", "unsupported_parameter")
+        return declared(asked.functions if asked.chosen != "none" else [], self.tokenizer)
+
+    def _call(self, asked: ChatRequest | ResponsesRequest) -> Callable[[], CallConstraint] | None:
+        """What makes an answer begin with a call, if it has to."""
+        if asked.chosen in ("none", "auto"):
+            return None
+        names = [function.name for function in asked.functions]
+        if not names or asked.chosen not in ("required", *names):
+            message = f"'tool_choice' is {asked.chosen!r:.80}, and 'tools' has {', '.join(names) or 'none'}."
+            raise ApiError(400, message, "tool_choice", "invalid_value")
+        possible = names if asked.chosen == "required" else [asked.chosen]
+        return partial(CallConstraint, self.tokenizer, possible[0] if len(possible) == 1 else None)
 
     def _messages(self, given: Sequence[GivenMessage]) -> list[Message]:
         """In the form of templates.checked_messages."""
@@ -184,17 +203,15 @@ class Service:
         except GemmaError as error:
             raise from_engine(error) from None
 
-    def _choices(
-        self, request: Request, n: int | None, form: ResponseFormat | TextFormat | None, param: str
-    ) -> list[Request]:
+    @staticmethod
+    def _choices(request: Request, n: int | None, constraint: Callable[[], Constraint | None]) -> list[Request]:
         """One request a choice: seeds count up, and each has a constraint of its own."""
         made = []
         for number in range(n or 1):
             sampling = request.sampling
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=(sampling.seed + number) % _SEEDS)
-            constraint = self._constraint(form, param)
-            made.append(replace(request, sampling=sampling, constraint=constraint))
+            made.append(replace(request, sampling=sampling, constraint=constraint()))
         return made
 
     def _constraint(self, form: ResponseFormat | TextFormat | None, param: str) -> JsonConstraint | None:
@@ -211,6 +228,22 @@ class Service:
 
 def _text(content: str | list[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _turns(items: Sequence[InputItem | CallItem | ResultItem]) -> list[GivenMessage]:
+    """As messages: calls belong to the model's message before them."""
+    made: list[GivenMessage] = []
+    for item in items:
+        if isinstance(item, ResultItem):
+            made.append(GivenMessage(role="tool", tool_call_id=item.call_id, content=item.output))
+        elif isinstance(item, CallItem):
+            if not made or made[-1].role != "assistant":
+                made.append(GivenMessage(role="assistant", tool_calls=[]))
+            call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+            made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
+        else:
+            made.append(GivenMessage(role=item.role, content=item.content))
+    return made
 
 
 def _joined_system(messages: list[Message]) -> list[Message]:

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gemma_py.server.faults import ApiError
-from gemma_py.server.schemas import Message, Tool
+from gemma_py.server.schemas import Function, Message
 from gemma_py.tokenizer import Tokenizer
 
 START, END, ESCAPE = "<start_function_call>", "<end_function_call>", "<escape>"
@@ -32,6 +34,27 @@ class Call:
 
     def document(self) -> dict[str, Any]:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class CallConstraint:
+    """An answer begins with a call: of this function, or of any. What follows is the model's."""
+
+    finished = False
+
+    def __init__(self, tokenizer: Tokenizer, name: str | None) -> None:
+        start = tokenizer.token_id(START)
+        assert start is not None
+        self._left = [start, *tokenizer.encode("call:" if name is None else f"call:{name}{{", bos=False)]
+
+    def allowed(self, logits: np.ndarray) -> np.ndarray:
+        if not self._left:
+            return logits
+        allowed = np.full_like(logits, -np.inf)
+        allowed[self._left[0]] = logits[self._left[0]]
+        return allowed
+
+    def accept(self, token: int) -> None:
+        del self._left[:1]
 
 
 class CallReader:
@@ -151,11 +174,10 @@ def _bare(word: str) -> Any:
 # --- what a template is given -----------------------------------------------------------------------------------------
 
 
-def declared(tools: Sequence[Tool], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def declared(functions: Sequence[Function], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """For the template. Their words stand among its own, so they must not hold a control token."""
     made = []
-    for number, tool in enumerate(tools):
-        function = tool.function
+    for number, function in enumerate(functions):
         parameters = function.parameters or {"type": "object", "properties": {}}
         document = {"name": function.name, "description": function.description or "", "parameters": parameters}
         _refuse_control(document, tokenizer, f"tools[{number}]")
