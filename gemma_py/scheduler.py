@@ -113,17 +113,20 @@ Listener = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Health:
-    """waiting: seconds since the last step ended while there is work, else 0."""
+    """why: what is wrong, if something is. lasting: whether the next pass cannot mend that. waiting: seconds since the last
+    step ended while there is work, else 0."""
 
     ok: bool
     why: str
+    lasting: bool
     waiting: float
 
 
 @dataclass(frozen=True)
 class Stats:
     """running, waiting: requests. kv_bytes: reserved by running ones; prefix_bytes: of kept prefixes. The others count since
-    the start: requests that found a kept prefix, or none, and how many tokens of it; passes, and the tokens in them."""
+    the start: requests that found a kept prefix, or none, and how many tokens of it; passes, those that failed
+    and were tried again, and the tokens in them."""
 
     running: int
     waiting: int
@@ -133,6 +136,7 @@ class Stats:
     prefix_misses: int
     cached_tokens: int
     passes: int
+    failed_passes: int
     computed_tokens: int
 
 
@@ -167,6 +171,7 @@ class _Sequence:
         self.prompt = np.array(ids)
         self.cache: Cache | None = None  # while it runs
         self.cached = 0
+        self.scores = 0  # of the prompt's tokens, told
         self.came = time.monotonic()
         self.taken_up = self.first_token = 0.0
 
@@ -187,6 +192,11 @@ class _Sequence:
     @property
     def answering(self) -> bool:
         return bool(self.continuation.made)
+
+    @property
+    def reading(self) -> bool:
+        """Whether it has more to compute than one token of an answer: a prompt, or all of it once more."""
+        return not self.answering or self.todo > 1
 
     def tell(self, event: Event) -> None:
         """What a listener does wrong ends its own request and no other."""
@@ -250,7 +260,7 @@ class Scheduler:
         self._request_seconds = 1.0  # of late
         # Of the thread alone:
         self._prefixes = Prefixes(engine.config, engine.runner.kv, prefix_bytes)
-        self._passes = self._computed = 0
+        self._passes = self._failed = self._computed = 0
         self._row_seconds = 1 / 64  # of late, in passes with prompts; a guess at first
         self._thread = threading.Thread(target=self._work, name="gemma_py-scheduler", daemon=True)
         self._thread.start()
@@ -309,21 +319,21 @@ class Scheduler:
         with self._changed:
             waiting = 0.0 if self._idle() else time.monotonic() - self._stepped
             if self._error is not None:
-                return Health(False, str(self._error), waiting)
+                return Health(False, str(self._error), True, waiting)
             if not self._thread.is_alive() and not self._closed:
-                return Health(False, "the scheduler's thread has ended", waiting)
+                return Health(False, "the scheduler's thread has ended", True, waiting)
             if self._trouble is not None and not self._idle():
-                return Health(False, str(self._trouble), waiting)
+                return Health(False, str(self._trouble), False, waiting)
             if waiting > _SLOWEST_STEP:
-                return Health(False, f"no step for {waiting:.0f} s", waiting)
-            return Health(True, "", waiting)
+                return Health(False, f"no step for {waiting:.0f} s", True, waiting)
+            return Health(True, "", False, waiting)
 
     def stats(self) -> Stats:
         with self._changed:
             prefixes, used = self._prefixes, sum(sequence.need for sequence in self._running)
             return Stats(
                 len(self._running), len(self._waiting), used, prefixes.nbytes, prefixes.hits, prefixes.misses,
-                prefixes.tokens, self._passes, self._computed,
+                prefixes.tokens, self._passes, self._failed, self._computed,
             )  # fmt: skip
 
     def drain(self, deadline: float) -> int:
@@ -386,10 +396,11 @@ class Scheduler:
             again, self._trouble = self._trouble is not None, error
             if again:
                 raise
-            if not error.settled:  # the stalled worker may still write to these caches
+            self._failed += 1
+            if not error.settled:  # the stalled worker may still write to these caches, and keeps them as long
                 for sequence in sequences:
-                    self._retire(sequence, Failed(error))
-            return  # else nothing has changed, and the next step tries again
+                    self._begin(sequence)  # again: what is computed twice has the same bits
+            return  # the next step tries again
         self._trouble = None
         for sequence, part, logits in zip(sequences, parts, results, strict=True):
             self._prefixes.keep(part.cache, part.cache.position - len(part.tokens))
@@ -428,14 +439,18 @@ class Scheduler:
                 return
             if self._being_computed(sequence):
                 continue
-            cache = self.engine.runner.cache(TOKENS)
-            cache.prepare(len(sequence.ids) + sequence.request.max_tokens, CHUNK)
-            if not sequence.scoring:
-                sequence.cached = self._prefixes.restore(cache, sequence.ids)
-            sequence.cache, sequence.taken_up = cache, time.monotonic()
+            sequence.cached, sequence.taken_up = self._begin(sequence), time.monotonic()
             with self._changed:
                 self._waiting.remove(sequence)
                 self._running.append(sequence)
+
+    def _begin(self, sequence: _Sequence) -> int:
+        """Give it room for all that it may come to, and what is known of its beginning. How many tokens of that."""
+        cache = self.engine.runner.cache(TOKENS)
+        cache.prepare(len(sequence.prompt) + sequence.request.max_tokens, CHUNK)
+        known = 0 if sequence.scoring else self._prefixes.restore(cache, sequence.ids)
+        sequence.cache = cache
+        return known
 
     def _being_computed(self, sequence: _Sequence) -> bool:
         """Whether a running prompt is about to compute what this one begins with too: then it is worth waiting for."""
@@ -451,8 +466,8 @@ class Scheduler:
 
     def _plan(self) -> tuple[list[_Sequence], list[Part]]:
         """A pass: a token of every answer, and of prompts what there is time for."""
-        answers = [s for s in self._running if s.answering]
-        prompts = [s for s in self._running if not s.answering]
+        answers = [s for s in self._running if not s.reading]
+        prompts = [s for s in self._running if s.reading]
         seconds = _PASS_SECONDS_BESIDE if answers else _PASS_SECONDS
         room = max(_FEWEST_ROWS, min(CHUNK, int(seconds / self._row_seconds)) - len(answers))
         counts = [1] * len(answers) + (shares([s.todo for s in prompts], room) if prompts else [])
@@ -481,14 +496,17 @@ class Scheduler:
 
     def _score(self, sequence: _Sequence, logits: np.ndarray) -> None:
         """Tell of the prompt's tokens that follow those of the pass, and of its first.    logits: [tokens, V]"""
-        if sequence.position == len(logits):
+        if sequence.scores == 0:
             sequence.tell(Scored(sequence.ids[0], None, ()))
-        following = sequence.ids[sequence.position - len(logits) + 1 : sequence.position + 1]
-        for row, token in zip(logits, following, strict=False):  # the prompt's last token is followed by none
-            count = sequence.request.top_logprobs
+            sequence.scores = 1
+        count = sequence.request.top_logprobs
+        # What was told before it had to begin again is not told twice; the prompt's last token is followed by none.
+        for at in range(sequence.scores, min(sequence.position + 1, len(sequence.ids))):
+            row, token = logits[at - 1 - sequence.position], sequence.ids[at]
             ids = likeliest(row, count)[1].tolist() if count else []
             logprob, *of_ids = log_probabilities(row, [token, *ids])
             sequence.tell(Scored(token, logprob, tuple(zip(ids, of_ids, strict=True))))
+            sequence.scores += 1
 
     def _choose(self, sequence: _Sequence, logits: np.ndarray) -> None:
         """The next token of an answer."""

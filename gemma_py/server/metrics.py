@@ -61,4 +61,7 @@ class _Now(Collector):
         yield CounterMetricFamily("gemma_py_prefix_hits", "Prompts with a cached prefix.", stats.prefix_hits)
         yield CounterMetricFamily("gemma_py_prefix_misses", "Prompts without one.", stats.prefix_misses)
         yield CounterMetricFamily("gemma_py_passes", "Forward passes.", stats.passes)
+        yield CounterMetricFamily(
+            "gemma_py_failed_passes", "Those that failed and were tried again.", stats.failed_passes
+        )
         yield CounterMetricFamily("gemma_py_computed_tokens", "Tokens computed.", stats.computed_tokens)
