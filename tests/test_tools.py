@@ -10,8 +10,9 @@ from serving import Running
 import gemma_py
 from gemma_py.generation import Token
 from gemma_py.scheduler import Finished, Made, Request, Usage
-from gemma_py.server.answers import ChatAnswer, ResponsesAnswer
+from gemma_py.server.answers import ChatAnswer
 from gemma_py.server.faults import ApiError
+from gemma_py.server.responses import ResponsesAnswer
 from gemma_py.server.schemas import ChatRequest, ResponsesRequest
 from gemma_py.server.service import Job, Service
 from gemma_py.server.tools import CallReader, read_call

@@ -19,13 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gemma_py.errors import GemmaError
 from gemma_py.server import page
-from gemma_py.server.answers import Answer, ChatAnswer, CompletionAnswer, ResponsesAnswer
+from gemma_py.server.answers import Answer, ChatAnswer, CompletionAnswer
 from gemma_py.server.constraint import piece_bytes
 from gemma_py.server.faults import ApiError, checked, from_engine
 from gemma_py.server.feed import Feed
 from gemma_py.server.guard import HEADERS, Guard, Keys
 from gemma_py.server.metrics import CONTENT_TYPE, Metrics
 from gemma_py.server.openapi import document
+from gemma_py.server.responses import ResponsesAnswer
 from gemma_py.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
 from gemma_py.server.service import Job, Service
 

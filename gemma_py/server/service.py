@@ -153,7 +153,7 @@ class Service:
             return None
         names = [function.name for function in asked.functions]
         if not names or asked.chosen not in ("required", *names):
-            message = f"'tool_choice' is {asked.chosen!r:.80}, and 'tools' has {', '.join(names) or 'none'}."
+            message = f"'tool_choice' is {asked.chosen!r:.80}, and 'tools' has {', '.join(names)[:200] or 'none'}."
             raise ApiError(400, message, "tool_choice", "invalid_value")
         possible = names if asked.chosen == "required" else [asked.chosen]
         return partial(CallConstraint, self.tokenizer, possible[0] if len(possible) == 1 else None)
