@@ -312,6 +312,36 @@ def test_an_engine_that_stops_working_ends_the_process_after_telling_all(fault: 
     assert code == bool(fault) and (f"the engine has failed: {said}" in errors) == bool(fault)
 
 
+ONCE = """
+import functools, sys, time
+import gemma_py
+from gemma_py.cli.main import main
+from gemma_py.runtime.runner import Runner
+from gemma_py.runtime.trial import Trial
+from gemma_py.server import run
+gemma_py.load, run._UNWELL_TICKS, honest = functools.partial(gemma_py.load, deadline=1.0), 2, Runner.run_together
+passes = 0
+def stalls(self, parts):
+    global passes
+    passes += 1
+    self.trial = Trial(fault="stall", worker=1) if passes == 4 else None
+    if passes == 5:
+        time.sleep(1)
+    return honest(self, parts)
+Runner.run_together = stalls
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_worker_that_stalls_once_costs_nobody_an_answer() -> None:
+    with Process("--threads", "2", program=["-c", ONCE]) as process, contextlib.ExitStack() as stack:
+        for text in map(rest, [stack.enter_context(process.open_stream(60)) for _ in range(3)]):
+            assert b'"finish_reason":"length"' in text and b'"error"' not in text
+        assert "gemma_py_failed_passes_total 1.0" in process.request("GET", "/metrics")[1]
+        process.child.send_signal(signal.SIGTERM)
+        assert process.end() == (0, "")
+
+
 def test_an_engine_that_fails_ends_the_process_after_telling_all(tmp_path: Path) -> None:
     failing = tmp_path / "failing.py"
     failing.write_text(
