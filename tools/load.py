@@ -65,13 +65,14 @@ _TEXT = re.compile(rb'"text": ?("(?:[^"\\]|\\.)*")')
 
 @dataclass
 class Got:
-    """What came of a request: status (0: no answer), text, seconds to the headers and to each token."""
+    """What came of a request: status (0: no answer), text, seconds to the headers and to each token, an error within a stream."""
 
     status: int = 0
     text: str = ""
     headers: float = 0.0
     tokens: list[float] = field(default_factory=list)
     whole: bool = False
+    error: str = ""
 
     @property
     def rate(self) -> float:
@@ -96,12 +97,13 @@ class Process:
             await asyncio.sleep(0.1)
         raise SystemExit("the server did not start in five minutes")
 
+    async def metric(self, name: str) -> float:
+        metrics = (await ask(self.port, "GET", "/metrics")).text
+        return float(next(line for line in metrics.splitlines() if line.startswith(f"{name} ")).split()[1])
+
     async def usage(self) -> tuple[float, int, int]:
         """Resident MB beside what the prefix cache holds, threads, open files."""
-        metrics = (await ask(self.port, "GET", "/metrics")).text
-        prefixes = float(
-            next(line for line in metrics.splitlines() if line.startswith("gemma_py_prefix_bytes ")).split()[1]
-        )
+        prefixes = await self.metric("gemma_py_prefix_bytes")
         base = Path(f"/proc/{self.child.pid}")
         status = dict(line.split(":", 1) for line in (base / "status").read_text().splitlines())
         return (
@@ -180,6 +182,8 @@ async def ask(port: int, method: str, path: str, **asked: Any) -> Got:
                 *whole, text = text.split(b"\n\n")
                 for event in whole:
                     got.whole |= b"[DONE]" in event
+                    if b'"error"' in event:
+                        got.error = event.decode()
                     found = _TEXT.search(event)
                     if found and found[1] != b'""':
                         got.tokens.append(now)
@@ -484,21 +488,28 @@ async def soak(args: argparse.Namespace, start: Start) -> dict[str, Any]:
             await asyncio.gather(*(misbehave(server.port, rng) for _ in range(rng.randrange(20))))
             for number, task in zip(want, honest, strict=True):
                 got = await task
-                wrong += got.status == 200 and got.text != want[number].text
                 served += got.status == 200
+                if got.status == 200 and got.text != want[number].text:
+                    wrong += 1
+                    print(f"stream {number}: {got.text!r} and not {want[number].text!r} {got.error}", file=sys.stderr)
             stuck = await places_free(server.port) is None
             wrong += stuck
             if spent > min(60, 15 * args.minutes):
                 samples.append(await server.usage())
                 print(f"{spent:.0f} s: {served} served, {wrong} wrong, {samples[-1]}", file=sys.stderr, flush=True)
+        failed = await server.metric("gemma_py_failed_passes_total")
+        server.stop()
+        said = server.complaints()
     quarter = max(1, len(samples) // 4)
     names = ("rss_mb", "threads", "files")
     early = [statistics.median(column) for column in zip(*samples[:quarter], strict=True)]
     late = [statistics.median(column) for column in zip(*samples[-quarter:], strict=True)]
     # Handlers have a pool of threads that comes and goes.
     grown = late[0] > 1.05 * early[0] + 16 or late[1] > early[1] + _HANDLER_THREADS or late[2] > early[2] + 4
-    return {"minutes": args.minutes, "served": served, "wrong": wrong, "early": dict(zip(names, early, strict=True)),
-            "late": dict(zip(names, late, strict=True)), "bad": wrong + grown}  # fmt: skip
+    return {
+        "minutes": args.minutes, "served": served, "wrong": wrong, "failed_passes": failed, "complaints": said,
+        "early": dict(zip(names, early, strict=True)), "late": dict(zip(names, late, strict=True)), "bad": wrong + grown + len(said),
+    }  # fmt: skip
 
 
 SCENARIOS = {
