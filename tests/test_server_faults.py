@@ -152,6 +152,16 @@ def test_what_is_no_http(server: Running, nonsense: bytes) -> None:
     assert server.request("GET", "/health")[0] == 200
 
 
+def test_a_body_that_turns_to_nonsense_after_its_answer(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Ends the connection; whoever sends it often should not fill the log."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(b"POST /none HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+        assert b" 404 " in connection.recv(4096)
+        connection.sendall(b"no length\r\n")
+        assert is_closed(connection)
+    assert not caplog.records
+
+
 def test_an_exception_in_a_handler_shows_no_insides(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.app.service, "check_model", lambda wanted: 1 / 0)
     status, document = server.post("/tokenize", content="x")
