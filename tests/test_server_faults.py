@@ -322,6 +322,18 @@ def test_an_engine_that_stops_working_ends_the_process_after_telling_all(fault: 
     assert code == bool(fault) and (f"the engine has failed: {said}" in errors) == bool(fault)
 
 
+@pytest.mark.parametrize(("fault", "drain", "said"), [("raise", "60", "worker 1 of 2"), ("hang", "0", "no step for")])
+def test_an_engine_that_stops_working_while_the_server_ends(fault: str, drain: str, said: str) -> None:
+    program = FAULTY.replace("len(self._waiting) >= 2", "not self._open")
+    with Process("--threads", "2", "--drain", drain, fault, program=["-c", program]) as process:
+        stream = process.open_stream(2000)
+        process.child.send_signal(signal.SIGTERM)
+        text = rest(stream)
+        assert b'"error":{' in text and b"data: [DONE]" in text
+        code, errors = process.end()
+    assert code == 1 and f"the engine has failed: {said}" in errors
+
+
 def test_an_engine_that_fails_ends_the_process_after_telling_all(tmp_path: Path) -> None:
     failing = tmp_path / "failing.py"
     failing.write_text(
