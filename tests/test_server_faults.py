@@ -182,7 +182,7 @@ def rest(stream: socket.socket) -> bytes:
 @pytest.mark.parametrize("drain", ["60", "0"])
 def test_sigterm_lets_streams_end_until_the_deadline(drain: str) -> None:
     with Process("--drain", drain) as process:
-        streams = [process.open_stream(60 if drain == "60" else 4000) for _ in range(3)]
+        streams = [process.open_stream(400 if drain == "60" else 4000) for _ in range(3)]
         process.child.send_signal(signal.SIGTERM)
         for text in map(rest, streams):
             assert b"data: [DONE]" in text
