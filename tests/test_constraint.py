@@ -109,6 +109,7 @@ def test_what_may_follow_is_what_the_grammar_says(constraints: JsonConstraints, 
         {"type": "string", "pattern": "("},
         {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(5000)}},
         {"allOf": [{"anyOf": [{"properties": {f"p{a}_{b}": {}}} for a in range(10)]} for b in range(6)]},
+        {"const": "\ud800"},
         {"unknown-keyword-of-nobody": 1, "type": "object", "if": {"type": "string"}, "then": False},
     ],
 )

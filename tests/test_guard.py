@@ -14,7 +14,7 @@ from gemma_py.errors import InputError
 from gemma_py.server.guard import OPEN, Guard, Keys, is_loopback
 
 Run = Callable[..., tuple[int, str, str]]
-KEY, OTHER = "k" * 32, "o" * 32
+KEY, OTHER, LETTERS = "k" * 32, "o" * 32, "clé secrète de là-bas, là"
 ROUTES = (
     ("GET", "/"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/v1/models"),
     ("GET", "/v1/models/tiny"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
@@ -24,7 +24,7 @@ ROUTES = (
 
 @pytest.fixture(scope="module")
 def locked(tiny_engine: gemma_py.Engine) -> Iterator[Running]:
-    with serving(tiny_engine, keys=[OTHER, KEY], origins=["https://friend.example"]) as running:
+    with serving(tiny_engine, keys=[OTHER, LETTERS, KEY], origins=["https://friend.example"]) as running:
         yield running
 
 
@@ -112,6 +112,12 @@ def test_a_key_file_holds_keys(tmp_path: Path) -> None:
             Keys.read(file)
     with pytest.raises(InputError, match="cannot be read"):
         Keys.read(tmp_path / "none")
+
+
+def test_a_key_may_have_any_letters(locked: Running) -> None:
+    """As bytes, which is how headers come."""
+    given = {"Authorization": "Bearer " + LETTERS.encode().decode("latin-1")}
+    assert locked.request("GET", "/v1/models", headers=given)[0] == 200
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

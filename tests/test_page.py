@@ -343,6 +343,7 @@ def test_rendering_takes_time_in_proportion(page: Page) -> None:
     page.driver.set_script_timeout(30)
     for unit in ("*a", "[a](", "`a``", "_a ", "~~a", "**a*", "\\", "| a ", "> - "):
         page.run("markdown(arguments[0].repeat(2000)); markdown((arguments[0] + '\\n').repeat(2000))", unit)
+    page.run("markdown('[a]('.repeat(16000))")  # where each place that may begin a link is looked at to the end
 
 
 @browsed

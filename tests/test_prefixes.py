@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -113,3 +114,16 @@ def test_without_a_budget_nothing_is_kept(tiny_engine: gemma_py.Engine) -> None:
     prefixes, ids = kept(tiny_engine, 0), prompt(tiny_engine, 40)
     computed(tiny_engine, ids, prefixes)
     assert (prefixes.nbytes, computed(tiny_engine, ids, prefixes)[1]) == (0, 0)
+
+
+def test_a_copy_that_fails_leaves_its_place_free(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = kept(tiny_engine)
+    computed(tiny_engine, prompt(tiny_engine, 16), measure)
+    prefixes, ids = kept(tiny_engine, 2 * measure.nbytes), prompt(tiny_engine, 40)
+    with monkeypatch.context() as patch:
+        patch.setattr(Cache, "block", Mock(side_effect=MemoryError))
+        for _ in range(3):
+            with pytest.raises(MemoryError):
+                computed(tiny_engine, ids, prefixes)
+    computed(tiny_engine, ids, prefixes)
+    assert computed(tiny_engine, ids, prefixes)[1] == 32

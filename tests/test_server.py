@@ -6,20 +6,23 @@ import itertools
 import json
 import math
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
 
 import openai
 import pytest
 from conftest import TINY
+from pydantic import BaseModel, ValidationError
 from serving import Running, idle, serving, wait_until
 
 import gemma_py
 from gemma_py.errors import ComputationError
 from gemma_py.sampling import RANGES
 from gemma_py.server.page import PAGE
-from gemma_py.server.schemas import ResponsesRequest
+from gemma_py.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
 from gemma_py.server.service import Service
 from gemma_py.templates import encode
 
@@ -282,6 +285,26 @@ def test_tokenize_and_back(server: Running, tiny_engine: gemma_py.Engine) -> Non
     assert server.post("/detokenize", tokens=[99_999])[1]["error"]["param"] == "tokens"
 
 
+def test_tokens_are_counted_for_one_at_a_time(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts, many at once, would hold up all else; and each that waits holds its body."""
+    inside, most = 0, 0
+
+    def counted(asked: TokenizeRequest) -> dict[str, Any]:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.05)
+        inside -= 1
+        return {}
+
+    monkeypatch.setattr(server.app, "_tokenized", counted)
+    with ThreadPoolExecutor(3) as pool:
+        assert [made[0] for made in pool.map(lambda n: server.post("/tokenize", content="a"), range(3))] == [200] * 3
+    assert most == 1
+    monkeypatch.setattr(server.app, "most", 0)
+    assert server.post("/tokenize", content="a")[0] == server.post("/detokenize", tokens=[5])[0] == 429
+
+
 def test_health_and_metrics(server: Running) -> None:
     status, health, _ = server.request("GET", "/health")
     assert (status, health["status"]) == (200, "ok")
@@ -375,6 +398,7 @@ def test_a_full_context_is_said_with_both_numbers(server: Running, tiny_engine: 
         ("/v1/completions", {"prompt": []}),
         ("/v1/chat/completions", {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("/tokenize", {"content": 5}),
+        ("/v1/responses", {"input": "x", "metadata": {"a": "\ud800"}}),
     ],
 )
 def test_what_is_not_done_here_is_refused(server: Running, path: str, body: dict) -> None:
@@ -388,6 +412,29 @@ def test_a_prompt_of_nothing(server: Running, prompt: object) -> None:
     error = document["error"]
     assert (status, error["param"], error["code"]) == (400, "prompt", "invalid_value")
     assert "something in it" in error["message"] or error["message"] == "no tokens given"
+
+
+MANY = 1000  # a body can hold a million, and telling all that is wrong with them takes many seconds
+
+
+@pytest.mark.parametrize(
+    ("schema", "document"),
+    [
+        (CompletionRequest, {"prompt": [-1] * MANY}),
+        (CompletionRequest, {"prompt": [[-1] * MANY]}),
+        (DetokenizeRequest, {"tokens": ["x"] * MANY}),
+        (ChatRequest, {"messages": [{}] * MANY}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
+        (ChatRequest, {"messages": [{"role": "user", "tool_calls": [{}] * MANY}]}),
+        (ChatRequest, {"messages": HI, "modalities": [1] * MANY}),
+        (ResponsesRequest, {"input": [{}] * MANY}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [{}] * MANY}]}),
+    ],
+)
+def test_the_first_wrong_thing_is_enough(schema: type[BaseModel], document: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate(document)
+    assert caught.value.error_count() < 20  # some for each of the forms that it could have
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"[" * 100_000, b'{"messages": NaN}', b"\xff", b'"x"'])
@@ -465,9 +512,9 @@ def test_the_short_way_to_refuse_says_what_the_long_one_says(server: Running, mo
     assert refused("Origin: http://localhost") == short and place.call_count == 1
     assert refused(length=1000) == short and place.call_count == 2
     with server.busy():
-        connection = server.send("POST", "/tokenize", b'{"content": "a"}')
+        connection = server.send("POST", "/v1/models", b"{}")
     with connection:
-        assert b" 200 OK" in connection.recv(4096)
+        assert b" 405 " in connection.recv(4096)
 
 
 def test_a_failure_of_one_answer_is_told_in_every_form(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,16 @@ def test_what_is_no_http(server: Running, nonsense: bytes) -> None:
     assert server.request("GET", "/health")[0] == 200
 
 
+def test_a_body_that_turns_to_nonsense_after_its_answer(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Ends the connection; whoever sends it often should not fill the log."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(b"POST /none HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
+        assert b" 404 " in connection.recv(4096)
+        connection.sendall(b"no length\r\n")
+        assert is_closed(connection)
+    assert not caplog.records
+
+
 def test_an_exception_in_a_handler_shows_no_insides(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.app.service, "check_model", lambda wanted: 1 / 0)
     status, document = server.post("/tokenize", content="x")
@@ -340,6 +350,18 @@ def test_a_worker_that_stalls_once_costs_nobody_an_answer() -> None:
         assert "gemma_py_failed_passes_total 1.0" in process.request("GET", "/metrics")[1]
         process.child.send_signal(signal.SIGTERM)
         assert process.end() == (0, "")
+
+
+@pytest.mark.parametrize(("fault", "drain", "said"), [("raise", "60", "worker 1 of 2"), ("hang", "0", "no step for")])
+def test_an_engine_that_stops_working_while_the_server_ends(fault: str, drain: str, said: str) -> None:
+    program = FAULTY.replace("len(self._waiting) >= 2", "not self._open")
+    with Process("--threads", "2", "--drain", drain, fault, program=["-c", program]) as process:
+        stream = process.open_stream(2000)
+        process.child.send_signal(signal.SIGTERM)
+        text = rest(stream)
+        assert b'"error":{' in text and b"data: [DONE]" in text
+        code, errors = process.end()
+    assert code == 1 and f"the engine has failed: {said}" in errors
 
 
 def test_an_engine_that_fails_ends_the_process_after_telling_all(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ START, END = 6, 7  # ids that stand for the marks of a call, below
     [
         ("call:weather{place:<escape>Rome, {Italy}<escape>,days:3}", "weather", {"place": "Rome, {Italy}", "days": 3}),
         ("call:f{}", "f", {}),
+        ("call:f{a:NaN,b:-Infinity,c:1e999}", "f", {"a": "NaN", "b": "-Infinity", "c": "1e999"}),
         (
             "call:f{a:[1,-2.5,true,null,word],b:{c:<escape><escape>}}",
             "f",

@@ -76,7 +76,11 @@ class Prefixes:
             if not self._free:  # then there are more than those of this text, and others were used before it
                 self._free.append(self._blocks.popitem(last=False)[1].place)
             place = self._free.pop()
-            cache.block(index * TOKENS, (index + 1) * TOKENS, self._rows[place])
+            try:
+                cache.block(index * TOKENS, (index + 1) * TOKENS, self._rows[place])
+            except BaseException:
+                self._free.append(place)
+                raise
             self._made += 1
             parent = path[-1].number if path else _ROOT
             path.append(_Block(self._made, place))

@@ -46,6 +46,7 @@ class App:
         self.ending = False
         self.feeds: set[Feed] = set()
         self._admitted = 0
+        self._tokenizing = asyncio.Lock()  # several at once would be no sooner done, and leave less time to all else
 
     def asgi(
         self, host: str, names: Collection[str] = (), origins: Collection[str] = (), keys: Keys | None = None
@@ -157,9 +158,11 @@ class App:
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
-        asked = checked(TokenizeRequest, await _json(request))
-        self.service.check_model(asked.model)
-        return JSONResponse(await run_in_threadpool(self._tokenized, asked))
+        with self._place():
+            asked = checked(TokenizeRequest, await _json(request))
+            self.service.check_model(asked.model)
+            async with self._tokenizing:
+                return JSONResponse(await run_in_threadpool(self._tokenized, asked))
 
     def _tokenized(self, asked: TokenizeRequest) -> dict[str, Any]:
         tokenizer = self.service.tokenizer
@@ -170,12 +173,15 @@ class App:
         return {"tokens": [{"id": token, "piece": _text_or_bytes(piece)} for token, piece in pieces]}
 
     async def detokenize(self, request: Request) -> Response:
-        asked = checked(DetokenizeRequest, await _json(request))
-        self.service.check_model(asked.model)
-        try:
-            return JSONResponse({"content": await run_in_threadpool(self.service.tokenizer.decode, asked.tokens)})
-        except GemmaError as error:
-            raise from_engine(error, "tokens") from None
+        with self._place():
+            asked = checked(DetokenizeRequest, await _json(request))
+            self.service.check_model(asked.model)
+            try:
+                async with self._tokenizing:
+                    text = await run_in_threadpool(self.service.tokenizer.decode, asked.tokens)
+            except GemmaError as error:
+                raise from_engine(error, "tokens") from None
+            return JSONResponse({"content": text})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})

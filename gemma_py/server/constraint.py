@@ -79,9 +79,12 @@ class JsonConstraints:
             message = "answers of a given form need llguidance: pip install 'gemma_py[schema]'"
             raise ApiError(400, message, param, "unsupported_parameter") from None
         _check_size(schema, param)
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), overrides={"whitespace_flexible": False}
-        )
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides={"whitespace_flexible": False}
+            )
+        except ValueError as error:  # half a surrogate pair, a number that is none
+            raise ApiError(400, f"the schema is no JSON: {_line(str(error))}", param, "invalid_value") from None
         limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         matcher = llguidance.LLMatcher(self._llguidance(), grammar, log_level=0, limits=limits)
         if not matcher.is_error():

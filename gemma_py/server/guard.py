@@ -100,7 +100,7 @@ class Guard:
             raise ApiError(403, message, None, "forbidden_origin")
         if self._keys and path not in OPEN:
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not self._keys.hold(key.strip().encode()):
+            if scheme.lower() != "bearer" or not self._keys.hold(key.encode("latin-1").strip()):
                 raise ApiError(401, "A valid key is needed: 'Authorization: Bearer KEY'.", None, "invalid_api_key")
 
     def _is_ours(self, host: str) -> bool:

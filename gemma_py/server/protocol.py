@@ -6,6 +6,7 @@ uvicorn bounds how much it buffers, and how long an idle connection is kept, but
 import asyncio
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0  # from the first byte of a request (or the connection) to the end of its headers
@@ -34,6 +35,13 @@ class LimitedProtocol(H11Protocol):
         super().data_received(data)
         if self._answering:
             self._lift_header_limit()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is wrong in a body whose answer has been given already can only end the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -122,4 +122,11 @@ class Server(uvicorn.Server):
         stats = scheduler.stats()
         self._ending(stats.running + stats.waiting)
         drained = asyncio.to_thread(scheduler.drain, self._drain)
+        # Nobody waits any more by then, unless the engine hangs, and does not say so itself.
+        late = ComputationError("the engine did not stop when the server ended")
+        telling = asyncio.get_running_loop().call_later(self._drain + _LAST_WORDS / 2, self._app.fail, late)
         self.cut_off, _ = await asyncio.gather(drained, super().shutdown(sockets))
+        telling.cancel()
+        health = scheduler.health()
+        if not health.ok:
+            self.failure = health.why

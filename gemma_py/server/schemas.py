@@ -23,8 +23,15 @@ def _ranged(option: str) -> Any:
     return Field(ge=least, le=most)
 
 
+def _several(least: int | None = None, most: int | None = None) -> Any:
+    """Of a list. The first thing that is wrong with it is enough: a million errors would hold everybody up for long."""
+    return Field(min_length=least, max_length=most, fail_fast=True)
+
+
 Count = Annotated[int, Field(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
 StopString = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
 
 
@@ -58,9 +65,9 @@ class ToolCall(Loose):
 
 class Message(Loose):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], _several()] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall] | None, _several()] = None
     tool_call_id: str | None = None
 
 
@@ -111,7 +118,7 @@ class Ignored(Strict):
     """Of no consequence here: who asks, what to keep, what to charge."""
 
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue] | None, Field(max_length=16)] = None
     store: bool | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
@@ -146,7 +153,7 @@ class Sampled(Ignored):
 
 class Penalised(Sampled):
     n: Annotated[int | None, Field(ge=1, le=MOST_CHOICES)] = 1
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop: StopString | Annotated[list[StopString], _several(most=16)] | None = None
     presence_penalty: Annotated[float | None, _ranged("presence_penalty")] = None
     frequency_penalty: Annotated[float | None, _ranged("frequency_penalty")] = None
     logit_bias: Annotated[dict[str, Annotated[float, _ranged("logit_bias")]] | None, Field(max_length=1024)] = None
@@ -189,15 +196,15 @@ class Penalised(Sampled):
 
 
 class ChatRequest(Penalised):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], _several(1, 4096)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    tools: Annotated[list[Tool] | None, Field(max_length=128)] = None
+    tools: Annotated[list[Tool] | None, _several(most=128)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]] | None, _several()] = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
 
@@ -215,9 +222,9 @@ class ChatRequest(Penalised):
 class CompletionRequest(Penalised):
     prompt: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenId], _several(1)]
+        | Annotated[list[str], _several(1, MOST_PROMPTS)]
+        | Annotated[list[Annotated[list[TokenId], _several()]], _several(1, MOST_PROMPTS)]
     )
     max_tokens: Annotated[int | None, Field(ge=0, le=1 << 31)] = 16
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -251,7 +258,7 @@ class InputItem(Loose):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | Annotated[list[Part], _several()]
 
 
 class CallItem(Loose):
@@ -264,7 +271,7 @@ class CallItem(Loose):
 class ResultItem(Loose):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Part]
+    output: str | Annotated[list[Part], _several()]
 
 
 class FlatTool(Function, OfFunctions):  # the last one's fields are looked at first
@@ -278,16 +285,16 @@ class NamedFlatTool(NamedFunction, OfFunctions):
 class ResponsesRequest(Sampled):
     """The stateless part: nothing is stored, so nothing can be referred to."""
 
-    input: str | Annotated[list[InputItem | CallItem | ResultItem], Field(min_length=1, max_length=4096)]
+    input: str | Annotated[list[InputItem | CallItem | ResultItem], _several(1, 4096)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=0)] = None
-    tools: Annotated[list[FlatTool] | None, Field(max_length=128)] = None
+    tools: Annotated[list[FlatTool] | None, _several(most=128)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedFlatTool | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None  # there is no reasoning
+    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, _several()] = None  # there is no reasoning
     background: bool | None = None
     previous_response_id: None = None
     conversation: None = None
@@ -315,5 +322,5 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], _several()]
     model: str | None = None

@@ -7,6 +7,7 @@ token ids, so nothing that a model merely writes looks like a call.
 """
 
 import json
+import math
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -163,12 +164,12 @@ class _Reader:
 
 
 def _bare(word: str) -> Any:
-    """A number, true, false or null; else the word itself."""
+    """A number, true, false or null; else the word itself, which NaN and 1e999 are: JSON has no number for them."""
     try:
         value = json.loads(word)
     except ValueError:
         return word
-    return value if value is None or isinstance(value, bool | int | float) else word
+    return value if value is None or (isinstance(value, bool | int | float) and abs(value) < math.inf) else word
 
 
 # --- what a template is given -----------------------------------------------------------------------------------------
