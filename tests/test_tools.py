@@ -287,3 +287,22 @@ def test_a_call_in_a_response(service: Service, text: str) -> None:
 def test_a_reader_without_marks_reads_text(tiny_engine: gemma_py.Engine) -> None:
     reader = CallReader(tiny_engine.text_tokenizer())
     assert reader.take(50, "x") == ("x", []) and reader.finish() == ""
+
+
+def test_calls_are_read_whatever_is_held_back_of_their_marks(service: Service) -> None:
+    """As a stop string holds it back that begins with > or with <."""
+    start, end = "<start_function_call>", "<end_function_call>"
+    ids = [50, START, 51, END, START, 51, END, START, 51, END, 1]
+    texts = ["a", start, "call:f{}", end, start, "call:g{}", end, start, "none", end, " b"]
+    for held in (0, 1, 5, len(end) - 1):
+        reader, read, waits = CallReader(service.tokenizer), "", ""
+        for token, text in zip(ids, texts, strict=True):
+            given = waits + text
+            cut = len(given) - held * (text in (start, end))
+            waits = given[cut:]
+            read += reader.take(token, given[:cut])[0]
+        assert [call.name for call in reader.calls] == ["f", "g"]
+        assert read + reader.finish() == f"a{start}none{end} b"
+        reader = CallReader(service.tokenizer)
+        read = "".join(reader.take(token, text)[0] for token, text in zip(ids[:3], texts[:3], strict=True))
+        assert read + reader.finish() == f"a{start}call:f{{}}"

@@ -63,32 +63,40 @@ class CallReader:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._start, self._end = tokenizer.token_id(START), tokenizer.token_id(END)
-        self._inside: list[str] | None = None
+        self._pieces: list[str] | None = None  # of the text since the mark of a call
+        self._ended = False
         self.calls: list[Call] = []
 
     def take(self, token: int, text: str) -> tuple[str, list[Call]]:
-        """The text and the calls that are complete with this token; its text may hold what was held back before it."""
-        before = ""
-        if self._inside is None:
+        """The text and the calls that are complete with this token.
+
+        Its text may begin with what was held back before it, and lack what a stop string may begin with: of marks too.
+        """
+        if self._pieces is None:
             if token != self._start:
                 return text, []
-            before, _, rest = text.partition(START)
-            self._inside = [rest]
-            return before, []
-        self._inside.append(text)
-        if token != self._end:
+            self._pieces, self._ended = [], False
+        self._pieces.append(text)
+        self._ended = self._ended or token == self._end
+        whole = "".join(self._pieces) if self._ended else ""
+        before, _, rest = whole.partition(START)
+        inside, end, after = rest.partition(END)
+        if not end:
             return "", []
-        inside, self._inside = "".join(self._inside), None
-        call = read_call(inside.partition(END)[0])
+        self._pieces = None
+        call = read_call(inside)
         if call is None:
-            return START + inside, []
-        self.calls.append(call)
-        return "", [call]
+            before += START + inside + END
+        else:
+            self.calls.append(call)
+        if token == self._start:
+            self._pieces, self._ended, after = [after], False, ""
+        return before + after, [] if call is None else [call]
 
     def finish(self) -> str:
         """Of a call that never ended."""
-        inside, self._inside = self._inside, None
-        return "" if inside is None else START + "".join(inside)
+        pieces, self._pieces = self._pieces, None
+        return "".join(pieces or [])
 
 
 def read_call(text: str) -> Call | None:
