@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gemma_py import errors, reference
-    from gemma_py.chat import Conversation
-    from gemma_py.engine import Engine, Session, load
+    from gemma_py.chat.conversation import Conversation
     from gemma_py.errors import GemmaError
-    from gemma_py.generation import Token
-    from gemma_py.sampling import Sampling
+    from gemma_py.generate.core import Token
+    from gemma_py.generate.engine import Engine, Session, load
+    from gemma_py.generate.sampling import Sampling
 
 __version__ = "0.1.0"
 __all__ = ["Conversation", "Engine", "GemmaError", "Sampling", "Session", "Token", "errors", "load", "reference"]
 
 # Imported when they are asked for: numba alone takes a fifth of a second, which a list of models can do without.
 _HOMES = {
-    "Conversation": "chat", "Engine": "engine", "Session": "engine", "load": "engine", "GemmaError": "errors",
-    "Token": "generation", "Sampling": "sampling",
+    "Conversation": "chat.conversation", "Engine": "generate.engine", "Session": "generate.engine", "load": "generate.engine",
+    "GemmaError": "errors", "Token": "generate.core", "Sampling": "generate.sampling",
 }  # fmt: skip
 
 

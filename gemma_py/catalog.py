@@ -32,7 +32,7 @@ class Entry:
 def models_dir() -> Path:
     """In an installed package beside the code, in a checkout one level up."""
     package = Path(__file__).parent
-    return next(folder for folder in (package / "models", package.parent / "models") if folder.is_dir())
+    return next(folder for folder in (package / "checkpoints", package.parent / "models") if folder.is_dir())
 
 
 def catalogue() -> list[Entry]:

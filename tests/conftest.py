@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
 # A shell that starts the suite in the background has SIGINT ignored, and every process started here would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

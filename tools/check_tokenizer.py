@@ -18,8 +18,8 @@ from pathlib import Path
 import tokenizers
 
 from gemma_py.catalog import resolve
-from gemma_py.model.checkpoint import open_checkpoint
 from gemma_py.tokenizer import tokenizer_from_json
+from gemma_py.weights.checkpoint import open_checkpoint
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "data" / "tokenizer.json.gz"
 PLAIN = [

@@ -17,13 +17,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+for _part in ("support", "bits", "server"):
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / _part))
 
 from serving import serving
 from test_scheduler import Crowd
 
 import gemma_py
-from gemma_py.scheduler import Scheduler
+from gemma_py.generate.scheduler import Scheduler
 
 
 def main() -> int:

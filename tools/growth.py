@@ -17,12 +17,12 @@ from typing import Any
 
 import gemma_py
 from gemma_py import machine
-from gemma_py.bench import plot
-from gemma_py.bench.cost import BYTES, FLOP, pass_cost
 from gemma_py.catalog import DEFAULT_MODEL
+from gemma_py.checks import plot
+from gemma_py.checks.cost import BYTES, FLOP, pass_cost
+from gemma_py.checks.verify import prompt
 from gemma_py.cli.common import counts, markdown, positive
 from gemma_py.cli.progress import Progress
-from gemma_py.verify import prompt
 
 LENGTHS = tuple(1 << n for n in range(7, 15))
 

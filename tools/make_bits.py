@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path.insert(0, str(TESTS))
+sys.path[:0] = [str(TESTS / part) for part in ("bits", "support")]
 
-import test_reference  # noqa: E402  (the digests are defined where they are checked)
-import tiny_checkpoints as tiny  # noqa: E402
+import test_reference
+import tiny_checkpoints as tiny
 
 with tempfile.TemporaryDirectory() as scratch:
     for name, variant in tiny.VARIANTS.items():

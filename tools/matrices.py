@@ -17,20 +17,20 @@ from collections import defaultdict
 import numpy as np
 
 import gemma_py
-from gemma_py.bench.shapes import random_checkpoint
 from gemma_py.catalog import DEFAULT_MODEL
+from gemma_py.checks.shapes import random_checkpoint
+from gemma_py.checks.verify import prompt
 from gemma_py.cli.common import markdown, naturals, positive
-from gemma_py.engine import Engine
+from gemma_py.generate.engine import Engine
 from gemma_py.kernels import limits
 from gemma_py.kernels.atomics import nanoseconds
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.memory import aligned
 from gemma_py.kernels.simd import WIDE
-from gemma_py.model import packed as p
 from gemma_py.runtime.forward import Scratch, bench_of, matmul_phase
 from gemma_py.runtime.runner import NO_TRACE
 from gemma_py.runtime.sync import barrier
-from gemma_py.verify import prompt
+from gemma_py.weights import pack as p
 
 _STEPS = 100_000  # of the limit's loop: a quarter of a millisecond
 _loop, _CHAINS = (limits.multiply_floats_12, 12) if WIDE else (limits.multiply_floats_6, 6)

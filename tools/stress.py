@@ -14,7 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+for _part in ("support", "bits", "server"):
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / _part))
 
 from gguf_files import write_model
 from test_equivalence import PARTS, WIDE, Expected, prompt

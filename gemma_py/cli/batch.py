@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     try:
-        from gemma_py.scheduler import Scheduler
+        from gemma_py.generate.scheduler import Scheduler
         from gemma_py.server import batch
         from gemma_py.server.service import Service
     except ModuleNotFoundError as error:

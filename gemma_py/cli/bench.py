@@ -19,8 +19,9 @@ from typing import Any
 
 import gemma_py
 from gemma_py import machine
-from gemma_py.bench.measure import Bench, Test, report
-from gemma_py.bench.shapes import random_checkpoint
+from gemma_py.checks.measure import Bench, Test, report
+from gemma_py.checks.shapes import random_checkpoint
+from gemma_py.checks.verify import threads_text
 from gemma_py.cli.common import (
     add_model,
     environment_threads,
@@ -33,9 +34,8 @@ from gemma_py.cli.common import (
     warn_of_threads,
 )
 from gemma_py.cli.progress import Progress
-from gemma_py.engine import Engine
 from gemma_py.errors import InputError
-from gemma_py.verify import threads_text
+from gemma_py.generate.engine import Engine
 
 _TESTS = (Test(True, 512), Test(True, 2048), Test(False, 64), Test(False, 64, 2048))
 

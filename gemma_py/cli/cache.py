@@ -16,10 +16,10 @@ from pathlib import Path
 from gemma_py.cli.common import print_json, size
 from gemma_py.errors import InputError
 from gemma_py.kernels import decorator
-from gemma_py.model import store
-from gemma_py.model.packed import LAYOUT
 from gemma_py.paths import PARTIAL, abandoned, cache_dir, is_ours
 from gemma_py.tokenizer import vocabulary
+from gemma_py.weights import store
+from gemma_py.weights.pack import LAYOUT
 
 # Only names like these are ever listed, and only what is listed is removed.
 _KINDS = {

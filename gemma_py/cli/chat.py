@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 
 import gemma_py
-from gemma_py.chat import Answer, Conversation, Stats
+from gemma_py.chat.conversation import Answer, Conversation, Stats
 from gemma_py.cli.chat_commands import COMMANDS, arguments, run_command
 from gemma_py.cli.common import add_engine, add_model, positive, read_standard_input
 from gemma_py.cli.sampling import add_sampling, sampling_options

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma_py.chat import Conversation
+from gemma_py.chat.conversation import Conversation
 from gemma_py.cli.common import advice_on_threads
 from gemma_py.errors import InputError
 

@@ -15,7 +15,7 @@ from gemma_py.errors import InputError
 from gemma_py.formats.blocks import QUANTS
 
 if TYPE_CHECKING:
-    from gemma_py.engine import Engine
+    from gemma_py.generate.engine import Engine
 
 T = TypeVar("T")
 

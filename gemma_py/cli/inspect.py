@@ -9,7 +9,7 @@ from typing import Any
 
 from gemma_py.catalog import resolve
 from gemma_py.cli.common import add_model, print_json, size
-from gemma_py.model.checkpoint import Checkpoint, open_checkpoint
+from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

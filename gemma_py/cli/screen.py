@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
-from gemma_py.chat import Stats
+from gemma_py.chat.conversation import Stats
 from gemma_py.cli.common import print_json
 from gemma_py.errors import InputError
 from gemma_py.formats.files import TEXT_LIMIT

@@ -101,10 +101,10 @@ def add_service(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     try:
-        from gemma_py.scheduler import Scheduler
+        from gemma_py.generate.scheduler import Scheduler
         from gemma_py.server.app import App
-        from gemma_py.server.guard import Keys, is_loopback
-        from gemma_py.server.run import Server, address, bind
+        from gemma_py.server.auth import Keys, is_loopback
+        from gemma_py.server.process import Server, address, bind
         from gemma_py.server.service import Service
     except ModuleNotFoundError as error:
         raise needs_extra(error) from None

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import gemma_py
 from gemma_py import machine
-from gemma_py.bench.plot import refuse_what_cannot_be_drawn
-from gemma_py.bench.sweep import Sweep
+from gemma_py.checks.plot import refuse_what_cannot_be_drawn
+from gemma_py.checks.sweep import Sweep
+from gemma_py.checks.verify import threads_text
 from gemma_py.cli.common import add_model, counts, environment_threads, markdown, positive, print_json, teams
 from gemma_py.cli.progress import Progress
-from gemma_py.engine import Engine
-from gemma_py.verify import threads_text
+from gemma_py.generate.engine import Engine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
 from rich.text import Text
 
-from gemma_py.chat import Stats
+from gemma_py.chat.conversation import Stats
 from gemma_py.cli.chat_commands import FILE
 from gemma_py.cli.markdown import StreamedMarkdown, rows, visible
 from gemma_py.paths import private_file, state_dir

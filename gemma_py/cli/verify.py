@@ -11,11 +11,11 @@ import argparse
 from pathlib import Path
 
 import gemma_py
-from gemma_py import verify
+from gemma_py.checks import verify
 from gemma_py.cli.common import add_model, add_quant, counts, natural, note_kept_float, positive, print_json
 from gemma_py.cli.progress import Progress
-from gemma_py.engine import Engine
 from gemma_py.errors import MismatchError
+from gemma_py.generate.engine import Engine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 
 from gemma_py.errors import InputError
 from gemma_py.kernels.memory import aligned
-from gemma_py.model.config import Config
-from gemma_py.model.digest import digest, first_readable
+from gemma_py.models.config import Config
+from gemma_py.models.digest import digest, first_readable
 
 KEYS, VALUES, ROWS = range(3)  # columns of Cache.places
 # What rows are stored as. bfloat16 takes half the memory and is rounded once, when a row is stored.

@@ -25,7 +25,6 @@ from gemma_py import machine
 from gemma_py.kernels.decorator import CACHE
 from gemma_py.kernels.matmul import CodedRows
 from gemma_py.kernels.panels import Bench
-from gemma_py.model.packed import Numbers, Packed
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.cells import make_cells
 from gemma_py.runtime.forward import (
@@ -42,6 +41,7 @@ from gemma_py.runtime.forward import (
     rope_kv_phase,
     scores_phase,
 )
+from gemma_py.weights.pack import Numbers, Packed
 
 # What is compiled, the longest first: each share by one process, for its kernels have helpers in common. `forward` is
 # made of them all.

@@ -39,9 +39,9 @@ from gemma_py.kernels.rows import (
     soft_cap,
 )
 from gemma_py.kernels.simd import store_one
-from gemma_py.model import packed as p
 from gemma_py.runtime import cache as c
 from gemma_py.runtime.sync import await_rows, barrier, claim, claim_any, enter, publish
+from gemma_py.weights import pack as p
 
 # Phases, in order, with the names that errors and traces use. START comes before the first layer, HEAD after the last.
 PHASES = (

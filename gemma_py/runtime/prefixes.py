@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemma_py.model.config import Config
-from gemma_py.model.digest import first_readable
+from gemma_py.models.config import Config
+from gemma_py.models.digest import first_readable
 from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed
 
 TOKENS = 16  # of a block

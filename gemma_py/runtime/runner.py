@@ -13,14 +13,14 @@ from gemma_py.kernels.attention import LANES, scratch_size
 from gemma_py.kernels.matmul import CodedRows, bench_sizes
 from gemma_py.kernels.memory import aligned
 from gemma_py.kernels.panels import BLOCK, Bench
-from gemma_py.model.config import Config
-from gemma_py.model.packed import Packed
+from gemma_py.models.config import Config
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.compiling import mark_compiled
 from gemma_py.runtime.forward import COUNTERS, PHASES, UNTRACED, Batch, Scratch, Trace, forward
 from gemma_py.runtime.profile import Profile
 from gemma_py.runtime.team import Team
 from gemma_py.runtime.trial import Trial
+from gemma_py.weights.pack import Packed
 
 CHUNK = 512  # tokens of a pass unless told otherwise
 NO_TRACE = Trace(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))

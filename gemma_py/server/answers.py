@@ -9,9 +9,9 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from gemma_py.scheduler import Event, Failed, Finished, Made, Progress, Scored, Top
+from gemma_py.generate.scheduler import Event, Failed, Finished, Made, Progress, Scored, Top
 from gemma_py.server.constraint import piece_bytes
-from gemma_py.server.faults import ApiError, from_engine
+from gemma_py.server.errors import ApiError, from_engine
 from gemma_py.server.schemas import ChatRequest, CompletionRequest, ResponsesRequest, StreamOptions
 from gemma_py.server.service import Job, Service
 from gemma_py.server.tools import Call, CallReader

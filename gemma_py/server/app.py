@@ -18,12 +18,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gemma_py.errors import GemmaError
-from gemma_py.server import page
+from gemma_py.server import web_ui as page
 from gemma_py.server.answers import Answer, ChatAnswer, CompletionAnswer
+from gemma_py.server.auth import HEADERS, Guard, Keys
 from gemma_py.server.constraint import piece_bytes
-from gemma_py.server.faults import ApiError, checked, from_engine
-from gemma_py.server.feed import Feed
-from gemma_py.server.guard import HEADERS, Guard, Keys
+from gemma_py.server.errors import ApiError, checked, from_engine
+from gemma_py.server.events import Feed
 from gemma_py.server.metrics import CONTENT_TYPE, Metrics
 from gemma_py.server.openapi import document
 from gemma_py.server.responses import ResponsesAnswer

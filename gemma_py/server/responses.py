@@ -4,9 +4,9 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from gemma_py.scheduler import Made, Progress
+from gemma_py.generate.scheduler import Made, Progress
 from gemma_py.server.answers import Answer, Choice, Document
-from gemma_py.server.faults import ApiError
+from gemma_py.server.errors import ApiError
 from gemma_py.server.schemas import NamedFlatTool, ResponsesRequest, StreamOptions
 from gemma_py.server.service import Job, Service
 from gemma_py.server.tools import Call

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gemma_py.engine import Engine
 from gemma_py.errors import ContextError, GemmaError
-from gemma_py.generation import Constraint
-from gemma_py.sampling import RANGES, Sampling
-from gemma_py.scheduler import Request, Scheduler
+from gemma_py.generate.core import Constraint
+from gemma_py.generate.engine import Engine
+from gemma_py.generate.sampling import RANGES, Sampling
+from gemma_py.generate.scheduler import Request, Scheduler
 from gemma_py.server.constraint import JsonConstraint, JsonConstraints
-from gemma_py.server.faults import ApiError, from_engine
+from gemma_py.server.errors import ApiError, from_engine
 from gemma_py.server.schemas import (
     MOST_PROMPTS,
     CallItem,
@@ -30,7 +30,7 @@ from gemma_py.server.schemas import (
 )
 from gemma_py.server.schemas import Message as GivenMessage
 from gemma_py.server.tools import START, CallConstraint, calls_and_results, declared
-from gemma_py.templates import ROLES, Message, Tools, checked_messages, encode
+from gemma_py.templates.template import ROLES, Message, Tools, checked_messages, encode
 
 DEFAULT_TOKENS = 1024  # of a chat's answer, where the request does not say
 _SEEDS = 1 << 63

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gemma_py.server.faults import ApiError
+from gemma_py.server.errors import ApiError
 from gemma_py.server.schemas import Function, Message
 from gemma_py.tokenizer import Tokenizer
 

@@ -1,0 +1,1 @@
+"""Conversations that go on turn by turn, and how they are saved."""

@@ -1,0 +1,267 @@
+"""Tests in the manner of llama-bench: pp512 reads a prompt of 512 tokens, tg64 makes 64 tokens, one after the other.
+
+Only forward passes are timed: no tokens are looked up, none is chosen, the ids are fixed. `@ d2048`: 2,048 tokens are in
+the cache already when the clock starts.
+"""
+
+import hashlib
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gemma_py import machine
+from gemma_py.checks import limits, verify
+from gemma_py.checks.cost import BYTES, FLOP, run_cost
+from gemma_py.checks.limits import Limits
+from gemma_py.checks.verify import Say
+from gemma_py.errors import ContextError, MismatchError
+from gemma_py.generate.engine import Engine
+from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.forward import PHASES
+from gemma_py.runtime.profile import WAIT, WORK, Profile
+from gemma_py.runtime.runner import CHUNK
+
+
+@dataclass(frozen=True)
+class Test:
+    """Tokens that are read in chunks, or made one by one, after `depth` others."""
+
+    prompt: bool
+    tokens: int
+    depth: int = 0
+
+    def __str__(self) -> str:
+        at = f" @ d{self.depth}" if self.depth else ""
+        return f"{'pp' if self.prompt else 'tg'}{self.tokens}{at}"
+
+    @property
+    def passes(self) -> list[int]:
+        """Tokens of each."""
+        if not self.prompt:
+            return [1] * self.tokens
+        return [min(CHUNK, self.tokens - first) for first in range(0, self.tokens, CHUNK)]
+
+    @property
+    def weight(self) -> int:
+        """Roughly, for the time left: a pass costs as much as some tokens, however few it has."""
+        return self.tokens + 8 * len(self.passes)
+
+
+@dataclass
+class Row:
+    """Seconds of each round of a test, and where they went if that was asked for."""
+
+    threads: int
+    test: Test
+    seconds: list[float] = field(default_factory=list)
+    digest: str = ""  # of the last logits and of what the cache held at the end
+    profiles: list[Profile] = field(default_factory=list)  # of the rounds, if that was asked for
+
+    @property
+    def rates(self) -> list[float]:
+        return [self.test.tokens / seconds for seconds in self.seconds]
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, the median."""
+        return statistics.median(self.rates)
+
+    @property
+    def spread(self) -> float:
+        return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
+
+
+def refuse_what_does_not_fit(tests: Sequence[Test], context: int) -> None:
+    for test in tests:
+        if test.depth + test.tokens > context:
+            raise ContextError(f"{test}: {test.depth + test.tokens} tokens exceed the context of {context} tokens")
+
+
+class Bench:
+    """Measures, round by round, all tests with each number of threads. What has been measured stands in `rows`."""
+
+    def __init__(self, engine: Engine, threads: Sequence[int], tests: Sequence[Test]) -> None:
+        refuse_what_does_not_fit(tests, engine.context)
+        self.engine = engine
+        self._all = [Row(count, test) for count in threads for test in tests]
+        self._limits = {count: Limits(count) for count in threads}
+        self._starts: dict[int, Cache] = {}
+        self._digests: dict[Test, str] = {}
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for row in self._all if row.seconds]
+
+    @property
+    def limits(self) -> list[Limits]:
+        return [found for found in self._limits.values() if found.samples]
+
+    def run(self, rounds: int, profile: bool, say: Say) -> None:
+        """Rounds are interleaved, so that a machine that is slower for a while is so for all tests."""
+        total = rounds * sum(row.test.weight for row in self._all)
+        total += sum(depth for depth in {row.test.depth for row in self._all})
+        done = 0
+        values = limits.memory_to_read()
+        for number in range(rounds):
+            before = 0
+            for row in self._all:
+                if row.threads != before:
+                    before = row.threads
+                    self.engine.runner.use(row.threads)
+                    self._warm_up()
+                done += 0 if row.test.depth in self._starts else row.test.depth
+                say(f"{row.test} on {verify.threads_text(row.threads)}, round {number + 1} of {rounds}", done / total)
+                self._measure(row, profile)
+                self._limits[row.threads].sample(self.engine.runner.team, values)
+                done += row.test.weight
+
+    def _warm_up(self) -> None:
+        """The first pass of a team waits for memory that the others find there."""
+        longest = max(max(row.test.passes) for row in self._all)
+        self.engine.runner.run(self.engine.runner.cache(), self._ids(longest), False)
+
+    def _measure(self, row: Row, profile: bool) -> None:
+        runner, ids = self.engine.runner, self._ids(row.test.tokens)
+        cache = self._start(row.test.depth)
+        runner.profile = Profile(row.threads, len(PHASES)) if profile else None
+        first = 0
+        try:
+            start = time.perf_counter()
+            for T in row.test.passes:
+                logits = runner.run(cache, ids[first : first + T], False)
+                first += T
+            seconds = time.perf_counter() - start
+            row.profiles += [runner.profile] if runner.profile else []
+        finally:
+            runner.profile = None
+        row.seconds.append(seconds)
+        self._compare(row, hashlib.sha256(logits.tobytes() + " ".join(cache.digest()).encode()).hexdigest())
+
+    def _compare(self, row: Row, digest: str) -> None:
+        """With all other runs of the test: they should have the same bits, however many threads."""
+        row.digest = digest
+        if self._digests.setdefault(row.test, digest) != digest:
+            raise MismatchError(
+                f"{row.test} on {verify.threads_text(row.threads)} gave other bits than before; `gemma_py verify` says where"
+            )
+
+    def _ids(self, count: int) -> list[int]:
+        return verify.prompt(count, self.engine.config.vocab_size)
+
+    def _start(self, depth: int) -> Cache:
+        """A cache with so many tokens; filled once, since it does not depend on threads."""
+        runner = self.engine.runner
+        if depth not in self._starts:
+            cache = runner.cache()
+            ids = self._ids(depth)
+            for first in range(0, depth, CHUNK):
+                runner.run(cache, ids[first : first + CHUNK], False)
+            self._starts[depth] = cache
+        return self._starts[depth].copy()
+
+
+# --- what the figures mean --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """What was measured. bytes: of the file, or of what a file of that type would hold."""
+
+    name: str
+    bytes: int
+    parameters: int
+
+
+def described(engine: Engine) -> Model:
+    tensors = engine.checkpoint.tensors.values()
+    parameters = sum(int(np.prod(tensor.shape, dtype=np.int64)) for tensor in tensors)
+    return Model(engine.name.removesuffix(".gguf"), sum(tensor.data.nbytes for tensor in tensors), parameters)
+
+
+def cost_of(engine: Engine, test: Test) -> np.ndarray:
+    """int64 [phases, 2]: FLOP and BYTES of a run of the test."""
+    kv_bytes = np.dtype(engine.runner.cache().dtype).itemsize
+    return run_cost(engine.runner.packed, kv_bytes, test.depth, test.passes)
+
+
+def figures(engine: Engine, row: Row, limit: Limits) -> dict[str, Any]:
+    """Of the median run, for JSON and tables; rates in 10^9 a second."""
+    flop, read = (int(part) for part in cost_of(engine, row.test).sum(0))
+    seconds = row.test.tokens / row.rate
+    return {
+        "threads": row.threads, "test": str(row.test), "tokens": row.test.tokens, "depth": row.test.depth,
+        "tokens_per_second": row.rate, "stdev": row.spread, "rounds": row.rates,
+        "gflops": flop / seconds / 1e9, "gbytes_per_second": read / seconds / 1e9,
+        "of_f32": flop / seconds / limit.f32, "of_int16": flop / seconds / limit.int16,
+        "of_memory": read / seconds / limit.memory, "digest": row.digest,
+    }  # fmt: skip
+
+
+# Phases under the names that people look for, in the order of a pass.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "embedding": ("embedding",),
+    "norms, gelu, codes": ("middle", "end", "output input", "down input"),
+    "query, key, value": ("query, key and value",),
+    "rope and KV": ("rope and kv",),
+    "attention": ("scores", "attention"),
+    "output": ("output",),
+    "feed-forward: gate, up": ("gate and up",),
+    "feed-forward: down": ("down",),
+    "head": ("head",),
+}
+
+
+def phases(engine: Engine, row: Row, limit: Limits) -> list[dict[str, Any]]:
+    """Where the time of all rounds went: seconds, of the average worker, and what was done in them.
+
+    "waiting" is all time at barriers and for rows; what remains of the clock's time is Python, and waking the workers.
+    """
+    cost, total = len(row.seconds) * cost_of(engine, row.test), sum(row.seconds)
+    spent = np.sum([profile.nanoseconds for profile in row.profiles], axis=0).mean(0) / 1e9
+    table = []
+    for name, members in GROUPS.items():
+        numbers = [PHASES.index(member) for member in members]
+        seconds = float(spent[numbers, WORK].sum())
+        flop, read = (int(cost[numbers, what].sum()) for what in (FLOP, BYTES))
+        entry: dict[str, Any] = {"phase": name, "seconds": seconds, "share": seconds / total}
+        if flop and seconds:
+            entry |= {
+                "gflops": flop / seconds / 1e9, "gbytes_per_second": read / seconds / 1e9,
+                "of_f32": flop / seconds / limit.f32, "of_int16": flop / seconds / limit.int16,
+                "of_memory": read / seconds / limit.memory,
+            }  # fmt: skip
+        table.append(entry)
+    waiting = float(spent[:, WAIT].sum())
+    outside = total - float(spent.sum())
+    for name, seconds in (("waiting", waiting), ("waking, Python", outside)):
+        table.append({"phase": name, "seconds": seconds, "share": seconds / total})
+    return table
+
+
+def report(engine: Engine, bench: Bench) -> dict[str, Any]:
+    """All of it, as JSON has it."""
+    model, by_threads = described(engine), {limit.threads: limit for limit in bench.limits}
+    tests = []
+    for row in bench.rows:
+        limit = by_threads[row.threads]
+        entry = figures(engine, row, limit)
+        if row.profiles:
+            entry["profile"] = phases(engine, row, limit)
+            entry["passes"] = sum(profile.passes for profile in row.profiles)
+            entry["barriers"] = sum(profile.barriers for profile in row.profiles)
+        tests.append(entry)
+    return {
+        "model": model.name, "bytes": model.bytes, "parameters": model.parameters, "format": engine.checkpoint.format,
+        "machine": {"processor": machine.name(), "system": platform.platform(), "cores": machine.threads()},
+        "limits": [
+            {"threads": limit.threads, "f32_gflops": limit.f32 / 1e9, "int16_gops": limit.int16 / 1e9,
+             "memory_gbytes_per_second": limit.memory / 1e9}
+            for limit in bench.limits
+        ],
+        "tests": tests,
+    }  # fmt: skip

@@ -1,0 +1,128 @@
+"""Models of a released shape with random weights: as fast as the real ones, before anybody has downloaded them."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gemma_py import machine
+from gemma_py.catalog import catalogue
+from gemma_py.errors import InputError
+from gemma_py.formats.blocks import F32, TYPES, BlockType
+from gemma_py.formats.tensor import StoredTensor
+from gemma_py.models.config import Config, Norm
+from gemma_py.models.config_hf import config_from_hf
+from gemma_py.runtime.runner import CHUNK
+from gemma_py.weights.checkpoint import Checkpoint
+from gemma_py.weights.pack import Plan
+from gemma_py.weights.tensors import GGUF_NAMES
+
+Make = Callable[[BlockType, int], np.ndarray]  # so many values of a type, as bytes
+_BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "G": "num_key_value_heads",
+             "E": "head_dim", "F": "intermediate_size", "V": "vocab_size", "W": "sliding_window",
+             "context": "max_position_embeddings"}  # fmt: skip
+
+
+def config_of(name: str) -> Config:
+    """Of a model in the catalogue."""
+    entry = next((entry for entry in catalogue() if entry.name == name), None)
+    if entry is None:
+        raise InputError(f"{name}: no model of that name; `gemma_py models` lists those whose shapes are known")
+    shape = dict(entry.shape)
+    document: dict[str, Any] = {"model_type": shape.pop("family")}
+    document |= {_BY_SHAPE[letter]: value for letter, value in shape.items()}
+    return config_from_hf(document, name)
+
+
+def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
+    """The layers' matrices in the type; the embedding, which is the head too, in Q8_0 if that is a quantised one.
+
+    Matrices of one shape share their bytes here; packed, each has a copy of its own, or all would lie in a cache.
+    tokens: that a session will hold. Refused if all together would not fit into memory.
+    """
+    config = config_of(name)
+    kind = TYPES.get(type_name.upper())
+    if kind is None:
+        raise InputError(f"{type_name}: no such type; there are {', '.join(TYPES).lower()}")
+    for label, shape in _matrices(config):
+        if shape[1] % kind.block and label != GGUF_NAMES.embedding:
+            raise InputError(
+                f"{name} in {kind.name}: rows should be a multiple of {kind.block} values, {label} has {shape[1]}"
+            )
+    _refuse_what_does_not_fit(name, config, kind, tokens)
+    return _checkpoint(name, config, kind, _random)
+
+
+def _checkpoint(name: str, config: Config, kind: BlockType, make: Make) -> Checkpoint:
+    made: dict[tuple[str, tuple[int, int]], np.ndarray] = {}
+    tensors, path = {}, Path(f"{name} random {kind.name}")
+    for label, shape in _matrices(config):
+        stored = TYPES["Q8_0"] if kind.quantised and label == GGUF_NAMES.embedding else kind
+        if (stored.name, shape) not in made:
+            made[stored.name, shape] = make(stored, math.prod(shape))
+        tensors[label] = StoredTensor(label, stored, shape, made[stored.name, shape], path)
+    for label, width in _gains(config):
+        tensors[label] = StoredTensor(label, F32, (width,), np.ones(width, np.float32).view(np.uint8), path)
+    return Checkpoint(path, f"random {kind.name}", config, tensors, GGUF_NAMES, None, {}, keep=False)
+
+
+def _matrices(config: Config) -> Iterator[tuple[str, tuple[int, int]]]:
+    D = config.hidden_size
+    yield GGUF_NAMES.embedding, (config.vocab_size, D)
+    for number, layer in enumerate(config.layers):
+        HE, GE = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
+        F = layer.intermediate_size
+        shapes = {"q": (HE, D), "k": (GE, D), "v": (GE, D), "o": (D, HE), "gate": (F, D), "up": (F, D), "down": (D, F)}
+        for part, shape in shapes.items():
+            yield GGUF_NAMES.matrices[part].format(number), shape
+
+
+def _gains(config: Config) -> Iterator[tuple[str, int]]:
+    yield GGUF_NAMES.final_norm, config.hidden_size
+    for number, layer in enumerate(config.layers):
+        for norm in layer.norms:
+            width = layer.head_dim if norm in (Norm.QUERY, Norm.KEY) else config.hidden_size
+            yield GGUF_NAMES.norms[norm].format(number), width
+
+
+def _random(kind: BlockType, count: int) -> np.ndarray:
+    """Bytes of so many moderate numbers, since tiny and infinite ones may take the processor longer."""
+    rng = np.random.default_rng(count)
+    if kind.quantised:
+        # Without its highest bit, no exponent of a half makes more than 2: whatever bytes hold scales, they are finite.
+        return rng.integers(0, 256, count // kind.block * kind.bytes, np.uint8) & np.uint8(0xBF)
+    values = rng.standard_normal(count, np.float32)
+    values *= np.float32(0.05)
+    if kind.name == "BF16":
+        return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(np.uint8)
+    return values.astype(np.float16).view(np.uint8) if kind.name == "F16" else values.view(np.uint8)
+
+
+def _blank(kind: BlockType, count: int) -> np.ndarray:
+    """As long, and made of one byte."""
+    return np.broadcast_to(np.uint8(0), count // kind.block * kind.bytes)
+
+
+def estimate(config: Config, kind: BlockType, tokens: int) -> tuple[int, int]:
+    """Bytes of (packed weights, all else): the random bytes, the tokens' keys and values, a chunk's intermediate results."""
+    blank = _checkpoint("", config, kind, _blank)
+    random = {(tensor.type.name, tensor.shape): tensor.data.nbytes for tensor in blank.tensors.values()}
+    rows = sum(
+        min(tokens, (y.sliding_window or tokens) + CHUNK) * 2 * y.num_key_value_heads * y.head_dim
+        for y in config.layers
+    )
+    widest = 2 * max(y.intermediate_size for y in config.layers) + 6 * config.hidden_size
+    return Plan(blank.stored_weights(), config).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
+
+
+def _refuse_what_does_not_fit(name: str, config: Config, kind: BlockType, tokens: int) -> None:
+    weights, rest = estimate(config, kind, tokens)
+    free = machine.memory()
+    if free is not None and weights + rest > free:
+        gib = 1 << 30
+        raise InputError(
+            f"{name} in {kind.name} would take {(weights + rest) / gib:.1f} GiB here, {weights / gib:.1f} of them for the "
+            f"weights; {free / gib:.1f} GiB are free"
+        )

@@ -1,0 +1,1 @@
+"""From a checkpoint's tensors to the arrays that kernels read: checked, packed, and kept on disk."""

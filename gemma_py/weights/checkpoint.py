@@ -1,0 +1,134 @@
+"""Opening a checkpoint: a GGUF file or a Hugging Face directory, to a description, tensors, tokenizer and template."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemma_py.errors import ConfigError, FormatError, ModelNotFoundError
+from gemma_py.formats.files import present, read_json, read_text
+from gemma_py.formats.gguf import read_gguf
+from gemma_py.formats.safetensors import read_index, read_safetensors
+from gemma_py.formats.tensor import StoredTensor
+from gemma_py.models.config import Config
+from gemma_py.models.config_gguf import config_from_gguf
+from gemma_py.models.config_hf import config_from_hf
+from gemma_py.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_json
+from gemma_py.weights.tensors import (
+    GGUF_NAMES,
+    Matrix,
+    Names,
+    StoredMatrix,
+    Weights,
+    build_weights,
+    hugging_face_names,
+    is_text_tensor,
+    whole,
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    format: str  # "GGUF" or "safetensors"
+    config: Config
+    tensors: Mapping[str, StoredTensor]
+    names: Names
+    chat_template: str | None
+    metadata: Mapping[str, Any]  # what the file says of itself beyond the config
+    keep: bool = True  # whether its packed weights may be kept for a later start
+
+    def weights(self, quant: str | None = None) -> Weights[Matrix]:
+        """All of them unpacked, for the specification."""
+        return build_weights(self.tensors, self.config, self.names, str(self.path), whole, quant)
+
+    def stored_weights(self, quant: str | None = None) -> Weights[StoredMatrix]:
+        """Names and shapes checked; the matrices' values stay in the file."""
+        return build_weights(self.tensors, self.config, self.names, str(self.path), StoredMatrix, quant)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """None where the checkpoint brings none; the engine then works on ids."""
+        if self.format == "GGUF":
+            return tokenizer_from_gguf(self.path, dict(self.metadata))
+        file = self.path / "tokenizer.json"
+        return tokenizer_from_json(file, _bos_token(self.path)) if present(file) else None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Reads headers and descriptions; weights stay on disk until asked for."""
+    if path.is_dir():
+        return _open_directory(path)
+    if not path.exists():
+        raise ModelNotFoundError(f"{path}: no such file or directory")
+    if not path.is_file():
+        raise FormatError(f"{path}: neither a file nor a directory")
+    if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
+        raise FormatError(f"{path}: give the directory, which holds config.json beside the weights")
+    return _open_gguf(path)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = read_gguf(path)
+    embedding = file.tensors.get(GGUF_NAMES.embedding)
+    if embedding is None or len(embedding.shape) != 2:
+        raise ConfigError(f"{path}: tensor {GGUF_NAMES.embedding!r} is missing or no matrix")
+    tied = GGUF_NAMES.head not in file.tensors
+    config = config_from_gguf(file.metadata, str(path), embedding.shape[0], tied)
+    template = file.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"{path}: tokenizer.chat_template should be a string")
+    return Checkpoint(path, "GGUF", config, file.tensors, GGUF_NAMES, template, file.metadata)
+
+
+def _open_directory(path: Path) -> Checkpoint:
+    if not (path / "config.json").exists():
+        ggufs = sorted(path.glob("*.gguf"))
+        hint = f"; it holds {ggufs[0].name}, give that file" if ggufs else ""
+        raise ModelNotFoundError(f"{path}: no config.json in this directory{hint}")
+    document = read_json(path / "config.json")
+    generation = path / "generation_config.json"
+    config = config_from_hf(document, str(path / "config.json"), read_json(generation) if present(generation) else None)
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.exists():
+        tensors = read_safetensors(single)
+    elif index.exists():
+        tensors = read_index(index)
+    else:
+        raise ModelNotFoundError(f"{path}: neither model.safetensors nor model.safetensors.index.json")
+    tensors = {name: tensor for name, tensor in tensors.items() if is_text_tensor(name)}
+    names = hugging_face_names(tensors, config, str(path))
+    return Checkpoint(path, "safetensors", config, tensors, names, _template(path), {})
+
+
+def _tokenizer_config(path: Path) -> dict[str, Any]:
+    file = path / "tokenizer_config.json"
+    document = read_json(file) if present(file) else {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{file}: should be a JSON object")
+    return document
+
+
+def _bos_token(path: Path) -> str:
+    """The text of the begin token; written plainly or, by older tools, as an object."""
+    token = _tokenizer_config(path).get("bos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is None:
+        return "<bos>"
+    if not isinstance(token, str):
+        raise ConfigError(f"{path / 'tokenizer_config.json'}: bos_token should be a string, found {token!r:.60}")
+    return token
+
+
+def _template(path: Path) -> str | None:
+    file = path / "chat_template.jinja"
+    if present(file):
+        return read_text(file)
+    template = _tokenizer_config(path).get("chat_template")
+    if isinstance(template, list):  # several by name; "default" is the one for chat
+        template = next(
+            (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
+        )
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"{path / 'tokenizer_config.json'}: chat_template should be a string")
+    return template

@@ -1,0 +1,361 @@
+"""bench and sweep: what they count, what they print, what they keep when they are stopped."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TINY
+
+import gemma_py
+from gemma_py import machine
+from gemma_py.catalog import catalogue
+from gemma_py.checks import limits, measure, shapes, sweep
+from gemma_py.checks.cost import BYTES, FLOP, _keys, run_cost
+from gemma_py.checks.measure import Row, Test
+from gemma_py.checks.verify import Result
+from gemma_py.errors import ContextError, InputError
+from gemma_py.formats.blocks import TYPES
+from gemma_py.formats.tensor import StoredTensor
+from gemma_py.kernels import limits as kernels
+from gemma_py.runtime.team import Team
+from gemma_py.weights.tensors import CodeMatrix, whole
+
+Run = Callable[..., tuple[int, str, str]]
+Test.__test__ = False  # type: ignore[attr-defined]  # not pytest's
+SHORT = ("-p", 40, "-n", 3, "-r", 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_limits() -> Iterator[None]:
+    """Less memory read, and shorter loops: here nobody wants the figures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "_MEMORY", 1 << 22)
+        patch.setattr(limits, "_LEAST_SECONDS", 1e-4)
+        yield
+
+
+# --- what a pass costs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("W", [0, 1, 5, 9])
+def test_keys_that_queries_see(W: int) -> None:
+    for position in range(14):
+        for T in range(1, 14):
+            seen = [t + 1 if W == 0 else min(t + 1, W) for t in range(position, position + T)]
+            assert _keys(position, T, W) == sum(seen), (position, T)
+
+
+def test_cost_by_hand(tiny_engine: gemma_py.Engine) -> None:
+    """D = 64, L = 7, H = 4, G = 2, E = 32, F = 128, V = 1536, W = 16 but in layer 5; bfloat16 weights."""
+    cost = run_cost(tiny_engine.runner.packed, 4, 0, [3, 1]).sum(0)
+    layer = 64 * 32 * (4 + 2 + 2 + 4) + 3 * 64 * 128
+    assert cost[FLOP] == 4 * 7 * 2 * layer + 2 * 2 * 64 * 1536 + 7 * 4 * 4 * 32 * (1 + 2 + 3 + 4)
+    assert cost[BYTES] == 2 * 2 * (7 * layer + 64 * 1536) + 7 * 2 * 2 * 32 * 4 * (3 + 4)
+
+
+# --- the machine's limits ---------------------------------------------------------------------------------------------
+
+
+def test_limits_do_their_work() -> None:
+    """A loop that the compiler left out would be infinitely fast."""
+    out = np.zeros(2 * kernels.LANES, np.float32)
+    with Team(2) as team:
+        x = np.array([0.5, 1.0], np.float32)
+        for kernel, chains in zip((kernels.multiply_floats_6, kernels.multiply_floats_12), kernels.CHAINS, strict=True):
+            team.run(kernel, 3, x, out)
+            assert (out == chains * 1.75).all()
+        rows = np.arange(kernels.CODE_ROWS * kernels.PAIRS * 2, dtype=np.int16)
+        w = np.repeat(np.arange(kernels.PAIRS, dtype=np.int16) % 7, 2 * kernels.LANES * kernels.CODE_PANELS)
+        team.run(kernels.multiply_pairs, 2, rows, w, out)
+        pairs = rows.reshape(kernels.CODE_ROWS, kernels.PAIRS, 2).astype(np.int64)
+        want = 2 * kernels.CODE_PANELS * int((pairs * (np.arange(kernels.PAIRS) % 7)[:, None]).sum())
+        assert (out == np.float32(want)).all()
+        values = np.arange(64 * 2 * 5, dtype=np.int32)
+        team.run(kernels.read_memory, values.view(np.float32), out)
+        assert [int(out[0]), int(out[kernels.LANES])] == [int(half.sum()) for half in values.reshape(2, -1)]
+
+
+def test_limits_are_medians_of_samples() -> None:
+    found, values = limits.Limits(1), limits.memory_to_read()
+    with Team(1) as team:
+        for _ in range(2):
+            found.sample(team, values)
+        assert all(0 < limit < 1e15 for limit in (found.f32, found.int16, found.memory))
+        found.samples["int16"][:] = [1e30, 1e30]
+        found.sample(team, values)
+    assert found.int16 == 1e30
+    assert {len(samples) for samples in found.samples.values()} == {3}
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_tests() -> None:
+    assert [str(test) for test in (Test(True, 512), Test(False, 64), Test(False, 64, 2048))] == [
+        "pp512",
+        "tg64",
+        "tg64 @ d2048",
+    ]
+    assert Test(True, 1100).passes == [512, 512, 76]
+    assert Test(False, 3, 9).passes == [1, 1, 1]
+
+
+def test_medians_with_their_spread() -> None:
+    row = Row(1, Test(True, 10), seconds=[1.0, 5.0, 2.0])
+    assert (row.rate, row.spread) == (5.0, pytest.approx(np.std([10.0, 2.0, 5.0], ddof=1)))
+
+
+def test_bench_json(run: Run) -> None:
+    code, out, _ = run("bench", TINY, *SHORT, "-d", "0,20", "-t", "2,1", "--profile", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["parameters"] == 444_672
+    assert [limit["threads"] for limit in report["limits"]] == [2, 1]
+    names = ["pp40", "tg3", "pp40 @ d20", "tg3 @ d20"]
+    assert [(test["threads"], test["test"]) for test in report["tests"]] == [
+        (n, name) for n in (2, 1) for name in names
+    ]
+    for test in report["tests"]:
+        assert len(test["rounds"]) == 2
+        assert (
+            min(test["tokens_per_second"], test["gflops"], test["gbytes_per_second"], test["of_f32"], test["of_memory"])
+            > 0
+        )
+        assert sum(entry["share"] for entry in test["profile"]) == pytest.approx(1.0)
+        assert all(entry["seconds"] >= 0 for entry in test["profile"])
+        assert {"query, key, value", "attention", "head", "waiting"} <= {entry["phase"] for entry in test["profile"]}
+        assert test["barriers"] == test["passes"] * (9 * 7 + 2)
+    digests = {(test["test"], test["digest"]) for test in report["tests"]}
+    assert len(digests) == 4  # one a test: it does not depend on threads
+
+
+def test_bench_tables(run: Run) -> None:
+    code, out, err = run("bench", TINY, *SHORT, "--profile")
+    assert code == 0
+    assert err.count("measuring") >= 4
+    lines = out.splitlines()
+    assert lines[0].startswith("| model ")
+    assert [line.split("|")[5].strip() for line in lines[2:4]] == ["pp40", "tg3"]
+    assert "±" in lines[2]
+    assert len({len(line) for line in lines[:4]}) == 1
+    assert sum(line.startswith("| feed-forward: down") for line in lines) == 2
+    code, out, err = run("bench", TINY, *SHORT, "--csv")
+    assert (code, err) == (0, "")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [row["test"] for row in rows] == ["pp40", "tg3"]
+    assert float(rows[0]["tokens_per_second"]) > 0
+
+
+def test_default_tests(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def no_run(self: measure.Bench, rounds: int, profile: bool, say: Any) -> None:
+        asked.append((rounds, profile, [str(row.test) for row in self._all]))
+
+    monkeypatch.setattr(measure.Bench, "run", no_run)
+    assert run("bench", TINY)[0] == 0
+    assert run("bench", TINY, "-n", "16,32", "-p", 0)[0] == 0
+    assert run("bench", TINY, "-d", "7")[0] == 0
+    assert asked == [
+        (5, False, ["pp512", "pp2048", "tg64", "tg64 @ d2048"]),
+        (5, False, ["tg16", "tg32"]),
+        (5, False, ["pp512 @ d7", "pp2048 @ d7", "tg64 @ d7"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["-p", "5000"], 1), (["-p", 10, "-d", 4090], 1), (["-p", 0, "-n", 0], 1), (["-p", "x"], 2), (["-t", "0"], 2),
+        (["-r", 0], 2), (["--shape", "tiny-gemma4"], 1), (["--shape", "tiny-gemma3", "--type", "q9"], 1),
+        (["--shape", "tiny-gemma3", "--type", "q4_k"], 1),
+    ],
+)  # fmt: skip
+def test_bench_refuses(run: Run, arguments: list[object], code: int) -> None:
+    got, out, err = run("bench", TINY, *arguments)
+    assert (got, out, err.count("\n")) == (code, "", 1)
+
+
+def test_ctrl_c_keeps_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = measure.Bench._measure, 0
+
+    def interrupted(self: measure.Bench, row: Row, profiled: bool) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        real(self, row, profiled)
+
+    monkeypatch.setattr(measure.Bench, "_measure", interrupted)
+    code, out, _ = run("bench", TINY, *SHORT, "--json")
+    assert code == 130
+    assert [(test["test"], len(test["rounds"])) for test in json.loads(out)["tests"]] == [("pp40", 1)]
+
+
+def test_bench_compares_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter(range(100))
+    monkeypatch.setattr("gemma_py.runtime.cache.Cache.digest", lambda self: [str(next(made))])
+    code, out, err = run("bench", TINY, *SHORT, "--csv")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "gave other bits" in err
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_shape_of_the_catalogue_has_a_config() -> None:
+    for entry in catalogue():
+        config, shape = shapes.config_of(entry.name), entry.shape
+        assert config.model_type == shape["family"]
+        sizes = sum(rows * columns for _, (rows, columns) in shapes._matrices(config))
+        assert sizes + sum(width for _, width in shapes._gains(config)) == entry.parameters, entry.name
+        windows = {layer.sliding_window for layer in config.layers}
+        assert windows == ({None, shape["W"]} if "W" in shape else {None}), entry.name
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_random_blocks_are_finite_numbers(name: str) -> None:
+    matrix = whole(StoredTensor("m", TYPES[name], (16, 256), shapes._random(TYPES[name], 16 * 256), Path("m")))
+    parts = (matrix.scales, matrix.minimums) if isinstance(matrix, CodeMatrix) else (matrix.values,)
+    assert all(len(np.unique(part)) > 20 for part in parts if part.size)  # and not all the same
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q8_0", "q4_0", "q5_1"])
+def test_an_estimate_is_what_the_weights_take(name: str) -> None:
+    checkpoint = shapes.random_checkpoint("tiny-gemma3", name, 100)
+    weights, rest = shapes.estimate(checkpoint.config, TYPES[name.upper()], 100)
+    with gemma_py.Engine(checkpoint, 1) as engine:
+        assert weights == sum(arena.nbytes for arena in engine.runner.packed[:3])
+        assert rest > 0
+        assert np.isfinite(engine.session().prefill([1, 2, 3])).all()
+        layers = engine.runner.packed.layers
+        assert len(set(layers[:, 7].tolist())) == len(
+            layers
+        )  # each has a copy of its own, or all would be in the cache
+
+
+def test_bench_of_a_shape(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = run("bench", "--shape", "tiny-gemma3", "--type", "q8_0", *SHORT, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert (report["parameters"], report["format"], len(report["tests"])) == (444_672, "random Q8_0", 2)
+    monkeypatch.setattr(machine, "memory", lambda: 1 << 34)
+    code, out, err = run("bench", "--shape", "gemma-3-27b", "--type", "bf16")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "GiB" in err
+    with pytest.raises(InputError, match=r"16\.0 GiB are free"):
+        shapes.random_checkpoint("gemma-3-27b", "q8_0", 512)
+
+
+# --- sweep ------------------------------------------------------------------------------------------------------------
+
+SWEEP = ("sweep", TINY, "--threads", "1,2", "--chunks", "8,40", "--tokens", 40, "--new", 2)
+
+
+def test_sweep_json(run: Run) -> None:
+    code, out, err = run(*SWEEP, "--rounds", 2, "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert report["equal"]
+    assert [(p["threads"], p["chunk"]) for p in report["points"]] == [(1, 8), (1, 40), (2, 8), (2, 40)]
+    by_way = {(p["threads"], p["chunk"]): p for p in report["points"]}
+    for (threads, chunk), point in by_way.items():
+        assert len(point["prefill_rounds"]) == len(point["decode_rounds"]) == 2
+        one = by_way[1, chunk]["prefill_tokens_per_second"]
+        assert point["prefill_efficiency"] == pytest.approx(point["prefill_tokens_per_second"] / one / threads)
+    best = max(report["points"], key=lambda p: p["prefill_tokens_per_second"])
+    assert report["best"]["prefill"] == {"threads": best["threads"], "chunk": best["chunk"]}
+
+
+def test_sweep_table_and_figure(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.png"
+    code, out, err = run(*SWEEP, "--rounds", 1, "--plot", file)
+    assert code == 0
+    assert out.splitlines()[0].count("|") == 5
+    assert sum(line.count("* ") for line in out.splitlines()[2:4]) == 2
+    assert "4 runs of 40 + 2 tokens have the same bits." in out
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert err.count("measuring") == 4
+
+
+def test_sweep_names_the_first_difference(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sweep.Sweep._measure
+
+    def wrong(self: sweep.Sweep, point: sweep.Point) -> Result:
+        result = real(self, point)
+        return result if point.way.threads == 1 else Result((b"other", *result.rows[1:]), result.kv)
+
+    monkeypatch.setattr(sweep.Sweep, "_measure", wrong)
+    code, out, err = run(*SWEEP, "--rounds", 1, "--json")
+    report = json.loads(out)
+    assert code == 1
+    assert not report["equal"]
+    assert len(report["points"]) == 3
+    assert "1 thread in chunks of 8 and 2 threads in chunks of 8 differ, first in" in err
+    code, out, err = run(*SWEEP, "--rounds", 1)
+    assert code == 1
+    assert out.startswith("| threads")
+    assert "same bits" not in out
+
+
+def test_a_stopped_sweep_shows_what_it_has(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = sweep.Sweep._measure
+
+    def interrupted(self: sweep.Sweep, point: sweep.Point) -> Result:
+        if point.way.threads == 2:
+            raise KeyboardInterrupt
+        return real(self, point)
+
+    monkeypatch.setattr(sweep.Sweep, "_measure", interrupted)
+    code, out, _ = run(*SWEEP, "--rounds", 1, "--plot", tmp_path / "part.svg")
+    assert code == 130
+    assert out.splitlines()[3].count("|") == 5
+    assert "2 runs" in out
+    assert (tmp_path / "part.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--plot", "/nowhere/a.png"], 1), (["--plot", "a.txt"], 1), (["--tokens", 5000], 1), (["--chunks", "0"], 2)],
+)
+def test_sweep_refuses(run: Run, arguments: list[object], code: int) -> None:
+    got, out, err = run("sweep", TINY, *arguments)
+    assert (got, out, err.count("\n")) == (code, "", 1)
+
+
+def test_a_figure_without_matplotlib(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.backend_bases", None)
+    code, out, err = run("sweep", TINY, "--plot", "a.png")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "pip install" in err
+
+
+def test_threads_of_a_sweep_end_in_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gemma_py.cli.sweep import default_teams
+
+    for cores, processors, wanted in ((2, 4, (1, 2, 4)), (1, 1, (1,)), (24, 48, (*range(1, 9), 16, 24, 48))):
+        monkeypatch.setattr(machine, "threads", lambda cores=cores: cores)
+        monkeypatch.setattr(machine, "affinity", lambda processors=processors: set(range(processors)))
+        assert default_teams() == wanted
+
+
+def test_growth(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import growth
+
+    file = tmp_path / "growth.svg"
+    monkeypatch.setattr(
+        "sys.argv", ["growth", str(TINY), "--tokens", "64,8", "--decode", "2", "--rounds", "1", "--plot", str(file)]
+    )
+    assert growth.main() == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [point["tokens"] for point in report["points"]] == [8, 64]
+    assert report["points"][0]["kv_bytes"] < report["points"][1]["kv_bytes"]
+    assert file.stat().st_size > 0
+    with pytest.raises(ContextError):
+        monkeypatch.setattr("sys.argv", ["growth", str(TINY), "--tokens", "5000"])
+        growth.main()

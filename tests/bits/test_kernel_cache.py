@@ -1,0 +1,110 @@
+"""Machine code on disk: private, shared by processes, mended when damaged, done without where it cannot be kept."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+# A small kernel of the package; prints its result and whether it came from the disk.
+PROGRAM = """
+import numpy as np
+from gemma_py.generate.score import _log_sum as kernel
+largest, log_sum = kernel(np.arange(8, dtype=np.float32), np.empty(8))
+value = 3 - largest - log_sum
+print(value.hex(), sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
+"""
+RESULT = -4.458339626  # ln of softmax(0 .. 7)[3]
+
+
+def start(cache: Path) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(child: "subprocess.Popen[str]") -> tuple[int, int]:
+    """(kernels from the disk, kernels compiled)"""
+    out, err = child.communicate(timeout=300)
+    assert child.returncode == 0, err
+    value, hits, misses = out.split()
+    assert float.fromhex(value) == pytest.approx(RESULT, abs=1e-6)
+    return int(hits), int(misses)
+
+
+def files(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.rglob("*") if path.suffix in (".nbi", ".nbc"))
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    assert finish(start(tmp_path)) == (0, 1)
+    assert finish(start(tmp_path)) == (1, 0)
+    assert len(files(tmp_path)) == 2
+    assert all(path.parent.parent.stat().st_mode & 0o077 == 0 for path in files(tmp_path))  # ours, above numba's
+
+
+def test_processes_that_compile_at_once(tmp_path: Path) -> None:
+    for child in [start(tmp_path) for _ in range(4)]:
+        finish(child)
+    assert finish(start(tmp_path)) == (1, 0)
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize("left", [0, 30, 0.5])
+def test_a_truncated_file_is_mended(tmp_path: Path, suffix: str, left: float) -> None:
+    assert finish(start(tmp_path)) == (0, 1)
+    (damaged,) = [path for path in files(tmp_path) if path.suffix == suffix]
+    data = damaged.read_bytes()
+    damaged.write_bytes(data[: int(len(data) * left) if isinstance(left, float) else left])
+    assert finish(start(tmp_path)) == (0, 1)
+    assert finish(start(tmp_path)) == (1, 0)
+
+
+def test_a_directory_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
+    assert finish(start(tmp_path)) == (0, 1)
+    files(tmp_path)[0].parent.parent.chmod(0o777)
+    assert finish(start(tmp_path)) == (0, 1)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.touch()
+    assert finish(start(blocked)) == (0, 1)
+    assert files(tmp_path) == []
+
+
+# All that loading for the first time compiles (here it comes from the disk); then answers of every kind, which must find it.
+FIRST_TIME = """
+import sys
+import gemma_py, gemma_py.generate.engine
+from gemma_py import Sampling
+from gemma_py.generate import sampling
+from gemma_py.generate import score
+from gemma_py.kernels import bpe
+
+def compiled():
+    found = [f for module in (sampling, score, bpe) for f in vars(module).values() if hasattr(f, "overloads")]
+    return {f.__name__: len(f.overloads) for f in found}
+
+gemma_py.generate.engine.first_time = lambda kv: sys.argv[1] == "first"
+with gemma_py.load("tiny-gemma3") as engine:
+    before = compiled()
+    conversation = gemma_py.Conversation(engine, max_tokens=3)
+    for options in ({"top_k": 64, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.1, "repetition_penalty": 1.1}, {}):
+        conversation.sampling = Sampling(temperature=1.0, seed=1, **options)
+        list(conversation.send("hello \\U0001f642"))
+    print(before == compiled(), len(before))
+"""
+
+
+def test_the_first_answer_waits_for_no_compiler() -> None:
+    said = {}
+    for when in ("first", "later"):
+        command = [sys.executable, "-c", FIRST_TIME, when]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        said[when] = done.stdout.split()
+    assert said["first"][0] == "True" and int(said["first"][1]) >= 10
+    assert said["later"][0] == "False"  # the control: else they are loaded when they are needed

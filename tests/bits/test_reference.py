@@ -1,0 +1,374 @@
+"""The specification: transformers' logits, exact arithmetic, and the same bits on every machine."""
+
+import copy
+import hashlib
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_checkpoints as tiny
+from conftest import ROOT
+from gguf_files import write_model
+
+import gemma_py
+from gemma_py.formats.blocks import TYPES
+from gemma_py.kernels import elementary
+from gemma_py.kernels.decorator import kernel
+from gemma_py.kernels.intrinsics import fma
+from gemma_py.reference import specification as spec
+
+DATA = ROOT / "tests" / "data"
+GOLDEN = json.loads((DATA / "tiny_ids.json").read_text())
+LOGITS = np.load(DATA / "tiny_logits.npz")
+BARS = 1e-4  # of the logits' standard deviation; 1e-5 is reached: float32 sums in another order
+
+
+def error(engine: gemma_py.Engine, name: str) -> float:
+    ours = gemma_py.reference.logits(engine, GOLDEN["ids"][name])
+    return float(np.abs(ours - LOGITS[name]).max() / LOGITS[name].std())
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_logits_match_transformers(checkpoints: dict[str, Path], name: str) -> None:
+    with gemma_py.load(checkpoints[name]) as engine:
+        assert error(engine, name) < BARS
+
+
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "wider window": ("gemma3", {"sliding_window": 10}),
+    "narrower window": ("gemma2", {"sliding_window": 7}),
+    "windows elsewhere": ("gemma3", {"layer_types": ["full_attention"] + ["sliding_attention"] * 6}),
+    "no attention cap": ("gemma2", {"attn_logit_softcapping": None}),
+    "no final cap": ("gemma2", {"final_logit_softcapping": None}),
+    "query scalar": ("gemma2", {"query_pre_attn_scalar": 12}),
+    "rope theta": ("gemma1-multi-head", {"rope_theta": 20000.0}),
+    "local rope theta": ("gemma3-old-config", {"rope_local_base_freq": 20000.0}),
+    "rope scale": ("gemma3-old-config", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "epsilon": ("gemma3-multi-query", {"rms_norm_eps": 1e-2}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_wrong_description_is_caught(tmp_path: Path, change: str) -> None:
+    """Negative controls: the comparison above sees each part of the config."""
+    name, fields = CHANGES[change]
+    variant = copy.deepcopy(tiny.VARIANTS[name])
+    variant.config.update(fields)
+    tiny.write(variant, tmp_path, seed=GOLDEN["seed"])
+    with gemma_py.load(tmp_path) as engine:
+        assert error(engine, name) > 1e-3
+
+
+# --- one arithmetic for every format ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-scaled-untied"])
+def test_gguf_matches_hugging_face_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
+    variant = tiny.VARIANTS[name]
+    if name == "gemma2":  # GGUF does not store the query scalar: both sides take the head width
+        variant = copy.deepcopy(variant)
+        variant.config["query_pre_attn_scalar"] = variant.config["head_dim"]
+    if name == "gemma3-scaled-untied":
+        variant = copy.deepcopy(variant)
+        variant.config["rope_parameters"] = tiny.VARIANTS["gemma3"].config["rope_parameters"]
+    tiny.write(variant, tmp_path / "hf", seed=3)
+    gguf = write_model(tmp_path / "model.gguf", variant, seed=3)
+    ids = GOLDEN["ids"][name][:20]
+    with gemma_py.load(tmp_path / "hf") as a, gemma_py.load(gguf) as b:
+        left, right = a.session(), b.session()
+        x, y = left.prefill(ids, all_logits=True), right.prefill(ids, all_logits=True)
+        np.testing.assert_array_equal(x.view(np.uint32), y.view(np.uint32))
+        assert left.kv_digest() == right.kv_digest()
+
+
+WIDE = tiny.Variant(
+    tiny._gemma3(hidden_size=256, intermediate_size=256, head_dim=64, query_pre_attn_scalar=64, num_hidden_layers=2,
+                 sliding_window=5, vocab_size=64)
+)  # fmt: skip
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
+QUANTISED = [name for name, kind in TYPES.items() if kind.quantised]
+
+
+def wide_logits(path: Path) -> np.ndarray:
+    with gemma_py.load(path) as engine:
+        return engine.session().prefill(list(range(12)), all_logits=True)
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_quantised_matrix_is_its_own_values(tmp_path: Path, kind: str) -> None:
+    """The same weights as codes and as float32: they may differ by the 16-bit activations alone (2^-16 a value)."""
+    codes = write_model(tmp_path / "codes.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind))
+    with gemma_py.load(codes) as engine:
+        values = {tensor.name: tensor.to_float32() for tensor in stored(codes)}
+        matrix = engine.reference_weights().layers[0].down
+        row = np.empty(matrix.shape[1], np.float32)
+        assert isinstance(matrix, spec.CodeMatrix)
+        minimums = matrix.minimums[3] if len(matrix.minimums) else matrix.minimums.reshape(-1)
+        spec.dequantise_row(matrix.codes[3], matrix.scales[3], minimums, row)
+        np.testing.assert_array_equal(row, values["blk.0.ffn_down.weight"][3])
+        quantised = gemma_py.reference.logits(engine, list(range(12)))
+    floats = write_floats(tmp_path / "floats.gguf", values)
+    expected = wide_logits(floats)
+    assert np.abs(quantised - expected).max() / expected.std() < 1e-3
+    assert (quantised != expected).any()  # the two orders are two orders
+
+
+def stored(path: Path) -> list[Any]:
+    from gemma_py.formats.gguf import read_gguf
+
+    return list(read_gguf(path).tensors.values())
+
+
+def write_floats(path: Path, values: dict[str, np.ndarray]) -> Path:
+    """The WIDE model with given f32 tensors."""
+    write_model(path, WIDE, seed=4)
+    data = bytearray(path.read_bytes())
+    size = sum(tensor.data.nbytes for tensor in stored(path))
+    start = len(data) - size  # every tensor here is a multiple of the alignment
+    for tensor in stored(path):
+        raw = values[tensor.name].tobytes()
+        data[start : start + len(raw)] = raw
+        start += len(raw)
+    path.write_bytes(data)
+    return path
+
+
+# --- the same bits everywhere -----------------------------------------------------------------------------------------
+
+
+def digests(checkpoints: dict[str, Path], scratch: Path) -> dict[str, str]:
+    """One sha256 of logits and KV rows a model."""
+    paths = dict(checkpoints)
+    for kind in QUANTISED:
+        kinds = dict.fromkeys(PARTS, kind)
+        paths[kind] = write_model(scratch / f"{kind}.gguf", WIDE, seed=4, kinds=kinds)
+    made = {}
+    for name, path in paths.items():
+        with gemma_py.load(path) as engine:
+            session = engine.session()
+            ids = GOLDEN["ids"].get(name, list(range(40)))
+            digest = hashlib.sha256(session.prefill(ids, all_logits=True).tobytes())
+            digest.update("".join(session.kv_digest()).encode())
+            made[name] = digest.hexdigest()
+    return made
+
+
+def test_bits_are_those_of_every_other_machine(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Stored by tools/make_bits.py. If this fails after a change of an order, the orders in design and here moved."""
+    assert digests(checkpoints, tmp_path) == json.loads((DATA / "tiny_bits.json").read_text())
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def nearest_f32(exact: Fraction) -> np.float32:
+    """The float32 nearest to an exact number, ties to even."""
+    guess = np.float32(float(exact))
+    around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
+
+    def badness(value: np.float32) -> tuple[Fraction, int]:
+        return abs(Fraction(float(value)) - exact), int(value.view(np.uint32)) & 1
+
+    return min(around, key=badness)
+
+
+def exact_fma(a: Any, b: Any, c: Any) -> np.float32:
+    return nearest_f32(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
+
+
+@kernel
+def fma_each(a, b, c, out):
+    for i in range(len(a)):
+        out[i] = fma(a[i], b[i], c[i])
+
+
+def test_fma_rounds_once() -> None:
+    rng = np.random.default_rng(1)
+    a, b, c = (rng.standard_normal(500).astype(np.float32) for _ in range(3))
+    c[:250] = -(a * b)[:250]  # cancellation: rounding twice would give 0
+    out = np.empty(500, np.float32)
+    fma_each(a, b, c, out)
+    expected = np.array([exact_fma(*row) for row in zip(a, b, c, strict=True)])
+    np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))
+    assert (out[:250] != 0).any()
+
+
+@pytest.mark.parametrize(("width", "with_minimum"), [(32, False), (32, True), (16, False), (16, True)])
+def test_matmul_codes_matches_exact_arithmetic(width: int, with_minimum: bool) -> None:
+    """The order of the design, in Python's integers and fractions."""
+    rng = np.random.default_rng(2)
+    K, N = 96, 5
+    x = rng.integers(-32767, 32768, K).astype(np.int16)
+    x[:32] = 32767  # the extremes of the exact dot product
+    w = rng.integers(-128, 128, (N, K)).astype(np.int8)
+    w[0, :32] = -128
+    groups = K // width
+    sx = rng.random(K // 32).astype(np.float32)
+    sw = rng.standard_normal((N, groups)).astype(np.float32)
+    low = rng.standard_normal((N, groups) if with_minimum else (0, 0)).astype(np.float32)
+    y = np.empty(N, np.float32)
+    spec.matmul_codes(x.reshape(groups, -1), sx, w.reshape(N, groups, -1), sw, low, y)
+    for n in range(N):
+        total = np.float32(0)
+        for group in range(groups):
+            span = range(group * width, (group + 1) * width)
+            dot, codes = sum(int(x[k]) * int(w[n, k]) for k in span), sum(int(x[k]) for k in span)
+            scale = sx[group * width // 32]
+            total = exact_fma(scale * sw[n, group], nearest_f32(Fraction(dot)), total)
+            if with_minimum:
+                total = exact_fma(-(scale * low[n, group]), nearest_f32(Fraction(codes)), total)
+        assert y[n].view(np.uint32) == total.view(np.uint32)
+
+
+def test_matmul_float_is_one_chain() -> None:
+    rng = np.random.default_rng(3)
+    x, w = rng.standard_normal(37).astype(np.float32), rng.standard_normal((4, 37)).astype(np.float32)
+    y = np.empty(4, np.float32)
+    spec.matmul_float(x, w, y)
+    for n in range(4):
+        total = np.float32(0)
+        for k in range(37):
+            total = exact_fma(x[k], w[n, k], total)
+        assert y[n] == total
+
+
+def quantised(x: Any) -> tuple[np.ndarray, np.ndarray]:
+    values = np.asarray(x, np.float32)
+    codes, scales = np.empty(len(values), np.int16), np.empty(len(values) // 32, np.float32)
+    spec.quantise(values, codes, scales)
+    return codes, scales
+
+
+def test_quantise() -> None:
+    x = np.random.default_rng(4).standard_normal(320).astype(np.float32)
+    codes, scales = quantised(x)
+    restored = codes.reshape(-1, 32) * scales[:, None].astype(np.float64)
+    assert np.abs(restored - x.reshape(-1, 32)).max() <= scales.max() * 0.5001
+    assert (np.abs(codes.reshape(-1, 32)).max(1) == 32767).all()
+
+
+def test_quantise_rounds_ties_to_even() -> None:
+    x = np.zeros(32, np.float32)
+    x[0] = 32767  # scale 1
+    x[1:9] = [0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.4999, -3.5001]
+    codes, scales = quantised(x)
+    assert scales[0] == 1
+    assert codes[1:9].tolist() == [0, 2, 2, 0, -2, -2, 3, -4]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_quantise_marks_what_is_not_finite(bad: float) -> None:
+    x = np.ones(64, np.float32)
+    x[40] = bad
+    codes, scales = quantised(x)
+    assert np.isnan(scales[1])
+    assert not codes[32:].any()
+    assert np.isfinite(scales[0])
+
+
+@pytest.mark.parametrize("size", [0.0, -0.0, 1e-45, 1e-41, 3e-38, 3.4e38])
+def test_quantise_at_the_ends_of_the_range(size: float) -> None:
+    codes, scales = quantised(np.full(32, size))
+    assert np.isfinite(scales[0])
+    assert abs(int(codes[0])) <= 32767
+    if scales[0] == 0:
+        assert not codes.any()
+
+
+@kernel
+def exp_each(x, y):
+    for i in range(len(x)):
+        y[i] = elementary.exp(x[i])
+
+
+@kernel
+def tanh_each(x, y):
+    for i in range(len(x)):
+        y[i] = elementary.tanh(x[i])
+
+
+def ulps(found: np.ndarray, exact: np.ndarray) -> float:
+    return float((np.abs(found.astype(np.float64) - exact) / np.spacing(np.abs(exact).astype(np.float32))).max())
+
+
+def test_exp_and_tanh() -> None:
+    x = np.linspace(-87, 88, 200_001).astype(np.float32)
+    y = np.empty_like(x)
+    exp_each(x, y)
+    assert ulps(y, np.exp(x.astype(np.float64))) < 1.1
+    x = np.concatenate([np.linspace(-12, 12, 200_001), np.geomspace(1e-37, 1, 1000)]).astype(np.float32)
+    x = x[x != 0]
+    y = np.empty_like(x)
+    tanh_each(x, y)
+    assert ulps(y, np.tanh(x.astype(np.float64))) < 2
+
+
+def test_exp_and_tanh_at_the_ends() -> None:
+    x = np.array([np.nan, -np.inf, np.inf, -87.1, 88.1, 0.0], np.float32)
+    y = np.empty_like(x)
+    exp_each(x, y)
+    np.testing.assert_array_equal(y, np.array([np.nan, 0, np.inf, 0, np.inf, 1], np.float32))
+    tanh_each(x, y)
+    np.testing.assert_array_equal(y, np.array([np.nan, -1, 1, -1, 1, 0], np.float32))
+
+
+@kernel
+def tables64(x, sine, cosine, exponential, logarithm):
+    for i in range(len(x)):
+        sine[i], cosine[i] = elementary.sine_cosine64(x[i])
+        exponential[i] = elementary.exp64(-x[i])
+        logarithm[i] = elementary.log64(x[i])
+
+
+def test_double_precision_functions() -> None:
+    x = np.random.default_rng(5).uniform(1e-3, 300, 50_000)
+    x[:20_000] *= 400
+    sine, cosine, exponential, logarithm = (np.empty_like(x) for _ in range(4))
+    tables64(x, sine, cosine, exponential, logarithm)
+    np.testing.assert_allclose(sine, np.sin(x), rtol=0, atol=3e-16)
+    np.testing.assert_allclose(cosine, np.cos(x), rtol=0, atol=3e-16)
+    near = x < 600
+    np.testing.assert_allclose(exponential[near], np.exp(-x[near]), rtol=5e-16)
+    np.testing.assert_allclose(logarithm, np.log(x), rtol=3e-16, atol=3e-16)
+
+
+def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, first: int, cap: float) -> np.ndarray:
+    out, scores = np.empty_like(q), np.empty(spec.TILE, np.float32)
+    spec.attend(q, keys, values, first, np.float32(0.25), np.float32(cap), scores, out)
+    return out
+
+
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+@pytest.mark.parametrize(("T", "first"), [(1, 0), (5, 0), (32, 0), (33, 0), (70, 3), (100, 31), (100, 32), (100, 99)])
+def test_attention_is_a_softmax(T: int, first: int, cap: float) -> None:
+    """Against float64; rows before the window are NaN, so reading one would show."""
+    rng = np.random.default_rng(T + first)
+    H, G, E = 4, 2, 10
+    q = rng.standard_normal((H, E)).astype(np.float32) * 4
+    keys, values = (rng.standard_normal((T, G, E)).astype(np.float32) for _ in range(2))
+    keys[:first] = values[:first] = np.nan
+    out = attend(q, keys, values, first, cap)
+    for h in range(H):
+        scores = keys[first:, h // 2].astype(np.float64) @ q[h] * 0.25
+        scores = cap * np.tanh(scores / cap) if cap else scores
+        weights = np.exp(scores - scores.max())
+        np.testing.assert_allclose(out[h], weights / weights.sum() @ values[first:, h // 2], rtol=2e-5, atol=2e-6)
+
+
+def test_rope_at_far_positions() -> None:
+    frequencies = np.empty(64, np.float32)
+    spec.rope_frequencies(1e6, np.float32(8), frequencies)
+    exact = 1e6 ** (-np.arange(64) / 64) / 8
+    np.testing.assert_allclose(frequencies, exact, rtol=1.2e-7)
+    x = np.random.default_rng(6).standard_normal((3, 128)).astype(np.float32)
+    turned = x.copy()
+    spec.rope(turned, 131_071, frequencies)
+    angle = (np.float32(131_071) * frequencies).astype(np.float64)  # the angle itself is float32, as in transformers
+    expected = np.concatenate(
+        [x[:, :64] * np.cos(angle) - x[:, 64:] * np.sin(angle), x[:, 64:] * np.cos(angle) + x[:, :64] * np.sin(angle)],
+        1,
+    )
+    np.testing.assert_allclose(turned, expected, rtol=0, atol=1e-6)

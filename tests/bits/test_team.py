@@ -1,0 +1,601 @@
+"""The worker team: waits that hold, waits that end, and a team that can be used after anything."""
+
+import contextlib
+import ctypes
+import gc
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gemma_py.errors import InputError, WorkerError
+from gemma_py.kernels.atomics import (
+    compare_exchange,
+    fetch_add,
+    is_ieee,
+    load_acquire,
+    sleep_microseconds,
+    store_release,
+)
+from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.runtime import sync
+from gemma_py.runtime.cells import LINE, make_cells
+from gemma_py.runtime.team import Team
+from gemma_py.runtime.trial import Trial, shuffle
+
+WORKERS = 4  # on two cores
+LAYERS, ROWS, TILE = 3, 32, 3
+TILES = -(-ROWS // TILE)
+MIX, PRODUCE, STORE, ATTEND = 0, 1, 2, 3
+NAMES = ("mix", "produce", "store", "attend")
+DEADLINE = 1.5  # where a test waits for it; elsewhere the default
+GENEROUS = 60.0  # "did not hang", on any machine
+
+
+@inlined
+def _scramble(a, b):
+    return ((a * 6364136223846793005) ^ (b + 1442695040888963407)) >> 3
+
+
+@inlined
+def _mix(cells, worker, workers, layer, x, y):
+    """y[t] from any row of x: needs the barrier before and, for those who read y, the one after."""
+    if not sync.enter(cells, worker, layer, MIX):
+        return False
+    tile = sync.claim_any(cells, worker, 3 * layer, TILES)
+    while tile >= 0:
+        for t in range(tile * TILE, min(ROWS, tile * TILE + TILE)):
+            y[layer, t] = _scramble(x[layer, t], x[layer, (t * 7 + 5) % ROWS])
+        tile = sync.claim_any(cells, worker, 3 * layer, TILES)
+    return sync.barrier(cells, worker, workers)
+
+
+@inlined
+def _store(cells, worker, layer, y, kv, start):
+    """Rows made in any order in time, and published in order."""
+    if not sync.enter(cells, worker, layer, PRODUCE):
+        return False
+    tile = sync.claim(cells, worker, 3 * layer + 1, TILES)
+    while tile >= 0:
+        first, last = tile * TILE, min(ROWS, tile * TILE + TILE)
+        for t in range(first, last):
+            kv[layer, t] = _scramble(y[layer, (t * 11 + 3) % ROWS], t)
+        sync.enter(cells, worker, layer, STORE)
+        if not sync.publish(cells, worker, layer, start + first, start + last):
+            return False
+        sync.enter(cells, worker, layer, PRODUCE)
+        tile = sync.claim(cells, worker, 3 * layer + 1, TILES)
+    return True
+
+
+@inlined
+def _attend(cells, worker, workers, layer, x, kv, start):
+    """The next x[t] from the rows up to t: needs them published, and no barrier before."""
+    if not sync.enter(cells, worker, layer, ATTEND):
+        return False
+    tile = sync.claim_any(cells, worker, 3 * layer + 2, TILES)
+    while tile >= 0:
+        last = min(ROWS, tile * TILE + TILE)
+        if not sync.await_rows(cells, worker, layer, start + last - 1):
+            return False
+        for t in range(tile * TILE, last):
+            total = x[layer, t]
+            for row in range(t + 1):
+                total = _scramble(total, kv[layer, row])
+            x[layer + 1, t] = total
+        tile = sync.claim_any(cells, worker, 3 * layer + 2, TILES)
+    return sync.barrier(cells, worker, workers)
+
+
+@kernel
+def forward(worker, workers, cells, x, y, kv, start):
+    """A forward pass in small, with every kind of wait. x: [LAYERS + 1, ROWS]; y, kv: [LAYERS, ROWS]."""
+    for layer in range(LAYERS):
+        if not _mix(cells, worker, workers, layer, x, y):
+            return False
+        if not _store(cells, worker, layer, y, kv, start):
+            return False
+        if not _attend(cells, worker, workers, layer, x, kv, start):
+            return False
+    return True
+
+
+@kernel
+def hold(worker, workers, cells, gate, who, written):
+    """`who` ignores the world until gate[0] opens, then writes; the others wait for it."""
+    sync.enter(cells, worker, 1, 2)
+    if worker == who:
+        while load_acquire(gate, 0) == 0:
+            sleep_microseconds(np.uint32(1000))
+        fetch_add(written, 0, 1)
+    return sync.barrier(cells, worker, workers)
+
+
+@kernel
+def labour(worker, workers, cells, steps):
+    """Worker 0 is slow and steps; the others wait for it."""
+    sync.enter(cells, worker, 0, 0)
+    for _ in range(steps if worker == 0 else 0):
+        sleep_microseconds(np.uint32(50_000))
+        if not sync.progress(cells, worker):
+            return False
+    return sync.barrier(cells, worker, workers)
+
+
+@kernel
+def refuse(worker, workers, cells, who):
+    sync.enter(cells, worker, 4, 1)
+    if worker == who:
+        return sync.fail(cells, worker)
+    return sync.barrier(cells, worker, workers)
+
+
+@kernel
+def leave_early(worker, workers, cells):
+    """Worker 1 skips the barrier, so nobody can ever pass it."""
+    sync.enter(cells, worker, 6, 0)
+    return worker == 1 or sync.barrier(cells, worker, workers)
+
+
+@kernel
+def publish_twice(worker, workers, cells):
+    return sync.publish(cells, worker, 0, 0, 1)
+
+
+@kernel
+def count_up(worker, workers, cells, counter, n):
+    for _ in range(n):
+        fetch_add(counter, 0, 1)
+        while True:
+            seen = load_acquire(counter, 1)
+            if compare_exchange(counter, 1, seen, seen + 1) == seen:
+                break
+    return True
+
+
+def make_arrays() -> tuple[Any, ...]:
+    """Fresh rows, poisoned with -1 wherever the pass has yet to write."""
+    x = np.full((LAYERS + 1, ROWS), -1, np.int64)
+    x[0] = np.arange(ROWS) * 1000 + 7
+    return x, np.full((LAYERS, ROWS), -1, np.int64), np.full((LAYERS, ROWS), -1, np.int64)
+
+
+def passed(team: Team, trial: Trial | None = None, start: int = 0) -> np.ndarray:
+    x, y, kv = make_arrays()
+    marks = team.run(forward, x, y, kv, start, marks=[start] * LAYERS, claims=3 * LAYERS, trial=trial)
+    assert (trial is not None and trial.drop) or marks == [start + ROWS] * LAYERS
+    return np.concatenate([x, y, kv])
+
+
+@pytest.fixture(scope="module")
+def expected() -> np.ndarray:
+    with Team(1) as alone:
+        return passed(alone)
+
+
+@pytest.fixture
+def team() -> Iterator[Team]:
+    with Team(WORKERS, phases=NAMES) as team:
+        yield team
+
+
+def raised(team: Team, *args: Any, **options: Any) -> WorkerError:
+    """The error of a run that must fail, and not hang."""
+    before = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        team.run(*args, **options)
+    assert time.monotonic() - before < GENEROUS
+    return caught.value
+
+
+def run_faulty(team: Team, trial: Trial) -> WorkerError:
+    return raised(team, forward, *make_arrays(), 0, marks=[0] * LAYERS, claims=3 * LAYERS, trial=trial)
+
+
+_others: set[threading.Thread] = set()  # of engines that other tests keep open
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    _others.clear()
+    _others.update(threading.enumerate())
+
+
+def team_threads() -> list[threading.Thread]:
+    """Worker threads that this test has started."""
+    return [t for t in threading.enumerate() if t.name.startswith("gemma_py-") and t not in _others]
+
+
+# --- Cells
+
+
+def test_atomics_do_what_their_names_say() -> None:
+    @kernel
+    def use(cells):
+        before = fetch_add(cells, 1, 5)
+        failed, swapped = compare_exchange(cells, 1, 0, 9), compare_exchange(cells, 1, 7, 9)
+        store_release(cells, 0, load_acquire(cells, 1))
+        return before, failed, swapped
+
+    cells = np.array([0, 2], np.int64)
+    assert use(cells) == (2, 7, 7)
+    assert cells.tolist() == [9, 9]
+
+
+def test_atomic_counts_lose_nothing(team: Team) -> None:
+    counter = np.zeros(2, np.int64)
+    team.run(count_up, counter, 50_000)
+    assert counter.tolist() == [WORKERS * 50_000] * 2
+
+
+def test_cells_have_lines_of_their_own() -> None:
+    cells = make_cells(3, marks=[4, 5], claims=0)
+    assert all(array.ctypes.data % (8 * LINE) == 0 for array in cells if array.size)
+    assert cells.marks[::LINE].tolist() == [4, 5] and cells.own[2::LINE].tolist() == [-1] * 3
+
+
+@kernel
+def _shuffled(cells, index, tile, tiles):
+    return shuffle(cells, index, tile, tiles)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 7, 12, 97])
+def test_shuffled_claims_are_a_permutation(tiles: int) -> None:
+    for seed in range(1, 20):
+        cells = make_cells(1)
+        Trial(seed=seed).apply(cells)
+        assert sorted(_shuffled(cells, 2, tile, tiles) for tile in range(tiles)) == list(range(tiles))
+
+
+# --- Waits that hold
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
+def test_any_team_matches_one_worker(workers: int, expected: np.ndarray) -> None:
+    with Team(workers) as team:
+        for seed in range(100):
+            assert np.array_equal(passed(team, Trial(seed=seed)), expected), f"seed {seed}"
+        for _ in range(100):
+            assert np.array_equal(passed(team), expected)
+
+
+def test_rows_are_published_from_where_the_watermark_stands(team: Team) -> None:
+    for start in (1, 1000):
+        passed(team, Trial(seed=start), start)  # asserts the watermarks
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        Trial(seed=1, drop="barrier", drop_phase=MIX),
+        Trial(seed=1, drop="barrier", drop_phase=ATTEND),
+        Trial(seed=1, drop="barrier", drop_layer=1, drop_phase=MIX),
+        Trial(seed=1, drop="barrier", drop_layer=1, drop_phase=ATTEND),
+        Trial(seed=1, drop="order"),
+        Trial(seed=1, drop="await"),
+        Trial(seed=1, drop="await", drop_layer=LAYERS - 1),
+    ],
+    ids=lambda trial: f"{trial.drop}-{trial.drop_layer}-{trial.drop_phase}",
+)
+def test_negative_control_is_caught(team: Team, mutation: Trial, expected: np.ndarray) -> None:
+    """With a wait left out, the check of test_any_team_matches_one_worker must fail."""
+    for seed in range(1, 300):
+        trial = Trial(**{**vars(mutation), "seed": seed})
+        if not np.array_equal(passed(team, trial), expected):
+            return
+    pytest.fail(f"nobody noticed: {mutation}")
+
+
+# --- Waits that end
+
+
+def check_fault(team: Team, trial: Trial, expected: np.ndarray) -> None:
+    error = run_faulty(team, trial)
+    assert (error.worker, error.layer, error.phase) == (trial.worker, trial.layer, trial.phase)
+    assert f"worker {trial.worker} of {WORKERS}" in str(error) and f"phase {NAMES[trial.phase]}" in str(error)
+    assert error.settled == (trial.fault == "raise")
+    assert ("a fault that a trial put in" if trial.fault == "raise" else "stalled") in str(error)
+    assert np.array_equal(passed(team), expected)  # the team is whole again
+
+
+FAULT_PLACES = [(MIX, "enter"), (MIX, "barrier"), (PRODUCE, "enter"), (ATTEND, "enter"), (ATTEND, "barrier")]
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+@pytest.mark.parametrize(("phase", "place"), FAULT_PLACES)
+def test_exception_is_reported_and_the_team_goes_on(
+    team: Team, layer: int, phase: int, place: str, expected: np.ndarray
+) -> None:
+    for worker in range(WORKERS):
+        check_fault(team, Trial(worker, "raise", worker, layer, phase, place), expected)
+
+
+@pytest.mark.parametrize(("phase", "place"), FAULT_PLACES)
+def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected: np.ndarray) -> None:
+    with Team(WORKERS, deadline=DEADLINE, phases=NAMES) as team:
+        check_fault(team, Trial(5, "stall", phase % WORKERS, 1, phase, place), expected)
+    assert not team_threads()  # closing let go of the stall
+
+
+@pytest.mark.parametrize(
+    ("phase", "place"), [(MIX, "claim"), (PRODUCE, "claim"), (STORE, "publish"), (ATTEND, "claim"), (ATTEND, "await")]
+)
+@pytest.mark.parametrize("fault", ["raise", "stall"])
+def test_fault_with_a_tile_in_hand_is_reported(phase: int, place: str, fault: str, expected: np.ndarray) -> None:
+    """Alone, a worker gets every tile; among others it may get none, so then they try until it does."""
+    with Team(1, deadline=DEADLINE, phases=NAMES) as alone:
+        error = run_faulty(alone, Trial(0, fault, 0, 1, phase, place))
+        assert (error.worker, error.layer, error.phase) == (0, 1, phase)
+    with Team(WORKERS, deadline=DEADLINE, phases=NAMES) as team:
+        for seed in range(1, 100):
+            try:
+                passed(team, Trial(seed, fault, 2, 1, phase, place))
+            except WorkerError as error:
+                assert (error.worker, error.layer, error.phase) == (2, 1, phase)
+                break
+        else:
+            pytest.fail("worker 2 never got a tile")
+        assert np.array_equal(passed(team), expected)
+
+
+def test_hundred_exceptions_are_reported(team: Team, expected: np.ndarray) -> None:
+    for seed in range(1, 101):
+        error = run_faulty(team, Trial(seed, "raise", seed % WORKERS, seed % LAYERS, ATTEND, "enter"))
+        assert (error.worker, error.layer, error.settled) == (seed % WORKERS, seed % LAYERS, True)
+        assert isinstance(error.__cause__, RuntimeError)
+    assert np.array_equal(passed(team), expected)
+    assert len(team_threads()) == WORKERS
+
+
+@pytest.mark.parametrize("who", range(WORKERS))
+def test_worker_that_gives_up_is_named(team: Team, who: int) -> None:
+    error = raised(team, refuse, who)
+    assert (error.worker, error.layer, error.phase, error.settled) == (who, 4, 1, True)
+    assert "gave up" in str(error)
+
+
+def test_waiting_for_nobody_is_reported() -> None:
+    with Team(WORKERS, DEADLINE) as team:
+        error = raised(team, leave_early)
+    assert error.worker != 1 and error.layer == 6 and "waits at a barrier that nobody will give" in str(error)
+    assert error.settled
+
+
+def test_rows_with_two_owners_are_reported(team: Team) -> None:
+    assert "gave up before its first phase" in str(raised(team, publish_twice, marks=[0]))
+
+
+def test_long_work_is_no_stall() -> None:
+    with Team(2, deadline=1.0) as team:
+        team.run(labour, 60)  # three deadlines long
+
+
+def test_late_worker_cannot_disturb_later_runs(expected: np.ndarray) -> None:
+    with Team(WORKERS, deadline=1.0) as team:
+        gate, written = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        error = raised(team, hold, gate, 2, written)
+        assert (error.worker, error.layer, error.phase, error.settled) == (2, 1, 2, False)
+        assert len(team_threads()) == WORKERS  # it, and not yet a new one
+        assert np.array_equal(passed(team, Trial(seed=3)), expected)
+        assert len(team_threads()) == WORKERS + 1
+        gate[0] = 1
+        for seed in range(1, 50):
+            assert np.array_equal(passed(team, Trial(seed=seed)), expected)
+        until = time.monotonic() + GENEROUS
+        while len(team_threads()) > WORKERS and time.monotonic() < until:
+            time.sleep(0.01)
+        assert written[0] == 1 and len(team_threads()) == WORKERS  # it woke, wrote to its own run's array, and ended
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_dead_thread_is_reported_and_replaced(team: Team, expected: np.ndarray) -> None:
+    passed(team)
+    victim = next(thread for thread in team_threads() if thread.name.endswith("-3"))
+    kill = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    assert victim.ident is not None
+    assert kill(ctypes.c_ulong(victim.ident), ctypes.py_object(SystemExit)) == 1
+    # It sleeps in its inbox, takes the run, and dies of it: before, inside or after the kernel's call.
+    error = None
+    try:
+        passed(team)
+    except WorkerError as caught:
+        error = caught
+    assert error is not None and error.worker == 3 and ("died" in str(error) or "SystemExit" in str(error))
+    assert np.array_equal(passed(team), expected)
+
+
+def test_interrupt_in_the_caller_passes_on(expected: np.ndarray) -> None:
+    script = """
+import os, signal, sys, threading
+sys.path.insert(0, "tests/bits")
+from test_team import Team, labour, passed
+team = Team(2)
+team.run(labour, 0)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    team.run(labour, 10_000)
+except KeyboardInterrupt:
+    passed(team)
+    print("interrupted, and well")
+"""
+    assert "interrupted, and well" in run_python(script)
+
+
+# --- Life of a team
+
+
+def run_python(script: str) -> str:
+    root = Path(__file__).parent.parent.parent
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=2 * GENEROUS, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_interpreter_exits_with_a_team_open_and_a_worker_stalled() -> None:
+    script = """
+import sys
+sys.path.insert(0, "tests/bits")
+from test_team import *
+team = Team(2, deadline=1.0)
+passed(team)
+try:
+    passed(team, Trial(1, "stall", 1, 1, MIX, "enter"))
+except WorkerError as error:
+    print(error)
+"""
+    assert "worker 1 of 2 stalled" in run_python(script)
+
+
+def test_several_python_threads_take_turns(team: Team, expected: np.ndarray) -> None:
+    results: list[bool] = []
+
+    def use(number: int) -> None:
+        for seed in range(20):
+            with contextlib.suppress(WorkerError):
+                results.append(np.array_equal(passed(team, Trial(seed=seed)), expected))
+            if number == 0:
+                run_faulty(team, Trial(seed, "raise", seed % WORKERS, 0, MIX, "enter"))
+
+    users = [threading.Thread(target=use, args=(number,)) for number in range(5)]
+    for user in users:
+        user.start()
+    for user in users:
+        user.join(GENEROUS)
+    assert results == [True] * 100
+
+
+def in_child(check: Any) -> None:
+    """Fork, and ask that check() holds in the child."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forking with threads
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if check() else 2
+        finally:
+            os._exit(code)
+    until = time.monotonic() + GENEROUS
+    while time.monotonic() < until:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return
+        time.sleep(0.01)
+    os.kill(child, 9)
+    pytest.fail("the child hangs")
+
+
+def test_forked_child_gets_threads_of_its_own(team: Team, expected: np.ndarray) -> None:
+    assert np.array_equal(passed(team), expected)
+    in_child(lambda: np.array_equal(passed(team, Trial(seed=1)), expected))
+
+    def closes() -> bool:
+        team.close()
+        return not team_threads()
+
+    in_child(closes)
+    assert np.array_equal(passed(team), expected)
+
+
+def test_fork_in_the_middle_of_a_run(team: Team, expected: np.ndarray) -> None:
+    passed(team)
+    team.run(labour, 0)
+    user = threading.Thread(target=team.run, args=(labour, 20))
+    user.start()
+    time.sleep(0.2)  # the run holds the team's lock in the parent; it must not in the child
+    in_child(lambda: np.array_equal(passed(team), expected))
+    user.join(GENEROUS)
+    assert not user.is_alive() and np.array_equal(passed(team), expected)
+
+
+def test_closed_team_says_so_and_leaves_no_threads() -> None:
+    team = Team(3)
+    team.run(labour, 1)
+    assert len(team_threads()) == 3
+    team.close()
+    team.close()
+    assert not team_threads()
+    with pytest.raises(InputError, match="closed"):
+        team.run(labour, 1)
+
+
+def test_forgotten_team_leaves_no_threads() -> None:
+    team = Team(3)
+    team.run(labour, 1)
+    threads = team_threads()
+    del team
+    gc.collect()
+    for thread in threads:
+        thread.join(GENEROUS)
+    assert not team_threads()
+
+
+def test_idle_team_keeps_no_arrays(team: Team) -> None:
+    counter = np.zeros(2, np.int64)
+    team.run(count_up, counter, 1)
+    kept = weakref.ref(counter)
+    del counter
+    until = time.monotonic() + GENEROUS
+    while kept() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert kept() is None
+
+
+@pytest.mark.parametrize(("workers", "deadline"), [(0, 5.0), (-1, 5.0), (2, 0.0), (2, float("nan"))])
+def test_impossible_teams_are_refused(workers: int, deadline: float) -> None:
+    with pytest.raises(InputError):
+        Team(workers, deadline)
+
+
+def test_kernels_are_compiled_once(team: Team) -> None:
+    passed(team)
+    passed(team, Trial(seed=1))
+    assert len(forward.signatures) == 1
+
+
+# --- Arithmetic
+
+
+@contextlib.contextmanager
+def flushing_to_zero() -> Iterator[None]:
+    """FTZ and DAZ in this thread, by the saved environment of x86-64 glibc: MXCSR is its last word."""
+    libm, saved, changed = ctypes.CDLL("libm.so.6"), (ctypes.c_uint32 * 8)(), (ctypes.c_uint32 * 8)()
+    libm.fegetenv(saved)
+    libm.fegetenv(changed)
+    changed[7] |= 0x8040
+    libm.fesetenv(changed)
+    try:
+        yield
+    finally:
+        libm.fesetenv(saved)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64" or platform.libc_ver()[0] != "glibc",
+    reason="sets MXCSR through glibc",
+)
+def test_flush_to_zero_is_noticed(expected: np.ndarray) -> None:
+    with Team(2) as team:
+        passed(team)
+        with Team(2) as other, flushing_to_zero():
+            assert not is_ieee()
+            assert np.array_equal(passed(team)[: LAYERS + 1], expected[: LAYERS + 1])  # its threads began before
+            with pytest.raises(WorkerError, match="flushes subnormals to zero"):
+                passed(other)
+            assert not is_ieee()
+        assert is_ieee()
+        with Team(2) as again:
+            assert np.array_equal(passed(again), expected)

@@ -1,0 +1,495 @@
+"""`verify`: what it says when all is well, and that it finds, and places, whatever is not."""
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_checkpoints as tiny
+from conftest import TINY
+from gguf_files import write_model
+
+import gemma_py
+from gemma_py import reference
+from gemma_py.checks import verify
+from gemma_py.cli.progress import Progress
+from gemma_py.kernels.decorator import kernel
+from gemma_py.runtime import forward as passes
+from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.runner import NO_TRACE, Runner
+from gemma_py.runtime.trial import Trial
+from gemma_py.weights import pack as p
+from gemma_py.weights.pack import Packed
+
+Run = Callable[..., tuple[int, str, str]]
+Before = Callable[[Runner, Cache], None]
+SMALL = ("--threads", "1,2", "--chunks", "32", "--tokens", "96", "--reference", "0")
+
+
+def tiny_engine(threads: int) -> gemma_py.Engine:
+    return gemma_py.load(TINY, threads=threads)
+
+
+def check(threads: tuple[int, ...] = (1, 2), chunks: tuple[int, ...] = (32,), tokens: int = 96) -> verify.Report:
+    return verify.verify(tiny_engine, threads, chunks, tokens, 0)
+
+
+def found(report: verify.Report) -> verify.Difference:
+    assert report.difference is not None
+    return report.difference
+
+
+# --- all is well ------------------------------------------------------------------------------------------------------
+
+
+def test_a_good_run(run: Run) -> None:
+    code, out, err = run("verify", TINY, "--threads", "1,2,3", "--chunks", "1,7,64", "--tokens", 80)
+    lines = out.splitlines()
+    assert (code, len(lines)) == (0, 6)
+    assert lines[0].split() == ["threads", "chunks", "of", "1", "chunks", "of", "7", "chunks", "of", "64"]
+    assert len({cell for line in lines[1:4] for cell in line.split()[1:]}) == 1
+    assert lines[4] == (
+        "9 runs of 80 tokens: all logits and all keys and values have the same bits, token by token as in chunks."
+    )
+    assert lines[5] == "The first 16 tokens have those of the specification."
+    assert err.splitlines() == ["checking the specification, 16 tokens"] + [
+        f"checking {t} thread{'s' * (t > 1)} in chunks of {c}" for t in (1, 2, 3) for c in (1, 7, 64)
+    ]
+
+
+def test_json(run: Run) -> None:
+    code, out, err = run("verify", TINY, "--json", *SMALL[:-1], "5")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert set(report) == {"equal", "tokens", "reference_tokens", "runs", "difference"}
+    assert (report["equal"], report["tokens"], report["reference_tokens"], report["difference"]) == (True, 96, 5, None)
+    assert [(row["threads"], row["chunk"]) for row in report["runs"]] == [(1, 32), (2, 32)]
+    with tiny_engine(3) as engine:
+        session = engine.session()
+        session.prefill(verify.prompt(96, engine.config.vocab_size))
+        assert report["runs"][0]["kv"] == session.kv_digest()
+
+
+def test_the_prompt_never_changes() -> None:
+    """The first numbers that splitmix64's authors give for the seed 0."""
+    assert verify.prompt(4, 1 << 64) == [
+        0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC,
+    ]  # fmt: skip
+    assert max(verify.prompt(10_000, 7)) == 6
+
+
+def test_the_prompt_fits_the_context() -> None:
+    assert verify.prompt_length(None, 100) == 100
+    assert verify.prompt_length(None, 1 << 20) == verify.TOKENS
+    assert verify.prompt_length(7, 100) == 7
+
+
+WIDE = tiny.Variant(
+    tiny._gemma3(hidden_size=256, intermediate_size=512, head_dim=64, query_pre_attn_scalar=64, num_hidden_layers=2,
+                 sliding_window=5, vocab_size=77)
+)  # fmt: skip
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
+
+
+def test_a_trace_depends_on_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    """A quantised model, in which every phase stands; every row of every phase has a hash, and a worker of the team."""
+    path = write_model(tmp_path / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
+    ids = verify.prompt(50, 77)
+    first = None
+    for threads, chunk in ((1, 50), (2, 50), (3, 7), (4, 1)):
+        with gemma_py.load(path, threads=threads) as engine:
+            traced = verify.compute(engine, ids, chunk, trace=True)
+            assert traced.result == verify.compute(engine, ids, chunk).result
+        first = first or traced
+        np.testing.assert_array_equal(traced.hashes, first.hashes)
+        made = traced.hashes != passes.UNTRACED
+        rows_of_its_own = [phase for phase in range(passes.QKV, passes.HEAD) if phase != passes.SCORES]
+        assert made[:-1, rows_of_its_own].all()
+        assert made[0, passes.EMBED].all()
+        assert made[-1, passes.HEAD].all()
+        assert ((traced.workers >= 0) == made).all()
+        assert traced.workers.max() < threads
+
+
+@kernel
+def _trace_rows(trace, at, x, width, first, last):
+    passes.trace_rows(trace, at, x, width, first, last)
+
+
+def test_a_hash_sees_bits_and_their_order() -> None:
+    """Two words of a row changed places, or one bit of it flipped: another hash."""
+    x = np.arange(1, 9, dtype=np.float32)
+    others = [x.copy() for _ in range(9)]
+    for number, other in enumerate(others[:8]):
+        other.view(np.uint32)[number] ^= 1
+    others[8][[2, 5]] = x[[5, 2]]
+    seen = set()
+    for row in (x, *others):
+        trace = passes.Trace(np.full((1, 1), passes.UNTRACED), np.full((1, 1), -1))
+        _trace_rows(trace, 0, row, 8, 0, 1)
+        seen.add(int(trace.hashes[0, 0]))
+    assert len(seen) == 10
+
+
+# --- something is not -------------------------------------------------------------------------------------------------
+
+
+def tamper(monkeypatch: pytest.MonkeyPatch, before: Before | None = None, after: Before | None = None) -> None:
+    """Do something to the runner and the cache around every pass of two workers."""
+    honest = Runner.run
+
+    def run(self: Runner, cache: Cache, tokens: list[int], all_logits: bool, trace: Any = NO_TRACE) -> np.ndarray:
+        if before is not None and self.team.workers == 2:
+            before(self, cache)
+        logits = honest(self, cache, tokens, all_logits, trace)
+        if after is not None and self.team.workers == 2:
+            after(self, cache)
+        return logits
+
+    monkeypatch.setattr(Runner, "run", run)
+
+
+def flip_kept(layer: int, position: int, when: int) -> Before:
+    """One bit of a key in the cache, once so many tokens are committed."""
+
+    def flip(runner: Runner, cache: Cache) -> None:
+        if cache.position == when:
+            rows = cache.layers[layer]
+            rows.keys[0, position % rows.capacity].view(np.uint32)[0] ^= 1 << 22
+
+    return flip
+
+
+def test_a_bit_of_the_cache_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer 5 keeps all rows, so the row itself is found too; layer 3 has forgotten it by the end."""
+    tamper(monkeypatch, after=flip_kept(5, 60, 64))
+    difference = found(check())
+    assert (difference.layer, difference.phase, difference.first) == (5, "attention", 64)
+    assert "position 60" in difference.note
+    assert difference.workers[0] == 0
+    assert difference.workers[1] in (0, 1)
+
+
+def test_a_bit_of_a_ring_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
+    tamper(monkeypatch, after=flip_kept(3, 60, 64))
+    difference = found(check())
+    assert (difference.layer, difference.phase, difference.first, difference.note) == (3, "attention", 64, "")
+
+
+def test_a_bit_that_nobody_reads_any_more_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
+    tamper(monkeypatch, after=flip_kept(2, 90, 96))
+    difference = found(check())
+    assert (difference.layer, difference.phase, difference.first) == (2, "rows kept in the cache", 90)
+
+
+def repacked(change: Callable[[Packed], Packed]) -> Before:
+    """Other weights for every runner."""
+    made: list[Packed] = []
+
+    def replace(runner: Runner, cache: Cache) -> None:
+        if not made:
+            made.append(change(runner.packed))
+        runner.packed = made[0]
+
+    return replace
+
+
+def changed_gain(layer: int, column: int) -> Callable[[Packed], Packed]:
+    def change(m: Packed) -> Packed:
+        gains = m.gains.copy()
+        at = m.layers[layer, column]
+        assert at >= 0
+        gains.view(np.uint32)[at : at + 8] ^= 1 << 18
+        return m._replace(gains=gains)
+
+    return change
+
+
+def changed_matrix(layer: int, column: int) -> Callable[[Packed], Packed]:
+    def change(m: Packed) -> Packed:
+        row = m.matrices[m.layers[layer, column]]
+        name = {p.FLOATS: "floats", p.HALVES: "halves"}[int(row[p.KIND])]
+        arena = getattr(m, name).copy()
+        arena[row[p.AT] : row[p.AT] + 4 * 16] = 0
+        return m._replace(**{name: arena})
+
+    return change
+
+
+def changed_number(name: str, value: float) -> Callable[[Packed], Packed]:
+    number: Any = np.float32(value)
+    return lambda m: m._replace(numbers=m.numbers._replace(**{name: number}))
+
+
+PLACES = {
+    "embedding": (changed_gain(0, p.IN_GAIN), 0),
+    "query, key and value": (changed_matrix(3, p.K), 3),
+    "rope and kv": (changed_gain(4, p.Q_GAIN), 4),
+    "attention": (changed_number("attention_scale", 0.1), 0),
+    "output": (changed_matrix(6, p.O), 6),
+    "middle": (changed_gain(1, p.FF_GAIN), 1),
+    "gate and up": (changed_matrix(2, p.GATE), 2),
+    "down": (changed_matrix(5, p.DOWN), 5),
+    "end": (changed_gain(3, p.FF_OUT_GAIN), 3),
+    "head": (changed_number("final_cap", 30), 7),
+}
+
+
+@pytest.mark.parametrize("phase", PLACES)
+def test_a_changed_weight_is_located(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    change, layer = PLACES[phase]
+    tamper(monkeypatch, before=repacked(change))
+    difference = found(check())
+    assert (difference.layer, difference.phase) == (layer, phase)
+    assert difference.first == (1 if phase == "attention" else 0)  # one key alone has all the weight
+
+
+def test_agreement_on_no_numbers_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every way read something that nobody had written."""
+    tamper(monkeypatch, before=repacked(changed_number("attention_scale", np.nan)))
+    code, out, err = run("verify", TINY, "--threads", 2, *SMALL[2:])
+    assert (code, out) == (1, "")
+    assert "NaN" in err.splitlines()[-1]
+
+
+def test_the_next_layers_norm_belongs_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tamper(monkeypatch, before=repacked(changed_gain(3, p.IN_GAIN)))
+    difference = found(check())
+    assert (difference.layer, difference.phase, difference.first) == (2, "end", 0)
+
+
+def test_rows_read_too_early_are_located(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real race: nobody waits for rows. Whether it shows is chance, so it is run until it does."""
+    seeds = count(1)
+
+    def race(runner: Runner, cache: Cache) -> None:
+        runner.trial = Trial(seed=next(seeds), drop="await")
+
+    tamper(monkeypatch, before=race)
+    reports: Iterator[verify.Report] = (check() for _ in range(100))
+    difference = found(next(report for report in reports if report.difference is not None))
+    assert difference.phase == "attention" or "race" in difference.note
+    assert difference.between == "1 thread in chunks of 32 and 2 threads in chunks of 32"
+
+
+def test_what_does_not_happen_again_is_called_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = count()
+
+    def flip(runner: Runner, cache: Cache) -> None:
+        if cache.position == 64 and next(times) == 0:
+            flip_kept(5, 60, 64)(runner, cache)
+
+    tamper(monkeypatch, after=flip)
+    difference = found(check())
+    assert difference.layer == 5
+    assert difference.first == 64
+    assert "race" in difference.note
+
+
+def test_the_command_names_the_place_and_exits_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    tamper(monkeypatch, after=flip_kept(5, 60, 64))
+    code, out, err = run("verify", TINY, *SMALL)
+    assert code == 1
+    assert out.splitlines()[2].split()[1].startswith("*")
+    assert "same bits" not in out
+    assert err.splitlines()[-1].startswith(
+        "gemma_py: 1 thread in chunks of 32 and 2 threads in chunks of 32 differ, first in layer 5, attention, "
+        "position 64, computed by worker 0 and by worker "
+    )
+    code, out, err = run("verify", TINY, "--json", *SMALL)
+    report = json.loads(out)
+    assert (code, report["equal"], len(err.splitlines())) == (1, False, 1)
+    assert (report["difference"]["layer"], report["difference"]["phase"]) == (5, "attention")
+    assert report["difference"]["message"] in err
+
+
+@pytest.mark.parametrize("what", ["keys", "logits"])
+def test_a_difference_to_the_specification_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    honest = reference.logits_and_rows
+
+    def changed(engine: gemma_py.Engine, ids: Any) -> Any:
+        logits, cache = honest(engine, ids)
+        (cache.keys[2][5] if what == "keys" else logits[3]).view(np.uint32).reshape(-1)[1] ^= 1
+        return logits, cache
+
+    monkeypatch.setattr(reference, "logits_and_rows", changed)
+    code, _, err = run("verify", TINY, *SMALL[:-1], "8")
+    assert code == 1
+    where = "layer 2, keys and values, position 5" if what == "keys" else "logits, position 3"
+    assert err.splitlines()[-1] == f"gemma_py: the specification and 1 thread in chunks of 8 differ, first in {where}"
+
+
+# --- trace files ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with tiny_engine(2) as engine:
+        document = verify.trace_document(engine, verify.prompt(96, engine.config.vocab_size))
+    path = tmp_path_factory.mktemp("traces") / "trace.json"
+    verify.write_trace(path, document)
+    assert verify.read_trace(path) == document
+    assert path.stat().st_size < 20_000
+    return document
+
+
+def write(path: Path, document: Any) -> Path:
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_a_trace_and_back(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "trace.json"
+    code, out, _ = run("verify", TINY, *SMALL, "--trace", path)
+    assert (code, out.splitlines()[-1]) == (0, f"The trace is in {path}.")
+    assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
+    code, out, _ = run("verify", TINY, "--threads", 3, "--chunks", "5", "--tokens", 96, "--against", path)
+    assert (code, out.splitlines()[-1]) == (0, f"Every phase has the bits of {path}.")
+    code, out, _ = run("verify", TINY, "--threads", 1, "--chunks", 50, "--reference", 0, "--json", "--against", path)
+    # As many tokens as there.
+    assert (json.loads(out)["tokens"], json.loads(out)["against"]) == (96, {"equal": True, "difference": None})
+
+
+def test_a_tampered_trace_is_located(run: Run, tmp_path: Path, traced: dict[str, Any]) -> None:
+    document = json.loads(json.dumps(traced))
+    row = document["hashes"][3][passes.ATTENTION]
+    document["hashes"][3][passes.ATTENTION] = row[:32] + ("0" if row[32] != "0" else "1") + row[33:]
+    document["hashes"][4][passes.QKV] = row
+    path = write(tmp_path / "t.json", document)
+    code, out, err = run("verify", TINY, *SMALL, "--against", path)
+    message = f"this machine and {path} differ, first in layer 3, attention, positions 32 to 47"
+    assert (code, err.splitlines()[-1]) == (1, f"gemma_py: {message}")
+    assert "same bits" in out
+    code, out, _ = run("verify", TINY, *SMALL, "--against", path, "--json")
+    assert (code, json.loads(out)["against"]["difference"]["message"]) == (1, message)
+
+
+def test_another_arithmetic_is_located_by_its_trace(monkeypatch: pytest.MonkeyPatch, traced: dict[str, Any]) -> None:
+    """As of a machine whose results differ, although they agree among themselves."""
+    tamper(monkeypatch, before=repacked(changed_gain(1, p.FF_GAIN)))
+    with tiny_engine(2) as engine:
+        made = verify.trace_document(engine, traced["tokens"])
+    difference = verify.compare(traced, made, "a and b")
+    assert str(difference) == "a and b differ, first in layer 1, middle, positions 0 to 15"
+
+
+def test_digests_beyond_the_phases_are_compared(traced: dict[str, Any]) -> None:
+    assert verify.compare(traced, traced, "") is None
+    kv = verify.compare({**traced, "kv": [*traced["kv"][:-1], "0"]}, traced, "a and b")
+    assert str(kv) == "a and b differ, first in layer 6, rows kept in the cache"
+    assert str(verify.compare({**traced, "logits": "0"}, traced, "a and b")) == "a and b differ, first in logits"
+    hashes = [["" for _ in layer] for layer in traced["hashes"]]
+    missing = verify.compare({**traced, "hashes": hashes}, traced, "a and b")
+    assert str(missing) == "a and b differ, first in layer 0, embedding, positions 0 to 95"
+
+
+def test_the_identity_sees_config_and_weights(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    def of(path: Path) -> dict[str, str]:
+        with gemma_py.load(path, threads=1) as engine:
+            return verify.identity(engine.checkpoint, engine.quant)
+
+    again, other = tmp_path / "again", tmp_path / "other"
+    tiny.write(tiny.VARIANTS["gemma3"], again, seed=1)
+    tiny.write(tiny.VARIANTS["gemma3"], other, seed=2)
+    assert of(again) == of(checkpoints["gemma3"])
+    assert of(other)["config"] == of(again)["config"]
+    assert of(other)["weights"] != of(again)["weights"]
+
+
+# --- what cannot be meant ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--threads", "0"], ["--threads", "1,,2"], ["--threads", ""], ["--threads", "two"], ["--chunks", "-1"],
+        ["--chunks", "1.5"], ["--tokens", "0"], ["--tokens", "x"], ["--reference", "-1"], ["--trace"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_usage_errors(run: Run, arguments: list[str]) -> None:
+    code, out, err = run("verify", TINY, *arguments)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+
+
+def bad_traces(document: dict[str, Any]) -> dict[str, Any]:
+    short = [layer[:-1] for layer in document["hashes"]]
+    return {
+        "no trace": {},
+        "a list": [document],
+        "another version": {**document, "format": "gemma_py trace 0"},
+        "another model": {**document, "model": {**document["model"], "weights": "0"}},
+        "other tokens": {**document, "tokens": [*document["tokens"][:-1], 0]},
+        "no tokens": {**document, "tokens": []},
+        "tokens of text": {**document, "tokens": "abc"},
+        "no hashes": {**document, "hashes": None},
+        "short layers": {**document, "hashes": short},
+        "few layers": {**document, "hashes": document["hashes"][1:]},
+        "other phases": {**document, "phases": []},
+        "no digests": {**document, "kv": []},
+        "digests of numbers": {**document, "kv": [1] * 7},
+    }
+
+
+BAD_TRACES = ("no trace", "a list", "another version", "another model", "other tokens", "no tokens", "tokens of text",
+              "no hashes", "short layers", "few layers", "other phases", "no digests", "digests of numbers")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_TRACES)
+def test_bad_traces(run: Run, tmp_path: Path, traced: dict[str, Any], case: str) -> None:
+    """Refused before the work begins."""
+    assert set(bad_traces(traced)) == set(BAD_TRACES)
+    path = write(tmp_path / "t.json", bad_traces(traced)[case])
+    code, out, err = run("verify", TINY, *SMALL, "--against", path)
+    assert (code, out, len(err.splitlines())) == (1, "", 1)
+    assert str(path) in err
+
+
+@pytest.mark.parametrize("case", ["nothing there", "not JSON", "other length", "too long", "threads", "a directory"])
+def test_bad_input(run: Run, tmp_path: Path, traced: dict[str, Any], case: str) -> None:
+    (tmp_path / "text").write_text("text")
+    good = write(tmp_path / "t.json", traced)
+    options: dict[str, list[object]] = {
+        "nothing there": ["--against", tmp_path / "nothing"],
+        "not JSON": ["--against", tmp_path / "text"],
+        "other length": ["--tokens", 95, "--against", good],
+        "too long": ["--tokens", 1 << 40],
+        "threads": ["--threads", "1,5000"],
+        "a directory": ["--trace", tmp_path],
+    }
+    code, out, err = run("verify", TINY, *options[case])
+    assert (code, out, len(err.splitlines())) == (1, "", 1)
+    assert err.startswith("gemma_py: ")
+    if case == "other length":
+        assert "a trace of 96 tokens, not 95: leave --tokens out" in err
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress("checking", wanted=True) as progress:
+        progress._began -= 30
+        progress("2 threads in chunks of 7", 0.25)
+        assert "25% 1:30 left  2 threads in chunks of 7" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_no_progress_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress("checking", wanted=False) as progress:
+        progress("anything", 0.5)
+    assert terminal.getvalue() == ""

@@ -1,0 +1,579 @@
+"""Requests in company: each gets what it would get alone, whoever comes, goes or fails beside it."""
+
+import math
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TINY
+from serving import Heard, Running, serving
+
+import gemma_py
+from gemma_py.errors import ComputationError, ContextError, InputError, Overloaded
+from gemma_py.generate import scheduler as schedulers
+from gemma_py.generate.core import Token
+from gemma_py.generate.sampling import Sampling, likeliest
+from gemma_py.generate.scheduler import (
+    Event,
+    Failed,
+    Finished,
+    Health,
+    Made,
+    Progress,
+    Request,
+    Scheduler,
+    Scored,
+    Ticket,
+    shares,
+)
+from gemma_py.generate.score import ROWS_AT_ONCE, log_probability
+from gemma_py.models.config import Config
+from gemma_py.runtime import runner as runners
+from gemma_py.runtime.cache import bytes_needed
+from gemma_py.runtime.forward import Batch
+from gemma_py.runtime.prefixes import TOKENS, Prefixes
+from gemma_py.runtime.runner import CHUNK, Part
+from gemma_py.runtime.trial import Trial
+from gemma_py.server.events import Feed
+
+WAIT = 120  # seconds, for what takes one
+
+
+class Client:
+    """Hears the events of one request."""
+
+    def __init__(self, scheduler: Scheduler, request: Request) -> None:
+        self.request = request
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.heard: list[Event] = []
+        self.ticket: Ticket = scheduler.submit(request, self.events.put)
+
+    def next(self) -> Event:
+        self.heard.append(self.events.get(timeout=WAIT))
+        return self.heard[-1]
+
+    @property
+    def over(self) -> bool:
+        return bool(self.heard) and isinstance(self.heard[-1], Finished | Failed)
+
+    def end(self) -> Finished | Failed:
+        while True:
+            event = self.next()
+            if isinstance(event, Finished | Failed):
+                return event
+
+    @property
+    def made(self) -> list[Made]:
+        return [event for event in self.heard if isinstance(event, Made)]
+
+
+@pytest.fixture
+def scheduler(tiny_engine: gemma_py.Engine) -> Iterator[Scheduler]:
+    made = Scheduler(tiny_engine, parallel=4, queue=40)
+    yield made
+    made.close()
+
+
+def drawn(rng: random.Random, length: int, vocabulary: int = 1536) -> list[int]:
+    return [rng.randrange(vocabulary) for _ in range(length)]
+
+
+def options(sampling: Sampling) -> dict[str, Any]:
+    """As `generate` takes them: what is left out of a draw, it would take from the checkpoint."""
+    if sampling.temperature == 0:
+        return {}
+    return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
+
+
+Scores = list[tuple[int, float | None]]
+
+
+def scores_of(engine: gemma_py.Engine, ids: list[int]) -> Scores:
+    """The log probability of each id, alone."""
+    following = [(token, -value) for token, value in zip(ids[1:], engine.score(ids), strict=True)] if ids[1:] else []
+    return [(ids[0], None), *following]
+
+
+def scores_told(client: Client) -> Scores:
+    return [(event.id, event.logprob) for event in client.heard if isinstance(event, Scored)]
+
+
+class Crowd:
+    """Requests of many kinds, and what each gets alone: prompts of any length, some that begin alike, greedy and drawn; the
+    tokens of some tell how likely they are."""
+
+    def __init__(self, engine: gemma_py.Engine, count: int, seed: int, longest: int = 60) -> None:
+        self.engine, self.rng, V = engine, random.Random(seed), engine.config.vocab_size
+        ends = frozenset(engine.config.eos_token_ids)
+        beginnings = [drawn(self.rng, self.rng.randint(longest // 2, 2 * longest), V) for _ in range(3)]
+        self.requests = []
+        for number in range(count):
+            ids = self.rng.choice([[], *beginnings]) + drawn(self.rng, self.rng.randint(1, longest), V)
+            sampling = Sampling(temperature=1.0, top_k=40, seed=number) if number % 2 else Sampling()
+            most, scored = self.rng.randint(1, longest // 2), number % 4 == 3
+            self.requests.append(Request(ids, most, sampling, ends=ends, scored=scored))
+        self.alone: list[list[Token]] = [
+            list(engine.generate(request.ids, request.max_tokens, **options(request.sampling)))
+            for request in self.requests
+        ]
+        self.scores = [scores_of(engine, request.ids) if request.scored else [] for request in self.requests]
+
+    def same(self, scheduler: Scheduler) -> bool:
+        """Whether each gets the same in company. They come now and then, and some go early."""
+        clients, leaving = [], {}
+        rng, longest = random.Random(self.rng.random()), max(request.max_tokens for request in self.requests)
+        for number, request in enumerate(self.requests):
+            clients.append(Client(scheduler, request))
+            leaving[number] = rng.randint(0, longest)  # tokens; most have ended by then
+            for _ in range(rng.choice([0, 0, 1, 2, 10])):
+                client = rng.choice(clients)
+                if not client.over:
+                    client.next()
+        for number in rng.sample(range(len(clients)), len(clients)):
+            client = clients[number]
+            while not client.over:
+                client.next()
+                if len(client.made) == leaving[number]:
+                    client.ticket.cancel()
+        return all(map(self._right, clients, self.alone, self.scores))
+
+    def same_over_http(self, server: Running) -> bool:
+        """The same for streams of a server, each of which is asked for alone in the end."""
+        rng, count = random.Random(self.rng.random()), len(self.requests)
+        most = [rng.choice((math.inf, math.inf, rng.randint(0, 20))) for _ in range(count)]
+        late = [rng.random() * 0.002 * count for _ in range(count)]
+
+        def hear(number: int) -> Heard:
+            time.sleep(late[number])
+            return Heard(server, self.requests[number], most[number])
+
+        with ThreadPoolExecutor(count) as pool:
+            heard = list(pool.map(hear, range(count)))
+        heard += [Heard(server, request) for request in self.requests]
+        limits = [*most, *[math.inf] * count]
+        return all(
+            one.same(alone) and (one.reason != "" or len(one.logprobs) >= limit)
+            for one, limit, alone in zip(heard, limits, self.alone * 2, strict=True)
+        )
+
+    @staticmethod
+    def _right(client: Client, alone: list[Token], scores: Scores) -> bool:
+        end, made = client.heard[-1], [event.token for event in client.made]
+        told = scores_told(client)
+        if not isinstance(end, Finished) or told != scores[: None if made else len(told)]:
+            return False
+        return made == alone[: len(made)] and (end.reason == "cancelled" or len(made) == len(alone))
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Iterator[Crowd]:
+    """In test mode: scratch and unpublished rows are NaN, schedules are shaken."""
+    with gemma_py.load(TINY, threads=2) as engine:
+        engine.runner.poison = True
+        yield Crowd(engine, 32, seed=5)
+
+
+@pytest.fixture
+def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts take several passes."""
+    monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
+    monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
+
+
+def in_company(crowd: Crowd, seed: int) -> bool:
+    crowd.engine.runner.trial = Trial(seed=seed)
+    scheduler = Scheduler(crowd.engine, parallel=8, queue=40, prefix_bytes=600_000)
+    try:
+        return crowd.same(scheduler)
+    finally:
+        scheduler.close()
+        crowd.engine.runner.trial = None
+
+
+@pytest.mark.usefixtures("small_passes")
+@pytest.mark.parametrize("seed", [1, 2])
+def test_company_matches_generate(crowd: Crowd, seed: int) -> None:
+    assert in_company(crowd, seed)
+
+
+def test_company_shares_passes_and_prefixes(crowd: Crowd) -> None:
+    scheduler = Scheduler(crowd.engine, parallel=8, queue=40)
+    assert crowd.same(scheduler)
+    scheduler.close()
+    stats = scheduler.stats()
+    made = sum(len(alone) for alone in crowd.alone)
+    assert stats.passes < made / 3
+    assert stats.prefix_hits > 8
+    assert stats.cached_tokens > 8 * 32
+    assert stats.computed_tokens + stats.cached_tokens <= made + sum(len(request.ids) for request in crowd.requests)
+    assert (stats.running, stats.waiting, stats.kv_bytes) == (0, 0, 0)
+
+
+def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Event] = []
+    honest = Feed._tell
+
+    def before(feed: Feed, index: int, event: Event) -> None:
+        """The control: everybody is told what was made for whoever came before."""
+        if isinstance(event, Made) and event.token.finish_reason is None:
+            made.append(event)
+            event = made[-2:][0]
+        honest(feed, index, event)
+
+    with serving(crowd.engine, parallel=8, queue=40) as server:
+        assert crowd.same_over_http(server)
+        monkeypatch.setattr(Feed, "_tell", before)
+        assert not crowd.same_over_http(server)
+
+
+@pytest.mark.usefixtures("small_passes")
+@pytest.mark.parametrize("what", ["tables", "logits", "a bit of a prefix", "a prefix of another"])
+def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Two sequences' caches or logits change places, or what is kept of a prefix is not right: somebody must notice."""
+    honest_batch, honest_stored = runners._batch, Prefixes._stored
+
+    def batch(parts: Sequence[Part]) -> Batch:
+        made = honest_batch(parts)
+        if len(parts) > 1 and what == "tables":
+            made.tables[[0, 1]] = made.tables[[1, 0]]
+        taken = np.flatnonzero(made.wanted >= 0)
+        if what == "logits":
+            made.wanted[taken] = np.roll(made.wanted[taken], 1)
+        return made
+
+    def stored(prefixes: Prefixes, config: Config, path: list[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for keys, values in honest_stored(prefixes, config, path[::-1] if what == "a prefix of another" else path):
+            if what == "a bit of a prefix":
+                keys.view(np.uint32)[0, -1, 0] ^= 1 << 22
+            yield keys, values
+
+    monkeypatch.setattr(runners, "_batch", batch)
+    monkeypatch.setattr(Prefixes, "_stored", stored)
+    assert not in_company(crowd, 1)
+
+
+def test_usage_and_progress_are_told(scheduler: Scheduler, tiny_engine: gemma_py.Engine) -> None:
+    ids = drawn(random.Random(2), 100)
+    for cached in (0, 96):
+        client = Client(scheduler, Request(ids, 5))
+        end = client.end()
+        assert isinstance(end, Finished)
+        assert (end.reason, end.usage.prompt, end.usage.cached, end.usage.generated) == ("length", 100, cached, 5)
+        assert 0 <= end.usage.queued_seconds <= end.usage.first_token_seconds <= end.usage.seconds
+        progress = [event for event in client.heard if isinstance(event, Progress)]
+        assert progress[-1] == Progress(100, 100, cached)
+        assert [event.done for event in progress] == sorted({event.done for event in progress})
+
+
+def test_a_prompt_that_is_being_computed_is_not_computed_twice(scheduler: Scheduler, small_passes: None) -> None:
+    ids = drawn(random.Random(3), 100)
+    clients = [Client(scheduler, Request(ids, 1)) for _ in range(4)]
+    ends = [client.end() for client in clients]
+    assert [end.usage.cached for end in ends if isinstance(end, Finished)] == [0, 96, 96, 96]
+    assert scheduler.stats().computed_tokens == 100 + 3 * 4
+
+
+def test_prompts_tell_how_likely_they_are(
+    tiny_engine: gemma_py.Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same whether somebody has asked before or not, with few rows of logits at a time, and without an answer too."""
+    honest, rows = tiny_engine.runner.run_together, []
+
+    def run(parts: Sequence[Part]) -> list[np.ndarray]:
+        rows.append(sum(part.logits for part in parts))
+        return honest(parts)
+
+    monkeypatch.setattr(tiny_engine.runner, "run_together", run)
+    ids = drawn(random.Random(4), 100)
+    request = Request(ids, 0, top_logprobs=2, scored=True)
+    clients = [Client(scheduler, request), Client(scheduler, request), Client(scheduler, Request(ids, 0))]
+    for client in clients:
+        end = client.end()
+        assert isinstance(end, Finished)
+        assert (end.reason, end.usage.generated, client.made) == ("length", 0, [])
+    for client in clients[:2]:
+        assert scores_told(client) == scores_of(tiny_engine, ids)
+        told = [event for event in client.heard if isinstance(event, Scored)][1:]
+        for event, logits in zip(told, tiny_engine.session().prefill(ids, all_logits=True), strict=False):
+            assert [token for token, _ in event.top] == likeliest(logits, 2)[1].tolist()
+            assert [logprob for _, logprob in event.top] == [log_probability(logits, token) for token, _ in event.top]
+    assert max(rows) <= ROWS_AT_ONCE + 1  # and one of whoever asks for nothing
+
+
+def test_rows_of_a_pass_are_shared_out() -> None:
+    assert shares([5], 32) == [5]
+    assert shares([500], 32) == [32]
+    assert shares([500, 500], 32) == [32, 0]
+    assert shares([500, 500, 4], 32) == [28, 0, 4]
+    assert shares([2, 500, 4], 32) == [2, 26, 4]
+    assert shares([500, 1, 1], 32) == [30, 1, 1]
+    assert shares([500, 20, 3, 500], 32) == [16, 13, 3, 0]
+
+
+def test_keys_and_values_stay_within_their_budget(tiny_engine: gemma_py.Engine) -> None:
+    need = bytes_needed(tiny_engine.config, "float32", 60, CHUNK, TOKENS)
+    scheduler = Scheduler(tiny_engine, parallel=8, kv_bytes=2 * need + 1)
+    clients = [Client(scheduler, Request([2, *range(10, 29)], 40)) for _ in range(6)]
+    for client in clients:
+        while not client.over:
+            client.next()
+            stats = scheduler.stats()
+            assert stats.kv_bytes <= 2 * need and stats.running <= 2
+    with pytest.raises(ContextError, match="MiB for keys and values"):
+        scheduler.submit(Request([2], 500), print)
+    scheduler.close()
+    assert [client.heard[-1].reason for client in clients if isinstance(client.heard[-1], Finished)] == ["length"] * 6
+
+
+def test_a_cancelled_request_ends_and_its_place_is_free(scheduler: Scheduler) -> None:
+    clients = [Client(scheduler, Request([2, 3], 4000)) for _ in range(5)]
+    first = clients[0]
+    while not first.made:
+        first.next()
+    for client in clients[1:]:
+        client.ticket.cancel()
+    ends = [client.end() for client in clients[1:]]
+    assert [end.reason for end in ends if isinstance(end, Finished)] == ["cancelled"] * 4
+    assert isinstance(Client(scheduler, Request([2, 3], 2)).end(), Finished)
+    first.ticket.cancel()
+    assert isinstance(first.end(), Finished)
+    assert first.events.empty()
+
+
+def test_what_cannot_be_is_refused_at_once(scheduler: Scheduler) -> None:
+    context = scheduler.engine.context
+    for request, kind in (
+        (Request([], 1), InputError),
+        (Request([2], -1), InputError),
+        (Request([9999], 1), InputError),
+        (Request([2], 1, top_logprobs=-1), InputError),
+        (Request([2], context), ContextError),
+        (Request([2], 1, Sampling(logit_bias={9999: 1.0})), InputError),
+        (Request([2], 1, stop=("",)), InputError),
+    ):
+        with pytest.raises(kind):
+            scheduler.submit(request, print)
+    assert scheduler.stats().waiting == scheduler.stats().running == 0
+
+
+def test_a_full_queue_is_said(tiny_engine: gemma_py.Engine) -> None:
+    scheduler = Scheduler(tiny_engine, parallel=1, queue=1)
+    clients = [Client(scheduler, Request([2], 4000)) for _ in range(2)]
+    with pytest.raises(Overloaded, match="wait already") as caught:
+        for _ in range(2):
+            clients.append(Client(scheduler, Request([2], 4000)))
+    assert caught.value.retry_after >= 1
+    scheduler.close()
+    assert [client.end() for client in clients]
+    with pytest.raises(Overloaded, match="ending"):
+        scheduler.submit(Request([2], 1), print)
+
+
+def test_drain_lets_answers_end(tiny_engine: gemma_py.Engine) -> None:
+    scheduler = Scheduler(tiny_engine)
+    clients = [Client(scheduler, Request([2, number], 20)) for number in range(4)]
+    scheduler.drain(WAIT)
+    ends = [client.end() for client in clients]
+    assert [end.reason for end in ends if isinstance(end, Finished)] == ["length"] * 4
+    scheduler.close()
+    scheduler.close()
+    assert not scheduler._thread.is_alive()
+
+
+def test_alternatives_are_the_likeliest(scheduler: Scheduler) -> None:
+    client = Client(scheduler, Request([2, 5, 7], 5, top_logprobs=4))
+    client.end()
+    for event in client.made:
+        logprobs = [logprob for _, logprob in event.top]
+        assert len(event.top) == 4 and logprobs == sorted(logprobs, reverse=True)
+        assert event.top[0] == (event.token.id, event.token.logprob)
+
+
+def test_a_listener_that_fails_ends_its_own_request_only(
+    scheduler: Scheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Client(scheduler, Request([2], 30))
+    heard = []
+
+    def listener(event: Event) -> None:
+        heard.append(event)
+        raise ValueError("this listener fails")
+
+    scheduler.submit(Request([2], 4000), listener)
+    assert isinstance(other.end(), Finished)
+    assert isinstance(Client(scheduler, Request([2], 30)).end(), Finished)
+    assert len(heard) <= 3
+    assert "this listener fails" in capsys.readouterr().err
+
+
+def test_logprobs_are_left_out_where_nobody_asks(scheduler: Scheduler) -> None:
+    client = Client(scheduler, Request([2, 5, 7], 3, logprobs=False))
+    client.end()
+    assert [math.isnan(event.token.logprob) for event in client.made] == [True] * 3
+
+
+def test_end_tokens_stop_strings_and_constraints_end_answers(
+    scheduler: Scheduler, tiny_engine: gemma_py.Engine
+) -> None:
+    sampling = Sampling(temperature=1.0, seed=3)
+    alone = list(tiny_engine.generate([2, 5, 7], 20, **options(sampling)))
+    assert len({token.id for token in alone[:5]}) == 5
+    client = Client(scheduler, Request([2, 5, 7], 20, sampling, ends=frozenset([alone[4].id])))
+    assert isinstance(client.end(), Finished)
+    assert [event.token.id for event in client.made] == [token.id for token in alone[:5]]
+    assert client.made[-1].token.finish_reason == "stop"
+
+    text = "".join(token.text for token in alone)
+    client = Client(scheduler, Request([2, 5, 7], 20, sampling, stop=(text[9:12],)))
+    end = client.end()
+    assert "".join(event.token.text for event in client.made) == text[: text.index(text[9:12])]
+    assert isinstance(end, Finished) and end.reason == "stop"
+
+    class Ascending:
+        """Allows the numbers 300, 301, 302, in this order."""
+
+        place = 0
+
+        def allowed(self, logits: np.ndarray) -> np.ndarray:
+            masked = np.full_like(logits, -np.inf)
+            masked[300 + self.place] = logits[300 + self.place]
+            return masked
+
+        def accept(self, token: int) -> None:
+            self.place += 1
+
+        @property
+        def finished(self) -> bool:
+            return self.place == 3
+
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=1.0, top_k=5, top_p=0.9, seed=1),
+        Sampling(temperature=2.0, seed=1),
+    ):
+        client = Client(scheduler, Request([2, 5, 7], 20, sampling, constraint=Ascending()))
+        end = client.end()
+        assert isinstance(end, Finished) and end.reason == "stop"
+        assert [event.token.id for event in client.made] == [300, 301, 302]
+        assert client.made[0].token.logprob < -1  # the model's own
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def weak() -> Iterator[gemma_py.Engine]:
+    """An engine that notices a stall soon."""
+    with gemma_py.load(TINY, threads=2, deadline=1.0) as engine:
+        yield engine
+
+
+def failing(engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, fault: str, passes: set[int]) -> None:
+    """These passes of the engine fail, counted from 1."""
+    honest, count = engine.runner.run_together, 0
+
+    def run(parts: Sequence[Part]) -> list[np.ndarray]:
+        nonlocal count
+        count += 1
+        engine.runner.trial = Trial(fault=fault, worker=1) if count in passes else None
+        return honest(parts)
+
+    monkeypatch.setattr(engine.runner, "run_together", run)
+
+
+def test_a_pass_that_fails_once_is_tried_again(weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = list(weak.generate([2, 3], 6))
+    failing(weak, monkeypatch, "raise", {1, 3, 6})
+    scheduler = Scheduler(weak)
+    client = Client(scheduler, Request([2, 3], 6))
+    assert isinstance(client.end(), Finished)
+    assert [event.token for event in client.made] == alone
+    scheduler.close()
+
+
+def test_a_worker_that_stalls_costs_nobody_an_answer(
+    weak: gemma_py.Engine, small_passes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of prompts and of answers: who is in the pass begins again, and hears nothing twice."""
+    rng = random.Random(6)
+    requests = [
+        Request(drawn(rng, 30), 12),
+        Request(drawn(rng, 20), 3, top_logprobs=2, scored=True),
+        Request([2, 3], 9),
+    ]
+
+    def answers() -> list[list[Event]]:
+        scheduler = Scheduler(weak, parallel=3, prefix_bytes=0)
+        clients = [Client(scheduler, request) for request in requests]
+        assert all(isinstance(client.end(), Finished) for client in clients)
+        stats = scheduler.stats()
+        assert (stats.failed_passes, scheduler.health().ok) == (len(stalls), True)
+        scheduler.close()
+        return [[event for event in client.heard if isinstance(event, Scored | Made)] for client in clients]
+
+    stalls: set[int] = set()
+    untroubled = answers()
+    stalls = {2, 5, 12}
+    failing(weak, monkeypatch, "stall", stalls)
+    assert answers() == untroubled
+
+
+def test_nobody_knows_if_it_is_well_after_a_stall(weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(weak, monkeypatch, "stall", {2})
+    scheduler, honest = Scheduler(weak), weak.runner.run_together
+    healths: list[Health] = []
+
+    def run(parts: Sequence[Part]) -> list[np.ndarray]:
+        healths.append(scheduler.health())
+        return honest(parts)
+
+    monkeypatch.setattr(weak.runner, "run_together", run)
+    assert isinstance(Client(scheduler, Request([2, 3], 3)).end(), Finished)
+    assert [health.ok for health in healths] == [True, True, False, True]
+    assert not any(health.lasting for health in healths)
+    assert "worker 1 of 2" in healths[2].why
+    scheduler.close()
+
+
+def test_an_engine_that_fails_again_and_again_is_given_up(
+    weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(weak, monkeypatch, "raise", {3, 4})
+    scheduler = Scheduler(weak, parallel=2)
+    clients = [Client(scheduler, Request([2, 3], 9)) for _ in range(4)]
+    assert all(isinstance(client.end(), Failed) for client in clients)
+    health = scheduler.health()
+    assert health.lasting and not health.ok and "worker 1 of 2" in health.why
+    with pytest.raises(ComputationError, match="out of order"):
+        scheduler.submit(Request([2], 1), print)
+    scheduler.close()
+
+
+def test_health_notices_that_nothing_moves(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedulers, "_SLOWEST_STEP", 0.05)
+    scheduler = Scheduler(tiny_engine)
+    assert scheduler.health().ok
+    blocked, free, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def listener(event: Event) -> None:
+        blocked.set()
+        free.wait(WAIT)
+        if isinstance(event, Finished):
+            ended.set()
+
+    scheduler.submit(Request([2], 1), listener)
+    assert blocked.wait(WAIT)
+    while scheduler.health().ok:
+        pass
+    assert "no step for" in scheduler.health().why
+    free.set()
+    assert ended.wait(WAIT)
+    scheduler.drain(WAIT)
+    assert scheduler.health().ok
+    scheduler.close()

@@ -1,0 +1,196 @@
+"""A server in this process, for tests that talk to it as a client would."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import gemma_py
+from gemma_py.generate.core import Token
+from gemma_py.generate.scheduler import Request, Scheduler
+from gemma_py.server.app import App
+from gemma_py.server.auth import Keys
+from gemma_py.server.process import Server, address, bind
+from gemma_py.server.service import Service
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = ROOT / "models" / "tiny-gemma3"
+NO_END = {"1": -100, "6": -100}  # as logit_bias: without the tokens at which an answer would end
+
+
+class Client:
+    """Of a server on this machine, by its port."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, Any, http.client.HTTPMessage]:
+        """(status, document or text, headers). A body that is not bytes is sent as JSON."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            kind = {} if data is None else {"Content-Type": "application/json"}
+            connection.request(method, path, data, {**kind, **(headers or {})})
+            response = connection.getresponse()
+            text = response.read().decode()
+            is_json = response.headers.get_content_type() == "application/json"
+            return response.status, json.loads(text) if is_json else text, response.headers
+
+    def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        status, document, _ = self.request("POST", path, body)
+        return status, document
+
+    def open_stream(self, max_tokens: int, content: str = "Once") -> socket.socket:
+        """A connection on which an answer has begun to arrive, which has exactly so many tokens."""
+        asked = {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": max_tokens}
+        asked["logit_bias"] = NO_END
+        connection = self.send("POST", "/v1/chat/completions", json.dumps(asked).encode())
+        answer = connection.recv(4096)
+        if b"200 OK" not in answer:
+            connection.close()
+            raise AssertionError(answer)
+        return connection
+
+    def send(
+        self, method: str, path: str, body: bytes, length: int | None = None, closing: bool = False
+    ) -> socket.socket:
+        """A request over a bare socket, whose stated length may be another than the body's. closing: it is the last."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head += "Connection: close\r\n" * closing
+        length = len(body) if length is None else length
+        connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + body)
+        return connection
+
+
+class Heard:
+    """A streamed completion, of which the client heard so many tokens before it left; all, if it had no more."""
+
+    def __init__(self, client: Client, request: Request, most: float = math.inf) -> None:
+        self.text, self.reason = "", ""
+        self.logprobs: list[float] = []
+        sampling = request.sampling
+        asked = {
+            "prompt": request.ids, "max_tokens": request.max_tokens, "temperature": sampling.temperature,
+            "top_k": sampling.top_k, "top_p": sampling.top_p, "seed": sampling.seed, "logprobs": 0, "stream": True,
+        }  # fmt: skip
+        body = json.dumps(asked).encode()
+        with client.send("POST", "/v1/completions", body, closing=True) as connection, connection.makefile() as lines:
+            events = (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
+            while len(self.logprobs) < most and (event := next(events, None)):
+                choice = event["choices"][0]
+                self.text += choice["text"]
+                self.logprobs += choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+                self.reason = choice["finish_reason"] or ""
+
+    def same(self, alone: list[Token]) -> bool:
+        """Whether that is what was generated alone, or how it begins."""
+        told = [token.logprob for token in alone]
+        if self.reason != alone[-1].finish_reason:
+            told, alone = told[: len(self.logprobs)], alone[: len(self.logprobs)]
+        return self.logprobs == told and self.text == "".join(token.text for token in alone)
+
+
+class Running(Client):
+    """A server that answers; `scheduler` and `app` are its insides."""
+
+    def __init__(self, app: App, url: str, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(int(url.rpartition(":")[2]))
+        self.app, self.url, self.scheduler, self._loop = app, url, app.service.scheduler, loop
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Its event loop is held up in the meantime."""
+        held, free = threading.Event(), threading.Event()
+        for part in (held.set, free.wait):
+            self._loop.call_soon_threadsafe(part)
+        assert held.wait(30)
+        try:
+            yield
+        finally:
+            free.set()
+
+
+class Process(Client):
+    """`python -m gemma_py serve` in a process of its own, which has said that it is ready. A context manager.
+
+    said: what it wrote to stdout after that, when it has ended.
+    """
+
+    said = ""
+
+    def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "gemma_py")) -> None:
+        command = [sys.executable, *program, "serve", str(TINY), "--port", "0", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        assert self.child.stdout is not None
+        self.ready = self.child.stdout.readline()
+        super().__init__(int(re.findall(r"//127.0.0.1:(\d+)", self.ready)[0]))
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and stderr, when it has ended."""
+        self.said, errors = self.child.communicate(timeout=60)
+        return self.child.returncode, errors
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.child.kill()
+        self.child.communicate()
+
+
+@contextlib.contextmanager
+def serving(
+    engine: gemma_py.Engine,
+    parallel: int = 4,
+    queue: int = 16,
+    keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    host: str = "127.0.0.1",
+    names: Sequence[str] = (),
+    template: str | None = None,
+) -> Iterator[Running]:
+    scheduler = Scheduler(engine, parallel, queue)
+    app = App(Service(engine, scheduler, "tiny", template), parallel + queue)
+    ready: SimpleQueue[asyncio.AbstractEventLoop] = SimpleQueue()
+    asgi = app.asgi(host, names, origins, Keys(keys))
+    server = Server(app, asgi, 0, lambda: ready.put(asyncio.get_running_loop()), lambda live: None)
+    listening = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        yield Running(app, address(listening), ready.get(timeout=30))
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        scheduler.close()
+    assert not thread.is_alive()
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until, "it did not come true"
+        time.sleep(0.01)
+
+
+def idle(server: Running) -> bool:
+    """Whether every place is free again."""
+    stats = server.scheduler.stats()
+    return stats.running == stats.waiting == 0 and not server.app.feeds

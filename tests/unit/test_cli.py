@@ -1,0 +1,305 @@
+"""The command line: what it prints, exit codes, and one line for every error."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, TINY
+from gguf_files import small
+
+import gemma_py
+from gemma_py.catalog import catalogue, resolve
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_score_json(run: Run, tmp_path: Path) -> None:
+    ids = [2, 30, 31, 500, 7]
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps(ids))
+    code, out, err = run("score", TINY, "--ids", file, "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert set(report) == {"ids", "nll", "mean_nll", "perplexity"}
+    assert report["ids"] == ids
+    with gemma_py.load(TINY) as engine:
+        assert report["nll"] == list(engine.score(ids))
+    assert report["mean_nll"] == pytest.approx(sum(report["nll"]) / 4)
+    assert report["perplexity"] == pytest.approx(2.718281828 ** report["mean_nll"])
+
+
+def test_score_of_a_text_and_of_its_file_are_the_same(run: Run, tmp_path: Path) -> None:
+    text = "some text\twith <bos> and 🙂\n"
+    (tmp_path / "text").write_text(text)
+    _, a, _ = run("score", TINY, "--text", text, "--json")
+    _, b, _ = run("score", TINY, "--file", tmp_path / "text", "--json")
+    assert json.loads(a) == json.loads(b)
+    assert json.loads(a)["ids"].count(2) == 1
+    code, table, _ = run("score", TINY, "--text", text)
+    assert code == 0
+    assert len(table.splitlines()) == len(json.loads(a)["nll"]) + 1
+    assert "perplexity" in table
+
+
+def test_generate(run: Run) -> None:
+    code, out, err = run("generate", TINY, "--prompt", "some text", "--max-tokens", 5, "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert len(report["ids"]) == len(report["logprobs"]) == 5
+    assert report["finish_reason"] == "length"
+    code, out, _ = run("generate", TINY, "--prompt", "some text", "--max-tokens", 5)
+    assert (code, out) == (0, report["text"] + "\n")
+
+
+def test_quant(run: Run, checkpoints: dict[str, Path]) -> None:
+    """Gemma 1's feed-forward of 48 is no whole number of blocks: down_proj stays float, and is named on stderr."""
+    path = checkpoints["gemma1-multi-head"]
+    (path.parent / "ids.json").write_text("[2, 30, 31]")
+    score = ("score", path, "--ids", path.parent / "ids.json", "--json")
+    code, out, err = run(*score, "--quant", "q4_0")
+    assert code == 0
+    assert err.count("\n") == 1
+    assert "left as floats: 'model.layers.0.mlp.down_proj.weight' and 2 more" in err
+    assert json.loads(out)["nll"] != json.loads(run(*score)[1])["nll"]
+    assert run(*score, "--quant", "q5_0")[0] == 2
+    verify = ("verify", TINY, "--threads", "1", "--chunks", "5", "--tokens", "9", "--reference", "3")
+    trace = path.parent / "trace.json"
+    assert run(*verify, "--quant", "q8_0", "--trace", trace)[0] == 0
+    assert run(*verify, "--quant", "q8_0", "--against", trace)[0] == 0
+    assert "another model or quant" in run(*verify, "--against", trace)[2]
+
+
+def test_generate_draws(run: Run) -> None:
+    options = ["--prompt", "some text", "--max-tokens", 12, "--temperature", "1.5", "--top-p", "0.9", "--json"]
+    drawn = json.loads(run("generate", TINY, *options)[1])
+    again = json.loads(run("generate", TINY, *options, "--seed", drawn["seed"], "--threads", 1)[1])
+    assert (again["ids"], again["seed"]) == (drawn["ids"], drawn["seed"])
+    assert "".join(drawn["texts"]) == drawn["text"]
+    assert set(drawn["timings"]) == {"first_token_seconds", "decode_seconds", "decode_tokens_per_second"}
+    stop = [text for text in drawn["texts"] if text][2]
+    cut = json.loads(run("generate", TINY, *options, "--seed", drawn["seed"], "--stop", "never", "--stop", stop)[1])
+    assert (cut["text"], cut["finish_reason"]) == (drawn["text"].partition(stop)[0], "stop")
+    assert json.loads(run("generate", TINY, "--prompt", "a", "--max-tokens", 1, "--json")[1])["seed"] is None
+
+
+def test_inspect(run: Run, checkpoints: dict[str, Path]) -> None:
+    for name, path in checkpoints.items():
+        code, out, err = run("inspect", path, "--json", "--tensors")
+        assert (code, err) == (0, ""), name
+        report = json.loads(out)
+        assert report["bytes"] == sum(tensor["bytes"] for tensor in report["tensors"])
+        assert report["model_type"] in name.replace("gemma1", "gemma")
+        assert run("inspect", path)[0] == 0
+    report = json.loads(run("inspect", TINY, "--json")[1])
+    assert [layer["window"] for layer in report["layers"]] == [16] * 5 + [None, 16]
+    assert report["tokenizer"]["size"] == 1536
+    assert "start_of_turn" in report["chat_template"]
+    assert report["parameters"] == 444_672
+
+
+def test_models(run: Run) -> None:
+    entries = json.loads(run("models", "--json")[1])["models"]
+    assert {"gemma-3-270m", "gemma-3-27b-it", "gemma-2-9b-it", "gemma-7b", "gemma-3-4b-it-qat", "tiny-gemma3"} <= {
+        entry["name"] for entry in entries
+    }
+    assert len({entry["name"] for entry in entries}) == len(entries)
+    code, out, _ = run("models")
+    assert code == 0
+    assert len(out.splitlines()) == len(entries) + 1
+
+
+def test_catalogue_sizes_follow_from_the_shapes() -> None:
+    for entry in catalogue():
+        s = entry.shape
+        norms = 2 if s["family"] == "gemma" else 4
+        heads = 2 * s["E"] if s["family"] == "gemma3" else 0
+        layer = s["D"] * s["E"] * 2 * (s["H"] + s["G"]) + 3 * s["D"] * s["F"] + norms * s["D"] + heads
+        assert entry.parameters == s["V"] * s["D"] + s["L"] * layer + s["D"], entry.name
+    assert resolve("tiny-gemma3").is_dir()
+
+
+def test_completion(run: Run) -> None:
+    code, script, _ = run("completion")
+    asked = "COMP_WORDS=(gemma_py {}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _gemma_py; echo ${{COMPREPLY[*]}}"
+    found = [
+        subprocess.run(["bash", "-c", script + asked.format(line)], capture_output=True, text=True, check=True).stdout
+        for line in ("sc", "chat --no", "generate --prom")
+    ]
+    assert (code, found) == (0, ["score\n", "--no-markdown\n", "--prompt\n"])
+
+
+def test_help_everywhere(run: Run) -> None:
+    for arguments in ([], ["chat"], ["score"], ["generate"], ["inspect"], ["verify"], ["models"]):
+        code, out, _ = run(*arguments, "--help")
+        assert code == 0
+        assert "usage" in out
+    assert run("--version")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["score", TINY],
+        ["score", TINY, "--text", "a", "--file", "b"],
+        ["generate", TINY],
+        ["generate", TINY, "--prompt", "a", "--max-tokens", "x"],
+        ["score", TINY, "--unknown"],
+        ["generate", TINY, "--prompt", "a", "--max-tokens", "0"],
+        ["generate", TINY, "--prompt", "a", "--context", "-1"],
+    ],
+)
+def test_usage_errors(run: Run, arguments: list[str]) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+
+
+def bad_files(tmp_path: Path) -> dict[str, list[object]]:
+    files = {
+        "broken.gguf": small()[:50],
+        "no_model.gguf": small(),
+        "empty.gguf": b"",
+        "text.txt": b"\xff\xfe",
+        "ids.json": b"{}",
+        "floats.json": b"[1.5]",
+        "large.json": b"[99999999999999999999999999]",
+        "one.json": b"[2]",
+        "outside.json": b"[2, 1536]",
+        "deep.json": b"[" * 100_000,
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    at = tmp_path.__truediv__
+    return {
+        "broken": ["inspect", at("broken.gguf")],
+        "no model": ["inspect", at("no_model.gguf")],
+        "empty": ["score", at("empty.gguf"), "--text", "a"],
+        "nothing there": ["inspect", at("nothing")],
+        "a directory": ["inspect", tmp_path],
+        "unknown name": ["generate", "gemma-9-900b", "--prompt", "a"],
+        "not downloaded": ["generate", "gemma-3-27b-it", "--prompt", "a"],
+        "text not UTF-8": ["score", TINY, "--file", at("text.txt")],
+        "no text file": ["score", TINY, "--file", at("nothing")],
+        "text is a directory": ["score", TINY, "--file", tmp_path],
+        "ids no list": ["score", TINY, "--ids", at("ids.json")],
+        "ids of floats": ["score", TINY, "--ids", at("floats.json")],
+        "ids too large": ["score", TINY, "--ids", at("large.json")],
+        "one id": ["score", TINY, "--ids", at("one.json")],
+        "id outside": ["score", TINY, "--ids", at("outside.json")],
+        "deep": ["score", TINY, "--ids", at("deep.json")],
+        "empty text": ["score", TINY, "--text", ""],
+        "top-p beyond 1": ["generate", TINY, "--prompt", "a", "--top-p", "2"],
+        "an empty stop": ["generate", TINY, "--prompt", "a", "--stop", ""],
+        "too long": ["score", TINY, "--text", "a b c d e f", "--context", "3"],
+        "too many tokens": ["generate", TINY, "--prompt", "a", "--max-tokens", "99999"],
+        "surrogates": ["generate", TINY, "--prompt", "\udcff"],
+        "a NUL in the path": ["inspect", "a\0b"],
+        "a long path": ["inspect", "x" * 5000],
+    }
+
+
+@pytest.mark.parametrize("case", [
+    "broken", "no model", "empty", "nothing there", "a directory", "unknown name", "not downloaded", "text not UTF-8",
+    "no text file", "text is a directory", "ids no list", "ids of floats", "ids too large", "one id", "id outside", "deep",
+    "empty text", "top-p beyond 1", "an empty stop", "too long", "too many tokens", "surrogates", "a NUL in the path", "a long path",
+])  # fmt: skip
+@pytest.mark.parametrize("as_json", [False, True])
+def test_bad_input_is_one_line_and_exit_code_1(run: Run, tmp_path: Path, case: str, as_json: bool) -> None:
+    code, out, err = run(*bad_files(tmp_path)[case], *(["--json"] if as_json else []))
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("gemma_py: ")
+
+
+def process(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "gemma_py", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # type: ignore[call-overload]
+
+
+def test_as_a_program() -> None:
+    with process("generate", TINY, "--prompt", "some text", "--max-tokens", 3) as child:
+        out, err = child.communicate(timeout=120)
+    assert (child.returncode, err) == (0, b"")
+    assert out.endswith(b"\n")
+
+
+def test_standard_input() -> None:
+    with process("score", TINY, "--file", "-", "--json", stdin=subprocess.PIPE) as child:
+        out, err = child.communicate("some tëxt".encode(), timeout=120)
+    assert (child.returncode, err) == (0, b"")
+    assert len(json.loads(out)["nll"]) >= 2
+    with process("score", TINY, "--file", "-", stdin=subprocess.PIPE) as child:
+        out, err = child.communicate(b"\xff", timeout=120)
+    assert (child.returncode, out) == (1, b"")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_reader_that_leaves() -> None:
+    with process("score", TINY, "--text", "word " * 400) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.readline()
+        child.stdout.close()
+        err = child.stderr.read()
+        assert child.wait(timeout=120) == 1
+    assert err == b""
+
+
+def test_an_interrupt() -> None:
+    with process("score", TINY, "--text", "word " * 1500) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.readline()
+        child.send_signal(signal.SIGINT)
+        assert child.wait(timeout=120) == 130
+        assert child.stderr.read() == b""
+
+
+def test_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": "/proc/nowhere", "HOME": "/proc/nowhere"}
+    with process("generate", TINY, "--prompt", "a", "--max-tokens", 2, "--json", env=environment) as child:
+        out, err = child.communicate(timeout=300)
+    assert (child.returncode, err.splitlines()[1:]) == (0, [])
+    assert err.startswith(b"compiling kernels")
+    assert len(json.loads(out)["ids"]) == 2
+
+
+def test_streams_that_are_closed_or_endless() -> None:
+    for command, code in (
+        ("models >&-", 0),
+        (f"score {TINY} --file - <&-", 1),
+        (f"score {TINY} --file - </dev/zero", 1),
+    ):
+        line = f"exec {sys.executable} -m gemma_py {command}"
+        done = subprocess.run(["sh", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == code, done.stderr
+        assert len(done.stderr.splitlines()) <= 1
+
+
+def test_a_full_disk() -> None:
+    for extra in ([], ["--json"]):
+        with Path("/dev/full").open("wb") as full:
+            command = [sys.executable, "-m", "gemma_py", "score", str(TINY), "--text", "some text", *extra]
+            done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=120, check=False)
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_misspelt_model_gets_a_hint(run: Run) -> None:
+    assert "did you mean gemma-3-270m?" in run("inspect", "gemma3-270m")[2]
+
+
+def test_logits_that_are_no_numbers_are_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prefill(self: object, ids: list[int], all_logits: bool) -> np.ndarray:
+        return np.full((len(ids), 1536), np.nan, np.float32)
+
+    monkeypatch.setattr("gemma_py.generate.engine.Session.prefill", prefill)
+    code, out, err = run("score", TINY, "--text", "some text", "--json")
+    assert (code, out) == (1, "")
+    assert "NaN" in err

@@ -1,0 +1,224 @@
+"""Descriptions of models: old and new files say the same, and a wrong field is named."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_checkpoints as tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemma_py.errors import ConfigError, GemmaError, UnsupportedError
+from gemma_py.models.config import GEMMA1_NORMS, GEMMA3_NORMS, Config, Rope
+from gemma_py.models.config_gguf import config_from_gguf
+from gemma_py.models.config_hf import config_from_hf
+
+# As in the released repositories, shortened to the fields that matter.
+GEMMA_2B = {
+    "architectures": ["GemmaForCausalLM"], "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu",
+    "hidden_size": 2048, "intermediate_size": 16384, "max_position_embeddings": 8192, "model_type": "gemma",
+    "num_attention_heads": 8, "num_hidden_layers": 18, "num_key_value_heads": 1, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 256000, "attention_bias": False,
+}  # fmt: skip
+GEMMA_2_27B = {
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 128, "hidden_size": 4608,
+    "hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 36864, "max_position_embeddings": 8192,
+    "model_type": "gemma2", "num_attention_heads": 32, "num_hidden_layers": 46, "num_key_value_heads": 16,
+    "query_pre_attn_scalar": 144, "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
+}  # fmt: skip
+GEMMA_3_4B_IT = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+    "eos_token_id": [1, 106], "image_token_index": 262144, "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+}  # fmt: skip
+
+
+def windows(config: Config) -> list[int | None]:
+    return [layer.sliding_window for layer in config.layers]
+
+
+def test_gemma_1() -> None:
+    config = config_from_hf(GEMMA_2B, "config.json")
+    assert windows(config) == [None] * 18
+    assert config.layers[0].norms == GEMMA1_NORMS
+    assert config.query_pre_attn_scalar == 256.0
+    assert config.attn_logit_softcapping is None
+    assert (config.bos_token_id, config.eos_token_ids) == (2, (1,))
+
+
+def test_gemma_2() -> None:
+    config = config_from_hf(GEMMA_2_27B, "config.json")
+    assert windows(config) == [4096, None] * 23
+    assert config.attention_scale == 1 / 12
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
+
+
+def test_gemma_3_inside_a_multimodal_config_that_leaves_defaults_out() -> None:
+    config = config_from_hf(GEMMA_3_4B_IT, "config.json")
+    assert windows(config)[:7] == [1024] * 5 + [None, 1024]
+    assert windows(config).count(None) == 5
+    assert config.layers[5].rope == Rope(1e6, 8.0)
+    assert config.layers[0].rope == Rope(1e4)
+    assert (config.layers[0].num_attention_heads, config.layers[0].num_key_value_heads) == (8, 4)
+    assert config.vocab_size == 262_208
+    assert config.eos_token_ids == (1, 106)
+    assert config.layers[0].norms == GEMMA3_NORMS
+
+
+def test_old_and_new_forms_say_the_same() -> None:
+    new = dict(tiny.VARIANTS["gemma3"].config)
+    old = {key: value for key, value in new.items() if key not in ("layer_types", "rope_parameters")}
+    old |= {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    assert config_from_hf(old, "old") == config_from_hf(new, "new")
+    old |= {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    scaled = copy.deepcopy(new)
+    scaled["rope_parameters"]["full_attention"] |= {"rope_type": "linear", "factor": 2.0}
+    assert config_from_hf(old, "old") == config_from_hf(scaled, "new")
+
+
+def test_generation_config_has_the_last_word_on_end_tokens() -> None:
+    config = config_from_hf(GEMMA_2B, "config.json", {"eos_token_id": [1, 107]})
+    assert config.eos_token_ids == (1, 107)
+
+
+def test_null_means_no_cap_but_absence_the_default() -> None:
+    assert config_from_hf(GEMMA_2_27B | {"attn_logit_softcapping": None}, "c").attn_logit_softcapping is None
+    absent = {key: value for key, value in GEMMA_2_27B.items() if key != "attn_logit_softcapping"}
+    assert config_from_hf(absent, "c").attn_logit_softcapping == 50.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": "2048"}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"hidden_size": 1 << 63}, "hidden_size"),
+        ({"head_dim": 255}, "head_dim should be even"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads 3"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"rope_theta": [1e4]}, "rope_theta"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ({"eos_token_id": -1}, "eos_token_id"),
+        ({"model_type": "llama"}, "'llama' is no Gemma"),
+        ({"model_type": "gemma3n"}, "'gemma3n' is not supported yet"),
+        ({"model_type": None}, "no Gemma"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_activation": "relu"}, "'relu'"),
+        ({"hidden_act": "relu"}, "'relu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ],
+)
+def test_a_wrong_field_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=message) as caught:
+        config_from_hf(GEMMA_2B | change, "some/config.json")
+    assert "some/config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "field"), [
+    ("gemma3", "attn_logit_softcapping"), ("gemma1-multi-head", "attn_logit_softcapping"),
+    ("gemma1-multi-head", "final_logit_softcapping"),
+])  # fmt: skip
+def test_caps_that_a_family_does_not_have_are_ignored_as_in_transformers(name: str, field: str) -> None:
+    config = tiny.VARIANTS[name].config
+    assert config_from_hf(config | {field: 2.0}, "c") == config_from_hf(config, "c")
+
+
+def test_the_old_name_of_rope_wins_where_both_stand() -> None:
+    both = GEMMA_2B | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+                       "rope_scaling": {"rope_type": "linear", "factor": 2.0}}  # fmt: skip
+    assert config_from_hf(both, "c").layers[0].rope == Rope(1e4, 2.0)
+
+
+@pytest.mark.parametrize("types", [["full_attention"], ["wrong"] * 7, "full_attention", [["full_attention"]] * 7])
+def test_layer_types_are_checked(types: Any) -> None:
+    with pytest.raises(ConfigError, match="layer_types"):
+        config_from_hf(tiny.VARIANTS["gemma3"].config | {"layer_types": types}, "c")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(["gemma1-multi-head", "gemma2", "gemma3", "gemma3-old-config"]), st.data())
+def test_any_value_in_any_field_gives_a_config_or_a_typed_error(name: str, data: st.DataObject) -> None:
+    config = dict(tiny.VARIANTS[name].config)
+    config[data.draw(st.sampled_from(sorted(config)))] = data.draw(JSON)
+    try:
+        made = config_from_hf(config, "c")
+    except GemmaError as error:
+        assert str(error).startswith("c")
+        return
+    assert made.layers
+
+
+GGUF_270M = {
+    "general.architecture": "gemma3", "gemma3.context_length": 32768, "gemma3.embedding_length": 640,
+    "gemma3.block_count": 18, "gemma3.feed_forward_length": 2048, "gemma3.attention.head_count": 4,
+    "gemma3.attention.layer_norm_rms_epsilon": 9.999999974752427e-07, "gemma3.attention.key_length": 256,
+    "gemma3.attention.value_length": 256, "gemma3.rope.freq_base": 1000000.0, "gemma3.attention.sliding_window": 512,
+    "gemma3.attention.head_count_kv": 1, "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1,
+}  # fmt: skip
+
+
+def test_gguf() -> None:
+    config = config_from_gguf(GGUF_270M, "file", 262_144, tied=True)
+    assert windows(config) == ([512] * 5 + [None]) * 3
+    assert config.query_pre_attn_scalar == 256
+    assert config.layers[5].rope == Rope(1e6)
+    assert config.layers[0].rope == Rope(1e4)
+
+
+def test_gguf_may_say_for_each_layer_what_is_the_same_in_all() -> None:
+    arrays = {key: np.full(18, GGUF_270M[f"gemma3.{key}"]) for key in ("attention.head_count", "feed_forward_length")}
+    config = config_from_gguf(GGUF_270M | {f"gemma3.{k}": v for k, v in arrays.items()}, "file", 262_144, tied=True)
+    assert config == config_from_gguf(GGUF_270M, "file", 262_144, tied=True)
+
+
+def test_gguf_27b_scales_by_hidden_over_heads() -> None:
+    big = GGUF_270M | {"gemma3.block_count": 62, "gemma3.embedding_length": 5376, "gemma3.attention.head_count": 32,
+                       "gemma3.attention.head_count_kv": 16, "gemma3.attention.key_length": 128,
+                       "gemma3.attention.value_length": 128, "gemma3.rope.scaling.type": "linear",
+                       "gemma3.rope.scaling.factor": 8.0}  # fmt: skip
+    config = config_from_gguf(big, "file", 262_208, tied=True)
+    assert config.query_pre_attn_scalar == 168
+    assert config.layers[5].rope == Rope(1e6, 8.0)
+    assert config.layers[0].rope == Rope(1e4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"general.architecture": "llama"}, "'llama'"),
+        ({"general.architecture": 3}, "general.architecture"),
+        ({"gemma3.block_count": None}, "block_count is missing"),
+        ({"gemma3.embedding_length": "640"}, "embedding_length"),
+        ({"gemma3.attention.value_length": 128}, "value_length"),
+        ({"gemma3.attention.sliding_window": None}, "sliding_window is missing"),
+        ({"gemma3.attention.sliding_window_pattern": [True]}, "sliding_window_pattern"),
+        ({"gemma3.attention.sliding_window_pattern": "x"}, "sliding_window_pattern"),
+        ({"gemma3.attention.sliding_window_pattern": ["false"] * 18}, "sliding_window_pattern"),
+        ({"gemma3.attention.sliding_window_pattern": [0.5] * 18}, "sliding_window_pattern"),
+        ({"gemma3.attention.sliding_window_pattern": 0.5}, "sliding_window_pattern"),
+        ({"gemma3.rope.scaling.type": "yarn"}, "'yarn'"),
+        ({"gemma3.attention.causal": False}, "embedding model"),
+    ],
+)
+def test_a_wrong_gguf_field_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        config_from_gguf(GGUF_270M | change, "file", 262_144, tied=True)
