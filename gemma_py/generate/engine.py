@@ -22,12 +22,13 @@ from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.compiling import Compilation, first_time
+from gemma_py.runtime.program import link
 from gemma_py.runtime.runner import CHUNK, Runner
 from gemma_py.templates.template import Template, checked_messages, choose, encode
 from gemma_py.tokenizer import Tokenizer
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.weights.store import packed_weights
-from gemma_py.weights.tensors import Matrix, Weights, stays_float
+from gemma_py.weights.tensors import Weights, stays_float
 
 
 class Engine:
@@ -73,7 +74,8 @@ class Engine:
             if first_time(kv):
                 self._rehearse()
             compilation.wait()
-            self._runner: Runner | None = Runner(packed, self.config, threads or machine.threads(), deadline, kv)
+            program = link(checkpoint.family.program(self.config), packed)
+            self._runner: Runner | None = Runner(program, self.config, threads or machine.threads(), deadline, kv)
 
     def _rehearse(self) -> None:
         """What an answer needs beside the forward pass is compiled while people wait anyway."""
@@ -97,7 +99,7 @@ class Engine:
     def threads(self) -> int:
         return self.runner.team.workers
 
-    def reference_weights(self) -> Weights[Matrix]:
+    def reference_weights(self) -> Weights:
         """The weights as the specification takes them, read anew: the engine itself keeps only the packed form."""
         return self.checkpoint.weights(self.quant)
 

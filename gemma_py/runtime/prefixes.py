@@ -109,7 +109,7 @@ class Prefixes:
         """A layer at a time, keys and values [G, positions, E]: what a token after these blocks may read, and at
         most a block's rows before that."""
         at = 0
-        for layer in config.layers:
+        for layer in config.kv_layers:
             G, E = layer.num_key_value_heads, layer.head_dim
             needed = path[min(first_readable(layer, len(path) * TOKENS) // TOKENS, len(path) - 1) :]
             rows = self._rows[[block.place for block in needed], at : at + 2 * G * TOKENS * E]
