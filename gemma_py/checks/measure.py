@@ -22,7 +22,6 @@ from gemma_py.checks.verify import Say
 from gemma_py.errors import ContextError, MismatchError
 from gemma_py.generate.engine import Engine
 from gemma_py.runtime.cache import Cache
-from gemma_py.runtime.forward import PHASES
 from gemma_py.runtime.profile import WAIT, WORK, Profile
 from gemma_py.runtime.runner import CHUNK
 
@@ -112,7 +111,7 @@ class Bench:
             for row in self._all:
                 if row.threads != before:
                     before = row.threads
-                    self.engine.runner.use(row.threads)
+                    self.engine.set_threads(row.threads)
                     self._warm_up()
                 done += 0 if row.test.depth in self._starts else row.test.depth
                 say(f"{row.test} on {verify.threads_text(row.threads)}, round {number + 1} of {rounds}", done / total)
@@ -128,7 +127,7 @@ class Bench:
     def _measure(self, row: Row, profile: bool) -> None:
         runner, ids = self.engine.runner, self._ids(row.test.tokens)
         cache = self._start(row.test.depth)
-        runner.profile = Profile(row.threads, len(PHASES)) if profile else None
+        runner.instruments.profile = Profile(row.threads, len(runner.program.labels)) if profile else None
         first = 0
         try:
             start = time.perf_counter()
@@ -136,9 +135,9 @@ class Bench:
                 logits = runner.run(cache, ids[first : first + T], False)
                 first += T
             seconds = time.perf_counter() - start
-            row.profiles += [runner.profile] if runner.profile else []
+            row.profiles += [runner.instruments.profile] if runner.instruments.profile else []
         finally:
-            runner.profile = None
+            runner.instruments.profile = None
         row.seconds.append(seconds)
         self._compare(row, hashlib.sha256(logits.tobytes() + " ".join(cache.digest()).encode()).hexdigest())
 
@@ -186,7 +185,7 @@ def described(engine: Engine) -> Model:
 def cost_of(engine: Engine, test: Test) -> np.ndarray:
     """int64 [phases, 2]: FLOP and BYTES of a run of the test."""
     kv_bytes = np.dtype(engine.runner.cache().dtype).itemsize
-    return run_cost(engine.runner.packed, kv_bytes, test.depth, test.passes)
+    return run_cost(engine.program, kv_bytes, test.depth, test.passes)
 
 
 def figures(engine: Engine, row: Row, limit: Limits) -> dict[str, Any]:
@@ -225,7 +224,7 @@ def phases(engine: Engine, row: Row, limit: Limits) -> list[dict[str, Any]]:
     spent = np.sum([profile.nanoseconds for profile in row.profiles], axis=0).mean(0) / 1e9
     table = []
     for name, members in GROUPS.items():
-        numbers = [PHASES.index(member) for member in members]
+        numbers = [engine.program.label(member) for member in members if member in engine.program.labels]
         seconds = float(spent[numbers, WORK].sum())
         flop, read = (int(cost[numbers, what].sum()) for what in (FLOP, BYTES))
         entry: dict[str, Any] = {"phase": name, "seconds": seconds, "share": seconds / total}

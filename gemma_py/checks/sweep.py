@@ -54,7 +54,7 @@ class Sweep:
             for point, cost in zip(self._all, costs, strict=True):
                 if point.way.threads != before:
                     before = point.way.threads
-                    self.engine.runner.use(before)
+                    self.engine.set_threads(before)
                     self._warm_up()
                 say(f"{point.way}, round {number + 1} of {rounds}", done / (rounds * sum(costs)))
                 result = self._measure(point)

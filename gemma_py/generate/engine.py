@@ -22,7 +22,8 @@ from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.compiling import Compilation, first_time
-from gemma_py.runtime.program import link
+from gemma_py.runtime.instruments import Instruments
+from gemma_py.runtime.program import Linked, link
 from gemma_py.runtime.runner import CHUNK, Runner
 from gemma_py.templates.template import Template, checked_messages, choose, encode
 from gemma_py.tokenizer import Tokenizer
@@ -89,6 +90,16 @@ class Engine:
         if self._runner is None:
             raise InputError("the engine is closed")
         return self._runner
+
+    @property
+    def program(self) -> Linked:
+        """What a pass does, operation by operation, as the kernel reads it."""
+        return self.runner.program
+
+    @property
+    def instruments(self) -> Instruments:
+        """For tests and diagnosis: delays, faults, poison, traces and profiles of the passes to come."""
+        return self.runner.instruments
 
     @property
     def name(self) -> str:
@@ -295,6 +306,13 @@ class Session:
     def position(self) -> int:
         """Tokens in the cache."""
         return self._cache.position
+
+    def kv_rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The committed keys and values that a later token may read, f32 [positions, G, E] each.
+
+        number: of the layers that have KV rows of their own, see Config.kv_owners.
+        """
+        return self._cache.rows(number)
 
     def prefill(self, ids: Sequence[int], chunk: int | None = None, all_logits: bool = False) -> np.ndarray:
         """Append tokens. float32 [V] of the last one, or [T, V] of all.

@@ -51,15 +51,19 @@ class Config:
         return 1.0 / math.sqrt(self.query_pre_attn_scalar)  # the root is IEEE's; a power would be libm's
 
     @cached_property
+    def kv_owners(self) -> tuple[int, ...]:
+        """The numbers of the layers that have KV rows of their own, which are the layers of a KV cache."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer.kv_source == number)
+
+    @cached_property
     def kv_layers(self) -> tuple[Layer, ...]:
-        """The layers that have KV rows of their own, which are the layers of a KV cache."""
-        return tuple(layer for number, layer in enumerate(self.layers) if layer.kv_source == number)
+        """These layers themselves."""
+        return tuple(self.layers[number] for number in self.kv_owners)
 
     @cached_property
     def kv_numbers(self) -> tuple[int, ...]:
         """For each layer, the place in `kv_layers` of the layer whose KV rows it reads."""
-        owners = [number for number, layer in enumerate(self.layers) if layer.kv_source == number]
-        return tuple(owners.index(layer.kv_source) for layer in self.layers)
+        return tuple(self.kv_owners.index(layer.kv_source) for layer in self.layers)
 
 
 def checked(config: Config, where: str) -> Config:

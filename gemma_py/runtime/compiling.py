@@ -30,6 +30,7 @@ from gemma_py.runtime.forward import forward
 from gemma_py.runtime.phases import attention_phase, matmul_phase, rows_phase, scores_phase
 from gemma_py.runtime.program import Model, Sizes
 from gemma_py.runtime.trace import NO_TRACE
+from gemma_py.weights.pack import Packed
 
 # What is compiled, the longest first: each share by one process, for its kernels have helpers in common. `forward` is
 # made of them all.
@@ -56,7 +57,7 @@ def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
     arguments = (
         0, 0, make_cells(1),
         Model(
-            _fixed(np.float32), _fixed(np.uint16), _fixed(np.int8), _fixed(np.int64, 2), _fixed(np.float32),
+            Packed(_fixed(np.float32), _fixed(np.uint16), _fixed(np.int8), _fixed(np.float32), _fixed(np.int64, 2)),
             _fixed(np.float32, 2), _fixed(np.float32), _fixed(np.int64, 2),
         ),
         new_scratch(Sizes(i64, 1, 1, 1, 2), 1, 1),

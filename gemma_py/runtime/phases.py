@@ -63,9 +63,9 @@ _EVERYTHING = 1 << 40  # a window that never ends
 
 @inlined
 def _panels_of_codes(m, number):
-    row = m.matrices[number]
+    row = m.weights.matrices[number]
     return CodePanels(
-        m.codes, row[w.AT], row[w.ROWS], row[w.INPUTS], row[w.WIDTH], row[w.OFFSET], row[w.GROUP], row[w.SPAN],
+        m.weights.codes, row[w.AT], row[w.ROWS], row[w.INPUTS], row[w.WIDTH], row[w.OFFSET], row[w.GROUP], row[w.SPAN],
         row[w.MINIMUMS], row[w.BYTES], row[w.QUADS],
     )  # fmt: skip
 
@@ -74,14 +74,14 @@ def _panels_of_codes(m, number):
 def _embed(m, op, token, y, at, bench):
     """y[at .. at + D - 1] = the token's row times the operation's number."""
     number, factor = op[p.MATRIX], m.numbers[op[p.NUMBER]]
-    row = m.matrices[number]
+    row = m.weights.matrices[number]
     N, K = row[w.ROWS], row[w.INPUTS]
     if row[w.KIND] == w.CODES:
         embed_codes(_panels_of_codes(m, number), token, factor, y, at, bench)
     elif row[w.KIND] == w.HALVES:
-        embed_floats(FloatPanels(m.halves, row[w.AT], N, K), token, factor, y, at)
+        embed_floats(FloatPanels(m.weights.halves, row[w.AT], N, K), token, factor, y, at)
     else:
-        embed_floats(FloatPanels(m.floats, row[w.AT], N, K), token, factor, y, at)
+        embed_floats(FloatPanels(m.weights.floats, row[w.AT], N, K), token, factor, y, at)
 
 
 @inlined
@@ -102,7 +102,7 @@ def _buffer(batch, s, number, width):
 
 
 @inlined
-def _row_operation(worker, m, op, s, batch, bench, sequence, first, last):
+def row_operation(worker, m, op, s, batch, bench, sequence, first, last):
     """One operation on rows first .. last - 1, which are of one sequence where the operation stores KV rows."""
     kind, heads, width = op[p.OP], op[p.HEADS], op[p.WIDTH]
     rows, positions = batch.rows[op[p.ROWS_OF]], batch.positions[op[p.ROWS_OF]]
@@ -115,16 +115,16 @@ def _row_operation(worker, m, op, s, batch, bench, sequence, first, last):
     elif kind == ROPE_TABLE:
         for t in range(first, last):
             rope_table(m.frequencies[op[p.ROPE_ROW], :width], positions[t] - t, y, second, t, t + 1)
-    elif kind == NORM or kind == ADD:
+    elif kind in (NORM, ADD):
         gain = op[p.GAIN]
         if gain >= 0:
             to = y if kind == NORM else x
             eps = m.numbers[op[p.NUMBER]]
-            rms_norm_rows(x, m.gains[gain : gain + width], width, eps, to, first * heads, last * heads)
+            rms_norm_rows(x, m.weights.gains[gain : gain + width], width, eps, to, first * heads, last * heads)
         if kind == ADD:
             add_to(y, x, first * width, last * width)
     elif kind == SCALE:
-        scale_rows(y, m.gains[op[p.GAIN]], first * width, last * width)
+        scale_rows(y, m.weights.gains[op[p.GAIN]], first * width, last * width)
     elif kind == GELU_GATE:
         gelu_gate(y, x, first * width, last * width)
     elif kind == QUANTISE:
@@ -175,7 +175,7 @@ def rows_phase(worker, workers, cells, m, s, batch, trace, at, end):
             sequence, first, last = rows_of_tile(segments, tile, _TILE_ROWS)
         for number in range(at, end):
             op = m.ops[number]
-            _row_operation(worker, m, op, s, batch, bench, sequence, first, last)
+            row_operation(worker, m, op, s, batch, bench, sequence, first, last)
             if is_traced(trace) and op[p.TRACE] >= 0:
                 _trace_operation(op, s, batch, trace, first, last)
                 trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], first, last)
@@ -192,7 +192,7 @@ def rows_phase(worker, workers, cells, m, s, batch, trace, at, end):
 @inlined
 def _matmul(m, op, s, batch, bench, first_row, last_row, first_panel, last_panel):
     """target[t, n] of rows t and panels of n; the matrix's format decides the order."""
-    row = m.matrices[op[p.MATRIX]]
+    row = m.weights.matrices[op[p.MATRIX]]
     N, K = row[w.ROWS], row[w.INPUTS]
     (x,) = _buffer(batch, s, op[p.SOURCE], K)
     (y,) = _buffer(batch, s, op[p.TARGET], N)
@@ -200,9 +200,13 @@ def _matmul(m, op, s, batch, bench, first_row, last_row, first_panel, last_panel
         coded = codes_of(s, batch, op[p.SLOT])
         matmul_codes(coded, _panels_of_codes(m, op[p.MATRIX]), y, first_row, last_row, first_panel, last_panel, bench)
     elif row[w.KIND] == w.HALVES:
-        matmul_floats(x, FloatPanels(m.halves, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel)
+        matmul_floats(
+            x, FloatPanels(m.weights.halves, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
+        )
     else:
-        matmul_floats(x, FloatPanels(m.floats, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel)
+        matmul_floats(
+            x, FloatPanels(m.weights.floats, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
+        )
     cap = m.numbers[op[p.NUMBER]]
     if cap > 0:
         for t in range(first_row, last_row):
@@ -211,7 +215,7 @@ def _matmul(m, op, s, batch, bench, first_row, last_row, first_panel, last_panel
 
 @inlined
 def _panels_for(m, op):
-    return (m.matrices[op[p.MATRIX], w.ROWS] + COLUMNS - 1) // COLUMNS
+    return (m.weights.matrices[op[p.MATRIX], w.ROWS] + COLUMNS - 1) // COLUMNS
 
 
 @inlined
@@ -350,24 +354,29 @@ def _columns(worker, workers, cells, m, s, batch, trace, op, parts):
 
 
 @inlined
+def attend_tile(m, op, s, batch, scratch, number, g, first, last):
+    """Attention of a sequence's rows first .. last - 1 to one key/value head; the keys up to the last row's are there."""
+    H, place, origin = op[p.HEADS], batch.tables[number, op[p.KV]], batch.segments[op[p.ROWS_OF], number, ORIGIN]
+    keys, values = kv_rows_of(op, place, batch.stored)
+    (q,) = _buffer(batch, s, op[p.SOURCE], H * op[p.WIDTH])
+    (out,) = _buffer(batch, s, op[p.TARGET], H * op[p.WIDTH])
+    ring, scale, cap = _ring_of(op, keys, values, place[c.ROWS]), m.numbers[op[p.NUMBER]], m.numbers[op[p.NUMBER] + 1]
+    attend(q, ring, H, g, _window_of(op), scale, cap, origin, origin + first, origin + last, scratch, out)
+
+
+@inlined
 def _attend_tiles(worker, workers, cells, m, s, batch, trace, op):
     """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     scratch = s.attention[own_part(s.attention, worker, workers)]
-    scale, cap = m.numbers[op[p.NUMBER]], m.numbers[op[p.NUMBER] + 1]
-    (q,) = _buffer(batch, s, op[p.SOURCE], H * op[p.WIDTH])
-    (out,) = _buffer(batch, s, op[p.TARGET], H * op[p.WIDTH])
     rows = max(1, QUERIES // (H // G))
     tiles = G * tiles_in(segments, rows)
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:
         number, first, last = rows_of_tile(segments, tile // G, rows)
-        place, origin = batch.tables[number, op[p.KV]], segments[number, ORIGIN]
-        keys, values = kv_rows_of(op, place, batch.stored)
-        if not await_rows(cells, worker, op[p.KV] * segments.shape[0] + number, origin + last - 1):
+        if not await_rows(cells, worker, op[p.KV] * segments.shape[0] + number, segments[number, ORIGIN] + last - 1):
             return False
-        ring = _ring_of(op, keys, values, place[c.ROWS])
-        attend(q, ring, H, tile % G, _window_of(op), scale, cap, origin, origin + first, origin + last, scratch, out)
+        attend_tile(m, op, s, batch, scratch, number, tile % G, first, last)
         if is_traced(trace):
             trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], first, last)
         tile = claim_any(cells, worker, op[p.COUNTER], tiles)

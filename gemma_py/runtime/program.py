@@ -10,7 +10,7 @@ from gemma_py.kernels.panels import BLOCK, COLUMNS
 from gemma_py.kernels.rows import rope_frequencies
 from gemma_py.models.config import Rope
 from gemma_py.models.program import ADD, ATTEND, LOGITS, MATMUL, NORM, QUANTISE, SCORES, STORE, Op, Program
-from gemma_py.weights.pack import CODES, KIND, ROWS, Packed, PackedWeights
+from gemma_py.weights.pack import CODES, KIND, Packed, PackedWeights
 
 # Columns of `ops`. The first ones place an operation in the pass:
 #   NEXT: the first operation of the next phase. COUNTER: the number of the phase, whose counter tiles are claimed from.
@@ -28,11 +28,7 @@ class Model(NamedTuple):
     """All that a pass reads and that does not change from pass to pass. Every array is read-only: numba would compile
     another pass for writable ones."""
 
-    floats: np.ndarray  # f32 panels
-    halves: np.ndarray  # bfloat16 panels, as uint16
-    codes: np.ndarray  # int8: the bytes of code panels
-    matrices: np.ndarray  # int64 [matrices, 11]: where each begins in its arena, see weights/pack.py
-    gains: np.ndarray  # f32
+    weights: Packed  # its gains followed by ones, for norms that have none
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
     numbers: np.ndarray  # f32: epsilons, scales, caps and factors
     ops: np.ndarray  # int64 [operations, 21]
@@ -97,10 +93,9 @@ def link(program: Program, weights: PackedWeights) -> Linked:
         row[SLOT] = slots[op.slot] if op.kind in (QUANTISE, MATMUL) and slots else 0
     _mark_phases(table, ops)
 
-    arrays = weights.arrays
     made = Model(
-        arrays.floats, arrays.halves, arrays.codes, arrays.matrices, _fixed(_with_ones(program, arrays)), frequencies,
-        _fixed(np.array(list(numbers), np.float32).reshape(-1)), _fixed(table),
+        weights.arrays._replace(gains=_fixed(_with_ones(program, weights.arrays))),
+        frequencies, _fixed(np.array(list(numbers), np.float32).reshape(-1)), _fixed(table),
     )  # fmt: skip
     widest = max((op.width for op in ops if op.kind == QUANTISE), default=0)
     heads = max((op.width for op in ops if op.kind == ATTEND), default=0)
@@ -157,13 +152,3 @@ def _frequencies(ropes: Sequence[tuple[Rope, int]]) -> np.ndarray:
 def _fixed(array: np.ndarray) -> np.ndarray:
     array.flags.writeable = False
     return array
-
-
-def matmul_ops(model: Model) -> np.ndarray:
-    """The rows of `ops` that are products with a matrix."""
-    return model.ops[model.ops[:, OP] == MATMUL]
-
-
-def outputs_of(model: Model, op: np.ndarray) -> int:
-    """How many numbers a product gives for a row."""
-    return int(model.matrices[op[MATRIX], ROWS])

@@ -41,7 +41,7 @@ def computed(
 def test_a_hit_matches_a_cold_start(checkpoints: dict[str, Path], name: str) -> None:
     """At every border, far behind the windows, in every logit and every row."""
     with gemma_py.load(checkpoints[name], threads=2) as engine:
-        engine.runner.poison = True
+        engine.instruments.poison = True
         ids = prompt(engine, 110)
         cold, nothing, every = computed(engine, ids, kept(engine, 0))
         assert nothing == 0

@@ -175,7 +175,7 @@ class Crowd:
 def crowd() -> Iterator[Crowd]:
     """In test mode: scratch and unpublished rows are NaN, schedules are shaken."""
     with gemma_py.load(TINY, threads=2) as engine:
-        engine.runner.poison = True
+        engine.instruments.poison = True
         yield Crowd(engine, 32, seed=5)
 
 
@@ -187,13 +187,13 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_company(crowd: Crowd, seed: int) -> bool:
-    crowd.engine.runner.trial = Trial(seed=seed)
+    crowd.engine.instruments.trial = Trial(seed=seed)
     scheduler = Scheduler(crowd.engine, parallel=8, queue=40, prefix_bytes=600_000)
     try:
         return crowd.same(scheduler)
     finally:
         scheduler.close()
-        crowd.engine.runner.trial = None
+        crowd.engine.instruments.trial = None
 
 
 @pytest.mark.usefixtures("small_passes")
@@ -481,7 +481,7 @@ def failing(engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, fault: str
     def run(parts: Sequence[Part]) -> list[np.ndarray]:
         nonlocal count
         count += 1
-        engine.runner.trial = Trial(fault=fault, worker=1) if count in passes else None
+        engine.instruments.trial = Trial(fault=fault, worker=1) if count in passes else None
         return honest(parts)
 
     monkeypatch.setattr(engine.runner, "run_together", run)

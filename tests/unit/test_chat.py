@@ -49,7 +49,7 @@ def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], nam
     """Random walks forwards and back, in test mode (whatever is not to be read is NaN): the bits of one prefill."""
     rng = random.Random(name)
     with gemma_py.load(checkpoints[name], threads=2, kv=kv) as engine:
-        engine.runner.poison = True
+        engine.instruments.poison = True
         for keep in (0, 7):
             session = engine.session(keep)
             ids: list[int] = []
@@ -77,7 +77,7 @@ def test_rows_that_moved_are_the_same(checkpoints: dict[str, Path]) -> None:
     """From rings that have gone round to larger ones, because a larger chunk comes."""
     ids = [number % 96 for number in range(128)]
     with gemma_py.load(checkpoints["gemma3"]) as engine:
-        engine.runner.poison = True
+        engine.instruments.poison = True
         grown = 0
         for first, keep in itertools.product((40, 66, 70, 100), (0, 20, 40)):
             session = engine.session(keep)

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
+from gemma_py.models.config_gguf import config_from_gguf
+from gemma_py.models.config_hf import config_from_hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemma_py.errors import ConfigError, GemmaError, UnsupportedError
 from gemma_py.models.config import GEMMA1_NORMS, GEMMA3_NORMS, Config, Rope
-from gemma_py.models.config_gguf import config_from_gguf
-from gemma_py.models.config_hf import config_from_hf
 
 # As in the released repositories, shortened to the fields that matter.
 GEMMA_2B = {
