@@ -90,10 +90,7 @@ class Traced:
     session: Session
     hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer has no such phase
     workers: np.ndarray  # the same; -1: nobody
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        return self.session.engine.program.labels
+    phases: tuple[str, ...]
 
 
 def row_digests(logits: np.ndarray) -> list[bytes]:
@@ -125,10 +122,10 @@ def compute(
         instruments.traces = None
     result = Result(tuple(rows), tuple(session.kv_digest()), nan)
     if not trace:
-        return Traced(result, session, np.empty((0, 0, 0), np.int64), np.empty((0, 0, 0), np.int64))
+        return Traced(result, session, np.empty((0, 0, 0), np.int64), np.empty((0, 0, 0), np.int64), ())
     shape = (engine.program.layers, len(engine.program.labels), len(ids))
     hashes, workers = (np.concatenate(parts, axis=1).reshape(shape) for parts in zip(*traces, strict=True))
-    return Traced(result, session, hashes, workers)
+    return Traced(result, session, hashes, workers, engine.program.labels)
 
 
 # --- differences ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp, exp64, log64, sine_cosine64, tanh
 from gemma_py.kernels.intrinsics import bits_of_f32, f32_of_bits, fma, sqrt, widen
 from gemma_py.models.config import Config
-from gemma_py.weights.tensors import CodeMatrix, FloatMatrix, Matrix, Weights
+from gemma_py.weights.tensors import CodeMatrix, FloatMatrix, Weights
 
 BLOCK = 32  # values that share a scale when an input is quantised
 TILE = 32  # key positions that share a maximum in attention
@@ -135,7 +135,7 @@ class Input:
         return self.coded
 
 
-def matmul(x: Input, matrix: Matrix) -> np.ndarray:
+def matmul(x, matrix):
     """[N] of x: [K] and matrix: [N, K]. The stored format decides the order, nothing else."""
     y = np.empty(matrix.shape[0], np.float32)
     if isinstance(matrix, FloatMatrix):
@@ -154,7 +154,7 @@ def scale_row(x, factor):
         x[d] = x[d] * factor
 
 
-def embed(matrix: Matrix, token: int) -> np.ndarray:
+def embed(matrix, token: int) -> np.ndarray:
     """[D]: the token's row times sqrt(D)."""
     D = matrix.shape[1]
     x = np.empty(D, np.float32)

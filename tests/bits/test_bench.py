@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -212,10 +213,10 @@ def test_bench_compares_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_shape_of_the_catalogue_has_a_config() -> None:
     for entry in catalogue():
-        config, shape = shapes.config_of(entry.name), entry.shape
+        (family, config), shape = shapes.config_of(entry.name), entry.shape
         assert config.model_type == shape["family"]
-        sizes = sum(rows * columns for _, (rows, columns) in shapes._matrices(config))
-        assert sizes + sum(width for _, width in shapes._gains(config)) == entry.parameters, entry.name
+        specs = family.tensors(config)
+        assert sum(math.prod(spec.shape) for name, spec in specs.items() if name != "lm_head") == entry.parameters
         windows = {layer.sliding_window for layer in config.layers}
         assert windows == ({None, shape["W"]} if "W" in shape else {None}), entry.name
 
