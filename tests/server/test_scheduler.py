@@ -40,7 +40,7 @@ from gemma_py.runtime.forward import Batch
 from gemma_py.runtime.prefixes import TOKENS, Prefixes
 from gemma_py.runtime.runner import CHUNK, Part
 from gemma_py.runtime.trial import Trial
-from gemma_py.server.events import Feed
+from gemma_py.server.events import EventQueue
 
 WAIT = 120  # seconds, for what takes one
 
@@ -217,18 +217,18 @@ def test_company_shares_passes_and_prefixes(crowd: Crowd) -> None:
 
 def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Event] = []
-    honest = Feed._tell
+    honest = EventQueue._put
 
-    def before(feed: Feed, index: int, event: Event) -> None:
+    def before(queue: EventQueue, index: int, event: Event) -> None:
         """The control: everybody is told what was made for whoever came before."""
         if isinstance(event, Made) and event.token.finish_reason is None:
             made.append(event)
             event = made[-2:][0]
-        honest(feed, index, event)
+        honest(queue, index, event)
 
     with serving(crowd.engine, parallel=8, queue=40) as server:
         assert crowd.same_over_http(server)
-        monkeypatch.setattr(Feed, "_tell", before)
+        monkeypatch.setattr(EventQueue, "_put", before)
         assert not crowd.same_over_http(server)
 
 

@@ -22,8 +22,8 @@ from gemma_py.generate.core import Token
 from gemma_py.generate.scheduler import Request, Scheduler
 from gemma_py.server.app import App
 from gemma_py.server.auth import Keys
+from gemma_py.server.openai.service import Service
 from gemma_py.server.process import Server, address, bind
-from gemma_py.server.service import Service
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ROOT / "models" / "tiny-gemma3"
@@ -111,18 +111,6 @@ class Running(Client):
         super().__init__(int(url.rpartition(":")[2]))
         self.app, self.url, self.scheduler, self._loop = app, url, app.service.scheduler, loop
 
-    @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """Its event loop is held up in the meantime."""
-        held, free = threading.Event(), threading.Event()
-        for part in (held.set, free.wait):
-            self._loop.call_soon_threadsafe(part)
-        assert held.wait(30)
-        try:
-            yield
-        finally:
-            free.set()
-
 
 class Process(Client):
     """`python -m gemma_py serve` in a process of its own, which has said that it is ready. A context manager.
@@ -193,4 +181,4 @@ def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
 def idle(server: Running) -> bool:
     """Whether every place is free again."""
     stats = server.scheduler.stats()
-    return stats.running == stats.waiting == 0 and not server.app.feeds
+    return stats.running == stats.waiting == 0 and not server.app.event_queues
