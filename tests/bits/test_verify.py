@@ -213,7 +213,7 @@ def changed_gain(layer: int, column: int) -> Callable[[Packed], Packed]:
 def changed_matrix(layer: int, column: int) -> Callable[[Packed], Packed]:
     def change(m: Packed) -> Packed:
         row = m.matrices[m.layers[layer, column]]
-        name = {p.FLOATS: "floats", p.HALVES: "halves"}[int(row[p.KIND])]
+        name = {p.FLOATS: "floats", p.BF16_FLOATS: "bf16"}[int(row[p.KIND])]
         arena = getattr(m, name).copy()
         arena[row[p.AT] : row[p.AT] + 4 * 16] = 0
         return m._replace(**{name: arena})
