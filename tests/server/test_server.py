@@ -14,8 +14,8 @@ from unittest.mock import Mock
 
 import openai
 import pytest
-from conftest import TINY
 from pydantic import BaseModel, ValidationError
+from repository import TINY
 from serving import Running, idle, serving, wait_until
 
 import gemma_py
