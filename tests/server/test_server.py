@@ -11,8 +11,8 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import TINY
 from pydantic import BaseModel, ValidationError
+from repository import TINY
 from serving import Running, idle, serving, wait_until
 
 import gemma_py

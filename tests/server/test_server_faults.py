@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import TINY, Process, Running, idle, serving, wait_until
+from repository import TINY
+from serving import Process, Running, idle, serving, wait_until
 
 import gemma_py
 from gemma_py.server import http, streaming
