@@ -22,11 +22,11 @@ from gemma_py.checks.shapes import random_checkpoint
 from gemma_py.checks.verify import prompt
 from gemma_py.cli.common import markdown, naturals, positive
 from gemma_py.generate.engine import Engine
-from gemma_py.kernels import limits
+from gemma_py.kernels import peak
 from gemma_py.kernels.atomics import nanoseconds
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.memory import aligned
-from gemma_py.kernels.simd import WIDE
+from gemma_py.kernels.simd.target import USES_ZMM
 from gemma_py.models.program import ALL, MATMUL
 from gemma_py.runtime import program as p
 from gemma_py.runtime.phases import matmul_phase
@@ -38,7 +38,7 @@ from gemma_py.weights.pack import INPUTS, ROWS
 from gemma_py.weights.tensors import matrices_of
 
 _STEPS = 100_000  # of the limit's loop: a quarter of a millisecond
-_loop, _CHAINS = (limits.multiply_floats_12, 12) if WIDE else (limits.multiply_floats_6, 6)
+_loop, _CHAINS = (peak.multiply_floats_12, 12) if USES_ZMM else (peak.multiply_floats_6, 6)
 
 
 @kernel
@@ -75,14 +75,14 @@ def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
     stored = engine.checkpoint.stored_weights(engine.quant)
     names = [matrix.tensor.type.name for matrix in matrices_of(stored)]
     times = np.zeros((workers, 2), np.int64)
-    sample, out = np.array([0.5, 0.25], np.float32), aligned(workers * limits.LANES)
+    sample, out = np.array([0.5, 0.25], np.float32), aligned(workers * peak.LANES)
     for _ in range(rounds):
         for at in products_of(m):
             number = int(m.ops[at, p.MATRIX])
             N, K = (int(value) for value in m.weights.matrices[number, [ROWS, INPUTS]])
             claims = engine.program.phases
             runner.team.run(product_and_limit, m, s, batch, NO_TRACE, at, sample, out, times, claims=claims)
-            limit = sum(2 * _STEPS * _CHAINS * limits.LANES / spent for spent in times[:, 1])
+            limit = sum(2 * _STEPS * _CHAINS * peak.LANES / spent for spent in times[:, 1])
             found[names[number], N, K].append((2 * T * N * K / times[:, 0].max(), limit))
     table = []
     for (name, N, K), pairs in sorted(found.items()):

@@ -9,10 +9,10 @@ import numpy as np
 
 from gemma_py.kernels.attention import scratch_size
 from gemma_py.kernels.decorator import inlined
-from gemma_py.kernels.intrinsics import array_at
-from gemma_py.kernels.matmul import CodedRows, bench_sizes
+from gemma_py.kernels.intrinsics import array_from_address
+from gemma_py.kernels.matmul import CodedRows, unpack_buffer_sizes
 from gemma_py.kernels.memory import aligned
-from gemma_py.kernels.panels import BLOCK, Bench
+from gemma_py.kernels.panels import INPUT_BLOCK, UnpackBuffer
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
 
@@ -40,11 +40,11 @@ class Batch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What a pass writes beside caches and logits. Shared by all workers but for `attention` and `bench`."""
+    """What a pass writes beside caches and logits. Shared by all workers but for `attention` and `unpacked`."""
 
     floats: np.ndarray  # all buffers of the program
     coded: CodedRows  # all inputs that are there as codes
-    bench: Bench  # [workers * bench_sizes(widest)]
+    unpacked: UnpackBuffer  # [workers * unpack_buffer_sizes(widest)]
     attention: np.ndarray  # [workers * scratch_size(E)]
     scores: np.ndarray  # [(workers - 1) * keys * 16], of single positions that several workers share
 
@@ -55,25 +55,27 @@ def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
     def floats(count: int) -> np.ndarray:
         return aligned(max(1, count))
 
-    codes = T * max(BLOCK, sizes.codes)
-    blocks = codes // BLOCK
+    codes = T * max(INPUT_BLOCK, sizes.codes)
+    blocks = codes // INPUT_BLOCK
     coded = CodedRows(
         aligned(codes, np.int16), aligned(2 * codes, np.int8),
         floats(blocks), floats(blocks), floats(blocks), floats(2 * blocks),
     )  # fmt: skip
-    panel, scales = (workers * size for size in bench_sizes(max(BLOCK, sizes.widest_input)))
-    bench = Bench(aligned(panel, np.int16), floats(scales), floats(scales))
-    return Scratch(floats(T * sizes.floats), coded, bench, floats(workers * scratch_size(sizes.widest_head)), floats(0))
+    panel, scales = (workers * size for size in unpack_buffer_sizes(max(INPUT_BLOCK, sizes.widest_input)))
+    unpacked = UnpackBuffer(aligned(panel, np.int16), floats(scales), floats(scales))
+    return Scratch(
+        floats(T * sizes.floats), coded, unpacked, floats(workers * scratch_size(sizes.widest_head)), floats(0)
+    )
 
 
 @inlined
 def codes_of(s, batch, slot):
     """The codes of a slot, row by row."""
     at = slot * batch.tokens.shape[0]
-    blocks = at // BLOCK
+    blocks = at // INPUT_BLOCK
     return CodedRows(
-        s.coded.codes[at:], s.coded.halves[2 * at :], s.coded.scales[blocks:], s.coded.sums[blocks:],
-        s.coded.high_sums[blocks:], s.coded.half_sums[2 * blocks :],
+        s.coded.codes[at:], s.coded.byte_planes[2 * at :], s.coded.scales[blocks:], s.coded.sums[blocks:],
+        s.coded.high_byte_sums[blocks:], s.coded.sums_of_16[2 * blocks :],
     )  # fmt: skip
 
 
@@ -85,10 +87,12 @@ def own_part(part, worker, workers):
 
 
 @inlined
-def bench_of(s, worker, workers):
-    scales = own_part(s.bench.scales, worker, workers)
-    return Bench(
-        s.bench.codes[own_part(s.bench.codes, worker, workers)], s.bench.scales[scales], s.bench.minimums[scales]
+def unpack_buffer_of(s, worker, workers):
+    scales = own_part(s.unpacked.scales, worker, workers)
+    return UnpackBuffer(
+        s.unpacked.codes[own_part(s.unpacked.codes, worker, workers)],
+        s.unpacked.scales[scales],
+        s.unpacked.minimums[scales],
     )
 
 
@@ -96,7 +100,7 @@ def bench_of(s, worker, workers):
 def kv_rows_of(op, place, stored):
     """A layer's keys and values of one sequence: [G * capacity * E] each."""
     size = op[p.KV_HEADS] * place[c.ROWS] * op[p.WIDTH]
-    return array_at(place[c.KEYS], size, stored), array_at(place[c.VALUES], size, stored)
+    return array_from_address(place[c.KEYS], size, stored), array_from_address(place[c.VALUES], size, stored)
 
 
 @inlined

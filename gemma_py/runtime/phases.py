@@ -8,14 +8,23 @@ A tile is never a part of a sum, so who computes it does not matter, nor how lar
 
 import numpy as np
 
-from gemma_py.kernels.attention import LANES, QUERIES, Ring, attend, attend_columns, columns_of, score_keys
+from gemma_py.kernels.attention import (
+    LANES,
+    QUERY_BLOCK,
+    AttentionParams,
+    Ring,
+    attend,
+    attend_columns,
+    columns_of_part,
+    score_keys,
+)
 from gemma_py.kernels.decorator import inlined, phase
-from gemma_py.kernels.intrinsics import array_at
+from gemma_py.kernels.intrinsics import array_from_address
 from gemma_py.kernels.matmul import (
     FEW_ROWS,
-    LEAST_ROWS,
-    MOST_ROWS,
-    ROWS_STEP,
+    MAX_TILE_ROWS,
+    MIN_TILE_ROWS,
+    TILE_ROWS_MULTIPLE,
     FloatPanels,
     matmul_codes,
     matmul_floats,
@@ -33,7 +42,7 @@ from gemma_py.kernels.rows import (
     scale_rows,
     soft_cap,
 )
-from gemma_py.kernels.simd import store_one
+from gemma_py.kernels.simd.vectors import store_scalar
 from gemma_py.models.program import ADD, EMBED, GELU_GATE, NORM, QUANTISE, ROPE, ROPE_TABLE, SCALE, STORE, TAKE
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
@@ -43,12 +52,12 @@ from gemma_py.runtime.batch import (
     LONGEST,
     ORIGIN,
     ROWS,
-    bench_of,
     codes_of,
     kv_rows_of,
     own_part,
     rows_of_tile,
     tiles_in,
+    unpack_buffer_of,
 )
 from gemma_py.runtime.sync import await_rows, claim, claim_any, publish
 from gemma_py.runtime.trace import is_traced, trace_codes, trace_rows, trace_worker
@@ -65,21 +74,21 @@ _EVERYTHING = 1 << 40  # a window that never ends
 def _panels_of_codes(m, number):
     row = m.weights.matrices[number]
     return CodePanels(
-        m.weights.codes, row[w.AT], row[w.ROWS], row[w.INPUTS], row[w.WIDTH], row[w.OFFSET], row[w.GROUP], row[w.SPAN],
+        m.weights.codes, row[w.AT], row[w.ROWS], row[w.INPUTS], row[w.WIDTH], row[w.OFFSET], row[w.GROUP], row[w.BLOCK],
         row[w.MINIMUMS], row[w.BYTES], row[w.QUADS],
     )  # fmt: skip
 
 
 @inlined
-def _embed(m, op, token, y, at, bench):
+def _embed(m, op, token, y, at, unpacked):
     """y[at .. at + D - 1] = the token's row times the operation's number."""
     number, factor = op[p.MATRIX], m.numbers[op[p.NUMBER]]
     row = m.weights.matrices[number]
     N, K = row[w.ROWS], row[w.INPUTS]
     if row[w.KIND] == w.CODES:
-        embed_codes(_panels_of_codes(m, number), token, factor, y, at, bench)
-    elif row[w.KIND] == w.HALVES:
-        embed_floats(FloatPanels(m.weights.halves, row[w.AT], N, K), token, factor, y, at)
+        embed_codes(_panels_of_codes(m, number), token, factor, y, at, unpacked)
+    elif row[w.KIND] == w.BF16_FLOATS:
+        embed_floats(FloatPanels(m.weights.bf16, row[w.AT], N, K), token, factor, y, at)
     else:
         embed_floats(FloatPanels(m.weights.floats, row[w.AT], N, K), token, factor, y, at)
 
@@ -91,18 +100,18 @@ def _store_row(op, keys, values, capacity, position, k, v, t):
     for g in range(G):
         to, source = (g * capacity + position % capacity) * E, (t * G + g) * E
         for e in range(E):
-            store_one(keys, to + e, k[source + e])
-            store_one(values, to + e, v[source + e])
+            store_scalar(keys, to + e, k[source + e])
+            store_scalar(values, to + e, v[source + e])
 
 
 @inlined
 def _buffer(batch, s, number, width):
     """(the rows of a buffer,) of this width each; in a tuple, as no compiled function here may return an array."""
-    return (array_at(batch.buffers[number], batch.tokens.shape[0] * width, s.floats),)
+    return (array_from_address(batch.buffers[number], batch.tokens.shape[0] * width, s.floats),)
 
 
 @inlined
-def row_operation(worker, m, op, s, batch, bench, sequence, first, last):
+def row_operation(worker, m, op, s, batch, unpacked, sequence, first, last):
     """One operation on rows first .. last - 1, which are of one sequence where the operation stores KV rows."""
     kind, heads, width = op[p.OP], op[p.HEADS], op[p.WIDTH]
     rows, positions = batch.rows[op[p.ROWS_OF]], batch.positions[op[p.ROWS_OF]]
@@ -111,7 +120,7 @@ def row_operation(worker, m, op, s, batch, bench, sequence, first, last):
     (y,) = _buffer(batch, s, op[p.TARGET], heads * width)
     if kind == EMBED:
         for t in range(first, last):
-            _embed(m, op, batch.tokens[rows[t]], y, t * width, bench)
+            _embed(m, op, batch.tokens[rows[t]], y, t * width, unpacked)
     elif kind == ROPE_TABLE:
         for t in range(first, last):
             rope_table(m.frequencies[op[p.ROPE_ROW], :width], positions[t] - t, y, second, t, t + 1)
@@ -162,7 +171,7 @@ def rows_phase(worker, workers, cells, m, s, batch, trace, at, end):
     published in position order, and none has rows of two sequences."""
     last_op = m.ops[end - 1]
     stores, segments = last_op[p.OP] == STORE, batch.segments[last_op[p.ROWS_OF]]
-    count, bench = batch.counts[last_op[p.ROWS_OF], ROWS], bench_of(s, worker, workers)
+    count, unpacked = batch.counts[last_op[p.ROWS_OF], ROWS], unpack_buffer_of(s, worker, workers)
     tiles = tiles_in(segments, _TILE_ROWS) if stores else (count + _TILE_ROWS - 1) // _TILE_ROWS
     while True:
         counter = last_op[p.COUNTER]
@@ -175,7 +184,7 @@ def rows_phase(worker, workers, cells, m, s, batch, trace, at, end):
             sequence, first, last = rows_of_tile(segments, tile, _TILE_ROWS)
         for number in range(at, end):
             op = m.ops[number]
-            row_operation(worker, m, op, s, batch, bench, sequence, first, last)
+            row_operation(worker, m, op, s, batch, unpacked, sequence, first, last)
             if is_traced(trace) and op[p.TRACE] >= 0:
                 _trace_operation(op, s, batch, trace, first, last)
                 trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], first, last)
@@ -190,7 +199,7 @@ def rows_phase(worker, workers, cells, m, s, batch, trace, at, end):
 
 
 @inlined
-def _matmul(m, op, s, batch, bench, first_row, last_row, first_panel, last_panel):
+def _matmul(m, op, s, batch, unpacked, first_row, last_row, first_panel, last_panel):
     """target[t, n] of rows t and panels of n; the matrix's format decides the order."""
     row = m.weights.matrices[op[p.MATRIX]]
     N, K = row[w.ROWS], row[w.INPUTS]
@@ -198,11 +207,11 @@ def _matmul(m, op, s, batch, bench, first_row, last_row, first_panel, last_panel
     (y,) = _buffer(batch, s, op[p.TARGET], N)
     if row[w.KIND] == w.CODES:
         coded = codes_of(s, batch, op[p.SLOT])
-        matmul_codes(coded, _panels_of_codes(m, op[p.MATRIX]), y, first_row, last_row, first_panel, last_panel, bench)
-    elif row[w.KIND] == w.HALVES:
-        matmul_floats(
-            x, FloatPanels(m.weights.halves, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
+        matmul_codes(
+            coded, _panels_of_codes(m, op[p.MATRIX]), y, first_row, last_row, first_panel, last_panel, unpacked
         )
+    elif row[w.KIND] == w.BF16_FLOATS:
+        matmul_floats(x, FloatPanels(m.weights.bf16, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel)
     else:
         matmul_floats(
             x, FloatPanels(m.weights.floats, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
@@ -221,9 +230,9 @@ def _panels_for(m, op):
 @inlined
 def _rows_together(panels, T, workers):
     """Rows of a tile: as many as can be, for panels are spread out for each tile anew, but some tiles a worker."""
-    blocks = max((T + MOST_ROWS - 1) // MOST_ROWS, (32 * workers + panels - 1) // panels)
+    blocks = max((T + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS, (32 * workers + panels - 1) // panels)
     rows = (T + blocks - 1) // blocks
-    return max(LEAST_ROWS, (rows + ROWS_STEP - 1) // ROWS_STEP * ROWS_STEP)
+    return max(MIN_TILE_ROWS, (rows + TILE_ROWS_MULTIPLE - 1) // TILE_ROWS_MULTIPLE * TILE_ROWS_MULTIPLE)
 
 
 @inlined
@@ -242,7 +251,11 @@ def _panels_together(panels, blocks, T, workers):
 @phase
 def matmul_phase(worker, workers, cells, m, s, batch, trace, at, end):
     """Products of one input or of several with as many matrices, whose tiles are numbered one after the other."""
-    counter, T, bench = m.ops[at, p.COUNTER], batch.counts[m.ops[at, p.ROWS_OF], ROWS], bench_of(s, worker, workers)
+    counter, T, unpacked = (
+        m.ops[at, p.COUNTER],
+        batch.counts[m.ops[at, p.ROWS_OF], ROWS],
+        unpack_buffer_of(s, worker, workers),
+    )
     panels = tiles = np.int64(0)
     for number in range(at, end):
         panels += _panels_for(m, m.ops[number])
@@ -262,7 +275,7 @@ def matmul_phase(worker, workers, cells, m, s, batch, trace, at, end):
         op = m.ops[number]
         row, panel = local % blocks * together, local // blocks * width
         row_end, panel_end = min(row + together, T), min(panel + width, _panels_for(m, op))
-        _matmul(m, op, s, batch, bench, row, row_end, panel, panel_end)
+        _matmul(m, op, s, batch, unpacked, row, row_end, panel, panel_end)
         if is_traced(trace):
             trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], row, row_end)
         tile = claim_any(cells, worker, counter, tiles)
@@ -279,8 +292,9 @@ def _ring_of(op, keys, values, capacity):
 
 
 @inlined
-def _window_of(op):
-    return op[p.WINDOW] if op[p.WINDOW] > 0 else _EVERYTHING
+def _params_of(m, op):
+    window = op[p.WINDOW] if op[p.WINDOW] > 0 else _EVERYTHING
+    return AttentionParams(op[p.HEADS], window, m.numbers[op[p.NUMBER]], m.numbers[op[p.NUMBER] + 1])
 
 
 @inlined
@@ -322,7 +336,7 @@ def scores_phase(worker, workers, cells, m, s, batch, trace, at, end):
             if not await_rows(cells, worker, op[p.KV] * S + number, origin + row):
                 return False
             ring, scores = _ring_of(op, keys, values, place[c.ROWS]), s.scores[_scores_of(s, workers, pair)]
-            score_keys(q, ring, H, g, _window_of(op), origin, row, part, parts, scratch, scores)
+            score_keys(q, ring, _params_of(m, op), g, origin, row, part, parts, scratch, scores)
         tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     return True
 
@@ -332,7 +346,6 @@ def _columns(worker, workers, cells, m, s, batch, trace, op, parts):
     """Values of single positions whose scores are made, some columns each."""
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     scratch = s.attention[own_part(s.attention, worker, workers)]
-    scale, cap = m.numbers[op[p.NUMBER]], m.numbers[op[p.NUMBER] + 1]
     (q,) = _buffer(batch, s, op[p.SOURCE], H * op[p.WIDTH])
     (out,) = _buffer(batch, s, op[p.TARGET], H * op[p.WIDTH])
     tiles = G * segments.shape[0] * parts
@@ -345,8 +358,8 @@ def _columns(worker, workers, cells, m, s, batch, trace, op, parts):
             place = batch.tables[number, op[p.KV]]
             keys, values = kv_rows_of(op, place, batch.stored)
             ring, scores = _ring_of(op, keys, values, place[c.ROWS]), s.scores[_scores_of(s, workers, pair)]
-            left, right = columns_of(part, parts, op[p.WIDTH])
-            attend_columns(q, ring, H, g, _window_of(op), scale, cap, origin, row, left, right, scores, scratch, out)
+            left, right = columns_of_part(part, parts, op[p.WIDTH])
+            attend_columns(q, ring, _params_of(m, op), g, origin, row, left, right, scores, scratch, out)
             if is_traced(trace):
                 trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], row, row + 1)
         tile = claim_any(cells, worker, op[p.COUNTER], tiles)
@@ -360,8 +373,8 @@ def attend_tile(m, op, s, batch, scratch, number, g, first, last):
     keys, values = kv_rows_of(op, place, batch.stored)
     (q,) = _buffer(batch, s, op[p.SOURCE], H * op[p.WIDTH])
     (out,) = _buffer(batch, s, op[p.TARGET], H * op[p.WIDTH])
-    ring, scale, cap = _ring_of(op, keys, values, place[c.ROWS]), m.numbers[op[p.NUMBER]], m.numbers[op[p.NUMBER] + 1]
-    attend(q, ring, H, g, _window_of(op), scale, cap, origin, origin + first, origin + last, scratch, out)
+    ring = _ring_of(op, keys, values, place[c.ROWS])
+    attend(q, ring, _params_of(m, op), g, origin, origin + first, origin + last, scratch, out)
 
 
 @inlined
@@ -369,7 +382,7 @@ def _attend_tiles(worker, workers, cells, m, s, batch, trace, op):
     """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     scratch = s.attention[own_part(s.attention, worker, workers)]
-    rows = max(1, QUERIES // (H // G))
+    rows = max(1, QUERY_BLOCK // (H // G))
     tiles = G * tiles_in(segments, rows)
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.panels import BLOCK, COLUMNS
+from gemma_py.kernels.panels import COLUMNS, INPUT_BLOCK
 from gemma_py.kernels.rows import rope_frequencies
 from gemma_py.models.config import Rope
 from gemma_py.models.program import ADD, ATTEND, LOGITS, MATMUL, NORM, QUANTISE, SCORES, STORE, Op, Program
@@ -69,7 +69,7 @@ def link(program: Program, weights: PackedWeights) -> Linked:
     names = [name for name in program.widths if name != LOGITS]
     places, floats = _places([program.widths[name] for name in names], COLUMNS)
     buffers = {name: number for number, name in enumerate([*names, LOGITS])}
-    slots, codes = _places([program.slots[slot] for slot in sorted(program.slots)], BLOCK)
+    slots, codes = _places([program.slots[slot] for slot in sorted(program.slots)], INPUT_BLOCK)
     ones = len(weights.arrays.gains)  # where the gain of norms that have none begins
     frequencies = _frequencies(program.ropes)
     numbers: dict[tuple[float, float], int] = {}

@@ -9,7 +9,7 @@ import numpy as np
 
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.intrinsics import bits_of_f32
-from gemma_py.kernels.panels import BLOCK
+from gemma_py.kernels.panels import INPUT_BLOCK
 
 UNTRACED = -3750763034362895579  # FNV-1a's first value, as a signed number
 
@@ -57,7 +57,7 @@ def trace_codes(trace, at, tokens, coded, K, first, last):
         token = tokens[t]
         for k in range(t * K, (t + 1) * K):
             trace.hashes[at, token] = hash_word(trace.hashes[at, token], coded.codes[k])
-        for block in range(t * (K // BLOCK), (t + 1) * (K // BLOCK)):
+        for block in range(t * (K // INPUT_BLOCK), (t + 1) * (K // INPUT_BLOCK)):
             trace.hashes[at, token] = hash_word(trace.hashes[at, token], bits_of_f32(coded.scales[block]))
 
 

@@ -15,20 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from conftest import TINY
+from equivalence import PARTS, WIDE, Expected, bits, prompt
+from faults import PLACES
 from gguf_files import write_model
-from test_equivalence import PARTS, WIDE, Expected, bits, prompt
+from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError, ContextError, InputError, WorkerError
 from gemma_py.runtime.trial import Trial
 
 TOKENS = 40
-LAYER = 1
-# (layer, phase) of every phase of the pass; the last layer's number belongs to the head.
-LAYERS = ("query, key and value", "rope and kv", "scores", "attention", "output input", "output", "middle", "gate and up",
-          "down input", "down", "end")  # fmt: skip
-PLACES = [(0, "embedding"), *((LAYER, phase) for phase in LAYERS), (2, "head")]
 
 
 @pytest.fixture(scope="module")

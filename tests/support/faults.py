@@ -1,0 +1,7 @@
+"""Where a fault is planted: every phase of the pass."""
+
+LAYER = 1
+# (layer, phase) of every phase of the pass; the last layer's number belongs to the head.
+LAYERS = ("query, key and value", "rope and kv", "scores", "attention", "output input", "output", "middle", "gate and up",
+          "down input", "down", "end")  # fmt: skip
+PLACES = [(0, "embedding"), *((LAYER, phase) for phase in LAYERS), (2, "head")]
