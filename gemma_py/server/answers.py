@@ -9,12 +9,13 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from gemma_py.generate.scheduler import Event, Failed, Finished, Made, Progress, Scored, Top
+from gemma_py.generate.core import TopLogprobs
+from gemma_py.generate.events import Event, Failed, Finished, Generated, PrefillProgress, Scored
 from gemma_py.server.constraint import piece_bytes
 from gemma_py.server.errors import ApiError, from_engine
 from gemma_py.server.schemas import ChatRequest, CompletionRequest, ResponsesRequest, StreamOptions
 from gemma_py.server.service import Job, Service
-from gemma_py.server.tools import Call, CallReader
+from gemma_py.templates.tools import Call, CallReader
 
 Document = dict[str, Any]
 
@@ -58,11 +59,11 @@ class Answer:
     def take(self, index: int, event: Event) -> Iterator[Document]:
         """The pieces that an event makes. ApiError where the answer failed."""
         choice = self.choices[index]
-        if isinstance(event, Progress):
+        if isinstance(event, PrefillProgress):
             choice.cached = event.cached
             if self.wants_progress:
                 yield self._progress(index, event)
-        elif isinstance(event, Made):
+        elif isinstance(event, Generated):
             choice.generated += 1
             yield from self._made(index, choice, event)
         elif isinstance(event, Finished):
@@ -101,7 +102,7 @@ class Answer:
 
     # --- what differs -------------------------------------------------------------------------------------------------
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
         raise NotImplementedError
 
     def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
@@ -116,7 +117,7 @@ class Answer:
         if self.service.knows_tools and asked.functions and asked.chosen != "none":
             self._readers = [CallReader(self.service.tokenizer) for _ in self.choices]
 
-    def _parted(self, index: int, event: Made) -> tuple[str, list[Call]]:
+    def _parted(self, index: int, event: Generated) -> tuple[str, list[Call]]:
         """What is text, and the calls that are complete."""
         if not self._readers:
             return event.token.text, []
@@ -137,14 +138,14 @@ class Answer:
             piece["usage"] = self.usage() if self.options.continuous_usage_stats else None
         return piece
 
-    def _progress(self, index: int, event: Progress) -> Document:
+    def _progress(self, index: int, event: PrefillProgress) -> Document:
         told = {
             "index": index, "total": event.total, "cache": event.cached, "processed": event.done,
             "time_ms": int((time.monotonic() - self._began) * 1e3),
         }  # fmt: skip
         return {**self._piece([]), "prompt_progress": told}
 
-    def _is_end(self, index: int, event: Made) -> bool:
+    def _is_end(self, index: int, event: Generated) -> bool:
         """An end token is no part of the answer."""
         return event.token.id in self.job.requests[index].ends
 
@@ -170,7 +171,7 @@ class ChatAnswer(Answer):
     ) -> Document:
         return self._piece([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
         logprobs = None
         if self._logprobs and not self._is_end(index, event):
             entry = self._entry(event.token.id, event.token.logprob)
@@ -236,7 +237,7 @@ class CompletionAnswer(Answer):
     def _text(self, index: int, text: str, logprobs: Document | None = None, reason: str | None = None) -> Document:
         return self._piece([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
         entry = None
         if self._logprobs:
             entry = self._entry(index, event.token.id, event.token.logprob, event.top)
@@ -244,7 +245,7 @@ class CompletionAnswer(Answer):
         if event.token.text or entry:
             yield self._text(index, event.token.text, entry)
 
-    def _entry(self, index: int, token: int, logprob: float | None, top: Top) -> Document:
+    def _entry(self, index: int, token: int, logprob: float | None, top: TopLogprobs) -> Document:
         """Of one token; an end is one too, and the first of all has no probability."""
         text, as_bytes = self._token(token)
         entry: Document = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}

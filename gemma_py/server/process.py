@@ -103,7 +103,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         health = self._app.service.scheduler.health()
-        self._unwell = self._unwell + 1 if health.lasting else 0
+        self._unwell = self._unwell + 1 if health.permanent else 0
         if self._unwell >= _UNWELL_TICKS:
             self.failure = health.why
             self._app.ending = True

@@ -4,12 +4,12 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from gemma_py.generate.scheduler import Made, Progress
+from gemma_py.generate.events import Generated, PrefillProgress
 from gemma_py.server.answers import Answer, Choice, Document
 from gemma_py.server.errors import ApiError
 from gemma_py.server.schemas import NamedFlatTool, ResponsesRequest, StreamOptions
 from gemma_py.server.service import Job, Service
-from gemma_py.server.tools import Call
+from gemma_py.templates.tools import Call
 
 
 class ResponsesAnswer(Answer):
@@ -43,11 +43,11 @@ class ResponsesAnswer(Answer):
         place = self._items.index(None)
         return self._event(kind, item_id=self._item, output_index=place, content_index=0, **fields)
 
-    def _progress(self, index: int, event: Progress) -> Document:
+    def _progress(self, index: int, event: PrefillProgress) -> Document:
         told = {"total": event.total, "cache": event.cached, "processed": event.done}
         return self._event("response.in_progress", response=self._response("in_progress"), prompt_progress=told)
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
         text, calls = self._parted(index, event)
         choice.parts.append(text)
         if text:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gemma_py.errors import ContextError, GemmaError
-from gemma_py.generate.core import Constraint
+from gemma_py.errors import GemmaError
+from gemma_py.generate.core import Constraint, Request
 from gemma_py.generate.engine import Engine
-from gemma_py.generate.sampling import RANGES, Sampling
-from gemma_py.generate.scheduler import Request, Scheduler
+from gemma_py.generate.options import RANGES, Sampling
+from gemma_py.generate.scheduler import Scheduler
 from gemma_py.server.constraint import JsonConstraint, JsonConstraints
 from gemma_py.server.errors import ApiError, from_engine
 from gemma_py.server.schemas import (
@@ -29,8 +29,8 @@ from gemma_py.server.schemas import (
     ToolCall,
 )
 from gemma_py.server.schemas import Message as GivenMessage
-from gemma_py.server.tools import START, CallConstraint, calls_and_results, declared
 from gemma_py.templates.template import ROLES, Message, Tools, checked_messages, encode
+from gemma_py.templates.tools import START, CallConstraint, calls_and_results, declarations
 
 DEFAULT_TOKENS = 1024  # of a chat's answer, where the request does not say
 _SEEDS = 1 << 63
@@ -76,8 +76,9 @@ class Service:
         limit = asked.max_completion_tokens or asked.max_tokens
         request = Request(
             ids,
-            self._room(ids, limit, "messages"),
+            DEFAULT_TOKENS if limit is None else limit,
             self._sampling(asked, self.ends),
+            fit=limit is None,
             stop=(*self._stop(asked), *asked.stops),
             ends=self.ends,
             trim=True,
@@ -98,8 +99,9 @@ class Service:
             ids = self._ids(prompt)
             request = Request(
                 ids,
-                self._room(ids, asked.max_tokens, "prompt"),
+                DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens,
                 self._sampling(asked, ends),
+                fit=asked.max_tokens is None,
                 stop=asked.stops,
                 ends=ends,
                 logprobs=asked.logprobs is not None,
@@ -122,10 +124,10 @@ class Service:
         else:
             messages = _joined_system(messages + self._messages(_turns(asked.input)))
         ids = self._prompt(messages, "input", self._tools(asked))
-        limit = self._room(ids, asked.max_output_tokens, "input")
+        limit = asked.max_output_tokens
         request = Request(
-            ids, limit, self._sampling(asked, self.ends), stop=self._stop(asked), ends=self.ends, trim=True,
-            logprobs=False,
+            ids, DEFAULT_TOKENS if limit is None else limit, self._sampling(asked, self.ends), fit=limit is None,
+            stop=self._stop(asked), ends=self.ends, trim=True, logprobs=False,
         )  # fmt: skip
         form = None if asked.text is None else asked.text.format
         constraint = self._call(asked) or partial(self._constraint, form, "text.format")
@@ -145,7 +147,11 @@ class Service:
     def _tools(self, asked: ChatRequest | ResponsesRequest) -> Tools:
         if asked.functions and asked.chosen != "none" and not self.knows_tools:
             raise ApiError(400, _NO_TOOLS, "tools", "unsupported_parameter")
-        return declared(asked.functions if asked.chosen != "none" else [], self.tokenizer)
+        functions = [function.model_dump() for function in asked.functions if asked.chosen != "none"]
+        try:
+            return declarations(functions, self.tokenizer)
+        except GemmaError as error:
+            raise from_engine(error) from None
 
     def _call(self, asked: ChatRequest | ResponsesRequest) -> Callable[[], CallConstraint] | None:
         """What makes an answer begin with a call, if it has to."""
@@ -161,7 +167,10 @@ class Service:
     def _messages(self, given: Sequence[GivenMessage]) -> list[Message]:
         """In the form of templates.checked_messages."""
         made = []
-        extras = calls_and_results(given, self.tokenizer)
+        try:
+            extras = calls_and_results([message.model_dump() for message in given], self.tokenizer)
+        except GemmaError as error:
+            raise from_engine(error) from None
         for number, (message, extra) in enumerate(zip(given, extras, strict=True)):
             param = f"messages[{number}]"
             if extra and not self.knows_tools:
@@ -178,17 +187,6 @@ class Service:
             return self.engine.encode(prompt)
         except GemmaError as error:
             raise from_engine(error, "prompt") from None
-
-    def _room(self, ids: list[int], wanted: int | None, param: str) -> int:
-        """Tokens that the answer may have. Where the request does not say: as many as is usual, and as fit."""
-        room, least = self.engine.context - len(ids), 1 if wanted is None else wanted
-        if room < least:
-            message = (
-                f"This model's context holds {self.engine.context} tokens, and the request asks for "
-                f"{len(ids) + least}: {len(ids)} in '{param}', {least} for the answer."
-            )
-            raise from_engine(ContextError(message), param)
-        return min(DEFAULT_TOKENS, room) if wanted is None else wanted
 
     def _stop(self, asked: Sampled) -> tuple[str, ...]:
         """Where a turn of the template ends."""

@@ -8,15 +8,15 @@ import pytest
 from serving import Running
 
 import gemma_py
-from gemma_py.generate.core import Token
-from gemma_py.generate.scheduler import Finished, Made, Request, Usage
+from gemma_py.generate.core import Request, Token
+from gemma_py.generate.events import Finished, Generated, Usage
 from gemma_py.server.answers import ChatAnswer
 from gemma_py.server.errors import ApiError
 from gemma_py.server.responses import ResponsesAnswer
 from gemma_py.server.schemas import ChatRequest, ResponsesRequest
 from gemma_py.server.service import Job, Service
-from gemma_py.server.tools import CallReader, read_call
 from gemma_py.templates.template import Jinja
+from gemma_py.templates.tools import CallReader, read_call
 from gemma_py.tokenizer import Tokenizer
 
 # FunctionGemma's own template does this, at greater length.
@@ -157,7 +157,7 @@ def answer(service: Service, tokens: list[tuple[int, str]]) -> tuple[dict[str, A
     pieces = []
     for at, (token, text) in enumerate(tokens):
         reason = "stop" if at == len(tokens) - 1 else None
-        pieces += list(made.take(0, Made(Token(token, text, 0.0, reason), ())))
+        pieces += list(made.take(0, Generated(Token(token, text, 0.0, reason), ())))
     pieces += list(made.take(0, Finished("stop", Usage(1, 0, len(tokens), 0, 0, 0))))
     return made.document()["choices"][0], [piece["choices"][0] for piece in pieces]
 
@@ -268,7 +268,7 @@ def test_a_call_in_a_response(service: Service, text: str) -> None:
     events = [
         event
         for token, piece in tokens
-        for event in made.take(0, Made(Token(token, piece, 0.0, "stop" if token == 1 else None), ()))
+        for event in made.take(0, Generated(Token(token, piece, 0.0, "stop" if token == 1 else None), ()))
     ]
     events += made.take(0, Finished("stop", Usage(1, 0, len(tokens), 0, 0, 0)))
     whole = made.document()
