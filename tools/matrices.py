@@ -68,10 +68,10 @@ def products_of(m: Model) -> list[int]:
 def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
     """A row of the table for each shape and type. Inputs, and their codes, are what a pass left."""
     runner, found = engine.runner, defaultdict(list)
-    m, workers = engine.program.model, runner.team.workers
-    runner.run(runner.cache(), prompt(T, engine.config.vocab_size), False)
+    m, workers = engine.program.model, engine.threads
+    engine.session().prefill(prompt(T, engine.config.vocab_size), T)
     s, logits = runner._scratch_for(T, 1), np.empty(0, np.float32)
-    batch = _batch([Part(runner.cache(), [0] * T)], runner._addresses(s, T, logits))
+    batch = _batch([Part(engine.new_cache(), [0] * T)], runner._addresses(s, T, logits))
     stored = engine.checkpoint.stored_weights(engine.quant)
     names = [matrix.tensor.type.name for matrix in matrices_of(stored)]
     times = np.zeros((workers, 2), np.int64)
@@ -81,7 +81,7 @@ def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
             number = int(m.ops[at, p.MATRIX])
             N, K = (int(value) for value in m.weights.matrices[number, [ROWS, INPUTS]])
             claims = engine.program.phases
-            runner.team.run(product_and_limit, m, s, batch, NO_TRACE, at, sample, out, times, claims=claims)
+            engine.run_kernel(product_and_limit, m, s, batch, NO_TRACE, at, sample, out, times, claims=claims)
             limit = sum(2 * _STEPS * _CHAINS * peak.LANES / spent for spent in times[:, 1])
             found[names[number], N, K].append((2 * T * N * K / times[:, 0].max(), limit))
     table = []

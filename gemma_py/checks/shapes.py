@@ -103,7 +103,7 @@ def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tu
     random = {(tensor.type.name, tensor.shape): tensor.data.nbytes for tensor in blank.tensors.values()}
     rows = sum(
         min(tokens, (y.sliding_window or tokens) + CHUNK) * 2 * y.num_key_value_heads * y.head_dim
-        for y in config.layers
+        for y in config.kv_layers
     )
     widest = 2 * max(y.intermediate_size for y in config.layers) + 6 * config.hidden_size
     return Plan(blank.stored_weights()).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gemma_py import reference
-from gemma_py.errors import ComputationError, ContextError, MismatchError
+from gemma_py.errors import ComputationError, MismatchError, check_context
 from gemma_py.generate.engine import Engine, Session
 from gemma_py.runtime.trace import Trace
 
@@ -23,7 +23,6 @@ Open = Callable[[int], Engine]  # the model, with so many threads
 Say = Callable[[str, float], None]  # what is being done, and which part of all the work is done already
 
 TOKENS, REFERENCE = 256, 16
-STORING = "rope and kv"  # the phase that makes KV rows
 _ATTEMPTS = 5  # to see a difference again: a race does not show every time
 _MASK = (1 << 64) - 1
 
@@ -41,8 +40,8 @@ def prompt(length: int, vocabulary: int) -> list[int]:
 
 def prompt_length(wanted: int | None, context: int) -> int:
     """As many tokens as asked for; by default some that fit."""
-    if wanted is not None and wanted > context:
-        raise ContextError(f"{wanted} tokens exceed the context of {context} tokens")
+    if wanted is not None:
+        check_context(context, wanted)
     return min(TOKENS, context) if wanted is None else wanted
 
 
@@ -91,6 +90,7 @@ class Traced:
     hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer has no such phase
     workers: np.ndarray  # the same; -1: nobody
     phases: tuple[str, ...]
+    storing: int  # the phase that makes KV rows
 
 
 def row_digests(logits: np.ndarray) -> list[bytes]:
@@ -122,10 +122,10 @@ def compute(
         instruments.traces = None
     result = Result(tuple(rows), tuple(session.kv_digest()), nan)
     if not trace:
-        return Traced(result, session, np.empty((0, 0, 0), np.int64), np.empty((0, 0, 0), np.int64), ())
+        return Traced(result, session, np.empty((0, 0, 0), np.int64), np.empty((0, 0, 0), np.int64), (), -1)
     shape = (engine.program.layers, len(engine.program.labels), len(ids))
     hashes, workers = (np.concatenate(parts, axis=1).reshape(shape) for parts in zip(*traces, strict=True))
-    return Traced(result, session, hashes, workers, engine.program.labels)
+    return Traced(result, session, hashes, workers, engine.program.labels, engine.program.storing)
 
 
 # --- differences ------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> i
 
 def changed_row(a: Traced, b: Traced, layer: int) -> int | None:
     """The first committed row of a layer that differs although both had computed the same."""
-    owners, phase = a.session.engine.config.kv_owners, a.phases.index(STORING)
+    owners, phase = a.session.engine.config.kv_owners, a.storing
     if layer not in owners:
         return None
     rows = a.session.kv_rows(owners.index(layer)), b.session.kv_rows(owners.index(layer))

@@ -59,6 +59,11 @@ class Linked:
         """How many there are, and so how many counters tiles are claimed from."""
         return int(self.model.ops[:, COUNTER].max()) + 1
 
+    @property
+    def storing(self) -> int:
+        """The label of the phases that store KV rows."""
+        return int(self.model.ops[self.model.ops[:, OP] == STORE, LABEL][0])
+
     def label(self, name: str) -> int:
         return self.labels.index(name)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gemma_py.errors import ContextError
+from gemma_py.errors import check_context
 from gemma_py.kernels.attention import LANES
 from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config
@@ -59,8 +59,8 @@ class Runner:
         """
         T = len(tokens)
         with self._lock:
-            if limit is not None and cache.position + T > limit:
-                raise ContextError(f"{T} tokens after {cache.position} exceed the context of {limit} tokens")
+            if limit is not None:
+                check_context(limit, T, after=cache.position)
             cache.reserve(T, ahead)
             (logits,) = self._pass([Part(cache, tokens, T if all_logits else 1)])
         return logits if all_logits else logits[0]

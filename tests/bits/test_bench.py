@@ -87,10 +87,10 @@ def test_limits_are_medians_of_samples() -> None:
     found, values = limits.Limits(1), limits.memory_to_read()
     with Team(1) as team:
         for _ in range(2):
-            found.sample(team, values)
+            found.sample(team.run, values)
         assert all(0 < limit < 1e15 for limit in (found.f32, found.int16, found.memory))
         found.samples["int16"][:] = [1e30, 1e30]
-        found.sample(team, values)
+        found.sample(team.run, values)
     assert found.int16 == 1e30
     assert {len(samples) for samples in found.samples.values()} == {3}
 

@@ -176,7 +176,7 @@ def test_sessions_in_random_company(checkpoints: dict[str, Path]) -> None:
 def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> bool:
     """Whether sequences that share passes, in parts of random sizes and with logits of random rows, get what they should."""
     rng = random.Random(seed)
-    caches_, done = [engine.runner.cache() for _ in wants], [0] * len(wants)
+    caches_, done = [engine.new_cache() for _ in wants], [0] * len(wants)
     while any(at < len(want.ids) for at, want in zip(done, wants, strict=True)):
         chosen = [n for n, want in enumerate(wants) if done[n] < len(want.ids) and rng.random() < 0.8]
         rng.shuffle(chosen)
@@ -187,7 +187,7 @@ def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> b
             parts.append(Part(caches_[number], tokens, rng.choice([0, 1, len(tokens)])))
         if not parts:
             continue
-        for number, part, logits in zip(chosen, parts, engine.runner.run_together(parts), strict=True):
+        for number, part, logits in zip(chosen, parts, engine.run_together(parts), strict=True):
             done[number] += len(part.tokens)
             wanted = wants[number].logits[done[number] - part.logits : done[number]]
             if logits.shape != wanted.shape or (bits(logits) != bits(wanted)).any():

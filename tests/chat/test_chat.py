@@ -312,7 +312,9 @@ def test_the_context_is_a_wall_with_numbers() -> None:
         assert conversation.stats is not None and conversation.stats.finish_reason == "length"
         assert conversation.tokens_used == 60  # what would stand before a next text has no room, and does not count
         before = [dict(message) for message in conversation.messages]
-        with pytest.raises(ContextError, match=r"would take \d+ tokens, and the context of 60"):
+        with pytest.raises(
+            ContextError, match=r"prompt of \d+ tokens leaves no room for an answer in the context of 60"
+        ):
             conversation.send("two")
         assert conversation.messages == before
         with pytest.raises(ContextError):
