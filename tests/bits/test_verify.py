@@ -115,8 +115,8 @@ def test_a_trace_depends_on_nothing_and_changes_nothing(tmp_path: Path) -> None:
 
 
 @kernel
-def _trace_rows(trace, at, x, width, first, last):
-    traces.trace_rows(trace, at, np.arange(1), x, width, first, last)
+def _trace_rows(trace, at, tokens, x, width, first, last):
+    traces.trace_rows(trace, at, tokens, x, width, first, last)
 
 
 def test_a_hash_sees_bits_and_their_order() -> None:
@@ -129,7 +129,7 @@ def test_a_hash_sees_bits_and_their_order() -> None:
     seen = set()
     for row in (x, *others):
         trace = traces.Trace(np.full((1, 1), UNTRACED), np.full((1, 1), -1))
-        _trace_rows(trace, 0, row, 8, 0, 1)
+        _trace_rows(trace, 0, np.arange(1), row, 8, 0, 1)
         seen.add(int(trace.hashes[0, 0]))
     assert len(seen) == 10
 
