@@ -7,8 +7,8 @@ last - 1, or the numbers first .. last - 1 where the operation knows no rows, ea
 import numpy as np
 
 from gemma_py.kernels import lanes
-from gemma_py.kernels.decorator import inlined
-from gemma_py.kernels.elementary import sine_cosine64
+from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.elementary import exp64, log64, sine_cosine64
 from gemma_py.kernels.intrinsics import fma, sqrt, widen
 from gemma_py.kernels.lanes import put, take
 from gemma_py.kernels.panels import BLOCK, COLUMNS, spread_panel
@@ -166,6 +166,14 @@ def rms_norm_rows(x, gain, D, eps, y, first, last):
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
+
+
+@kernel
+def rope_frequencies(theta, factor, frequencies):
+    """theta^(-2i / E) / factor, rounded to f32 before and after the division.    frequencies: [E / 2], written"""
+    half = frequencies.shape[0]
+    for i in range(half):
+        frequencies[i] = _F(exp64(-(np.float64(i) / np.float64(half)) * log64(theta))) / factor
 
 
 @inlined

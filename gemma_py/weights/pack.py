@@ -11,8 +11,8 @@ import numpy as np
 from gemma_py.errors import UnsupportedError
 from gemma_py.formats.blocks import BF16, Minimum
 from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panels_of
+from gemma_py.kernels.rows import rope_frequencies
 from gemma_py.models.config import Config, Norm
-from gemma_py.reference.specification import rope_frequencies
 from gemma_py.weights.tensors import FloatMatrix, Matrix, StoredMatrix, Weights
 
 # Columns of `matrices`.
