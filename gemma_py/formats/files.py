@@ -35,8 +35,8 @@ def map_file(path: Path) -> np.ndarray:
         raise FormatError(f"{path}: cannot be read: {error}") from error
 
 
-def forget(array: np.ndarray) -> None:
-    """Let the pages behind an array of a mapped file go from this process; whoever reads there again gets them back."""
+def drop_pages(array: np.ndarray) -> None:
+    """Release the memory that holds an array of a mapped file; the next read brings it back from the file."""
     base: object = array
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj

@@ -15,7 +15,7 @@ import numpy as np
 
 from gemma_py.errors import FormatError, UnsupportedError
 from gemma_py.formats.blocks import TYPES
-from gemma_py.formats.files import forget, map_file
+from gemma_py.formats.files import drop_pages, map_file
 from gemma_py.formats.tensor import StoredTensor
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -269,7 +269,7 @@ def _read_one(path: Path) -> GGUFFile:
         cursor.fail(f"general.alignment should be a power of two up to {_LARGEST_ALIGNMENT}, found {alignment}")
     cursor.need(tensor_count * _SMALLEST_RECORD, f"a table of {tensor_count} tensors")
     tensors = _read_tensors(cursor, data, tensor_count, alignment)
-    forget(data)
+    drop_pages(data)
     return GGUFFile((path,), version, metadata, tensors)
 
 

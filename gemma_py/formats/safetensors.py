@@ -1,21 +1,77 @@
-"""safetensors, memory-mapped: one file, or many with an index.
+"""safetensors files, memory-mapped: one file, or many with an index.
 
-The `safetensors` package cannot give bfloat16 to numpy and copies what it gives; a header of JSON is all there is to read.
+The `safetensors` package parses and validates every header. It copies what it gives and has no bfloat16 for numpy, so the
+arrays here are views of the mapped file instead: the package says the order, types and shapes of the tensors and guarantees
+that they fill the file without gaps up to its end, which gives every offset.
 """
 
-from collections.abc import Callable
+import math
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from gemma_py.errors import FormatError, UnsupportedError
 from gemma_py.formats.blocks import BF16, F16, F32
-from gemma_py.formats.files import map_file, parse_json, read_json
+from gemma_py.formats.files import map_file, read_json
 from gemma_py.formats.tensor import StoredTensor
 
-HEADER_LIMIT = 32 << 20  # bytes; a model of a thousand tensors needs 200 KB
-_READABLE = {"F32": F32, "F16": F16, "BF16": BF16}
-# Counters, masks and the like, which are nobody's weights. (No text weight is a double or has 8 bits: those are refused.)
-_OTHER_BITS = {"I64": 64, "U64": 64, "I32": 32, "U32": 32, "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8}
+_WEIGHTS = {"F32": F32, "F16": F16, "BF16": BF16}
+# As which numpy type the values of a dtype are viewed. (numpy has no bfloat16, so its bits are viewed as integers.)
+NUMPY_TYPES = {
+    "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "U64": "<u8", "I32": "<i4", "U32": "<u4", "I16": "<i2",
+    "U16": "<u2", "I8": "i1", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
+_MOST_DIMENSIONS = 16
+
+
+class Entry(NamedTuple):
+    """One tensor of a file, whose bytes are first to last."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    last: int
+
+
+class Header(NamedTuple):
+    """What a file says of itself. size: bytes in front of the first tensor."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    size: int
+
+
+def read_header(path: Path, size: int) -> Header:
+    """The header of a file of `size` bytes, validated. Entries are in the order of their offsets."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        message = " ".join(str(error).removeprefix("Error while deserializing header: ").split())
+        raise FormatError(f"{path}: not a valid safetensors file: {message:.300}") from None
+    described = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
+    counts = {name: _bytes(path, name, dtype, shape) for name, (dtype, shape) in described.items()}
+    start = first = size - sum(counts.values())
+    if start < 8:
+        raise FormatError(f"{path}: changed while it was read")
+    entries = {}
+    for name, (dtype, shape) in described.items():
+        entries[name] = Entry(dtype, shape, first, first + counts[name])
+        first += counts[name]
+    return Header(entries, metadata, start)
+
+
+def _bytes(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    if dtype not in NUMPY_TYPES:
+        raise UnsupportedError(
+            f"{path}: tensor {name!r:.80}: the type {dtype!r:.40}; readable are {', '.join(_WEIGHTS)}"
+        )
+    if len(shape) > _MOST_DIMENSIONS:
+        raise FormatError(f"{path}: tensor {name!r:.80} has {len(shape)} dimensions; {_MOST_DIMENSIONS} are allowed")
+    return np.dtype(NUMPY_TYPES[dtype]).itemsize * math.prod(shape)
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -24,70 +80,13 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read(path: Path) -> dict[str, StoredTensor | None]:
-    """None stands for a tensor of a type that no text weight has, or of no values."""
-
-    def fail(message: str) -> NoReturn:
-        raise FormatError(f"{path}: {message}")
-
+    """None stands for a tensor that is no weight: a counter or mask of integers, or a tensor of no values."""
     data = map_file(path)
-    if len(data) < 8:
-        fail(f"a safetensors file begins with 8 bytes of length, found {len(data)} in all")
-    length = int.from_bytes(data[:8].tobytes(), "little")
-    if length > HEADER_LIMIT:
-        fail(f"a header of {length} bytes; {HEADER_LIMIT} are allowed")
-    if length > len(data) - 8:
-        fail(f"a header of {length} bytes is larger than the file of {len(data)}")
-    header = parse_json(data[8 : 8 + length].tobytes(), f"{path}: header")
-    if not isinstance(header, dict):
-        fail("the header is not a JSON object")
-    header.pop("__metadata__", None)
-    body = data[8 + length :]
-    spans = []
     tensors: dict[str, StoredTensor | None] = {}
-    for name, entry in header.items():
-        kind, bits, shape, first, last = _entry(path, name, entry, fail)
-        size = bits
-        for dim in shape:
-            size *= dim
-        if size != (last - first) * 8:
-            fail(f"tensor {name!r:.80}: {entry['dtype']} of shape {shape} takes {size // 8} bytes, not {last - first}")
-        if last > len(body):
-            fail(f"tensor {name!r:.80} ends at byte {last} of the data, but the data has {len(body)}")
-        spans.append((first, last, name))
-        readable = kind is not None and last > first
-        tensors[name] = StoredTensor(name, kind, tuple(shape), body[first:last], path) if readable else None
-    end = 0
-    for first, last, name in sorted(spans):
-        if first != end:
-            problem = "overlaps the tensor before it" if first < end else "leaves a gap before it"
-            fail(f"tensor {name!r:.80} at offset {first} {problem}: {end} expected")
-        end = last
-    if end != len(body):
-        fail(f"{len(body) - end} bytes stand after the last tensor")
+    for name, (dtype, shape, first, last) in read_header(path, len(data)).entries.items():
+        kind = _WEIGHTS.get(dtype)
+        tensors[name] = StoredTensor(name, kind, shape, data[first:last], path) if kind and last > first else None
     return tensors
-
-
-def _entry(path: Path, name: str, entry: Any, fail: Callable[[str], NoReturn]) -> tuple[Any, int, list[int], int, int]:
-    """(type or None, bits a value, shape, first byte, last byte) of one header entry."""
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        fail(f"tensor {name!r:.80}: expected dtype, shape and data_offsets, found {entry!r:.80}")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-
-    def whole(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-    if not isinstance(shape, list) or not all(map(whole, shape)) or len(shape) > 16:
-        fail(f"tensor {name!r:.80}: shape should be a list of whole numbers, found {shape!r:.80}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(whole, offsets)) or offsets[0] > offsets[1]:
-        fail(f"tensor {name!r:.80}: data_offsets should be [first, last], found {offsets!r:.80}")
-    if isinstance(dtype, str) and dtype in _READABLE:
-        kind = _READABLE[dtype]
-        return kind, kind.bytes * 8, shape, offsets[0], offsets[1]
-    if not isinstance(dtype, str) or dtype not in _OTHER_BITS:
-        raise UnsupportedError(
-            f"{path}: tensor {name!r:.80}: the type {dtype!r:.40}; readable are {', '.join(_READABLE)}"
-        )
-    return None, _OTHER_BITS[dtype], shape, offsets[0], offsets[1]
 
 
 def read_index(path: Path) -> dict[str, StoredTensor]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.errors import GemmaError, TokenizerError, UnsupportedError
-from gemma_py.formats.files import forget, map_file
+from gemma_py.formats.files import drop_pages, map_file
 from gemma_py.paths import atomic_write, cache_dir, private_dir
 
 _HTML = (
@@ -170,7 +170,7 @@ def _read(path: Path) -> Tables | None:
         return None
     if hashlib.sha256(data[32:].data).digest() != data[:32].tobytes():
         return None  # damaged: it will be written anew
-    forget(data)
+    drop_pages(data)
     length = int.from_bytes(data[32:40].tobytes(), "little")
     head = json.loads(data[40 : 40 + length].tobytes())
     arrays, at = {}, 40 + -(-length // 8) * 8

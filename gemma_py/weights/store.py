@@ -1,7 +1,7 @@
 """Packed weights kept in the user's cache: one file a checkpoint, written once and memory-mapped at every later start.
 
     header (one page)   magic, format, layout, content key, sizes and checksums of the arenas, source, sha256 of all that
-    arenas              floats, halves, codes; each begins at a page and is padded with zeros to the next
+    arenas              floats, bf16, codes; each begins at a page and is padded with zeros to the next
 
 The file says nothing that is believed: its header must equal, byte for byte, what this program would write for the
 checkpoint at hand, but for the checksums, and each arena must have its checksum. All of it is checked at every start, at the
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gemma_py.formats.files import forget
+from gemma_py.formats.files import drop_pages
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.kernels.checksum import checksum
 from gemma_py.kernels.memory import aligned
@@ -60,7 +60,7 @@ def packed_weights(checkpoint: Checkpoint, quant: str | None = None) -> Packed:
     """
     plan = Plan(checkpoint.stored_weights(quant), checkpoint.config)
     for tensor in checkpoint.tensors.values():  # norms are copied; the system maps a megabyte around each
-        forget(tensor.data)
+        drop_pages(tensor.data)
     if not checkpoint.keep or sum(_spans(plan)[-1]) < _SMALLEST:
         return plan.packed(_in_memory(plan, checkpoint.path))
     try:
@@ -200,9 +200,9 @@ def _fill(plan: Plan, arenas: Sequence[np.ndarray], source: Path) -> None:
     """Pack, and let the pages go that are done with: neither the checkpoint nor a file being written stays in memory."""
     progress = _Progress(f"packing the weights of {source.name}", sum(m.tensor.data.nbytes for m in plan.matrices))
     for matrix in plan.fill(arenas):
-        forget(matrix.tensor.data)
+        drop_pages(matrix.tensor.data)
         for arena in arenas:
-            forget(arena)
+            drop_pages(arena)
         progress.add(matrix.tensor.data.nbytes)
 
 
@@ -236,7 +236,7 @@ def _digest(tensors: Sequence[StoredTensor]) -> bytes:
             part = tensor.data[first : first + _BLOCK]
             digest.update(part.data)
             progress.add(part.nbytes)
-        forget(tensor.data)
+        drop_pages(tensor.data)
     return digest.digest()
 
 

@@ -1,7 +1,9 @@
 """The safetensors reader, against the package's own writer and against every broken file."""
 
 import json
+import resource
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -62,30 +64,32 @@ def test_every_prefix_is_refused(tmp_path: Path) -> None:
 
 F32_8 = b"\0" * 8
 BROKEN = {
-    "header larger than the file": (struct.pack("<Q", 1 << 20) + b"{}", "larger than the file"),
-    "header of 2^63": (struct.pack("<Q", 1 << 63) + b"{}", "are allowed"),
-    "no JSON": (raw(b"{"), "not valid JSON"),
-    "a list": (raw([]), "not a JSON object"),
-    "not UTF-8": (raw(b'{"\xff": 1}'), "not UTF-8"),
-    "deep": (raw(b'{"a":' * 100_000 + b"1" + b"}" * 100_000), "too deeply"),
-    "NaN": (raw(b'{"a": NaN}'), "NaN"),
-    "key twice": (raw(b'{"a": 1, "a": 2}'), "'a' stands twice"),
-    "no offsets": (raw({"a": {"dtype": "F32", "shape": [2]}}, F32_8), "'a'"),
-    "extra field": (raw({"a": entry("F32", [2], 0, 8) | {"more": 1}}, F32_8), "'a'"),
-    "shape negative": (raw({"a": entry("F32", [-2], 0, 8)}, F32_8), "'a'"),
-    "shape of floats": (raw({"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}, F32_8), "'a'"),
-    "shape true": (raw({"a": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}}, F32_8), "'a'"),
-    "shape wraps": (raw({"a": entry("F32", [1 << 62, 4], 0, 8)}, F32_8), "'a'"),
-    "shape of 10^6 dims": (raw({"a": entry("F32", [1] * 1000, 0, 4)}, F32_8), "'a'"),
-    "offsets reversed": (raw({"a": entry("F32", [2], 8, 0)}, F32_8), "data_offsets"),
-    "offsets of three": (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}}, F32_8), "data_offsets"),
-    "dtype a list": (raw({"a": {"dtype": [1], "shape": [2], "data_offsets": [0, 8]}}, F32_8), "'a'"),
-    "UTF-16": (raw("{}".encode("utf-16")), "not UTF-8"),
-    "size wrong": (raw({"a": entry("F32", [3], 0, 8)}, F32_8), "takes 12 bytes, not 8"),
-    "past the end": (raw({"a": entry("F32", [4], 0, 16)}, F32_8), "ends at byte 16"),
-    "overlap": (raw({"a": entry("F32", [2], 0, 8), "b": entry("F32", [1], 4, 8)}, F32_8), "overlaps"),
-    "gap": (raw({"a": entry("F32", [1], 4, 8)}, F32_8), "gap"),
-    "left over": (raw({"a": entry("F32", [1], 0, 4)}, F32_8), "after the last tensor"),
+    "header larger than the file": (struct.pack("<Q", 1 << 20) + b"{}", "invalid header length"),
+    "header of 2^63": (struct.pack("<Q", 1 << 63) + b"{}", "header too large"),
+    "no JSON": (raw(b"{"), "invalid JSON"),
+    "a list": (raw([]), "invalid JSON"),
+    "not UTF-8": (raw(b'{"\xff": 1}'), "invalid UTF-8"),
+    "deep": (raw(b'{"a":' * 100_000 + b"1" + b"}" * 100_000), "recursion limit"),
+    "NaN": (raw(b'{"a": NaN}'), "expected value"),
+    "key twice, in two places": (
+        raw(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}', F32_8),
+        "invalid offset",
+    ),
+    "no offsets": (raw({"a": {"dtype": "F32", "shape": [2]}}, F32_8), "missing field `data_offsets`"),
+    "shape negative": (raw({"a": entry("F32", [-2], 0, 8)}, F32_8), "expected usize"),
+    "shape of floats": (raw({"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}, F32_8), "expected usize"),
+    "shape true": (raw({"a": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}}, F32_8), "expected usize"),
+    "shape wraps": (raw({"a": entry("F32", [1 << 62, 4], 0, 8)}, F32_8), "overflow"),
+    "shape of 1000 dimensions": (raw({"a": entry("F32", [1] * 1000, 0, 4)}, b"\0" * 4), "1000 dimensions; 16 are allowed"),
+    "offsets reversed": (raw({"a": entry("F32", [2], 8, 0)}, F32_8), "invalid offset for tensor `a`"),
+    "offsets of three": (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}}, F32_8), "expected 2 elements"),
+    "dtype a list": (raw({"a": {"dtype": [1], "shape": [2], "data_offsets": [0, 8]}}, F32_8), "expected string"),
+    "UTF-16": (raw("{}".encode("utf-16")), "invalid UTF-8"),
+    "size wrong": (raw({"a": entry("F32", [3], 0, 8)}, F32_8), "invalid shape, data type, or offset"),
+    "past the end": (raw({"a": entry("F32", [4], 0, 16)}, F32_8), "not fully covered"),
+    "overlap": (raw({"a": entry("F32", [2], 0, 8), "b": entry("F32", [1], 4, 8)}, F32_8), "invalid offset for tensor `b`"),
+    "gap": (raw({"a": entry("F32", [1], 4, 8)}, F32_8), "invalid offset for tensor `a`"),
+    "left over": (raw({"a": entry("F32", [1], 0, 4)}, F32_8), "not fully covered"),
 }  # fmt: skip
 
 
@@ -95,11 +99,52 @@ def test_broken_files_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises((FormatError, UnsupportedError), match=message) as caught:
         read_safetensors(write(tmp_path, data))
     assert "model.safetensors" in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
 
 
-def test_an_unknown_type_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="F4_NEW"):
-        read_safetensors(write(tmp_path, raw({"a": entry("F4_NEW", [2], 0, 8)}, F32_8)))
+def test_what_the_package_accepts_beyond_the_format_does_no_harm(tmp_path: Path) -> None:
+    """A field that nobody knows is ignored, and a tensor that is described twice in one place is one tensor."""
+    for header in (
+        json.dumps({"a": entry("F32", [2], 0, 8) | {"more": 1}}),
+        '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+    ):
+        (tensor,) = read_safetensors(write(tmp_path, raw(header.encode(), F32_8))).values()
+        assert tensor.to_float32().tolist() == [0, 0]
+
+
+def test_arrays_are_views_of_the_mapped_file(tmp_path: Path) -> None:
+    """Nothing is read and nothing is copied, whatever the size and the type."""
+    path, size = tmp_path / "model.safetensors", 1 << 32
+    header = json.dumps({"a": entry("BF16", [size // 2], 0, size)}).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size)
+    tracemalloc.start()
+    tensor = read_safetensors(path)["a"]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert tensor.data.nbytes == size and not tensor.data.flags.writeable
+    assert peak < 1 << 20
+
+
+def test_a_broken_header_allocates_little(tmp_path: Path) -> None:
+    """A length that the file does not have, or a shape that no machine has, is refused before anything is allocated."""
+    for name in ("header of 2^63", "header larger than the file", "shape wraps", "shape of 1000 dimensions"):
+        path = write(tmp_path, BROKEN[name][0])
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(GemmaError):
+            read_safetensors(path)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 << 10, name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("F4_NEW", FormatError), ("F8_E4M3", UnsupportedError), ("F64", UnsupportedError)]
+)
+def test_a_type_that_cannot_be_read_is_named(tmp_path: Path, dtype: str, expected: type[GemmaError]) -> None:
+    """One that the package does not know, and two that no text weight has."""
+    count = 1 if dtype == "F64" else 8
+    with pytest.raises(expected, match=dtype):
+        read_safetensors(write(tmp_path, raw({"a": entry(dtype, [count], 0, 8)}, F32_8)))
 
 
 @settings(max_examples=200, deadline=None)

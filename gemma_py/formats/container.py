@@ -1,0 +1,92 @@
+"""The container of every file that we write: safetensors, with a checksum in its metadata.
+
+The `safetensors` package reads it. Its own writer needs all tensors in memory at once and cannot begin the data at a page,
+so the header is written here.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from gemma_py.errors import FormatError
+from gemma_py.formats.files import drop_pages, map_file
+from gemma_py.formats.safetensors import NUMPY_TYPES, read_header
+
+SUFFIX = ".safetensors"
+_DIGEST, _NO_DIGEST = "sha256", "0" * 64
+_BLOCK = 1 << 22
+
+
+class Spec(NamedTuple):
+    """A tensor that is to be written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str], alignment: int = 64) -> bytes:
+    """The header of a file of these tensors, padded with spaces so that the first one begins at a multiple of `alignment`.
+
+    Its metadata has a digest, which is zeros until `with_digest` sets it.
+    """
+    table: dict[str, Any] = {"__metadata__": {_DIGEST: _NO_DIGEST, **metadata}}
+    first = 0
+    for name, (dtype, shape) in specs.items():
+        last = first + np.dtype(NUMPY_TYPES[dtype]).itemsize * math.prod(shape)
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [first, last]}
+        first = last
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    size = -(-(8 + len(text)) // alignment) * alignment
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+
+
+def with_digest(header: bytes, digest: str) -> bytes:
+    """The header with this digest in place of the zeros; digest: 64 hexadecimal digits."""
+    return header.replace(_digest_field(_NO_DIGEST), _digest_field(digest), 1)
+
+
+def without_digest(header: bytes, metadata: Mapping[str, str]) -> bytes:
+    """The header as it was when its digest was computed; metadata: its own."""
+    return header.replace(_digest_field(metadata.get(_DIGEST, "")), _digest_field(_NO_DIGEST), 1)
+
+
+def _digest_field(digest: str) -> bytes:
+    return f'"{_DIGEST}":"{digest}"'.encode()
+
+
+def write_arrays(
+    file: BinaryIO, specs: Mapping[str, Spec], arrays: Iterable[np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Write a file of our own: the arrays in the order of their specs, and the sha256 of all of it in the metadata."""
+    header = make_header(specs, metadata)
+    digest = hashlib.sha256(header)
+    file.write(header)
+    for (dtype, shape), array in zip(specs.values(), arrays, strict=True):
+        assert array.shape == shape and array.dtype.itemsize == np.dtype(NUMPY_TYPES[dtype]).itemsize
+        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
+        digest.update(data)
+        file.write(data)
+    file.seek(0)
+    file.write(with_digest(header, digest.hexdigest()))
+
+
+def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The arrays and the metadata of a file that `write_arrays` wrote, mapped; FormatError where its digest is wrong."""
+    data = map_file(path)
+    header = read_header(path, len(data))
+    digest = hashlib.sha256(without_digest(data[: header.size].tobytes(), header.metadata))
+    for first in range(header.size, len(data), _BLOCK):
+        digest.update(data[first : first + _BLOCK].data)
+    drop_pages(data)
+    if digest.hexdigest() != header.metadata.get(_DIGEST):
+        raise FormatError(f"{path}: damaged: its checksum is not that of its content")
+    arrays = {
+        name: data[first:last].view(NUMPY_TYPES[dtype]).reshape(shape)
+        for name, (dtype, shape, first, last) in header.entries.items()
+    }
+    return arrays, header.metadata
