@@ -66,12 +66,9 @@ def is_ieee() -> bool:
     Both are switches of a thread, and some libraries change them for speed. The results are read as bits, because a
     thread that flushes subnormals to zero also compares them as zeros.
     """
-    one, ulp = np.float32(1.0), np.float32(2.0**-23)
-    a = np.array([2.0**-140, 2.0**-126], np.float32) * np.array([1.0, 0.5], np.float32)
-    step = np.array([0.5, 0.75, 0.25], np.float32) * ulp
-    up, down = one + step, -one - step
-    rounded = np.array([one, one + ulp, one])
-    same = (up.view(np.uint32) == rounded.view(np.uint32)).all() and (
-        down.view(np.uint32) == (-rounded).view(np.uint32)
-    ).all()
-    return bool(a.view(np.uint32).all() and same)
+    ulp = np.float32(2.0**-23)  # of 1
+    subnormal = np.array([2.0**-140, 2.0**-126], np.float32) * np.array([1.0, 0.5], np.float32)
+    steps = np.array([0.25, 0.5, 0.75], np.float32) * ulp  # less than halfway to the next number, halfway, and more
+    sums = np.concatenate([np.float32(1.0) + steps, np.float32(-1.0) - steps])
+    nearest = np.array([1.0, 1.0, 1.0 + 2.0**-23, -1.0, -1.0, -1.0 - 2.0**-23], np.float32)
+    return bool(subnormal.view(np.uint32).all() and (sums.view(np.uint32) == nearest.view(np.uint32)).all())
