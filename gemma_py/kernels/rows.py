@@ -232,6 +232,13 @@ def add_to(x, y, first, last):
 
 
 @inlined
+def scale_rows(x, factor, first, last):
+    """x *= factor"""
+    for d in range(first, last, COLUMNS):
+        store_up_to(x, d, last, mul(load_up_to(x, d, last), splat(factor)))
+
+
+@inlined
 def soft_cap(x, cap, first, last):
     """x[n] = cap * tanh(x[n] / cap), for a cap above 0"""
     for n in range(first, last, COLUMNS):

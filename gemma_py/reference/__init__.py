@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gemma_py.errors import ComputationError, UnsupportedError
-from gemma_py.models.config import Config, Norm
+from gemma_py.models.config import Config
 from gemma_py.reference import gemma
 from gemma_py.reference.arithmetic import is_ieee
 from gemma_py.reference.cache import ReferenceCache
@@ -37,26 +37,11 @@ def logits_and_rows(engine: Any, ids: Sequence[int]) -> tuple[np.ndarray, Refere
     config: Config = engine.config
     if config.model_type not in FAMILIES:
         raise UnsupportedError(f"the specification of a {config.model_type!r:.40} model is not written")
-    weights, cache = named(engine.reference_weights()), ReferenceCache(config, engine.runner.kv == "bfloat16")
+    weights, cache = engine.reference_weights(), ReferenceCache(config, engine.kv_type == "bfloat16")
     rows = [FAMILIES[config.model_type](weights, config, cache, token) for token in engine.check_ids(ids)]
     return np.stack(rows), cache
 
 
 def kv_digest(cache: ReferenceCache) -> list[str]:
-    """One digest a layer, to be compared with what Session.kv_digest gives."""
+    """One digest for each layer that has rows of its own, to be compared with what Session.kv_digest gives."""
     return cache.digests()
-
-
-def named(weights: Any) -> dict[str, Any]:
-    """The weights by their plain names."""
-    names = {
-        Norm.ATTENTION: "input_norm", Norm.QUERY: "q_norm", Norm.KEY: "k_norm", Norm.ATTENTION_OUTPUT: "post_attention_norm",
-        Norm.FEED_FORWARD: "pre_feedforward_norm", Norm.FEED_FORWARD_OUTPUT: "post_feedforward_norm",
-    }  # fmt: skip
-    made = {"embed_tokens": weights.embedding, "norm": weights.final_gain, "lm_head": weights.head}
-    for number, layer in enumerate(weights.layers):
-        for part in ("q", "k", "v", "o", "gate", "up", "down"):
-            made[f"layers.{number}.{part}_proj"] = getattr(layer, part)
-        for norm, gain in layer.gains.items():
-            made[f"layers.{number}.{names[norm]}"] = gain
-    return made

@@ -42,12 +42,14 @@ class ReferenceCache:
         return 0 if layer.sliding_window is None else max(0, self.position - layer.sliding_window + 1)
 
     def digests(self) -> list[str]:
-        """For each layer, the sha256 of the rows that the next token may read, as little-endian float32, keys first."""
+        """For each layer that has rows of its own: the sha256 of those that the next token may read, keys before values."""
         made = []
-        for layer in self.config.layers:
+        for number, layer in enumerate(self.config.layers):
+            if layer.kv_source != number:
+                continue
             visible = slice(self.first_visible(layer), self.position)
             digest = hashlib.sha256()
-            for rows in (self.keys[layer.kv_source], self.values[layer.kv_source]):
+            for rows in (self.keys[number], self.values[number]):
                 digest.update(rows[visible].astype("<f4").tobytes())
             made.append(digest.hexdigest())
         return made

@@ -50,11 +50,10 @@ def attention(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: Refere
     v = op.matmul(x, w["v_proj"]).reshape(-1, E)
     if "q_norm" in w:
         q, k = op.rms_norm_heads(q, eps, w["q_norm"]), op.rms_norm_heads(k, eps, w["k_norm"])
-    q, k = op.rope(q, cache.position, frequencies), op.rope(k, cache.position, frequencies)
-    cache.store(number, k, v)
+    cache.store(number, op.rope(k, cache.position, frequencies), v)
     scale = _F(1.0 / math.sqrt(config.query_pre_attn_scalar))
     first, cap = cache.first_visible(layer), _F(config.attn_logit_softcapping or 0.0)
-    out = op.attend(q, *cache.rows(layer), first, scale, cap)
+    out = op.attend(op.rope(q, cache.position, frequencies), *cache.rows(layer), first, scale, cap)
     return op.matmul(out.reshape(-1), w["o_proj"])
 
 

@@ -22,7 +22,6 @@ from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError, ContextError, InputError, WorkerError
-from gemma_py.runtime import forward as passes
 from gemma_py.runtime.trial import Trial
 
 TOKENS = 40
@@ -34,7 +33,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gemma_py.Engine
     path = tmp_path_factory.mktemp("faults") / "m.gguf"
     write_model(path, WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
     with gemma_py.load(path, threads=4, deadline=1.0) as made:
-        made.runner.poison = True
+        made.instruments.poison = True
         yield made
 
 
@@ -43,20 +42,21 @@ def want(engine: gemma_py.Engine) -> Expected:
     return Expected(engine, prompt(engine.config, TOKENS))
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: passes.PHASES[place[1]].replace(" ", "-"))
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place[1].replace(" ", "-"))
 @pytest.mark.parametrize("fault", ["raise", "stall"])
 def test_a_fault_is_reported_and_survived(
-    engine: gemma_py.Engine, want: Expected, fault: str, place: tuple[int, int]
+    engine: gemma_py.Engine, want: Expected, fault: str, place: tuple[int, str]
 ) -> None:
-    layer, phase = place
-    before = TOKENS - 1 if phase == passes.SCORES else 10  # scores are made by themselves only for a token alone
+    layer, name = place
+    phase = engine.program.label(name)
+    before = TOKENS - 1 if name == "scores" else 10  # scores are made by themselves only for a token alone
     session = engine.session()
     session.prefill(want.ids[:before])
-    engine.runner.trial = Trial(fault=fault, worker=2, layer=layer, phase=phase, place="enter")
-    with pytest.raises(WorkerError, match=passes.PHASES[phase]) as caught:
+    engine.instruments.trial = Trial(fault=fault, worker=2, layer=layer, phase=phase, place="enter")
+    with pytest.raises(WorkerError, match=name) as caught:
         session.prefill(want.ids[before:])
     assert (caught.value.worker, caught.value.layer, caught.value.phase) == (2, layer, phase)
-    engine.runner.trial = None
+    engine.instruments.trial = None
     assert session.position == before
     assert want.same(engine, [13])  # the engine goes on, with a new session ...
     if caught.value.settled:  # ... and with the old one, unless a stalled worker may still write to it
@@ -74,10 +74,10 @@ def test_a_stalled_worker_keeps_alive_what_it_may_write_to() -> None:
         session = opened.session()
         session.prefill([2, 3])
         rows = weakref.ref(session._cache.layers[0].keys)
-        opened.runner.trial = Trial(fault="stall", worker=1)
+        opened.instruments.trial = Trial(fault="stall", worker=1)
         with contextlib.suppress(WorkerError):
             session.prefill([4])
-        opened.runner.trial = None
+        opened.instruments.trial = None
         assert not session.usable
         del session
         opened.session().prefill([2, 3])
@@ -139,9 +139,9 @@ def test_impossible_numbers_of_threads(threads: int) -> None:
         gemma_py.load(TINY, threads=threads)
 
 
-def test_tiny_is_the_shape_that_phases_expect() -> None:
+def test_every_phase_is_among_the_places(engine: gemma_py.Engine) -> None:
     assert WIDE.config["num_hidden_layers"] == 2
-    assert len(PLACES) == passes.COUNTERS
+    assert [name for _, name in PLACES] == list(engine.program.labels)
     assert "gemma3" in tiny.VARIANTS
 
 
@@ -156,12 +156,12 @@ def test_memory_that_cannot_be_had_leaves_the_engine_sound(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("gemma_py.runtime.runner._make_scratch", refuse)
+        patch.setattr("gemma_py.runtime.runner.new_scratch", refuse)
         with pytest.raises(MemoryError):
             engine.session().prefill([5] * 90)
     assert engine.runner._rows == 3
     assert engine.runner._scratch is not None
-    assert len(engine.runner._scratch.x) == 3 * engine.config.hidden_size
+    assert len(engine.runner._scratch.floats) == 3 * engine.program.sizes.floats
     assert want.same(engine, [TOKENS])
 
 

@@ -92,7 +92,7 @@ def test_a_quantised_matrix_is_its_own_values(tmp_path: Path, kind: str) -> None
     codes = write_model(tmp_path / "codes.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind))
     with gemma_py.load(codes) as engine:
         values = {tensor.name: tensor.to_float32() for tensor in stored(codes)}
-        matrix = engine.reference_weights().layers[0].down
+        matrix = engine.reference_weights()["layers.0.down_proj"]
         assert isinstance(matrix, CodeMatrix)
         np.testing.assert_array_equal(spec.matrix_row(matrix, 3), values["blk.0.ffn_down.weight"][3])
         quantised = gemma_py.reference.logits(engine, list(range(12)))
