@@ -152,7 +152,7 @@ def test_the_specification_stands_alone() -> None:
         ("reference", "from gemma_py.models.digest import digest", "imports models.digest"),
         ("formats.blocks", "import gemma_py.kernels.panels", "the specification reaches kernels.panels"),
         ("weights.pack", "from gemma_py.reference.operations import rope_frequencies", "imports reference.operations"),
-        ("generate.score", "from gemma_py import reference", "imports reference"),
+        ("generate.sampling", "from gemma_py import reference", "imports reference"),
         ("runtime.forward", "import gemma_py.reference.elementary", "imports reference.elementary"),
     ],
 )
