@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from repository import ROOT
+from repository import DATA
 
 import gemma_py
 from gemma_py.catalog import resolve
