@@ -323,7 +323,10 @@ def run_python(script: str) -> str:
 
 def test_interpreter_exits_with_a_team_open_and_a_worker_stalled() -> None:
     script = """
-from small_pass import *
+from small_pass import MIX, Team, Trial, passed
+
+from gemma_py.errors import WorkerError
+
 team = Team(2, deadline=1.0)
 passed(team)
 try:
