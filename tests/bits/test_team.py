@@ -48,6 +48,7 @@ from gemma_py.kernels.atomics import (
 )
 from gemma_py.kernels.decorator import kernel
 from gemma_py.runtime.cells import LINE, make_cells
+from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
 from gemma_py.runtime.trial import Trial, shuffle
 
@@ -74,7 +75,9 @@ def raised(team: Team, *args: Any, **options: Any) -> WorkerError:
 
 
 def run_faulty(team: Team, trial: Trial) -> WorkerError:
-    return raised(team, forward, *make_arrays(), 0, marks=[0] * LAYERS, claims=3 * LAYERS, trial=trial)
+    return raised(
+        team, forward, *make_arrays(), 0, marks=[0] * LAYERS, claims=3 * LAYERS, instruments=Instruments(trial=trial)
+    )
 
 
 _others: set[threading.Thread] = set()  # of engines that other tests keep open

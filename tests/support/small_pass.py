@@ -7,6 +7,7 @@ import numpy as np
 from gemma_py.kernels.atomics import compare_exchange, fetch_add, load_acquire, sleep_microseconds
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.runtime import sync
+from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
 from gemma_py.runtime.trial import Trial
 
@@ -149,6 +150,7 @@ def make_arrays() -> tuple[Any, ...]:
 
 def passed(team: Team, trial: Trial | None = None, start: int = 0) -> np.ndarray:
     x, y, kv = make_arrays()
-    marks = team.run(forward, x, y, kv, start, marks=[start] * LAYERS, claims=3 * LAYERS, trial=trial)
+    instruments = Instruments(trial=trial)
+    marks = team.run(forward, x, y, kv, start, marks=[start] * LAYERS, claims=3 * LAYERS, instruments=instruments)
     assert (trial is not None and trial.drop) or marks == [start + ROWS] * LAYERS
     return np.concatenate([x, y, kv])
