@@ -14,12 +14,11 @@ import tempfile
 import time
 from pathlib import Path
 
-for _part in ("support", "bits", "server"):
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / _part))
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 
+from equivalence import PARTS, WIDE, Expected, prompt
+from faults import PLACES
 from gguf_files import write_model
-from test_equivalence import PARTS, WIDE, Expected, prompt
-from test_faults import PLACES
 
 import gemma_py
 from gemma_py.errors import WorkerError

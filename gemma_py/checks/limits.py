@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gemma_py import machine
-from gemma_py.kernels import limits
+from gemma_py.kernels import peak
 from gemma_py.runtime.team import Team
 
 _LEAST_SECONDS = 0.005  # of a sample: waking the workers takes a fiftieth of it
@@ -48,16 +48,16 @@ class Limits:
 
     def sample(self, team: Team, values: np.ndarray) -> None:
         """One more of each.    team: of as many threads   values: of `memory_to_read`"""
-        out = np.empty(self.threads * limits.LANES, np.float32)
+        out = np.empty(self.threads * peak.LANES, np.float32)
         x = np.array([0.5, 0.25], np.float32)
-        rows = np.arange(limits.CODE_ROWS * limits.PAIRS * 2, dtype=np.int16)
-        w = np.ones(limits.PAIRS * limits.CODE_PANELS * 2 * limits.LANES, np.int16)
-        for kernel, chains in zip((limits.multiply_floats_6, limits.multiply_floats_12), limits.CHAINS, strict=True):
-            self._sample(team, f"f32 in {chains} chains", kernel, 2 * chains * limits.LANES, x, out)
-        operations = 2 * limits.multiply_adds_of_pairs(1)
-        self._sample(team, "int16", limits.multiply_pairs, operations, rows, w, out)
+        rows = np.arange(peak.CODE_ROWS * peak.PAIRS * 2, dtype=np.int16)
+        w = np.ones(peak.PAIRS * peak.CODE_PANELS * 2 * peak.LANES, np.int16)
+        for kernel, chains in zip((peak.multiply_floats_6, peak.multiply_floats_12), peak.CHAINS, strict=True):
+            self._sample(team, f"f32 in {chains} chains", kernel, 2 * chains * peak.LANES, x, out)
+        operations = 2 * peak.multiply_adds_of_pairs(1)
+        self._sample(team, "int16", peak.multiply_pairs, operations, rows, w, out)
         part = values[: len(values) // (self.threads * 64) * self.threads * 64]
-        self._note("memory", part.nbytes / _seconds(team, limits.read_memory, part, out))
+        self._note("memory", part.nbytes / _seconds(team, peak.read_memory, part, out))
 
     def _sample(self, team: Team, name: str, kernel: Callable[..., Any], operations: int, *args: Any) -> None:
         """Operations a second of all workers together, of `operations` a step and worker."""

@@ -10,9 +10,9 @@ import numpy as np
 
 from gemma_py.errors import ContextError, UnsupportedError
 from gemma_py.kernels.attention import LANES, scratch_size
-from gemma_py.kernels.matmul import CodedRows, bench_sizes
+from gemma_py.kernels.matmul import CodedRows, unpack_buffer_sizes
 from gemma_py.kernels.memory import aligned
-from gemma_py.kernels.panels import BLOCK, Bench
+from gemma_py.kernels.panels import INPUT_BLOCK, UnpackBuffer
 from gemma_py.models.config import Config
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.compiling import mark_compiled
@@ -212,17 +212,17 @@ def _make_scratch(config: Config, packed: Packed, T: int, workers: int) -> Scrat
     def floats(count: int) -> np.ndarray:
         return aligned(max(1, count))
 
-    blocks = T * (widest // BLOCK + 1)
+    blocks = T * (widest // INPUT_BLOCK + 1)
     coded = CodedRows(
         aligned(T * widest, np.int16), aligned(2 * T * widest, np.int8),
         floats(blocks), floats(blocks), floats(blocks), floats(2 * blocks),
     )  # fmt: skip
-    panel, scales = (workers * size for size in bench_sizes(widest))
-    bench = Bench(aligned(panel, np.int16), floats(scales), floats(scales))
+    panel, scales = (workers * size for size in unpack_buffer_sizes(widest))
+    unpacked = UnpackBuffer(aligned(panel, np.int16), floats(scales), floats(scales))
     x, n, chosen, q, k, v, a, y, gate, up = (floats(T * width) for width in (D, D, D, HE, GE, GE, HE, D, F, F))
     attention = floats(workers * scratch_size(max(y.head_dim for y in layers)))
     return Scratch(
-        x, n, chosen, q, k, v, a, y, gate, up, coded, bench, floats(ropes), floats(ropes), attention, floats(0)
+        x, n, chosen, q, k, v, a, y, gate, up, coded, unpacked, floats(ropes), floats(ropes), attention, floats(0)
     )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from gemma_py.server.errors import ApiError
-from gemma_py.server.schemas import Function, Message
+from gemma_py.server.openai.errors import ApiError
+from gemma_py.server.openai.schemas import Function, Message
 from gemma_py.tokenizer import Tokenizer
 
 START, END, ESCAPE = "<start_function_call>", "<end_function_call>", "<escape>"

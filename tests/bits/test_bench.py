@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py import machine
@@ -21,7 +21,7 @@ from gemma_py.checks.verify import Result
 from gemma_py.errors import ContextError, InputError
 from gemma_py.formats.blocks import TYPES
 from gemma_py.formats.tensor import StoredTensor
-from gemma_py.kernels import limits as kernels
+from gemma_py.kernels import peak as kernels
 from gemma_py.runtime.team import Team
 from gemma_py.weights.tensors import CodeMatrix, whole
 

@@ -1,20 +1,18 @@
 """The promise: the same bits for any threads, chunks, schedules and company; and checks that see when it is broken."""
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
+from equivalence import PARTS, WIDE, Expected, bits, opened, prompt
 from gguf_files import write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gemma_py
-from gemma_py import reference
 from gemma_py.errors import WorkerError
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.elementary import exp
@@ -31,50 +29,6 @@ from gemma_py.weights import pack as packed
 
 THREADS = (1, 2, 3, 4, 8)
 TOKENS = 70  # two tiles of attention and several windows
-
-
-@contextmanager
-def opened(path: Path, threads: int, trial: Trial | None = None, kv: str = "float32") -> Iterator[gemma_py.Engine]:
-    """An engine in test mode: scratch and unpublished rows are NaN, so reading one shows."""
-    with gemma_py.load(path, threads=threads, kv=kv) as engine:
-        engine.runner.poison = True
-        engine.runner.trial = trial
-        yield engine
-
-
-def prompt(config: Config, length: int, seed: int = 1) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(config.vocab_size) for _ in range(length)]
-
-
-def bits(logits: np.ndarray) -> np.ndarray:
-    return logits.view(np.uint32)
-
-
-def cut(ids: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """ids in pieces of these sizes, again and again."""
-    at = 0
-    for size in itertools.cycle(sizes):
-        if at >= len(ids):
-            return
-        yield list(ids[at : at + size])
-        at += size
-
-
-class Expected:
-    """What the specification says of a prompt."""
-
-    def __init__(self, engine: gemma_py.Engine, ids: list[int]) -> None:
-        self.ids = ids
-        self.logits, cache = reference.logits_and_rows(engine, ids)
-        self.digest = reference.kv_digest(cache)
-
-    def same(self, engine: gemma_py.Engine, sizes: Sequence[int], all_logits: bool = True) -> bool:
-        session = engine.session()
-        made = [session.prefill(piece, all_logits=all_logits) for piece in cut(self.ids, sizes)]
-        logits = np.concatenate(made) if all_logits else made[-1]
-        wanted = self.logits if all_logits else self.logits[-1]
-        return bool((bits(logits) == bits(wanted)).all()) and session.kv_digest() == self.digest
 
 
 _known: dict[tuple[str, int], Expected] = {}
@@ -122,11 +76,6 @@ def test_lengths_around_the_rows_of_a_matmul(tmp_path: Path, kind: str) -> None:
 
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
-WIDE = tiny.Variant(
-    tiny._gemma3(hidden_size=256, intermediate_size=512, head_dim=64, query_pre_attn_scalar=64, num_hidden_layers=2,
-                 sliding_window=5, vocab_size=77)
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

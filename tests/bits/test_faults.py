@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from conftest import TINY
+from equivalence import PARTS, WIDE, Expected, bits, prompt
+from faults import PLACES
 from gguf_files import write_model
-from test_equivalence import PARTS, WIDE, Expected, bits, prompt
+from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError, ContextError, InputError, WorkerError
@@ -25,9 +26,6 @@ from gemma_py.runtime import forward as passes
 from gemma_py.runtime.trial import Trial
 
 TOKENS = 40
-LAYER = 1
-# (layer, phase) of every phase of the pass; the last layer's number belongs to the head.
-PLACES = [(0, passes.EMBED), *((LAYER, phase) for phase in range(passes.QKV, passes.HEAD)), (2, passes.HEAD)]
 
 
 @pytest.fixture(scope="module")

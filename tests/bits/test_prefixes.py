@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py.runtime.cache import Cache, bytes_needed

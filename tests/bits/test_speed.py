@@ -1,7 +1,6 @@
 """Speed guarded by counts, which are the same on every machine, and not by seconds, which never are."""
 
 import json
-import os
 import subprocess
 import sys
 import tracemalloc
@@ -9,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import tiny_checkpoints as tiny
-from conftest import ROOT, TINY
+from equivalence import PARTS, WIDE
 from gguf_files import write_model
-from test_equivalence import PARTS, WIDE
+from repository import TINY, child_environment
 
 import gemma_py
 from gemma_py.checks.cost import BYTES, pass_cost
@@ -102,7 +101,7 @@ print(json.dumps([sum(sum(part.values()) for part in (s.cache_hits for s in stat
 def test_a_second_process_compiles_nothing() -> None:
     with gemma_py.load(TINY, threads=1) as engine:  # the first, if no other test was
         list(engine.generate("some text", max_tokens=1))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = child_environment()
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     loaded, compiled = json.loads(done.stdout)

@@ -1,23 +1,20 @@
 """Requests in company: each gets what it would get alone, whoever comes, goes or fails beside it."""
 
 import math
-import queue
 import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
-from serving import Heard, Running, serving
+from crowd import WAIT, Client, Crowd, drawn, options, scores_of, scores_told
+from repository import TINY
+from serving import serving
 
 import gemma_py
 from gemma_py.errors import ComputationError, ContextError, InputError, Overloaded
 from gemma_py.generate import scheduler as schedulers
-from gemma_py.generate.core import Token
 from gemma_py.generate.sampling import Sampling, likeliest
 from gemma_py.generate.scheduler import (
     Event,
@@ -29,7 +26,6 @@ from gemma_py.generate.scheduler import (
     Request,
     Scheduler,
     Scored,
-    Ticket,
     shares,
 )
 from gemma_py.generate.score import ROWS_AT_ONCE, log_probability
@@ -40,37 +36,7 @@ from gemma_py.runtime.forward import Batch
 from gemma_py.runtime.prefixes import TOKENS, Prefixes
 from gemma_py.runtime.runner import CHUNK, Part
 from gemma_py.runtime.trial import Trial
-from gemma_py.server.events import Feed
-
-WAIT = 120  # seconds, for what takes one
-
-
-class Client:
-    """Hears the events of one request."""
-
-    def __init__(self, scheduler: Scheduler, request: Request) -> None:
-        self.request = request
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.heard: list[Event] = []
-        self.ticket: Ticket = scheduler.submit(request, self.events.put)
-
-    def next(self) -> Event:
-        self.heard.append(self.events.get(timeout=WAIT))
-        return self.heard[-1]
-
-    @property
-    def over(self) -> bool:
-        return bool(self.heard) and isinstance(self.heard[-1], Finished | Failed)
-
-    def end(self) -> Finished | Failed:
-        while True:
-            event = self.next()
-            if isinstance(event, Finished | Failed):
-                return event
-
-    @property
-    def made(self) -> list[Made]:
-        return [event for event in self.heard if isinstance(event, Made)]
+from gemma_py.server.events import EventQueue
 
 
 @pytest.fixture
@@ -78,97 +44,6 @@ def scheduler(tiny_engine: gemma_py.Engine) -> Iterator[Scheduler]:
     made = Scheduler(tiny_engine, parallel=4, queue=40)
     yield made
     made.close()
-
-
-def drawn(rng: random.Random, length: int, vocabulary: int = 1536) -> list[int]:
-    return [rng.randrange(vocabulary) for _ in range(length)]
-
-
-def options(sampling: Sampling) -> dict[str, Any]:
-    """As `generate` takes them: what is left out of a draw, it would take from the checkpoint."""
-    if sampling.temperature == 0:
-        return {}
-    return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
-
-
-Scores = list[tuple[int, float | None]]
-
-
-def scores_of(engine: gemma_py.Engine, ids: list[int]) -> Scores:
-    """The log probability of each id, alone."""
-    following = [(token, -value) for token, value in zip(ids[1:], engine.score(ids), strict=True)] if ids[1:] else []
-    return [(ids[0], None), *following]
-
-
-def scores_told(client: Client) -> Scores:
-    return [(event.id, event.logprob) for event in client.heard if isinstance(event, Scored)]
-
-
-class Crowd:
-    """Requests of many kinds, and what each gets alone: prompts of any length, some that begin alike, greedy and drawn; the
-    tokens of some tell how likely they are."""
-
-    def __init__(self, engine: gemma_py.Engine, count: int, seed: int, longest: int = 60) -> None:
-        self.engine, self.rng, V = engine, random.Random(seed), engine.config.vocab_size
-        ends = frozenset(engine.config.eos_token_ids)
-        beginnings = [drawn(self.rng, self.rng.randint(longest // 2, 2 * longest), V) for _ in range(3)]
-        self.requests = []
-        for number in range(count):
-            ids = self.rng.choice([[], *beginnings]) + drawn(self.rng, self.rng.randint(1, longest), V)
-            sampling = Sampling(temperature=1.0, top_k=40, seed=number) if number % 2 else Sampling()
-            most, scored = self.rng.randint(1, longest // 2), number % 4 == 3
-            self.requests.append(Request(ids, most, sampling, ends=ends, scored=scored))
-        self.alone: list[list[Token]] = [
-            list(engine.generate(request.ids, request.max_tokens, **options(request.sampling)))
-            for request in self.requests
-        ]
-        self.scores = [scores_of(engine, request.ids) if request.scored else [] for request in self.requests]
-
-    def same(self, scheduler: Scheduler) -> bool:
-        """Whether each gets the same in company. They come now and then, and some go early."""
-        clients, leaving = [], {}
-        rng, longest = random.Random(self.rng.random()), max(request.max_tokens for request in self.requests)
-        for number, request in enumerate(self.requests):
-            clients.append(Client(scheduler, request))
-            leaving[number] = rng.randint(0, longest)  # tokens; most have ended by then
-            for _ in range(rng.choice([0, 0, 1, 2, 10])):
-                client = rng.choice(clients)
-                if not client.over:
-                    client.next()
-        for number in rng.sample(range(len(clients)), len(clients)):
-            client = clients[number]
-            while not client.over:
-                client.next()
-                if len(client.made) == leaving[number]:
-                    client.ticket.cancel()
-        return all(map(self._right, clients, self.alone, self.scores))
-
-    def same_over_http(self, server: Running) -> bool:
-        """The same for streams of a server, each of which is asked for alone in the end."""
-        rng, count = random.Random(self.rng.random()), len(self.requests)
-        most = [rng.choice((math.inf, math.inf, rng.randint(0, 20))) for _ in range(count)]
-        late = [rng.random() * 0.002 * count for _ in range(count)]
-
-        def hear(number: int) -> Heard:
-            time.sleep(late[number])
-            return Heard(server, self.requests[number], most[number])
-
-        with ThreadPoolExecutor(count) as pool:
-            heard = list(pool.map(hear, range(count)))
-        heard += [Heard(server, request) for request in self.requests]
-        limits = [*most, *[math.inf] * count]
-        return all(
-            one.same(alone) and (one.reason != "" or len(one.logprobs) >= limit)
-            for one, limit, alone in zip(heard, limits, self.alone * 2, strict=True)
-        )
-
-    @staticmethod
-    def _right(client: Client, alone: list[Token], scores: Scores) -> bool:
-        end, made = client.heard[-1], [event.token for event in client.made]
-        told = scores_told(client)
-        if not isinstance(end, Finished) or told != scores[: None if made else len(told)]:
-            return False
-        return made == alone[: len(made)] and (end.reason == "cancelled" or len(made) == len(alone))
 
 
 @pytest.fixture(scope="module")
@@ -217,18 +92,18 @@ def test_company_shares_passes_and_prefixes(crowd: Crowd) -> None:
 
 def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Event] = []
-    honest = Feed._tell
+    honest = EventQueue._put
 
-    def before(feed: Feed, index: int, event: Event) -> None:
+    def before(queue: EventQueue, index: int, event: Event) -> None:
         """The control: everybody is told what was made for whoever came before."""
         if isinstance(event, Made) and event.token.finish_reason is None:
             made.append(event)
             event = made[-2:][0]
-        honest(feed, index, event)
+        honest(queue, index, event)
 
     with serving(crowd.engine, parallel=8, queue=40) as server:
         assert crowd.same_over_http(server)
-        monkeypatch.setattr(Feed, "_tell", before)
+        monkeypatch.setattr(EventQueue, "_put", before)
         assert not crowd.same_over_http(server)
 
 

@@ -9,12 +9,12 @@ from serving import Running
 
 import gemma_py
 from gemma_py.generate.core import Token
-from gemma_py.generate.scheduler import Finished, Made, Request, Usage
-from gemma_py.server.answers import ChatAnswer
-from gemma_py.server.errors import ApiError
-from gemma_py.server.responses import ResponsesAnswer
-from gemma_py.server.schemas import ChatRequest, ResponsesRequest
-from gemma_py.server.service import Job, Service
+from gemma_py.generate.scheduler import Finished, Made, Usage
+from gemma_py.server.openai.builders import ChatBuilder
+from gemma_py.server.openai.errors import ApiError
+from gemma_py.server.openai.responses import ResponsesBuilder
+from gemma_py.server.openai.schemas import ChatRequest, ResponsesRequest
+from gemma_py.server.openai.service import Service
 from gemma_py.server.tools import CallReader, read_call
 from gemma_py.templates.template import Jinja
 from gemma_py.tokenizer import Tokenizer
@@ -153,7 +153,7 @@ def test_results_and_arguments_must_make_sense(service: Service) -> None:
 def answer(service: Service, tokens: list[tuple[int, str]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The document and the streamed deltas of an answer of these tokens."""
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER]})
-    made = ChatAnswer(service, Job([Request([2], 9)], "messages", []), asked)
+    made = ChatBuilder(service, asked)
     pieces = []
     for at, (token, text) in enumerate(tokens):
         reason = "stop" if at == len(tokens) - 1 else None
@@ -262,7 +262,7 @@ def test_what_is_no_function_is_no_tool(server: Running) -> None:
 @pytest.mark.parametrize("text", ["Look. ", ""])
 def test_a_call_in_a_response(service: Service, text: str) -> None:
     asked = ResponsesRequest.model_validate({"input": "x", "tools": [FLAT]})
-    made = ResponsesAnswer(service, Job([Request([2], 9)], "input", []), asked)
+    made = ResponsesBuilder(service, asked)
     tokens = [(50, text), (START, "<start_function_call>"), (51, "call:weather{place:<escape>Rome<escape>}"),
               (END, "<end_function_call>"), (1, "")]  # fmt: skip
     events = [

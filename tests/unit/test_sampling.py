@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError, ConfigError, InputError

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py.errors import InputError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY
+from repository import ROOT, TINY
 
 import gemma_py
 from gemma_py import Conversation, Sampling
