@@ -144,7 +144,7 @@ def test_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: 
     compilation._feeders[0].start()
     with pytest.warns(GemmaWarning, match="has ended early"):
         compilation.wait()
-    first, shown = capsys.readouterr().err.splitlines()
+    first, shown = capsys.readouterr().err.split("\n")
     assert first == "compiling kernels, once per machine: about half a minute"
     assert shown == "\r\x1b[Kcompiling kernels: 2 of 3\r\x1b[K"
 
