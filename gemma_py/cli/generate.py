@@ -17,7 +17,7 @@ from gemma_py.cli.common import add_engine, add_input, add_model, note_kept_floa
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.cli.sampling import add_sampling, sampling_options
 from gemma_py.errors import InputError
-from gemma_py.generate.sampling import asked
+from gemma_py.generate.options import asked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -111,7 +111,7 @@ def test_positions_that_workers_share_match_the_reference(tmp_path: Path, worker
     with opened(tmp_path, workers, kv=kv) as engine:
         want = Expected(engine, prompt(engine.config, 100))
         for seed in range(3):
-            engine.runner.trial = Trial(seed=seed)
+            engine.instruments.trial = Trial(seed=seed)
             assert want.same(engine, [1])
             assert want.same(engine, [33, 1, 1])
 
@@ -176,7 +176,7 @@ def test_sessions_in_random_company(checkpoints: dict[str, Path]) -> None:
 def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> bool:
     """Whether sequences that share passes, in parts of random sizes and with logits of random rows, get what they should."""
     rng = random.Random(seed)
-    caches_, done = [engine.runner.cache() for _ in wants], [0] * len(wants)
+    caches_, done = [engine.new_cache() for _ in wants], [0] * len(wants)
     while any(at < len(want.ids) for at, want in zip(done, wants, strict=True)):
         chosen = [n for n, want in enumerate(wants) if done[n] < len(want.ids) and rng.random() < 0.8]
         rng.shuffle(chosen)
@@ -187,7 +187,7 @@ def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> b
             parts.append(Part(caches_[number], tokens, rng.choice([0, 1, len(tokens)])))
         if not parts:
             continue
-        for number, part, logits in zip(chosen, parts, engine.runner.run_together(parts), strict=True):
+        for number, part, logits in zip(chosen, parts, engine.run_together(parts), strict=True):
             done[number] += len(part.tokens)
             wanted = wants[number].logits[done[number] - part.logits : done[number]]
             if logits.shape != wanted.shape or (bits(logits) != bits(wanted)).any():
@@ -204,7 +204,7 @@ def test_shared_passes_match_the_reference(checkpoints: dict[str, Path], name: s
     with opened(checkpoints[name], 3) as engine:
         wants = company(name, engine)
         for seed in range(12):
-            engine.runner.trial = Trial(seed=seed)
+            engine.instruments.trial = Trial(seed=seed)
             assert together(engine, wants, seed), f"seed {seed}"
 
 
@@ -222,7 +222,7 @@ def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path]) -> None
     with opened(checkpoints["gemma3"], 4) as engine:
         want = expected("gemma3", engine)
         for seed in range(1, 41):
-            engine.runner.trial = Trial(seed=seed)
+            engine.instruments.trial = Trial(seed=seed)
             assert want.same(engine, [TOKENS] if seed % 2 else [23]), f"seed {seed}"
 
 
@@ -232,7 +232,7 @@ def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path]) -> None
 def caught(engine: gemma_py.Engine, want: Expected, trials: Iterator[Trial], sizes: Sequence[int] = (TOKENS,)) -> bool:
     """Whether any of these schedules gives other bits, or an error."""
     for trial in trials:
-        engine.runner.trial = trial
+        engine.instruments.trial = trial
         try:
             if not want.same(engine, sizes):
                 return True
@@ -253,7 +253,7 @@ def test_control_rows_of_one_sequence_out_of_order_in_company(checkpoints: dict[
         wants = company("gemma3", engine)
 
         def seen(seed: int) -> bool:
-            engine.runner.trial = Trial(seed=seed, drop=drop)
+            engine.instruments.trial = Trial(seed=seed, drop=drop)
             try:
                 return not together(engine, wants, seed)
             except WorkerError:
@@ -409,7 +409,7 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
     `await_rows` has it. Gives the attention's output and the ring. A seed that fails can be run again.
     """
     runner, session = engine.runner, engine.session()
-    runner.trial = None
+    engine.instruments.trial = None
     session.prefill(prompt(engine.config, 30))
     cache, layer = session._cache, runner.packed.layers[number]
     cache.reserve(chunk)
@@ -469,7 +469,7 @@ def test_a_thousand_orders_of_tiles_on_one_thread(checkpoints: dict[str, Path]) 
     with opened(checkpoints["gemma3"], 1) as engine:
         want = expected("gemma3", engine)
         for seed in range(1, 1001):
-            engine.runner.trial = Trial(seed=seed)
+            engine.instruments.trial = Trial(seed=seed)
             assert want.same(engine, [TOKENS], all_logits=False), f"seed {seed}"
 
 

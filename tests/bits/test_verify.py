@@ -262,7 +262,7 @@ def test_rows_read_too_early_are_located(monkeypatch: pytest.MonkeyPatch) -> Non
     seeds = count(1)
 
     def race(runner: Runner, cache: Cache) -> None:
-        runner.trial = Trial(seed=next(seeds), drop="await")
+        runner.instruments.trial = Trial(seed=next(seeds), drop="await")
 
     tamper(monkeypatch, before=race)
     reports: Iterator[verify.Report] = (check() for _ in range(100))

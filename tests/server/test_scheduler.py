@@ -15,25 +15,16 @@ from serving import serving
 import gemma_py
 from gemma_py.errors import ComputationError, ContextError, InputError, Overloaded
 from gemma_py.generate import scheduler as schedulers
-from gemma_py.generate.sampling import Sampling, likeliest
-from gemma_py.generate.scheduler import (
-    Event,
-    Failed,
-    Finished,
-    Health,
-    Made,
-    Progress,
-    Request,
-    Scheduler,
-    Scored,
-    shares,
-)
-from gemma_py.generate.score import ROWS_AT_ONCE, log_probability
+from gemma_py.generate.core import Request
+from gemma_py.generate.events import Event, Failed, Finished, Generated, PrefillProgress, Scored
+from gemma_py.generate.options import Sampling
+from gemma_py.generate.sampling import ROWS_AT_ONCE, likeliest, log_probability
+from gemma_py.generate.scheduler import Health, Scheduler, shares
 from gemma_py.models.config import Config
 from gemma_py.runtime import runner as runners
 from gemma_py.runtime.cache import bytes_needed
 from gemma_py.runtime.forward import Batch
-from gemma_py.runtime.prefixes import TOKENS, Prefixes
+from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, Part
 from gemma_py.runtime.trial import Trial
 from gemma_py.server.events import EventQueue
@@ -50,7 +41,7 @@ def scheduler(tiny_engine: gemma_py.Engine) -> Iterator[Scheduler]:
 def crowd() -> Iterator[Crowd]:
     """In test mode: scratch and unpublished rows are NaN, schedules are shaken."""
     with gemma_py.load(TINY, threads=2) as engine:
-        engine.runner.poison = True
+        engine.instruments.poison = True
         yield Crowd(engine, 32, seed=5)
 
 
@@ -62,13 +53,13 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_company(crowd: Crowd, seed: int) -> bool:
-    crowd.engine.runner.trial = Trial(seed=seed)
+    crowd.engine.instruments.trial = Trial(seed=seed)
     scheduler = Scheduler(crowd.engine, parallel=8, queue=40, prefix_bytes=600_000)
     try:
         return crowd.same(scheduler)
     finally:
         scheduler.close()
-        crowd.engine.runner.trial = None
+        crowd.engine.instruments.trial = None
 
 
 @pytest.mark.usefixtures("small_passes")
@@ -96,7 +87,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
 
     def before(queue: EventQueue, index: int, event: Event) -> None:
         """The control: everybody is told what was made for whoever came before."""
-        if isinstance(event, Made) and event.token.finish_reason is None:
+        if isinstance(event, Generated) and event.token.finish_reason is None:
             made.append(event)
             event = made[-2:][0]
         honest(queue, index, event)
@@ -111,7 +102,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("what", ["tables", "logits", "a bit of a prefix", "a prefix of another"])
 def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Two sequences' caches or logits change places, or what is kept of a prefix is not right: somebody must notice."""
-    honest_batch, honest_stored = runners._batch, Prefixes._stored
+    honest_batch, honest_stored = runners._batch, PrefixCache._rows_of
 
     def batch(parts: Sequence[Part]) -> Batch:
         made = honest_batch(parts)
@@ -122,14 +113,14 @@ def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.Monke
             made.wanted[taken] = np.roll(made.wanted[taken], 1)
         return made
 
-    def stored(prefixes: Prefixes, config: Config, path: list[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def stored(prefixes: PrefixCache, config: Config, path: list[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for keys, values in honest_stored(prefixes, config, path[::-1] if what == "a prefix of another" else path):
             if what == "a bit of a prefix":
                 keys.view(np.uint32)[0, -1, 0] ^= 1 << 22
             yield keys, values
 
     monkeypatch.setattr(runners, "_batch", batch)
-    monkeypatch.setattr(Prefixes, "_stored", stored)
+    monkeypatch.setattr(PrefixCache, "_rows_of", stored)
     assert not in_company(crowd, 1)
 
 
@@ -141,8 +132,8 @@ def test_usage_and_progress_are_told(scheduler: Scheduler, tiny_engine: gemma_py
         assert isinstance(end, Finished)
         assert (end.reason, end.usage.prompt, end.usage.cached, end.usage.generated) == ("length", 100, cached, 5)
         assert 0 <= end.usage.queued_seconds <= end.usage.first_token_seconds <= end.usage.seconds
-        progress = [event for event in client.heard if isinstance(event, Progress)]
-        assert progress[-1] == Progress(100, 100, cached)
+        progress = [event for event in client.heard if isinstance(event, PrefillProgress)]
+        assert progress[-1] == PrefillProgress(100, 100, cached)
         assert [event.done for event in progress] == sorted({event.done for event in progress})
 
 
@@ -158,13 +149,13 @@ def test_prompts_tell_how_likely_they_are(
     tiny_engine: gemma_py.Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same whether somebody has asked before or not, with few rows of logits at a time, and without an answer too."""
-    honest, rows = tiny_engine.runner.run_together, []
+    honest, rows = tiny_engine.run_together, []
 
     def run(parts: Sequence[Part]) -> list[np.ndarray]:
         rows.append(sum(part.logits for part in parts))
         return honest(parts)
 
-    monkeypatch.setattr(tiny_engine.runner, "run_together", run)
+    monkeypatch.setattr(tiny_engine, "run_together", run)
     ids = drawn(random.Random(4), 100)
     request = Request(ids, 0, top_logprobs=2, scored=True)
     clients = [Client(scheduler, request), Client(scheduler, request), Client(scheduler, Request(ids, 0))]
@@ -192,7 +183,7 @@ def test_rows_of_a_pass_are_shared_out() -> None:
 
 
 def test_keys_and_values_stay_within_their_budget(tiny_engine: gemma_py.Engine) -> None:
-    need = bytes_needed(tiny_engine.config, "float32", 60, CHUNK, TOKENS)
+    need = bytes_needed(tiny_engine.config, "float32", 60, CHUNK, BLOCK_TOKENS)
     scheduler = Scheduler(tiny_engine, parallel=8, kv_bytes=2 * need + 1)
     clients = [Client(scheduler, Request([2, *range(10, 29)], 40)) for _ in range(6)]
     for client in clients:
@@ -240,7 +231,7 @@ def test_what_cannot_be_is_refused_at_once(scheduler: Scheduler) -> None:
 def test_a_full_queue_is_said(tiny_engine: gemma_py.Engine) -> None:
     scheduler = Scheduler(tiny_engine, parallel=1, queue=1)
     clients = [Client(scheduler, Request([2], 4000)) for _ in range(2)]
-    with pytest.raises(Overloaded, match="wait already") as caught:
+    with pytest.raises(Overloaded, match="waiting already") as caught:
         for _ in range(2):
             clients.append(Client(scheduler, Request([2], 4000)))
     assert caught.value.retry_after >= 1
@@ -351,15 +342,15 @@ def weak() -> Iterator[gemma_py.Engine]:
 
 def failing(engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, fault: str, passes: set[int]) -> None:
     """These passes of the engine fail, counted from 1."""
-    honest, count = engine.runner.run_together, 0
+    honest, count = engine.run_together, 0
 
     def run(parts: Sequence[Part]) -> list[np.ndarray]:
         nonlocal count
         count += 1
-        engine.runner.trial = Trial(fault=fault, worker=1) if count in passes else None
+        engine.instruments.trial = Trial(fault=fault, worker=1) if count in passes else None
         return honest(parts)
 
-    monkeypatch.setattr(engine.runner, "run_together", run)
+    monkeypatch.setattr(engine, "run_together", run)
 
 
 def test_a_pass_that_fails_once_is_tried_again(weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +381,7 @@ def test_a_worker_that_stalls_costs_nobody_an_answer(
         stats = scheduler.stats()
         assert (stats.failed_passes, scheduler.health().ok) == (len(stalls), True)
         scheduler.close()
-        return [[event for event in client.heard if isinstance(event, Scored | Made)] for client in clients]
+        return [[event for event in client.heard if isinstance(event, Scored | Generated)] for client in clients]
 
     stalls: set[int] = set()
     untroubled = answers()
@@ -401,17 +392,17 @@ def test_a_worker_that_stalls_costs_nobody_an_answer(
 
 def test_nobody_knows_if_it_is_well_after_a_stall(weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(weak, monkeypatch, "stall", {2})
-    scheduler, honest = Scheduler(weak), weak.runner.run_together
+    scheduler, honest = Scheduler(weak), weak.run_together
     healths: list[Health] = []
 
     def run(parts: Sequence[Part]) -> list[np.ndarray]:
         healths.append(scheduler.health())
         return honest(parts)
 
-    monkeypatch.setattr(weak.runner, "run_together", run)
+    monkeypatch.setattr(weak, "run_together", run)
     assert isinstance(Client(scheduler, Request([2, 3], 3)).end(), Finished)
     assert [health.ok for health in healths] == [True, True, False, True]
-    assert not any(health.lasting for health in healths)
+    assert not any(health.permanent for health in healths)
     assert "worker 1 of 2" in healths[2].why
     scheduler.close()
 
@@ -424,8 +415,8 @@ def test_an_engine_that_fails_again_and_again_is_given_up(
     clients = [Client(scheduler, Request([2, 3], 9)) for _ in range(4)]
     assert all(isinstance(client.end(), Failed) for client in clients)
     health = scheduler.health()
-    assert health.lasting and not health.ok and "worker 1 of 2" in health.why
-    with pytest.raises(ComputationError, match="out of order"):
+    assert health.permanent and not health.ok and "worker 1 of 2" in health.why
+    with pytest.raises(ComputationError, match="the engine has failed"):
         scheduler.submit(Request([2], 1), print)
     scheduler.close()
 

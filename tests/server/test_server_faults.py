@@ -293,7 +293,7 @@ def faulty(self):
     if len(self._waiting) >= 2 and fault == "hang":
         time.sleep(3600)
     if len(self._waiting) >= 2:
-        self.engine.runner.trial = Trial(fault=fault, worker=1)
+        self.engine.instruments.trial = Trial(fault=fault, worker=1)
     step(self)
 scheduler.Scheduler._step = faulty
 sys.exit(main(sys.argv[1:]))

@@ -10,9 +10,10 @@ from typing import Any
 from serving import Heard, Running
 
 import gemma_py
-from gemma_py.generate.core import Token
-from gemma_py.generate.sampling import Sampling
-from gemma_py.generate.scheduler import Event, Failed, Finished, Made, Request, Scheduler, Scored, Ticket
+from gemma_py.generate.core import Request, Token
+from gemma_py.generate.events import Event, Failed, Finished, Generated, Scored
+from gemma_py.generate.options import Sampling
+from gemma_py.generate.scheduler import Scheduler, Ticket
 
 WAIT = 120  # seconds, for what takes one
 
@@ -41,8 +42,8 @@ class Client:
                 return event
 
     @property
-    def made(self) -> list[Made]:
-        return [event for event in self.heard if isinstance(event, Made)]
+    def made(self) -> list[Generated]:
+        return [event for event in self.heard if isinstance(event, Generated)]
 
 
 def drawn(rng: random.Random, length: int, vocabulary: int = 1536) -> list[int]:
@@ -87,7 +88,7 @@ class Crowd:
             list(engine.generate(request.ids, request.max_tokens, **options(request.sampling)))
             for request in self.requests
         ]
-        self.scores = [scores_of(engine, request.ids) if request.scored else [] for request in self.requests]
+        self.scores = [scores_of(engine, list(request.ids)) if request.scored else [] for request in self.requests]
 
     def same(self, scheduler: Scheduler) -> bool:
         """Whether each gets the same in company. They come now and then, and some go early."""

@@ -26,8 +26,8 @@ WIDE = tiny.Variant(
 def opened(path: Path, threads: int, trial: Trial | None = None, kv: str = "float32") -> Iterator[gemma_py.Engine]:
     """An engine in test mode: scratch and unpublished rows are NaN, so reading one shows."""
     with gemma_py.load(path, threads=threads, kv=kv) as engine:
-        engine.runner.poison = True
-        engine.runner.trial = trial
+        engine.instruments.poison = True
+        engine.instruments.trial = trial
         yield engine
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from repository import TINY, child_environment
 
 import gemma_py
-from gemma_py.generate.core import Token
-from gemma_py.generate.scheduler import Request, Scheduler
+from gemma_py.generate.core import Request, Token
+from gemma_py.generate.scheduler import Scheduler
 from gemma_py.server.app import App
 from gemma_py.server.auth import Keys
 from gemma_py.server.openai.service import Service
