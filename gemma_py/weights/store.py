@@ -36,7 +36,7 @@ from gemma_py.kernels.memory import aligned
 from gemma_py.paths import PARTIAL, abandoned, atomic_write, cache_dir, private_dir
 from gemma_py.progress import ReportProgress, no_report
 from gemma_py.weights.checkpoint import Checkpoint
-from gemma_py.weights.pack import LAYOUT, Packed, Plan
+from gemma_py.weights.pack import LAYOUT, PackedWeights, Plan
 
 FOLDER, RECORDS = "weights", "records"
 OLD_SUFFIX = ".packed"  # of files of a format that is not read any more
@@ -52,13 +52,15 @@ class _Damaged(Exception):
     """A cached file that is not what this program would have written, and why."""
 
 
-def packed_weights(checkpoint: Checkpoint, quant: str | None = None, progress: ReportProgress = no_report) -> Packed:
+def packed_weights(
+    checkpoint: Checkpoint, quant: str | None = None, progress: ReportProgress = no_report
+) -> PackedWeights:
     """The checkpoint's weights for the kernels: mapped from the cache, packed into it where they are not there yet.
 
     Names and shapes are checked at every start, values when they are packed. Where nothing can be cached, the weights are
     packed into memory, and a GemmaWarning says why.
     """
-    plan = Plan(checkpoint.stored_weights(quant), checkpoint.config)
+    plan = Plan(checkpoint.stored_weights(quant))
     for tensor in checkpoint.tensors.values():  # norms are copied; the system maps a megabyte around each
         drop_pages(tensor.data)
     if not checkpoint.keep or sum(_sizes(plan)) < _SMALLEST:
