@@ -73,7 +73,6 @@ def tensors(config: Config) -> dict[str, Tensor]:
 def write(p: Program) -> None:
     """x is the residual stream, n what a norm gives, y what half a layer gives."""
     config, last = p.config, len(p.config.layers) - 1
-    p.phase("embedding", 0)
     p.embed("embed_tokens", "x")
     p.rope_tables()
     p.norm("x", "n", "layers.0.input_norm")

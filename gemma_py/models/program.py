@@ -2,7 +2,8 @@
 
 A program names buffers, tensors and layers. Buffers are rows of float32, one row a token of the pass; they come into being
 when an operation writes them, and a buffer may be as wide as its latest writer makes it. Operations stand in phases:
-a phase is what workers do between two barriers, and its name is what errors, traces and profiles say.
+a phase is what workers do between two barriers, and its name is what errors, traces and profiles say. Where an operation
+cannot share the phase of the one before, a new phase of the same name begins by itself.
 """
 
 import math
@@ -56,7 +57,7 @@ class Op:
     codes: "Op | None" = None  # for a matmul: the operation that turned its input into codes
 
 
-@dataclass
+@dataclass(frozen=True)
 class Phase:
     name: str
     layer: int
@@ -70,7 +71,7 @@ class Program:
     config: Config
     tensors: Mapping[str, Tensor]
     ops: list[Op] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=lambda: [Phase("embedding", 0, ALL)])
     ropes: list[tuple[Rope, int]] = field(default_factory=list)  # (rope, head width)
     widths: dict[str, int] = field(default_factory=dict)  # the widest row that each buffer ever holds
     slots: dict[int, int] = field(default_factory=dict)  # the widest row of codes in each slot
@@ -175,8 +176,18 @@ class Program:
 
     def _add(self, kind: int, **fields: object) -> Op:
         op = Op(kind, len(self.phases) - 1, **fields)  # type: ignore[arg-type]
+        if not self._shares_phase(op):
+            self.phases.append(self.phases[-1])
+            op.phase += 1
         self.ops.append(op)
         return op
+
+    def _shares_phase(self, op: Op) -> bool:
+        """Whether the operation can stand in the current phase: without a barrier between it and the others there."""
+        others = [other for other in self.ops if other.phase == op.phase]
+        if op.kind < MATMUL:
+            return all(other.kind < STORE for other in others)  # rows are published when their phase ends
+        return all(other.kind == op.kind == MATMUL and other.target != op.source for other in others)
 
     def _write(self, target: str, width: int) -> None:
         """The rows of target are this wide from here on. Codes that were made of them are out of date."""

@@ -120,10 +120,6 @@ def _mark_phases(table: np.ndarray, ops: Sequence[Op]) -> None:
     starts = [at for at, op in enumerate(ops) if at == 0 or op.phase != ops[at - 1].phase]
     for counter, (first, end) in enumerate(zip(starts, [*starts[1:], len(ops)], strict=True)):
         rows, kinds = table[first:end], {op.kind for op in ops[first:end]}
-        if len(kinds) > 1 and max(kinds) >= MATMUL:
-            raise ValueError(f"a phase of {sorted(kinds)} mixes operations on rows with others")
-        if STORE in kinds and ops[end - 1].kind != STORE:
-            raise ValueError("rows are published when their phase ends, so STORE must be its last operation")
         rows[:, NEXT], rows[:, COUNTER] = end, counter
         # Attention waits for the rows that it reads, and with them for all that was written before they were published.
         follows = ops[end].kind if end < len(ops) else -1

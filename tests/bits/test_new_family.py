@@ -1,74 +1,89 @@
-"""A family that the package does not know: what it takes to define one, and that it gets the same bits as its specification.
+"""A family that the package does not know, defined here with its own specification: attention and feed-forward side by side,
+a layer that reads another's KV rows, two head widths, a value norm without a gain, and a scalar for each layer."""
 
-Attention and feed-forward read the same norm side by side; the last layer reads the KV rows of the one before; heads have
-two widths; values are normalised without a gain, and each layer scales the stream.
-"""
-
-import math
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pytest
+from random_model import differing_ways, random_engine
 
-import gemma_py
-from gemma_py.formats.blocks import F32, TYPES
-from gemma_py.formats.tensor import StoredTensor
 from gemma_py.models.config import Config, Layer, Rope, checked
 from gemma_py.models.gemma import FAMILY
 from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 from gemma_py.reference import operations as op
-from gemma_py.reference.cache import Cache
-from gemma_py.weights.checkpoint import Checkpoint
-from gemma_py.weights.tensors import gguf_source
+from gemma_py.reference.cache import ReferenceCache
 
-LAYERS = (Layer(5, Rope(1e4), 4, 2, 16, 96, 0), Layer(None, Rope(1e6), 2, 1, 32, 64, 1), Layer(None, Rope(1e6), 2, 1, 32, 96, 1))
+WIDE = Layer(None, Rope(1e6), 2, 1, 32, 64, 1)  # window, rope, H, G, E, F, the layer whose KV rows are read
+LAYERS = (Layer(5, Rope(1e4), 4, 2, 16, 96, 0), WIDE, replace(WIDE, intermediate_size=96))
 CONFIG = checked(Config("made up", 40, 64, 200, 1e-6, 16.0, None, None, True, None, (), LAYERS), "here")
+EPS, SCALE, NO_CAP, ONE = (np.float32(number) for number in (1e-6, 0.25, 0, 1))
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
-    made = {"embed_tokens": (40, 64), "norm": (64,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (40, 64), "norm": (64,)}
     for n, y in enumerate(config.layers):
-        HE, GE, F = y.num_attention_heads * y.head_dim, y.num_key_value_heads * y.head_dim, y.intermediate_size
-        of = {"pre": (64,), "q": (HE, 64), "o": (64, HE), "gate": (F, 64), "up": (F, 64), "down": (64, F), "scalar": (1,)}
+        GE, F = y.num_key_value_heads * y.head_dim, y.intermediate_size
+        of = {
+            "pre": (64,),
+            "scalar": (1,),
+            "q": (64, 64),
+            "o": (64, 64),
+            "gate": (F, 64),
+            "up": (F, 64),
+            "down": (64, F),
+        }
         of |= {"k": (GE, 64), "v": (GE, 64)} if y.kv_source == n else {}
-        made |= {f"layers.{n}.{name}": shape for name, shape in of.items()}
-    return {name: Tensor(shape, name, name) for name, shape in made.items()}
+        shapes |= {f"layers.{n}.{name}": shape for name, shape in of.items()}
+    return {name: Tensor(shape, name, name) for name, shape in shapes.items()}
 
 
 def write(p: Program) -> None:
-    p.phase("start", 0)
     p.embed("embed_tokens", "x")
     p.rope_tables()
     for n, y in enumerate(p.config.layers):
-        of, own = f"layers.{n}.", y.kv_source == n
-        p.phase("input", n)
-        p.norm("x", "n", f"{of}pre")
+        p.phase("layer", n)
+        p.norm("x", "n", f"layers.{n}.pre")
         p.quantise("n")
-        p.phase("products", n)
-        for name in ("q", *(("k", "v") if own else ()), "gate", "up"):
-            p.matmul("n", name, f"{of}{name}")
-        p.phase("turn", n)
+        for name in ("q", "gate", "up", *(("k", "v") if y.kv_source == n else ())):
+            p.matmul("n", name, f"layers.{n}.{name}")
         p.rope("q", n, y.num_attention_heads)
-        if own:
+        if y.kv_source == n:
             p.rope("k", n, y.num_key_value_heads)
             p.norm("v", "v", "", heads=y.num_key_value_heads)
             p.store("k", "v", n)
         p.attend("q", "a", n, p.config.attention_scale)
-        p.phase("codes", n)
         p.quantise("a")
         p.gelu_gate("gate", "up")
         p.quantise("gate", slot=1)
-        p.phase("outputs", n)
-        p.matmul("a", "y", f"{of}o")
-        p.matmul("gate", "z", f"{of}down")
-        p.phase("sum", n)
-        p.add("x", "y")
-        p.add("x", "z")
-        p.scale("x", f"{of}scalar")
-    p.phase("last", 3, WANTED)
+        p.matmul("a", "y", f"layers.{n}.o")
+        p.matmul("gate", "z", f"layers.{n}.down")
+        for half in ("y", "z"):
+            p.add("x", half)
+        p.scale("x", f"layers.{n}.scalar")
+    p.phase("head", 3, WANTED)
     p.take("x", "last")
     p.norm("last", "last", "norm")
     p.quantise("last")
-    p.phase("head", 3, WANTED)
     p.matmul("last", LOGITS, "embed_tokens")
+
+
+def specification(weights: Any, cache: ReferenceCache, token: int) -> np.ndarray:
+    x = op.embed(weights["embed_tokens"], token)
+    for n, y in enumerate(LAYERS):
+        w, E = op.of_layer(weights, n), y.head_dim
+        h, turns = op.rms_norm(x, EPS, w["pre"]), op.rope_frequencies(E, y.rope.theta, ONE)
+        if y.kv_source == n:
+            k = op.rope(op.matmul(h, w["k"]).reshape(-1, E), cache.position, turns)
+            cache.store(n, k, op.rms_norm_heads(op.matmul(h, w["v"]).reshape(-1, E), EPS))
+        q = op.rope(op.matmul(h, w["q"]).reshape(-1, E), cache.position, turns)
+        a = op.attend(q, *cache.rows(y), cache.first_visible(y), SCALE, NO_CAP).reshape(-1)
+        f = op.gelu_gate(op.matmul(h, w["gate"]), op.matmul(h, w["up"]))
+        x = op.scale_row(op.add(op.add(x, op.matmul(a, w["o"])), op.matmul(f, w["down"])), w["scalar"][0])
+    cache.position += 1
+    return op.matmul(op.rms_norm(x, EPS, weights["norm"]), weights["embed_tokens"])
+
+
+def test_a_family_defined_here_matches_its_specification() -> None:
+    for kind in ("F32", "Q8_0"):
+        with random_engine(replace(FAMILY, tensors=tensors, write=write), CONFIG, kind) as engine:
+            assert differing_ways(engine, specification) == []

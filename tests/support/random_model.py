@@ -1,0 +1,47 @@
+"""An engine of any family with random weights, and the product of threads and chunks that its bits must not depend on."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from equivalence import bits, prompt
+
+import gemma_py
+from gemma_py.formats.blocks import TYPES
+from gemma_py.formats.tensor import StoredTensor
+from gemma_py.models.config import Config
+from gemma_py.models.family import Family
+from gemma_py.reference.cache import ReferenceCache
+from gemma_py.weights.checkpoint import Checkpoint
+from gemma_py.weights.tensors import gguf_source
+
+
+def random_engine(family: Family, config: Config, kind: str, seed: int = 1) -> gemma_py.Engine:
+    """Every tensor of the family is drawn; matrices are stored in the type `kind`."""
+    rng, made, specs, path = np.random.default_rng(seed), {}, family.tensors(config), Path(f"random {kind}")
+    for name, spec in specs.items():
+        values, stored = rng.standard_normal(spec.shape, np.float32), TYPES[kind if len(spec.shape) == 2 else "F32"]
+        data = values.view(np.uint8) if stored.pack is None else stored.pack(values.reshape(-1, stored.block))
+        made[spec.gguf] = StoredTensor(name, stored, spec.shape, data.reshape(-1), path)
+    source = gguf_source(made, specs, True, str(path))
+    return gemma_py.Engine(Checkpoint(path, str(path), family, config, source, None, {}, keep=False))
+
+
+Specification = Callable[[Mapping[str, Any], ReferenceCache, int], np.ndarray]  # one token: its logits [V]
+
+
+def differing_ways(engine: gemma_py.Engine, specification: Specification, tokens: int = 70) -> list[str]:
+    """The numbers of threads and chunk sizes whose logits or KV rows do not have the bits of the specification."""
+    engine.instruments.poison = True
+    ids, weights = prompt(engine.config, tokens), engine.reference_weights()
+    cache, wrong = ReferenceCache(engine.config), []
+    logits = np.stack([specification(weights, cache, token) for token in ids])
+    for threads in (1, 2, 3, 4):
+        engine.set_threads(threads)
+        for chunk in (1, 4, 5, 6, 33, tokens):
+            session = engine.session()
+            made = session.prefill(ids, chunk, all_logits=True)
+            if (bits(made) != bits(logits)).any() or session.kv_digest() != cache.digests():
+                wrong.append(f"{threads} threads in chunks of {chunk}")
+    return wrong
