@@ -76,7 +76,6 @@ def write(p: Program) -> None:
     p.embed("embed_tokens", "x")
     p.rope_tables()
     p.norm("x", "n", "layers.0.input_norm")
-    p.quantise("n")
     for number, layer in enumerate(config.layers):
         of = f"layers.{number}."
         heads = {"q": layer.num_attention_heads, "k": layer.num_key_value_heads}
@@ -92,31 +91,24 @@ def write(p: Program) -> None:
             p.rope(part, number, heads[part])
         p.store("k", "v", number)
         p.attend("q", "a", number, config.attention_scale, config.attn_logit_softcapping)
-        p.phase("output input", number)
-        p.quantise("a")
         p.phase("output", number)
         p.matmul("a", "y", f"{of}o_proj")
 
         p.phase("middle", number)
         p.add("x", "y", "" if config.model_type == "gemma" else f"{of}post_attention_norm")
         p.norm("x", "n", f"{of}pre_feedforward_norm")
-        p.quantise("n")
         p.phase("gate and up", number)
         p.matmul("n", "gate", f"{of}gate_proj")
         p.matmul("n", "up", f"{of}up_proj")
         p.phase("down input", number)
         p.gelu_gate("gate", "up")
-        p.quantise("gate")
         p.phase("down", number)
         p.matmul("gate", "y", f"{of}down_proj")
         p.phase("end", number)
         p.add("x", "y", "" if config.model_type == "gemma" else f"{of}post_feedforward_norm")
         p.norm("x", "n", "norm" if number == last else f"layers.{number + 1}.input_norm")
-        if number < last:
-            p.quantise("n")
     p.phase("end", last, WANTED)
     p.take("n", "last")
-    p.quantise("last")
     p.phase("head", last + 1, WANTED)
     p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
 

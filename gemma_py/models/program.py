@@ -3,12 +3,13 @@
 A program names buffers, tensors and layers. Buffers are rows of float32, one row a token of the pass; they come into being
 when an operation writes them, and a buffer may be as wide as its latest writer makes it. Operations stand in phases:
 a phase is what workers do between two barriers, and its name is what errors, traces and profiles say. Where an operation
-cannot share the phase of the one before, a new phase of the same name begins by itself.
+cannot share the phase of the one before, a new phase of the same name begins by itself. Inputs of matrices become codes where
+matrices want codes; a program need not say so.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gemma_py.models.config import Config, Rope
 
@@ -41,7 +42,7 @@ class Op:
     """One operation. Which fields mean something depends on the kind; see the methods of `Program`."""
 
     kind: int
-    phase: int
+    phase: "Phase"
     source: str = ""
     second: str = ""
     target: str = ""
@@ -53,12 +54,13 @@ class Op:
     window: int = 0  # 0: none
     rope: int = -1
     numbers: tuple[float, float] = (0.0, 0.0)
-    slot: int = 0  # of codes
-    codes: "Op | None" = None  # for a matmul: the operation that turned its input into codes
+    codes: "Op | None" = None  # for a matmul: the operation that turns its input into codes
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Phase:
+    """What workers do between two barriers. layer: the number that errors and traces say."""
+
     name: str
     layer: int
     rows: int
@@ -71,16 +73,15 @@ class Program:
     config: Config
     tensors: Mapping[str, Tensor]
     ops: list[Op] = field(default_factory=list)
-    phases: list[Phase] = field(default_factory=lambda: [Phase("embedding", 0, ALL)])
     ropes: list[tuple[Rope, int]] = field(default_factory=list)  # (rope, head width)
     widths: dict[str, int] = field(default_factory=dict)  # the widest row that each buffer ever holds
-    slots: dict[int, int] = field(default_factory=dict)  # the widest row of codes in each slot
     _now: dict[str, int] = field(default_factory=dict)  # how wide the rows of a buffer are at this point
-    _coded: dict[int, tuple[str, Op]] = field(default_factory=dict)  # what each slot holds at this point
+    _coded: dict[str, Op] = field(default_factory=dict)  # what made the codes of a buffer, while they are up to date
+    _phase: Phase = field(default_factory=lambda: Phase("embedding", 0, ALL))
 
     def phase(self, name: str, layer: int, rows: int = ALL) -> None:
-        """What follows belongs to a phase of this name. layer: the number that errors and traces say."""
-        self.phases.append(Phase(name, layer, rows))
+        """What follows belongs to a phase of this name, up to the next call."""
+        self._phase = Phase(name, layer, rows)
 
     def embed(self, tensor: str, target: str) -> None:
         """target = the token's row of the matrix times sqrt(D)."""
@@ -92,7 +93,7 @@ class Program:
         """Cosines and sines of every position of the pass, for each rope and head width that the layers have."""
         self.ropes = list(dict.fromkeys((layer.rope, layer.head_dim) for layer in self.config.layers))
         for number, (_, width) in enumerate(self.ropes):
-            cosines, sines = self._angles(number, self.phases[-1].rows)
+            cosines, sines = self._angles(number, self._phase.rows)
             self._write(cosines, width // 2)
             self._write(sines, width // 2)
             self._add(ROPE_TABLE, target=cosines, second=sines, width=width // 2, rope=number)
@@ -124,12 +125,6 @@ class Program:
         self._write(gate, width)
         self._add(GELU_GATE, source=up, target=gate, width=width)
 
-    def quantise(self, source: str, slot: int = 0) -> None:
-        """16-bit codes of source, for the matrices that read codes. A slot holds the codes of one buffer at a time."""
-        width = self._now[source]
-        self.slots[slot] = max(self.slots.get(slot, 0), width)
-        self._coded[slot] = source, self._add(QUANTISE, source=source, width=width, slot=slot)
-
     def take(self, source: str, target: str) -> None:
         """target = the rows of source whose logits are wanted; in a phase of WANTED rows."""
         width = self._now[source]
@@ -140,7 +135,7 @@ class Program:
         """Turn each head of target by its position, in place."""
         y = self.config.layers[layer]
         number = self.ropes.index((y.rope, y.head_dim))
-        cosines, sines = self._angles(number, self.phases[-1].rows)
+        cosines, sines = self._angles(number, self._phase.rows)
         self._write(target, heads * y.head_dim)
         self._add(ROPE, target=target, source=cosines, second=sines, heads=heads, width=y.head_dim)
 
@@ -156,18 +151,18 @@ class Program:
         N, K = self._shape(tensor, 2)
         if self._now[source] != K:
             raise ValueError(f"{tensor} reads rows of {K}, and those of {source} have {self._now[source]}")
-        self._write(target, N)
         op = self._add(MATMUL, source=source, target=target, tensor=tensor, width=N, numbers=(cap or 0.0, 0.0))
-        for slot, (coded, quantise) in self._coded.items():
-            if coded == source:
-                op.slot, op.codes = slot, quantise
+        if source not in self._coded:
+            self._quantise(source, before=op.phase)
+        op.codes = self._coded[source]
+        self._write(target, N)
 
     def attend(self, source: str, target: str, layer: int, scale: float, cap: float | None = None) -> None:
         """target = attention of the queries in source to the layer's KV rows. Two phases, "scores" and "attention": the
         first one is for workers that share the keys of a single position, and is skipped where there are none."""
         y = self.config.layers[layer]
         H, E = y.num_attention_heads, y.head_dim
-        rows = self.phases[-1].rows
+        rows = self._phase.rows
         self._write(target, H * E)
         for kind, name in ((SCORES, "scores"), (ATTEND, "attention")):
             self.phase(name, layer, rows)
@@ -175,16 +170,25 @@ class Program:
             op.kv, op.window, op.numbers = self.config.kv_numbers[layer], y.sliding_window or 0, (scale, cap or 0.0)
 
     def _add(self, kind: int, **fields: object) -> Op:
-        op = Op(kind, len(self.phases) - 1, **fields)  # type: ignore[arg-type]
+        op = Op(kind, self._phase, **fields)  # type: ignore[arg-type]
         if not self._shares_phase(op):
-            self.phases.append(self.phases[-1])
-            op.phase += 1
+            op.phase = self._phase = replace(self._phase)
         self.ops.append(op)
         return op
 
+    def _quantise(self, source: str, before: Phase) -> None:
+        """16-bit codes of source, made by the phase in front if that one works on rows, else by a phase of their own."""
+        at = next(number for number, op in enumerate(self.ops) if op.phase is before)
+        phase = self.ops[at - 1].phase
+        if self.ops[at - 1].kind >= STORE or phase.rows != before.rows:
+            phase = Phase(f"{before.name} input", before.layer, before.rows)
+        op = Op(QUANTISE, phase, source=source, width=self._now[source])
+        self.ops.insert(at, op)
+        self._coded[source] = op
+
     def _shares_phase(self, op: Op) -> bool:
         """Whether the operation can stand in the current phase: without a barrier between it and the others there."""
-        others = [other for other in self.ops if other.phase == op.phase]
+        others = [other for other in self.ops if other.phase is op.phase]
         if op.kind < MATMUL:
             return all(other.kind < STORE for other in others)  # rows are published when their phase ends
         return all(other.kind == op.kind == MATMUL and other.target != op.source for other in others)
@@ -193,7 +197,7 @@ class Program:
         """The rows of target are this wide from here on. Codes that were made of them are out of date."""
         self._now[target] = width
         self.widths[target] = max(self.widths.get(target, 0), width)
-        self._coded = {slot: held for slot, held in self._coded.items() if held[0] != target}
+        self._coded.pop(target, None)
 
     def _shape(self, tensor: str, dimensions: int) -> tuple[int, ...]:
         shape = self.tensors[tensor].shape

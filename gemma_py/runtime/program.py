@@ -74,16 +74,16 @@ def link(program: Program, weights: PackedWeights) -> Linked:
     names = [name for name in program.widths if name != LOGITS]
     places, floats = _places([program.widths[name] for name in names], COLUMNS)
     buffers = {name: number for number, name in enumerate([*names, LOGITS])}
-    slots, codes = _places([program.slots[slot] for slot in sorted(program.slots)], INPUT_BLOCK)
+    slots, codes = _slots(ops)
     ones = len(weights.arrays.gains)  # where the gain of norms that have none begins
     frequencies = _frequencies(program.ropes)
     numbers: dict[tuple[float, float], int] = {}
-    labels = tuple(dict.fromkeys(phase.name for phase in program.phases))
-    layers = max(phase.layer for phase in program.phases) + 1
+    labels = tuple(dict.fromkeys(op.phase.name for op in ops))
+    layers = max(op.phase.layer for op in ops) + 1
 
     table = np.zeros((len(ops), _COLUMNS), np.int64)
     for row, op in zip(table, ops, strict=True):
-        phase = program.phases[op.phase]
+        phase = op.phase
         label = labels.index(phase.name)
         pair = (program.config.rms_norm_eps, 0.0) if op.kind in (NORM, ADD) else op.numbers
         row[[OP, LAYER, LABEL, ROWS_OF]] = op.kind, phase.layer, label, phase.rows
@@ -95,7 +95,7 @@ def link(program: Program, weights: PackedWeights) -> Linked:
             op.heads, op.width, op.kv_heads, op.kv, op.window, op.rope,
         )  # fmt: skip
         row[NUMBER] = 2 * numbers.setdefault(pair, len(numbers))
-        row[SLOT] = slots[op.slot] if op.kind in (QUANTISE, MATMUL) and slots else 0
+        row[SLOT] = slots.get(id(op if op.kind == QUANTISE else op.codes), 0)
     _mark_phases(table, ops)
 
     made = Model(
@@ -115,9 +115,29 @@ def _needed(program: Program, weights: PackedWeights) -> list[Op]:
     return [op for op in program.ops if op.kind != QUANTISE or id(op) in wanted]
 
 
+def _slots(ops: Sequence[Op]) -> tuple[dict[int, int], int]:
+    """Where in a row of codes each operation's codes begin, by the operation's id, and how long such a row is.
+
+    Codes that nobody reads any more give their slot to later ones.
+    """
+    last_read = {id(op.codes): number for number, op in enumerate(ops) if op.codes is not None}
+    slots: dict[int, int] = {}
+    widths: list[int] = []
+    busy: list[int] = []  # until which operation
+    for number, op in enumerate(ops):
+        if op.kind == QUANTISE:
+            slot = next((slot for slot, until in enumerate(busy) if until < number), len(busy))
+            if slot == len(busy):
+                busy.append(0)
+                widths.append(0)
+            busy[slot], widths[slot], slots[id(op)] = last_read[id(op)], max(widths[slot], op.width), slot
+    places, size = _places(widths, INPUT_BLOCK)
+    return {made: places[slot] for made, slot in slots.items()}, size
+
+
 def _mark_phases(table: np.ndarray, ops: Sequence[Op]) -> None:
     """Where each phase ends, what is traced of it, and whether a barrier follows."""
-    starts = [at for at, op in enumerate(ops) if at == 0 or op.phase != ops[at - 1].phase]
+    starts = [at for at, op in enumerate(ops) if at == 0 or op.phase is not ops[at - 1].phase]
     for counter, (first, end) in enumerate(zip(starts, [*starts[1:], len(ops)], strict=True)):
         rows, kinds = table[first:end], {op.kind for op in ops[first:end]}
         rows[:, NEXT], rows[:, COUNTER] = end, counter

@@ -236,10 +236,10 @@ def changed_number(label: str, value: float) -> Callable[[Runner], Model]:
 
     def change(runner: Runner) -> Model:
         m = runner.program.model
-        numbers, ops = m.numbers.copy(), m.ops[m.ops[:, p.LABEL] == runner.program.label(label)]
-        numbers[ops[:, p.NUMBER]] = value
-        numbers.flags.writeable = False
-        return m._replace(numbers=numbers)
+        numbers, ops = np.append(m.numbers, np.array([value, 0], np.float32)), m.ops.copy()
+        ops[ops[:, p.LABEL] == runner.program.label(label), p.NUMBER] = len(m.numbers)
+        numbers.flags.writeable = ops.flags.writeable = False
+        return m._replace(numbers=numbers, ops=ops)
 
     return change
 

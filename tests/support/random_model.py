@@ -1,5 +1,6 @@
 """An engine of any family with random weights, and the product of threads and chunks that its bits must not depend on."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ def random_engine(family: Family, config: Config, kind: str, seed: int = 1) -> g
     for name, spec in specs.items():
         values, stored = rng.standard_normal(spec.shape, np.float32), TYPES[kind if len(spec.shape) == 2 else "F32"]
         data = values.view(np.uint8) if stored.pack is None else stored.pack(values.reshape(-1, stored.block))
+        if stored.name == "BF16":
+            data = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
         made[spec.gguf] = StoredTensor(name, stored, spec.shape, data.reshape(-1), path)
     source = gguf_source(made, specs, True, str(path))
     return gemma_py.Engine(Checkpoint(path, str(path), family, config, source, None, {}, keep=False))
@@ -31,17 +34,18 @@ def random_engine(family: Family, config: Config, kind: str, seed: int = 1) -> g
 Specification = Callable[[Mapping[str, Any], ReferenceCache, int], np.ndarray]  # one token: its logits [V]
 
 
-def differing_ways(engine: gemma_py.Engine, specification: Specification, tokens: int = 70) -> list[str]:
-    """The numbers of threads and chunk sizes whose logits or KV rows do not have the bits of the specification."""
-    engine.instruments.poison = True
-    ids, weights = prompt(engine.config, tokens), engine.reference_weights()
-    cache, wrong = ReferenceCache(engine.config), []
-    logits = np.stack([specification(weights, cache, token) for token in ids])
-    for threads in (1, 2, 3, 4):
-        engine.set_threads(threads)
-        for chunk in (1, 4, 5, 6, 33, tokens):
-            session = engine.session()
-            made = session.prefill(ids, chunk, all_logits=True)
-            if (bits(made) != bits(logits)).any() or session.kv_digest() != cache.digests():
-                wrong.append(f"{threads} threads in chunks of {chunk}")
+def differing_ways(family: Family, config: Config, specification: Specification, tokens: int = 70) -> list[str]:
+    """The weights' types, numbers of threads and chunk sizes whose logits or KV rows do not have the specification's bits."""
+    ids, wrong = prompt(config, tokens), []
+    for kind in ("F32", "BF16", "Q8_0"):
+        with random_engine(family, config, kind) as engine:
+            engine.instruments.poison = True
+            weights, cache = engine.reference_weights(), ReferenceCache(config)
+            logits = np.stack([specification(weights, cache, token) for token in ids])
+            for threads, chunk in itertools.product((1, 2, 3, 4), (1, 4, 5, 6, 33, tokens)):
+                engine.set_threads(threads)
+                session = engine.session()
+                made = session.prefill(ids, chunk, all_logits=True)
+                if (bits(made) != bits(logits)).any() or session.kv_digest() != cache.digests():
+                    wrong.append(f"{kind}, {threads} threads in chunks of {chunk}")
     return wrong
