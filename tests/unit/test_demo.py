@@ -11,7 +11,9 @@ from repository import ROOT
 
 from gemma_py import demo
 from gemma_py.catalog import models_dir, resolve
+from gemma_py.cli.progress import LoadProgress
 from gemma_py.errors import FormatError, ModelNotFoundError
+from gemma_py.progress import ReportProgress, no_report
 
 DATA = b"0123456789" * 1000
 SHA256 = hashlib.sha256(DATA).hexdigest()
@@ -30,14 +32,20 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return parts
 
 
-def assembled() -> Path:
-    return demo.assembled("some-package", "model.gguf", SHA256, len(DATA))
+def assembled(progress: ReportProgress = no_report) -> Path:
+    return demo.assembled("some-package", "model.gguf", SHA256, len(DATA), progress)
 
 
 def test_assembled_once(package: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    path = assembled()
+    reports: list[tuple[str, int, int, str]] = []
+    path = assembled(lambda *report: reports.append(report))
     assert path.read_bytes() == DATA
-    assert "assembling model.gguf" in capsys.readouterr().err
+    assert reports[0] == ("assembling model.gguf", 0, len(DATA), "bytes")
+    assert reports[-1] == ("assembling model.gguf", len(DATA), len(DATA), "bytes")
+    package[0].write_bytes(DATA[:6000])
+    path.unlink()
+    assembled(LoadProgress())
+    assert capsys.readouterr().err == "assembling model.gguf, 0 MiB, once\n"
     assert path.stat().st_mode & 0o077 == 0
     stamp = path.stat().st_mtime_ns
     package[0].unlink()  # the parts are not needed any more
