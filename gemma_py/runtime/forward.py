@@ -13,16 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.attention import (
-    LANES,
-    QUERY_BLOCK,
-    AttentionParams,
-    Ring,
-    attend,
-    attend_columns,
-    columns_of_part,
-    score_keys,
-)
+from gemma_py.kernels.attention import attend, attend_columns, columns_of_part, score_keys
+from gemma_py.kernels.attention_layout import LANES, QUERY_BLOCK, AttentionParams, Ring
 from gemma_py.kernels.decorator import inlined, kernel, phase
 from gemma_py.kernels.intrinsics import array_from_address, bits_of_f32
 from gemma_py.kernels.matmul import (

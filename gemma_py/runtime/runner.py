@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gemma_py.errors import ContextError, UnsupportedError
-from gemma_py.kernels.attention import LANES, scratch_size
+from gemma_py.kernels.attention_layout import LANES, scratch_size
 from gemma_py.kernels.matmul import CodedRows, unpack_buffer_sizes
 from gemma_py.kernels.memory import aligned
 from gemma_py.kernels.panels import INPUT_BLOCK, UnpackBuffer
