@@ -64,8 +64,8 @@ def inputs_of(m: p.Packed, s: Scratch) -> list[tuple[int, np.ndarray]]:
 def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
     """A row of the table for each shape and type."""
     runner, found = engine.runner, defaultdict(list)
-    m, workers = runner.packed, runner.team.workers
-    runner.run(runner.cache(), prompt(T, engine.config.vocab_size), False)
+    m, workers = engine.packed, engine.threads
+    engine.session().prefill(prompt(T, engine.config.vocab_size), T)
     assert runner._scratch is not None
     names = [matrix.tensor.type.name for matrix in engine.checkpoint.stored_weights(engine.quant).matrices]
     y, times = aligned(T * int(m.matrices[:, p.ROWS].max())), np.zeros((workers, 2), np.int64)
@@ -74,7 +74,7 @@ def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
         for number, x in inputs_of(m, runner._scratch):
             N, K = (int(value) for value in m.matrices[number, [p.ROWS, p.INPUTS]])
             parts = (m, runner._scratch, number, x, y, T, NO_TRACE, sample, out, times)
-            runner.team.run(product_and_limit, *parts, claims=1)
+            engine.run_kernel(product_and_limit, *parts, claims=1)
             limit = sum(2 * _STEPS * _CHAINS * peak.LANES / spent for spent in times[:, 1])
             found[names[number], N, K].append((2 * T * N * K / times[:, 0].max(), limit))
     table = []

@@ -20,7 +20,7 @@ from gemma_py.cli.progress import Progress
 from gemma_py.cli.serve import add_service, model_name, needs_extra
 
 if TYPE_CHECKING:
-    from gemma_py.server.batch import Counts
+    from gemma_py.server.openai.batch import Counts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     try:
         from gemma_py.generate.scheduler import Scheduler
-        from gemma_py.server import batch
-        from gemma_py.server.service import Service
+        from gemma_py.server.openai import batch
+        from gemma_py.server.openai.service import Service
     except ModuleNotFoundError as error:
         raise needs_extra(error) from None
     began = time.monotonic()

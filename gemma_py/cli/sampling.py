@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from gemma_py.generate.sampling import OPTIONS
+from gemma_py.generate.options import OPTIONS
 
 _NUMBERS = (
     ("temperature", float, "0 takes the likeliest token; above 0, to 2, draws, the higher the wilder"),

@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> None:
         from gemma_py.generate.scheduler import Scheduler
         from gemma_py.server.app import App
         from gemma_py.server.auth import Keys, is_loopback
+        from gemma_py.server.openai.service import Service
         from gemma_py.server.process import Server, address, bind
-        from gemma_py.server.service import Service
     except ModuleNotFoundError as error:
         raise needs_extra(error) from None
     keys = Keys() if args.api_key_file is None else Keys.read(args.api_key_file)

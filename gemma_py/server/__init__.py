@@ -1,6 +1,7 @@
-"""An HTTP server in OpenAI's form, and batches of the same requests from a file.
+"""An HTTP server with OpenAI's API.
 
-schemas: what a request may hold. prompts: from a request to what the scheduler takes. answers: from its events to responses.
-constraint: answers held to a JSON schema. guard: who may ask. protocol: how long a client may take. app: the routes. run: the
-process. batch: a file instead of a socket.
+openai/: what a request may hold, how it becomes requests to the scheduler, and how their events become a response; a batch reads
+the same requests from a file. acceptor: connections. protocol: limits on time. auth: who may use the server. app: the routes.
+http: bodies and errors. events: from the scheduler to the event loop. streaming: server-sent events. process: signals and
+shutdown.
 """

@@ -1,4 +1,4 @@
-"""Who may ask: the Host that a request names, the Origin of the page that sent it, and the key that it brings.
+"""Checks every request's Host, the Origin of the page that sent it, and its API key.
 
 A page from elsewhere can make a browser send requests to a server on the same machine, and by changing what its own name
 resolves to (DNS rebinding) even read the answers. It cannot change the Host and the Origin that the browser then sends.
@@ -15,15 +15,16 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gemma_py.errors import InputError
-from gemma_py.server.errors import ApiError
+from gemma_py.server.http import error_response
+from gemma_py.server.openai.errors import ApiError
 
-OPEN = frozenset({"/", "/health"})  # no key needed: neither says anything of anybody
+OPEN = frozenset({"/", "/health"})  # paths that need no key: they show nothing of any request
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
+_HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Whether an address can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -33,27 +34,28 @@ def is_loopback(host: str) -> bool:
 
 
 class Keys:
-    """Digests of the keys in a file, one a line; the keys themselves are not kept."""
+    """The API keys that are valid, as digests."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
     @classmethod
     def read(cls, path: Path) -> "Keys":
+        """The keys in a file, one on each line."""
         try:
             lines = path.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{path}: cannot be read: {error}") from None
         keys = [line.strip() for line in lines if line.strip()]
         if not keys or min(map(len, keys)) < 16:
-            raise InputError(f"{path}: should hold a key a line, each of at least 16 characters")
+            raise InputError(f"{path}: should contain one key on each line, of at least 16 characters")
         return cls(keys)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def hold(self, key: bytes) -> bool:
-        """Takes the same time for every key that is wrong."""
+        """Whether a key is valid. Takes the same time for every key that is not."""
         given = _digest(key)
         return sum(hmac.compare_digest(given, digest) for digest in self._digests) > 0
 
@@ -62,8 +64,11 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class Guard:
-    """host: what the server listens on. names: other names that it goes by. origins: pages that may ask from elsewhere."""
+class Auth:
+    """Middleware that refuses requests which name another host, come from another site's page or bring no valid key.
+
+    host: the address that the server listens on. names: other names that it is known by. origins: sites whose pages may send
+    requests."""
 
     def __init__(self, app: ASGIApp, host: str, names: Collection[str], origins: Collection[str], keys: Keys) -> None:
         self._app, self._keys, self._origins = app, keys, frozenset(origins)
@@ -78,33 +83,39 @@ class Guard:
         async def send_safely(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
+                for name, value in _HEADERS.items():
                     headers[name] = value
             await send(message)
 
         try:
             self._check(scope["path"], Headers(scope=scope))
         except ApiError as error:
-            await error.response()(scope, receive, send_safely)
+            await error_response(error)(scope, receive, send_safely)
             return
         await self._app(scope, receive, send_safely)
 
     def _check(self, path: str, headers: Headers) -> None:
         host = headers.get("host", "")
         if len(headers.getlist("host")) != 1 or not self._is_ours(host):
-            message = f"This server does not go by the name {host!r:.80}; --allowed-host NAME would add it."
+            message = f"This server is not known by the name {host!r:.80}; --allowed-host NAME adds a name."
             raise ApiError(403, message, None, "forbidden_host")
         origin = headers.get("origin")
         if origin is not None and _host_of(origin) != host.lower() and origin not in self._origins:
-            message = f"Pages of {origin!r:.80} may not use this server; --cors ORIGIN would allow it."
+            message = f"Pages from {origin!r:.80} may not use this server; --cors ORIGIN allows them."
             raise ApiError(403, message, None, "forbidden_origin")
         if self._keys and path not in OPEN:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self._keys.hold(key.encode("latin-1").strip()):
-                raise ApiError(401, "A valid key is needed: 'Authorization: Bearer KEY'.", None, "invalid_api_key")
+                raise ApiError(
+                    401,
+                    "A valid API key is needed, in the header 'Authorization: Bearer KEY'.",
+                    None,
+                    "invalid_api_key",
+                )
 
     def _is_ours(self, host: str) -> bool:
-        """By name; or by any address, where others may connect: it takes a name to mislead a browser."""
+        """Whether a Host header means this server. Where other machines may connect, so does every IP address: DNS rebinding needs a
+        name."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
             if name in self._names:
@@ -116,7 +127,7 @@ class Guard:
 
 
 def _host_of(origin: str) -> str:
-    """Host and port of an origin; nothing of one that is none."""
+    """The host and port of an origin; an empty text if it is malformed."""
     try:
         parts = urlsplit(origin.lower())
     except ValueError:

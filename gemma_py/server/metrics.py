@@ -1,12 +1,15 @@
-"""What /metrics tells, in Prometheus' form."""
+"""The metrics of /metrics, in Prometheus' form."""
 
 from collections.abc import Iterator
 
 import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gemma_py.generate.scheduler import Scheduler, Usage
+from gemma_py.generate.events import Usage
+from gemma_py.generate.scheduler import Scheduler
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
@@ -17,21 +20,24 @@ prometheus.disable_created_metrics()
 class Metrics:
     def __init__(self, scheduler: Scheduler) -> None:
         self._registry = prometheus.CollectorRegistry()
-        self._registry.register(_Now(scheduler))
+        self._registry.register(_SchedulerCollector(scheduler))
         self.requests = prometheus.Counter(
             "gemma_py_requests", "Requests answered.", ("path", "status"), registry=self._registry
         )
         self._tokens = prometheus.Counter(
-            "gemma_py_tokens", "Tokens of answers to requests.", ("kind",), registry=self._registry
+            "gemma_py_tokens", "Tokens of requests and responses.", ("kind",), registry=self._registry
         )
         self._first = prometheus.Histogram(
             "gemma_py_first_token_seconds",
-            "From a request to its first token.",
+            "Time from a request to its first token.",
             buckets=_FIRST,
             registry=self._registry,
         )
         self.between = prometheus.Histogram(
-            "gemma_py_between_tokens_seconds", "From a token to the next.", buckets=_BETWEEN, registry=self._registry
+            "gemma_py_between_tokens_seconds",
+            "Time from one token of a response to the next.",
+            buckets=_BETWEEN,
+            registry=self._registry,
         )
 
     def ended(self, usage: Usage) -> None:
@@ -44,8 +50,8 @@ class Metrics:
         return prometheus.generate_latest(self._registry)
 
 
-class _Now(Collector):
-    """What the scheduler counts itself."""
+class _SchedulerCollector(Collector):
+    """Reads the scheduler's own counts whenever metrics are asked for."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -55,13 +61,30 @@ class _Now(Collector):
         yield GaugeMetricFamily("gemma_py_requests_running", "Requests being computed.", stats.running)
         yield GaugeMetricFamily("gemma_py_requests_waiting", "Requests in the queue.", stats.waiting)
         yield GaugeMetricFamily(
-            "gemma_py_kv_bytes", "Reserved for keys and values of running requests.", stats.kv_bytes
+            "gemma_py_kv_bytes", "Bytes reserved for the KV cache of running requests.", stats.kv_bytes
         )
-        yield GaugeMetricFamily("gemma_py_prefix_bytes", "Held by the prefix cache.", stats.prefix_bytes)
+        yield GaugeMetricFamily("gemma_py_prefix_bytes", "Bytes held by the prefix cache.", stats.prefix_bytes)
         yield CounterMetricFamily("gemma_py_prefix_hits", "Prompts with a cached prefix.", stats.prefix_hits)
-        yield CounterMetricFamily("gemma_py_prefix_misses", "Prompts without one.", stats.prefix_misses)
+        yield CounterMetricFamily("gemma_py_prefix_misses", "Prompts without a cached prefix.", stats.prefix_misses)
         yield CounterMetricFamily("gemma_py_passes", "Forward passes.", stats.passes)
         yield CounterMetricFamily(
-            "gemma_py_failed_passes", "Those that failed and were tried again.", stats.failed_passes
+            "gemma_py_failed_passes", "Forward passes that failed and were repeated.", stats.failed_passes
         )
         yield CounterMetricFamily("gemma_py_computed_tokens", "Tokens computed.", stats.computed_tokens)
+
+
+class RequestCounter:
+    """Middleware that counts requests by path and status. All paths that do not exist count as one."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                path = route.path if isinstance(route, Route) else "other"
+                self._metrics.requests.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, send_counted)

@@ -1,7 +1,8 @@
-"""The process around the application: the socket, signals, and an end that loses nothing.
+"""The server's process: its socket, its signals, and a shutdown that loses no response.
 
-SIGTERM or Ctrl-C: no new connections, what runs goes on until the deadline, what is left is told so. A second one ends the
-process at once. If the engine fails, every client is told, and the process ends by itself with an error.
+On SIGTERM or Ctrl-C it accepts no more connections, lets running requests finish until the deadline, and sends an error to
+those that have not. A second signal ends the process at once. If the engine fails, every client is sent an error, and the
+process ends by itself with one.
 """
 
 import asyncio
@@ -16,15 +17,15 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from gemma_py.errors import ComputationError, InputError
-from gemma_py.server.acceptor import Door, most_connections
+from gemma_py.server.acceptor import Acceptor, max_connections
 from gemma_py.server.app import App
 from gemma_py.server.protocol import LimitedProtocol
 
-LARGEST_HEADERS = 32 << 10  # bytes
-_SEND_BUFFER = 256 << 10  # bytes of a connection that the kernel holds
-_FOR_OTHERS = 8  # connections beside those that wait for answers: to refuse more, and to say how it is
-_UNWELL_TICKS = 20  # of a tenth of a second: a process that was stopped and goes on is not yet a failure
-_LAST_WORDS = 5.0  # seconds for what is said at the end to reach the clients
+MAX_HEADERS = 32 << 10  # bytes
+_SEND_BUFFER = 256 << 10  # bytes that the kernel buffers for each connection
+_SPARE_CONNECTIONS = 8  # beyond those of admitted requests: to refuse others with 429, and for /health
+_UNHEALTHY_TICKS = 20  # of 0.1 s, before a failure counts: a process that was stopped and resumed has not failed
+_LAST_SECONDS = 5.0  # in which the errors of a shutdown reach the clients
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -33,7 +34,7 @@ def bind(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        # create_server adds what is said here anyway.
+        # create_server appends the address, which this message names anyway.
         reason = (error.strerror or str(error)).partition(" (while attempting")[0]
         raise InputError(f"cannot listen on {host}, port {port}: {reason}") from None
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
@@ -41,16 +42,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address(listening: socket.socket) -> str:
-    """Where a browser finds it."""
+    """The URL at which a browser on this machine finds the server."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """drain: seconds that what runs at the end may still take. ready: called when requests and signals are heard. ending: called
-    when a signal is obeyed, with the number of answers that are still to come; cut_off: those that did not come to their
-    end. failure: why the engine cannot go on, if it cannot."""
+    """uvicorn's server, with our acceptor, limits and shutdown.
+
+    drain: seconds that running requests may take after a signal. ready: called when the server accepts requests. ending: called
+    after a signal with the number of requests that are running or wait. cut_off: how many of these did not finish.
+    interrupted: whether the signal was Ctrl-C. failure: why the engine failed, if it did.
+    """
 
     def __init__(
         self, app: App, asgi: ASGIApp, drain: float, ready: Callable[[], None], ending: Callable[[int], None]
@@ -58,25 +62,25 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 asgi, http="h11", ws="none", lifespan="off", loop="asyncio", log_level="error", access_log=False,
-                server_header=False, proxy_headers=False, h11_max_incomplete_event_size=LARGEST_HEADERS,
-                timeout_graceful_shutdown=int(drain + _LAST_WORDS),
+                server_header=False, proxy_headers=False, h11_max_incomplete_event_size=MAX_HEADERS,
+                timeout_graceful_shutdown=int(drain + _LAST_SECONDS),
             )
         )  # fmt: skip
         self._app, self._drain, self._ready, self._ending = app, drain, ready, ending
-        self._doors: list[Door] = []
-        self._most = most_connections()
-        app.most = min(app.most, max(1, self._most - _FOR_OTHERS))
-        self._unwell = 0
+        self._acceptors: list[Acceptor] = []
+        self._max_connections = max_connections()
+        app.limit = min(app.limit, max(1, self._max_connections - _SPARE_CONNECTIONS))
+        self._unhealthy = 0
         self.interrupted, self.cut_off = False, 0
         self.failure: str | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn does it, but a signal that was obeyed is not raised again: SIGTERM ends with 0."""
+        """As uvicorn does it, but a handled signal is not raised again, so that SIGTERM ends with exit code 0."""
         numbers = (signal.SIGTERM, signal.SIGINT)
         try:
             before = {number: signal.signal(number, self.handle_exit) for number in numbers}
-        except ValueError:  # not the main thread: whoever runs it there ends it by should_exit
+        except ValueError:  # in another thread than the main one: should_exit ends it there
             before = {}
         try:
             yield
@@ -93,9 +97,9 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         for listening in sockets or []:
-            door = Door(listening, self._most, self.server_state, self._app.refuse, self._protocol)
-            self._doors.append(door)
-            door.open()
+            acceptor = Acceptor(listening, self._max_connections, self.server_state, self._protocol)
+            self._acceptors.append(acceptor)
+            acceptor.open()
         self._ready()
 
     def _protocol(self) -> LimitedProtocol:
@@ -103,8 +107,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         health = self._app.service.scheduler.health()
-        self._unwell = self._unwell + 1 if health.lasting else 0
-        if self._unwell >= _UNWELL_TICKS:
+        self._unhealthy = self._unhealthy + 1 if health.permanent else 0
+        if self._unhealthy >= _UNHEALTHY_TICKS:
             self.failure = health.why
             self._app.ending = True
             self._app.fail(ComputationError(f"the engine has failed: {health.why}"))
@@ -113,8 +117,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.ending = True
-        for door in self._doors:
-            door.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
         if self.failure is not None:
             await super().shutdown(sockets)
             return
@@ -122,11 +126,11 @@ class Server(uvicorn.Server):
         stats = scheduler.stats()
         self._ending(stats.running + stats.waiting)
         drained = asyncio.to_thread(scheduler.drain, self._drain)
-        # Nobody waits any more by then, unless the engine hangs, and does not say so itself.
+        # By then every request has ended, unless the engine hangs and cannot report it itself.
         late = ComputationError("the engine did not stop when the server ended")
-        telling = asyncio.get_running_loop().call_later(self._drain + _LAST_WORDS / 2, self._app.fail, late)
+        failing = asyncio.get_running_loop().call_later(self._drain + _LAST_SECONDS / 2, self._app.fail, late)
         self.cut_off, _ = await asyncio.gather(drained, super().shutdown(sockets))
-        telling.cancel()
+        failing.cancel()
         health = scheduler.health()
         if not health.ok:
             self.failure = health.why

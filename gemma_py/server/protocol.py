@@ -1,6 +1,6 @@
-"""HTTP with limits on time: a client that sends its headers slowly, or does not read its answer, loses its connection.
+"""Limits on time: a client that sends its headers too slowly, or does not read its response, loses its connection.
 
-uvicorn bounds how much it buffers, and how long an idle connection is kept, but not these.
+uvicorn itself limits only how much it buffers and how long it keeps an idle connection.
 """
 
 import asyncio
@@ -10,10 +10,12 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0  # from the first byte of a request (or the connection) to the end of its headers
-WRITE_SECONDS = 20.0  # that a full send buffer may stay full
+WRITE_SECONDS = 20.0  # for which the send buffer may stay full
 
 
 class LimitedProtocol(H11Protocol):
+    """uvicorn's protocol of one connection, with these limits."""
+
     header_seconds, write_seconds = HEADER_SECONDS, WRITE_SECONDS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -22,7 +24,7 @@ class LimitedProtocol(H11Protocol):
         self._write_limit: asyncio.TimerHandle | None = None
 
     @property
-    def _answering(self) -> bool:
+    def _responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -30,14 +32,14 @@ class LimitedProtocol(H11Protocol):
         self._header_limit = self.loop.call_later(self.header_seconds, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        if self._header_limit is None and not self._answering:
+        if self._header_limit is None and not self._responding:
             self._header_limit = self.loop.call_later(self.header_seconds, self.transport.abort)
         super().data_received(data)
-        if self._answering:
+        if self._responding:
             self._lift_header_limit()
 
     def send_400_response(self, msg: str) -> None:
-        """What is wrong in a body whose answer has been given already can only end the connection."""
+        """Closes the connection where a response was sent already: a body that is malformed after that cannot get another one."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:

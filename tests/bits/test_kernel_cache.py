@@ -1,12 +1,11 @@
 """Machine code on disk: private, shared by processes, mended when damaged, done without where it cannot be kept."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from repository import ROOT, child_environment
 
 # A small kernel of the package; prints its result and whether it came from the disk.
 PROGRAM = """
@@ -20,7 +19,7 @@ RESULT = -4.458339626  # ln of softmax(0 .. 7)[3]
 
 
 def start(cache: Path) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    environment = child_environment(XDG_CACHE_HOME=str(cache))
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=pipe, stderr=pipe, text=True)
 

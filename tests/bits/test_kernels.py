@@ -1,7 +1,6 @@
 """The kernels have the bits of the specification, whatever the shape, the cut of the work and the machine."""
 
 import hashlib
-import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repository import child_environment
 
 from gemma_py.formats.blocks import TYPES, Minimum
 from gemma_py.kernels import attention, elementary, matmul, rows, vector_math
@@ -446,7 +446,7 @@ def test_another_machine_gives_the_same_bits(cpu, needed, instructions):
         pytest.skip("the names are of x86 machines")
     if not llvm.get_host_cpu_features().get(needed):
         pytest.skip(f"this machine has no {needed}")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = child_environment()
     environment |= {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "-prefer-256-bit" if cpu == "skylake-avx512" else ""}
     made = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert made.returncode == 0, made.stderr

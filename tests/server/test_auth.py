@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import TINY, Running, serving
+from repository import TINY
+from serving import Running, serving
 
 import gemma_py
 from gemma_py.errors import InputError
-from gemma_py.server.auth import OPEN, Guard, Keys, is_loopback
+from gemma_py.server.auth import OPEN, Auth, Keys, is_loopback
 
 Run = Callable[..., tuple[int, str, str]]
 KEY, OTHER, LETTERS = "k" * 32, "o" * 32, "clé secrète de là-bas, là"
@@ -108,7 +109,7 @@ def test_a_key_file_holds_keys(tmp_path: Path) -> None:
     assert keys.hold(KEY.encode()) and keys.hold(OTHER.encode()) and not keys.hold(b"") and not keys.hold(b"k" * 31)
     for content in ("", "\n\n", "short\n"):
         file.write_text(content)
-        with pytest.raises(InputError, match="key a line"):
+        with pytest.raises(InputError, match="one key on each line"):
             Keys.read(file)
     with pytest.raises(InputError, match="cannot be read"):
         Keys.read(tmp_path / "none")
@@ -140,9 +141,9 @@ def test_what_is_only_this_machine() -> None:
 def test_a_name_is_the_same_in_capitals() -> None:
     async def app(*_: object) -> None: ...
 
-    guard = Guard(app, "MyBox.Local", ["Gemma.Example"], [], Keys())
-    assert all(guard._is_ours(host) for host in ("mybox.local:8080", "MYBOX.LOCAL", "gemma.example"))
-    assert not guard._is_ours("other.local")
+    auth = Auth(app, "MyBox.Local", ["Gemma.Example"], [], Keys())
+    assert all(auth._is_ours(host) for host in ("mybox.local:8080", "MYBOX.LOCAL", "gemma.example"))
+    assert not auth._is_ours("other.local")
 
 
 def test_a_port_in_use_is_said_once(server: Running, run: Run) -> None:

@@ -1,7 +1,6 @@
 """Requests from a file: answers, errors a row, and what a kill leaves."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ROOT, TINY, Running, wait_until
+from repository import TINY, child_environment
+from serving import Running, wait_until
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -87,19 +87,19 @@ def test_a_torn_last_line_is_computed_again_and_nothing_else(run: Run, tmp_path:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "holds no requests"),
-        ("{\n", "line 1: no JSON"),
+        ("", "contains no requests"),
+        ("{\n", "line 1: not valid JSON"),
         ("[]\n", "line 1: should be a JSON object"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n{"url": "/x"}\n', "line 2: custom_id"),
         ('{"custom_id": "a", "url": "/v1/models", "body": {}}\n', "line 1: should be a POST to one of"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": 1}\n', "line 1: body"),
         (
             '{"custom_id": "a", "url": "/v1/completions", "body": {}}\n' * 2,
-            "line 2: custom_id 'a' stands in line 1 too",
+            "line 2: custom_id 'a' is already used in line 1",
         ),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_refused_at_once(run: Run, tmp_path: Path, content: str, said: str) -> None:
+def test_a_file_that_is_malformed_is_refused_at_once(run: Run, tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "in").write_text(content)
     code, _, err = run("batch", tmp_path / "in", tmp_path / "out", TINY)
     assert code == 1 and said in err and err.count("\n") == 1
@@ -114,14 +114,14 @@ def test_an_output_of_another_model_is_left_alone(run: Run, tmp_path: Path) -> N
     write(source, ROWS[:2])
     before = out.read_bytes()
     code, _, said = run("batch", source, out, TINY)
-    assert code == 1 and "answers of 'another'" in said and out.read_bytes() == before
+    assert code == 1 and "computed with 'another'" in said and out.read_bytes() == before
 
 
 def test_an_output_of_something_else_is_left_alone(run: Run, tmp_path: Path) -> None:
     source = write(tmp_path / "in", ROWS[:1])
     for content, said in (
-        ('{"custom_id": "z"}\n', "another batch's"),
-        ("my notes\n", "no JSON"),
+        ('{"custom_id": "z"}\n', "another batch"),
+        ("my notes\n", "not valid JSON"),
         ("[1]\n{}\n", "object"),
     ):
         (tmp_path / "out").write_text(content)
@@ -133,7 +133,7 @@ def test_an_output_of_something_else_is_left_alone(run: Run, tmp_path: Path) -> 
 
 def start(source: Path, out: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "gemma_py", "batch", str(source), str(out), str(TINY)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = child_environment()
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 

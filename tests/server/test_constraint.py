@@ -8,8 +8,8 @@ import pytest
 from serving import Running
 
 import gemma_py
-from gemma_py.server.constraint import JsonConstraints
-from gemma_py.server.errors import ApiError
+from gemma_py.server.openai.constraint import JsonConstraints
+from gemma_py.server.openai.errors import ApiError
 
 pytest.importorskip("llguidance")
 COLOURS = {

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import TINY, Process, Running, idle, serving, wait_until
+from repository import TINY
+from serving import Process, Running, idle, serving, wait_until
 
 import gemma_py
-from gemma_py.server import app
-from gemma_py.server.process import LARGEST_HEADERS
+from gemma_py.server import http, streaming
+from gemma_py.server.process import MAX_HEADERS
 from gemma_py.server.protocol import LimitedProtocol
 
 SHORT = {"prompt": "a", "max_tokens": 4, "temperature": 0}
@@ -26,7 +27,7 @@ def impatient(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> 
     """A server whose limits on time are short."""
     monkeypatch.setattr(LimitedProtocol, "header_seconds", 0.3)
     monkeypatch.setattr(LimitedProtocol, "write_seconds", 0.3)
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(http, "BODY_SECONDS", 0.3)
     with serving(tiny_engine) as running:
         yield running
 
@@ -104,13 +105,13 @@ def test_a_slow_body_is_told_so(impatient: Running) -> None:
 
 
 def test_a_reader_that_stalls_loses_the_connection(impatient: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_events", lambda documents, typed: b"data: " + b"x" * (1 << 20) + b"\n\n")
+    monkeypatch.setattr(streaming, "encode_events", lambda documents, typed: b"data: " + b"x" * (1 << 20) + b"\n\n")
     with impatient.open_stream(3000):
         wait_until(lambda: idle(impatient))
 
 
 def test_an_answer_that_is_long_in_coming_shows_signs_of_life(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "KEEP_ALIVE_SECONDS", 0.001)
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.001)
     asked = {"messages": [{"role": "user", "content": "word " * 1500}], "stream": True, "max_tokens": 1}
     _, text, _ = server.request("POST", "/v1/chat/completions", asked)
     assert ": still here\n\n" in text
@@ -119,7 +120,7 @@ def test_an_answer_that_is_long_in_coming_shows_signs_of_life(server: Running, m
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_beyond_the_limit(server: Running, chunked: bool) -> None:
-    size = app.LARGEST_BODY + 1
+    size = http.MAX_BODY + 1
     if chunked:
         connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -136,7 +137,7 @@ def test_a_body_beyond_the_limit(server: Running, chunked: bool) -> None:
 
 def test_headers_beyond_the_limit(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * (LARGEST_HEADERS + 1))
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * (MAX_HEADERS + 1))
         assert b" 400 " in connection.recv(4096)
 
 
@@ -292,7 +293,7 @@ def faulty(self):
     if len(self._waiting) >= 2 and fault == "hang":
         time.sleep(3600)
     if len(self._waiting) >= 2:
-        self.engine.runner.trial = Trial(fault=fault, worker=1)
+        self.engine.instruments.trial = Trial(fault=fault, worker=1)
     step(self)
 scheduler.Scheduler._step = faulty
 sys.exit(main(sys.argv[1:]))
@@ -328,8 +329,8 @@ import gemma_py
 from gemma_py.cli.main import main
 from gemma_py.runtime.runner import Runner
 from gemma_py.runtime.trial import Trial
-from gemma_py.server import process as run
-gemma_py.load, run._UNWELL_TICKS, honest = functools.partial(gemma_py.load, deadline=1.0), 2, Runner.run_together
+from gemma_py.server import process
+gemma_py.load, process._UNHEALTHY_TICKS, honest = functools.partial(gemma_py.load, deadline=1.0), 2, Runner.run_together
 passes = 0
 def stalls(self, parts):
     global passes
@@ -368,7 +369,7 @@ def test_an_engine_that_fails_ends_the_process_after_telling_all(tmp_path: Path)
     failing = tmp_path / "failing.py"
     failing.write_text(
         "import sys\n"
-        "from gemma_py import scheduler\n"
+        "from gemma_py.generate import scheduler\n"
         "from gemma_py.cli.main import main\n"
         "step = scheduler.Scheduler._step\n"
         "def fails(self):\n"

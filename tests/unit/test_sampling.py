@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError, ConfigError, InputError
-from gemma_py.generate.sampling import GEMMA, Sampler, Sampling, asked, recommended, uniform
+from gemma_py.generate.options import GEMMA, Sampling, asked, recommended
+from gemma_py.generate.sampling import Sampler, uniform
 from gemma_py.kernels.sampling import top_k
 
 RNG = np.random.default_rng(7)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gemma_py.errors import ComputationError
-from gemma_py.server.errors import ApiError
+from gemma_py.server.openai.errors import ApiError
 from gemma_py.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -1,32 +1,31 @@
-"""Answers in the form of /v1/responses: a list of items, which a stream tells by typed events."""
+"""Responses in the form of /v1/responses: a list of output items, which are streamed as typed events."""
 
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from gemma_py.generate.scheduler import Made, Progress
-from gemma_py.server.answers import Answer, Choice, Document
-from gemma_py.server.errors import ApiError
-from gemma_py.server.schemas import NamedFlatTool, ResponsesRequest, StreamOptions
-from gemma_py.server.service import Job, Service
-from gemma_py.server.tools import Call
+from gemma_py.generate.events import Generated, PrefillProgress
+from gemma_py.server.openai.builders import Choice, Document, ResponseBuilder
+from gemma_py.server.openai.errors import ApiError
+from gemma_py.server.openai.schemas import NamedFlatTool, ResponsesRequest, StreamOptions
+from gemma_py.server.openai.service import Service
+from gemma_py.templates.tools import Call
 
 
-class ResponsesAnswer(Answer):
-    """Its events have a running number."""
+class ResponsesBuilder(ResponseBuilder):
+    prompt_field, id_prefix, object = "input", "resp_", "response"
+    typed_events = True
 
-    prefix, object = "resp_", "response"
-
-    def __init__(self, service: Service, job: Job, asked: ResponsesRequest) -> None:
-        super().__init__(service, job, StreamOptions(), asked.return_progress)
+    def __init__(self, service: Service, asked: ResponsesRequest) -> None:
+        super().__init__(service, service.responses(asked), StreamOptions(), asked.return_progress)
         self._asked, self._item = asked, f"msg_{uuid.uuid4().hex}"
-        self._number = -1
-        self._items: list[Call | None] = []  # of the output, in their order; None: the text
+        self._sequence_number = -1
+        self._items: list[Call | None] = []  # the output in its order; None stands for the text
         self._expect_calls(asked)
 
     def _event(self, kind: str, **fields: Any) -> Document:
-        self._number += 1
-        return {"type": kind, "sequence_number": self._number, **fields}
+        self._sequence_number += 1
+        return {"type": kind, "sequence_number": self._sequence_number, **fields}
 
     def begin(self) -> Iterator[Document]:
         yield self._event("response.created", response=self._response("in_progress"))
@@ -40,15 +39,15 @@ class ResponsesAnswer(Answer):
             yield self._part("response.content_part.added", part=_text_part(""))
 
     def _part(self, kind: str, **fields: Any) -> Document:
-        place = self._items.index(None)
-        return self._event(kind, item_id=self._item, output_index=place, content_index=0, **fields)
+        position = self._items.index(None)
+        return self._event(kind, item_id=self._item, output_index=position, content_index=0, **fields)
 
-    def _progress(self, index: int, event: Progress) -> Document:
+    def _progress(self, index: int, event: PrefillProgress) -> Document:
         told = {"total": event.total, "cache": event.cached, "processed": event.done}
         return self._event("response.in_progress", response=self._response("in_progress"), prompt_progress=told)
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
-        text, calls = self._parted(index, event)
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
+        text, calls = self._split_calls(index, event)
         choice.parts.append(text)
         if text:
             yield from self._begin_text()
@@ -57,7 +56,7 @@ class ResponsesAnswer(Answer):
             yield from self._called(call)
 
     def _called(self, call: Call) -> Iterator[Document]:
-        """A call is told when it is complete."""
+        """A call is streamed once it is complete."""
         at, item = {"output_index": len(self._items)}, _call_item(call)
         self._items.append(call)
         empty = {**item, "arguments": "", "status": "in_progress"}
@@ -74,8 +73,8 @@ class ResponsesAnswer(Answer):
         if None in self._items:
             yield self._part("response.output_text.done", text=text, logprobs=[])
             yield self._part("response.content_part.done", part=_text_part(text))
-            place = self._items.index(None)
-            yield self._event("response.output_item.done", output_index=place, item=self._message(text))
+            position = self._items.index(None)
+            yield self._event("response.output_item.done", output_index=position, item=self._message(text))
         whole = self.document()
         yield self._event(f"response.{whole['status']}", response=whole)
 
@@ -95,14 +94,14 @@ class ResponsesAnswer(Answer):
                 "content": [_text_part(text)]}  # fmt: skip
 
     def _response(self, status: str) -> Document:
-        asked, running = self._asked, status == "in_progress"
-        usage = None if running else self.usage()
+        asked, in_progress = self._asked, status == "in_progress"
+        usage = None if in_progress else self.usage()
         sampling = self.job.requests[0].sampling
         return {
             "id": self.id, "object": self.object, "created_at": self.created, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens,
-            "model": self.service.model, "output": [] if running else self._output(),
+            "model": self.service.model, "output": [] if in_progress else self._output(),
             "parallel_tool_calls": False, "previous_response_id": None, "store": False,
             "temperature": sampling.temperature, "top_p": sampling.top_p,
             "text": {"format": self._format()},

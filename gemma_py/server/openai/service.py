@@ -1,4 +1,4 @@
-"""One model, ready for requests: from what a program asks to what the scheduler takes."""
+"""One model that is served: turns requests in OpenAI's form into requests to the scheduler."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gemma_py.errors import ContextError, GemmaError
-from gemma_py.generate.core import Constraint
+from gemma_py.generate.core import Constraint, Request
 from gemma_py.generate.engine import Engine
-from gemma_py.generate.sampling import RANGES, Sampling
-from gemma_py.generate.scheduler import Request, Scheduler
-from gemma_py.server.constraint import JsonConstraint, JsonConstraints
-from gemma_py.server.errors import ApiError, from_engine
-from gemma_py.server.schemas import (
+from gemma_py.generate.options import RANGES, Sampling
+from gemma_py.generate.scheduler import Scheduler
+from gemma_py.server.openai.constraint import JsonConstraint, JsonConstraints
+from gemma_py.server.openai.errors import ApiError
+from gemma_py.server.openai.schemas import (
     MOST_PROMPTS,
     CallItem,
     ChatRequest,
@@ -28,26 +27,28 @@ from gemma_py.server.schemas import (
     TextFormat,
     ToolCall,
 )
-from gemma_py.server.schemas import Message as GivenMessage
-from gemma_py.server.tools import START, CallConstraint, calls_and_results, declared
+from gemma_py.server.openai.schemas import Message as GivenMessage
 from gemma_py.templates.template import ROLES, Message, Tools, checked_messages, encode
+from gemma_py.templates.tools import START, CallConstraint, calls_and_results, declarations
 
-DEFAULT_TOKENS = 1024  # of a chat's answer, where the request does not say
+DEFAULT_TOKENS = 1024  # the most that a response to a chat has, where the request does not say
 _SEEDS = 1 << 63
-_NO_TOOLS = "The template of this model knows no tools."
+_NO_TOOLS = "This model's chat template does not support tools."
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a request comes to. requests: one a choice, n for each prompt. param: the field that holds the prompt."""
+    """What one HTTP request asks of the scheduler.
+
+    requests: one for each choice, n for each prompt. echo: the text of each prompt, if responses are to begin with it.
+    """
 
     requests: list[Request]
-    param: str
-    prompts: list[str]  # as text, where it is to be echoed
+    echo: list[str]
 
 
 class Service:
-    """model: the name that requests may use. Several threads may ask at once."""
+    """model: the name by which requests ask for the model. Methods may be called from several threads at once."""
 
     def __init__(self, engine: Engine, scheduler: Scheduler, model: str, template: str | None = None) -> None:
         self.engine, self.scheduler, self.model = engine, scheduler, model
@@ -59,7 +60,7 @@ class Service:
         self._constraints = JsonConstraints(self.tokenizer, engine.config.vocab_size, self.ends)
 
     def prepare(self) -> None:
-        """Make now what would hold everybody up later."""
+        """Builds the tables for JSON schemas, which would delay every running request if it were done later."""
         self._constraints.prepare()
 
     def check_model(self, wanted: str | None) -> None:
@@ -72,12 +73,13 @@ class Service:
     def chat(self, asked: ChatRequest) -> Job:
         if asked.top_logprobs and not asked.logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", "top_logprobs", "invalid_value")
-        ids = self._prompt(self._messages(asked.messages), "messages", self._tools(asked))
+        ids = self._prompt(self._messages(asked.messages), self._tools(asked))
         limit = asked.max_completion_tokens or asked.max_tokens
         request = Request(
             ids,
-            self._room(ids, limit, "messages"),
+            DEFAULT_TOKENS if limit is None else limit,
             self._sampling(asked, self.ends),
+            fit=limit is None,
             stop=(*self._stop(asked), *asked.stops),
             ends=self.ends,
             trim=True,
@@ -85,21 +87,22 @@ class Service:
             top_logprobs=asked.top_logprobs or 0,
         )
         constraint = self._call(asked) or partial(self._constraint, asked.response_format, "response_format")
-        return Job(self._choices(request, asked.n, constraint), "messages", [])
+        return Job(self._choices(request, asked.n, constraint), [])
 
     def completion(self, asked: CompletionRequest) -> Job:
         given: Sequence[Any] = [asked.prompt]
         if isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int):
             given = asked.prompt
         if len(given) * (asked.n or 1) > MOST_PROMPTS:
-            raise ApiError(400, f"more than {MOST_PROMPTS} answers asked for at once", "n", "invalid_value")
+            raise ApiError(400, f"At most {MOST_PROMPTS} responses can be asked for at once.", "n", "invalid_value")
         requests, ends = [], frozenset(self.engine.config.eos_token_ids)
         for prompt in given:
-            ids = self._ids(prompt)
+            ids = self.engine.encode(prompt)
             request = Request(
                 ids,
-                self._room(ids, asked.max_tokens, "prompt"),
+                DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens,
                 self._sampling(asked, ends),
+                fit=asked.max_tokens is None,
                 stop=asked.stops,
                 ends=ends,
                 logprobs=asked.logprobs is not None,
@@ -108,12 +111,14 @@ class Service:
             )
             constraint = partial(self._constraint, asked.response_format, "response_format")
             requests += self._choices(request, asked.n, constraint)
-        echoed = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in given] if asked.echo else []
-        return Job(requests, "prompt", echoed)
+        echo = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in given] if asked.echo else []
+        return Job(requests, echo)
 
     def responses(self, asked: ResponsesRequest) -> Job:
         if asked.background:
-            raise ApiError(400, "Nothing is done in the background here.", "background", "unsupported_parameter")
+            raise ApiError(
+                400, "This server does not support responses in the background.", "background", "unsupported_parameter"
+            )
         messages: list[Message] = []
         if asked.instructions is not None:
             messages.append({"role": "system", "content": asked.instructions})
@@ -121,34 +126,32 @@ class Service:
             messages.append({"role": "user", "content": asked.input})
         else:
             messages = _joined_system(messages + self._messages(_turns(asked.input)))
-        ids = self._prompt(messages, "input", self._tools(asked))
-        limit = self._room(ids, asked.max_output_tokens, "input")
+        ids = self._prompt(messages, self._tools(asked))
+        limit = asked.max_output_tokens
         request = Request(
-            ids, limit, self._sampling(asked, self.ends), stop=self._stop(asked), ends=self.ends, trim=True,
-            logprobs=False,
+            ids, DEFAULT_TOKENS if limit is None else limit, self._sampling(asked, self.ends), fit=limit is None,
+            stop=self._stop(asked), ends=self.ends, trim=True, logprobs=False,
         )  # fmt: skip
         form = None if asked.text is None else asked.text.format
         constraint = self._call(asked) or partial(self._constraint, form, "text.format")
-        return Job(self._choices(request, 1, constraint), "input", [])
+        return Job(self._choices(request, 1, constraint), [])
 
-    # --- parts of them ------------------------------------------------------------------------------------------------
+    # --- their parts ------------------------------------------------------------------------------------------------
 
-    def _prompt(self, messages: list[Message], param: str, tools: Tools = ()) -> list[int]:
+    def _prompt(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         roles = (*ROLES, "tool") if self.knows_tools else ROLES
-        try:
-            checked = checked_messages(messages, roles)
-            told = [{**message, **text} for message, text in zip(messages, checked, strict=True)]
-            return self.engine.check_ids(encode(self.template.pieces(told, tools), self.tokenizer, {}, {}))
-        except GemmaError as error:
-            raise from_engine(error, param) from None
+        checked = checked_messages(messages, roles)
+        told = [{**message, **text} for message, text in zip(messages, checked, strict=True)]
+        return self.engine.check_ids(encode(self.template.pieces(told, tools), self.tokenizer, {}, {}))
 
     def _tools(self, asked: ChatRequest | ResponsesRequest) -> Tools:
         if asked.functions and asked.chosen != "none" and not self.knows_tools:
             raise ApiError(400, _NO_TOOLS, "tools", "unsupported_parameter")
-        return declared(asked.functions if asked.chosen != "none" else [], self.tokenizer)
+        functions = [function.model_dump() for function in asked.functions if asked.chosen != "none"]
+        return declarations(functions, self.tokenizer)
 
     def _call(self, asked: ChatRequest | ResponsesRequest) -> Callable[[], CallConstraint] | None:
-        """What makes an answer begin with a call, if it has to."""
+        """What makes a response begin with a tool call, where the request requires one."""
         if asked.chosen in ("none", "auto"):
             return None
         names = [function.name for function in asked.functions]
@@ -159,9 +162,9 @@ class Service:
         return partial(CallConstraint, self.tokenizer, possible[0] if len(possible) == 1 else None)
 
     def _messages(self, given: Sequence[GivenMessage]) -> list[Message]:
-        """In the form of templates.checked_messages."""
+        """Messages in the form that `checked_messages` takes."""
         made = []
-        extras = calls_and_results(given, self.tokenizer)
+        extras = calls_and_results([message.model_dump() for message in given], self.tokenizer)
         for number, (message, extra) in enumerate(zip(given, extras, strict=True)):
             param = f"messages[{number}]"
             if extra and not self.knows_tools:
@@ -173,39 +176,19 @@ class Service:
             made.append({"role": role, "content": _text(message.content or ""), **extra})
         return _joined_system(made)
 
-    def _ids(self, prompt: str | list[int]) -> list[int]:
-        try:
-            return self.engine.encode(prompt)
-        except GemmaError as error:
-            raise from_engine(error, "prompt") from None
-
-    def _room(self, ids: list[int], wanted: int | None, param: str) -> int:
-        """Tokens that the answer may have. Where the request does not say: as many as is usual, and as fit."""
-        room, least = self.engine.context - len(ids), 1 if wanted is None else wanted
-        if room < least:
-            message = (
-                f"This model's context holds {self.engine.context} tokens, and the request asks for "
-                f"{len(ids) + least}: {len(ids)} in '{param}', {least} for the answer."
-            )
-            raise from_engine(ContextError(message), param)
-        return min(DEFAULT_TOKENS, room) if wanted is None else wanted
-
     def _stop(self, asked: Sampled) -> tuple[str, ...]:
-        """Where a turn of the template ends."""
+        """The texts at which a turn of the template ends."""
         return () if asked.ignore_eos else self.template.stop
 
     def _sampling(self, asked: Sampled, ends: Collection[int]) -> Sampling:
         options = asked.sampling()
         if asked.ignore_eos:
             options["logit_bias"] = {**options.get("logit_bias", {}), **dict.fromkeys(ends, RANGES["logit_bias"][0])}
-        try:
-            return self.engine.chat_sampling(options)
-        except GemmaError as error:
-            raise from_engine(error) from None
+        return self.engine.chat_sampling(options)
 
     @staticmethod
     def _choices(request: Request, n: int | None, constraint: Callable[[], Constraint | None]) -> list[Request]:
-        """One request a choice: seeds count up, and each has a constraint of its own."""
+        """One request for each choice, with seeds that count up and a constraint of its own."""
         made = []
         for number in range(n or 1):
             sampling = request.sampling
@@ -231,7 +214,7 @@ def _text(content: str | list[Part]) -> str:
 
 
 def _turns(items: Sequence[InputItem | CallItem | ResultItem]) -> list[GivenMessage]:
-    """As messages: calls belong to the model's message before them."""
+    """The items of an input as messages. Calls belong to the assistant's message before them."""
     made: list[GivenMessage] = []
     for item in items:
         if isinstance(item, ResultItem):
@@ -247,7 +230,7 @@ def _turns(items: Sequence[InputItem | CallItem | ResultItem]) -> list[GivenMess
 
 
 def _joined_system(messages: list[Message]) -> list[Message]:
-    """Several system messages in front are one, with blank lines between."""
+    """Joins several system messages at the beginning into one, with blank lines between."""
     count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if count < 2:
         return messages

@@ -1,6 +1,6 @@
-"""From the scheduler's events to responses in OpenAI's form, whole or in pieces.
+"""Builds responses in OpenAI's form from the scheduler's events, whole or as chunks of a stream.
 
-An answer takes events one by one (`take` gives what is to be streamed) and has a `document` in the end.
+A builder takes events one by one; `take` gives the chunks that are to be streamed, and `document` the whole response in the end.
 """
 
 import codecs
@@ -9,18 +9,19 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from gemma_py.generate.scheduler import Event, Failed, Finished, Made, Progress, Scored, Top
-from gemma_py.server.constraint import piece_bytes
-from gemma_py.server.errors import ApiError, from_engine
-from gemma_py.server.schemas import ChatRequest, CompletionRequest, ResponsesRequest, StreamOptions
-from gemma_py.server.service import Job, Service
-from gemma_py.server.tools import Call, CallReader
+from gemma_py.generate.core import TopLogprobs
+from gemma_py.generate.events import Event, Failed, Finished, Generated, PrefillProgress, Scored
+from gemma_py.server.openai.constraint import piece_bytes
+from gemma_py.server.openai.errors import ApiError
+from gemma_py.server.openai.schemas import ChatRequest, CompletionRequest, ResponsesRequest, StreamOptions
+from gemma_py.server.openai.service import Job, Service
+from gemma_py.templates.tools import Call, CallReader
 
 Document = dict[str, Any]
 
 
 class Choice:
-    """What has been made of one answer."""
+    """What one choice of a response holds so far."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -33,14 +34,20 @@ class Choice:
         return "".join(self.parts)
 
 
-class Answer:
-    """Shared by the endpoints. object: of the document and of its pieces."""
+class ResponseBuilder:
+    """What the builders of all endpoints share.
 
-    prefix, object, piece_object = "", "", ""
+    prompt_field: the field of a request that holds its prompt. id_prefix: what the ids of its responses begin with. object and
+    chunk_object: the type that a whole response and a chunk state. typed_events: whether chunks are streamed with their
+    types and without [DONE].
+    """
+
+    prompt_field, id_prefix, object, chunk_object = "", "", "", ""
+    typed_events = False
 
     def __init__(self, service: Service, job: Job, options: StreamOptions, wants_progress: bool) -> None:
         self.service, self.job = service, job
-        self.id = f"{self.prefix}{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.choices = [Choice() for _ in job.requests]
         self.options, self.wants_progress = options, wants_progress
@@ -52,34 +59,34 @@ class Answer:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def begin(self) -> Iterator[Document]:
-        """Pieces before the first event."""
+        """The chunks before the first event."""
         yield from ()
 
     def take(self, index: int, event: Event) -> Iterator[Document]:
-        """The pieces that an event makes. ApiError where the answer failed."""
+        """The chunks that an event adds. Raises the error of a request that failed."""
         choice = self.choices[index]
-        if isinstance(event, Progress):
+        if isinstance(event, PrefillProgress):
             choice.cached = event.cached
             if self.wants_progress:
                 yield self._progress(index, event)
-        elif isinstance(event, Made):
+        elif isinstance(event, Generated):
             choice.generated += 1
             yield from self._made(index, choice, event)
         elif isinstance(event, Finished):
             if event.reason == "cancelled":
-                raise ApiError(503, "The server ended before the answer was complete.", None, "server_ending")
+                raise ApiError(503, "The server ended before the response was complete.", None, "server_ending")
             choice.finish_reason = event.reason
             yield from self._finished(index, choice)
         elif isinstance(event, Failed):
-            raise from_engine(event.error, self.job.param)
+            raise event.error
 
     def end(self) -> Iterator[Document]:
-        """Pieces after the last event."""
+        """The chunks after the last event."""
         if self.options.include_usage:
-            yield {**self._piece([]), "usage": self.usage()}
+            yield {**self._chunk([]), "usage": self.usage()}
 
     def failed(self, error: ApiError) -> Document:
-        """The piece that says why there will be no more."""
+        """The chunk that reports why the stream ends early."""
         return error.document()
 
     def document(self) -> Document:
@@ -90,7 +97,7 @@ class Answer:
         }  # fmt: skip
 
     def usage(self) -> Document:
-        """So far. A prompt counts once, however many choices it has."""
+        """The tokens used so far. A prompt counts once, however many choices it has."""
         pairs = zip(self.job.requests, self.choices, strict=True)
         once = {id(request.ids): (len(request.ids), choice.cached) for request, choice in pairs}.values()
         prompt, made = sum(count for count, _ in once), sum(choice.generated for choice in self.choices)
@@ -99,9 +106,9 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in once)},
         }  # fmt: skip
 
-    # --- what differs -------------------------------------------------------------------------------------------------
+    # --- what differs between endpoints -------------------------------------------------------------------------------------
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
         raise NotImplementedError
 
     def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
@@ -116,8 +123,8 @@ class Answer:
         if self.service.knows_tools and asked.functions and asked.chosen != "none":
             self._readers = [CallReader(self.service.tokenizer) for _ in self.choices]
 
-    def _parted(self, index: int, event: Made) -> tuple[str, list[Call]]:
-        """What is text, and the calls that are complete."""
+    def _split_calls(self, index: int, event: Generated) -> tuple[str, list[Call]]:
+        """The text of an event, and the tool calls that are complete with it."""
         if not self._readers:
             return event.token.text, []
         text, calls = self._readers[index].take(event.token.id, event.token.text)
@@ -128,24 +135,24 @@ class Answer:
     def _calls(self, index: int) -> list[Call]:
         return self._readers[index].calls if self._readers else []
 
-    def _piece(self, choices: list[Document]) -> Document:
-        piece = {
-            "id": self.id, "object": self.piece_object, "created": self.created, "model": self.service.model,
+    def _chunk(self, choices: list[Document]) -> Document:
+        chunk = {
+            "id": self.id, "object": self.chunk_object, "created": self.created, "model": self.service.model,
             "choices": choices,
         }  # fmt: skip
         if self.options.include_usage:
-            piece["usage"] = self.usage() if self.options.continuous_usage_stats else None
-        return piece
+            chunk["usage"] = self.usage() if self.options.continuous_usage_stats else None
+        return chunk
 
-    def _progress(self, index: int, event: Progress) -> Document:
+    def _progress(self, index: int, event: PrefillProgress) -> Document:
         told = {
             "index": index, "total": event.total, "cache": event.cached, "processed": event.done,
             "time_ms": int((time.monotonic() - self._began) * 1e3),
         }  # fmt: skip
-        return {**self._piece([]), "prompt_progress": told}
+        return {**self._chunk([]), "prompt_progress": told}
 
-    def _is_end(self, index: int, event: Made) -> bool:
-        """An end token is no part of the answer."""
+    def _is_end(self, index: int, event: Generated) -> bool:
+        """Whether this token ends the response; it is not part of its text."""
         return event.token.id in self.job.requests[index].ends
 
     def _token(self, token: int) -> tuple[str, bytes]:
@@ -153,11 +160,12 @@ class Answer:
         return as_bytes.decode("utf-8", "replace"), as_bytes
 
 
-class ChatAnswer(Answer):
-    prefix, object, piece_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+class ChatBuilder(ResponseBuilder):
+    prompt_field, id_prefix = "messages", "chatcmpl-"
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, job: Job, asked: ChatRequest) -> None:
-        super().__init__(service, job, asked.options, asked.return_progress)
+    def __init__(self, service: Service, asked: ChatRequest) -> None:
+        super().__init__(service, service.chat(asked), asked.options, asked.return_progress)
         self._logprobs = bool(asked.logprobs)
         self._expect_calls(asked)
 
@@ -168,16 +176,16 @@ class ChatAnswer(Answer):
     def _delta(
         self, index: int, delta: Document, logprobs: Document | None = None, reason: str | None = None
     ) -> Document:
-        return self._piece([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
+        return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
         logprobs = None
         if self._logprobs and not self._is_end(index, event):
             entry = self._entry(event.token.id, event.token.logprob)
             entry["top_logprobs"] = [self._entry(token, logprob) for token, logprob in event.top]
             choice.logprobs.append(entry)
             logprobs = {"content": [entry], "refusal": None}
-        text, calls = self._parted(index, event)
+        text, calls = self._split_calls(index, event)
         choice.parts.append(text)
         if text or logprobs:
             yield self._delta(index, {"content": text}, logprobs)
@@ -206,20 +214,21 @@ class ChatAnswer(Answer):
         }
 
 
-class CompletionAnswer(Answer):
-    prefix, object, piece_object = "cmpl-", "text_completion", "text_completion"
+class CompletionBuilder(ResponseBuilder):
+    prompt_field, id_prefix = "prompt", "cmpl-"
+    object, chunk_object = "text_completion", "text_completion"
 
-    def __init__(self, service: Service, job: Job, asked: CompletionRequest) -> None:
-        super().__init__(service, job, asked.options, asked.return_progress)
+    def __init__(self, service: Service, asked: CompletionRequest) -> None:
+        super().__init__(service, service.completion(asked), asked.options, asked.return_progress)
         self._logprobs, self._n = asked.logprobs is not None, asked.n or 1
-        self._texts = [_GrowingText(self._unseen(index)) for index in range(len(self.choices))]
+        self._texts = [_TextOffsets(self._hidden(index)) for index in range(len(self.choices))]
 
     def _echo(self, index: int) -> str:
-        return self.job.prompts[index // self._n] if self.job.prompts else ""
+        return self.job.echo[index // self._n] if self.job.echo else ""
 
-    def _unseen(self, index: int) -> int:
-        """Characters of the echoed tokens that the echo does not have: of the token in front of every text."""
-        ids = self.job.requests[index].ids if self.job.prompts else []
+    def _hidden(self, index: int) -> int:
+        """How many characters of the prompt's tokens the echo does not show: those of the token in front of every text."""
+        ids = self.job.requests[index].ids if self.job.echo else []
         return len(self.service.tokenizer.decode(ids)) - len(self._echo(index))
 
     def begin(self) -> Iterator[Document]:
@@ -234,9 +243,9 @@ class CompletionAnswer(Answer):
             yield from super().take(index, event)
 
     def _text(self, index: int, text: str, logprobs: Document | None = None, reason: str | None = None) -> Document:
-        return self._piece([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
+        return self._chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
         entry = None
         if self._logprobs:
             entry = self._entry(index, event.token.id, event.token.logprob, event.top)
@@ -244,8 +253,8 @@ class CompletionAnswer(Answer):
         if event.token.text or entry:
             yield self._text(index, event.token.text, entry)
 
-    def _entry(self, index: int, token: int, logprob: float | None, top: Top) -> Document:
-        """Of one token; an end is one too, and the first of all has no probability."""
+    def _entry(self, index: int, token: int, logprob: float | None, top: TopLogprobs) -> Document:
+        """The log-probabilities of one token, end tokens too. The first token of all has none."""
         text, as_bytes = self._token(token)
         entry: Document = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}
         if logprob is not None:
@@ -266,14 +275,14 @@ class CompletionAnswer(Answer):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 
-class _GrowingText:
-    """Where tokens begin in the text that they make: within a character of many bytes, where that begins."""
+class _TextOffsets:
+    """Where each token begins in the text. One that begins within a character of several bytes has that character's place."""
 
-    def __init__(self, unseen: int) -> None:
-        self._length, self._characters = -unseen, codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(self, hidden: int) -> None:
+        self._length, self._characters = -hidden, codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: bytes) -> int:
-        """The place of this token, in characters."""
-        place = max(0, self._length)
+        """The offset of this token, in characters."""
+        offset = max(0, self._length)
         self._length += len(self._characters.decode(token))
-        return place
+        return offset

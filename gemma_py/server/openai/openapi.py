@@ -1,4 +1,4 @@
-"""The published description of the API, made of the schemas that requests are checked with."""
+"""The OpenAPI description of the server, generated from the schemas that requests are checked with."""
 
 from functools import cache
 from typing import Any
@@ -7,20 +7,26 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import gemma_py
-from gemma_py.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
+from gemma_py.server.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 
 _POSTS: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
     "/v1/completions": (CompletionRequest, "Continue a text."),
-    "/v1/responses": (ResponsesRequest, "Answer, in the newer form; nothing is stored."),
-    "/tokenize": (TokenizeRequest, "Text to token ids."),
-    "/detokenize": (DetokenizeRequest, "Token ids to text."),
+    "/v1/responses": (ResponsesRequest, "Answer a conversation, in the form of the Responses API; nothing is stored."),
+    "/tokenize": (TokenizeRequest, "Turn text into token ids."),
+    "/detokenize": (DetokenizeRequest, "Turn token ids into text."),
 }
 _GETS = {
     "/v1/models": ("The model that is served.", "application/json"),
-    "/v1/models/{model}": ("The same, by name.", "application/json"),
+    "/v1/models/{model}": ("One model, by its name.", "application/json"),
     "/health": ("Whether the engine makes progress.", "application/json"),
-    "/metrics": ("Counts and times, for Prometheus.", "text/plain"),
+    "/metrics": ("Metrics for Prometheus.", "text/plain"),
     "/openapi.json": ("This document.", "application/json"),
 }
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -74,6 +80,6 @@ def document() -> dict[str, Any]:
 def _responses(content: dict[str, Any]) -> dict[str, Any]:
     error = {"schema": {"$ref": "#/components/schemas/Error"}}
     return {
-        "200": {"description": "It worked.", "content": content},
-        "default": {"description": "It did not, and this says why.", "content": {"application/json": error}},
+        "200": {"description": "Success.", "content": content},
+        "default": {"description": "An error, which says what is wrong.", "content": {"application/json": error}},
     }

@@ -1,19 +1,29 @@
-"""What goes wrong with a request, in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.responses import JSONResponse
 
-from gemma_py.errors import ContextError, GemmaError, InputError, Overloaded, TemplateError, UnsupportedError
+from gemma_py.errors import (
+    ContextError,
+    GemmaError,
+    InputError,
+    Overloaded,
+    TemplateError,
+    ToolError,
+    UnsupportedError,
+)
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class ApiError(GemmaError):
-    """param: the field that is meant. code: for programs. retry_after: seconds after which it may be tried again."""
+    """A request that cannot be answered.
+
+    status: of HTTP. param: the field of the request that is at fault. code: the kind of error, for programs. retry_after: seconds
+    after which the same request may succeed.
+    """
 
     def __init__(
         self,
@@ -30,24 +40,20 @@ class ApiError(GemmaError):
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
-        if self.retry_after is not None:
-            headers["Retry-After"] = str(math.ceil(self.retry_after))
-        return JSONResponse(self.document(), self.status, headers)
 
-
-def from_engine(error: GemmaError, param: str | None = None) -> ApiError:
-    """What a failure below means to a client. param: the field that holds the prompt."""
+def api_error(error: GemmaError, prompt_field: str | None = None) -> ApiError:
+    """What a client is told of any error: the only place that decides it. prompt_field: where the request holds its prompt."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextError):
-        return ApiError(400, str(error), param, "context_length_exceeded")
+        return ApiError(400, str(error), prompt_field, "context_length_exceeded")
     if isinstance(error, Overloaded):
         return ApiError(429, str(error), None, "rate_limit_exceeded", error.retry_after)
+    if isinstance(error, ToolError):
+        return ApiError(400, str(error), error.field, "invalid_value")
     if isinstance(error, InputError | TemplateError | UnsupportedError):
-        named = str(error).partition(" ")[0].rstrip(":")  # messages about sampling begin with the name of the option
-        return ApiError(400, str(error), named if named in _OPTIONS else param, "invalid_value")
+        first = str(error).partition(" ")[0].rstrip(":")  # messages about sampling begin with the name of the option
+        return ApiError(400, str(error), first if first in _OPTIONS else prompt_field, "invalid_value")
     return ApiError(500, str(error), None, "internal_error")
 
 
@@ -56,7 +62,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def checked(schema: type[T], given: Any) -> T:
-    """A document as a request; ApiError about the first thing that is wrong with it."""
+    """The request that a document describes. Raises ApiError about the first thing that is wrong with it."""
     try:
         return schema.model_validate(given)
     except ValidationError as error:
@@ -64,7 +70,7 @@ def checked(schema: type[T], given: Any) -> T:
 
 
 def _from_validation(error: ValidationError, given: Any) -> ApiError:
-    """Where a field may be several things, each says why it is not that: the one that got furthest was meant."""
+    """pydantic reports one error for each type that a field may have. The one deepest in the document is the one to report."""
     errors = error.errors(include_url=False, include_context=False)
     same = [(_path(e["loc"], given), e) for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
     path, first = max(same, key=lambda pair: pair[0].count("[") + pair[0].count("."))
@@ -79,7 +85,7 @@ def _from_validation(error: ValidationError, given: Any) -> ApiError:
 
 
 def _path(places: tuple[int | str, ...], given: Any) -> str:
-    """`messages[0].content`. pydantic also names the alternatives that it tried; those lead nowhere in the document."""
+    """`messages[0].content`. pydantic also names the types that it tried, which are left out: they are no keys of the document."""
     path, at = "", given
     for number, place in enumerate(places):
         inside = (isinstance(at, Mapping) and place in at) or (isinstance(at, list) and isinstance(place, int))

@@ -1,0 +1,1 @@
+"""OpenAI's API without HTTP: requests, responses and errors, for the server and for batches."""

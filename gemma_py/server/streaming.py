@@ -1,0 +1,93 @@
+"""Responses over HTTP: a stream of server-sent events, or one whole document."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from gemma_py.errors import GemmaError
+from gemma_py.server.events import EventQueue
+from gemma_py.server.openai.builders import ResponseBuilder
+from gemma_py.server.openai.errors import api_error
+
+KEEP_ALIVE_SECONDS = 10.0  # between comments that show a client that its stream is alive, while its prompt is computed
+
+
+class EventStream(StreamingResponse):
+    """Streams what a builder makes of the events. Closes `held`, the request's resources, however the stream ends, also
+    before it began."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, builder: ResponseBuilder, queue: EventQueue, held: contextlib.AsyncExitStack) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(_server_sent_events(builder, queue), headers=headers)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)
+
+
+async def _server_sent_events(builder: ResponseBuilder, queue: EventQueue) -> AsyncIterator[bytes]:
+    typed = builder.typed_events
+    try:
+        yield encode_events(list(builder.begin()), typed)
+        while not builder.done:
+            events = await queue.get(KEEP_ALIVE_SECONDS)
+            chunks: list[dict[str, Any]] = []
+            try:
+                for index, event in events:
+                    chunks += builder.take(index, event)
+            finally:
+                if chunks:
+                    yield encode_events(chunks, typed)
+            if not events:
+                yield b": still here\n\n"
+        yield encode_events(list(builder.end()), typed)
+    except GemmaError as error:
+        yield encode_events([builder.failed(api_error(error, builder.prompt_field))], typed)
+    if not typed:
+        yield b"data: [DONE]\n\n"
+
+
+def encode_events(chunks: list[dict[str, Any]], typed: bool) -> bytes:
+    """Chunks as server-sent events. typed: each is preceded by its type, as /v1/responses has it."""
+    lines = []
+    for chunk in chunks:
+        if typed:
+            lines.append(f"event: {chunk['type']}\n")
+        lines.append(f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n")
+    return "".join(lines).encode("utf-8", "replace")
+
+
+async def whole_response(builder: ResponseBuilder, queue: EventQueue) -> Response:
+    while not builder.done:
+        for index, event in await queue.get():
+            for _ in builder.take(index, event):
+                pass
+    return JSONResponse(builder.document())
+
+
+async def while_connected(request: Request, response: Awaitable[Response]) -> Response:
+    """Waits for the response. Raises ClientDisconnect if the client leaves before it is complete."""
+    working = asyncio.ensure_future(response)
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
