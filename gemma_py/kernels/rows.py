@@ -7,8 +7,8 @@ last - 1 (or numbers first .. last - 1 where the operation knows no rows), each 
 import numpy as np
 
 from gemma_py.kernels import vector_math
-from gemma_py.kernels.decorator import inlined
-from gemma_py.kernels.elementary import sine_cosine64
+from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.elementary import exp64, log64, sine_cosine64
 from gemma_py.kernels.intrinsics import fma, sqrt, widen
 from gemma_py.kernels.panels import COLUMNS, INPUT_BLOCK, unpack_panel
 from gemma_py.kernels.simd.codes import store_byte_planes, store_codes
@@ -195,6 +195,17 @@ def rms_norm_rows(x, gain, D, eps, y, first, last):
 # --- positions --------------------------------------------------------------------------------------------------------
 
 
+@kernel
+def rope_frequencies(theta, factor, frequencies):
+    """frequencies[i] = theta^(-2i / E) / factor, rounded to f32 before and after the division.
+
+    frequencies: [E / 2] f32, written
+    """
+    half = frequencies.shape[0]
+    for i in range(half):
+        frequencies[i] = _F(exp64(-(np.float64(i) / np.float64(half)) * log64(theta))) / factor
+
+
 @inlined
 def rope_table(frequencies, first_position, cosines, sines, first, last):
     """cosines[t, i], sines[t, i] = cos, sin of (first_position + t) * frequencies[i].
@@ -248,6 +259,13 @@ def add_to(x, y, first, last):
     """x[d] = x[d] + y[d]"""
     for d in range(first, last, COLUMNS):
         store_up_to(x, d, last, add(load_up_to(x, d, last), load_up_to(y, d, last)))
+
+
+@inlined
+def scale_rows(x, factor, first, last):
+    """x[d] = x[d] * factor"""
+    for d in range(first, last, COLUMNS):
+        store_up_to(x, d, last, mul(load_up_to(x, d, last), splat(factor)))
 
 
 @inlined
