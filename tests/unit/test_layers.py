@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent.parent / "gemma_py"
 
 # Lowest first. A module may import from its own layer and from those below.
 LAYERS = (
-    ("errors", "paths", "machine"),
+    ("errors", "paths", "machine", "progress"),
     ("formats", "kernels", "demo", "hub"),
     ("tokenizer",),
     ("models", "catalog"),
