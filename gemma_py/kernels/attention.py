@@ -1,4 +1,4 @@
-"""Attention of a block of queries to a ring of keys, with the same bits as `attend` of the specification.
+"""Attention of a block of queries to a ring of keys, with the same bits as `reference.operations.attend`.
 
 A query is one head at one position. The query heads that share a key/value head form, together with some neighbouring
 positions, a block of queries; each query sees its own range of keys. Vector lanes hold different queries while scores

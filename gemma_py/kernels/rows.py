@@ -1,6 +1,6 @@
 """Everything between matrices, on rows of flat arrays: row t of width D is x[t * D : (t + 1) * D].
 
-The same operations in the same order as the specification, sixteen numbers at a time. A call computes rows first ..
+The same operations in the same order as `reference.operations`, sixteen numbers at a time. A call computes rows first ..
 last - 1 (or numbers first .. last - 1 where the operation knows no rows), each by itself.
 """
 
