@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from gemma_py import reference
-from gemma_py.errors import ComputationError, FormatError, InputError, MismatchError, check_context
+from gemma_py.errors import ComputationError, FormatError, InputError, MismatchError
 from gemma_py.formats.files import read_json
 from gemma_py.generate.engine import Engine
 from gemma_py.paths import atomic_write
-from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.cache import Cache, check_context
 from gemma_py.runtime.forward import PHASES, ROPE_KV, UNTRACED
 from gemma_py.runtime.runner import NO_TRACE, new_trace
 from gemma_py.weights.checkpoint import Checkpoint

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gemma_py.errors import UnsupportedError, check_context
+from gemma_py.errors import UnsupportedError
 from gemma_py.kernels.attention import LANES, scratch_size
 from gemma_py.kernels.matmul import CodedRows, unpack_buffer_sizes
 from gemma_py.kernels.memory import aligned
 from gemma_py.kernels.panels import INPUT_BLOCK, UnpackBuffer
 from gemma_py.models.config import Config
-from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.cache import Cache, check_context
 from gemma_py.runtime.compiling import mark_compiled
 from gemma_py.runtime.forward import COUNTERS, PHASES, UNTRACED, Batch, Scratch, Trace, forward
 from gemma_py.runtime.instruments import Instruments
