@@ -132,7 +132,7 @@ def count(mode: str, model: str) -> dict[str, Any]:
             run(engine, recorder)
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     called = recorder.called()
     files: dict[str, list[str]] = defaultdict(list)
     for file, function in sorted(places(called) | places(kernels(called))):
