@@ -29,6 +29,11 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
 
 
+def dtype_name(kind: np.dtype) -> str:
+    """What safetensors calls a numpy type."""
+    return next(name for name, known in NUMPY_TYPES.items() if np.dtype(known) == kind and name != "BF16")
+
+
 def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str], alignment: int = 64) -> bytes:
     """The header of a file of these tensors, padded with spaces so that the first one begins at a multiple of `alignment`.
 

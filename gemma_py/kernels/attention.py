@@ -1,4 +1,4 @@
-"""Attention of a block of queries to a ring of keys, in the order of `model.reference.attend`.
+"""Attention of a block of queries to a ring of keys, in the order of `reference.operations.attend`.
 
 A query is one head at one position. The heads that share a key/value head make, with some neighbouring positions, a
 block of queries, each with its own range of keys. Lanes divide queries while scores are made, and the head's width while

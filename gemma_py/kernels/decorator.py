@@ -20,9 +20,7 @@ _SWITCHES = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "CPU_NAME", "CPU_FEATURES
 def _sources() -> list[Path]:
     package = Path(__file__).parent.parent
     return sorted(
-        file
-        for part in ("kernels", "models", "reference", "runtime", "weights")
-        for file in (package / part).rglob("*.py")
+        file for part in ("kernels", "models", "runtime", "weights") for file in (package / part).rglob("*.py")
     )
 
 

@@ -1,6 +1,6 @@
 """Everything between matrices, on rows of flat arrays: row t of width D is x[t * D : (t + 1) * D].
 
-The same operations in the same order as `model.reference`, sixteen numbers at a time. A call does the rows first ..
+The same operations in the same order as `reference/operations.py`, sixteen numbers at a time. A call does the rows first ..
 last - 1, or the numbers first .. last - 1 where the operation knows no rows, each by itself.
 """
 
