@@ -146,9 +146,7 @@ class Cache:
     def rewind(self, position: int) -> None:
         """Forget the tokens from here on. The rows before are as they were, so nothing tells it from a fresh start."""
         if not self.reachable(position):
-            raise InputError(
-                f"position {position} cannot be rewound to from {self.position}: its rows are overwritten"
-            )
+            raise InputError(f"position {position} cannot be rewound to from {self.position}: its rows are overwritten")
         del self.ids[position:]
 
     def _move(self, number: int, capacity: int) -> None:

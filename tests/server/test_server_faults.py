@@ -335,7 +335,7 @@ passes = 0
 def stalls(self, parts):
     global passes
     passes += 1
-    self.trial = Trial(fault="stall", worker=1) if passes == 4 else None
+    self.instruments.trial = Trial(fault="stall", worker=1) if passes == 4 else None
     if passes == 5:
         time.sleep(1)
     return honest(self, parts)
