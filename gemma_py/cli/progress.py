@@ -1,12 +1,12 @@
-"""Progress of long commands, on stderr."""
+"""Shows the progress of long commands on stderr."""
 
 import sys
 import time
 from types import TracebackType
 
 
-class Progress:
-    """What is being done: a bar with the time left on a terminal, else a line each; nothing if not wanted."""
+class ProgressBar:
+    """Draws a bar with the time left where stderr is a terminal, else prints a line for each step. Nothing if not wanted."""
 
     def __init__(self, doing: str, wanted: bool) -> None:
         self._doing = doing
@@ -24,17 +24,17 @@ class Progress:
         self._last = what
 
     def _left(self, part: float) -> str:
-        """Nothing while there is too little to tell from."""
+        """The time left; an empty text while there is too little to estimate it from."""
         spent = time.monotonic() - self._began
         if part < 0.02 or spent < 1:
             return ""
         seconds = int(spent * (1 - part) / part)
         return f"{seconds // 60}:{seconds % 60:02} left"
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """However it ends, what is printed next has a line to itself."""
+        """Clears the bar, so that what is printed next has a line to itself."""
         if self._bar:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from gguf_files import write_model
 import gemma_py
 from gemma_py import reference
 from gemma_py.checks import verify
-from gemma_py.cli.progress import Progress
+from gemma_py.cli.progress import ProgressBar
 from gemma_py.kernels.decorator import kernel
 from gemma_py.runtime import forward as passes
 from gemma_py.runtime.cache import Cache
@@ -480,7 +480,7 @@ class Terminal(io.StringIO):
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with Progress("checking", wanted=True) as progress:
+    with ProgressBar("checking", wanted=True) as progress:
         progress._began -= 30
         progress("2 threads in chunks of 7", 0.25)
         assert "25% 1:30 left  2 threads in chunks of 7" in terminal.getvalue()
@@ -490,6 +490,6 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_progress_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with Progress("checking", wanted=False) as progress:
+    with ProgressBar("checking", wanted=False) as progress:
         progress("anything", 0.5)
     assert terminal.getvalue() == ""

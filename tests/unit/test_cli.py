@@ -124,16 +124,6 @@ def test_catalogue_sizes_follow_from_the_shapes() -> None:
     assert resolve("tiny-gemma3").is_dir()
 
 
-def test_completion(run: Run) -> None:
-    code, script, _ = run("completion")
-    asked = "COMP_WORDS=(gemma_py {}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _gemma_py; echo ${{COMPREPLY[*]}}"
-    found = [
-        subprocess.run(["bash", "-c", script + asked.format(line)], capture_output=True, text=True, check=True).stdout
-        for line in ("sc", "chat --no", "generate --prom")
-    ]
-    assert (code, found) == (0, ["score\n", "--no-markdown\n", "--prompt\n"])
-
-
 def test_help_everywhere(run: Run) -> None:
     for arguments in ([], ["chat"], ["score"], ["generate"], ["inspect"], ["verify"], ["models"]):
         code, out, _ = run(*arguments, "--help")
