@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from gemma_py.errors import GemmaError
     from gemma_py.generate.core import Token
     from gemma_py.generate.engine import Engine, Session, load
-    from gemma_py.generate.sampling import Sampling
+    from gemma_py.generate.options import Sampling
 
 __version__ = "0.1.0"
 __all__ = ["Conversation", "Engine", "GemmaError", "Sampling", "Session", "Token", "errors", "load", "reference"]
@@ -17,7 +17,7 @@ __all__ = ["Conversation", "Engine", "GemmaError", "Sampling", "Session", "Token
 # Imported when they are asked for: numba alone takes a fifth of a second, which a list of models can do without.
 _HOMES = {
     "Conversation": "chat.conversation", "Engine": "generate.engine", "Session": "generate.engine", "load": "generate.engine",
-    "GemmaError": "errors", "Token": "generate.core", "Sampling": "generate.sampling",
+    "GemmaError": "errors", "Token": "generate.core", "Sampling": "generate.options",
 }  # fmt: skip
 
 

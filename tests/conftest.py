@@ -1,24 +1,18 @@
-"""Shared by the suite: tiny checkpoints of every family, made from a seed, and a helper that runs the command line."""
+"""Shared by every tier: tiny checkpoints of every family, made from a seed, and a helper that runs the command line."""
 
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny_checkpoints as tiny
+from repository import TINY
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "support")]
+import gemma_py
+from gemma_py.cli.main import main
+
 # A shell that starts the suite in the background has SIGINT ignored, and every process started here would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-import tiny_checkpoints as tiny  # noqa: E402  (lives in tools/)
-from serving import Running, serving  # noqa: E402
-
-import gemma_py  # noqa: E402
-from gemma_py.cli.main import main  # noqa: E402
-
-TINY = ROOT / "models" / "tiny-gemma3"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,10 +48,3 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
         return code, out, err
 
     return call
-
-
-@pytest.fixture(scope="session")
-def server(tiny_engine: gemma_py.Engine) -> Iterator[Running]:
-    """One for all tests that leave it as it was."""
-    with serving(tiny_engine) as running:
-        yield running

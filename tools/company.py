@@ -17,11 +17,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-for _part in ("support", "bits", "server"):
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / _part))
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 
+from crowd import Crowd
 from serving import serving
-from test_scheduler import Crowd
 
 import gemma_py
 from gemma_py.generate.scheduler import Scheduler

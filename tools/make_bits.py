@@ -11,14 +11,14 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS / part) for part in ("bits", "support")]
+sys.path.append(str(TESTS / "support"))
 
-import test_reference
+import golden_bits
 import tiny_checkpoints as tiny
 
 with tempfile.TemporaryDirectory() as scratch:
     for name, variant in tiny.VARIANTS.items():
         tiny.write(variant, Path(scratch) / name, seed=1)
     checkpoints = {name: Path(scratch) / name for name in tiny.VARIANTS}
-    made = test_reference.digests(checkpoints, Path(scratch))
+    made = golden_bits.digests(checkpoints, Path(scratch))
 (TESTS / "data" / "tiny_bits.json").write_text(json.dumps(made, indent=1) + "\n")

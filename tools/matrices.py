@@ -22,18 +22,18 @@ from gemma_py.checks.shapes import random_checkpoint
 from gemma_py.checks.verify import prompt
 from gemma_py.cli.common import markdown, naturals, positive
 from gemma_py.generate.engine import Engine
-from gemma_py.kernels import limits
+from gemma_py.kernels import peak
 from gemma_py.kernels.atomics import nanoseconds
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.memory import aligned
-from gemma_py.kernels.simd import WIDE
-from gemma_py.runtime.forward import Scratch, bench_of, matmul_phase
+from gemma_py.kernels.simd.target import USES_ZMM
+from gemma_py.runtime.forward import Scratch, matmul_phase, unpack_buffer_of
 from gemma_py.runtime.runner import NO_TRACE
 from gemma_py.runtime.sync import barrier
 from gemma_py.weights import pack as p
 
 _STEPS = 100_000  # of the limit's loop: a quarter of a millisecond
-_loop, _CHAINS = (limits.multiply_floats_12, 12) if WIDE else (limits.multiply_floats_6, 6)
+_loop, _CHAINS = (peak.multiply_floats_12, 12) if USES_ZMM else (peak.multiply_floats_6, 6)
 
 
 @kernel
@@ -42,11 +42,11 @@ def product_and_limit(worker, workers, cells, m, s, number, x, y, T, trace, samp
 
     times: int64 [workers, 2], written
     """
-    one, cap, bench = (number, np.int64(-1), np.int64(-1)), np.float32(0.0), bench_of(s, worker, workers)
+    one, cap, unpacked = (number, np.int64(-1), np.int64(-1)), np.float32(0.0), unpack_buffer_of(s, worker, workers)
     if not barrier(cells, worker, workers):
         return False
     start = nanoseconds()
-    matmul_phase(worker, workers, cells, np.int64(0), m, one, x, (y, y, y), s, bench, T, cap, trace)
+    matmul_phase(worker, workers, cells, np.int64(0), m, one, x, (y, y, y), s, unpacked, T, cap, trace)
     if not barrier(cells, worker, workers):
         return False
     middle = nanoseconds()
@@ -64,18 +64,18 @@ def inputs_of(m: p.Packed, s: Scratch) -> list[tuple[int, np.ndarray]]:
 def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
     """A row of the table for each shape and type."""
     runner, found = engine.runner, defaultdict(list)
-    m, workers = runner.packed, runner.team.workers
-    runner.run(runner.cache(), prompt(T, engine.config.vocab_size), False)
+    m, workers = engine.packed, engine.threads
+    engine.session().prefill(prompt(T, engine.config.vocab_size), T)
     assert runner._scratch is not None
     names = [matrix.tensor.type.name for matrix in engine.checkpoint.stored_weights(engine.quant).matrices]
     y, times = aligned(T * int(m.matrices[:, p.ROWS].max())), np.zeros((workers, 2), np.int64)
-    sample, out = np.array([0.5, 0.25], np.float32), aligned(workers * limits.LANES)
+    sample, out = np.array([0.5, 0.25], np.float32), aligned(workers * peak.LANES)
     for _ in range(rounds):
         for number, x in inputs_of(m, runner._scratch):
             N, K = (int(value) for value in m.matrices[number, [p.ROWS, p.INPUTS]])
             parts = (m, runner._scratch, number, x, y, T, NO_TRACE, sample, out, times)
-            runner.team.run(product_and_limit, *parts, claims=1)
-            limit = sum(2 * _STEPS * _CHAINS * limits.LANES / spent for spent in times[:, 1])
+            engine.run_kernel(product_and_limit, *parts, claims=1)
+            limit = sum(2 * _STEPS * _CHAINS * peak.LANES / spent for spent in times[:, 1])
             found[names[number], N, K].append((2 * T * N * K / times[:, 0].max(), limit))
     table = []
     for (name, N, K), pairs in sorted(found.items()):

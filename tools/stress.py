@@ -14,12 +14,11 @@ import tempfile
 import time
 from pathlib import Path
 
-for _part in ("support", "bits", "server"):
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / _part))
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 
+from equivalence import PARTS, WIDE, Expected, prompt
+from faults import PLACES
 from gguf_files import write_model
-from test_equivalence import PARTS, WIDE, Expected, prompt
-from test_faults import PLACES
 
 import gemma_py
 from gemma_py.errors import WorkerError
@@ -34,7 +33,7 @@ def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> li
     shown = time.monotonic()
     while done < count:
         seed += 1
-        engine.runner.trial = Trial(seed=seed)
+        engine.instruments.trial = Trial(seed=seed)
         size = rng.choice([1, 5, 9, 16, len(want.ids)])
         done += -(-len(want.ids) // size)
         try:
@@ -56,7 +55,7 @@ def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, fl
         layer, phase = PLACES[number % len(PLACES)]
         kind = ("raise", "stall")[number // len(PLACES) % 2]
         worker = number % engine.threads
-        engine.runner.trial = Trial(fault=kind, worker=worker, layer=layer, phase=phase, place="enter")
+        engine.instruments.trial = Trial(fault=kind, worker=worker, layer=layer, phase=phase, place="enter")
         start = time.monotonic()
         try:
             # Scores are a phase of their own only where workers share a token.
@@ -65,7 +64,7 @@ def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, fl
         except WorkerError as error:
             longest = max(longest, time.monotonic() - start)
             reported = (error.worker, error.layer, error.phase) == (worker, layer, phase)
-        engine.runner.trial = None
+        engine.instruments.trial = None
         good += reported and want.same(engine, [len(want.ids)])
     return good, longest
 
@@ -80,7 +79,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         path = write_model(Path(scratch) / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
         with gemma_py.load(path, threads=args.threads) as engine:
-            engine.runner.poison = True
+            engine.instruments.poison = True
             want = Expected(engine, prompt(engine.config, 40))
             wrong = shaken(engine, want, args.passes, args.seed)
             good, longest = faults(engine, want, args.faults)

@@ -1,4 +1,4 @@
-"""A conversation: messages, and the session that holds what was computed of them."""
+"""A conversation: its messages, and the session that holds their keys and values."""
 
 import json
 import time
@@ -9,17 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from gemma_py.chat import saved
-from gemma_py.errors import ContextError, InputError, MismatchError
-from gemma_py.generate.core import Continuation, Token, generate
+from gemma_py.errors import InputError, MismatchError
+from gemma_py.generate.core import Generation, Request, Token, stop_strings
 from gemma_py.generate.engine import Engine
-from gemma_py.generate.sampling import Sampler, Sampling
-from gemma_py.generate.text_stream import TextStream, stop_strings
+from gemma_py.generate.options import Sampling
 from gemma_py.paths import atomic_write
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.templates.template import Message, Piece, checked_messages, encode
 
-Progress = Callable[[int, int], None]  # tokens computed, of so many
-Answer = Generator[Token, None, None]  # token by token; `close` ends it early
+ReportPrefill = Callable[[int, int], None]  # called with the tokens computed, and of how many
+TokenStream = Generator[Token, None, None]  # an answer, token by token; `close` ends it early
 
 _KEPT_BYTES = 256 << 20  # of keys and values that only going back needs
 _COMPARED = 1024  # tokens at a time
@@ -27,8 +26,8 @@ _FIRST_CHUNK, _SECONDS_A_CHUNK = 32, 0.5  # of a long prompt, so that progress s
 
 
 @dataclass
-class Stats:
-    """Of one answer. cached_tokens: of the prompt's, those that were not computed again. first_token_seconds: since it was
+class AnswerStats:
+    """What one answer took. cached_tokens: those of the prompt that the session held already. first_token_seconds: since it was
     asked for, template and tokenizer included. seed: of the draws, if any."""
 
     prompt_tokens: int
@@ -74,8 +73,8 @@ class Conversation:
         self.sampling = engine.sampling if sampling is None else sampling
         self.max_tokens = max_tokens
         self.stop = stop_strings(stop)
-        self.prefilling: Progress | None = None  # called while a prompt is computed; whatever it raises stops that
-        self.stats: Stats | None = None  # of the last answer
+        self.prefilling: ReportPrefill | None = None  # called while a prompt is computed; an exception of it stops that
+        self.stats: AnswerStats | None = None  # of the last answer
         self._wanted = template
         self.template = engine.template(template)
         self._ends = engine.ends(self.template)
@@ -95,15 +94,15 @@ class Conversation:
 
     # --- talking ------------------------------------------------------------------------------------------------------
 
-    def send(self, text: str) -> Answer:
+    def send(self, text: str) -> TokenStream:
         """The answer, token by token. What cannot be (no room, a template's refusal) is said before anything changes."""
         return self._begin(self.messages, text, 0)
 
-    def retry(self) -> Answer:
+    def retry(self) -> TokenStream:
         """Another answer to the last text: with a seed one higher each time, if the sampling has one."""
         return self._begin(self.messages[:-2], self.last_text(), self._attempt + 1)
 
-    def edit(self, text: str) -> Answer:
+    def edit(self, text: str) -> TokenStream:
         """The answer to another text instead of the last."""
         self.last_text()
         return self._begin(self.messages[:-2], text, 0)
@@ -114,24 +113,19 @@ class Conversation:
             raise InputError("there is no answer yet")
         return self.messages[-2]["content"]
 
-    def _begin(self, before: Sequence[Message], text: str, attempt: int) -> Answer:
+    def _begin(self, before: Sequence[Message], text: str, attempt: int) -> TokenStream:
         start = time.perf_counter()
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError(f"max_tokens should be at least 1, found {self.max_tokens}")
         messages = [*before, {"role": "user", "content": text}]
-        ids = self._prompt(messages)
-        room = self.engine.context - len(ids)
-        if room < 1:
-            raise ContextError(
-                f"the conversation would take {len(ids)} tokens, and the context of {self.engine.context} leaves no room "
-                "for an answer"
-            )
         sampling = self.sampling
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + attempt)
-        sampler = Sampler(sampling, self.engine.config.vocab_size, ids)
-        stats = Stats(len(ids), first_token_seconds=time.perf_counter() - start)
-        return self._answer(messages, ids, attempt, sampler, min(room, self.max_tokens or room), stats)
+        request = Request(
+            self._prompt(messages), self.context if self.max_tokens is None else self.max_tokens, sampling, fit=True,
+            stop=(*self.template.stop, *self.stop), ends=self._ends, trim=True,
+        )  # fmt: skip
+        generation = self.engine.generation(request)
+        stats = AnswerStats(len(generation.prompt), first_token_seconds=time.perf_counter() - start)
+        return self._answer(messages, generation, attempt, stats)
 
     def _prompt(self, messages: Sequence[Message]) -> list[int]:
         pieces = self.template.pieces(checked_messages(messages))
@@ -139,15 +133,12 @@ class Conversation:
         self._encoded = {piece: self._encoded[piece] for piece in pieces}
         return ids
 
-    def _answer(
-        self, messages: list[Message], ids: list[int], attempt: int, sampler: Sampler, max_tokens: int, stats: Stats
-    ) -> Answer:
+    def _answer(self, messages: list[Message], generation: Generation, attempt: int, stats: AnswerStats) -> TokenStream:
         start = time.perf_counter()
-        logits = self._reach(ids, stats)
+        logits = self._reach(generation.prompt, stats)
         stats.prefill_seconds = time.perf_counter() - start
-        stats.seed = sampler.sampling.seed if sampler.sampling.temperature else None
-        stream = TextStream(self.engine.tokenizer, (*self.template.stop, *self.stop), trim=True)
-        tokens = generate(logits, self._session.decode, Continuation(sampler, stream, self._ends, max_tokens))
+        stats.seed = generation.sampling.seed if generation.sampling.temperature else None
+        tokens = generation.tokens(logits, self._session.decode)
         made: list[int] = []
         text = ""
         try:
@@ -173,7 +164,9 @@ class Conversation:
             if made and text.strip():  # closed or interrupted in the middle
                 self._keep_answer(messages, made, text, attempt, stats)
 
-    def _keep_answer(self, messages: list[Message], made: list[int], text: str, attempt: int, stats: Stats) -> None:
+    def _keep_answer(
+        self, messages: list[Message], made: list[int], text: str, attempt: int, stats: AnswerStats
+    ) -> None:
         self.messages = [*messages, {"role": "assistant", "content": text.rstrip()}]
         self._attempt, self.stats = attempt, stats
         # The ids as the model wrote them, up to where the answer ends: the next turn finds them in the cache.
@@ -187,7 +180,7 @@ class Conversation:
         if self._session.usable:
             self._session.reserve(CHUNK)  # now that nobody waits, not when the next turn begins
 
-    def _reach(self, ids: list[int], stats: Stats) -> np.ndarray:
+    def _reach(self, ids: list[int], stats: AnswerStats) -> np.ndarray:
         """The session holds these ids, of which it computes what it has not: logits of the last."""
         common = self._common(ids)
         common = min(common, len(ids) - 1)  # the last one's logits are needed
@@ -280,7 +273,7 @@ class Conversation:
     def kv_digest(self) -> list[str]:
         return self._session.kv_digest()
 
-    def verify(self, threads: int | None = None, chunk: int = 7, progress: Progress | None = None) -> int:
+    def verify(self, threads: int | None = None, chunk: int = 7, progress: ReportPrefill | None = None) -> int:
         """Compute the conversation's tokens again, with another number of threads and another chunk, and compare the
         keys and values. How many tokens were compared; MismatchError if a bit differs.
 

@@ -32,7 +32,7 @@ _BLOCK = 1 << 22
 def write(path: Path, description: dict[str, Any], session: Session, since: int) -> None:
     """Whole or not at all. since: how far back a session that is restored can be rewound."""
     engine = session.engine
-    state = {"model": engine.fingerprint(), "kv": engine.runner.kv, "ids": session.ids, "since": since}
+    state = {"model": engine.fingerprint(), "kv": engine.kv_type, "ids": session.ids, "since": since}
     line = {**description, **state}
     digest = hashlib.sha256()
     try:
@@ -77,9 +77,9 @@ class Reader:
         engine = self._engine
         if description["model"] != engine.fingerprint():
             raise InputError(f"{self._path}: saved from another model than {engine.name}, or from other weights of it")
-        if description["kv"] != engine.runner.kv:
+        if description["kv"] != engine.kv_type:
             raise InputError(
-                f"{self._path}: saved with kv={description['kv']!r}, and this engine has kv={engine.runner.kv!r}"
+                f"{self._path}: saved with kv={description['kv']!r}, and this engine has kv={engine.kv_type!r}"
             )
         return description
 
@@ -99,7 +99,7 @@ class Reader:
             session.restore(ids, self._rows(len(ids), self.description["since"]))
 
     def _rows(self, position: int, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        dtype = np.dtype(KV_TYPES[self._engine.runner.kv])
+        dtype = np.dtype(KV_TYPES[self._engine.kv_type])
         for layer in self._engine.config.layers:
             shape = (layer.num_key_value_heads, position - first_readable(layer, since), layer.head_dim)
             size = math.prod(shape) * dtype.itemsize

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from gemma_py import machine
-from gemma_py.kernels import limits
-from gemma_py.runtime.team import Team
+from gemma_py.kernels import peak
+
+Run = Callable[..., Any]  # calls a kernel, with the arguments after it, on all workers
 
 _LEAST_SECONDS = 0.005  # of a sample: waking the workers takes a fiftieth of it
 _MEMORY = 512 << 20  # bytes that are read: more than caches hold
@@ -46,29 +47,29 @@ class Limits:
     def _median(self, name: str) -> float:
         return statistics.median(self.samples[name])
 
-    def sample(self, team: Team, values: np.ndarray) -> None:
-        """One more of each.    team: of as many threads   values: of `memory_to_read`"""
-        out = np.empty(self.threads * limits.LANES, np.float32)
+    def sample(self, run: Run, values: np.ndarray) -> None:
+        """Take one more sample of each limit.    run: `Engine.run_kernel`, with as many threads   values: of `memory_to_read`"""
+        out = np.empty(self.threads * peak.LANES, np.float32)
         x = np.array([0.5, 0.25], np.float32)
-        rows = np.arange(limits.CODE_ROWS * limits.PAIRS * 2, dtype=np.int16)
-        w = np.ones(limits.PAIRS * limits.CODE_PANELS * 2 * limits.LANES, np.int16)
-        for kernel, chains in zip((limits.multiply_floats_6, limits.multiply_floats_12), limits.CHAINS, strict=True):
-            self._sample(team, f"f32 in {chains} chains", kernel, 2 * chains * limits.LANES, x, out)
-        operations = 2 * limits.multiply_adds_of_pairs(1)
-        self._sample(team, "int16", limits.multiply_pairs, operations, rows, w, out)
+        rows = np.arange(peak.CODE_ROWS * peak.PAIRS * 2, dtype=np.int16)
+        w = np.ones(peak.PAIRS * peak.CODE_PANELS * 2 * peak.LANES, np.int16)
+        for kernel, chains in zip((peak.multiply_floats_6, peak.multiply_floats_12), peak.CHAINS, strict=True):
+            self._sample(run, f"f32 in {chains} chains", kernel, 2 * chains * peak.LANES, x, out)
+        operations = 2 * peak.multiply_adds_of_pairs(1)
+        self._sample(run, "int16", peak.multiply_pairs, operations, rows, w, out)
         part = values[: len(values) // (self.threads * 64) * self.threads * 64]
-        self._note("memory", part.nbytes / _seconds(team, limits.read_memory, part, out))
+        self._note("memory", part.nbytes / _seconds(run, peak.read_memory, part, out))
 
-    def _sample(self, team: Team, name: str, kernel: Callable[..., Any], operations: int, *args: Any) -> None:
+    def _sample(self, run: Run, name: str, kernel: Callable[..., Any], operations: int, *args: Any) -> None:
         """Operations a second of all workers together, of `operations` a step and worker."""
         if name not in self.steps:
             steps = 1
-            _seconds(team, kernel, steps, *args)  # compiles
-            while _seconds(team, kernel, steps, *args) < _LEAST_SECONDS:
+            _seconds(run, kernel, steps, *args)  # compiles
+            while _seconds(run, kernel, steps, *args) < _LEAST_SECONDS:
                 steps *= 2
             self.steps[name] = steps
         steps = self.steps[name]
-        self._note(name, self.threads * operations * steps / _seconds(team, kernel, steps, *args))
+        self._note(name, self.threads * operations * steps / _seconds(run, kernel, steps, *args))
 
     def _note(self, name: str, value: float) -> None:
         self.samples.setdefault(name, []).append(value)
@@ -81,7 +82,7 @@ def memory_to_read() -> np.ndarray:
     return np.ones(size // 4, np.float32)
 
 
-def _seconds(team: Team, kernel: Callable[..., Any], *args: Any) -> float:
+def _seconds(run: Run, kernel: Callable[..., Any], *args: Any) -> float:
     start = time.perf_counter()
-    team.run(kernel, *args)
+    run(kernel, *args)
     return time.perf_counter() - start

@@ -19,12 +19,12 @@ from gemma_py.checks import limits, verify
 from gemma_py.checks.cost import BYTES, FLOP, run_cost
 from gemma_py.checks.limits import Limits
 from gemma_py.checks.verify import Say
-from gemma_py.errors import ContextError, MismatchError
+from gemma_py.errors import MismatchError, check_context
 from gemma_py.generate.engine import Engine
-from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.cache import KV_TYPES, Cache
 from gemma_py.runtime.forward import PHASES
 from gemma_py.runtime.profile import WAIT, WORK, Profile
-from gemma_py.runtime.runner import CHUNK
+from gemma_py.runtime.runner import CHUNK, Part
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ class Row:
 
 def refuse_what_does_not_fit(tests: Sequence[Test], context: int) -> None:
     for test in tests:
-        if test.depth + test.tokens > context:
-            raise ContextError(f"{test}: {test.depth + test.tokens} tokens exceed the context of {context} tokens")
+        check_context(context, test.tokens, after=test.depth or None)
 
 
 class Bench:
@@ -112,33 +111,33 @@ class Bench:
             for row in self._all:
                 if row.threads != before:
                     before = row.threads
-                    self.engine.runner.use(row.threads)
+                    self.engine.set_threads(row.threads)
                     self._warm_up()
                 done += 0 if row.test.depth in self._starts else row.test.depth
                 say(f"{row.test} on {verify.threads_text(row.threads)}, round {number + 1} of {rounds}", done / total)
                 self._measure(row, profile)
-                self._limits[row.threads].sample(self.engine.runner.team, values)
+                self._limits[row.threads].sample(self.engine.run_kernel, values)
                 done += row.test.weight
 
     def _warm_up(self) -> None:
         """The first pass of a team waits for memory that the others find there."""
         longest = max(max(row.test.passes) for row in self._all)
-        self.engine.runner.run(self.engine.runner.cache(), self._ids(longest), False)
+        self._pass(self.engine.new_cache(), self._ids(longest))
 
     def _measure(self, row: Row, profile: bool) -> None:
-        runner, ids = self.engine.runner, self._ids(row.test.tokens)
+        instruments, ids = self.engine.instruments, self._ids(row.test.tokens)
         cache = self._start(row.test.depth)
-        runner.profile = Profile(row.threads, len(PHASES)) if profile else None
+        instruments.profile = Profile(row.threads, len(PHASES)) if profile else None
         first = 0
         try:
             start = time.perf_counter()
             for T in row.test.passes:
-                logits = runner.run(cache, ids[first : first + T], False)
+                logits = self._pass(cache, ids[first : first + T])
                 first += T
             seconds = time.perf_counter() - start
-            row.profiles += [runner.profile] if runner.profile else []
+            row.profiles += [instruments.profile] if instruments.profile else []
         finally:
-            runner.profile = None
+            instruments.profile = None
         row.seconds.append(seconds)
         self._compare(row, hashlib.sha256(logits.tobytes() + " ".join(cache.digest()).encode()).hexdigest())
 
@@ -150,17 +149,21 @@ class Bench:
                 f"{row.test} on {verify.threads_text(row.threads)} gave other bits than before; `gemma_py verify` says where"
             )
 
+    def _pass(self, cache: Cache, ids: list[int]) -> np.ndarray:
+        """The logits of the last of these tokens."""
+        ((logits,),) = self.engine.run_together([Part(cache, ids)])
+        return logits
+
     def _ids(self, count: int) -> list[int]:
         return verify.prompt(count, self.engine.config.vocab_size)
 
     def _start(self, depth: int) -> Cache:
         """A cache with so many tokens; filled once, since it does not depend on threads."""
-        runner = self.engine.runner
         if depth not in self._starts:
-            cache = runner.cache()
+            cache = self.engine.new_cache()
             ids = self._ids(depth)
             for first in range(0, depth, CHUNK):
-                runner.run(cache, ids[first : first + CHUNK], False)
+                self._pass(cache, ids[first : first + CHUNK])
             self._starts[depth] = cache
         return self._starts[depth].copy()
 
@@ -185,8 +188,8 @@ def described(engine: Engine) -> Model:
 
 def cost_of(engine: Engine, test: Test) -> np.ndarray:
     """int64 [phases, 2]: FLOP and BYTES of a run of the test."""
-    kv_bytes = np.dtype(engine.runner.cache().dtype).itemsize
-    return run_cost(engine.runner.packed, kv_bytes, test.depth, test.passes)
+    kv_bytes = np.dtype(KV_TYPES[engine.kv_type]).itemsize
+    return run_cost(engine.packed, kv_bytes, test.depth, test.passes)
 
 
 def figures(engine: Engine, row: Row, limit: Limits) -> dict[str, Any]:

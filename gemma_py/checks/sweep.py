@@ -10,7 +10,7 @@ from typing import Any
 
 from gemma_py.checks import plot, verify
 from gemma_py.checks.verify import Difference, Result, Say, Way
-from gemma_py.errors import ContextError, MismatchError
+from gemma_py.errors import MismatchError, check_context
 from gemma_py.generate.engine import Engine
 
 
@@ -27,8 +27,7 @@ class Sweep:
     """The whole product of threads and chunks, round by round. `points` are those that have been measured."""
 
     def __init__(self, engine: Engine, threads: Sequence[int], chunks: Sequence[int], tokens: int, new: int) -> None:
-        if tokens + new > engine.context:
-            raise ContextError(f"{tokens} tokens and {new} new ones exceed the context of {engine.context} tokens")
+        check_context(engine.context, tokens, new=new)
         self.engine, self.threads, self.chunks, self.tokens, self.new = (
             engine,
             tuple(threads),
@@ -54,7 +53,7 @@ class Sweep:
             for point, cost in zip(self._all, costs, strict=True):
                 if point.way.threads != before:
                     before = point.way.threads
-                    self.engine.runner.use(before)
+                    self.engine.set_threads(before)
                     self._warm_up()
                 say(f"{point.way}, round {number + 1} of {rounds}", done / (rounds * sum(costs)))
                 result = self._measure(point)

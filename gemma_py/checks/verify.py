@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gemma_py import reference
-from gemma_py.errors import ComputationError, ContextError, FormatError, InputError, MismatchError
+from gemma_py.errors import ComputationError, FormatError, InputError, MismatchError, check_context
 from gemma_py.formats.files import read_json
 from gemma_py.generate.engine import Engine
 from gemma_py.paths import atomic_write
@@ -52,8 +52,8 @@ def prompt(length: int, vocabulary: int) -> list[int]:
 
 def prompt_length(wanted: int | None, context: int) -> int:
     """As many tokens as asked for; by default some that fit."""
-    if wanted is not None and wanted > context:
-        raise ContextError(f"{wanted} tokens exceed the context of {context} tokens")
+    if wanted is not None:
+        check_context(context, wanted)
     return min(TOKENS, context) if wanted is None else wanted
 
 
@@ -117,7 +117,7 @@ def compute(
     that this one should compute, and would hide that a worker reads too early.
     """
     runner = engine.runner
-    runner.poison = True
+    engine.instruments.poison = True
     cache, rows = Cache(engine.config, poison=True), []
     hashes, workers, nan = [], [], False
     for first in range(0, len(ids), chunk):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 
 import gemma_py
-from gemma_py.chat.conversation import Answer, Conversation, Stats
+from gemma_py.chat.conversation import AnswerStats, Conversation, TokenStream
 from gemma_py.cli.chat_commands import COMMANDS, arguments, run_command
 from gemma_py.cli.common import add_engine, add_model, positive, read_standard_input
 from gemma_py.cli.sampling import add_sampling, sampling_options
@@ -124,7 +124,7 @@ class Chat:
                 raise
             self.screen.note("stopped")
 
-    def answer(self, begin: Callable[[], Answer]) -> None:
+    def answer(self, begin: Callable[[], TokenStream]) -> None:
         """Shows an answer while it is generated. If it is stopped, the conversation keeps what was generated so far."""
         tokens = self._with_room(begin)
         before = self.conversation.stats
@@ -162,7 +162,7 @@ class Chat:
 
         return progress
 
-    def _with_room(self, begin: Callable[[], Answer]) -> Answer:
+    def _with_room(self, begin: Callable[[], TokenStream]) -> TokenStream:
         before = list(self.conversation.messages)
         while True:
             try:
@@ -182,13 +182,13 @@ class Chat:
                     raise ContextError("the message was not sent; arrow up brings it back from the history") from None
                 del self.conversation.messages[first : first + 2 * (forgotten if choice == "o" else exchanges)]
 
-    def _why_cut(self, stats: Stats) -> str:
+    def _why_cut(self, stats: AnswerStats) -> str:
         if stats.prompt_tokens + stats.generated_tokens >= self.conversation.context:
             return "the answer was cut off because the context is full: use /undo or /clear, or send a message and choose what to forget"
         return f"the answer was cut off at {self.conversation.max_tokens} tokens: use /set max_tokens N (or none) and /retry"
 
 
-def summary(stats: Stats, context: int) -> str:
+def summary(stats: AnswerStats, context: int) -> str:
     """One line with the figures of an answer."""
     cached = f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""
     prompt = f"prompt {count(stats.prompt_tokens, 'token')}{cached} at {stats.prefill_rate:,.0f}/s"

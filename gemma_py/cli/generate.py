@@ -17,7 +17,7 @@ import gemma_py
 from gemma_py.cli.common import add_engine, add_input, add_model, note_kept_float, positive, print_json, read_input
 from gemma_py.cli.sampling import add_sampling, sampling_options
 from gemma_py.errors import InputError
-from gemma_py.generate.sampling import asked
+from gemma_py.generate.options import asked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from gemma_py.generate.sampling import OPTIONS
+from gemma_py.generate.options import OPTIONS
 
 _NUMBERS = (
     ("temperature", float, "0 always takes the most likely token; larger values, up to 2, choose more at random"),

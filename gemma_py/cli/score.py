@@ -8,7 +8,7 @@ import math
 
 import gemma_py
 from gemma_py.cli.common import add_engine, add_input, add_model, note_kept_float, print_json, read_input
-from gemma_py.generate.score import perplexity
+from gemma_py.generate.sampling import perplexity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

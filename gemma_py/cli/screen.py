@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
-from gemma_py.chat.conversation import Stats
+from gemma_py.chat.conversation import AnswerStats
 from gemma_py.cli.common import print_json
 from gemma_py.errors import InputError
 from gemma_py.formats.files import TEXT_LIMIT
@@ -25,7 +25,7 @@ class Screen(Protocol):
     def write(self, text: str) -> None:
         """Shows the next text of an answer."""
 
-    def end_answer(self, stats: Stats | None) -> None:
+    def end_answer(self, stats: AnswerStats | None) -> None:
         """Ends the text of an answer. stats: None if there was no answer."""
 
     def note(self, text: str) -> None:
@@ -66,7 +66,7 @@ class PlainScreen:
         if not self._json:
             print(text, end="", flush=True)
 
-    def end_answer(self, stats: Stats | None) -> None:
+    def end_answer(self, stats: AnswerStats | None) -> None:
         text, self._text = self._text, ""
         if not self._json:
             print("" if text.endswith("\n") else "\n", end="", flush=True)

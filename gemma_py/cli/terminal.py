@@ -16,7 +16,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
 from rich.text import Text
 
-from gemma_py.chat.conversation import Stats
+from gemma_py.chat.conversation import AnswerStats
 from gemma_py.cli.chat_commands import FILE
 from gemma_py.cli.markdown import StreamedMarkdown, rows, visible
 from gemma_py.paths import private_file, state_dir
@@ -87,7 +87,7 @@ class Terminal:
             self._answer = StreamedMarkdown(self._console, self._markdown)
         self._answer.write(text)
 
-    def end_answer(self, stats: Stats | None) -> None:
+    def end_answer(self, stats: AnswerStats | None) -> None:
         self.waiting("")
         if self._answer is not None:
             self._answer.close()

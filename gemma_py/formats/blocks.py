@@ -23,35 +23,37 @@ class Minimum(Enum):
 
 
 class Unpacked(NamedTuple):
-    """A scale is a factor, times the step of its group in formats that have steps; a minimum likewise.
+    """A scale is the block's scale, times the sub-scale of its group in formats that have sub-scales; a minimum likewise.
 
-    codes: int8 [blocks, block]   factors: float16 [blocks, 1]   steps: int8 [blocks, block / group]
+    codes: int8 [blocks, block]   block_scales: float16 [blocks, 1]   sub_scales: int8 [blocks, block / group]
     """
 
     codes: np.ndarray
-    factor: np.ndarray
-    steps: np.ndarray | None = None
-    minimum_factor: np.ndarray | None = None
-    minimum_steps: np.ndarray | None = None
+    block_scale: np.ndarray
+    sub_scales: np.ndarray | None = None
+    minimum_block_scale: np.ndarray | None = None
+    minimum_sub_scales: np.ndarray | None = None
 
     @property
     def scales(self) -> np.ndarray:
         """f32 [blocks, groups]"""
-        return scales_of(self.factor, self.steps)
+        return scales_of(self.block_scale, self.sub_scales)
 
     @property
     def minimums(self) -> np.ndarray | None:
         """f32 [blocks, groups]"""
-        return None if self.minimum_factor is None else scales_of(self.minimum_factor, self.minimum_steps)
+        return (
+            None if self.minimum_block_scale is None else scales_of(self.minimum_block_scale, self.minimum_sub_scales)
+        )
 
 
-def scales_of(factors: np.ndarray, steps: np.ndarray | None) -> np.ndarray:
-    """f32 [rows, groups] of factors: float16 [rows, blocks], and steps: int8 [rows, groups]. The product is exact."""
-    wide = factors.astype(np.float32)
-    if steps is None:
+def scales_of(block_scales: np.ndarray, sub_scales: np.ndarray | None) -> np.ndarray:
+    """f32 [rows, groups], exact products of block_scales: float16 [rows, blocks] and sub_scales: int8 [rows, groups], or None."""
+    wide = block_scales.astype(np.float32)
+    if sub_scales is None:
         return wide
-    with np.errstate(invalid="ignore"):  # factors of hostile files; who needs finite ones checks for them
-        return wide.repeat(steps.shape[1] // factors.shape[1], 1) * steps.astype(np.float32)
+    with np.errstate(invalid="ignore"):  # a hostile file holds infinite scales: who needs finite ones checks for them
+        return wide.repeat(sub_scales.shape[1] // block_scales.shape[1], 1) * sub_scales.astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -123,12 +125,12 @@ def _inverse(scales: np.ndarray) -> np.ndarray:
 
 def _scaled_block(scales: np.ndarray, codes: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):  # a scale beyond f16 becomes infinite, which whoever loads it must refuse
-        halves = scales.astype(np.float16).view(np.uint8)
-    return np.concatenate([halves, codes], axis=1)
+        stored = scales.astype(np.float16).view(np.uint8)
+    return np.concatenate([stored, codes], axis=1)
 
 
 def _to_q4_0(values: np.ndarray) -> np.ndarray:
-    """The first of the largest values becomes -8, whatever its sign; halves are rounded up."""
+    """The first of the largest values becomes -8, whatever its sign; a code halfway between two is rounded up."""
     largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
     scales = largest / np.float32(-8)
     with np.errstate(invalid="ignore"):
@@ -138,7 +140,7 @@ def _to_q4_0(values: np.ndarray) -> np.ndarray:
 
 
 def _q4_1(b: np.ndarray) -> Unpacked:
-    return Unpacked(_signed(_fields(b[:, 4:], 4, 16)), _half(b, 0), minimum_factor=_half(b, 2))
+    return Unpacked(_signed(_fields(b[:, 4:], 4, 16)), _half(b, 0), minimum_block_scale=_half(b, 2))
 
 
 def _q5_0(b: np.ndarray) -> Unpacked:
@@ -146,7 +148,7 @@ def _q5_0(b: np.ndarray) -> Unpacked:
 
 
 def _q5_1(b: np.ndarray) -> Unpacked:
-    return Unpacked(_signed(_fields(b[:, 8:], 4, 16) | _fifth_bits(b, 4)), _half(b, 0), minimum_factor=_half(b, 2))
+    return Unpacked(_signed(_fields(b[:, 8:], 4, 16) | _fifth_bits(b, 4)), _half(b, 0), minimum_block_scale=_half(b, 2))
 
 
 def _q8_0(b: np.ndarray) -> Unpacked:
@@ -154,7 +156,7 @@ def _q8_0(b: np.ndarray) -> Unpacked:
 
 
 def _to_q8_0(values: np.ndarray) -> np.ndarray:
-    """The largest magnitude becomes 127; halves are rounded away from zero."""
+    """The largest magnitude becomes 127; a code halfway between two is rounded away from zero."""
     scales = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
     with np.errstate(invalid="ignore"):
         codes = values * _inverse(scales)

@@ -1,9 +1,8 @@
 """The engine: a loaded model, and sessions that each have their own KV cache."""
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,20 +11,22 @@ import numpy as np
 
 from gemma_py import machine
 from gemma_py.catalog import resolve
-from gemma_py.errors import ComputationError, ContextError, InputError
+from gemma_py.errors import ComputationError, InputError, check_context
 from gemma_py.formats.blocks import QUANTS
-from gemma_py.generate.core import Continuation, Token, generate
-from gemma_py.generate.sampling import OPTIONS, Sampler, Sampling, asked, recommended, rehearse
-from gemma_py.generate.score import ROWS_AT_ONCE, log_probability
-from gemma_py.generate.text_stream import TextStream, stop_strings
+from gemma_py.generate import sampling
+from gemma_py.generate.core import Generation, Request, Token, check_ids, stop_strings
+from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, recommended, with_options
+from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
 from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
-from gemma_py.runtime.cache import KV_TYPES
+from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed
 from gemma_py.runtime.compiling import Compilation, first_time
-from gemma_py.runtime.runner import CHUNK, Runner
-from gemma_py.templates.template import Template, checked_messages, choose, encode
+from gemma_py.runtime.instruments import Instruments
+from gemma_py.runtime.runner import CHUNK, Part, Runner
+from gemma_py.templates.template import TRANSCRIPT, Template, checked_messages, choose, encode
 from gemma_py.tokenizer import Tokenizer
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
+from gemma_py.weights.pack import Packed
 from gemma_py.weights.store import packed_weights
 from gemma_py.weights.tensors import Matrix, Weights, stays_float
 
@@ -71,22 +72,15 @@ class Engine:
             packed = packed_weights(checkpoint, quant)
             self.tokenizer = tokenizer.result()
             if first_time(kv):
-                self._rehearse()
+                self._warm_up()
             compilation.wait()
             self._runner: Runner | None = Runner(packed, self.config, threads or machine.threads(), deadline, kv)
 
-    def _rehearse(self) -> None:
-        """What an answer needs beside the forward pass is compiled while people wait anyway."""
-        rehearse()
-        log_probability(np.zeros(8, np.float32), 0)
+    def _warm_up(self) -> None:
+        """Compile what an answer needs beside the forward pass now, while the user waits for the first start anyway."""
+        sampling.warm_up()
         if self.tokenizer is not None:
             self.tokenizer.encode("a")
-
-    @property
-    def runner(self) -> Runner:
-        if self._runner is None:
-            raise InputError("the engine is closed")
-        return self._runner
 
     @property
     def name(self) -> str:
@@ -95,7 +89,13 @@ class Engine:
 
     @property
     def threads(self) -> int:
+        """Worker threads."""
         return self.runner.team.workers
+
+    @property
+    def kv_type(self) -> str:
+        """What keys and values are stored as: one of `KV_TYPES`."""
+        return self.runner.kv
 
     def reference_weights(self) -> Weights[Matrix]:
         """The weights as the specification takes them, read anew: the engine itself keeps only the packed form."""
@@ -108,7 +108,7 @@ class Engine:
         return [] if self.quant is None else [tensor.name for tensor in tensors if stays_float(self.quant, tensor)]
 
     def set_threads(self, threads: int) -> None:
-        """Another number of worker threads. Sessions go on; no bit depends on it."""
+        """Use another number of worker threads from the next pass on. Sessions stay usable; no bit depends on it."""
         if not (_counts(threads) and threads <= _MOST_THREADS):
             raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads!r:.40}")
         self.runner.set_workers(threads)
@@ -119,19 +119,23 @@ class Engine:
 
     @property
     def sampling(self) -> Sampling:
-        """What the checkpoint recommends, or Gemma's makers where it says nothing: how a chat samples unless told otherwise."""
+        """How an answer is sampled unless told otherwise: as the checkpoint recommends; where it says nothing, as Gemma's makers
+        recommend for models with a chat template, and the likeliest tokens for a base model."""
         if self._recommended is None:
-            self._recommended = recommended(self.path, self.checkpoint.metadata)
+            own = self.checkpoint.chat_template
+            base = own is None and self.tokenizer is not None and self.template() is TRANSCRIPT
+            default = BASE_MODEL if base else GEMMA
+            self._recommended = recommended(self.path, self.checkpoint.metadata, default)
         return self._recommended
 
     def text_tokenizer(self) -> Tokenizer:
         """The tokenizer, where there must be one."""
         if self.tokenizer is None:
-            raise InputError(f"{self.path}: the checkpoint brings no tokenizer; give token ids instead of text")
+            raise InputError(f"{self.path}: the checkpoint has no tokenizer; give token ids instead of text")
         return self.tokenizer
 
     def template(self, wanted: str | Path | None = None) -> Template:
-        """How a conversation becomes a prompt. wanted: "gemma", "transcript" or a file; else what the checkpoint brings."""
+        """How a conversation becomes a prompt. wanted: "gemma", "transcript" or a file; the checkpoint's own if left out."""
         return choose(self.text_tokenizer(), self.checkpoint.chat_template, self.config.eos_token_ids, wanted)
 
     def ends(self, template: Template) -> frozenset[int]:
@@ -152,21 +156,7 @@ class Engine:
 
     def check_ids(self, ids: Any) -> list[int]:
         """The ids as plain integers, all within the vocabulary."""
-        try:
-            checked = [int(token) for token in ids]
-            exact = all(not isinstance(token, bool) and token == n for token, n in zip(ids, checked, strict=True))
-        except (TypeError, ValueError, OverflowError):
-            exact = False
-        if not exact:
-            raise InputError("token ids should be whole numbers")
-        if not checked:
-            raise InputError("no tokens given")
-        for position, token in enumerate(checked):
-            if not 0 <= token < self.config.vocab_size:
-                raise InputError(
-                    f"token id {token} at position {position} is outside the vocabulary of {self.config.vocab_size}"
-                )
-        return checked
+        return check_ids(ids, self.config.vocab_size)
 
     def encode(self, prompt: str | Sequence[int], control: bool = False) -> list[int]:
         """Ids as they are; text through the tokenizer, with its begin token."""
@@ -200,9 +190,8 @@ class Engine:
             "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
             "frequency_penalty": frequency_penalty, "logit_bias": logit_bias, "seed": seed,
         }  # fmt: skip
-        ids = self.encode(prompt)
-        stream = TextStream(self.tokenizer, stop_strings(stop))
-        return self._generate(ids, max_tokens, asked(options, self.sampling), stream, self.config.eos_token_ids)
+        sampling, ends = asked(options, self.sampling), frozenset(self.config.eos_token_ids)
+        return self._answer(Request(self.encode(prompt), max_tokens, sampling, stop=stop_strings(stop), ends=ends))
 
     def chat(
         self,
@@ -215,45 +204,37 @@ class Engine:
     ) -> Iterator[Token]:
         """The answer to messages in OpenAI's form. The options are those of `generate`; what they leave open is as the
         checkpoint recommends. For a conversation that goes on, `Conversation` keeps what was computed."""
-        sampling = self.chat_sampling(options)
-        form, tokenizer = self.template(template), self.text_tokenizer()
-        ids = encode(form.pieces(checked_messages(messages)), tokenizer, {}, {})
-        stream = TextStream(tokenizer, (*form.stop, *stop_strings(stop)), trim=True)
-        return self._generate(ids, max_tokens, sampling, stream, self.ends(form))
+        sampling, form = self.chat_sampling(options), self.template(template)
+        ids = encode(form.pieces(checked_messages(messages)), self.text_tokenizer(), {}, {})
+        stop = (*form.stop, *stop_strings(stop))
+        return self._answer(Request(ids, max_tokens, sampling, stop=stop, ends=self.ends(form), trim=True))
 
     def chat_sampling(self, options: Mapping[str, Any]) -> Sampling:
         """The recommended sampling, with these options instead where they are not None."""
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise InputError(f"{unknown[0]}: no such option; there are {', '.join(OPTIONS)}")
-        return replace(self.sampling, **{name: value for name, value in options.items() if value is not None})
+        return with_options(self.sampling, options)
 
-    def _generate(
-        self, ids: list[int], max_tokens: int, sampling: Sampling, stream: TextStream, ends: Collection[int]
-    ) -> Iterator[Token]:
-        """Everything is checked before the first token is asked for."""
-        if not _counts(max_tokens):
-            raise InputError(f"max_tokens should be at least 1, found {max_tokens!r:.40}")
-        if len(ids) + max_tokens > self.context:
-            raise ContextError(
-                f"{len(ids)} prompt tokens and {max_tokens} new ones exceed the context of {self.context} tokens"
-            )
-        sampler = Sampler(sampling, self.config.vocab_size, ids)
-        return self._tokens(ids, max_tokens, sampler, stream, ends)
+    def generation(self, request: Request, least_tokens: int = 1) -> Generation:
+        """The request, checked against this model and its context: every way to generate schedules one. least_tokens: the
+        smallest max_tokens that makes sense to the caller."""
+        return Generation(request, self.config.vocab_size, self.context, self.tokenizer, least_tokens)
 
-    def _tokens(
-        self, ids: list[int], max_tokens: int, sampler: Sampler, stream: TextStream, ends: Collection[int]
-    ) -> Iterator[Token]:
+    def _answer(self, request: Request) -> Iterator[Token]:
+        """Everything is checked here, before the first token is asked for."""
+        return self._tokens(self.generation(request))
+
+    def _tokens(self, generation: Generation) -> Iterator[Token]:
         session = self.session()
-        yield from generate(session.prefill(ids), session.decode, Continuation(sampler, stream, ends, max_tokens))
+        yield from generation.tokens(session.prefill(generation.prompt), session.decode)
 
     def score(self, ids: Sequence[int]) -> Iterator[float]:
         """Negative log likelihood of each token after the first, given all before it; in nats, one by one."""
         tokens = self.check_ids(ids)
         if len(tokens) < 2:
             raise InputError(f"scoring needs at least 2 tokens, found {len(tokens)}")
-        if len(tokens) > self.context:
-            raise ContextError(f"{len(tokens)} tokens exceed the context of {self.context} tokens")
+        check_context(self.context, len(tokens))
         return self._score(tokens)
 
     def _score(self, tokens: list[int]) -> Iterator[float]:
@@ -264,8 +245,43 @@ class Engine:
             for row, token in zip(logits, following, strict=True):
                 yield -log_probability(row, token)
 
+    # --- for schedulers, benchmarks and checks ------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> Runner:
+        """What computes the passes. Only this module uses it; everything else has a method here."""
+        if self._runner is None:
+            raise InputError("the engine is closed")
+        return self._runner
+
+    @property
+    def packed(self) -> Packed:
+        """The weights as the kernels read them."""
+        return self.runner.packed
+
+    @property
+    def instruments(self) -> Instruments:
+        """What tests and benchmarks attach to every pass from now on."""
+        return self.runner.instruments
+
+    def new_cache(self, keep: int = 0) -> Cache:
+        """An empty KV cache, for `run_together`. keep: tokens that a rewind may take back."""
+        return self.runner.cache(keep)
+
+    def cache_bytes(self, tokens: int, keep: int = 0) -> int:
+        """What such a cache takes for so many tokens, when they are computed in passes of the usual size."""
+        return bytes_needed(self.config, self.kv_type, tokens, CHUNK, keep)
+
+    def run_together(self, parts: Sequence[Part]) -> list[np.ndarray]:
+        """One pass for several sequences: the logits of each part. All the caches gain their tokens, or none."""
+        return self.runner.run_together(parts)
+
+    def run_kernel(self, kernel: Callable[..., Any], *args: Any, claims: int = 0) -> None:
+        """Call a compiled kernel on every worker thread, as a pass does: to measure it. It has `claims` shared counters."""
+        self.runner.team.run(kernel, *args, claims=claims)
+
     def close(self) -> None:
-        """Ends the worker threads and lets the weights go. Twice is once."""
+        """End the worker threads and release the weights. A second call does nothing."""
         if self._runner is not None:
             self._runner.close()
         self._runner = None
@@ -306,10 +322,7 @@ class Session:
         tokens = engine.check_ids(ids)
         if chunk is not None and not _counts(chunk):
             raise InputError(f"chunk should be a whole number from 1, found {chunk!r:.40}")
-        if self.position + len(tokens) > engine.context:
-            raise ContextError(
-                f"{len(tokens)} tokens after {self.position} exceed the context of {engine.context} tokens"
-            )
+        check_context(engine.context, len(tokens), after=self.position)
         size = chunk or CHUNK
         rows = []
         for first in range(0, len(tokens), size):
@@ -353,8 +366,7 @@ class Session:
         if self.position:
             raise InputError(f"only an empty session can be restored; this one holds {self.position} tokens")
         tokens = self.engine.check_ids(ids)
-        if len(tokens) > self.engine.context:
-            raise ContextError(f"{len(tokens)} tokens exceed the context of {self.engine.context} tokens")
+        check_context(self.engine.context, len(tokens))
         self._cache.restore(tokens, stored)
 
     def kv_digest(self) -> list[str]:

@@ -2,128 +2,24 @@
 
 The order is that of transformers: bias, repetition penalty (presence and frequency penalty after it), temperature, top-k,
 top-p, min-p. Every sum on the way has one order, and the random number of a position is a hash of seed and position, so a
-token does not depend on threads, chunks or company.
+token does not depend on threads, chunks or the other requests of a pass. Log probabilities are in float64, in a fixed order too.
 """
 
 import math
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from gemma_py.errors import ComputationError, ConfigError, InputError
-from gemma_py.formats.files import present, read_json
+from gemma_py.errors import ComputationError, InputError
+from gemma_py.generate.options import Sampling
 from gemma_py.kernels.decorator import inlined, kernel
-from gemma_py.kernels.elementary import exp
+from gemma_py.kernels.elementary import exp, exp64, log64
 
-_SEEDS = 1 << 63
-# Numbers that mean something, by every way in; OpenAI's, where it has the option. top_p also has to be above 0.
-RANGES = {
-    "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "logit_bias": (-100.0, 100.0),
-}  # fmt: skip
-MOST_TOP_K = 1 << 31
 _TINY = np.float32(1e-38)  # below every weight but 0
 _BLOCK = 64  # logits that are compared at once
 _STEPS = 1024  # of a sixteenth, in which logits are put where too many would have to be sorted
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen. The default is the likeliest one; of equal logits the smaller id.
-
-    temperature: 0 takes the likeliest, above 0 draws. top_k: only so many of the likeliest; 0: all. top_p: only the
-    likeliest that together have this probability. min_p: only those at least this share of the likeliest's probability.
-    repetition_penalty divides (or multiplies, below 0) the logits of all tokens so far, the prompt's too; presence_penalty
-    is taken off those of tokens generated so far, frequency_penalty once for each time. logit_bias: added, by id.
-    seed: of the draws; None means another one every time.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in RANGES:
-            if name != "logit_bias":
-                _check_number(name, name, getattr(self, name))
-        if self.top_p == 0:
-            raise InputError("top_p should be above 0 and at most 1, found 0")
-        self._whole("top_k", 0, MOST_TOP_K)
-        if not isinstance(self.logit_bias, Mapping):
-            raise InputError(f"logit_bias should map token ids to numbers, found {self.logit_bias!r:.40}")
-        for token, bias in self.logit_bias.items():
-            if type(token) is not int or token < 0:
-                raise InputError(f"logit_bias should map token ids to numbers, found the id {token!r:.40}")
-            _check_number("logit_bias", f"logit_bias of {token}", bias)
-        if self.seed is not None:
-            self._whole("seed", 0, _SEEDS - 1)
-
-    def _whole(self, name: str, least: int, most: int) -> None:
-        value = getattr(self, name)
-        if type(value) is not int or not least <= value <= most:
-            raise InputError(f"{name} should be a whole number from {least} to {most}, found {value!r:.40}")
-
-    def seeded(self) -> "Sampling":
-        """With a seed, so that the answer can be had again."""
-        return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4), "little"))
-
-
-def _check_number(option: str, name: str, value: Any) -> None:
-    least, most = RANGES[option]
-    bad = isinstance(value, bool) or not isinstance(value, int | float)
-    if bad or not math.isfinite(value) or not least <= value <= most:
-        raise InputError(f"{name} should be a number from {least:g} to {most:g}, found {value!r:.40}")
-
-
-# What Google recommends for every instruction-tuned Gemma; for checkpoints that do not say.
-GEMMA = Sampling(temperature=1.0, top_k=64, top_p=0.95)
-_SAID = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
-
-
-def recommended(path: Path, metadata: Mapping[str, Any]) -> Sampling:
-    """What the checkpoint says: generation_config.json, or GGUF's general.sampling; Gemma's where it says nothing."""
-    file = path / "generation_config.json"
-    said: dict[str, Any] = {}
-    if path.is_dir() and present(file):
-        document = read_json(file)
-        if not isinstance(document, dict):
-            raise ConfigError(f"{file}: should be a JSON object")
-        if document.get("do_sample") is False:
-            return Sampling()
-        said = {name: document[name] for name in _SAID if document.get(name) is not None}
-    for name in _SAID:
-        value = metadata.get(f"general.sampling.{_GGUF_NAMES.get(name, name)}")
-        if value is not None:
-            said[name] = value.item() if isinstance(value, np.generic) else value
-    if not said:
-        return GEMMA
-    try:
-        return Sampling(**{"temperature": 1.0, **said})
-    except InputError as error:
-        raise ConfigError(f"{path}: of what it recommends for sampling, {error}") from None
-
-
-OPTIONS = tuple(option.name for option in fields(Sampling))
-_RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
-
-
-def asked(given: Mapping[str, Any], base: Sampling) -> Sampling:
-    """The likeliest tokens, unless anything that only means something to a draw is given: then what is not comes from `base`."""
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if chosen.get("temperature") != 0 and any(name in chosen for name in _RANDOM):
-        return replace(base, **chosen)
-    return Sampling(**chosen)
+ROWS_AT_ONCE = 32  # tokens whose logits are held at a time: of Gemma's vocabulary, 32 MiB
+_NO_NUMBERS = "the logits hold NaN: the weights lead to values beyond float32"
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -282,6 +178,36 @@ def _scale(x, temperature):  # type: ignore[no-untyped-def]
         x[v] = x[v] / temperature
 
 
+@inlined
+def _maximum(logits: np.ndarray) -> np.float32:
+    """The largest number, in four turns, since each comparison waits for the one before."""
+    a = b = c = d = logits[0]
+    whole = logits.shape[0] // 4 * 4
+    for v in range(0, whole, 4):
+        a, b = logits[v] if logits[v] > a else a, logits[v + 1] if logits[v + 1] > b else b
+        c, d = logits[v + 2] if logits[v + 2] > c else c, logits[v + 3] if logits[v + 3] > d else d
+    a, c = b if b > a else a, d if d > c else c
+    a = c if c > a else a
+    for v in range(whole, logits.shape[0]):
+        a = logits[v] if logits[v] > a else a
+    return a
+
+
+@kernel
+def _log_sum(logits: np.ndarray, terms: np.ndarray) -> tuple[np.float64, np.float64]:
+    """max, and ln(sum over v of exp(logits[v] - max)), v ascending, in f64.    logits, terms: [V]
+
+    The terms are made in a loop of their own: each is by itself, so several can be made at once.
+    """
+    largest = np.float64(_maximum(logits))
+    for v in range(logits.shape[0]):
+        terms[v] = exp64(np.float64(logits[v]) - largest)
+    total = 0.0
+    for v in range(logits.shape[0]):
+        total = total + terms[v]
+    return largest, log64(total)
+
+
 def likeliest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The largest logits, in order, and their tokens; of equal ones the smaller token first."""
     values, ids = np.empty(count, np.float32), np.empty(count, np.int64)
@@ -289,11 +215,12 @@ def likeliest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     return values, ids
 
 
-def rehearse() -> None:
-    """Every kernel once, so that the first token that is drawn does not wait for a compiler."""
+def warm_up() -> None:
+    """Run every kernel once, so that the first token of an answer does not wait for a compiler."""
     logits = np.arange(8, dtype=np.float32)
     for top_k in (4, 0):
         Sampler(Sampling(temperature=1.0, top_k=top_k, top_p=0.5, seed=0), len(logits), [0]).choose(logits, [])
+    log_probability(logits, 0)
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------
@@ -316,7 +243,7 @@ class Sampler:
         x = self._penalised(logits, made)
         likeliest = int(np.argmax(x))
         if not np.isfinite(x[likeliest]):
-            raise ComputationError("the logits hold NaN: the weights lead to values beyond float32")
+            raise ComputationError(_NO_NUMBERS)
         s = self.sampling
         if s.temperature == 0:
             return likeliest
@@ -368,3 +295,26 @@ class Sampler:
         members = members[: _keep_above(x, largest, edge, weights, members)]
         members = members[np.lexsort((members, -x[members]))]
         weights[members[_head(weights[members], limit - before) :]] = 0
+
+
+# --- log probabilities -------------------------------------------------------------------------------------------------
+
+
+def log_probabilities(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
+    """Natural logarithms of the tokens' probabilities. Logits that are no numbers are an error, not a score."""
+    largest, log_sum = _log_sum(logits, np.empty(len(logits)))
+    values = [float(np.float64(logits[token]) - largest - log_sum) for token in tokens]
+    if any(math.isnan(value) for value in values):
+        raise ComputationError(_NO_NUMBERS)
+    return values
+
+
+def log_probability(logits: np.ndarray, token: int) -> float:
+    """The same of one token."""
+    return log_probabilities(logits, [token])[0]
+
+
+def perplexity(nll: Sequence[float]) -> float:
+    """e^(mean NLL); infinite where that is beyond a float."""
+    mean = math.fsum(nll) / len(nll)
+    return math.exp(mean) if mean < 700 else math.inf

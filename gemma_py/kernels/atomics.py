@@ -108,7 +108,7 @@ def nanoseconds(typing):
 
 
 @intrinsic
-def relax(typing):
+def spin_hint(typing):
     """Tell the core that this is a spin loop; nothing on machines that have no word for it."""
 
     def codegen(context, builder, sig, args):

@@ -22,7 +22,7 @@ def _sources() -> list[Path]:
     return sorted(
         file
         for part in ("kernels", "models", "reference", "runtime", "weights")
-        for file in package.glob(f"{part}/*.py")
+        for file in (package / part).rglob("*.py")
     )
 
 
@@ -76,7 +76,7 @@ def _compiled(made: type[_Compiled], function: Callable[..., Any], cached: bool 
             dispatcher.enable_caching()
         finally:
             numba.config.CACHE_DIR = before
-        dispatcher._cache.load_overload = _mending(dispatcher._cache)
+        dispatcher._cache.load_overload = _self_repairing(dispatcher._cache)
     return dispatcher
 
 
@@ -90,7 +90,7 @@ def phase(function: Callable[..., Any]) -> Any:
     return _compiled(_Inner, function, cached=True, no_cpython_wrapper=True)
 
 
-def _mending(cache: Any) -> Callable[..., Any]:
+def _self_repairing(cache: Any) -> Callable[..., Any]:
     """numba's loading of a kernel from disk, without what only a compilation needs, and mended where a file is damaged.
 
     numba would first import and register everything that it can compile: a third of a start in which nothing is compiled,
@@ -115,7 +115,7 @@ def inlined(function: Callable[..., Any]) -> Any:
     return _compiled(_Inner, function, no_cpython_wrapper=True)
 
 
-def woven(function: Callable[..., Any]) -> Any:
+def force_inlined(function: Callable[..., Any]) -> Any:
     """`inlined` for helpers in the innermost loops: always written out where they are called, however large they are.
 
     LLVM would call some of them, and pass thirty numbers through memory for every tuple of arrays.

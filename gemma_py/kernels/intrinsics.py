@@ -62,7 +62,7 @@ def widen(typing, x):
 
 
 @intrinsic
-def array_at(typing, address, count, like):
+def array_from_address(typing, address, count, like):
     """The `count` numbers from an address on, of the type of `like`. Whoever calls sees to it that they stay there."""
     kind = types.Array(like.dtype, 1, "C")
 

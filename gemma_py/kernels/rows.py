@@ -6,37 +6,36 @@ last - 1, or the numbers first .. last - 1 where the operation knows no rows, ea
 
 import numpy as np
 
-from gemma_py.kernels import lanes
+from gemma_py.kernels import vector_math
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.elementary import sine_cosine64
 from gemma_py.kernels.intrinsics import fma, sqrt, widen
-from gemma_py.kernels.lanes import put, take
-from gemma_py.kernels.panels import BLOCK, COLUMNS, spread_panel
-from gemma_py.kernels.simd import (
+from gemma_py.kernels.panels import COLUMNS, INPUT_BLOCK, unpack_panel
+from gemma_py.kernels.simd.codes import store_byte_planes, store_codes
+from gemma_py.kernels.simd.vectors import (
     add,
-    band,
-    bits,
+    bit_and,
+    bitcast,
     div,
-    interleaved,
-    largest_of_four,
+    interleave,
     less,
     load,
-    load_one,
+    load_scalar,
+    max_of_four,
     mul,
     neg,
     select,
     shift_right,
-    splat_value,
-    splats_of_four,
-    store_codes,
-    store_first,
-    store_split,
+    splat,
+    splat_first_four,
+    store_partial,
     sub,
     sums_of_four,
     to_f32,
     to_i32,
 )
-from gemma_py.kernels.simd import fma as fma_lanes
+from gemma_py.kernels.simd.vectors import fma as vector_fma
+from gemma_py.kernels.vector_math import load_up_to, store_up_to
 
 _F = np.float32
 _ZERO, _ONE, _HALF, _NAN = _F(0.0), _F(1.0), _F(0.5), _F(np.nan)
@@ -53,26 +52,26 @@ _GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)
 @inlined
 def _largest_of(a, b):
     """Magnitudes are compared as integers: their order is the same, and above the largest float lie infinity and NaN."""
-    mask = splat_value(_MAGNITUDE)
-    low, high = band(bits(a), mask), band(bits(b), mask)
+    mask = splat(_MAGNITUDE)
+    low, high = bit_and(bitcast(a), mask), bit_and(bitcast(b), mask)
     return select(less(low, high), high, low)
 
 
 @inlined
 def _codes_of(x, scale):
     """Sixteen values as integers of scale; 0 where it is not above 0."""
-    sound = less(splat_value(_ZERO), scale)
-    code = div(x, select(sound, scale, splat_value(_ONE)))
-    code = sub(add(code, splat_value(_ROUND)), splat_value(_ROUND))
-    code = select(less(code, splat_value(_LEAST_CODE)), splat_value(_LEAST_CODE), code)
-    code = select(less(splat_value(_LARGEST_CODE), code), splat_value(_LARGEST_CODE), code)
-    return to_i32(select(sound, code, splat_value(_ZERO)))
+    sound = less(splat(_ZERO), scale)
+    code = div(x, select(sound, scale, splat(_ONE)))
+    code = sub(add(code, splat(_ROUND)), splat(_ROUND))
+    code = select(less(code, splat(_LEAST_CODE)), splat(_LEAST_CODE), code)
+    code = select(less(splat(_LARGEST_CODE), code), splat(_LARGEST_CODE), code)
+    return to_i32(select(sound, code, splat(_ZERO)))
 
 
 @inlined
 def _nth(block, number, blocks):
     """Where the next block but so many begins; where fewer are left, the last one, which is then done twice."""
-    return min(block + number, blocks - 1) * BLOCK
+    return min(block + number, blocks - 1) * INPUT_BLOCK
 
 
 @inlined
@@ -85,14 +84,14 @@ def _load_four(x, at, places):
 def _put_block(coded, at, low, high):
     store_codes(coded.codes, at, low)
     store_codes(coded.codes, at + COLUMNS, high)
-    store_split(coded.halves, 2 * at, low)
-    store_split(coded.halves, 2 * at + BLOCK, high)
+    store_byte_planes(coded.byte_planes, 2 * at, low)
+    store_byte_planes(coded.byte_planes, 2 * at + INPUT_BLOCK, high)
 
 
 @inlined
 def _uppers_of(low, high):
     """The upper bytes of both, added."""
-    return add(shift_right(low, splat_value(_BYTE)), shift_right(high, splat_value(_BYTE)))
+    return add(shift_right(low, splat(_BYTE)), shift_right(high, splat(_BYTE)))
 
 
 @inlined
@@ -101,16 +100,16 @@ def quantise_rows(x, K, coded, first, last, shift):
 
     x: [T * K]   coded: CodedRows, written
     """
-    blocks, target = (last - first) * (K // BLOCK), (first - shift) * K
+    blocks, target = (last - first) * (K // INPUT_BLOCK), (first - shift) * K
     for block in range(0, blocks, 4):
         places = (_nth(block, 0, blocks), _nth(block, 1, blocks), _nth(block, 2, blocks), _nth(block, 3, blocks))
-        source, count, at = first * K, min(4, blocks - block), target // BLOCK + block
+        source, count, at = first * K, min(4, blocks - block), target // INPUT_BLOCK + block
         a0, a1, a2, a3 = _load_four(x, source, places)
         b0, b1, b2, b3 = _load_four(x, source + COLUMNS, places)
-        largest = largest_of_four(_largest_of(a0, b0), _largest_of(a1, b1), _largest_of(a2, b2), _largest_of(a3, b3))
-        scales = div(bits(largest), splat_value(_LARGEST_CODE))
-        scales = select(less(splat_value(_LARGEST_F32_BITS), largest), splat_value(_NAN), scales)
-        s0, s1, s2, s3 = splats_of_four(scales)
+        largest = max_of_four(_largest_of(a0, b0), _largest_of(a1, b1), _largest_of(a2, b2), _largest_of(a3, b3))
+        scales = div(bitcast(largest), splat(_LARGEST_CODE))
+        scales = select(less(splat(_LARGEST_F32_BITS), largest), splat(_NAN), scales)
+        s0, s1, s2, s3 = splat_first_four(scales)
         low0, low1, low2, low3 = _codes_of(a0, s0), _codes_of(a1, s1), _codes_of(a2, s2), _codes_of(a3, s3)
         high0, high1, high2, high3 = _codes_of(b0, s0), _codes_of(b1, s1), _codes_of(b2, s2), _codes_of(b3, s3)
         _put_block(coded, target + places[0], low0, high0)
@@ -121,10 +120,10 @@ def quantise_rows(x, K, coded, first, last, shift):
         upper = sums_of_four(
             _uppers_of(low0, high0), _uppers_of(low1, high1), _uppers_of(low2, high2), _uppers_of(low3, high3)
         )
-        store_first(coded.scales, at, scales, count)
-        store_first(coded.sums, at, to_f32(add(low, high)), count)
-        store_first(coded.high_sums, at, to_f32(upper), count)
-        store_first(coded.half_sums, 2 * at, interleaved(to_f32(low), to_f32(high)), 2 * count)
+        store_partial(coded.scales, at, scales, count)
+        store_partial(coded.sums, at, to_f32(add(low, high)), count)
+        store_partial(coded.high_byte_sums, at, to_f32(upper), count)
+        store_partial(coded.sums_of_16, 2 * at, interleave(to_f32(low), to_f32(high)), 2 * count)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -132,9 +131,9 @@ def quantise_rows(x, K, coded, first, last, shift):
 
 @inlined
 def _normalise(x, at, gain, D, total, eps, y):
-    factor = splat_value(_ONE / sqrt(total / _F(D) + eps))
+    factor = splat(_ONE / sqrt(total / _F(D) + eps))
     for d in range(0, D, COLUMNS):
-        put(y, at + d, at + D, mul(mul(take(x, at + d, at + D), factor), take(gain, d, D)))
+        store_up_to(y, at + d, at + D, mul(mul(load_up_to(x, at + d, at + D), factor), load_up_to(gain, d, D)))
 
 
 @inlined
@@ -148,10 +147,20 @@ def rms_norm_rows(x, gain, D, eps, y, first, last):
         a = t * D
         s0, s1, s2, s3, s4, s5, s6, s7 = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
         for d in range(a, a + D):
-            x0, x1, x2, x3 = load_one(x, d), load_one(x, d + D), load_one(x, d + 2 * D), load_one(x, d + 3 * D)
+            x0, x1, x2, x3 = (
+                load_scalar(x, d),
+                load_scalar(x, d + D),
+                load_scalar(x, d + 2 * D),
+                load_scalar(x, d + 3 * D),
+            )
             e = d + 4 * D
             s0, s1, s2, s3 = fma(x0, x0, s0), fma(x1, x1, s1), fma(x2, x2, s2), fma(x3, x3, s3)
-            x4, x5, x6, x7 = load_one(x, e), load_one(x, e + D), load_one(x, e + 2 * D), load_one(x, e + 3 * D)
+            x4, x5, x6, x7 = (
+                load_scalar(x, e),
+                load_scalar(x, e + D),
+                load_scalar(x, e + 2 * D),
+                load_scalar(x, e + 3 * D),
+            )
             s4, s5, s6, s7 = fma(x4, x4, s4), fma(x5, x5, s5), fma(x6, x6, s6), fma(x7, x7, s7)
         for row, total in enumerate((s0, s1, s2, s3, s4, s5, s6, s7)):
             _normalise(x, a + row * D, gain, D, total, eps, y)
@@ -159,7 +168,7 @@ def rms_norm_rows(x, gain, D, eps, y, first, last):
     while t < last:
         total = _ZERO
         for d in range(t * D, t * D + D):
-            value = load_one(x, d)
+            value = load_scalar(x, d)
             total = fma(value, value, total)
         _normalise(x, t * D, gain, D, total, eps, y)
         t += 1
@@ -188,10 +197,10 @@ def rope_rows(x, heads, E, cosines, sines, first, last):
         for head in range(t * heads, (t + 1) * heads):
             at, end, turn = head * E, head * E + half, t * half
             for i in range(0, half, COLUMNS):
-                a, b = take(x, at + i, end), take(x, at + i + half, end + half)
-                cosine, sine = take(cosines, turn + i, turn + half), take(sines, turn + i, turn + half)
-                put(x, at + i, end, fma_lanes(a, cosine, neg(mul(b, sine))))
-                put(x, at + i + half, end + half, fma_lanes(b, cosine, mul(a, sine)))
+                a, b = load_up_to(x, at + i, end), load_up_to(x, at + i + half, end + half)
+                cosine, sine = load_up_to(cosines, turn + i, turn + half), load_up_to(sines, turn + i, turn + half)
+                store_up_to(x, at + i, end, vector_fma(a, cosine, neg(mul(b, sine))))
+                store_up_to(x, at + i + half, end + half, vector_fma(b, cosine, mul(a, sine)))
 
 
 # --- one number by itself ---------------------------------------------------------------------------------------------
@@ -201,24 +210,24 @@ def rope_rows(x, heads, E, cosines, sines, first, last):
 def gelu_gate(gate, up, first, last):
     """gate[f] = gelu(gate[f]) * up[f], with gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
     for f in range(first, last, COLUMNS):
-        x = take(gate, f, last)
-        cube = fma_lanes(mul(mul(splat_value(_GELU_CUBE), x), x), x, x)
-        hump = add(splat_value(_ONE), lanes.tanh(mul(splat_value(_GELU_SLOPE), cube)))
-        put(gate, f, last, mul(mul(mul(splat_value(_HALF), x), hump), take(up, f, last)))
+        x = load_up_to(gate, f, last)
+        cube = vector_fma(mul(mul(splat(_GELU_CUBE), x), x), x, x)
+        hump = add(splat(_ONE), vector_math.tanh(mul(splat(_GELU_SLOPE), cube)))
+        store_up_to(gate, f, last, mul(mul(mul(splat(_HALF), x), hump), load_up_to(up, f, last)))
 
 
 @inlined
 def add_to(x, y, first, last):
     """x += y"""
     for d in range(first, last, COLUMNS):
-        put(x, d, last, add(take(x, d, last), take(y, d, last)))
+        store_up_to(x, d, last, add(load_up_to(x, d, last), load_up_to(y, d, last)))
 
 
 @inlined
 def soft_cap(x, cap, first, last):
     """x[n] = cap * tanh(x[n] / cap), for a cap above 0"""
     for n in range(first, last, COLUMNS):
-        put(x, n, last, lanes.soft_cap(take(x, n, last), cap))
+        store_up_to(x, n, last, vector_math.soft_cap(load_up_to(x, n, last), cap))
 
 
 # --- embeddings: rows of a matrix in panels ---------------------------------------------------------------------------
@@ -233,14 +242,14 @@ def embed_floats(w, token, factor, y, at):
 
 
 @inlined
-def embed_codes(w, token, factor, y, at, bench):
+def embed_codes(w, token, factor, y, at, unpacked):
     """y[at + k] = (scale * code - minimum) * factor, each step rounded.    w: CodePanels"""
-    spread_panel(w, token // COLUMNS, bench, np.int64(0), np.int64(1))
+    unpack_panel(w, token // COLUMNS, unpacked, np.int64(0), np.int64(1))
     lane = token % COLUMNS
     for k in range(w.K):
         group = k // w.group * COLUMNS + lane
-        code = bench.codes[((k // 4 * 2 + k % 2) * COLUMNS + lane) * 2 + k % 4 // 2]
-        value = bench.scales[group] * _F(code)
+        code = unpacked.codes[((k // 4 * 2 + k % 2) * COLUMNS + lane) * 2 + k % 4 // 2]
+        value = unpacked.scales[group] * _F(code)
         if w.minimums:
-            value = value - bench.minimums[group]
+            value = value - unpacked.minimums[group]
         y[at + k] = value * factor

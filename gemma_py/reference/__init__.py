@@ -25,7 +25,7 @@ def logits_and_rows(engine: "Engine", ids: Sequence[int]) -> tuple[np.ndarray, s
         raise ComputationError(
             "this thread flushes subnormals to zero or does not round to nearest: no bit could be kept"
         )
-    weights, cache = engine.reference_weights(), spec.Cache(engine.config, bfloat16=engine.runner.kv == "bfloat16")
+    weights, cache = engine.reference_weights(), spec.Cache(engine.config, bfloat16=engine.kv_type == "bfloat16")
     rows = [
         spec.head(weights, engine.config, spec.forward(weights, engine.config, cache, token))
         for token in engine.check_ids(ids)

@@ -24,7 +24,7 @@ import numpy as np
 from gemma_py import machine
 from gemma_py.kernels.decorator import CACHE
 from gemma_py.kernels.matmul import CodedRows
-from gemma_py.kernels.panels import Bench
+from gemma_py.kernels.panels import UnpackBuffer
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.cells import make_cells
 from gemma_py.runtime.forward import (
@@ -69,7 +69,7 @@ def mark_compiled(kv: str) -> None:
 def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
     """The types that a kernel is called with. A parameter's name says what it is, in every phase alike."""
     f32, i64, trace = _numbers(np.float32), _numbers(np.int64), np.empty((0, 0), np.int64)
-    bench = Bench(_numbers(np.int16), f32, f32)
+    unpacked = UnpackBuffer(_numbers(np.int16), f32, f32)
     coded = CodedRows(_numbers(np.int16), _numbers(np.int8), f32, f32, f32, f32)
     examples = {
         "cells": make_cells(1),
@@ -78,10 +78,10 @@ def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
             _fixed(np.int64, 2), _fixed(np.int64, 2), Numbers(0, 0, 0, 0, 0, 0, *(np.float32(0),) * 5),
         ),
         "layer": _fixed(np.int64),
-        "s": Scratch(f32, f32, f32, f32, f32, f32, f32, f32, f32, f32, coded, bench, f32, f32, f32, f32),
+        "s": Scratch(f32, f32, f32, f32, f32, f32, f32, f32, f32, f32, coded, unpacked, f32, f32, f32, f32),
         "batch": Batch(i64, np.empty((0, 3), np.int64), np.empty((0, 0, 3), np.int64), i64, _numbers(KV_TYPES[kv])),
         "trace": Trace(trace, trace),
-        "bench": bench, "x": f32, "outputs": (f32,) * 3, "logits": f32, "numbers": (0,) * 3, "wanted": i64,
+        "unpacked": unpacked, "x": f32, "outputs": (f32,) * 3, "logits": f32, "numbers": (0,) * 3, "wanted": i64,
         "cap": np.float32(0),
     }  # fmt: skip
     names = inspect.signature(kernel.py_func).parameters

@@ -13,20 +13,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.attention import LANES, QUERIES, Ring, attend, attend_columns, columns_of, score_keys
+from gemma_py.kernels.attention import (
+    LANES,
+    QUERY_BLOCK,
+    AttentionParams,
+    Ring,
+    attend,
+    attend_columns,
+    columns_of_part,
+    score_keys,
+)
 from gemma_py.kernels.decorator import inlined, kernel, phase
-from gemma_py.kernels.intrinsics import array_at, bits_of_f32
+from gemma_py.kernels.intrinsics import array_from_address, bits_of_f32
 from gemma_py.kernels.matmul import (
     FEW_ROWS,
-    LEAST_ROWS,
-    MOST_ROWS,
-    ROWS_STEP,
+    MAX_TILE_ROWS,
+    MIN_TILE_ROWS,
+    TILE_ROWS_MULTIPLE,
     CodedRows,
     FloatPanels,
     matmul_codes,
     matmul_floats,
 )
-from gemma_py.kernels.panels import BLOCK, COLUMNS, Bench, CodePanels
+from gemma_py.kernels.panels import COLUMNS, INPUT_BLOCK, CodePanels, UnpackBuffer
 from gemma_py.kernels.rows import (
     add_to,
     embed_codes,
@@ -38,7 +47,7 @@ from gemma_py.kernels.rows import (
     rope_table,
     soft_cap,
 )
-from gemma_py.kernels.simd import store_one
+from gemma_py.kernels.simd.vectors import store_scalar
 from gemma_py.runtime import cache as c
 from gemma_py.runtime.sync import await_rows, barrier, claim, claim_any, enter, publish
 from gemma_py.weights import pack as p
@@ -81,7 +90,7 @@ class Batch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What a pass writes beside caches and logits; by row of the pass. Shared by all workers but for `attention` and `bench`."""
+    """What a pass writes beside caches and logits; by row of the pass. Shared by all workers but for `attention` and `unpacked`."""
 
     x: np.ndarray  # [T * D], the residual stream
     n: np.ndarray  # [T * D], normalised
@@ -94,7 +103,7 @@ class Scratch(NamedTuple):
     gate: np.ndarray  # [T * F]
     up: np.ndarray  # [T * F]
     coded: CodedRows  # whichever input is next, if a matrix reads codes
-    bench: Bench  # [workers * bench_sizes(widest)]
+    unpacked: UnpackBuffer  # [workers * unpack_buffer_sizes(widest)]
     cosines: np.ndarray  # [ropes * T * widest E / 2]
     sines: np.ndarray
     attention: np.ndarray  # [workers * scratch_size(E)]
@@ -141,7 +150,7 @@ def rows_of_tile(segments, tile, rows):
 def arenas_of(layer, place, stored):
     """A layer's keys and values of one sequence: [G * capacity * E] each."""
     size = layer[p.KV_HEADS] * place[c.ROWS] * layer[p.HEAD_DIM]
-    return array_at(place[c.KEYS], size, stored), array_at(place[c.VALUES], size, stored)
+    return array_from_address(place[c.KEYS], size, stored), array_from_address(place[c.VALUES], size, stored)
 
 
 @inlined
@@ -165,12 +174,12 @@ def trace_rows(trace, at, x, width, first, last):
 
 
 @inlined
-def bench_of(s, worker, workers):
-    codes, scales = s.bench.codes.shape[0] // workers, s.bench.scales.shape[0] // workers
-    return Bench(
-        s.bench.codes[worker * codes : (worker + 1) * codes],
-        s.bench.scales[worker * scales : (worker + 1) * scales],
-        s.bench.minimums[worker * scales : (worker + 1) * scales],
+def unpack_buffer_of(s, worker, workers):
+    codes, scales = s.unpacked.codes.shape[0] // workers, s.unpacked.scales.shape[0] // workers
+    return UnpackBuffer(
+        s.unpacked.codes[worker * codes : (worker + 1) * codes],
+        s.unpacked.scales[worker * scales : (worker + 1) * scales],
+        s.unpacked.minimums[worker * scales : (worker + 1) * scales],
     )
 
 
@@ -190,7 +199,7 @@ def trace_codes(trace, at, coded, K, first, last, shift):
             row = t - shift
             for k in range(row * K, (row + 1) * K):
                 trace.hashes[at, t] = hash_word(trace.hashes[at, t], coded.codes[k])
-            for block in range(row * (K // BLOCK), (row + 1) * (K // BLOCK)):
+            for block in range(row * (K // INPUT_BLOCK), (row + 1) * (K // INPUT_BLOCK)):
                 trace.hashes[at, t] = hash_word(trace.hashes[at, t], bits_of_f32(coded.scales[block]))
 
 
@@ -212,34 +221,34 @@ def trace_tile(worker, trace, at, first, last):
 def code_panels(m, number):
     row = m.matrices[number]
     return CodePanels(
-        m.codes, row[p.AT], row[p.ROWS], row[p.INPUTS], row[p.WIDTH], row[p.OFFSET], row[p.GROUP], row[p.SPAN],
+        m.codes, row[p.AT], row[p.ROWS], row[p.INPUTS], row[p.WIDTH], row[p.OFFSET], row[p.GROUP], row[p.BLOCK],
         row[p.MINIMUMS], row[p.BYTES], row[p.QUADS],
     )  # fmt: skip
 
 
 @inlined
-def matmul(m, number, s, x, y, first_row, last_row, first_panel, last_panel, bench):
+def matmul(m, number, s, x, y, first_row, last_row, first_panel, last_panel, unpacked):
     """y[t, n] of rows t and panels of n, of the input at hand: x, or its codes; the matrix's format decides the order."""
     row = m.matrices[number]
     N, K = row[p.ROWS], row[p.INPUTS]
     if row[p.KIND] == p.CODES:
-        matmul_codes(s.coded, code_panels(m, number), y, first_row, last_row, first_panel, last_panel, bench)
-    elif row[p.KIND] == p.HALVES:
-        matmul_floats(x, FloatPanels(m.halves, row[p.AT], N, K), y, first_row, last_row, first_panel, last_panel)
+        matmul_codes(s.coded, code_panels(m, number), y, first_row, last_row, first_panel, last_panel, unpacked)
+    elif row[p.KIND] == p.BF16_FLOATS:
+        matmul_floats(x, FloatPanels(m.bf16, row[p.AT], N, K), y, first_row, last_row, first_panel, last_panel)
     else:
         matmul_floats(x, FloatPanels(m.floats, row[p.AT], N, K), y, first_row, last_row, first_panel, last_panel)
 
 
 @inlined
-def embed(m, token, y, at, bench):
+def embed(m, token, y, at, unpacked):
     """y[at .. at + D - 1] = the token's row times sqrt(D)."""
     number, factor = m.numbers.embedding, m.numbers.embedding_factor
     row = m.matrices[number]
     N, K = row[p.ROWS], row[p.INPUTS]
     if row[p.KIND] == p.CODES:
-        embed_codes(code_panels(m, number), token, factor, y, at, bench)
-    elif row[p.KIND] == p.HALVES:
-        embed_floats(FloatPanels(m.halves, row[p.AT], N, K), token, factor, y, at)
+        embed_codes(code_panels(m, number), token, factor, y, at, unpacked)
+    elif row[p.KIND] == p.BF16_FLOATS:
+        embed_floats(FloatPanels(m.bf16, row[p.AT], N, K), token, factor, y, at)
     else:
         embed_floats(FloatPanels(m.floats, row[p.AT], N, K), token, factor, y, at)
 
@@ -273,7 +282,7 @@ def next_input(m, s, gain_at, coded, wanted, trace, counter, first, last):
 
 
 @phase
-def embedding_phase(worker, cells, m, s, batch, bench, T, trace):
+def embedding_phase(worker, cells, m, s, batch, unpacked, T, trace):
     """Tokens become rows of x, and these the first layer's input; positions become angles."""
     D = m.numbers.hidden
     tiles = (T + _FEW_ROWS - 1) // _FEW_ROWS
@@ -281,7 +290,7 @@ def embedding_phase(worker, cells, m, s, batch, bench, T, trace):
     while tile >= 0:
         first, last = tile * _FEW_ROWS, min(tile * _FEW_ROWS + _FEW_ROWS, T)
         for t in range(first, last):
-            embed(m, batch.tokens[t], s.x, t * D, bench)
+            embed(m, batch.tokens[t], s.x, t * D, unpacked)
         widest = m.frequencies.shape[1]
         for turn in range(m.frequencies.shape[0]):
             places = slice(turn * T * widest, (turn + 1) * T * widest)
@@ -304,9 +313,9 @@ def rows_of(m, number):
 @inlined
 def rows_together(panels, T, workers):
     """Rows of a tile: as many as can be, for panels are spread out for each tile anew, but some tiles a worker."""
-    blocks = max((T + MOST_ROWS - 1) // MOST_ROWS, (32 * workers + panels - 1) // panels)
+    blocks = max((T + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS, (32 * workers + panels - 1) // panels)
     rows = (T + blocks - 1) // blocks
-    return max(LEAST_ROWS, (rows + ROWS_STEP - 1) // ROWS_STEP * ROWS_STEP)
+    return max(MIN_TILE_ROWS, (rows + TILE_ROWS_MULTIPLE - 1) // TILE_ROWS_MULTIPLE * TILE_ROWS_MULTIPLE)
 
 
 @inlined
@@ -323,7 +332,7 @@ def panels_together(panels, blocks, T, workers):
 
 
 @phase
-def matmul_phase(worker, workers, cells, counter, m, numbers, x, outputs, s, bench, T, cap, trace):
+def matmul_phase(worker, workers, cells, counter, m, numbers, x, outputs, s, unpacked, T, cap, trace):
     """outputs = the input at hand times up to three matrices, whose tiles are numbered one after the other.
 
     numbers: of the matrices, negative for none   x: [T * K], which may be there in codes   outputs: as many arrays
@@ -348,7 +357,7 @@ def matmul_phase(worker, workers, cells, counter, m, numbers, x, outputs, s, ben
         N, y = rows_of(m, numbers[which]), outputs[which]
         row, panel = local % blocks * together, local // blocks * width
         row_end, panel_end = min(row + together, T), min(panel + width, panels_for(N))
-        matmul(m, numbers[which], s, x, y, row, row_end, panel, panel_end, bench)
+        matmul(m, numbers[which], s, x, y, row, row_end, panel, panel_end, unpacked)
         if cap > 0:
             for t in range(row, row_end):
                 soft_cap(y, cap, t * N + panel * COLUMNS, t * N + min(panel_end * COLUMNS, N))
@@ -396,8 +405,8 @@ def rope_kv_tile(m, layer, s, keys, values, capacity, origin, T, first, last):
         for g in range(G):
             to, source = (g * capacity + (origin + t) % capacity) * E, (t * G + g) * E
             for e in range(E):
-                store_one(keys, to + e, s.k[source + e])
-                store_one(values, to + e, s.v[source + e])
+                store_scalar(keys, to + e, s.k[source + e])
+                store_scalar(values, to + e, s.v[source + e])
 
 
 @phase
@@ -426,8 +435,9 @@ def ring_of(layer, keys, values, capacity):
 
 
 @inlined
-def window_of(layer):
-    return layer[p.WINDOW] if layer[p.WINDOW] > 0 else _EVERYTHING
+def attention_params(m, layer):
+    window = layer[p.WINDOW] if layer[p.WINDOW] > 0 else _EVERYTHING
+    return AttentionParams(layer[p.HEADS], window, m.numbers.attention_scale, m.numbers.attention_cap)
 
 
 @inlined
@@ -459,7 +469,7 @@ def scores_phase(worker, workers, cells, counter, marks, m, layer, s, batch, par
 
     They leave no trace: the attention that is made of them does.
     """
-    H, G, scratch = layer[p.HEADS], layer[p.KV_HEADS], s.attention[own_part(s.attention, worker, workers)]
+    G, scratch = layer[p.KV_HEADS], s.attention[own_part(s.attention, worker, workers)]
     tiles = G * batch.segments.shape[0] * parts
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
@@ -471,7 +481,7 @@ def scores_phase(worker, workers, cells, counter, marks, m, layer, s, batch, par
         if not await_rows(cells, worker, marks + number, origin + row):
             return False
         ring, scores = ring_of(layer, keys, values, place[c.ROWS]), s.scores[scores_of(s, workers, pair)]
-        score_keys(s.q, ring, H, g, window_of(layer), origin, row, part, parts, scratch, scores)
+        score_keys(s.q, ring, attention_params(m, layer), g, origin, row, part, parts, scratch, scores)
         tile = claim_any(cells, worker, counter, tiles)
     return True
 
@@ -479,8 +489,7 @@ def scores_phase(worker, workers, cells, counter, marks, m, layer, s, batch, par
 @phase
 def columns_phase(worker, workers, cells, counter, m, layer, s, batch, parts, trace):
     """Values of single positions whose scores are made, some columns each."""
-    H, G, scratch = layer[p.HEADS], layer[p.KV_HEADS], s.attention[own_part(s.attention, worker, workers)]
-    scale, cap = m.numbers.attention_scale, m.numbers.attention_cap
+    G, scratch = layer[p.KV_HEADS], s.attention[own_part(s.attention, worker, workers)]
     tiles = G * batch.segments.shape[0] * parts
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
@@ -490,8 +499,8 @@ def columns_phase(worker, workers, cells, counter, m, layer, s, batch, parts, tr
         place = batch.tables[number, layer[p.KV_SOURCE]]
         keys, values = arenas_of(layer, place, batch.stored)
         ring, scores = ring_of(layer, keys, values, place[c.ROWS]), s.scores[scores_of(s, workers, pair)]
-        left, right = columns_of(part, parts, layer[p.HEAD_DIM])
-        attend_columns(s.q, ring, H, g, window_of(layer), scale, cap, origin, row, left, right, scores, scratch, s.a)
+        left, right = columns_of_part(part, parts, layer[p.HEAD_DIM])
+        attend_columns(s.q, ring, attention_params(m, layer), g, origin, row, left, right, scores, scratch, s.a)
         trace_tile(worker, trace, counter, row, row + 1)
         tile = claim_any(cells, worker, counter, tiles)
 
@@ -499,16 +508,15 @@ def columns_phase(worker, workers, cells, counter, m, layer, s, batch, parts, tr
 @inlined
 def attention_tile(m, layer, s, keys, values, capacity, origin, g, first, last, scratch):
     """Attention of rows first .. last - 1 to one key/value head; the keys up to the last one's position are there."""
-    ring, scale, cap = ring_of(layer, keys, values, capacity), m.numbers.attention_scale, m.numbers.attention_cap
-    first, last = origin + first, origin + last
-    attend(s.q, ring, layer[p.HEADS], g, window_of(layer), scale, cap, origin, first, last, scratch, s.a)
+    ring, params = ring_of(layer, keys, values, capacity), attention_params(m, layer)
+    attend(s.q, ring, params, g, origin, origin + first, origin + last, scratch, s.a)
 
 
 @phase
 def attention_phase(worker, workers, cells, counter, marks, m, layer, s, batch, trace):
     """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
     G, scratch = layer[p.KV_HEADS], s.attention[own_part(s.attention, worker, workers)]
-    rows = max(1, QUERIES // (layer[p.HEADS] // G))
+    rows = max(1, QUERY_BLOCK // (layer[p.HEADS] // G))
     tiles = G * tiles_in(batch.segments, rows)
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
@@ -548,11 +556,11 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
     """
     T, L, S = batch.tokens.shape[0], m.layers.shape[0], batch.segments.shape[0]
     R, every = logits.shape[0] // m.numbers.vocabulary, batch.wanted[:0]
-    bench = bench_of(s, worker, workers)
+    unpacked = unpack_buffer_of(s, worker, workers)
     none, no_cap = np.int64(-1), np.float32(0.0)  # of the types of what stands there elsewhere
     if not enter(cells, worker, 0, EMBED):
         return False
-    embedding_phase(worker, cells, m, s, batch, bench, T, trace)
+    embedding_phase(worker, cells, m, s, batch, unpacked, T, trace)
     if not barrier(cells, worker, workers):
         return False
 
@@ -565,7 +573,7 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
             return False
         three = (layer[p.Q], layer[p.K], layer[p.V])
         at, outputs = counters + QKV, (s.q, s.k, s.v)
-        matmul_phase(worker, workers, cells, at, m, three, s.n, outputs, s, bench, T, no_cap, trace)
+        matmul_phase(worker, workers, cells, at, m, three, s.n, outputs, s, unpacked, T, no_cap, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -603,7 +611,7 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
             return False
         one = (layer[p.O], none, none)
         at, outputs = counters + OUT, (s.y, s.y, s.y)
-        matmul_phase(worker, workers, cells, at, m, one, s.a, outputs, s, bench, T, no_cap, trace)
+        matmul_phase(worker, workers, cells, at, m, one, s.a, outputs, s, unpacked, T, no_cap, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -618,7 +626,7 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
             return False
         two = (layer[p.GATE], layer[p.UP], none)
         at, outputs = counters + GATE_UP, (s.gate, s.up, s.up)
-        matmul_phase(worker, workers, cells, at, m, two, s.n, outputs, s, bench, T, no_cap, trace)
+        matmul_phase(worker, workers, cells, at, m, two, s.n, outputs, s, unpacked, T, no_cap, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -631,7 +639,7 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
             return False
         one = (layer[p.DOWN], none, none)
         at, outputs = counters + DOWN, (s.y, s.y, s.y)
-        matmul_phase(worker, workers, cells, at, m, one, s.gate, outputs, s, bench, T, no_cap, trace)
+        matmul_phase(worker, workers, cells, at, m, one, s.gate, outputs, s, unpacked, T, no_cap, trace)
         if not barrier(cells, worker, workers):
             return False
 
@@ -648,7 +656,7 @@ def forward(worker, workers, cells, m, s, batch, logits, trace):
         return False
     one, cap = (m.numbers.head, none, none), m.numbers.final_cap
     at, outputs = L * COUNTERS + HEAD, (logits, logits, logits)
-    matmul_phase(worker, workers, cells, at, m, one, s.chosen, outputs, s, bench, R, cap, trace)
+    matmul_phase(worker, workers, cells, at, m, one, s.chosen, outputs, s, unpacked, R, cap, trace)
     if not barrier(cells, worker, workers):
         return False
     if R == T:

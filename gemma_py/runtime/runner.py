@@ -8,18 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gemma_py.errors import ContextError, UnsupportedError
+from gemma_py.errors import UnsupportedError, check_context
 from gemma_py.kernels.attention import LANES, scratch_size
-from gemma_py.kernels.matmul import CodedRows, bench_sizes
+from gemma_py.kernels.matmul import CodedRows, unpack_buffer_sizes
 from gemma_py.kernels.memory import aligned
-from gemma_py.kernels.panels import BLOCK, Bench
+from gemma_py.kernels.panels import INPUT_BLOCK, UnpackBuffer
 from gemma_py.models.config import Config
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.compiling import mark_compiled
 from gemma_py.runtime.forward import COUNTERS, PHASES, UNTRACED, Batch, Scratch, Trace, forward
-from gemma_py.runtime.profile import Profile
+from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
-from gemma_py.runtime.trial import Trial
 from gemma_py.weights.pack import Packed
 
 CHUNK = 512  # tokens of a pass unless told otherwise
@@ -52,9 +51,7 @@ class Runner:
         self.config, self.kv = config, kv
         self.team = Team(workers, deadline, PHASES)
         self.packed = packed
-        self.poison = False  # test mode: scratch and uncommitted rows are NaN before every pass
-        self.trial: Trial | None = None  # test mode: see trial.py
-        self.profile: Profile | None = None  # gains the times of every pass
+        self.instruments = Instruments()
         self._lock = threading.Lock()
         self._scratch: Scratch | None = None
         self._rows = 0
@@ -78,8 +75,8 @@ class Runner:
         """
         T = len(tokens)
         with self._lock:
-            if limit is not None and cache.position + T > limit:
-                raise ContextError(f"{T} tokens after {cache.position} exceed the context of {limit} tokens")
+            if limit is not None:
+                check_context(limit, T, after=cache.position)
             cache.reserve(T, ahead)
             (logits,) = self._pass([Part(cache, tokens, T if all_logits else 1)], trace)
         return logits if all_logits else logits[0]
@@ -93,7 +90,7 @@ class Runner:
 
     def _pass(self, parts: Sequence[Part], trace: Trace) -> list[np.ndarray]:
         """The caches have room for it."""
-        if self.poison:
+        if self.instruments.poison:
             for part in parts:
                 part.cache.forget_uncommitted()
         batch = _batch(parts)
@@ -104,7 +101,7 @@ class Runner:
             self.team.run(
                 forward, self.packed, scratch, batch, logits, trace,
                 marks=[part.cache.position for part in parts] * layers, claims=(layers + 1) * COUNTERS,
-                held=[part.cache.layers for part in parts], trial=self.trial, profile=self.profile,
+                held=[part.cache.layers for part in parts], trial=self.instruments.trial, profile=self.instruments.profile,
             )  # fmt: skip
         except BaseException:
             if not self.team.settled:
@@ -116,13 +113,6 @@ class Runner:
             part.cache.commit(part.tokens)
         ends = np.cumsum([part.logits for part in parts])
         return np.split(logits.reshape(-1, self.config.vocab_size), ends[:-1])
-
-    def use(self, workers: int) -> None:
-        """Another number of workers from the next pass on."""
-        with self._lock:
-            self.team.close()
-            self.team = Team(workers, self.team.deadline, PHASES)
-            self._scratch = None  # a part of it belongs to workers
 
     def _compile(self) -> None:
         """Before any worker starts, in the calling thread; from the disk where it has been done before."""
@@ -136,7 +126,7 @@ class Runner:
             return cache.digest()
 
     def set_workers(self, workers: int) -> None:
-        """Another team, between two passes."""
+        """Another number of workers from the next pass on."""
         with self._lock:
             former, self.team = self.team, Team(workers, self.team.deadline, PHASES)
             self._scratch = None  # each worker has a part of it
@@ -154,7 +144,7 @@ class Runner:
 
     def cache(self, keep: int = 0) -> Cache:
         """An empty one, for a new session."""
-        return Cache(self.config, self.poison, self.kv, keep)
+        return Cache(self.config, self.instruments.poison, self.kv, keep)
 
     def _scratch_for(self, T: int, keys: int) -> Scratch:
         """Room for T rows, and for the scores of single positions after so many keys; kept for later passes."""
@@ -164,7 +154,7 @@ class Runner:
         shared = self.team.workers - 1  # fewer positions than workers are shared by some of them
         if len(self._scratch.scores) < shared * keys * LANES:
             self._scratch = self._scratch._replace(scores=aligned(shared * keys * 3 // 2 * LANES))
-        if self.poison:
+        if self.instruments.poison:
             for array in _floats_of(self._scratch):
                 array.fill(np.nan)
         return self._scratch
@@ -212,17 +202,17 @@ def _make_scratch(config: Config, packed: Packed, T: int, workers: int) -> Scrat
     def floats(count: int) -> np.ndarray:
         return aligned(max(1, count))
 
-    blocks = T * (widest // BLOCK + 1)
+    blocks = T * (widest // INPUT_BLOCK + 1)
     coded = CodedRows(
         aligned(T * widest, np.int16), aligned(2 * T * widest, np.int8),
         floats(blocks), floats(blocks), floats(blocks), floats(2 * blocks),
     )  # fmt: skip
-    panel, scales = (workers * size for size in bench_sizes(widest))
-    bench = Bench(aligned(panel, np.int16), floats(scales), floats(scales))
+    panel, scales = (workers * size for size in unpack_buffer_sizes(widest))
+    unpacked = UnpackBuffer(aligned(panel, np.int16), floats(scales), floats(scales))
     x, n, chosen, q, k, v, a, y, gate, up = (floats(T * width) for width in (D, D, D, HE, GE, GE, HE, D, F, F))
     attention = floats(workers * scratch_size(max(y.head_dim for y in layers)))
     return Scratch(
-        x, n, chosen, q, k, v, a, y, gate, up, coded, bench, floats(ropes), floats(ropes), attention, floats(0)
+        x, n, chosen, q, k, v, a, y, gate, up, coded, unpacked, floats(ropes), floats(ropes), attention, floats(0)
     )
 
 

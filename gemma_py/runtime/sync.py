@@ -18,7 +18,7 @@ The usual loop (numba does not take `:=` in a while):
         return False
 """
 
-from gemma_py.kernels.atomics import compare_exchange, fetch_add, load_acquire, relax, store_release, yield_cpu
+from gemma_py.kernels.atomics import compare_exchange, fetch_add, load_acquire, spin_hint, store_release, yield_cpu
 from gemma_py.kernels.decorator import inlined
 from gemma_py.runtime import profile, trial
 from gemma_py.runtime.cells import (
@@ -117,7 +117,7 @@ def _wait_above(cells, worker, why, line, index, bound):
         if not whole(cells):
             return False
         if spins < _SPINS:
-            relax()
+            spin_hint()
         else:
             if spins == _SPINS:
                 store_release(cells.own, worker * LINE + WAITING, why)

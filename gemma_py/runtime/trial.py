@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gemma_py.errors import InputError
-from gemma_py.kernels.atomics import load_acquire, relax, sleep_microseconds, yield_cpu
+from gemma_py.kernels.atomics import load_acquire, sleep_microseconds, spin_hint, yield_cpu
 from gemma_py.kernels.decorator import inlined
 from gemma_py.runtime import cells as c
 
@@ -80,7 +80,7 @@ def _dawdle(cells, worker):
         sleep_microseconds(np.uint32(length & 127))
     elif kind < 256:
         for _ in range(length & 4095):
-            relax()
+            spin_hint()
     elif kind < 512:
         for _ in range(length & 15):
             yield_cpu()

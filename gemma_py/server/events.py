@@ -5,7 +5,8 @@ import time
 from functools import partial
 
 from gemma_py.errors import GemmaError
-from gemma_py.generate.scheduler import Event, Failed, Finished, Made, Scheduler, Ticket
+from gemma_py.generate.events import Event, Failed, Finished, Generated
+from gemma_py.generate.scheduler import Scheduler, Ticket
 from gemma_py.server.metrics import Metrics
 from gemma_py.server.openai.service import Job
 
@@ -29,7 +30,7 @@ class EventQueue:
 
     def _put(self, index: int, event: Event) -> None:
         """The scheduler calls this from its own thread."""
-        if isinstance(event, Made):
+        if isinstance(event, Generated):
             now = time.monotonic()
             if index in self._last_token:
                 self._metrics.between.observe(now - self._last_token[index])

@@ -107,7 +107,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         health = self._app.service.scheduler.health()
-        self._unhealthy = self._unhealthy + 1 if health.lasting else 0
+        self._unhealthy = self._unhealthy + 1 if health.permanent else 0
         if self._unhealthy >= _UNHEALTHY_TICKS:
             self.failure = health.why
             self._app.ending = True

@@ -10,14 +10,14 @@ import numpy as np
 
 from gemma_py.errors import UnsupportedError
 from gemma_py.formats.blocks import BF16, Minimum
-from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panels_of
+from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panel_count
 from gemma_py.models.config import Config, Norm
 from gemma_py.reference.specification import rope_frequencies
 from gemma_py.weights.tensors import FloatMatrix, Matrix, StoredMatrix, Weights
 
 # Columns of `matrices`.
-KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, SPAN, MINIMUMS, BYTES, QUADS = range(11)  # WIDTH and on: of CODES alone
-FLOATS, HALVES, CODES = range(3)  # values of KIND: f32, bfloat16, quantised
+KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, BLOCK, MINIMUMS, BYTES, QUADS = range(11)  # WIDTH and on: of CODES alone
+FLOATS, BF16_FLOATS, CODES = range(3)  # values of KIND: f32, bfloat16, quantised
 
 # Columns of `layers`. HEADS .. WIDTH describe shapes; Q .. DOWN are numbers of matrices; the rest are places in `gains`,
 # negative where the layer has no such norm, and whether a matrix behind an input reads its codes.
@@ -49,7 +49,7 @@ class Packed(NamedTuple):
     """Every array is read-only: numba would compile a second pass for writable ones."""
 
     floats: np.ndarray  # f32 panels
-    halves: np.ndarray  # bfloat16 panels, as uint16
+    bf16: np.ndarray  # bfloat16 panels, as uint16
     codes: np.ndarray  # int8: the bytes of code panels
     gains: np.ndarray  # f32
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
@@ -61,14 +61,14 @@ class Packed(NamedTuple):
 def matrix_bytes(packed: Packed, number: int) -> int:
     """What a pass reads of a packed matrix: all of it, once."""
     row = packed.matrices[number]
-    panels = panels_of(int(row[ROWS]))
+    panels = panel_count(int(row[ROWS]))
     if row[KIND] == CODES:
         return panels * int(row[BYTES])
-    return panels * COLUMNS * int(row[INPUTS]) * (packed.floats if row[KIND] == FLOATS else packed.halves).itemsize
+    return panels * COLUMNS * int(row[INPUTS]) * (packed.floats if row[KIND] == FLOATS else packed.bf16).itemsize
 
 
 LAYOUT = 3  # of panels and arenas, as files of packed weights hold them; a new number leaves old files behind
-_TYPES = tuple(np.dtype(kind) for kind in ("<f4", "<u2", "i1"))  # of the arenas: floats, halves, codes
+_TYPES = tuple(np.dtype(kind) for kind in ("<f4", "<u2", "i1"))  # of the arenas: floats, bf16, codes
 
 
 class Plan:
@@ -134,8 +134,8 @@ class Plan:
         """With arenas that have been filled, now or by an earlier process."""
         for array in (*arenas, *self._tables):
             array.flags.writeable = False
-        floats, halves, codes = arenas
-        return Packed(floats, halves, codes, *self._tables, self._numbers)
+        floats, bf16, codes = arenas
+        return Packed(floats, bf16, codes, *self._tables, self._numbers)
 
     def _number(self, matrix: StoredMatrix) -> int:
         return self._rows[id(matrix)][0]
@@ -143,13 +143,13 @@ class Plan:
     def _place(self, matrix: StoredMatrix) -> list[int]:
         """Room in its arena; its row of `matrices`."""
         kind, (N, K) = matrix.tensor.type, matrix.shape
-        arena, panel, row = HALVES if kind is BF16 else FLOATS, K * COLUMNS, [0] * 7
+        arena, panel, row = BF16_FLOATS if kind is BF16 else FLOATS, K * COLUMNS, [0] * 7
         if kind.quantised:
             minimums = int(kind.minimum is not Minimum.NONE)
             arena, panel = CODES, panel_bytes(K, kind.width, kind.group, kind.block, minimums)
             row = [kind.width, kind.offset, kind.group, kind.block, minimums, panel, 4]
         at = self._sizes[arena]
-        self._sizes[arena] += panels_of(N) * panel
+        self._sizes[arena] += panel_count(N) * panel
         return [arena, N, K, at, *row]
 
 
@@ -161,11 +161,11 @@ def _pack(part: Matrix, first: int, row: list[int], arenas: Sequence[np.ndarray]
     """Rows of a matrix from `first` on, a multiple of 64, into their panels."""
     panel = row[BYTES] or row[INPUTS] * COLUMNS
     at = row[AT] + first // COLUMNS * panel
-    place = arenas[row[KIND]][at : at + panels_of(part.shape[0]) * panel]
+    place = arenas[row[KIND]][at : at + panel_count(part.shape[0]) * panel]
     if isinstance(part, FloatMatrix):
         pack_floats(part.values, place)
     else:
-        pack_codes(part.codes, part.factors, part.steps, part.width, part.offset, place)
+        pack_codes(part.codes, part.block_scales, part.sub_scales, part.width, part.offset, place)
 
 
 def _frequencies(config: Config) -> tuple[np.ndarray, list[int]]:

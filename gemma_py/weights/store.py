@@ -1,7 +1,7 @@
 """Packed weights kept in the user's cache: one file a checkpoint, written once and memory-mapped at every later start.
 
     header (one page)   magic, format, layout, content key, sizes and checksums of the arenas, source, sha256 of all that
-    arenas              floats, halves, codes; each begins at a page and is padded with zeros to the next
+    arenas              floats, bf16, codes; each begins at a page and is padded with zeros to the next
 
 The file says nothing that is believed: its header must equal, byte for byte, what this program would write for the
 checkpoint at hand, but for the checksums, and each arena must have its checksum. All of it is checked at every start, at the

@@ -29,11 +29,11 @@ class FloatMatrix:
 
 @dataclass(frozen=True)
 class CodeMatrix:
-    """A value is scale * code - minimum; scales and minimums are factors times steps, where there are steps."""
+    """A value is scale * code - minimum; each scale and minimum is its block's, times a sub-scale in formats that have them."""
 
     codes: np.ndarray  # int8 [N, K]
-    factors: tuple[np.ndarray, ...]  # float16 [N, K / span]: of scales, and of minimums where the format has them
-    steps: tuple[np.ndarray, ...]  # int8 [N, K / group] of each, or none
+    block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: of scales, and of minimums where the format has them
+    sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group] of each, or none
     width: int  # bits that hold a code without loss, once the offset is added
     offset: int
 
@@ -42,24 +42,24 @@ class CodeMatrix:
         return self.codes.shape[0], self.codes.shape[1]
 
     @property
-    def span(self) -> int:
-        return self.shape[1] // self.factors[0].shape[1]
+    def block(self) -> int:
+        return self.shape[1] // self.block_scales[0].shape[1]
 
     @property
     def group(self) -> int:
-        return self.shape[1] // self.steps[0].shape[1] if self.steps else self.span
+        return self.shape[1] // self.sub_scales[0].shape[1] if self.sub_scales else self.block
 
     @cached_property
     def scales(self) -> np.ndarray:
         """f32 [N, K / group]"""
-        return scales_of(self.factors[0], self.steps[0] if self.steps else None)
+        return scales_of(self.block_scales[0], self.sub_scales[0] if self.sub_scales else None)
 
     @cached_property
     def minimums(self) -> np.ndarray:
         """f32 [N, K / group], or [0, 0] where the format has none"""
-        if len(self.factors) == 1:
+        if len(self.block_scales) == 1:
             return np.empty((0, 0), np.float32)
-        return scales_of(self.factors[1], self.steps[1] if self.steps else None)
+        return scales_of(self.block_scales[1], self.sub_scales[1] if self.sub_scales else None)
 
 
 Matrix = FloatMatrix | CodeMatrix
@@ -319,12 +319,12 @@ def whole(tensor: StoredTensor) -> Matrix:
     if not tensor.type.quantised:
         return _float_rows(tensor, 0, N)
     parts = [part for _, part in stored.parts() if isinstance(part, CodeMatrix)]
-    factors = tuple(np.concatenate(of_all) for of_all in zip(*(part.factors for part in parts), strict=True))
-    steps = tuple(np.concatenate(of_all) for of_all in zip(*(part.steps for part in parts), strict=True))
+    block_scales = tuple(np.concatenate(of_all) for of_all in zip(*(part.block_scales for part in parts), strict=True))
+    sub_scales = tuple(np.concatenate(of_all) for of_all in zip(*(part.sub_scales for part in parts), strict=True))
     codes = np.concatenate([part.codes for part in parts])
-    for array in (codes, *factors, *steps):
+    for array in (codes, *block_scales, *sub_scales):
         array.flags.writeable = False
-    return CodeMatrix(codes, factors, steps, tensor.type.width, tensor.type.offset)
+    return CodeMatrix(codes, block_scales, sub_scales, tensor.type.width, tensor.type.offset)
 
 
 def _float_rows(tensor: StoredTensor, first: int, last: int) -> FloatMatrix:
@@ -351,11 +351,13 @@ def _code_rows(tensor: StoredTensor, first: int, last: int) -> CodeMatrix:
     kind, K = tensor.type, tensor.shape[1]
     assert kind.unpack is not None
     part = kind.unpack(tensor.blocks(first, last))
-    factors = [part.factor.reshape(last - first, -1)]
-    if part.minimum_factor is not None:
-        minimums = part.minimum_factor.reshape(last - first, -1)
-        factors.append(-minimums if kind.minimum is Minimum.ADDED else minimums)
-    steps = [made.reshape(last - first, -1) for made in (part.steps, part.minimum_steps) if made is not None]
-    if not all(np.isfinite(values).all() for values in factors):
+    block_scales = [part.block_scale.reshape(last - first, -1)]
+    if part.minimum_block_scale is not None:
+        minimums = part.minimum_block_scale.reshape(last - first, -1)
+        block_scales.append(-minimums if kind.minimum is Minimum.ADDED else minimums)
+    sub_scales = [
+        made.reshape(last - first, -1) for made in (part.sub_scales, part.minimum_sub_scales) if made is not None
+    ]
+    if not all(np.isfinite(values).all() for values in block_scales):
         _not_finite(tensor)
-    return CodeMatrix(part.codes.reshape(-1, K), tuple(factors), tuple(steps), kind.width, kind.offset)
+    return CodeMatrix(part.codes.reshape(-1, K), tuple(block_scales), tuple(sub_scales), kind.width, kind.offset)

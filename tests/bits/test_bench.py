@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py import machine
@@ -21,7 +21,7 @@ from gemma_py.checks.verify import Result
 from gemma_py.errors import ContextError, InputError
 from gemma_py.formats.blocks import TYPES
 from gemma_py.formats.tensor import StoredTensor
-from gemma_py.kernels import limits as kernels
+from gemma_py.kernels import peak as kernels
 from gemma_py.runtime.team import Team
 from gemma_py.weights.tensors import CodeMatrix, whole
 
@@ -52,7 +52,7 @@ def test_keys_that_queries_see(W: int) -> None:
 
 def test_cost_by_hand(tiny_engine: gemma_py.Engine) -> None:
     """D = 64, L = 7, H = 4, G = 2, E = 32, F = 128, V = 1536, W = 16 but in layer 5; bfloat16 weights."""
-    cost = run_cost(tiny_engine.runner.packed, 4, 0, [3, 1]).sum(0)
+    cost = run_cost(tiny_engine.packed, 4, 0, [3, 1]).sum(0)
     layer = 64 * 32 * (4 + 2 + 2 + 4) + 3 * 64 * 128
     assert cost[FLOP] == 4 * 7 * 2 * layer + 2 * 2 * 64 * 1536 + 7 * 4 * 4 * 32 * (1 + 2 + 3 + 4)
     assert cost[BYTES] == 2 * 2 * (7 * layer + 64 * 1536) + 7 * 2 * 2 * 32 * 4 * (3 + 4)
@@ -84,10 +84,10 @@ def test_limits_are_medians_of_samples() -> None:
     found, values = limits.Limits(1), limits.memory_to_read()
     with Team(1) as team:
         for _ in range(2):
-            found.sample(team, values)
+            found.sample(team.run, values)
         assert all(0 < limit < 1e15 for limit in (found.f32, found.int16, found.memory))
         found.samples["int16"][:] = [1e30, 1e30]
-        found.sample(team, values)
+        found.sample(team.run, values)
     assert found.int16 == 1e30
     assert {len(samples) for samples in found.samples.values()} == {3}
 
@@ -230,10 +230,10 @@ def test_an_estimate_is_what_the_weights_take(name: str) -> None:
     checkpoint = shapes.random_checkpoint("tiny-gemma3", name, 100)
     weights, rest = shapes.estimate(checkpoint.config, TYPES[name.upper()], 100)
     with gemma_py.Engine(checkpoint, 1) as engine:
-        assert weights == sum(arena.nbytes for arena in engine.runner.packed[:3])
+        assert weights == sum(arena.nbytes for arena in engine.packed[:3])
         assert rest > 0
         assert np.isfinite(engine.session().prefill([1, 2, 3])).all()
-        layers = engine.runner.packed.layers
+        layers = engine.packed.layers
         assert len(set(layers[:, 7].tolist())) == len(
             layers
         )  # each has a copy of its own, or all would be in the cache

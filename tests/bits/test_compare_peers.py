@@ -7,7 +7,7 @@ from pathlib import Path
 import compare_peers
 import pytest
 from compare_peers import OURS, Figures, Peer, PeerError, Worker
-from conftest import TINY
+from repository import TINY
 
 NOWHERE = Peer("nowhere", ("json", "no_such_runtime"), "pip install nowhere")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numba
 import numpy as np
 import pytest
-from conftest import ROOT, TINY
+from repository import TINY, child_environment
 
 import gemma_py
 from gemma_py.kernels.decorator import CACHE, inlined
@@ -46,7 +46,7 @@ print(sum(not kernel.stats.cache_misses for kernel in few), sum(bool(kernel.stat
 
 
 def start(cache: Path, *command: str) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    environment = child_environment(XDG_CACHE_HOME=str(cache))
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, *command], env=environment, stdout=pipe, stderr=pipe, text=True)
 

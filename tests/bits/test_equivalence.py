@@ -1,20 +1,18 @@
 """The promise: the same bits for any threads, chunks, schedules and company; and checks that see when it is broken."""
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
+from equivalence import PARTS, WIDE, Expected, bits, opened, prompt
 from gguf_files import write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gemma_py
-from gemma_py import reference
 from gemma_py.errors import WorkerError
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.elementary import exp
@@ -31,50 +29,6 @@ from gemma_py.weights import pack as packed
 
 THREADS = (1, 2, 3, 4, 8)
 TOKENS = 70  # two tiles of attention and several windows
-
-
-@contextmanager
-def opened(path: Path, threads: int, trial: Trial | None = None, kv: str = "float32") -> Iterator[gemma_py.Engine]:
-    """An engine in test mode: scratch and unpublished rows are NaN, so reading one shows."""
-    with gemma_py.load(path, threads=threads, kv=kv) as engine:
-        engine.runner.poison = True
-        engine.runner.trial = trial
-        yield engine
-
-
-def prompt(config: Config, length: int, seed: int = 1) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(config.vocab_size) for _ in range(length)]
-
-
-def bits(logits: np.ndarray) -> np.ndarray:
-    return logits.view(np.uint32)
-
-
-def cut(ids: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """ids in pieces of these sizes, again and again."""
-    at = 0
-    for size in itertools.cycle(sizes):
-        if at >= len(ids):
-            return
-        yield list(ids[at : at + size])
-        at += size
-
-
-class Expected:
-    """What the specification says of a prompt."""
-
-    def __init__(self, engine: gemma_py.Engine, ids: list[int]) -> None:
-        self.ids = ids
-        self.logits, cache = reference.logits_and_rows(engine, ids)
-        self.digest = reference.kv_digest(cache)
-
-    def same(self, engine: gemma_py.Engine, sizes: Sequence[int], all_logits: bool = True) -> bool:
-        session = engine.session()
-        made = [session.prefill(piece, all_logits=all_logits) for piece in cut(self.ids, sizes)]
-        logits = np.concatenate(made) if all_logits else made[-1]
-        wanted = self.logits if all_logits else self.logits[-1]
-        return bool((bits(logits) == bits(wanted)).all()) and session.kv_digest() == self.digest
 
 
 _known: dict[tuple[str, int], Expected] = {}
@@ -122,11 +76,6 @@ def test_lengths_around_the_rows_of_a_matmul(tmp_path: Path, kind: str) -> None:
 
 
 KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
-WIDE = tiny.Variant(
-    tiny._gemma3(hidden_size=256, intermediate_size=512, head_dim=64, query_pre_attn_scalar=64, num_hidden_layers=2,
-                 sliding_window=5, vocab_size=77)
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,7 +111,7 @@ def test_positions_that_workers_share_match_the_reference(tmp_path: Path, worker
     with opened(tmp_path, workers, kv=kv) as engine:
         want = Expected(engine, prompt(engine.config, 100))
         for seed in range(3):
-            engine.runner.trial = Trial(seed=seed)
+            engine.instruments.trial = Trial(seed=seed)
             assert want.same(engine, [1])
             assert want.same(engine, [33, 1, 1])
 
@@ -227,7 +176,7 @@ def test_sessions_in_random_company(checkpoints: dict[str, Path]) -> None:
 def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> bool:
     """Whether sequences that share passes, in parts of random sizes and with logits of random rows, get what they should."""
     rng = random.Random(seed)
-    caches_, done = [engine.runner.cache() for _ in wants], [0] * len(wants)
+    caches_, done = [engine.new_cache() for _ in wants], [0] * len(wants)
     while any(at < len(want.ids) for at, want in zip(done, wants, strict=True)):
         chosen = [n for n, want in enumerate(wants) if done[n] < len(want.ids) and rng.random() < 0.8]
         rng.shuffle(chosen)
@@ -238,7 +187,7 @@ def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> b
             parts.append(Part(caches_[number], tokens, rng.choice([0, 1, len(tokens)])))
         if not parts:
             continue
-        for number, part, logits in zip(chosen, parts, engine.runner.run_together(parts), strict=True):
+        for number, part, logits in zip(chosen, parts, engine.run_together(parts), strict=True):
             done[number] += len(part.tokens)
             wanted = wants[number].logits[done[number] - part.logits : done[number]]
             if logits.shape != wanted.shape or (bits(logits) != bits(wanted)).any():
@@ -255,7 +204,7 @@ def test_shared_passes_match_the_reference(checkpoints: dict[str, Path], name: s
     with opened(checkpoints[name], 3) as engine:
         wants = company(name, engine)
         for seed in range(12):
-            engine.runner.trial = Trial(seed=seed)
+            engine.instruments.trial = Trial(seed=seed)
             assert together(engine, wants, seed), f"seed {seed}"
 
 
@@ -273,7 +222,7 @@ def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path]) -> None
     with opened(checkpoints["gemma3"], 4) as engine:
         want = expected("gemma3", engine)
         for seed in range(1, 41):
-            engine.runner.trial = Trial(seed=seed)
+            engine.instruments.trial = Trial(seed=seed)
             assert want.same(engine, [TOKENS] if seed % 2 else [23]), f"seed {seed}"
 
 
@@ -283,7 +232,7 @@ def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path]) -> None
 def caught(engine: gemma_py.Engine, want: Expected, trials: Iterator[Trial], sizes: Sequence[int] = (TOKENS,)) -> bool:
     """Whether any of these schedules gives other bits, or an error."""
     for trial in trials:
-        engine.runner.trial = trial
+        engine.instruments.trial = trial
         try:
             if not want.same(engine, sizes):
                 return True
@@ -304,7 +253,7 @@ def test_control_rows_of_one_sequence_out_of_order_in_company(checkpoints: dict[
         wants = company("gemma3", engine)
 
         def seen(seed: int) -> bool:
-            engine.runner.trial = Trial(seed=seed, drop=drop)
+            engine.instruments.trial = Trial(seed=seed, drop=drop)
             try:
                 return not together(engine, wants, seed)
             except WorkerError:
@@ -460,7 +409,7 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
     `await_rows` has it. Gives the attention's output and the ring. A seed that fails can be run again.
     """
     runner, session = engine.runner, engine.session()
-    runner.trial = None
+    engine.instruments.trial = None
     session.prefill(prompt(engine.config, 30))
     cache, layer = session._cache, runner.packed.layers[number]
     cache.reserve(chunk)
@@ -520,7 +469,7 @@ def test_a_thousand_orders_of_tiles_on_one_thread(checkpoints: dict[str, Path]) 
     with opened(checkpoints["gemma3"], 1) as engine:
         want = expected("gemma3", engine)
         for seed in range(1, 1001):
-            engine.runner.trial = Trial(seed=seed)
+            engine.instruments.trial = Trial(seed=seed)
             assert want.same(engine, [TOKENS], all_logits=False), f"seed {seed}"
 
 

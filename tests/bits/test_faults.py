@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from conftest import TINY
+from equivalence import PARTS, WIDE, Expected, bits, prompt
+from faults import PLACES
 from gguf_files import write_model
-from test_equivalence import PARTS, WIDE, Expected, bits, prompt
+from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError, ContextError, InputError, WorkerError
@@ -25,9 +26,6 @@ from gemma_py.runtime import forward as passes
 from gemma_py.runtime.trial import Trial
 
 TOKENS = 40
-LAYER = 1
-# (layer, phase) of every phase of the pass; the last layer's number belongs to the head.
-PLACES = [(0, passes.EMBED), *((LAYER, phase) for phase in range(passes.QKV, passes.HEAD)), (2, passes.HEAD)]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +34,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gemma_py.Engine
     path = tmp_path_factory.mktemp("faults") / "m.gguf"
     write_model(path, WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
     with gemma_py.load(path, threads=4, deadline=1.0) as made:
-        made.runner.poison = True
+        made.instruments.poison = True
         yield made
 
 
@@ -54,11 +52,11 @@ def test_a_fault_is_reported_and_survived(
     before = TOKENS - 1 if phase == passes.SCORES else 10  # scores are made by themselves only for a token alone
     session = engine.session()
     session.prefill(want.ids[:before])
-    engine.runner.trial = Trial(fault=fault, worker=2, layer=layer, phase=phase, place="enter")
+    engine.instruments.trial = Trial(fault=fault, worker=2, layer=layer, phase=phase, place="enter")
     with pytest.raises(WorkerError, match=passes.PHASES[phase]) as caught:
         session.prefill(want.ids[before:])
     assert (caught.value.worker, caught.value.layer, caught.value.phase) == (2, layer, phase)
-    engine.runner.trial = None
+    engine.instruments.trial = None
     assert session.position == before
     assert want.same(engine, [13])  # the engine goes on, with a new session ...
     if caught.value.settled:  # ... and with the old one, unless a stalled worker may still write to it
@@ -76,10 +74,10 @@ def test_a_stalled_worker_keeps_alive_what_it_may_write_to() -> None:
         session = opened.session()
         session.prefill([2, 3])
         rows = weakref.ref(session._cache.layers[0].keys)
-        opened.runner.trial = Trial(fault="stall", worker=1)
+        opened.instruments.trial = Trial(fault="stall", worker=1)
         with contextlib.suppress(WorkerError):
             session.prefill([4])
-        opened.runner.trial = None
+        opened.instruments.trial = None
         assert not session.usable
         del session
         opened.session().prefill([2, 3])

@@ -1,17 +1,16 @@
 """Machine code on disk: private, shared by processes, mended when damaged, done without where it cannot be kept."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from repository import ROOT, child_environment
 
 # A small kernel of the package; prints its result and whether it came from the disk.
 PROGRAM = """
 import numpy as np
-from gemma_py.generate.score import _log_sum as kernel
+from gemma_py.generate.sampling import _log_sum as kernel
 largest, log_sum = kernel(np.arange(8, dtype=np.float32), np.empty(8))
 value = 3 - largest - log_sum
 print(value.hex(), sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
@@ -20,7 +19,7 @@ RESULT = -4.458339626  # ln of softmax(0 .. 7)[3]
 
 
 def start(cache: Path) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    environment = child_environment(XDG_CACHE_HOME=str(cache))
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -81,11 +80,10 @@ import sys
 import gemma_py, gemma_py.generate.engine
 from gemma_py import Sampling
 from gemma_py.generate import sampling
-from gemma_py.generate import score
 from gemma_py.kernels import bpe
 
 def compiled():
-    found = [f for module in (sampling, score, bpe) for f in vars(module).values() if hasattr(f, "overloads")]
+    found = [f for module in (sampling, bpe) for f in vars(module).values() if hasattr(f, "overloads")]
     return {f.__name__: len(f.overloads) for f in found}
 
 gemma_py.generate.engine.first_time = lambda kv: sys.argv[1] == "first"

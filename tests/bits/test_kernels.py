@@ -1,23 +1,25 @@
 """The kernels have the bits of the specification, whatever the shape, the cut of the work and the machine."""
 
 import hashlib
-import os
 import subprocess
 import sys
 from itertools import pairwise
 
+import llvmlite.binding as llvm
 import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repository import child_environment
 
 from gemma_py.formats.blocks import TYPES, Minimum
-from gemma_py.kernels import attention, elementary, lanes, matmul, rows, simd
-from gemma_py.kernels.attention import Ring, scratch_size
+from gemma_py.kernels import attention, elementary, matmul, rows, vector_math
+from gemma_py.kernels.attention import AttentionParams, Ring, scratch_size
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.matmul import CodedRows, FloatPanels
-from gemma_py.kernels.panels import Bench, CodePanels, pack_codes, pack_floats, panel_bytes, panels_of
+from gemma_py.kernels.panels import CodePanels, UnpackBuffer, pack_codes, pack_floats, panel_bytes, panel_count
+from gemma_py.kernels.simd import target
 from gemma_py.reference import specification as reference
 from gemma_py.weights.tensors import CodeMatrix, FloatMatrix, Matrix
 
@@ -73,8 +75,8 @@ SPECIAL = np.array(
 @kernel
 def exp_and_tanh(x, y, z):
     for i in range(0, x.shape[0], 16):
-        lanes.put(y, i, x.shape[0], lanes.exp(lanes.take(x, i, x.shape[0])))
-        lanes.put(z, i, x.shape[0], lanes.tanh(lanes.take(x, i, x.shape[0])))
+        vector_math.store_up_to(y, i, x.shape[0], vector_math.exp(vector_math.load_up_to(x, i, x.shape[0])))
+        vector_math.store_up_to(z, i, x.shape[0], vector_math.tanh(vector_math.load_up_to(x, i, x.shape[0])))
 
 
 @kernel
@@ -98,42 +100,44 @@ def test_exp_and_tanh_of_lanes_match_the_scalar_ones():
 
 def float_panels(w, at=0):
     N, K = w.shape
-    arena = np.zeros(at + panels_of(N) * K * 16, w.dtype)
+    arena = np.zeros(at + panel_count(N) * K * 16, w.dtype)
     pack_floats(w, arena[at:])
     return FloatPanels(arena, at, N, K)
 
 
 def some_codes(rng, N, K, kind):
-    """A matrix of codes in the form of a type: extremes among them, factors and steps of either sign."""
+    """A matrix of codes in the form of a type: extremes among them, block_scales and sub_scales of either sign."""
     codes = rng.integers(0, 2**kind.width, (N, K)) - (kind.offset or (128 if kind.width == 8 else 0))
     parts = 1 if kind.minimum is Minimum.NONE else 2
 
     def numbers(width, made):
         return tuple(made(N, K // width) for _ in range(parts))
 
-    factors = numbers(kind.block, lambda *shape: normal(rng, *shape).astype(np.float16))
-    steps = numbers(kind.group, lambda *shape: rng.integers(-128, 128, shape).astype(np.int8))
-    return CodeMatrix(codes.astype(np.int8), factors, steps if kind.block > 32 else (), kind.width, kind.offset)
+    block_scales = numbers(kind.block, lambda *shape: normal(rng, *shape).astype(np.float16))
+    sub_scales = numbers(kind.group, lambda *shape: rng.integers(-128, 128, shape).astype(np.int8))
+    return CodeMatrix(
+        codes.astype(np.int8), block_scales, sub_scales if kind.block > 32 else (), kind.width, kind.offset
+    )
 
 
 def code_panels(matrix, at=0):
-    (N, K), minimums = matrix.shape, len(matrix.factors) - 1
-    size = panel_bytes(K, matrix.width, matrix.group, matrix.span, minimums)
-    arena = np.zeros(at + panels_of(N) * size, np.int8)
-    pack_codes(matrix.codes, matrix.factors, matrix.steps, matrix.width, matrix.offset, arena[at:])
-    return CodePanels(arena, at, N, K, matrix.width, matrix.offset, matrix.group, matrix.span, minimums, size, 4)
+    (N, K), minimums = matrix.shape, len(matrix.block_scales) - 1
+    size = panel_bytes(K, matrix.width, matrix.group, matrix.block, minimums)
+    arena = np.zeros(at + panel_count(N) * size, np.int8)
+    pack_codes(matrix.codes, matrix.block_scales, matrix.sub_scales, matrix.width, matrix.offset, arena[at:])
+    return CodePanels(arena, at, N, K, matrix.width, matrix.offset, matrix.group, matrix.block, minimums, size, 4)
 
 
-def bench_for(K):
-    codes, scales = matmul.bench_sizes(K)
-    return Bench(np.empty(codes, np.int16), np.empty(scales, F), np.empty(scales, F))
+def unpack_buffer_for(K):
+    codes, scales = matmul.unpack_buffer_sizes(K)
+    return UnpackBuffer(np.empty(codes, np.int16), np.empty(scales, F), np.empty(scales, F))
 
 
 def coded(x):
     T, K = x.shape
-    scales, sums, high_sums, half_sums = (np.full(T * K // width, np.nan, F) for width in (32, 32, 32, 16))
+    scales, sums, high_byte_sums, sums_of_16 = (np.full(T * K // width, np.nan, F) for width in (32, 32, 32, 16))
     made = CodedRows(
-        np.full(T * K, -(2**15), np.int16), np.zeros(2 * T * K, np.int8), scales, sums, high_sums, half_sums
+        np.full(T * K, -(2**15), np.int16), np.zeros(2 * T * K, np.int8), scales, sums, high_byte_sums, sums_of_16
     )
     quantise_rows(x.reshape(-1), K, made, 0, T, 0)
     return made
@@ -147,7 +151,7 @@ def in_parts(rng, T, N, multiply):
         borders = sorted({0, count, *inner.tolist()})
         return list(pairwise(borders))
 
-    parts = [(*r, *p) for r in cut(T, 1) for p in cut(panels_of(N), 4)]
+    parts = [(*r, *p) for r in cut(T, 1) for p in cut(panel_count(N), 4)]
     for part in rng.permutation(parts).tolist():
         multiply(*part)
 
@@ -178,9 +182,9 @@ def test_matmul_codes_matches_the_reference(kind, seed, T, blocks, N):
     rng = np.random.default_rng(seed)
     K = kind.block * blocks
     values, matrix = normal(rng, T, K), some_codes(rng, N, K, kind)
-    x, panels, bench = coded(values), code_panels(matrix, at=int(rng.integers(0, 9))), bench_for(K)
+    x, panels, unpacked = coded(values), code_panels(matrix, at=int(rng.integers(0, 9))), unpack_buffer_for(K)
     y, expected = np.full(T * N + 16, np.nan, F), np.empty((T, N), F)
-    in_parts(rng, T, N, lambda *part: matmul_codes(x, panels, y, *part, bench))
+    in_parts(rng, T, N, lambda *part: matmul_codes(x, panels, y, *part, unpacked))
     codes, scales = np.empty(K, np.int16), np.empty(K // 32, F)
     for t in range(T):
         reference.quantise(values[t], codes, scales)
@@ -198,7 +202,7 @@ def test_the_largest_codes_do_not_overflow(width, offset, T):
     x = coded(np.full((T, K), -1, F))
     matrix = CodeMatrix(np.full((1, K), least, np.int8), (np.ones((1, 1), np.float16),), (), width, offset)
     y = np.empty(T, F)
-    matmul_codes(x, code_panels(matrix), y, 0, T, 0, 4, bench_for(K))
+    matmul_codes(x, code_panels(matrix), y, 0, T, 0, 4, unpack_buffer_for(K))
     assert (y == F(F(1) / F(32767)) * F(32 * -least * 32767)).all()
 
 
@@ -211,7 +215,7 @@ def test_embedding_rows_match_the_reference():
         for token in (0, 16, 36):
             y = np.full(D + 2, 7, F)
             if isinstance(matrix, CodeMatrix):
-                embed_codes(code_panels(matrix, 3), token, F(np.sqrt(D)), y, 1, bench_for(D))
+                embed_codes(code_panels(matrix, 3), token, F(np.sqrt(D)), y, 1, unpack_buffer_for(D))
             else:
                 embed_floats(float_panels(values, at=3), token, F(np.sqrt(D)), y, 1)
             assert_same(y[1:-1], reference.embed(matrix, token))
@@ -239,13 +243,13 @@ def test_quantise_rows_matches_the_reference(seed, T, blocks):
         reference.quantise(x[t], codes[t], scales[t])
     by_fours = codes.reshape(T, -1, 4)
     assert_same(made.codes.reshape(T, -1, 4), by_fours[..., [0, 2, 1, 3]])
-    halves = np.stack([by_fours >> 8, by_fours & 255], 2).astype(np.uint8).view(np.int8)
-    assert_same(made.halves.reshape(halves.shape), halves)
+    byte_planes = np.stack([by_fours >> 8, by_fours & 255], 2).astype(np.uint8).view(np.int8)
+    assert_same(made.byte_planes.reshape(byte_planes.shape), byte_planes)
     assert_same(made.scales.reshape(T, -1), scales)
     for found, numbers, width in (
         (made.sums, codes, 32),
-        (made.high_sums, codes >> 8, 32),
-        (made.half_sums, codes, 16),
+        (made.high_byte_sums, codes >> 8, 32),
+        (made.sums_of_16, codes, 16),
     ):
         sums = numbers.reshape(T, -1, width).astype(np.int64).sum(axis=2)
         np.testing.assert_array_equal(found.reshape(T, -1), sums)
@@ -343,11 +347,12 @@ def check_attention(seed, T, before, G, group, E, window, cap, cuts=()):
     capacity = last - first + int(rng.integers(0, 40))
     ring = ring_of(keys, values, first, capacity, bool(rng.integers(2)))
     out, scratch = np.full((T, H, E), np.nan, F), np.full(scratch_size(E), np.nan, F)
+    params = AttentionParams(H, window, scale, cap)
     borders = sorted({0, T, *(cut for cut in cuts if cut < T)})
     for begin, end in pairwise(borders):
         for g in range(G):
             positions = before + begin, before + end
-            attend(q.reshape(-1), ring, H, g, window, scale, cap, before, *positions, scratch, out.reshape(-1))
+            attend(q.reshape(-1), ring, params, g, before, *positions, scratch, out.reshape(-1))
     expected, scores = np.empty((T, H, E), F), np.empty(reference.TILE, F)
     for t in range(T):
         end = before + t + 1
@@ -390,7 +395,7 @@ def test_keys_after_a_position_do_not_touch_it():
     keys, values, q = normal(rng, T, 1, E), normal(rng, T, 1, E), normal(rng, T, 2, E)
     keys[5:] = values[5:] = np.nan
     ring, scratch, out = ring_of(keys, values, 0, T, False), np.full(scratch_size(E), np.nan, F), np.empty((T, 2, E), F)
-    attend(q.reshape(-1), ring, 2, 0, ALL, F(1), F(0), 0, 0, T, scratch, out.reshape(-1))
+    attend(q.reshape(-1), ring, AttentionParams(2, ALL, F(1), F(0)), 0, 0, 0, T, scratch, out.reshape(-1))
     expected, scores = np.empty((2, E), F), np.empty(reference.TILE, F)
     for t in range(5):
         reference.attend(q[t], keys[: t + 1], values[: t + 1], 0, F(1), F(0), scores, expected)
@@ -406,11 +411,11 @@ def digest():
     rng, found = np.random.default_rng(7), hashlib.sha256()
     T, K, N = 7, 256, 40
     x = normal(rng, T, K)
-    bench, y = bench_for(K), np.empty(T * N, F)
+    unpacked, y = unpack_buffer_for(K), np.empty(T * N, F)
     for kind in KINDS:
         matrix = code_panels(some_codes(rng, N, K, kind))
         for part in (x, x[:1]):
-            matmul_codes(coded(part), matrix, y, 0, len(part), 0, 4, bench)
+            matmul_codes(coded(part), matrix, y, 0, len(part), 0, 4, unpacked)
             found.update(y.tobytes())
     floats = float_panels((bits(normal(rng, N, K)) >> 16).astype(np.uint16))
     for part in (x[:1], x):
@@ -421,8 +426,9 @@ def digest():
     found.update(y.tobytes())
     keys, values, q = normal(rng, 75, 1, 16), normal(rng, 75, 1, 16), normal(rng, 5, 4, 16)
     ring, scratch, out = ring_of(keys, values, 0, 75, False), np.empty(scratch_size(16), F), np.empty(q.size, F)
-    attend(q.reshape(-1), ring, 4, 0, 40, F(0.25), F(20), 70, 70, 74, scratch, out)
-    attend(q.reshape(-1), ring, 4, 0, 40, F(0.25), F(20), 70, 74, 75, scratch, out)
+    params = AttentionParams(4, 40, F(0.25), F(20))
+    attend(q.reshape(-1), ring, params, 0, 70, 70, 74, scratch, out)
+    attend(q.reshape(-1), ring, params, 0, 70, 74, 75, scratch, out)
     found.update(out.tobytes())
     return found.hexdigest()
 
@@ -436,11 +442,11 @@ def digest():
     ],
 )
 def test_another_machine_gives_the_same_bits(cpu, needed, instructions):
-    if not simd.llvm.get_default_triple().startswith("x86_64"):
+    if not llvm.get_default_triple().startswith("x86_64"):
         pytest.skip("the names are of x86 machines")
-    if not simd.llvm.get_host_cpu_features().get(needed):
+    if not llvm.get_host_cpu_features().get(needed):
         pytest.skip(f"this machine has no {needed}")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = child_environment()
     environment |= {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "-prefer-256-bit" if cpu == "skylake-avx512" else ""}
     made = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
     assert made.returncode == 0, made.stderr
@@ -451,4 +457,4 @@ if __name__ == "__main__":
     from numba.core.registry import cpu_target
 
     print(digest())
-    print(simd._pair_instruction(*cpu_target.target_context.codegen().magic_tuple()), simd.FUSED)
+    print(target.pair_instruction(*cpu_target.target_context.codegen().magic_tuple()), target.USES_VNNI)

@@ -1,7 +1,6 @@
 """The specification: transformers' logits, exact arithmetic, and the same bits on every machine."""
 
 import copy
-import hashlib
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -10,18 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from conftest import ROOT
 from gguf_files import write_model
+from golden_bits import GOLDEN, PARTS, QUANTISED, WIDE, digests
+from repository import DATA
 
 import gemma_py
-from gemma_py.formats.blocks import TYPES
 from gemma_py.kernels import elementary
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.intrinsics import fma
 from gemma_py.reference import specification as spec
 
-DATA = ROOT / "tests" / "data"
-GOLDEN = json.loads((DATA / "tiny_ids.json").read_text())
 LOGITS = np.load(DATA / "tiny_logits.npz")
 BARS = 1e-4  # of the logits' standard deviation; 1e-5 is reached: float32 sums in another order
 
@@ -84,14 +81,6 @@ def test_gguf_matches_hugging_face_bit_for_bit(checkpoints: dict[str, Path], tmp
         assert left.kv_digest() == right.kv_digest()
 
 
-WIDE = tiny.Variant(
-    tiny._gemma3(hidden_size=256, intermediate_size=256, head_dim=64, query_pre_attn_scalar=64, num_hidden_layers=2,
-                 sliding_window=5, vocab_size=64)
-)  # fmt: skip
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
-QUANTISED = [name for name, kind in TYPES.items() if kind.quantised]
-
-
 def wide_logits(path: Path) -> np.ndarray:
     with gemma_py.load(path) as engine:
         return engine.session().prefill(list(range(12)), all_logits=True)
@@ -137,23 +126,6 @@ def write_floats(path: Path, values: dict[str, np.ndarray]) -> Path:
 
 
 # --- the same bits everywhere -----------------------------------------------------------------------------------------
-
-
-def digests(checkpoints: dict[str, Path], scratch: Path) -> dict[str, str]:
-    """One sha256 of logits and KV rows a model."""
-    paths = dict(checkpoints)
-    for kind in QUANTISED:
-        kinds = dict.fromkeys(PARTS, kind)
-        paths[kind] = write_model(scratch / f"{kind}.gguf", WIDE, seed=4, kinds=kinds)
-    made = {}
-    for name, path in paths.items():
-        with gemma_py.load(path) as engine:
-            session = engine.session()
-            ids = GOLDEN["ids"].get(name, list(range(40)))
-            digest = hashlib.sha256(session.prefill(ids, all_logits=True).tobytes())
-            digest.update("".join(session.kv_digest()).encode())
-            made[name] = digest.hexdigest()
-    return made
 
 
 def test_bits_are_those_of_every_other_machine(checkpoints: dict[str, Path], tmp_path: Path) -> None:

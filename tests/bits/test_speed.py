@@ -1,7 +1,6 @@
 """Speed guarded by counts, which are the same on every machine, and not by seconds, which never are."""
 
 import json
-import os
 import subprocess
 import sys
 import tracemalloc
@@ -9,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 import tiny_checkpoints as tiny
-from conftest import ROOT, TINY
+from equivalence import PARTS, WIDE
 from gguf_files import write_model
-from test_equivalence import PARTS, WIDE
+from repository import TINY, child_environment
 
 import gemma_py
 from gemma_py.checks.cost import BYTES, pass_cost
@@ -42,9 +41,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, gemma
 def test_barriers_of_a_pass(models: dict[str, gemma_py.Engine], name: str, tokens: int) -> None:
     """One after the embedding, nine a layer, one after the head."""
     engine = models[name]
-    profile = engine.runner.profile = Profile(engine.threads, len(PHASES))
+    profile = engine.instruments.profile = Profile(engine.threads, len(PHASES))
     engine.session().prefill(range(tokens))
-    engine.runner.profile = None
+    engine.instruments.profile = None
     assert profile.passes == 1
     assert profile.barriers == 1 + 9 * len(engine.config.layers) + 1
 
@@ -75,7 +74,7 @@ def test_a_decoded_token_allocates_no_more_than_its_logits(models: dict[str, gem
 def test_a_token_reads_the_arenas_once(models: dict[str, gemma_py.Engine], name: str) -> None:
     """All weights, and of an embedding that is not the head nothing that counts."""
     engine = models[name]
-    packed = engine.runner.packed
+    packed = engine.packed
     arenas = [arena.nbytes for arena in packed[:3] if arena.size > 1]  # an empty one has a place for its address
     assert sum(matrix_bytes(packed, number) for number in range(len(packed.matrices))) == sum(arenas)
     unread = matrix_bytes(packed, packed.numbers.embedding) if name == "untied" else 0
@@ -102,7 +101,7 @@ print(json.dumps([sum(sum(part.values()) for part in (s.cache_hits for s in stat
 def test_a_second_process_compiles_nothing() -> None:
     with gemma_py.load(TINY, threads=1) as engine:  # the first, if no other test was
         list(engine.generate("some text", max_tokens=1))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = child_environment()
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     loaded, compiled = json.loads(done.stdout)
@@ -116,11 +115,11 @@ def test_times_are_kept_only_where_they_are_wanted(
     engine = models["bf16"]
     plain = engine.session()
     logits = plain.prefill(range(30))
-    profile = engine.runner.profile = Profile(engine.threads, len(PHASES))
+    profile = engine.instruments.profile = Profile(engine.threads, len(PHASES))
     watched = engine.session()
     assert watched.prefill(range(30)).tobytes() == logits.tobytes()
     assert watched.kv_digest() == plain.kv_digest()
-    engine.runner.profile = None
+    engine.instruments.profile = None
     before = profile.nanoseconds.copy()
     engine.session().prefill(range(30))
     assert (profile.nanoseconds == before).all()
@@ -132,7 +131,7 @@ def test_another_number_of_workers(models: dict[str, gemma_py.Engine]) -> None:
     engine = models["Q8_0"]
     made = set()
     for workers in (3, 1, 2):
-        engine.runner.use(workers)
+        engine.set_threads(workers)
         assert engine.threads == workers
         session = engine.session()
         made.add((session.prefill(range(33)).tobytes(), *session.kv_digest()))

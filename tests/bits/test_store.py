@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from conftest import ROOT
 from gguf_files import write_model
+from repository import child_environment
 
 import gemma_py
 from gemma_py import paths
@@ -218,7 +218,7 @@ def test_processes_that_pack_at_once(checkpoint: Path, folder: Path) -> None:
     if CACHE is not None:  # what is compiled already is not compiled again
         (folder.parent / "kernels").symlink_to(CACHE.parent)
     command = [sys.executable, "-c", PROGRAM, str(checkpoint)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = child_environment()
     pipe = subprocess.PIPE
     children = [subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) for _ in range(3)]
     for child in children:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from conftest import TINY
+from equivalence import PARTS, WIDE
 from gguf_files import write_model
+from repository import TINY
 
 import gemma_py
 from gemma_py import reference
@@ -87,13 +88,6 @@ def test_the_prompt_fits_the_context() -> None:
     assert verify.prompt_length(None, 100) == 100
     assert verify.prompt_length(None, 1 << 20) == verify.TOKENS
     assert verify.prompt_length(7, 100) == 7
-
-
-WIDE = tiny.Variant(
-    tiny._gemma3(hidden_size=256, intermediate_size=512, head_dim=64, query_pre_attn_scalar=64, num_hidden_layers=2,
-                 sliding_window=5, vocab_size=77)
-)  # fmt: skip
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
 
 
 def test_a_trace_depends_on_nothing_and_changes_nothing(tmp_path: Path) -> None:
@@ -213,7 +207,7 @@ def changed_gain(layer: int, column: int) -> Callable[[Packed], Packed]:
 def changed_matrix(layer: int, column: int) -> Callable[[Packed], Packed]:
     def change(m: Packed) -> Packed:
         row = m.matrices[m.layers[layer, column]]
-        name = {p.FLOATS: "floats", p.HALVES: "halves"}[int(row[p.KIND])]
+        name = {p.FLOATS: "floats", p.BF16_FLOATS: "bf16"}[int(row[p.KIND])]
         arena = getattr(m, name).copy()
         arena[row[p.AT] : row[p.AT] + 4 * 16] = 0
         return m._replace(**{name: arena})
@@ -268,7 +262,7 @@ def test_rows_read_too_early_are_located(monkeypatch: pytest.MonkeyPatch) -> Non
     seeds = count(1)
 
     def race(runner: Runner, cache: Cache) -> None:
-        runner.trial = Trial(seed=next(seeds), drop="await")
+        runner.instruments.trial = Trial(seed=next(seeds), drop="await")
 
     tamper(monkeypatch, before=race)
     reports: Iterator[verify.Report] = (check() for _ in range(100))

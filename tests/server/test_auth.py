@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from serving import TINY, Running, serving
+from repository import TINY
+from serving import Running, serving
 
 import gemma_py
 from gemma_py.errors import InputError

@@ -1,7 +1,6 @@
 """Requests from a file: answers, errors a row, and what a kill leaves."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import ROOT, TINY, Running, wait_until
+from repository import TINY, child_environment
+from serving import Running, wait_until
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -133,7 +133,7 @@ def test_an_output_of_something_else_is_left_alone(run: Run, tmp_path: Path) -> 
 
 def start(source: Path, out: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "gemma_py", "batch", str(source), str(out), str(TINY)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = child_environment()
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 

@@ -1,76 +1,33 @@
 """Requests in company: each gets what it would get alone, whoever comes, goes or fails beside it."""
 
 import math
-import queue
 import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
-from serving import Heard, Running, serving
+from crowd import WAIT, Client, Crowd, drawn, options, scores_of, scores_told
+from repository import TINY
+from serving import serving
 
 import gemma_py
 from gemma_py.errors import ComputationError, ContextError, InputError, Overloaded
 from gemma_py.generate import scheduler as schedulers
-from gemma_py.generate.core import Token
-from gemma_py.generate.sampling import Sampling, likeliest
-from gemma_py.generate.scheduler import (
-    Event,
-    Failed,
-    Finished,
-    Health,
-    Made,
-    Progress,
-    Request,
-    Scheduler,
-    Scored,
-    Ticket,
-    shares,
-)
-from gemma_py.generate.score import ROWS_AT_ONCE, log_probability
+from gemma_py.generate.core import Request
+from gemma_py.generate.events import Event, Failed, Finished, Generated, PrefillProgress, Scored
+from gemma_py.generate.options import Sampling
+from gemma_py.generate.sampling import ROWS_AT_ONCE, likeliest, log_probability
+from gemma_py.generate.scheduler import Health, Scheduler, shares
 from gemma_py.models.config import Config
 from gemma_py.runtime import runner as runners
 from gemma_py.runtime.cache import bytes_needed
 from gemma_py.runtime.forward import Batch
-from gemma_py.runtime.prefixes import TOKENS, Prefixes
+from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, Part
 from gemma_py.runtime.trial import Trial
 from gemma_py.server.events import EventQueue
-
-WAIT = 120  # seconds, for what takes one
-
-
-class Client:
-    """Hears the events of one request."""
-
-    def __init__(self, scheduler: Scheduler, request: Request) -> None:
-        self.request = request
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.heard: list[Event] = []
-        self.ticket: Ticket = scheduler.submit(request, self.events.put)
-
-    def next(self) -> Event:
-        self.heard.append(self.events.get(timeout=WAIT))
-        return self.heard[-1]
-
-    @property
-    def over(self) -> bool:
-        return bool(self.heard) and isinstance(self.heard[-1], Finished | Failed)
-
-    def end(self) -> Finished | Failed:
-        while True:
-            event = self.next()
-            if isinstance(event, Finished | Failed):
-                return event
-
-    @property
-    def made(self) -> list[Made]:
-        return [event for event in self.heard if isinstance(event, Made)]
 
 
 @pytest.fixture
@@ -80,102 +37,11 @@ def scheduler(tiny_engine: gemma_py.Engine) -> Iterator[Scheduler]:
     made.close()
 
 
-def drawn(rng: random.Random, length: int, vocabulary: int = 1536) -> list[int]:
-    return [rng.randrange(vocabulary) for _ in range(length)]
-
-
-def options(sampling: Sampling) -> dict[str, Any]:
-    """As `generate` takes them: what is left out of a draw, it would take from the checkpoint."""
-    if sampling.temperature == 0:
-        return {}
-    return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
-
-
-Scores = list[tuple[int, float | None]]
-
-
-def scores_of(engine: gemma_py.Engine, ids: list[int]) -> Scores:
-    """The log probability of each id, alone."""
-    following = [(token, -value) for token, value in zip(ids[1:], engine.score(ids), strict=True)] if ids[1:] else []
-    return [(ids[0], None), *following]
-
-
-def scores_told(client: Client) -> Scores:
-    return [(event.id, event.logprob) for event in client.heard if isinstance(event, Scored)]
-
-
-class Crowd:
-    """Requests of many kinds, and what each gets alone: prompts of any length, some that begin alike, greedy and drawn; the
-    tokens of some tell how likely they are."""
-
-    def __init__(self, engine: gemma_py.Engine, count: int, seed: int, longest: int = 60) -> None:
-        self.engine, self.rng, V = engine, random.Random(seed), engine.config.vocab_size
-        ends = frozenset(engine.config.eos_token_ids)
-        beginnings = [drawn(self.rng, self.rng.randint(longest // 2, 2 * longest), V) for _ in range(3)]
-        self.requests = []
-        for number in range(count):
-            ids = self.rng.choice([[], *beginnings]) + drawn(self.rng, self.rng.randint(1, longest), V)
-            sampling = Sampling(temperature=1.0, top_k=40, seed=number) if number % 2 else Sampling()
-            most, scored = self.rng.randint(1, longest // 2), number % 4 == 3
-            self.requests.append(Request(ids, most, sampling, ends=ends, scored=scored))
-        self.alone: list[list[Token]] = [
-            list(engine.generate(request.ids, request.max_tokens, **options(request.sampling)))
-            for request in self.requests
-        ]
-        self.scores = [scores_of(engine, request.ids) if request.scored else [] for request in self.requests]
-
-    def same(self, scheduler: Scheduler) -> bool:
-        """Whether each gets the same in company. They come now and then, and some go early."""
-        clients, leaving = [], {}
-        rng, longest = random.Random(self.rng.random()), max(request.max_tokens for request in self.requests)
-        for number, request in enumerate(self.requests):
-            clients.append(Client(scheduler, request))
-            leaving[number] = rng.randint(0, longest)  # tokens; most have ended by then
-            for _ in range(rng.choice([0, 0, 1, 2, 10])):
-                client = rng.choice(clients)
-                if not client.over:
-                    client.next()
-        for number in rng.sample(range(len(clients)), len(clients)):
-            client = clients[number]
-            while not client.over:
-                client.next()
-                if len(client.made) == leaving[number]:
-                    client.ticket.cancel()
-        return all(map(self._right, clients, self.alone, self.scores))
-
-    def same_over_http(self, server: Running) -> bool:
-        """The same for streams of a server, each of which is asked for alone in the end."""
-        rng, count = random.Random(self.rng.random()), len(self.requests)
-        most = [rng.choice((math.inf, math.inf, rng.randint(0, 20))) for _ in range(count)]
-        late = [rng.random() * 0.002 * count for _ in range(count)]
-
-        def hear(number: int) -> Heard:
-            time.sleep(late[number])
-            return Heard(server, self.requests[number], most[number])
-
-        with ThreadPoolExecutor(count) as pool:
-            heard = list(pool.map(hear, range(count)))
-        heard += [Heard(server, request) for request in self.requests]
-        limits = [*most, *[math.inf] * count]
-        return all(
-            one.same(alone) and (one.reason != "" or len(one.logprobs) >= limit)
-            for one, limit, alone in zip(heard, limits, self.alone * 2, strict=True)
-        )
-
-    @staticmethod
-    def _right(client: Client, alone: list[Token], scores: Scores) -> bool:
-        end, made = client.heard[-1], [event.token for event in client.made]
-        told = scores_told(client)
-        if not isinstance(end, Finished) or told != scores[: None if made else len(told)]:
-            return False
-        return made == alone[: len(made)] and (end.reason == "cancelled" or len(made) == len(alone))
-
-
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[Crowd]:
     """In test mode: scratch and unpublished rows are NaN, schedules are shaken."""
     with gemma_py.load(TINY, threads=2) as engine:
-        engine.runner.poison = True
+        engine.instruments.poison = True
         yield Crowd(engine, 32, seed=5)
 
 
@@ -187,13 +53,13 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_company(crowd: Crowd, seed: int) -> bool:
-    crowd.engine.runner.trial = Trial(seed=seed)
+    crowd.engine.instruments.trial = Trial(seed=seed)
     scheduler = Scheduler(crowd.engine, parallel=8, queue=40, prefix_bytes=600_000)
     try:
         return crowd.same(scheduler)
     finally:
         scheduler.close()
-        crowd.engine.runner.trial = None
+        crowd.engine.instruments.trial = None
 
 
 @pytest.mark.usefixtures("small_passes")
@@ -221,7 +87,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
 
     def before(queue: EventQueue, index: int, event: Event) -> None:
         """The control: everybody is told what was made for whoever came before."""
-        if isinstance(event, Made) and event.token.finish_reason is None:
+        if isinstance(event, Generated) and event.token.finish_reason is None:
             made.append(event)
             event = made[-2:][0]
         honest(queue, index, event)
@@ -236,7 +102,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("what", ["tables", "logits", "a bit of a prefix", "a prefix of another"])
 def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Two sequences' caches or logits change places, or what is kept of a prefix is not right: somebody must notice."""
-    honest_batch, honest_stored = runners._batch, Prefixes._stored
+    honest_batch, honest_stored = runners._batch, PrefixCache._rows_of
 
     def batch(parts: Sequence[Part]) -> Batch:
         made = honest_batch(parts)
@@ -247,14 +113,14 @@ def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.Monke
             made.wanted[taken] = np.roll(made.wanted[taken], 1)
         return made
 
-    def stored(prefixes: Prefixes, config: Config, path: list[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def stored(prefixes: PrefixCache, config: Config, path: list[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for keys, values in honest_stored(prefixes, config, path[::-1] if what == "a prefix of another" else path):
             if what == "a bit of a prefix":
                 keys.view(np.uint32)[0, -1, 0] ^= 1 << 22
             yield keys, values
 
     monkeypatch.setattr(runners, "_batch", batch)
-    monkeypatch.setattr(Prefixes, "_stored", stored)
+    monkeypatch.setattr(PrefixCache, "_rows_of", stored)
     assert not in_company(crowd, 1)
 
 
@@ -266,8 +132,8 @@ def test_usage_and_progress_are_told(scheduler: Scheduler, tiny_engine: gemma_py
         assert isinstance(end, Finished)
         assert (end.reason, end.usage.prompt, end.usage.cached, end.usage.generated) == ("length", 100, cached, 5)
         assert 0 <= end.usage.queued_seconds <= end.usage.first_token_seconds <= end.usage.seconds
-        progress = [event for event in client.heard if isinstance(event, Progress)]
-        assert progress[-1] == Progress(100, 100, cached)
+        progress = [event for event in client.heard if isinstance(event, PrefillProgress)]
+        assert progress[-1] == PrefillProgress(100, 100, cached)
         assert [event.done for event in progress] == sorted({event.done for event in progress})
 
 
@@ -283,13 +149,13 @@ def test_prompts_tell_how_likely_they_are(
     tiny_engine: gemma_py.Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same whether somebody has asked before or not, with few rows of logits at a time, and without an answer too."""
-    honest, rows = tiny_engine.runner.run_together, []
+    honest, rows = tiny_engine.run_together, []
 
     def run(parts: Sequence[Part]) -> list[np.ndarray]:
         rows.append(sum(part.logits for part in parts))
         return honest(parts)
 
-    monkeypatch.setattr(tiny_engine.runner, "run_together", run)
+    monkeypatch.setattr(tiny_engine, "run_together", run)
     ids = drawn(random.Random(4), 100)
     request = Request(ids, 0, top_logprobs=2, scored=True)
     clients = [Client(scheduler, request), Client(scheduler, request), Client(scheduler, Request(ids, 0))]
@@ -317,7 +183,7 @@ def test_rows_of_a_pass_are_shared_out() -> None:
 
 
 def test_keys_and_values_stay_within_their_budget(tiny_engine: gemma_py.Engine) -> None:
-    need = bytes_needed(tiny_engine.config, "float32", 60, CHUNK, TOKENS)
+    need = bytes_needed(tiny_engine.config, "float32", 60, CHUNK, BLOCK_TOKENS)
     scheduler = Scheduler(tiny_engine, parallel=8, kv_bytes=2 * need + 1)
     clients = [Client(scheduler, Request([2, *range(10, 29)], 40)) for _ in range(6)]
     for client in clients:
@@ -365,7 +231,7 @@ def test_what_cannot_be_is_refused_at_once(scheduler: Scheduler) -> None:
 def test_a_full_queue_is_said(tiny_engine: gemma_py.Engine) -> None:
     scheduler = Scheduler(tiny_engine, parallel=1, queue=1)
     clients = [Client(scheduler, Request([2], 4000)) for _ in range(2)]
-    with pytest.raises(Overloaded, match="wait already") as caught:
+    with pytest.raises(Overloaded, match="waiting already") as caught:
         for _ in range(2):
             clients.append(Client(scheduler, Request([2], 4000)))
     assert caught.value.retry_after >= 1
@@ -476,15 +342,15 @@ def weak() -> Iterator[gemma_py.Engine]:
 
 def failing(engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, fault: str, passes: set[int]) -> None:
     """These passes of the engine fail, counted from 1."""
-    honest, count = engine.runner.run_together, 0
+    honest, count = engine.run_together, 0
 
     def run(parts: Sequence[Part]) -> list[np.ndarray]:
         nonlocal count
         count += 1
-        engine.runner.trial = Trial(fault=fault, worker=1) if count in passes else None
+        engine.instruments.trial = Trial(fault=fault, worker=1) if count in passes else None
         return honest(parts)
 
-    monkeypatch.setattr(engine.runner, "run_together", run)
+    monkeypatch.setattr(engine, "run_together", run)
 
 
 def test_a_pass_that_fails_once_is_tried_again(weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,7 +381,7 @@ def test_a_worker_that_stalls_costs_nobody_an_answer(
         stats = scheduler.stats()
         assert (stats.failed_passes, scheduler.health().ok) == (len(stalls), True)
         scheduler.close()
-        return [[event for event in client.heard if isinstance(event, Scored | Made)] for client in clients]
+        return [[event for event in client.heard if isinstance(event, Scored | Generated)] for client in clients]
 
     stalls: set[int] = set()
     untroubled = answers()
@@ -526,17 +392,17 @@ def test_a_worker_that_stalls_costs_nobody_an_answer(
 
 def test_nobody_knows_if_it_is_well_after_a_stall(weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(weak, monkeypatch, "stall", {2})
-    scheduler, honest = Scheduler(weak), weak.runner.run_together
+    scheduler, honest = Scheduler(weak), weak.run_together
     healths: list[Health] = []
 
     def run(parts: Sequence[Part]) -> list[np.ndarray]:
         healths.append(scheduler.health())
         return honest(parts)
 
-    monkeypatch.setattr(weak.runner, "run_together", run)
+    monkeypatch.setattr(weak, "run_together", run)
     assert isinstance(Client(scheduler, Request([2, 3], 3)).end(), Finished)
     assert [health.ok for health in healths] == [True, True, False, True]
-    assert not any(health.lasting for health in healths)
+    assert not any(health.permanent for health in healths)
     assert "worker 1 of 2" in healths[2].why
     scheduler.close()
 
@@ -549,8 +415,8 @@ def test_an_engine_that_fails_again_and_again_is_given_up(
     clients = [Client(scheduler, Request([2, 3], 9)) for _ in range(4)]
     assert all(isinstance(client.end(), Failed) for client in clients)
     health = scheduler.health()
-    assert health.lasting and not health.ok and "worker 1 of 2" in health.why
-    with pytest.raises(ComputationError, match="out of order"):
+    assert health.permanent and not health.ok and "worker 1 of 2" in health.why
+    with pytest.raises(ComputationError, match="the engine has failed"):
         scheduler.submit(Request([2], 1), print)
     scheduler.close()
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import TINY
 from pydantic import BaseModel, ValidationError
+from repository import TINY
 from serving import Running, idle, serving, wait_until
 
 import gemma_py
 from gemma_py.errors import ComputationError
-from gemma_py.generate.sampling import RANGES
+from gemma_py.generate.options import RANGES
 from gemma_py.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -496,7 +496,7 @@ def test_a_failure_of_one_answer_is_told_in_every_form(client: Any, monkeypatch:
     def fails(*_: object) -> None:
         raise ComputationError("no numbers came out")
 
-    monkeypatch.setattr("gemma_py.generate.scheduler.Continuation.next", fails)
+    monkeypatch.setattr("gemma_py.generate.core.Generation.next", fails)
     with pytest.raises(openai.InternalServerError, match="no numbers"):
         client.chat.completions.create(model="tiny", messages=HI)
     with pytest.raises(openai.APIError, match="no numbers"):
@@ -508,7 +508,7 @@ def test_a_failure_of_one_answer_is_told_in_every_form(client: Any, monkeypatch:
 def test_a_failure_in_an_answer_reaches_the_stream(
     client: Any, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemma_py.generate.scheduler.Continuation, "next", lambda *_: 1 / 0)
+    monkeypatch.setattr(gemma_py.generate.core.Generation, "next", lambda *_: 1 / 0)
     failing = gemma_py.load(TINY)
     with (
         failing,

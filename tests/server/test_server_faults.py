@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import TINY, Process, Running, idle, serving, wait_until
+from repository import TINY
+from serving import Process, Running, idle, serving, wait_until
 
 import gemma_py
 from gemma_py.server import http, streaming
@@ -292,7 +293,7 @@ def faulty(self):
     if len(self._waiting) >= 2 and fault == "hang":
         time.sleep(3600)
     if len(self._waiting) >= 2:
-        self.engine.runner.trial = Trial(fault=fault, worker=1)
+        self.engine.instruments.trial = Trial(fault=fault, worker=1)
     step(self)
 scheduler.Scheduler._step = faulty
 sys.exit(main(sys.argv[1:]))

@@ -8,15 +8,16 @@ import pytest
 from serving import Running
 
 import gemma_py
+from gemma_py.errors import ToolError
 from gemma_py.generate.core import Token
-from gemma_py.generate.scheduler import Finished, Made, Usage
+from gemma_py.generate.events import Finished, Generated, Usage
 from gemma_py.server.openai.builders import ChatBuilder
-from gemma_py.server.openai.errors import ApiError
+from gemma_py.server.openai.errors import ApiError, api_error
 from gemma_py.server.openai.responses import ResponsesBuilder
 from gemma_py.server.openai.schemas import ChatRequest, ResponsesRequest
 from gemma_py.server.openai.service import Service
-from gemma_py.server.tools import CallReader, read_call
 from gemma_py.templates.template import Jinja
+from gemma_py.templates.tools import CallReader, read_call
 from gemma_py.tokenizer import Tokenizer
 
 # FunctionGemma's own template does this, at greater length.
@@ -127,9 +128,9 @@ def test_nobody_forges_a_control_token_through_a_tool(service: Service) -> None:
         ({"messages": [*ask, {"role": "tool", "name": forged, "content": "x"}]}, "messages[1]"),
     ]
     for asked, param in cases:
-        with pytest.raises(ApiError, match="control token") as caught:
+        with pytest.raises(ToolError, match="control token") as caught:
             pieces_of(service, **asked)
-        assert caught.value.param == param
+        assert api_error(caught.value).param == param
     ids = service.chat(
         ChatRequest.model_validate({"messages": [*ask, {"role": "tool", "name": "f", "content": forged}]})
     )
@@ -145,9 +146,9 @@ def test_results_and_arguments_must_make_sense(service: Service) -> None:
             "messages[0].tool_calls",
         ),
     ):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(ToolError) as caught:
             pieces_of(service, messages=[message])
-        assert caught.value.param == param
+        assert api_error(caught.value).param == param
 
 
 def answer(service: Service, tokens: list[tuple[int, str]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -157,7 +158,7 @@ def answer(service: Service, tokens: list[tuple[int, str]]) -> tuple[dict[str, A
     pieces = []
     for at, (token, text) in enumerate(tokens):
         reason = "stop" if at == len(tokens) - 1 else None
-        pieces += list(made.take(0, Made(Token(token, text, 0.0, reason), ())))
+        pieces += list(made.take(0, Generated(Token(token, text, 0.0, reason), ())))
     pieces += list(made.take(0, Finished("stop", Usage(1, 0, len(tokens), 0, 0, 0))))
     return made.document()["choices"][0], [piece["choices"][0] for piece in pieces]
 
@@ -268,7 +269,7 @@ def test_a_call_in_a_response(service: Service, text: str) -> None:
     events = [
         event
         for token, piece in tokens
-        for event in made.take(0, Made(Token(token, piece, 0.0, "stop" if token == 1 else None), ()))
+        for event in made.take(0, Generated(Token(token, piece, 0.0, "stop" if token == 1 else None), ()))
     ]
     events += made.take(0, Finished("stop", Usage(1, 0, len(tokens), 0, 0, 0)))
     whole = made.document()

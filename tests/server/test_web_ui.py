@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from serving import NO_END, Running, idle, wait_until
 
-from gemma_py.generate.core import Continuation
+from gemma_py.generate.core import Generation
 from gemma_py.server.web_ui import PAGE, POLICY
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser")
@@ -193,13 +193,13 @@ def page(driver: Any, server: Running) -> Iterator[Page]:
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer of 4,000 tokens takes longer than any of these tests waits: what is to stop it always comes in time."""
-    choose = Continuation.next
+    choose = Generation.next
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.008)
         return choose(*arguments)
 
-    monkeypatch.setattr(Continuation, "next", slowly)
+    monkeypatch.setattr(Generation, "next", slowly)
 
 
 @browsed

@@ -5,7 +5,6 @@ import contextlib
 import http.client
 import json
 import math
-import os
 import re
 import socket
 import subprocess
@@ -13,20 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from repository import TINY, child_environment
+
 import gemma_py
-from gemma_py.generate.core import Token
-from gemma_py.generate.scheduler import Request, Scheduler
+from gemma_py.generate.core import Request, Token
+from gemma_py.generate.scheduler import Scheduler
 from gemma_py.server.app import App
 from gemma_py.server.auth import Keys
 from gemma_py.server.openai.service import Service
 from gemma_py.server.process import Server, address, bind
 
-ROOT = Path(__file__).parent.parent.parent
-TINY = ROOT / "models" / "tiny-gemma3"
 NO_END = {"1": -100, "6": -100}  # as logit_bias: without the tokens at which an answer would end
 
 
@@ -122,7 +120,7 @@ class Process(Client):
 
     def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "gemma_py")) -> None:
         command = [sys.executable, *program, "serve", str(TINY), "--port", "0", *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = child_environment()
         self.child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY
 from gguf_files import small
+from repository import ROOT, TINY
 
 import gemma_py
 from gemma_py.catalog import catalogue, resolve

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from repository import ROOT
 
 import gemma_py
 from gemma_py import demo

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ContextError, InputError

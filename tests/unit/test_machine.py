@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py import machine

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError, ConfigError, InputError
-from gemma_py.generate.sampling import GEMMA, Sampler, Sampling, _largest, asked, recommended, uniform
+from gemma_py.generate.options import GEMMA, Sampling, asked, recommended
+from gemma_py.generate.sampling import Sampler, _largest, uniform
 
 RNG = np.random.default_rng(7)
 V = 5000

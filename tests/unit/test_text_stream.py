@@ -4,11 +4,11 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py.errors import InputError
-from gemma_py.generate.text_stream import TextStream, stop_strings
+from gemma_py.generate.core import TextStream, stop_strings
 from gemma_py.tokenizer import Tokenizer
 
 

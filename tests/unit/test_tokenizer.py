@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from conftest import ROOT, TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repository import ROOT, TINY
 
 from gemma_py.errors import GemmaError, InputError, TokenizerError, UnsupportedError
 from gemma_py.formats.files import read_json

@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from gemma_py.errors import ComputationError, GemmaError, InputError, Overloaded
-from gemma_py.generate.scheduler import Event, Ticket
+from gemma_py.generate.events import Event
+from gemma_py.generate.scheduler import Ticket
 from gemma_py.server.openai.builders import ResponseBuilder
 from gemma_py.server.openai.endpoints import ENDPOINTS
 from gemma_py.server.openai.errors import ApiError, api_error, checked

@@ -9,12 +9,13 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from gemma_py.generate.scheduler import Event, Failed, Finished, Made, Progress, Scored, Top
+from gemma_py.generate.core import TopLogprobs
+from gemma_py.generate.events import Event, Failed, Finished, Generated, PrefillProgress, Scored
 from gemma_py.server.openai.constraint import piece_bytes
 from gemma_py.server.openai.errors import ApiError
 from gemma_py.server.openai.schemas import ChatRequest, CompletionRequest, ResponsesRequest, StreamOptions
 from gemma_py.server.openai.service import Job, Service
-from gemma_py.server.tools import Call, CallReader
+from gemma_py.templates.tools import Call, CallReader
 
 Document = dict[str, Any]
 
@@ -64,11 +65,11 @@ class ResponseBuilder:
     def take(self, index: int, event: Event) -> Iterator[Document]:
         """The chunks that an event adds. Raises the error of a request that failed."""
         choice = self.choices[index]
-        if isinstance(event, Progress):
+        if isinstance(event, PrefillProgress):
             choice.cached = event.cached
             if self.wants_progress:
                 yield self._progress(index, event)
-        elif isinstance(event, Made):
+        elif isinstance(event, Generated):
             choice.generated += 1
             yield from self._made(index, choice, event)
         elif isinstance(event, Finished):
@@ -107,7 +108,7 @@ class ResponseBuilder:
 
     # --- what differs between endpoints -------------------------------------------------------------------------------------
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
         raise NotImplementedError
 
     def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
@@ -122,7 +123,7 @@ class ResponseBuilder:
         if self.service.knows_tools and asked.functions and asked.chosen != "none":
             self._readers = [CallReader(self.service.tokenizer) for _ in self.choices]
 
-    def _split_calls(self, index: int, event: Made) -> tuple[str, list[Call]]:
+    def _split_calls(self, index: int, event: Generated) -> tuple[str, list[Call]]:
         """The text of an event, and the tool calls that are complete with it."""
         if not self._readers:
             return event.token.text, []
@@ -143,14 +144,14 @@ class ResponseBuilder:
             chunk["usage"] = self.usage() if self.options.continuous_usage_stats else None
         return chunk
 
-    def _progress(self, index: int, event: Progress) -> Document:
+    def _progress(self, index: int, event: PrefillProgress) -> Document:
         told = {
             "index": index, "total": event.total, "cache": event.cached, "processed": event.done,
             "time_ms": int((time.monotonic() - self._began) * 1e3),
         }  # fmt: skip
         return {**self._chunk([]), "prompt_progress": told}
 
-    def _is_end(self, index: int, event: Made) -> bool:
+    def _is_end(self, index: int, event: Generated) -> bool:
         """Whether this token ends the response; it is not part of its text."""
         return event.token.id in self.job.requests[index].ends
 
@@ -177,7 +178,7 @@ class ChatBuilder(ResponseBuilder):
     ) -> Document:
         return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
         logprobs = None
         if self._logprobs and not self._is_end(index, event):
             entry = self._entry(event.token.id, event.token.logprob)
@@ -244,7 +245,7 @@ class CompletionBuilder(ResponseBuilder):
     def _text(self, index: int, text: str, logprobs: Document | None = None, reason: str | None = None) -> Document:
         return self._chunk([{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}])
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
         entry = None
         if self._logprobs:
             entry = self._entry(index, event.token.id, event.token.logprob, event.top)
@@ -252,7 +253,7 @@ class CompletionBuilder(ResponseBuilder):
         if event.token.text or entry:
             yield self._text(index, event.token.text, entry)
 
-    def _entry(self, index: int, token: int, logprob: float | None, top: Top) -> Document:
+    def _entry(self, index: int, token: int, logprob: float | None, top: TopLogprobs) -> Document:
         """The log-probabilities of one token, end tokens too. The first token of all has none."""
         text, as_bytes = self._token(token)
         entry: Document = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}

@@ -5,7 +5,15 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gemma_py.errors import ContextError, GemmaError, InputError, Overloaded, TemplateError, UnsupportedError
+from gemma_py.errors import (
+    ContextError,
+    GemmaError,
+    InputError,
+    Overloaded,
+    TemplateError,
+    ToolError,
+    UnsupportedError,
+)
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -41,6 +49,8 @@ def api_error(error: GemmaError, prompt_field: str | None = None) -> ApiError:
         return ApiError(400, str(error), prompt_field, "context_length_exceeded")
     if isinstance(error, Overloaded):
         return ApiError(429, str(error), None, "rate_limit_exceeded", error.retry_after)
+    if isinstance(error, ToolError):
+        return ApiError(400, str(error), error.field, "invalid_value")
     if isinstance(error, InputError | TemplateError | UnsupportedError):
         first = str(error).partition(" ")[0].rstrip(":")  # messages about sampling begin with the name of the option
         return ApiError(400, str(error), first if first in _OPTIONS else prompt_field, "invalid_value")

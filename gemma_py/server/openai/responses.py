@@ -4,12 +4,12 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from gemma_py.generate.scheduler import Made, Progress
+from gemma_py.generate.events import Generated, PrefillProgress
 from gemma_py.server.openai.builders import Choice, Document, ResponseBuilder
 from gemma_py.server.openai.errors import ApiError
 from gemma_py.server.openai.schemas import NamedFlatTool, ResponsesRequest, StreamOptions
 from gemma_py.server.openai.service import Service
-from gemma_py.server.tools import Call
+from gemma_py.templates.tools import Call
 
 
 class ResponsesBuilder(ResponseBuilder):
@@ -42,11 +42,11 @@ class ResponsesBuilder(ResponseBuilder):
         position = self._items.index(None)
         return self._event(kind, item_id=self._item, output_index=position, content_index=0, **fields)
 
-    def _progress(self, index: int, event: Progress) -> Document:
+    def _progress(self, index: int, event: PrefillProgress) -> Document:
         told = {"total": event.total, "cache": event.cached, "processed": event.done}
         return self._event("response.in_progress", response=self._response("in_progress"), prompt_progress=told)
 
-    def _made(self, index: int, choice: Choice, event: Made) -> Iterator[Document]:
+    def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
         text, calls = self._split_calls(index, event)
         choice.parts.append(text)
         if text:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from gemma_py.generate.sampling import MOST_TOP_K, RANGES
+from gemma_py.generate.options import MOST_TOP_K, RANGES
 
 _SEED = (1 << 63) - 1
 _LONGEST_STOP = 1024  # characters

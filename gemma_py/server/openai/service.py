@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gemma_py.errors import ContextError
-from gemma_py.generate.core import Constraint
+from gemma_py.generate.core import Constraint, Request
 from gemma_py.generate.engine import Engine
-from gemma_py.generate.sampling import RANGES, Sampling
-from gemma_py.generate.scheduler import Request, Scheduler
+from gemma_py.generate.options import RANGES, Sampling
+from gemma_py.generate.scheduler import Scheduler
 from gemma_py.server.openai.constraint import JsonConstraint, JsonConstraints
 from gemma_py.server.openai.errors import ApiError
 from gemma_py.server.openai.schemas import (
@@ -29,8 +28,8 @@ from gemma_py.server.openai.schemas import (
     ToolCall,
 )
 from gemma_py.server.openai.schemas import Message as GivenMessage
-from gemma_py.server.tools import START, CallConstraint, calls_and_results, declared
 from gemma_py.templates.template import ROLES, Message, Tools, checked_messages, encode
+from gemma_py.templates.tools import START, CallConstraint, calls_and_results, declarations
 
 DEFAULT_TOKENS = 1024  # the most that a response to a chat has, where the request does not say
 _SEEDS = 1 << 63
@@ -78,8 +77,9 @@ class Service:
         limit = asked.max_completion_tokens or asked.max_tokens
         request = Request(
             ids,
-            self._room(ids, limit, "messages"),
+            DEFAULT_TOKENS if limit is None else limit,
             self._sampling(asked, self.ends),
+            fit=limit is None,
             stop=(*self._stop(asked), *asked.stops),
             ends=self.ends,
             trim=True,
@@ -100,8 +100,9 @@ class Service:
             ids = self.engine.encode(prompt)
             request = Request(
                 ids,
-                self._room(ids, asked.max_tokens, "prompt"),
+                DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens,
                 self._sampling(asked, ends),
+                fit=asked.max_tokens is None,
                 stop=asked.stops,
                 ends=ends,
                 logprobs=asked.logprobs is not None,
@@ -126,10 +127,10 @@ class Service:
         else:
             messages = _joined_system(messages + self._messages(_turns(asked.input)))
         ids = self._prompt(messages, self._tools(asked))
-        limit = self._room(ids, asked.max_output_tokens, "input")
+        limit = asked.max_output_tokens
         request = Request(
-            ids, limit, self._sampling(asked, self.ends), stop=self._stop(asked), ends=self.ends, trim=True,
-            logprobs=False,
+            ids, DEFAULT_TOKENS if limit is None else limit, self._sampling(asked, self.ends), fit=limit is None,
+            stop=self._stop(asked), ends=self.ends, trim=True, logprobs=False,
         )  # fmt: skip
         form = None if asked.text is None else asked.text.format
         constraint = self._call(asked) or partial(self._constraint, form, "text.format")
@@ -146,7 +147,8 @@ class Service:
     def _tools(self, asked: ChatRequest | ResponsesRequest) -> Tools:
         if asked.functions and asked.chosen != "none" and not self.knows_tools:
             raise ApiError(400, _NO_TOOLS, "tools", "unsupported_parameter")
-        return declared(asked.functions if asked.chosen != "none" else [], self.tokenizer)
+        functions = [function.model_dump() for function in asked.functions if asked.chosen != "none"]
+        return declarations(functions, self.tokenizer)
 
     def _call(self, asked: ChatRequest | ResponsesRequest) -> Callable[[], CallConstraint] | None:
         """What makes a response begin with a tool call, where the request requires one."""
@@ -162,7 +164,7 @@ class Service:
     def _messages(self, given: Sequence[GivenMessage]) -> list[Message]:
         """Messages in the form that `checked_messages` takes."""
         made = []
-        extras = calls_and_results(given, self.tokenizer)
+        extras = calls_and_results([message.model_dump() for message in given], self.tokenizer)
         for number, (message, extra) in enumerate(zip(given, extras, strict=True)):
             param = f"messages[{number}]"
             if extra and not self.knows_tools:
@@ -173,17 +175,6 @@ class Service:
             role = "system" if message.role == "developer" else message.role
             made.append({"role": role, "content": _text(message.content or ""), **extra})
         return _joined_system(made)
-
-    def _room(self, ids: list[int], wanted: int | None, param: str) -> int:
-        """How many tokens the response may have: where the request does not say, DEFAULT_TOKENS or as many as fit."""
-        room, least = self.engine.context - len(ids), 1 if wanted is None else wanted
-        if room < least:
-            message = (
-                f"This model's context holds {self.engine.context} tokens, and the request asks for "
-                f"{len(ids) + least}: {len(ids)} in '{param}', {least} for the response."
-            )
-            raise ContextError(message)
-        return min(DEFAULT_TOKENS, room) if wanted is None else wanted
 
     def _stop(self, asked: Sampled) -> tuple[str, ...]:
         """The texts at which a turn of the template ends."""

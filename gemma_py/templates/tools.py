@@ -1,9 +1,9 @@
-"""Calls of functions, in FunctionGemma's notation: who may be called, what was called, and what came of it.
+"""Tool calls in FunctionGemma's notation: which functions are declared, what the model called, what the results were.
 
     <start_function_call>call:NAME{place:<escape>London<escape>,days:[1,2]}<end_function_call>
 
-The template writes declarations, calls and responses; a model's calls are read back here. Where one begins and ends is told by
-token ids, so nothing that a model merely writes looks like a call.
+The template writes declarations, calls and results into the prompt; the model's calls are read back here. Token ids mark where
+a call begins and ends, so no other text of the model is taken for one.
 """
 
 import json
@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gemma_py.server.openai.errors import ApiError
-from gemma_py.server.openai.schemas import Function, Message
+from gemma_py.errors import ToolError
 from gemma_py.tokenizer import Tokenizer
 
 START, END, ESCAPE = "<start_function_call>", "<end_function_call>", "<escape>"
@@ -27,7 +26,7 @@ _DEEPEST = 64
 
 @dataclass(frozen=True)
 class Call:
-    """id: by which its result will be told. arguments: JSON, as OpenAI has it."""
+    """id: what its result will refer to. arguments: JSON, as OpenAI has it."""
 
     id: str
     name: str
@@ -38,7 +37,7 @@ class Call:
 
 
 class CallConstraint:
-    """An answer begins with a call: of this function, or of any. What follows is the model's."""
+    """Makes an answer begin with a call of this function, or of any. What follows is the model's choice."""
 
     finished = False
 
@@ -59,7 +58,7 @@ class CallConstraint:
 
 
 class CallReader:
-    """Parts an answer's tokens into text and calls. What begins like a call and is none stays text."""
+    """Splits an answer's tokens into text and calls. What begins like a call and is none stays text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._start, self._end = tokenizer.token_id(START), tokenizer.token_id(END)
@@ -70,7 +69,8 @@ class CallReader:
     def take(self, token: int, text: str) -> tuple[str, list[Call]]:
         """The text and the calls that are complete with this token.
 
-        Its text may begin with what was held back before it, and lack what a stop string may begin with: of marks too.
+        The token's text may begin with what was held back before it, and may lack characters with which a stop string begins,
+        even those of a mark.
         """
         if self._pieces is None:
             if token != self._start:
@@ -94,12 +94,13 @@ class CallReader:
         return before + after, [] if call is None else [call]
 
     def finish(self) -> str:
-        """Of a call that never ended."""
+        """The text of a call that never ended."""
         pieces, self._pieces = self._pieces, None
         return "".join(pieces or [])
 
 
 def read_call(text: str) -> Call | None:
+    """The call that stands between the marks; None if the text is not one."""
     named = _CALL.match(text)
     if named is None:
         return None
@@ -132,10 +133,10 @@ class _Reader:
         made: dict[str, Any] = {}
         while not self._has("}"):
             key = self._until(ESCAPE) if self._has(ESCAPE) else self._bare_word(":")
-            self._insist(":")
+            self._expect(":")
             made[key] = self.value(depth + 1)
             if not self._has(","):
-                self._insist("}")
+                self._expect("}")
                 break
         return made
 
@@ -144,7 +145,7 @@ class _Reader:
         while not self._has("]"):
             made.append(self.value(depth + 1))
             if not self._has(","):
-                self._insist("]")
+                self._expect("]")
                 break
         return made
 
@@ -155,7 +156,7 @@ class _Reader:
         self._at += len(mark) * found
         return found
 
-    def _insist(self, mark: str) -> None:
+    def _expect(self, mark: str) -> None:
         if not self._has(mark):
             raise ValueError(mark)
 
@@ -183,60 +184,68 @@ def _bare(word: str) -> Any:
 # --- what a template is given -----------------------------------------------------------------------------------------
 
 
-def declared(functions: Sequence[Function], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """For the template. Their words stand among its own, so they must not hold a control token."""
+def declarations(functions: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Functions in OpenAI's form ({name, description, parameters}) as templates take them.
+
+    A template puts their words among its own, where a control token would be one: such a function is a ToolError.
+    """
     made = []
     for number, function in enumerate(functions):
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        document = {"name": function.name, "description": function.description or "", "parameters": parameters}
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        document = {
+            "name": function["name"],
+            "description": function.get("description") or "",
+            "parameters": parameters,
+        }
         _refuse_control(document, tokenizer, f"tools[{number}]")
         made.append({"type": "function", "function": document})
     return made
 
 
-def calls_and_results(messages: Sequence[Message], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """What the template is told of each message beside its text: calls, or the function whose result it is."""
+def calls_and_results(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Of each message in OpenAI's form, what a template takes beside role and content: the calls, or the name of the function
+    whose result it is. ToolError where that is invalid."""
     names: dict[str | None, str] = {}
     made: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
-        param = f"messages[{number}]"
+        field = f"messages[{number}]"
         entry: dict[str, Any] = {}
-        if message.tool_calls:
-            functions = [call.function for call in message.tool_calls]
-            calls = [{"name": f.name, "arguments": _object(f.arguments, f"{param}.tool_calls")} for f in functions]
-            names.update({call.id: call.function.name for call in message.tool_calls})
-            entry = {"tool_calls": [{"type": "function", "function": call} for call in calls]}
-        if message.role == "tool":
-            name = names.get(message.tool_call_id, message.name)
+        calls = message.get("tool_calls") or []
+        if calls:
+            functions = [call["function"] for call in calls]
+            told = [{"name": f["name"], "arguments": _object(f["arguments"], f"{field}.tool_calls")} for f in functions]
+            names.update({call.get("id"): call["function"]["name"] for call in calls})
+            entry = {"tool_calls": [{"type": "function", "function": call} for call in told]}
+        if message["role"] == "tool":
+            name = names.get(message.get("tool_call_id"), message.get("name"))
             if name is None:
-                raise ApiError(400, "A result should name a call before it.", f"{param}.tool_call_id", "invalid_value")
+                raise ToolError("A result should name a call before it.", f"{field}.tool_call_id")
             entry = {"name": name}
-        _refuse_control(entry, tokenizer, param)
+        _refuse_control(entry, tokenizer, field)
         made.append(entry)
     return made
 
 
-def _object(text: str, param: str) -> dict[str, Any]:
+def _object(text: str, field: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ApiError(400, "Arguments of a call should be a JSON object.", param, "invalid_value")
+        raise ToolError("Arguments of a call should be a JSON object.", field)
     return value
 
 
-def _refuse_control(value: Any, tokenizer: Tokenizer, param: str) -> None:
+def _refuse_control(value: Any, tokenizer: Tokenizer, field: str) -> None:
     for text in _strings(value):
-        found = next(
-            (token for token in tokenizer.encode(text, bos=False, control=True) if token in tokenizer.control_ids), None
-        )
+        ids = tokenizer.encode(text, bos=False, control=True)
+        found = next((token for token in ids if token in tokenizer.control_ids), None)
         if found is not None:
-            raise ApiError(400, f"{param} holds the control token {tokenizer.piece(found)}.", param, "invalid_value")
+            raise ToolError(f"{field} holds the control token {tokenizer.piece(found)}.", field)
 
 
 def _strings(value: Any) -> list[str]:
-    """All of a document, keys too."""
+    """All strings of a document, its keys too."""
     made, left = [], [value]
     while left:
         at = left.pop()

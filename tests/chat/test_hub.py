@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY
+from repository import ROOT, TINY
 
 import gemma_py
 from gemma_py import hub

@@ -7,11 +7,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py.runtime.cache import Cache, bytes_needed
-from gemma_py.runtime.prefixes import TOKENS, Prefixes
+from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 
 
 def prompt(engine: gemma_py.Engine, length: int, seed: int = 1) -> list[int]:
@@ -19,21 +19,21 @@ def prompt(engine: gemma_py.Engine, length: int, seed: int = 1) -> list[int]:
     return [rng.randrange(engine.config.vocab_size) for _ in range(length)]
 
 
-def kept(engine: gemma_py.Engine, budget: int = 1 << 30) -> Prefixes:
-    return Prefixes(engine.config, engine.runner.kv, budget)
+def kept(engine: gemma_py.Engine, budget: int = 1 << 30) -> PrefixCache:
+    return PrefixCache(engine.config, engine.kv_type, budget)
 
 
 def computed(
-    engine: gemma_py.Engine, ids: list[int], prefixes: Prefixes, chunk: int = 23
+    engine: gemma_py.Engine, ids: list[int], prefixes: PrefixCache, chunk: int = 23
 ) -> tuple[Cache, int, np.ndarray]:
     """As a server does it: what is known is copied, the rest computed and kept. Logits of all that was computed."""
-    cache = engine.runner.cache(TOKENS)
+    cache = engine.new_cache(BLOCK_TOKENS)
     cache.prepare(len(ids), chunk)
     cached = prefixes.restore(cache, ids)
     rows = []
     for first in range(cached, len(ids), chunk):
         rows.append(engine.runner.run(cache, ids[first : first + chunk], True))
-        prefixes.keep(cache, first)
+        prefixes.insert(cache, first)
     return cache, cached, np.concatenate(rows).view(np.uint32)
 
 
@@ -41,7 +41,7 @@ def computed(
 def test_a_hit_matches_a_cold_start(checkpoints: dict[str, Path], name: str) -> None:
     """At every border, far behind the windows, in every logit and every row."""
     with gemma_py.load(checkpoints[name], threads=2) as engine:
-        engine.runner.poison = True
+        engine.instruments.poison = True
         ids = prompt(engine, 110)
         cold, nothing, every = computed(engine, ids, kept(engine, 0))
         assert nothing == 0
@@ -49,7 +49,7 @@ def test_a_hit_matches_a_cold_start(checkpoints: dict[str, Path], name: str) -> 
             prefixes = kept(engine)
             computed(engine, ids[:length], prefixes)
             warm, cached, rest = computed(engine, ids, prefixes)
-            assert cached == length // TOKENS * TOKENS
+            assert cached == length // BLOCK_TOKENS * BLOCK_TOKENS
             np.testing.assert_array_equal(rest, every[cached:])
             assert warm.digest() == cold.digest()
 
@@ -59,10 +59,10 @@ def test_what_is_reserved_is_what_is_needed(kv: str) -> None:
     """No row moves later, and the bytes are those that were told before."""
     with gemma_py.load(TINY, kv=kv) as engine:
         for tokens, chunk in ((1, 1), (30, 512), (300, 7), (300, 512)):
-            cache = engine.runner.cache(TOKENS)
+            cache = engine.new_cache(BLOCK_TOKENS)
             cache.prepare(tokens, chunk)
             layers = cache.layers
-            assert cache.nbytes == bytes_needed(engine.config, kv, tokens, chunk, TOKENS)
+            assert cache.nbytes == bytes_needed(engine.config, kv, tokens, chunk, BLOCK_TOKENS)
             ids = prompt(engine, tokens)
             for first in range(0, tokens, chunk):
                 engine.runner.run(cache, ids[first : first + chunk], False)
@@ -73,7 +73,7 @@ def test_the_last_token_is_always_computed(tiny_engine: gemma_py.Engine) -> None
     prefixes, ids = kept(tiny_engine), prompt(tiny_engine, 64)
     computed(tiny_engine, ids, prefixes)
     assert computed(tiny_engine, ids, prefixes)[1] == 48
-    assert (prefixes.hits, prefixes.misses, prefixes.tokens) == (1, 1, 48)
+    assert (prefixes.hits, prefixes.misses, prefixes.hit_tokens) == (1, 1, 48)
 
 
 def test_what_texts_share_is_kept_once(tiny_engine: gemma_py.Engine) -> None:

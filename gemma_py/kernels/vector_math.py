@@ -4,21 +4,21 @@ import numpy as np
 
 from gemma_py.kernels import elementary as scalar
 from gemma_py.kernels.decorator import inlined
-from gemma_py.kernels.simd import (
+from gemma_py.kernels.simd.vectors import (
     add,
-    bits,
+    bitcast,
     div,
     fma,
     less,
     load,
-    load_first,
+    load_partial,
     mul,
     neg,
     select,
     shift_left,
-    splat_value,
+    splat,
     store,
-    store_first,
+    store_partial,
     sub,
     zero,
 )
@@ -36,19 +36,19 @@ _LEAST, _MOST, _INFINITY = scalar._LEAST, scalar._MOST, scalar._INFINITY
 @inlined
 def exp(x):
     """e^x in every lane. What an x out of range makes on the way is thrown away by the choice at the end."""
-    shifted = fma(x, splat_value(_LOG2E), splat_value(_ROUND))
-    n = sub(shifted, splat_value(_ROUND))
-    r = fma(n, splat_value(_MINUS_LN2_LOW), fma(n, splat_value(_MINUS_LN2_HIGH), x))
-    p = fma(splat_value(_E5), r, splat_value(_E4))
-    p = fma(p, r, splat_value(_E3))
-    p = fma(p, r, splat_value(_E2))
-    p = fma(p, r, splat_value(_E1))
-    p = fma(p, r, splat_value(_HALF))
-    p = add(fma(mul(p, r), r, r), splat_value(_ONE))
-    power = sub(bits(shifted), splat_value(_ROUND_BITS))
-    result = mul(p, bits(shift_left(add(power, splat_value(_BIAS)), splat_value(_MANTISSA))))
-    result = select(less(splat_value(_MOST), x), splat_value(_INFINITY), result)
-    return select(less(x, splat_value(_LEAST)), zero(), result)
+    shifted = fma(x, splat(_LOG2E), splat(_ROUND))
+    n = sub(shifted, splat(_ROUND))
+    r = fma(n, splat(_MINUS_LN2_LOW), fma(n, splat(_MINUS_LN2_HIGH), x))
+    p = fma(splat(_E5), r, splat(_E4))
+    p = fma(p, r, splat(_E3))
+    p = fma(p, r, splat(_E2))
+    p = fma(p, r, splat(_E1))
+    p = fma(p, r, splat(_HALF))
+    p = add(fma(mul(p, r), r, r), splat(_ONE))
+    power = sub(bitcast(shifted), splat(_ROUND_BITS))
+    result = mul(p, bitcast(shift_left(add(power, splat(_BIAS)), splat(_MANTISSA))))
+    result = select(less(splat(_MOST), x), splat(_INFINITY), result)
+    return select(less(x, splat(_LEAST)), zero(), result)
 
 
 @inlined
@@ -57,34 +57,34 @@ def tanh(x):
     negative = less(x, zero())
     a = select(negative, neg(x), x)
     s = mul(a, a)
-    p = fma(splat_value(_T4), s, splat_value(_T3))
-    p = fma(p, s, splat_value(_T2))
-    p = fma(p, s, splat_value(_T1))
-    p = fma(p, s, splat_value(_T0))
+    p = fma(splat(_T4), s, splat(_T3))
+    p = fma(p, s, splat(_T2))
+    p = fma(p, s, splat(_T1))
+    p = fma(p, s, splat(_T0))
     small = fma(mul(p, s), a, a)
-    large = sub(splat_value(_ONE), div(splat_value(_TWO), add(exp(mul(splat_value(_TWO), a)), splat_value(_ONE))))
-    result = select(less(a, splat_value(_SMALL)), small, large)
+    large = sub(splat(_ONE), div(splat(_TWO), add(exp(mul(splat(_TWO), a)), splat(_ONE))))
+    result = select(less(a, splat(_SMALL)), small, large)
     return select(negative, neg(result), result)
 
 
 @inlined
 def soft_cap(x, cap):
     """cap * tanh(x / cap) for a cap that is not 0."""
-    return mul(splat_value(cap), tanh(div(x, splat_value(cap))))
+    return mul(splat(cap), tanh(div(x, splat(cap))))
 
 
 @inlined
-def take(x, at, end):
+def load_up_to(x, at, end):
     """x[at : at + 16], with zeros from `end` on."""
     if at + 16 <= end:
         return load(x, at)
-    return load_first(x, at, end - at)
+    return load_partial(x, at, end - at)
 
 
 @inlined
-def put(x, at, end, value):
+def store_up_to(x, at, end, value):
     """x[at : at + 16] = value, of which nothing at `end` and beyond is written."""
     if at + 16 <= end:
         store(x, at, value)
     else:
-        store_first(x, at, value, end - at)
+        store_partial(x, at, value, end - at)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY
+from repository import TINY
 
 import gemma_py
 from gemma_py.errors import InputError, TemplateError, UnsupportedError

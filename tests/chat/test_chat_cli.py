@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY
+from repository import ROOT, TINY, child_environment
 
 import gemma_py
 from gemma_py import Conversation
@@ -61,8 +61,8 @@ class Window:
         self.ours, theirs = pty.openpty()
         self.resize(24, 80)
         environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(home), "TERM": "xterm-256color", "PS1": "shell$ ",
-            "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONUTF8": "1", "ENV": "", **environment,
+            **child_environment(XDG_STATE_HOME=str(home), TERM="xterm-256color", PS1="shell$ ", ENV=""),
+            "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONUTF8": "1", **environment,
         }  # fmt: skip
         if "NO_COLOR" not in environment:
             environment["COLORTERM"] = "truecolor"

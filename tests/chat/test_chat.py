@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY
+from repository import ROOT, TINY
 
 import gemma_py
 from gemma_py import Conversation, Sampling
@@ -49,7 +49,7 @@ def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], nam
     """Random walks forwards and back, in test mode (whatever is not to be read is NaN): the bits of one prefill."""
     rng = random.Random(name)
     with gemma_py.load(checkpoints[name], threads=2, kv=kv) as engine:
-        engine.runner.poison = True
+        engine.instruments.poison = True
         for keep in (0, 7):
             session = engine.session(keep)
             ids: list[int] = []
@@ -77,7 +77,7 @@ def test_rows_that_moved_are_the_same(checkpoints: dict[str, Path]) -> None:
     """From rings that have gone round to larger ones, because a larger chunk comes."""
     ids = [number % 96 for number in range(128)]
     with gemma_py.load(checkpoints["gemma3"]) as engine:
-        engine.runner.poison = True
+        engine.instruments.poison = True
         grown = 0
         for first, keep in itertools.product((40, 66, 70, 100), (0, 20, 40)):
             session = engine.session(keep)
@@ -312,7 +312,9 @@ def test_the_context_is_a_wall_with_numbers() -> None:
         assert conversation.stats is not None and conversation.stats.finish_reason == "length"
         assert conversation.tokens_used == 60  # what would stand before a next text has no room, and does not count
         before = [dict(message) for message in conversation.messages]
-        with pytest.raises(ContextError, match=r"would take \d+ tokens, and the context of 60"):
+        with pytest.raises(
+            ContextError, match=r"prompt of \d+ tokens leaves no room for an answer in the context of 60"
+        ):
             conversation.send("two")
         assert conversation.messages == before
         with pytest.raises(ContextError):

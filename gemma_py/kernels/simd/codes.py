@@ -1,0 +1,143 @@
+"""The bytes and 16-bit words of quantised weights and inputs."""
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from gemma_py.kernels.simd.builders import (
+    I8,
+    I16,
+    element_pointer,
+    f32x16,
+    i16x32,
+    i32x16,
+    is_flat,
+    load_value,
+    shuffle,
+    splat_scalar,
+    vector_constant,
+)
+
+
+@intrinsic
+def load_words(typing, array, index):
+    """The 64 bytes from index on as 32 words."""
+    if not is_flat(array, types.int8):
+        return None
+    return i16x32(array, types.intp), lambda context, builder, sig, args: load_value(
+        context, builder, sig, args, i16x32.llvm, 1
+    )
+
+
+@intrinsic
+def store_words(typing, array, index, value):
+    """array[index : index + 32] = value, of int16."""
+    if not is_flat(array, types.int16) or value != i16x32:
+        return None
+
+    def codegen(context, builder, sig, args):
+        place = element_pointer(context, builder, sig.args[0], args[0], args[1], i16x32.llvm)
+        builder.store(args[2], place).align = 2
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, i16x32), codegen
+
+
+@intrinsic
+def store_codes(typing, array, index, value):
+    """Sixteen integers as int16 in the order of panels: of each four, numbers 0, 2, 1, 3."""
+    if not is_flat(array, types.int16):
+        return None
+    order = [4 * quad + number for quad in range(4) for number in (0, 2, 1, 3)]
+
+    def codegen(context, builder, sig, args):
+        kind = ir.VectorType(I16, 16)
+        words = builder.trunc(args[2], kind)
+        place = element_pointer(context, builder, sig.args[0], args[0], args[1], kind)
+        builder.store(shuffle(builder, words, ir.Constant(kind, ir.Undefined), order), place).align = 2
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, i32x16), codegen
+
+
+@intrinsic
+def store_byte_planes(typing, array, index, value):
+    """Sixteen integers as bytes: of each four of them the upper halves, then the lower ones."""
+    if not is_flat(array, types.int8):
+        return None
+    order = [8 * quad + 2 * number + half for quad in range(4) for half in (1, 0) for number in range(4)]
+
+    def codegen(context, builder, sig, args):
+        kind = ir.VectorType(I8, 32)
+        halves = builder.bitcast(builder.trunc(args[2], ir.VectorType(I16, 16)), kind)
+        place = element_pointer(context, builder, sig.args[0], args[0], args[1], kind)
+        builder.store(shuffle(builder, halves, ir.Constant(kind, ir.Undefined), order), place).align = 1
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, i32x16), codegen
+
+
+@intrinsic
+def load_f16(typing, array, index):
+    """The 32 bytes from index on, sixteen float16, as f32. None of them is infinite or NaN.
+
+    In integers and one exact difference, so that a machine need not know float16, and without subnormal floats on the
+    way, which cost it a hundred cycles: factors of blocks are often subnormal as float16.
+    """
+    if not is_flat(array, types.int8):
+        return None
+
+    def codegen(context, builder, sig, args):
+        def constant(value):
+            return vector_constant(i32x16.llvm, [value] * 16)
+
+        words = builder.zext(load_value(context, builder, sig, args, ir.VectorType(I16, 16), 1), i32x16.llvm)
+        sign = builder.shl(builder.and_(words, constant(0x8000)), constant(16))
+        size = builder.shl(builder.and_(words, constant(0x7FFF)), constant(13))
+        normal = builder.add(size, constant(112 << 23))
+        small = builder.bitcast(builder.add(size, constant(113 << 23)), f32x16.llvm)
+        small = builder.bitcast(builder.fsub(small, vector_constant(f32x16.llvm, [2.0**-14] * 16)), i32x16.llvm)
+        size = builder.select(builder.icmp_signed("<", size, constant(1 << 23)), small, normal)
+        return builder.bitcast(builder.or_(size, sign), f32x16.llvm)
+
+    return f32x16(array, types.intp), codegen
+
+
+@intrinsic
+def load_bytes(typing, array, index):
+    """array[index : index + 16] of int8, as f32."""
+    if not is_flat(array, types.int8):
+        return None
+    return f32x16(array, types.intp), lambda context, builder, sig, args: builder.sitofp(
+        load_value(context, builder, sig, args, ir.VectorType(I8, 16), 1), f32x16.llvm
+    )
+
+
+def _on_words(name):
+    """An operation of 32 words with one number in all of them."""
+
+    @intrinsic
+    def operation(typing, a, number):
+        if a != i16x32 or not isinstance(number, types.Integer):
+            return None
+
+        def codegen(context, builder, sig, args):
+            word = context.cast(builder, args[1], sig.args[1], types.int16)
+            return getattr(builder, name)(args[0], splat_scalar(builder, word, i16x32.llvm))
+
+        return i16x32(i16x32, number), codegen
+
+    return operation
+
+
+words_and = _on_words("and_")
+words_shl = _on_words("shl")
+words_lshr = _on_words("lshr")
+words_ashr = _on_words("ashr")
+words_xor = _on_words("xor")
+words_sub = _on_words("sub")
+
+
+@intrinsic
+def words_or(typing, a, b):
+    return i16x32(i16x32, i16x32), lambda context, builder, sig, args: builder.or_(*args)

@@ -1,0 +1,97 @@
+"""Exact dot products of codes: products of int16 pairs, or of bytes in fours, added to int32 lanes."""
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from gemma_py.kernels.simd.builders import (
+    I32,
+    LANES,
+    call_llvm,
+    i16x32,
+    i32x16,
+    is_flat,
+    load_value,
+    load_value_at,
+    shuffle,
+    splat_scalar,
+)
+from gemma_py.kernels.simd.target import pair_instruction, uses_vnni
+
+
+@intrinsic
+def load_splat_pair(typing, array, index):
+    """The int16 pair array[index], array[index + 1], sixteen times."""
+    if not is_flat(array, types.int16):
+        return None
+    return i16x32(array, types.intp), lambda context, builder, sig, args: load_splat_pair_value(
+        context, builder, sig.args[0], args[0], args[1]
+    )
+
+
+def load_splat_pair_value(context, builder, array_type, array, index):
+    pair = load_value_at(context, builder, array_type, array, index, I32, 2)
+    return builder.bitcast(splat_scalar(builder, pair, i32x16.llvm), i16x32.llvm)
+
+
+def vnni_instruction(builder, instruction, a, b, total):
+    """total + a * b, as an instruction written out: LLVM replaces a chain of them by twice as many others."""
+    kind = ir.FunctionType(i32x16.llvm, [i32x16.llvm] * 3)
+    assembly = ir.InlineAsm(kind, f"{instruction} $2, $1, $0", "=v,v,v,0")
+    return builder.call(assembly, [builder.bitcast(a, i32x16.llvm), builder.bitcast(b, i32x16.llvm), total])
+
+
+def dot_pairs_value(context, builder, a, b, total):
+    undefined = ir.Constant(i16x32.llvm, ir.Undefined)
+    instruction = pair_instruction(*context.codegen().magic_tuple())
+    if instruction is None:
+        wide = ir.VectorType(I32, 32)
+        products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+        blank = ir.Constant(wide, ir.Undefined)
+        even, odd = (shuffle(builder, products, blank, range(k, 32, 2)) for k in (0, 1))
+        return builder.add(builder.add(total, even), odd)
+    name, lanes = instruction
+    if uses_vnni(*context.codegen().magic_tuple()):
+        return vnni_instruction(builder, "vpdpwssd", a, b, total)
+    if lanes == LANES:
+        return builder.add(total, call_llvm(builder, name, i32x16.llvm, [a, b]))
+    low, high = (
+        call_llvm(
+            builder,
+            name,
+            ir.VectorType(I32, lanes),
+            [shuffle(builder, whole, undefined, range(first, first + 16)) for whole in (a, b)],
+        )
+        for first in (0, 16)
+    )
+    return builder.add(total, shuffle(builder, low, high, range(16)))
+
+
+@intrinsic
+def dot_pairs(typing, a, b, total):
+    """total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
+
+    x86's pmaddwd where there is one: LLVM does not find it in the plain form, which is four times slower.
+    """
+    return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: dot_pairs_value(context, builder, *args)
+
+
+@intrinsic
+def load_splat_quad(typing, array, index):
+    """The four bytes from array[index] on, sixteen times."""
+    if not is_flat(array, types.int8):
+        return None
+
+    def codegen(context, builder, sig, args):
+        quad = load_value(context, builder, sig, args, I32, 4)
+        return builder.bitcast(splat_scalar(builder, quad, i32x16.llvm), i16x32.llvm)
+
+    return i16x32(array, types.intp), codegen
+
+
+@intrinsic
+def dot_quads(typing, unsigned, signed, total):
+    """total[i] + the dot product of four bytes, 0 .. 255 of one and -128 .. 127 of the other. Only where USES_VNNI."""
+    return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: vnni_instruction(
+        builder, "vpdpbusd", *args
+    )

@@ -1,0 +1,59 @@
+"""Which instructions this machine has. LLVM alone knows what a target's name implies, so it is asked: a line is compiled."""
+
+from functools import cache
+
+import llvmlite.binding as llvm
+from numba.core.registry import cpu_target
+
+from gemma_py.kernels.simd.builders import LANES
+
+llvm.initialize_native_asmparser()  # `vnni_instruction` in dots.py is written in assembly
+
+
+def assembly_of(target, source):
+    """What LLVM makes of it for this target. LLVM alone knows what a target's name implies, so it is asked."""
+    triple, cpu, features = target
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
+    return machine.emit_assembly(llvm.parse_assembly(source))
+
+
+@cache
+def pair_instruction(triple, cpu, features):
+    """(name, lanes) of x86's pmaddwd on the widest register that this target adds integers in; None where it has none."""
+    if not triple.startswith("x86_64"):
+        return None
+    kind = "<LANES x i16>"
+    source = f"define {kind} @f({kind} %a, {kind} %b) {{ %c = add {kind} %a, %b\n ret {kind} %c }}"
+    for register, lanes, name in (("zmm", 16, "llvm.x86.avx512.pmaddw.d.512"), ("ymm", 8, "llvm.x86.avx2.pmadd.wd")):
+        assembly = assembly_of((triple, cpu, features), source.replace("LANES", str(2 * lanes)))
+        if any("vpaddw" in line and register in line for line in assembly.splitlines()):
+            return name, lanes
+    return None
+
+
+@cache
+def uses_vnni(triple, cpu, features):
+    """Whether 512 bits of x86's vpdpwssd and vpdpbusd are there, which multiply and add codes at once (AVX-512 VNNI)."""
+    name, lanes = pair_instruction(triple, cpu, features) or ("", 0)
+    if lanes != LANES:
+        return False
+    source = f"""
+        declare <16 x i32> @{name}(<32 x i16>, <32 x i16>)
+        define <16 x i32> @f(<16 x i32> %total, <32 x i16> %a, <32 x i16> %b) {{
+            %products = call <16 x i32> @{name}(<32 x i16> %a, <32 x i16> %b)
+            %sum = add <16 x i32> %total, %products
+            ret <16 x i32> %sum
+        }}"""
+    return "vpdpwssd" in assembly_of((triple, cpu, features), source)
+
+
+@cache
+def uses_zmm(triple, cpu, features):
+    """Whether sixteen floats are one register of this target, which has 32 then."""
+    source = "define <16 x float> @f(<16 x float> %a) { %b = fadd <16 x float> %a, %a\n ret <16 x float> %b }"
+    return "zmm" in assembly_of((triple, cpu, features), source)
+
+
+_TARGET = cpu_target.target_context.codegen().magic_tuple()
+USES_ZMM: bool = uses_zmm(*_TARGET)
+USES_VNNI: bool = uses_vnni(*_TARGET)

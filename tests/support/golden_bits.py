@@ -1,0 +1,37 @@
+"""Digests of logits and KV rows of every tiny model, which are the same on every machine: tests/data/tiny_bits.json."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import tiny_checkpoints as tiny
+from equivalence import PARTS
+from gguf_files import write_model
+from repository import DATA
+
+import gemma_py
+from gemma_py.formats.blocks import TYPES
+
+GOLDEN = json.loads((DATA / "tiny_ids.json").read_text())
+WIDE = tiny.Variant(
+    tiny._gemma3(hidden_size=256, intermediate_size=256, head_dim=64, query_pre_attn_scalar=64, num_hidden_layers=2,
+                 sliding_window=5, vocab_size=64)
+)  # fmt: skip
+QUANTISED = [name for name, kind in TYPES.items() if kind.quantised]
+
+
+def digests(checkpoints: dict[str, Path], scratch: Path) -> dict[str, str]:
+    """One sha256 of logits and KV rows a model."""
+    paths = dict(checkpoints)
+    for kind in QUANTISED:
+        kinds = dict.fromkeys(PARTS, kind)
+        paths[kind] = write_model(scratch / f"{kind}.gguf", WIDE, seed=4, kinds=kinds)
+    made = {}
+    for name, path in paths.items():
+        with gemma_py.load(path) as engine:
+            session = engine.session()
+            ids = GOLDEN["ids"].get(name, list(range(40)))
+            digest = hashlib.sha256(session.prefill(ids, all_logits=True).tobytes())
+            digest.update("".join(session.kv_digest()).encode())
+            made[name] = digest.hexdigest()
+    return made

@@ -1,0 +1,35 @@
+"""Digests that every machine must give alike. As a program: prints them, for a process with another instruction set."""
+
+import hashlib
+import json
+import tempfile
+from pathlib import Path
+
+import tiny_checkpoints as tiny
+from equivalence import PARTS, WIDE, prompt
+from gguf_files import write_model
+
+import gemma_py
+
+
+def digests() -> dict[str, list[str]]:
+    """Logits and KV rows by the parallel path, of a float and of a quantised model of each arithmetic."""
+    made = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        paths = {}
+        for name in ("gemma1-multi-query", "gemma2", "gemma3-scaled-untied"):
+            paths[name] = Path(scratch) / name
+            tiny.write(tiny.VARIANTS[name], paths[name], seed=1)
+        for kind in ("Q8_0", "Q2_K", "Q4_K", "Q6_K"):
+            paths[kind] = write_model(Path(scratch) / f"{kind}.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind))
+        for name, path in paths.items():
+            with gemma_py.load(path, threads=2) as engine:
+                session = engine.session()
+                ids = prompt(engine.config, 50)
+                logits = [session.prefill(ids[:33], all_logits=True), session.prefill(ids[33:], all_logits=True)]
+                made[name] = [hashlib.sha256(part.tobytes()).hexdigest() for part in logits] + session.kv_digest()
+    return made
+
+
+if __name__ == "__main__":
+    print(json.dumps(digests()))
