@@ -54,8 +54,8 @@ def once(engine: gemma_py.Engine, ids: list[int], length: int) -> dict[str, Any]
 
 def counted(engine: gemma_py.Engine, length: int) -> dict[str, Any]:
     """What the arithmetic asks for, whatever the machine: operations a prompt token, bytes read a decoded token."""
-    packed, kv_bytes = engine.packed, engine.new_cache().dtype().itemsize
-    prefill, decode = pass_cost(packed, kv_bytes, 0, length), pass_cost(packed, kv_bytes, length, 1)
+    kv_bytes = engine.new_cache().dtype().itemsize
+    prefill, decode = pass_cost(engine.program, kv_bytes, 0, length), pass_cost(engine.program, kv_bytes, length, 1)
     return {"prefill_flop_per_token": int(prefill[:, FLOP].sum()) / length, "decode_bytes": int(decode[:, BYTES].sum())}
 
 

@@ -27,26 +27,30 @@ from gemma_py.kernels.atomics import nanoseconds
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.memory import aligned
 from gemma_py.kernels.simd.target import USES_ZMM
-from gemma_py.runtime.forward import Scratch, matmul_phase, unpack_buffer_of
-from gemma_py.runtime.runner import NO_TRACE
+from gemma_py.models.program import ALL, MATMUL
+from gemma_py.runtime import program as p
+from gemma_py.runtime.phases import matmul_phase
+from gemma_py.runtime.program import Model
+from gemma_py.runtime.runner import Part, _batch
 from gemma_py.runtime.sync import barrier
-from gemma_py.weights import pack as p
+from gemma_py.runtime.trace import NO_TRACE
+from gemma_py.weights.pack import INPUTS, ROWS
+from gemma_py.weights.tensors import matrices_of
 
 _STEPS = 100_000  # of the limit's loop: a quarter of a millisecond
 _loop, _CHAINS = (peak.multiply_floats_12, 12) if USES_ZMM else (peak.multiply_floats_6, 6)
 
 
 @kernel
-def product_and_limit(worker, workers, cells, m, s, number, x, y, T, trace, sample, out, times):
-    """y = x times one matrix, as a pass does it, and then the limit's loop: nanoseconds of each.
+def product_and_limit(worker, workers, cells, m, s, batch, trace, at, sample, out, times):
+    """One product with a matrix, as a pass does it, and then the limit's loop: nanoseconds of each.
 
     times: int64 [workers, 2], written
     """
-    one, cap, unpacked = (number, np.int64(-1), np.int64(-1)), np.float32(0.0), unpack_buffer_of(s, worker, workers)
     if not barrier(cells, worker, workers):
         return False
     start = nanoseconds()
-    matmul_phase(worker, workers, cells, np.int64(0), m, one, x, (y, y, y), s, unpacked, T, cap, trace)
+    matmul_phase(worker, workers, cells, m, s, batch, trace, at, at + 1)
     if not barrier(cells, worker, workers):
         return False
     middle = nanoseconds()
@@ -55,26 +59,29 @@ def product_and_limit(worker, workers, cells, m, s, number, x, y, T, trace, samp
     return True
 
 
-def inputs_of(m: p.Packed, s: Scratch) -> list[tuple[int, np.ndarray]]:
-    """(number of a matrix, its input) of each layer in turn. Inputs, and their codes, are what the last pass left."""
-    columns = ((p.Q, s.n), (p.K, s.n), (p.V, s.n), (p.O, s.a), (p.GATE, s.n), (p.UP, s.n), (p.DOWN, s.gate))
-    return [(int(layer[column]), x) for column, x in columns for layer in m.layers if layer[column] >= 0]
+def products_of(m: Model) -> list[int]:
+    """Numbers of the products of all rows, so that those of one kind come layer by layer."""
+    found = [number for number, op in enumerate(m.ops) if op[p.OP] == MATMUL and op[p.ROWS_OF] == ALL]
+    return sorted(found, key=lambda number: (m.ops[number, p.LABEL], m.ops[number, p.TARGET]))
 
 
 def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
-    """A row of the table for each shape and type."""
+    """A row of the table for each shape and type. Inputs, and their codes, are what a pass left."""
     runner, found = engine.runner, defaultdict(list)
-    m, workers = engine.packed, engine.threads
+    m, workers = engine.program.model, engine.threads
     engine.session().prefill(prompt(T, engine.config.vocab_size), T)
-    assert runner._scratch is not None
-    names = [matrix.tensor.type.name for matrix in engine.checkpoint.stored_weights(engine.quant).matrices]
-    y, times = aligned(T * int(m.matrices[:, p.ROWS].max())), np.zeros((workers, 2), np.int64)
+    s, logits = runner._scratch_for(T, 1), np.empty(0, np.float32)
+    batch = _batch([Part(engine.new_cache(), [0] * T)], runner._addresses(s, T, logits))
+    stored = engine.checkpoint.stored_weights(engine.quant)
+    names = [matrix.tensor.type.name for matrix in matrices_of(stored)]
+    times = np.zeros((workers, 2), np.int64)
     sample, out = np.array([0.5, 0.25], np.float32), aligned(workers * peak.LANES)
     for _ in range(rounds):
-        for number, x in inputs_of(m, runner._scratch):
-            N, K = (int(value) for value in m.matrices[number, [p.ROWS, p.INPUTS]])
-            parts = (m, runner._scratch, number, x, y, T, NO_TRACE, sample, out, times)
-            engine.run_kernel(product_and_limit, *parts, claims=1)
+        for at in products_of(m):
+            number = int(m.ops[at, p.MATRIX])
+            N, K = (int(value) for value in m.weights.matrices[number, [ROWS, INPUTS]])
+            claims = engine.program.phases
+            engine.run_kernel(product_and_limit, m, s, batch, NO_TRACE, at, sample, out, times, claims=claims)
             limit = sum(2 * _STEPS * _CHAINS * peak.LANES / spent for spent in times[:, 1])
             found[names[number], N, K].append((2 * T * N * K / times[:, 0].max(), limit))
     table = []

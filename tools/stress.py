@@ -22,7 +22,6 @@ from gguf_files import write_model
 
 import gemma_py
 from gemma_py.errors import WorkerError
-from gemma_py.runtime.forward import SCORES
 from gemma_py.runtime.trial import Trial
 
 
@@ -52,14 +51,15 @@ def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, fl
     """(faults reported at the right place with the engine usable afterwards, the longest report in seconds)"""
     good, longest = 0, 0.0
     for number in range(count):
-        layer, phase = PLACES[number % len(PLACES)]
+        layer, name = PLACES[number % len(PLACES)]
+        phase = engine.program.label(name)
         kind = ("raise", "stall")[number // len(PLACES) % 2]
         worker = number % engine.threads
         engine.instruments.trial = Trial(fault=kind, worker=worker, layer=layer, phase=phase, place="enter")
         start = time.monotonic()
         try:
             # Scores are a phase of their own only where workers share a token.
-            engine.session().prefill(want.ids, chunk=1 if phase == SCORES else None)
+            engine.session().prefill(want.ids, chunk=1 if name == "scores" else None)
             reported = False
         except WorkerError as error:
             longest = max(longest, time.monotonic() - start)

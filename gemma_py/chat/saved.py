@@ -100,7 +100,7 @@ class Reader:
 
     def _rows(self, position: int, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         dtype = np.dtype(KV_TYPES[self._engine.kv_type])
-        for layer in self._engine.config.layers:
+        for layer in self._engine.config.kv_layers:
             shape = (layer.num_key_value_heads, position - first_readable(layer, since), layer.head_dim)
             size = math.prod(shape) * dtype.itemsize
             keys, values = (

@@ -22,7 +22,6 @@ from gemma_py.checks.verify import Say
 from gemma_py.errors import MismatchError, check_context
 from gemma_py.generate.engine import Engine
 from gemma_py.runtime.cache import KV_TYPES, Cache
-from gemma_py.runtime.forward import PHASES
 from gemma_py.runtime.profile import WAIT, WORK, Profile
 from gemma_py.runtime.runner import CHUNK, Part
 
@@ -127,7 +126,7 @@ class Bench:
     def _measure(self, row: Row, profile: bool) -> None:
         instruments, ids = self.engine.instruments, self._ids(row.test.tokens)
         cache = self._start(row.test.depth)
-        instruments.profile = Profile(row.threads, len(PHASES)) if profile else None
+        instruments.profile = Profile(row.threads, len(self.engine.program.labels)) if profile else None
         first = 0
         try:
             start = time.perf_counter()
@@ -189,7 +188,7 @@ def described(engine: Engine) -> Model:
 def cost_of(engine: Engine, test: Test) -> np.ndarray:
     """int64 [phases, 2]: FLOP and BYTES of a run of the test."""
     kv_bytes = np.dtype(KV_TYPES[engine.kv_type]).itemsize
-    return run_cost(engine.packed, kv_bytes, test.depth, test.passes)
+    return run_cost(engine.program, kv_bytes, test.depth, test.passes)
 
 
 def figures(engine: Engine, row: Row, limit: Limits) -> dict[str, Any]:
@@ -228,7 +227,7 @@ def phases(engine: Engine, row: Row, limit: Limits) -> list[dict[str, Any]]:
     spent = np.sum([profile.nanoseconds for profile in row.profiles], axis=0).mean(0) / 1e9
     table = []
     for name, members in GROUPS.items():
-        numbers = [PHASES.index(member) for member in members]
+        numbers = [engine.program.label(member) for member in members if member in engine.program.labels]
         seconds = float(spent[numbers, WORK].sum())
         flop, read = (int(cost[numbers, what].sum()) for what in (FLOP, BYTES))
         entry: dict[str, Any] = {"phase": name, "seconds": seconds, "share": seconds / total}

@@ -1,7 +1,7 @@
 """Models of a released shape with random weights: as fast as the real ones, before anybody has downloaded them."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ from gemma_py.catalog import catalogue
 from gemma_py.errors import InputError
 from gemma_py.formats.blocks import F32, TYPES, BlockType
 from gemma_py.formats.tensor import StoredTensor
-from gemma_py.models.config import Config, Norm
-from gemma_py.models.config_hf import config_from_hf
+from gemma_py.models.config import Config
+from gemma_py.models.families import config_from_hf
+from gemma_py.models.family import Family
+from gemma_py.models.program import Tensor
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.pack import Plan
-from gemma_py.weights.tensors import GGUF_NAMES
+from gemma_py.weights.tensors import EMBEDDING, HEAD, gguf_source
 
 Make = Callable[[BlockType, int], np.ndarray]  # so many values of a type, as bytes
 _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "G": "num_key_value_heads",
@@ -25,7 +27,7 @@ _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_h
              "context": "max_position_embeddings"}  # fmt: skip
 
 
-def config_of(name: str) -> Config:
+def config_of(name: str) -> tuple[Family, Config]:
     """Of a model in the catalogue."""
     entry = next((entry for entry in catalogue() if entry.name == name), None)
     if entry is None:
@@ -42,49 +44,39 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     Matrices of one shape share their bytes here; packed, each has a copy of its own, or all would lie in a cache.
     tokens: that a session will hold. Refused if all together would not fit into memory.
     """
-    config = config_of(name)
+    family, config = config_of(name)
     kind = TYPES.get(type_name.upper())
     if kind is None:
         raise InputError(f"{type_name}: no such type; there are {', '.join(TYPES).lower()}")
-    for label, shape in _matrices(config):
-        if shape[1] % kind.block and label != GGUF_NAMES.embedding:
+    for label, spec in _specs(family, config).items():
+        if len(spec.shape) == 2 and spec.shape[1] % kind.block and label != EMBEDDING:
             raise InputError(
-                f"{name} in {kind.name}: rows should be a multiple of {kind.block} values, {label} has {shape[1]}"
+                f"{name} in {kind.name}: rows should be a multiple of {kind.block} values, {label} has {spec.shape[1]}"
             )
-    _refuse_what_does_not_fit(name, config, kind, tokens)
-    return _checkpoint(name, config, kind, _random)
+    _refuse_what_does_not_fit(name, family, config, kind, tokens)
+    return _checkpoint(name, family, config, kind, _random)
 
 
-def _checkpoint(name: str, config: Config, kind: BlockType, make: Make) -> Checkpoint:
+def _checkpoint(name: str, family: Family, config: Config, kind: BlockType, make: Make) -> Checkpoint:
     made: dict[tuple[str, tuple[int, int]], np.ndarray] = {}
-    tensors, path = {}, Path(f"{name} random {kind.name}")
-    for label, shape in _matrices(config):
-        stored = TYPES["Q8_0"] if kind.quantised and label == GGUF_NAMES.embedding else kind
+    tensors, specs, path = {}, _specs(family, config), Path(f"{name} random {kind.name}")
+    for label, spec in specs.items():
+        if len(spec.shape) == 1:
+            ones = np.ones(spec.shape, np.float32).view(np.uint8)
+            tensors[spec.gguf] = StoredTensor(spec.gguf, F32, spec.shape, ones, path)
+            continue
+        stored = TYPES["Q8_0"] if kind.quantised and label == EMBEDDING else kind
+        shape = (spec.shape[0], spec.shape[1])
         if (stored.name, shape) not in made:
             made[stored.name, shape] = make(stored, math.prod(shape))
-        tensors[label] = StoredTensor(label, stored, shape, made[stored.name, shape], path)
-    for label, width in _gains(config):
-        tensors[label] = StoredTensor(label, F32, (width,), np.ones(width, np.float32).view(np.uint8), path)
-    return Checkpoint(path, f"random {kind.name}", config, tensors, GGUF_NAMES, None, {}, keep=False)
+        tensors[spec.gguf] = StoredTensor(spec.gguf, stored, shape, made[stored.name, shape], path)
+    source = gguf_source(tensors, family.tensors(config), True, name)
+    return Checkpoint(path, f"random {kind.name}", family, config, source, None, {}, keep=False)
 
 
-def _matrices(config: Config) -> Iterator[tuple[str, tuple[int, int]]]:
-    D = config.hidden_size
-    yield GGUF_NAMES.embedding, (config.vocab_size, D)
-    for number, layer in enumerate(config.layers):
-        HE, GE = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
-        F = layer.intermediate_size
-        shapes = {"q": (HE, D), "k": (GE, D), "v": (GE, D), "o": (D, HE), "gate": (F, D), "up": (F, D), "down": (D, F)}
-        for part, shape in shapes.items():
-            yield GGUF_NAMES.matrices[part].format(number), shape
-
-
-def _gains(config: Config) -> Iterator[tuple[str, int]]:
-    yield GGUF_NAMES.final_norm, config.hidden_size
-    for number, layer in enumerate(config.layers):
-        for norm in layer.norms:
-            width = layer.head_dim if norm in (Norm.QUERY, Norm.KEY) else config.hidden_size
-            yield GGUF_NAMES.norms[norm].format(number), width
+def _specs(family: Family, config: Config) -> dict[str, Tensor]:
+    """All tensors but the head, which is the embedding."""
+    return {label: spec for label, spec in family.tensors(config).items() if label != HEAD}
 
 
 def _random(kind: BlockType, count: int) -> np.ndarray:
@@ -105,20 +97,20 @@ def _blank(kind: BlockType, count: int) -> np.ndarray:
     return np.broadcast_to(np.uint8(0), count // kind.block * kind.bytes)
 
 
-def estimate(config: Config, kind: BlockType, tokens: int) -> tuple[int, int]:
+def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tuple[int, int]:
     """Bytes of (packed weights, all else): the random bytes, the tokens' keys and values, a chunk's intermediate results."""
-    blank = _checkpoint("", config, kind, _blank)
+    blank = _checkpoint("", family, config, kind, _blank)
     random = {(tensor.type.name, tensor.shape): tensor.data.nbytes for tensor in blank.tensors.values()}
     rows = sum(
         min(tokens, (y.sliding_window or tokens) + CHUNK) * 2 * y.num_key_value_heads * y.head_dim
-        for y in config.layers
+        for y in config.kv_layers
     )
     widest = 2 * max(y.intermediate_size for y in config.layers) + 6 * config.hidden_size
-    return Plan(blank.stored_weights(), config).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
+    return Plan(blank.stored_weights()).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
 
 
-def _refuse_what_does_not_fit(name: str, config: Config, kind: BlockType, tokens: int) -> None:
-    weights, rest = estimate(config, kind, tokens)
+def _refuse_what_does_not_fit(name: str, family: Family, config: Config, kind: BlockType, tokens: int) -> None:
+    weights, rest = estimate(family, config, kind, tokens)
     free = machine.memory()
     if free is not None and weights + rest > free:
         gib = 1 << 30

@@ -8,34 +8,22 @@ be kept, and compared on another machine: it does not depend on threads or chunk
 """
 
 import hashlib
-import json
-import os
-import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gemma_py import reference
-from gemma_py.errors import ComputationError, FormatError, InputError, MismatchError, check_context
-from gemma_py.formats.files import read_json
-from gemma_py.generate.engine import Engine
-from gemma_py.paths import atomic_write
-from gemma_py.runtime.cache import Cache
-from gemma_py.runtime.forward import PHASES, ROPE_KV, UNTRACED
-from gemma_py.runtime.runner import NO_TRACE, new_trace
-from gemma_py.weights.checkpoint import Checkpoint
+from gemma_py.errors import ComputationError, MismatchError, check_context
+from gemma_py.generate.engine import Engine, Session
+from gemma_py.runtime.trace import Trace
 
 Open = Callable[[int], Engine]  # the model, with so many threads
 Say = Callable[[str, float], None]  # what is being done, and which part of all the work is done already
 
 TOKENS, REFERENCE = 256, 16
 _ATTEMPTS = 5  # to see a difference again: a race does not show every time
-_BLOCK = 16  # positions that share a digest in a trace file
-_TRACED_AT_ONCE = 64  # tokens
-_FORM = "gemma_py trace 1"
 _MASK = (1 << 64) - 1
 
 
@@ -98,9 +86,11 @@ class Traced:
     """A result, and how it came about."""
 
     result: Result
-    cache: Cache
-    hashes: np.ndarray  # int64 [L + 1, P, T]
+    session: Session
+    hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer has no such phase
     workers: np.ndarray  # the same; -1: nobody
+    phases: tuple[str, ...]
+    storing: int  # the phase that makes KV rows
 
 
 def row_digests(logits: np.ndarray) -> list[bytes]:
@@ -116,26 +106,26 @@ def compute(
     Scratch and rows that nobody has written are NaN: memory that comes back from the run before holds the very values
     that this one should compute, and would hide that a worker reads too early.
     """
-    runner = engine.runner
-    engine.instruments.poison = True
-    cache, rows = Cache(engine.config, poison=True), []
-    hashes, workers, nan = [], [], False
-    for first in range(0, len(ids), chunk):
-        piece = list(ids[first : first + chunk])
-        made = new_trace(engine.config, len(piece)) if trace else NO_TRACE
-        logits = runner.run(cache, piece, True, made)
-        nan = nan or bool(np.isnan(logits).any())
-        rows += row_digests(logits)
-        hashes.append(made.hashes)
-        workers.append(made.workers)
-        say(first + len(piece))
-    shape = (-1, len(PHASES), len(ids) if trace else 0)
-    return Traced(
-        Result(tuple(rows), tuple(cache.digest()), nan),
-        cache,
-        np.concatenate(hashes, axis=1).reshape(shape) if trace else np.empty((0, 0, 0), np.int64),
-        np.concatenate(workers, axis=1).reshape(shape) if trace else np.empty((0, 0, 0), np.int64),
-    )
+    instruments = engine.instruments
+    instruments.poison = True
+    session, rows, nan = engine.session(), [], False
+    traces: list[Trace] = []
+    instruments.traces = traces if trace else None
+    try:
+        for first in range(0, len(ids), chunk):
+            piece = list(ids[first : first + chunk])
+            logits = session.prefill(piece, chunk=chunk, all_logits=True)
+            nan = nan or bool(np.isnan(logits).any())
+            rows += row_digests(logits)
+            say(first + len(piece))
+    finally:
+        instruments.traces = None
+    result = Result(tuple(rows), tuple(session.kv_digest()), nan)
+    if not trace:
+        return Traced(result, session, np.empty((0, 0, 0), np.int64), np.empty((0, 0, 0), np.int64), (), -1)
+    shape = (engine.program.layers, len(engine.program.labels), len(ids))
+    hashes, workers = (np.concatenate(parts, axis=1).reshape(shape) for parts in zip(*traces, strict=True))
+    return Traced(result, session, hashes, workers, engine.program.labels, engine.program.storing)
 
 
 # --- differences ------------------------------------------------------------------------------------------------------
@@ -187,9 +177,12 @@ def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> i
 
 def changed_row(a: Traced, b: Traced, layer: int) -> int | None:
     """The first committed row of a layer that differs although both had computed the same."""
-    rows = a.cache.rows(layer), b.cache.rows(layer)
-    position = first_row(rows[0], rows[1], a.cache.position - len(rows[0][0]))
-    if position is None or a.hashes[layer, ROPE_KV, position] != b.hashes[layer, ROPE_KV, position]:
+    owners, phase = a.session.engine.config.kv_owners, a.storing
+    if layer not in owners:
+        return None
+    rows = a.session.kv_rows(owners.index(layer)), b.session.kv_rows(owners.index(layer))
+    position = first_row(rows[0], rows[1], a.session.position - len(rows[0][0]))
+    if position is None or a.hashes[layer, phase, position] != b.hashes[layer, phase, position]:
         return None
     return position
 
@@ -200,10 +193,10 @@ def where_traces_part(a: Traced, b: Traced, between: str) -> Difference | None:
     if found is not None:
         layer, phase, position = found
         workers = (int(a.workers[found]), int(b.workers[found]))
-        row = changed_row(a, b, layer) if layer < len(a.result.kv) else None
+        row = changed_row(a, b, layer)
         note = "" if row is None else f"the rows kept for position {row} differ too, though equal ones were computed"
-        return Difference(between, layer, PHASES[phase], position, position, workers, note)
-    for layer in range(len(a.result.kv)):
+        return Difference(between, layer, a.phases[phase], position, position, workers, note)
+    for layer in a.session.engine.config.kv_owners:
         row = changed_row(a, b, layer)
         if row is not None:
             return Difference(between, layer, "rows kept in the cache", row, row, note="equal ones were computed")
@@ -211,7 +204,7 @@ def where_traces_part(a: Traced, b: Traced, between: str) -> Difference | None:
 
 
 def where_results_part(a: Result, b: Result, between: str, note: str = "") -> Difference:
-    """What is known without traces."""
+    """What is known without traces. Layers are counted among those that have KV rows of their own."""
     layer = next((number for number, (x, y) in enumerate(zip(a.kv, b.kv, strict=True)) if x != y), None)
     row = next((number for number, (x, y) in enumerate(zip(a.rows, b.rows, strict=True)) if x != y), None)
     what = "logits" if layer is None else "keys and values" if row is None else "keys and values, and logits from"
@@ -325,140 +318,10 @@ def against_specification(engine: Engine, ids: Sequence[int]) -> Difference | No
         return None
     between = f"the specification and {Way(engine.threads, len(ids))}"
     for layer in range(len(expected.kv)):
-        rows = made.cache.rows(layer)
+        owner, rows = engine.config.kv_owners[layer], made.session.kv_rows(layer)
         first = wanted.position - len(rows[0])
-        kept = [values[layer][first : wanted.position] for values in (wanted.keys, wanted.values)]
+        kept = [values[owner][first : wanted.position] for values in (wanted.keys, wanted.values)]
         position = first_row(rows, kept, first)
         if position is not None:
-            return Difference(between, layer, "keys and values", position, position)
+            return Difference(between, owner, "keys and values", position, position)
     return where_results_part(expected, made.result, between)
-
-
-# --- trace files ------------------------------------------------------------------------------------------------------
-
-
-def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
-    """Tells models apart without reading them whole: descriptions of all tensors, and 16 pieces of each."""
-    weights = hashlib.sha256()
-    for name, tensor in sorted(checkpoint.tensors.items()):
-        weights.update(repr((name, tensor.type.name, tensor.shape, tensor.data.nbytes)).encode())
-        data = tensor.data.reshape(-1)
-        for part in range(16):
-            at = (len(data) - 1) * part // 15
-            weights.update(data[at : at + 256].tobytes())
-    config = hashlib.sha256(_plain(checkpoint).encode()).hexdigest()
-    return {"config": config, "weights": weights.hexdigest(), **({"quant": quant} if quant else {})}
-
-
-def _plain(checkpoint: Checkpoint) -> str:
-    """The config as text; a set has no order of its own, so its names are sorted."""
-    table = asdict(checkpoint.config)
-    for layer in table["layers"]:
-        layer["norms"] = sorted(norm.value for norm in layer["norms"])
-    return json.dumps(table, sort_keys=True)
-
-
-def fold(hashes: np.ndarray) -> list[list[str]]:
-    """[L + 1][P] of one digest a block of positions, 16 digits each, joined; empty where a phase does not exist."""
-    little = hashes.astype("<i8")
-
-    def joined(row: np.ndarray) -> str:
-        if (row == UNTRACED).all():
-            return ""
-        starts = range(0, len(row), _BLOCK)
-        return "".join(hashlib.sha256(row[at : at + _BLOCK].tobytes()).hexdigest()[:16] for at in starts)
-
-    return [[joined(row) for row in layer] for layer in little]
-
-
-def trace_document(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
-    """What a trace file holds. One way is as good as any; this one is quick and holds few logits at a time."""
-    traced = compute(engine, ids, _TRACED_AT_ONCE, trace=True)
-    return {
-        "format": _FORM,
-        "model": identity(engine.checkpoint, engine.quant),
-        "machine": f"{platform.machine()}, {platform.system()}, {engine.threads} threads",
-        "tokens": list(ids),
-        "block": _BLOCK,
-        "phases": list(PHASES),
-        "hashes": fold(traced.hashes),
-        "logits": traced.result.logits,
-        "kv": list(traced.result.kv),
-    }
-
-
-def refuse_unwritable(path: Path) -> None:
-    """Before the work that the trace is made of, rather than after it."""
-    folder = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{path}: no trace can be written there")
-
-
-def write_trace(path: Path, document: dict[str, Any]) -> None:
-    with atomic_write(path) as file:
-        file.write(json.dumps(document).encode() + b"\n")
-
-
-def read_trace(path: Path) -> dict[str, Any]:
-    """A trace file of our form, with everything of the type that it should have."""
-    document = read_json(path)
-    if not isinstance(document, dict) or document.get("format") != _FORM:
-        raise FormatError(f"{path}: not a trace of this version; it should say {_FORM!r}")
-    tokens, blocks = document.get("tokens"), 0
-    sound = _is_list_of(tokens, int) and document.get("block") == _BLOCK and document.get("phases") == list(PHASES)
-    if sound and tokens:
-        blocks = -(-len(tokens) // _BLOCK)
-    hashes = document.get("hashes")
-    sound = sound and blocks > 0 and _is_list_of(hashes, list) and _is_list_of(document.get("kv"), str)
-    sound = sound and isinstance(document.get("model"), dict) and isinstance(document.get("logits"), str)
-    if not sound or not all(_is_layer(layer, blocks) for layer in hashes or ()):
-        raise FormatError(f"{path}: a damaged trace: not all of its fields are as they should be")
-    return document
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(type(entry) is kind for entry in value)
-
-
-def _is_layer(layer: list[Any], blocks: int) -> bool:
-    return _is_list_of(layer, str) and len(layer) == len(PHASES) and all(len(row) in (0, 16 * blocks) for row in layer)
-
-
-def refuse_other_runs(trace: dict[str, Any], path: Path, engine: Engine, tokens: int | None) -> None:
-    """A comparison means something only of the same model and the same tokens. Known before the work begins.
-
-    tokens: how many were asked for, if anybody did.
-    """
-    if trace["model"] != identity(engine.checkpoint, engine.quant):
-        raise InputError(f"{path}: a trace of another model or quant, not of {engine.path}")
-    length = len(trace["tokens"])
-    if tokens not in (None, length):
-        raise InputError(
-            f"{path}: a trace of {length} tokens, not {tokens}: leave --tokens out, or trace as many there"
-        )
-    if trace["tokens"] != prompt(length, engine.config.vocab_size):
-        raise InputError(f"{path}: a trace of {length} other tokens than the fixed prompt's")
-    if len(trace["hashes"]) != len(trace["kv"]) + 1 or len(trace["kv"]) != len(engine.config.layers):
-        raise FormatError(f"{path}: a damaged trace: {len(trace['hashes'])} layers")
-
-
-def compare(trace: dict[str, Any], made: dict[str, Any], between: str) -> Difference | None:
-    """The first difference of two traces of the same tokens."""
-    for layer, (ours, theirs) in enumerate(zip(made["hashes"], trace["hashes"], strict=True)):
-        for phase, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            if a != b:
-                return Difference(between, layer, PHASES[phase], *_positions(a, b, len(made["tokens"])))
-    for layer, (a, b) in enumerate(zip(made["kv"], trace["kv"], strict=True)):
-        if a != b:
-            return Difference(between, layer, "rows kept in the cache")
-    return None if made["logits"] == trace["logits"] else Difference(between, None, "logits")
-
-
-def _positions(a: str, b: str, tokens: int) -> tuple[int, int]:
-    """First and last of the first block that differs; all of them where one side has none."""
-    blocks: Iterable[int] = range(0, min(len(a), len(b)), 16)
-    at = next((at for at in blocks if a[at : at + 16] != b[at : at + 16]), None)
-    if at is None:
-        return 0, tokens - 1
-    first = at // 16 * _BLOCK
-    return first, min(first + _BLOCK, tokens) - 1

@@ -48,9 +48,9 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
                 "intermediate_size": layer.intermediate_size,
                 "rope_theta": layer.rope.theta,
                 "rope_factor": layer.rope.factor,
-                "norms": sorted(norm.value for norm in layer.norms),
+                "norms": norms_of(checkpoint, number),
             }
-            for layer in config.layers
+            for number, layer in enumerate(config.layers)
         ],
         "types": {name: {"tensors": counts[name], "bytes": types[name]} for name in types},
         "tokenizer": None
@@ -64,6 +64,14 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
             for tensor in tensors
         ]
     return made
+
+
+def norms_of(checkpoint: Checkpoint, layer: int) -> list[str]:
+    """The layer's norms, by the family's names of their gains."""
+    prefix, specs = f"layers.{layer}.", checkpoint.family.tensors(checkpoint.config)
+    return [
+        name.removeprefix(prefix) for name, spec in specs.items() if name.startswith(prefix) and len(spec.shape) == 1
+    ]
 
 
 def tensor_size(shape: tuple[int, ...]) -> int:

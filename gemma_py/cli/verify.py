@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 import gemma_py
-from gemma_py.checks import verify
+from gemma_py.checks import trace_file, verify
 from gemma_py.cli.common import add_model, add_quant, counts, natural, note_kept_float, positive, print_json
 from gemma_py.cli.progress import ProgressBar
 from gemma_py.errors import MismatchError
@@ -57,24 +57,24 @@ def run(args: argparse.Namespace) -> None:
             note_kept_float(engine)
             wanted, theirs = args.tokens, None
             if args.against is not None:
-                theirs = verify.read_trace(args.against)
-                verify.refuse_other_runs(theirs, args.against, engine, wanted)
+                theirs = trace_file.read_trace(args.against)
+                trace_file.refuse_other_runs(theirs, args.against, engine, wanted)
                 wanted = len(theirs["tokens"])
             tokens = verify.prompt_length(wanted, engine.context)
             ids = verify.prompt(tokens, engine.config.vocab_size)
             if args.trace is not None:
-                verify.refuse_unwritable(args.trace)
+                trace_file.refuse_unwritable(args.trace)
         report = verify.verify(open_engine, args.threads, args.chunks, tokens, args.reference, progress)
         made = None
         if report.difference is None and (args.trace or theirs):
             progress("the trace", 1.0)
             with open_engine(args.threads[0]) as engine:
-                made = verify.trace_document(engine, ids)
+                made = trace_file.trace_document(engine, ids)
     if made is not None and args.trace is not None:
-        verify.write_trace(args.trace, made)
+        trace_file.write_trace(args.trace, made)
     apart = None
     if made is not None and theirs is not None:
-        apart = verify.compare(theirs, made, f"this machine and {args.against}")
+        apart = trace_file.compare(theirs, made, f"this machine and {args.against}")
     show(args, report, apart)
     report.insist()
     if apart is not None:

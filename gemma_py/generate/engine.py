@@ -22,13 +22,13 @@ from gemma_py.kernels.atomics import is_ieee
 from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed
 from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.instruments import Instruments
+from gemma_py.runtime.program import Linked, link
 from gemma_py.runtime.runner import CHUNK, Part, Runner
 from gemma_py.templates.template import TRANSCRIPT, Template, checked_messages, choose, encode
 from gemma_py.tokenizer import Tokenizer
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
-from gemma_py.weights.pack import Packed
 from gemma_py.weights.store import packed_weights
-from gemma_py.weights.tensors import Matrix, Weights, stays_float
+from gemma_py.weights.tensors import Weights, stays_float
 
 
 class Engine:
@@ -74,7 +74,8 @@ class Engine:
             if first_time(kv):
                 self._warm_up()
             compilation.wait()
-            self._runner: Runner | None = Runner(packed, self.config, threads or machine.threads(), deadline, kv)
+            program = link(checkpoint.family.program(self.config), packed)
+            self._runner: Runner | None = Runner(program, self.config, threads or machine.threads(), deadline, kv)
 
     def _warm_up(self) -> None:
         """Compile what an answer needs beside the forward pass now, while the user waits for the first start anyway."""
@@ -97,7 +98,7 @@ class Engine:
         """What keys and values are stored as: one of `KV_TYPES`."""
         return self.runner.kv
 
-    def reference_weights(self) -> Weights[Matrix]:
+    def reference_weights(self) -> Weights:
         """The weights as the specification takes them, read anew: the engine itself keeps only the packed form."""
         return self.checkpoint.weights(self.quant)
 
@@ -255,9 +256,9 @@ class Engine:
         return self._runner
 
     @property
-    def packed(self) -> Packed:
-        """The weights as the kernels read them."""
-        return self.runner.packed
+    def program(self) -> Linked:
+        """What a pass does, operation by operation, and the weights, as the kernels read them."""
+        return self.runner.program
 
     @property
     def instruments(self) -> Instruments:
@@ -310,6 +311,13 @@ class Session:
         """Tokens in the cache."""
         return self._cache.position
 
+    def kv_rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The committed keys and values that a later token may read, f32 [positions, G, E] each.
+
+        number: of the layers that have KV rows of their own, see Config.kv_owners.
+        """
+        return self._cache.rows(number)
+
     def prefill(self, ids: Sequence[int], chunk: int | None = None, all_logits: bool = False) -> np.ndarray:
         """Append tokens. float32 [V] of the last one, or [T, V] of all.
 
@@ -359,7 +367,7 @@ class Session:
         """A layer at a time: the keys and values that tokens after `since` may read, as they are stored, [G, positions, E]."""
         if not self.reachable(since):
             raise InputError(f"position {since} cannot be gone back to from {self.position}: its rows are overwritten")
-        return (self._cache.stored(number, since) for number in range(len(self.engine.config.layers)))
+        return (self._cache.stored(number, since) for number in range(len(self.engine.config.kv_owners)))
 
     def restore(self, ids: Sequence[int], stored: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         """Into a session that is empty: the tokens of another, and what it had `stored`."""

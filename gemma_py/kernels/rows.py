@@ -7,8 +7,8 @@ last - 1, or the numbers first .. last - 1 where the operation knows no rows, ea
 import numpy as np
 
 from gemma_py.kernels import vector_math
-from gemma_py.kernels.decorator import inlined
-from gemma_py.kernels.elementary import sine_cosine64
+from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.elementary import exp64, log64, sine_cosine64
 from gemma_py.kernels.intrinsics import fma, sqrt, widen
 from gemma_py.kernels.panels import COLUMNS, INPUT_BLOCK, unpack_panel
 from gemma_py.kernels.simd.codes import store_byte_planes, store_codes
@@ -177,6 +177,14 @@ def rms_norm_rows(x, gain, D, eps, y, first, last):
 # --- positions --------------------------------------------------------------------------------------------------------
 
 
+@kernel
+def rope_frequencies(theta, factor, frequencies):
+    """theta^(-2i / E) / factor, rounded to f32 before and after the division.    frequencies: [E / 2], written"""
+    half = frequencies.shape[0]
+    for i in range(half):
+        frequencies[i] = _F(exp64(-(np.float64(i) / np.float64(half)) * log64(theta))) / factor
+
+
 @inlined
 def rope_table(frequencies, first_position, cosines, sines, first, last):
     """The turns of positions first_position + t.    frequencies: [E / 2]   cosines, sines: [T * E / 2], written"""
@@ -221,6 +229,13 @@ def add_to(x, y, first, last):
     """x += y"""
     for d in range(first, last, COLUMNS):
         store_up_to(x, d, last, add(load_up_to(x, d, last), load_up_to(y, d, last)))
+
+
+@inlined
+def scale_rows(x, factor, first, last):
+    """x *= factor"""
+    for d in range(first, last, COLUMNS):
+        store_up_to(x, d, last, mul(load_up_to(x, d, last), splat(factor)))
 
 
 @inlined

@@ -1,24 +1,15 @@
-"""The description of a model. Each layer is described by data, so the forward pass asks for no family."""
+"""The description of a model: one dataclass for all families, one entry a layer."""
 
 import math
 from dataclasses import dataclass
-from enum import Enum
+from functools import cached_property
 
-
-class Norm(Enum):
-    """The places where a layer may normalise."""
-
-    ATTENTION = "before attention"
-    QUERY = "each query head"
-    KEY = "each key head"
-    ATTENTION_OUTPUT = "after attention"
-    FEED_FORWARD = "before the feed-forward"
-    FEED_FORWARD_OUTPUT = "after the feed-forward"
+from gemma_py.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Angles are position * theta^(-2i / E) / factor."""
+    """Rotary position embedding: the pair (i, i + E / 2) turns by position * theta^(-2i / E) / factor."""
 
     theta: float
     factor: float = 1.0
@@ -26,7 +17,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class Layer:
-    """sliding_window: keys that a query sees, itself included; None: all. kv_source: the layer whose KV rows it reads."""
+    """sliding_window: keys that a query sees, itself included; None means all.
+    kv_source: the layer whose KV rows this one reads: itself, or an earlier layer that it shares them with."""
 
     sliding_window: int | None
     rope: Rope
@@ -35,14 +27,13 @@ class Layer:
     head_dim: int  # E
     intermediate_size: int  # F
     kv_source: int
-    norms: frozenset[Norm]
 
 
 @dataclass(frozen=True)
 class Config:
     """Hugging Face's names where it has one."""
 
-    model_type: str  # gemma, gemma2, gemma3
+    model_type: str  # of the family, see models/families.py
     vocab_size: int  # V
     hidden_size: int  # D
     max_position_embeddings: int
@@ -59,8 +50,40 @@ class Config:
     def attention_scale(self) -> float:
         return 1.0 / math.sqrt(self.query_pre_attn_scalar)  # the root is IEEE's; a power would be libm's
 
+    @cached_property
+    def kv_owners(self) -> tuple[int, ...]:
+        """The numbers of the layers that have KV rows of their own, which are the layers of a KV cache."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer.kv_source == number)
 
-GEMMA1_NORMS = frozenset({Norm.ATTENTION, Norm.FEED_FORWARD})
-GEMMA2_NORMS = GEMMA1_NORMS | {Norm.ATTENTION_OUTPUT, Norm.FEED_FORWARD_OUTPUT}
-GEMMA3_NORMS = GEMMA2_NORMS | {Norm.QUERY, Norm.KEY}
-NORMS = {"gemma": GEMMA1_NORMS, "gemma2": GEMMA2_NORMS, "gemma3": GEMMA3_NORMS}
+    @cached_property
+    def kv_layers(self) -> tuple[Layer, ...]:
+        """These layers themselves."""
+        return tuple(self.layers[number] for number in self.kv_owners)
+
+    @cached_property
+    def kv_numbers(self) -> tuple[int, ...]:
+        """For each layer, the place in `kv_layers` of the layer whose KV rows it reads."""
+        return tuple(self.kv_owners.index(layer.kv_source) for layer in self.layers)
+
+
+def checked(config: Config, where: str) -> Config:
+    """The config itself, once it satisfies what every config must, wherever it came from."""
+    if not config.layers:
+        raise ConfigError(f"{where}: the model has no layers")
+    for number, layer in enumerate(config.layers):
+        if layer.num_attention_heads % layer.num_key_value_heads:
+            raise ConfigError(
+                f"{where}: num_attention_heads {layer.num_attention_heads} should be a multiple of "
+                f"num_key_value_heads {layer.num_key_value_heads}"
+            )
+        if layer.head_dim % 2:
+            raise ConfigError(f"{where}: head_dim should be even, found {layer.head_dim}")
+        if not 0 <= layer.kv_source <= number or config.layers[layer.kv_source].kv_source != layer.kv_source:
+            raise ConfigError(f"{where}: layer {number} cannot share the KV rows of layer {layer.kv_source}")
+        source = config.layers[layer.kv_source]
+        shapes = [(y.num_key_value_heads, y.head_dim, y.sliding_window) for y in (layer, source)]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(
+                f"{where}: layer {number} shares the KV rows of layer {layer.kv_source}, whose heads or window differ"
+            )
+    return config

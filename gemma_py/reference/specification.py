@@ -21,8 +21,8 @@ import numpy as np
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp, exp64, log64, sine_cosine64, tanh
 from gemma_py.kernels.intrinsics import bits_of_f32, f32_of_bits, fma, sqrt, widen
-from gemma_py.models.config import Config, Layer, Norm
-from gemma_py.weights.tensors import CodeMatrix, FloatMatrix, LayerWeights, Matrix, Weights
+from gemma_py.models.config import Config
+from gemma_py.weights.tensors import CodeMatrix, FloatMatrix, Weights
 
 BLOCK = 32  # values that share a scale when an input is quantised
 TILE = 32  # key positions that share a maximum in attention
@@ -135,7 +135,7 @@ class Input:
         return self.coded
 
 
-def matmul(x: Input, matrix: Matrix) -> np.ndarray:
+def matmul(x, matrix):
     """[N] of x: [K] and matrix: [N, K]. The stored format decides the order, nothing else."""
     y = np.empty(matrix.shape[0], np.float32)
     if isinstance(matrix, FloatMatrix):
@@ -154,7 +154,7 @@ def scale_row(x, factor):
         x[d] = x[d] * factor
 
 
-def embed(matrix: Matrix, token: int) -> np.ndarray:
+def embed(matrix, token: int) -> np.ndarray:
     """[D]: the token's row times sqrt(D)."""
     D = matrix.shape[1]
     x = np.empty(D, np.float32)
@@ -315,32 +315,30 @@ class Cache:
                     rows[number] = grown
 
 
-def normalised(x: np.ndarray, norm: Norm, weights: LayerWeights, eps: np.float32) -> np.ndarray:
+def normalised(x, weights, name, eps):
     """x itself where the layer has no such norm."""
-    if norm not in weights.gains:
+    if name not in weights:
         return x
     y = np.empty_like(x)
-    rms_norm(x, weights.gains[norm], eps, y)
+    rms_norm(x, weights[name], eps, y)
     return y
 
 
-def attention(
-    x: np.ndarray, number: int, layer: Layer, weights: LayerWeights, config: Config, cache: Cache
-) -> np.ndarray:
+def attention(x, number, layer, weights, config, cache):
     """[D] of x: [D], already normalised; writes the row of this position into the cache."""
     H, G, E, eps = layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim, _F(config.rms_norm_eps)
-    position, row = cache.position, Input(x)
+    position, row, of = cache.position, Input(x), f"layers.{number}."
     frequencies = np.empty(E // 2, np.float32)
     rope_frequencies(layer.rope.theta, _F(layer.rope.factor), frequencies)
-    q = matmul(row, weights.q).reshape(H, E)
-    if Norm.QUERY in weights.gains:
-        rms_norm_heads(q, weights.gains[Norm.QUERY], eps)
+    q = matmul(row, weights[of + "q_proj"]).reshape(H, E)
+    if of + "q_norm" in weights:
+        rms_norm_heads(q, weights[of + "q_norm"], eps)
     rope(q, position, frequencies)
     keys, values = cache.keys[layer.kv_source], cache.values[layer.kv_source]
     if layer.kv_source == number:
-        k, v = matmul(row, weights.k).reshape(G, E), matmul(row, weights.v).reshape(G, E)
-        if Norm.KEY in weights.gains:
-            rms_norm_heads(k, weights.gains[Norm.KEY], eps)
+        k, v = matmul(row, weights[of + "k_proj"]).reshape(G, E), matmul(row, weights[of + "v_proj"]).reshape(G, E)
+        if of + "k_norm" in weights:
+            rms_norm_heads(k, weights[of + "k_norm"], eps)
         rope(k, position, frequencies)
         if cache.bfloat16:
             round_to_bfloat16(k.reshape(G * E))
@@ -350,27 +348,28 @@ def attention(
     out, scores = np.empty((H, E), np.float32), np.empty(TILE, np.float32)
     scale, cap = _F(config.attention_scale), _F(config.attn_logit_softcapping or 0.0)
     attend(q, keys[: position + 1], values[: position + 1], first, scale, cap, scores, out)
-    return matmul(Input(out.reshape(H * E)), weights.o)
+    return matmul(Input(out.reshape(H * E)), weights[of + "o_proj"])
 
 
-def feed_forward(x: np.ndarray, weights: LayerWeights) -> np.ndarray:
+def feed_forward(x, weights, of):
     """[D] of x: [D], already normalised."""
     row = Input(x)
-    gate, up = matmul(row, weights.gate), matmul(row, weights.up)
+    gate, up = matmul(row, weights[of + "gate_proj"]), matmul(row, weights[of + "up_proj"])
     gelu_gate(gate, up)
-    return matmul(Input(gate), weights.down)
+    return matmul(Input(gate), weights[of + "down_proj"])
 
 
 def forward(weights: Weights, config: Config, cache: Cache, token: int) -> np.ndarray:
     """One token through all layers: the hidden state [D] before the final norm. The cache gains a position."""
     cache.reserve(cache.position + 1)
     eps = _F(config.rms_norm_eps)
-    x = embed(weights.embedding, token)
-    for number, (layer, w) in enumerate(zip(config.layers, weights.layers, strict=True)):
-        y = attention(normalised(x, Norm.ATTENTION, w, eps), number, layer, w, config, cache)
-        add(x, normalised(y, Norm.ATTENTION_OUTPUT, w, eps))
-        y = feed_forward(normalised(x, Norm.FEED_FORWARD, w, eps), w)
-        add(x, normalised(y, Norm.FEED_FORWARD_OUTPUT, w, eps))
+    x = embed(weights["embed_tokens"], token)
+    for number, layer in enumerate(config.layers):
+        of = f"layers.{number}."
+        y = attention(normalised(x, weights, of + "input_norm", eps), number, layer, weights, config, cache)
+        add(x, normalised(y, weights, of + "post_attention_norm", eps))
+        y = feed_forward(normalised(x, weights, of + "pre_feedforward_norm", eps), weights, of)
+        add(x, normalised(y, weights, of + "post_feedforward_norm", eps))
     cache.position += 1
     return x
 
@@ -378,8 +377,8 @@ def forward(weights: Weights, config: Config, cache: Cache, token: int) -> np.nd
 def head(weights: Weights, config: Config, x: np.ndarray) -> np.ndarray:
     """Logits [V] of a hidden state [D]."""
     y = np.empty_like(x)
-    rms_norm(x, weights.final_gain, _F(config.rms_norm_eps), y)
-    result = matmul(Input(y), weights.head)
+    rms_norm(x, weights["norm"], _F(config.rms_norm_eps), y)
+    result = matmul(Input(y), weights["lm_head"])
     if config.final_logit_softcapping is not None:
         soft_cap_row(result, _F(config.final_logit_softcapping))
     return result

@@ -25,13 +25,13 @@ _SPARE = 512  # rows
 
 def rows_needed(config: Config, tokens: int, chunk: int, keep: int = 0) -> list[int]:
     """Rows a layer for so many tokens, computed so many a pass."""
-    windows = [layer.sliding_window for layer in config.layers]
+    windows = [layer.sliding_window for layer in config.kv_layers]
     return [tokens if window is None else min(tokens, window + chunk - 1 + keep) for window in windows]
 
 
 def bytes_needed(config: Config, kv: str, tokens: int, chunk: int, keep: int = 0) -> int:
     """What `Cache.prepare` takes."""
-    rows = zip(config.layers, rows_needed(config, tokens, chunk, keep), strict=True)
+    rows = zip(config.kv_layers, rows_needed(config, tokens, chunk, keep), strict=True)
     numbers = sum(2 * layer.num_key_value_heads * layer.head_dim * count for layer, count in rows)
     return numbers * np.dtype(KV_TYPES[kv]).itemsize
 
@@ -67,10 +67,10 @@ class Cache:
         self.config, self.poison, self.keep = config, poison, keep
         self.dtype = KV_TYPES[kv]
         self.ids: list[int] = []  # of the committed tokens
-        self._oldest = [0] * len(config.layers)  # a layer's rows from here to `position` are whole
+        self._oldest = [0] * len(config.kv_layers)  # a layer's rows from here to `position` are whole
         layers = [
             Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
-            for layer in config.layers
+            for layer in config.kv_layers
         ]
         # One value, so that no interrupt finds arrays with the addresses of others.
         self._room = layers, np.zeros((len(layers), 3), np.int64)
@@ -105,7 +105,7 @@ class Cache:
     def _make_room(self, position: int, tokens: int, ahead: int = 0) -> None:
         for number, rows in enumerate(rows_needed(self.config, position + tokens, tokens, self.keep)):
             capacity = self.layers[number].capacity
-            spare = ahead + _SPARE if self.config.layers[number].sliding_window is None else 0
+            spare = ahead + _SPARE if self.config.kv_layers[number].sliding_window is None else 0
             if rows > capacity:
                 # Growing by half again keeps the copying of a long decode linear; memory that is never written costs none.
                 self._move(number, max(rows + spare, capacity * 3 // 2, 64))
@@ -114,7 +114,7 @@ class Cache:
         """The rows of these tokens are written, in every layer."""
         position = self.position + len(tokens)
         # No ring is so short that a pass, even one that fails, writes over what is counted on here.
-        kept = (first_readable(layer, position) - self.keep for layer in self.config.layers)
+        kept = (first_readable(layer, position) - self.keep for layer in self.config.kv_layers)
         oldest = [max(pair) for pair in zip(self._oldest, kept, strict=True)]
         # Nothing is called between these two, so no interrupt comes between them.
         self._oldest = oldest
@@ -124,7 +124,7 @@ class Cache:
         """Whether a rewind can go there: every row is left that the next token would read."""
         return 0 <= position <= self.position and all(
             first_readable(layer, position) >= oldest
-            for layer, oldest in zip(self.config.layers, self._oldest, strict=True)
+            for layer, oldest in zip(self.config.kv_layers, self._oldest, strict=True)
         )
 
     def rewind(self, position: int) -> None:
@@ -160,7 +160,7 @@ class Cache:
 
     def _committed(self, number: int) -> np.ndarray:
         """Positions whose rows a later query may read: the last window - 1 of a sliding layer, else all."""
-        first = first_readable(self.config.layers[number], self.position)
+        first = first_readable(self.config.kv_layers[number], self.position)
         return np.arange(first, self.position)
 
     def _whole(self, number: int) -> np.ndarray:
@@ -175,7 +175,7 @@ class Cache:
 
     def digest(self) -> list[str]:
         """One a layer, of those rows."""
-        return [digest(*self.rows(number)) for number in range(len(self.config.layers))]
+        return [digest(*self.rows(number)) for number in range(len(self.config.kv_layers))]
 
     def block(self, first: int, last: int, copy: np.ndarray) -> None:
         """Into the copy: of each layer the keys, then the values of positions first .. last - 1, [G, positions, E]."""
@@ -190,7 +190,7 @@ class Cache:
 
     def stored(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
         """A layer's rows as they are stored, that a token after `since` may read: keys and values, [G, positions, E]."""
-        positions = np.arange(first_readable(self.config.layers[number], since), self.position)
+        positions = np.arange(first_readable(self.config.kv_layers[number], since), self.position)
         layer = self.layers[number]
         places = positions % max(1, layer.capacity)
         return layer.keys[:, places], layer.values[:, places]

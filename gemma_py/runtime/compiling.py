@@ -23,33 +23,18 @@ import numpy as np
 
 from gemma_py import machine
 from gemma_py.kernels.decorator import CACHE
-from gemma_py.kernels.matmul import CodedRows
-from gemma_py.kernels.panels import UnpackBuffer
+from gemma_py.runtime.batch import Batch, new_scratch
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.cells import make_cells
-from gemma_py.runtime.forward import (
-    Batch,
-    Scratch,
-    Trace,
-    attention_phase,
-    columns_phase,
-    embedding_phase,
-    forward,
-    input_phase,
-    matmul_phase,
-    residual_phase,
-    rope_kv_phase,
-    scores_phase,
-)
-from gemma_py.weights.pack import Numbers, Packed
+from gemma_py.runtime.forward import forward
+from gemma_py.runtime.phases import attention_phase, matmul_phase, rows_phase, scores_phase
+from gemma_py.runtime.program import Model, Sizes
+from gemma_py.runtime.trace import NO_TRACE
+from gemma_py.weights.pack import Packed
 
 # What is compiled, the longest first: each share by one process, for its kernels have helpers in common. `forward` is
 # made of them all.
-SHARES = (
-    (attention_phase, columns_phase, scores_phase),
-    (matmul_phase,),
-    (embedding_phase, residual_phase, input_phase, rope_kv_phase),
-)
+SHARES = ((attention_phase, scores_phase), (matmul_phase,), (rows_phase,))
 _KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kernel in share}
 _PATIENCE = 300.0  # seconds for one kernel, which takes ten
 _TICK = 0.2
@@ -67,29 +52,21 @@ def mark_compiled(kv: str) -> None:
 
 
 def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
-    """The types that a kernel is called with. A parameter's name says what it is, in every phase alike."""
-    f32, i64, trace = _numbers(np.float32), _numbers(np.int64), np.empty((0, 0), np.int64)
-    unpacked = UnpackBuffer(_numbers(np.int16), f32, f32)
-    coded = CodedRows(_numbers(np.int16), _numbers(np.int8), f32, f32, f32, f32)
-    examples = {
-        "cells": make_cells(1),
-        "m": Packed(
-            _fixed(np.float32), _fixed(np.uint16), _fixed(np.int8), _fixed(np.float32), _fixed(np.float32, 2),
-            _fixed(np.int64, 2), _fixed(np.int64, 2), Numbers(0, 0, 0, 0, 0, 0, *(np.float32(0),) * 5),
+    """The types that a kernel is called with: all phases take the same arguments, and `forward` the first of them."""
+    i64 = np.empty(0, np.int64)
+    arguments = (
+        0, 0, make_cells(1),
+        Model(
+            Packed(_fixed(np.float32), _fixed(np.uint16), _fixed(np.int8), _fixed(np.float32), _fixed(np.int64, 2)),
+            _fixed(np.float32, 2), _fixed(np.float32), _fixed(np.int64, 2),
         ),
-        "layer": _fixed(np.int64),
-        "s": Scratch(f32, f32, f32, f32, f32, f32, f32, f32, f32, f32, coded, unpacked, f32, f32, f32, f32),
-        "batch": Batch(i64, np.empty((0, 3), np.int64), np.empty((0, 0, 3), np.int64), i64, _numbers(KV_TYPES[kv])),
-        "trace": Trace(trace, trace),
-        "unpacked": unpacked, "x": f32, "outputs": (f32,) * 3, "logits": f32, "numbers": (0,) * 3, "wanted": i64,
-        "cap": np.float32(0),
-    }  # fmt: skip
-    names = inspect.signature(kernel.py_func).parameters
-    return tuple(numba.typeof(examples.get(name, 0)) for name in names)  # all others are integers
-
-
-def _numbers(kind: type) -> np.ndarray:
-    return np.empty(0, kind)
+        new_scratch(Sizes(i64, 1, 1, 1, 2), 1, 1),
+        Batch(i64, i64.reshape(2, 0), i64.reshape(2, 0), i64.reshape(2, 0, 3), i64.reshape(0, 2), i64.reshape(0, 0, 3),
+              np.empty(0, KV_TYPES[kv]), i64),
+        NO_TRACE, 0, 0,
+    )  # fmt: skip
+    count = len(inspect.signature(kernel.py_func).parameters)
+    return tuple(numba.typeof(argument) for argument in arguments[:count])
 
 
 def _fixed(kind: type, dimensions: int = 1) -> np.ndarray:

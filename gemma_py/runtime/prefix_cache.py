@@ -114,7 +114,7 @@ class PrefixCache:
         """Layer by layer, keys and values [G, positions, E] that a token after these blocks may read, and at most a block's rows
         before those."""
         at = 0
-        for layer in config.layers:
+        for layer in config.kv_layers:
             G, E = layer.num_key_value_heads, layer.head_dim
             needed = path[min(first_readable(layer, len(path) * BLOCK_TOKENS) // BLOCK_TOKENS, len(path) - 1) :]
             rows = self._rows[[block.slot for block in needed], at : at + 2 * G * BLOCK_TOKENS * E]

@@ -8,27 +8,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gemma_py.errors import UnsupportedError, check_context
-from gemma_py.kernels.attention import LANES, scratch_size
-from gemma_py.kernels.matmul import CodedRows, unpack_buffer_sizes
+from gemma_py.errors import check_context
+from gemma_py.kernels.attention import LANES
 from gemma_py.kernels.memory import aligned
-from gemma_py.kernels.panels import INPUT_BLOCK, UnpackBuffer
 from gemma_py.models.config import Config
+from gemma_py.models.program import ALL, WANTED
+from gemma_py.runtime.batch import END_ROW, FIRST, LONGEST, ROWS, Batch, Scratch, new_scratch
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.compiling import mark_compiled
-from gemma_py.runtime.forward import COUNTERS, PHASES, UNTRACED, Batch, Scratch, Trace, forward
+from gemma_py.runtime.forward import forward
 from gemma_py.runtime.instruments import Instruments
+from gemma_py.runtime.program import Linked
 from gemma_py.runtime.team import Team
-from gemma_py.weights.pack import Packed
+from gemma_py.runtime.trace import NO_TRACE, new_trace
 
 CHUNK = 512  # tokens of a pass unless told otherwise
-NO_TRACE = Trace(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
-
-
-def new_trace(config: Config, T: int) -> Trace:
-    """For one pass of T tokens; [(L + 1) * COUNTERS, T] each."""
-    shape = ((len(config.layers) + 1) * COUNTERS, T)
-    return Trace(np.full(shape, UNTRACED, np.int64), np.full(shape, -1, np.int64))
 
 
 @dataclass(frozen=True)
@@ -44,13 +38,10 @@ class Runner:
     """One pass at a time, whichever Python thread asks; sequences differ by their cache alone."""
 
     def __init__(
-        self, packed: Packed, config: Config, workers: int, deadline: float = 5.0, kv: str = "float32"
+        self, program: Linked, config: Config, workers: int, deadline: float = 5.0, kv: str = "float32"
     ) -> None:
-        if any(layer.kv_source != number for number, layer in enumerate(config.layers)):
-            raise UnsupportedError("layers that share another's keys and values are not supported yet")
-        self.config, self.kv = config, kv
-        self.team = Team(workers, deadline, PHASES)
-        self.packed = packed
+        self.program, self.config, self.kv = program, config, kv
+        self.team = Team(workers, deadline, program.labels)
         self.instruments = Instruments()
         self._lock = threading.Lock()
         self._scratch: Scratch | None = None
@@ -59,26 +50,19 @@ class Runner:
         _runners.add(self)
 
     def run(
-        self,
-        cache: Cache,
-        tokens: list[int],
-        all_logits: bool,
-        trace: Trace = NO_TRACE,
-        limit: int | None = None,
-        ahead: int = 0,
+        self, cache: Cache, tokens: list[int], all_logits: bool, limit: int | None = None, ahead: int = 0
     ) -> np.ndarray:
         """Logits [V] of the last token or [T, V] of all. The cache gains the tokens only if everything went well.
 
         limit: positions that the cache may hold, checked while nobody else can add any.
         ahead: tokens that the caller will run next.
-        trace: of `new_trace`, filled; logits are traced only where all are asked for.
         """
         T = len(tokens)
         with self._lock:
             if limit is not None:
                 check_context(limit, T, after=cache.position)
             cache.reserve(T, ahead)
-            (logits,) = self._pass([Part(cache, tokens, T if all_logits else 1)], trace)
+            (logits,) = self._pass([Part(cache, tokens, T if all_logits else 1)])
         return logits if all_logits else logits[0]
 
     def run_together(self, parts: Sequence[Part]) -> list[np.ndarray]:
@@ -86,22 +70,25 @@ class Runner:
         with self._lock:
             for part in parts:
                 part.cache.reserve(len(part.tokens))
-            return self._pass(parts, NO_TRACE)
+            return self._pass(parts)
 
-    def _pass(self, parts: Sequence[Part], trace: Trace) -> list[np.ndarray]:
+    def _pass(self, parts: Sequence[Part]) -> list[np.ndarray]:
         """The caches have room for it."""
         if self.instruments.poison:
             for part in parts:
                 part.cache.forget_uncommitted()
-        batch = _batch(parts)
-        longest = max(part.cache.position for part in parts) + 1
-        scratch, layers = self._scratch_for(len(batch.tokens), longest), len(self.config.layers)
+        T, longest = sum(len(part.tokens) for part in parts), max(part.cache.position for part in parts) + 1
+        scratch, program = self._scratch_for(T, longest), self.program
         logits = np.empty(sum(part.logits for part in parts) * self.config.vocab_size, np.float32)
+        batch = _batch(parts, self._addresses(scratch, T, logits))
+        trace = NO_TRACE
+        if self.instruments.traces is not None:
+            trace = new_trace(program.layers * len(program.labels), T)
         try:
             self.team.run(
-                forward, self.packed, scratch, batch, logits, trace,
-                marks=[part.cache.position for part in parts] * layers, claims=(layers + 1) * COUNTERS,
-                held=[part.cache.layers for part in parts], trial=self.instruments.trial, profile=self.instruments.profile,
+                forward, program.model, scratch, batch, trace,
+                marks=[part.cache.position for part in parts] * len(self.config.kv_layers), claims=program.phases,
+                held=(logits, [part.cache.layers for part in parts]), instruments=self.instruments,
             )  # fmt: skip
         except BaseException:
             if not self.team.settled:
@@ -109,28 +96,39 @@ class Runner:
                 for part in parts:
                     part.cache.abandon()
             raise
+        if self.instruments.traces is not None:
+            self.instruments.traces.append(trace)
         for part in parts:
             part.cache.commit(part.tokens)
         ends = np.cumsum([part.logits for part in parts])
         return np.split(logits.reshape(-1, self.config.vocab_size), ends[:-1])
 
+    def _addresses(self, scratch: Scratch, T: int, logits: np.ndarray) -> np.ndarray:
+        """Of the program's buffers in a pass of T rows, and of the logits."""
+        places, size = self.program.sizes.places, scratch.floats.itemsize
+        made = np.empty(len(places) + 1, np.int64)
+        made[:-1] = scratch.floats.ctypes.data + size * T * places
+        made[-1] = logits.ctypes.data
+        return made
+
+    def set_workers(self, workers: int) -> None:
+        """Another team, between two passes."""
+        with self._lock:
+            former, self.team = self.team, Team(workers, self.team.deadline, self.program.labels)
+            self._scratch = None  # each worker has a part of it
+        former.close()
+
     def _compile(self) -> None:
         """Before any worker starts, in the calling thread; from the disk where it has been done before."""
-        batch, logits = _batch([Part(self.cache(), [])]), np.empty(0, np.float32)
-        self.team.compile(forward, self.packed, self._scratch_for(1, 1), batch, logits, NO_TRACE)
+        scratch, logits = self._scratch_for(1, 1), np.empty(0, np.float32)
+        batch = _batch([Part(self.cache(), [])], self._addresses(scratch, 0, logits))
+        self.team.compile(forward, self.program.model, scratch, batch, NO_TRACE)
         mark_compiled(self.kv)
 
     def digest(self, cache: Cache) -> list[str]:
         """The cache's, while no pass is under way."""
         with self._lock:
             return cache.digest()
-
-    def set_workers(self, workers: int) -> None:
-        """Another number of workers from the next pass on."""
-        with self._lock:
-            former, self.team = self.team, Team(workers, self.team.deadline, PHASES)
-            self._scratch = None  # each worker has a part of it
-        former.close()
 
     def rewind(self, cache: Cache, position: int) -> None:
         """The cache's, while no pass is under way."""
@@ -150,7 +148,7 @@ class Runner:
         """Room for T rows, and for the scores of single positions after so many keys; kept for later passes."""
         if self._scratch is None or self._rows < T:
             # Made before either is noted: if there is no memory for it, the old one and its size must stay together.
-            self._scratch, self._rows = _make_scratch(self.config, self.packed, T, self.team.workers), T
+            self._scratch, self._rows = new_scratch(self.program.sizes, T, self.team.workers), T
         shared = self.team.workers - 1  # fewer positions than workers are shared by some of them
         if len(self._scratch.scores) < shared * keys * LANES:
             self._scratch = self._scratch._replace(scores=aligned(shared * keys * 3 // 2 * LANES))
@@ -163,19 +161,26 @@ class Runner:
         self.team.close()
 
 
-def _batch(parts: Sequence[Part]) -> Batch:
-    """As the kernel takes them. Rows are counted through all parts, and so are the rows of logits."""
-    segments = np.empty((len(parts), 3), np.int64)
-    wanted = np.full(sum(len(part.tokens) for part in parts), -1, np.int64)
-    first = made = 0
+def _batch(parts: Sequence[Part], buffers: np.ndarray) -> Batch:
+    """As the kernel takes them. Rows are counted through all parts, and so are those whose logits are wanted."""
+    T = sum(len(part.tokens) for part in parts)
+    rows, positions = np.zeros((2, T), np.int64), np.zeros((2, T), np.int64)
+    segments, counts = np.empty((2, len(parts), 3), np.int64), np.zeros((2, 2), np.int64)
+    rows[ALL] = np.arange(T)
+    first = wanted = 0
     for number, part in enumerate(parts):
-        end = first + len(part.tokens)
-        segments[number] = first, end, part.cache.position - first
-        wanted[end - part.logits : end] = np.arange(made, made + part.logits)
-        first, made = end, made + part.logits
+        position, end, wanted_end = part.cache.position, first + len(part.tokens), wanted + part.logits
+        positions[ALL, first:end] = np.arange(position, position + len(part.tokens))
+        rows[WANTED, wanted:wanted_end] = np.arange(end - part.logits, end)
+        positions[WANTED, wanted:wanted_end] = positions[ALL, end - part.logits : end]
+        segments[ALL, number] = first, end, position - first
+        segments[WANTED, number] = wanted, wanted_end, position + len(part.tokens) - wanted_end
+        first, wanted = end, wanted_end
+    counts[:, ROWS] = first, wanted
+    counts[:, LONGEST] = (segments[:, :, END_ROW] - segments[:, :, FIRST]).max(axis=1)
     tokens = np.array([token for part in parts for token in part.tokens], np.int64)
     tables = np.stack([part.cache.places() for part in parts])
-    return Batch(tokens, segments, tables, wanted, np.empty(0, parts[0].cache.dtype))
+    return Batch(tokens, rows, positions, segments, counts, tables, np.empty(0, parts[0].cache.dtype), buffers)
 
 
 _runners: "weakref.WeakSet[Runner]" = weakref.WeakSet()
@@ -189,31 +194,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _make_scratch(config: Config, packed: Packed, T: int, workers: int) -> Scratch:
-    D, layers = config.hidden_size, config.layers
-    HE = max(y.num_attention_heads * y.head_dim for y in layers)
-    GE = max(y.num_key_value_heads * y.head_dim for y in layers)
-    F = max(y.intermediate_size for y in layers)
-    widest = max(D, HE, F)
-    ropes = T * packed.frequencies.size
-
-    def floats(count: int) -> np.ndarray:
-        return aligned(max(1, count))
-
-    blocks = T * (widest // INPUT_BLOCK + 1)
-    coded = CodedRows(
-        aligned(T * widest, np.int16), aligned(2 * T * widest, np.int8),
-        floats(blocks), floats(blocks), floats(blocks), floats(2 * blocks),
-    )  # fmt: skip
-    panel, scales = (workers * size for size in unpack_buffer_sizes(widest))
-    unpacked = UnpackBuffer(aligned(panel, np.int16), floats(scales), floats(scales))
-    x, n, chosen, q, k, v, a, y, gate, up = (floats(T * width) for width in (D, D, D, HE, GE, GE, HE, D, F, F))
-    attention = floats(workers * scratch_size(max(y.head_dim for y in layers)))
-    return Scratch(
-        x, n, chosen, q, k, v, a, y, gate, up, coded, unpacked, floats(ropes), floats(ropes), attention, floats(0)
-    )
 
 
 def _floats_of(part: object) -> Iterator[np.ndarray]:

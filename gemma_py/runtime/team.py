@@ -48,11 +48,12 @@ from gemma_py.runtime.cells import (
     Cells,
     make_cells,
 )
-from gemma_py.runtime.profile import Profile, room
-from gemma_py.runtime.trial import Trial
+from gemma_py.runtime.instruments import Instruments
+from gemma_py.runtime.profile import room
 
 # Shares of the deadline: to be sure of a stall, then to let the others leave. The rest is for a late watcher.
 _PATIENCE, _GRACE, _TICK = 0.7, 0.2, 0.02
+_NO_INSTRUMENTS = Instruments()
 _NOT_IEEE = "its thread, like the one that started it, flushes subnormals to zero or does not round to nearest"
 
 
@@ -203,13 +204,11 @@ class Team:
         marks: Sequence[int] = (),
         claims: int = 0,
         held: object = None,
-        trial: Trial | None = None,
-        profile: Profile | None = None,
+        instruments: Instruments = _NO_INSTRUMENTS,
     ) -> list[int]:
         """Call the kernel on every worker; give the watermarks, which start at `marks`. There are `claims` counters.
 
         held: kept alive as long as a worker may be at it, even one that was given up.
-        profile: gains the times of a run that went well.
 
         Raises WorkerError, from the exception that a worker raised if there is one; the team can be used again then.
         Results of a failed run are not to be used, and its arrays only if the error says `settled`. An exception in
@@ -218,6 +217,7 @@ class Team:
         with self._lock:
             if self._closed:
                 raise InputError("the worker team is closed")
+            trial, profile = instruments.trial, instruments.profile
             cells = make_cells(self.workers, marks, claims, 0 if profile is None else room(len(self.phases)))
             run = _Run(kernel, args, self.workers, cells, queue.SimpleQueue(), held)
             if trial is not None:

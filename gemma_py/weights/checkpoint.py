@@ -5,46 +5,53 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gemma_py.errors import ConfigError, FormatError, ModelNotFoundError
 from gemma_py.formats.files import present, read_json, read_text
 from gemma_py.formats.gguf import read_gguf
 from gemma_py.formats.safetensors import read_index, read_safetensors
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.models.config import Config
-from gemma_py.models.config_gguf import config_from_gguf
-from gemma_py.models.config_hf import config_from_hf
+from gemma_py.models.families import config_from_gguf, config_from_hf
+from gemma_py.models.family import Family
 from gemma_py.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_json
 from gemma_py.weights.tensors import (
-    GGUF_NAMES,
     Matrix,
-    Names,
-    StoredMatrix,
-    Weights,
-    build_weights,
-    hugging_face_names,
+    Source,
+    Stored,
+    gguf_source,
+    hugging_face_source,
     is_text_tensor,
-    whole,
+    read_weights,
+    stored_weights,
 )
+
+_GGUF_EMBEDDING, _GGUF_HEAD = "token_embd.weight", "output.weight"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     path: Path
     format: str  # "GGUF" or "safetensors"
+    family: Family
     config: Config
-    tensors: Mapping[str, StoredTensor]
-    names: Names
+    source: Source
     chat_template: str | None
     metadata: Mapping[str, Any]  # what the file says of itself beyond the config
     keep: bool = True  # whether its packed weights may be kept for a later start
 
-    def weights(self, quant: str | None = None) -> Weights[Matrix]:
-        """All of them unpacked, for the specification."""
-        return build_weights(self.tensors, self.config, self.names, str(self.path), whole, quant)
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        return self.source.tensors
 
-    def stored_weights(self, quant: str | None = None) -> Weights[StoredMatrix]:
+    def weights(self, quant: str | None = None) -> dict[str, Matrix | np.ndarray]:
+        """All of them unpacked, for the specification."""
+        return read_weights(self.stored_weights(quant))
+
+    def stored_weights(self, quant: str | None = None) -> dict[str, Stored]:
         """Names and shapes checked; the matrices' values stay in the file."""
-        return build_weights(self.tensors, self.config, self.names, str(self.path), StoredMatrix, quant)
+        return stored_weights(self.source, quant)
 
     def tokenizer(self) -> Tokenizer | None:
         """None where the checkpoint brings none; the engine then works on ids."""
@@ -69,15 +76,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
-    embedding = file.tensors.get(GGUF_NAMES.embedding)
+    embedding = file.tensors.get(_GGUF_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
-        raise ConfigError(f"{path}: tensor {GGUF_NAMES.embedding!r} is missing or no matrix")
-    tied = GGUF_NAMES.head not in file.tensors
-    config = config_from_gguf(file.metadata, str(path), embedding.shape[0], tied)
+        raise ConfigError(f"{path}: tensor {_GGUF_EMBEDDING!r} is missing or no matrix")
+    tied = _GGUF_HEAD not in file.tensors
+    family, config = config_from_gguf(file.metadata, str(path), embedding.shape[0], tied)
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise ConfigError(f"{path}: tokenizer.chat_template should be a string")
-    return Checkpoint(path, "GGUF", config, file.tensors, GGUF_NAMES, template, file.metadata)
+    source = gguf_source(file.tensors, family.tensors(config), tied, str(path))
+    return Checkpoint(path, "GGUF", family, config, source, template, file.metadata)
 
 
 def _open_directory(path: Path) -> Checkpoint:
@@ -87,7 +95,8 @@ def _open_directory(path: Path) -> Checkpoint:
         raise ModelNotFoundError(f"{path}: no config.json in this directory{hint}")
     document = read_json(path / "config.json")
     generation = path / "generation_config.json"
-    config = config_from_hf(document, str(path / "config.json"), read_json(generation) if present(generation) else None)
+    wanted = read_json(generation) if present(generation) else None
+    family, config = config_from_hf(document, str(path / "config.json"), wanted)
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists():
         tensors = read_safetensors(single)
@@ -96,8 +105,8 @@ def _open_directory(path: Path) -> Checkpoint:
     else:
         raise ModelNotFoundError(f"{path}: neither model.safetensors nor model.safetensors.index.json")
     tensors = {name: tensor for name, tensor in tensors.items() if is_text_tensor(name)}
-    names = hugging_face_names(tensors, config, str(path))
-    return Checkpoint(path, "safetensors", config, tensors, names, _template(path), {})
+    source = hugging_face_source(tensors, family.tensors(config), config.tie_word_embeddings, str(path))
+    return Checkpoint(path, "safetensors", family, config, source, _template(path), {})
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:

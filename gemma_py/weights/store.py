@@ -33,7 +33,7 @@ from gemma_py.kernels.checksum import checksum
 from gemma_py.kernels.memory import aligned
 from gemma_py.paths import PARTIAL, abandoned, atomic_write, cache_dir, private_dir
 from gemma_py.weights.checkpoint import Checkpoint
-from gemma_py.weights.pack import LAYOUT, Packed, Plan
+from gemma_py.weights.pack import LAYOUT, PackedWeights, Plan
 
 FOLDER, SUFFIX, RECORDS = "weights", ".packed", "records"
 _MAGIC, _FORMAT = b"GEMMAPK\n", 1
@@ -52,13 +52,13 @@ class _Damaged(Exception):
     """A kept file that is not what this program would have written, and why."""
 
 
-def packed_weights(checkpoint: Checkpoint, quant: str | None = None) -> Packed:
+def packed_weights(checkpoint: Checkpoint, quant: str | None = None) -> PackedWeights:
     """The checkpoint's weights for the kernels: mapped from the cache, packed into it where they are not there yet.
 
     Names and shapes are checked at every start, values when they are packed. Where nothing can be kept, the weights are
     packed into memory, and a line on stderr says why, once a process.
     """
-    plan = Plan(checkpoint.stored_weights(quant), checkpoint.config)
+    plan = Plan(checkpoint.stored_weights(quant))
     for tensor in checkpoint.tensors.values():  # norms are copied; the system maps a megabyte around each
         drop_pages(tensor.data)
     if not checkpoint.keep or sum(_spans(plan)[-1]) < _SMALLEST:

@@ -1,16 +1,16 @@
 """A checkpoint's tensors as the weights of a model: named, shaped, checked, and laid out for the arithmetic."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, NoReturn, TypeVar
+from typing import NoReturn
 
 import numpy as np
 
 from gemma_py.errors import ConfigError, FormatError, InputError
 from gemma_py.formats.blocks import QUANTS, Minimum, scales_of
 from gemma_py.formats.tensor import QuantisedTensor, StoredTensor
-from gemma_py.models.config import Config, Layer, Norm
+from gemma_py.models.program import Tensor
 
 _CHUNK = 1 << 19  # values looked at or unpacked at a time: what numpy makes on the way stays in the caches
 _RUN = 64  # rows of a part are a multiple of this, so that whoever lays parts out in panels never sees a part of four
@@ -87,112 +87,59 @@ class StoredMatrix:
         for first in range(0, N, step):
             yield first, self.rows(first, min(first + step, N))
 
-
-M = TypeVar("M", Matrix, StoredMatrix)
-
-
-@dataclass(frozen=True)
-class LayerWeights(Generic[M]):
-    """Matrices have a row an output. Gains already contain the 1 that Hugging Face's files leave out."""
-
-    q: M  # [H * E, D]
-    k: M  # [G * E, D]
-    v: M  # [G * E, D]
-    o: M  # [D, H * E]
-    gate: M  # [F, D]
-    up: M  # [F, D]
-    down: M  # [D, F]
-    gains: Mapping[Norm, np.ndarray]  # f32 [D], or [E] of a head; only the norms that the layer has
-
-    @property
-    def matrices(self) -> tuple[M, ...]:
-        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
+    def whole(self) -> Matrix:
+        """For the specification: floats mapped as they are where that is possible, codes unpacked."""
+        if not self.tensor.type.quantised:
+            return _float_rows(self.tensor, 0, self.shape[0])
+        parts = [part for _, part in self.parts() if isinstance(part, CodeMatrix)]
+        block_scales = tuple(np.concatenate(of_all) for of_all in zip(*(p.block_scales for p in parts), strict=True))
+        sub_scales = tuple(np.concatenate(of_all) for of_all in zip(*(p.sub_scales for p in parts), strict=True))
+        codes = np.concatenate([part.codes for part in parts])
+        for array in (codes, *block_scales, *sub_scales):
+            array.flags.writeable = False
+        return CodeMatrix(codes, block_scales, sub_scales, self.tensor.type.width, self.tensor.type.offset)
 
 
-@dataclass(frozen=True)
-class Weights(Generic[M]):
-    embedding: M  # [V, D]
-    head: M  # [V, D], the embedding itself where tied
-    final_gain: np.ndarray  # [D]
-    layers: tuple[LayerWeights[M], ...]
-
-    @property
-    def matrices(self) -> tuple[M, ...]:
-        """Each once, in the order in which they are laid out."""
-        made = [self.embedding] if self.head is self.embedding else [self.embedding, self.head]
-        for layer in self.layers:
-            made += layer.matrices
-        return tuple(made)
+Stored = StoredMatrix | np.ndarray  # a matrix in its file, or a gain, f32 [width]
+Weights = Mapping[str, Matrix | np.ndarray]  # by the family's names; lm_head is embed_tokens itself where they are tied
+StoredWeights = Mapping[str, Stored]
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
+_IGNORED = (".rotary_emb.inv_freq",)  # endings of tensors that mean nothing
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
-class Names:
-    """How a format calls its tensors. A layer's names hold a {} for its number."""
+class Source:
+    """Where a model's tensors come from: what a checkpoint holds, and what it calls what the family asks for.
 
-    embedding: str
-    head: str
-    final_norm: str
-    matrices: Mapping[str, str]
-    norms: Mapping[Norm, str]
-    gain_offset: float  # what a stored gain lacks
-    ignored: tuple[str, ...] = ()  # endings of tensors that mean nothing to the text model
+    specs: the family's tensors. names: for each of them the checkpoint's. plus_one: gains are stored without their 1.
+    """
 
-
-GGUF_NAMES = Names(
-    "token_embd.weight",
-    "output.weight",
-    "output_norm.weight",
-    {
-        "q": "blk.{}.attn_q.weight",
-        "k": "blk.{}.attn_k.weight",
-        "v": "blk.{}.attn_v.weight",
-        "o": "blk.{}.attn_output.weight",
-        "gate": "blk.{}.ffn_gate.weight",
-        "up": "blk.{}.ffn_up.weight",
-        "down": "blk.{}.ffn_down.weight",
-    },
-    {
-        Norm.ATTENTION: "blk.{}.attn_norm.weight",
-        Norm.QUERY: "blk.{}.attn_q_norm.weight",
-        Norm.KEY: "blk.{}.attn_k_norm.weight",
-        Norm.ATTENTION_OUTPUT: "blk.{}.post_attention_norm.weight",
-        Norm.FEED_FORWARD: "blk.{}.ffn_norm.weight",
-        Norm.FEED_FORWARD_OUTPUT: "blk.{}.post_ffw_norm.weight",
-    },
-    gain_offset=0.0,
-)
+    tensors: Mapping[str, StoredTensor]
+    specs: Mapping[str, Tensor]
+    names: Mapping[str, str]
+    plus_one: bool
+    tied: bool  # the head is the embedding, unless the checkpoint stores another one
+    where: str
 
 
-def hugging_face_names(tensors: Mapping[str, StoredTensor], config: Config, where: str) -> Names:
-    """The names under the prefix that this checkpoint uses; a multimodal one keeps its text model deeper inside."""
-    prefixes = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
-    prefix = next((p for p in prefixes if f"{p}embed_tokens.weight" in tensors), None)
+def gguf_source(tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor], tied: bool, where: str) -> Source:
+    return Source(tensors, specs, {name: spec.gguf for name, spec in specs.items()}, False, tied, where)
+
+
+def hugging_face_source(
+    tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor], tied: bool, where: str
+) -> Source:
+    """A multimodal checkpoint keeps its text model deeper inside; the prefix is found by the embedding."""
+    embedding = specs[EMBEDDING].hugging_face
+    prefix = next((prefix for prefix in _PREFIXES if prefix + embedding in tensors), None)
     if prefix is None:
-        raise ConfigError(f"{where}: no tensor embed_tokens.weight under any known prefix")
-    heads = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
-    layer = prefix + "layers.{}."
-    norms = {
-        Norm.ATTENTION: f"{layer}input_layernorm.weight",
-        Norm.QUERY: f"{layer}self_attn.q_norm.weight",
-        Norm.KEY: f"{layer}self_attn.k_norm.weight",
-        Norm.ATTENTION_OUTPUT: f"{layer}post_attention_layernorm.weight",
-        Norm.FEED_FORWARD: f"{layer}pre_feedforward_layernorm.weight",
-        Norm.FEED_FORWARD_OUTPUT: f"{layer}post_feedforward_layernorm.weight",
-    }
-    if Norm.ATTENTION_OUTPUT not in config.layers[0].norms:
-        # Gemma 1 calls the norm in front of the feed-forward by its place after attention.
-        norms[Norm.FEED_FORWARD] = norms[Norm.ATTENTION_OUTPUT]
-    attention = {part: f"{layer}self_attn.{part}_proj.weight" for part in "qkvo"}
-    feed_forward = {part: f"{layer}mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
-    return Names(
-        f"{prefix}embed_tokens.weight",
-        next((name for name in heads if name in tensors), heads[0]),
-        f"{prefix}norm.weight",
-        {**attention, **feed_forward},
-        norms,
-        gain_offset=1.0,
-        ignored=(".rotary_emb.inv_freq",),
-    )
+        raise ConfigError(f"{where}: no tensor {embedding} under any known prefix")
+    names = {name: prefix + spec.hugging_face for name, spec in specs.items()}
+    if HEAD in specs:
+        names[HEAD] = next((name for name in _HEADS if name in tensors), _HEADS[0])
+    return Source(tensors, specs, names, True, tied, where)
 
 
 def is_text_tensor(name: str) -> bool:
@@ -201,38 +148,69 @@ def is_text_tensor(name: str) -> bool:
     return not name.removeprefix("model.").startswith(others)
 
 
-def build_weights(
-    tensors: Mapping[str, StoredTensor],
-    config: Config,
-    names: Names,
-    where: str,
-    read: Callable[[StoredTensor], M],
-    quant: str | None = None,
-) -> Weights[M]:
-    """Every tensor the config asks for, and no other: a tensor left over means that the config is not its own.
+def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored]:
+    """Every tensor that the family asks for, and no other: one that is left over means that the config is not its own.
 
-    read: `whole`, or StoredMatrix to leave the matrices in their file. Gains, which are small, are read in any case.
+    Matrices stay in their file; gains, which are small, are read. Names, shapes and types are checked.
     quant: of QUANTS, what matrices of floats are packed to; None leaves all as it is stored.
     """
-    source = _Source(tensors, config, names, where, read, quant)
-    D = config.hidden_size
-    embedding = source.matrix(names.embedding, config.vocab_size, D)
-    tied = config.tie_word_embeddings and not _differs(tensors, names)
-    head = embedding if tied else source.matrix(names.head, config.vocab_size, D)
-    final_gain = source.gain(names.final_norm, D)
-    layers = tuple(source.layer(number, layer) for number, layer in enumerate(config.layers))
-    source.used.add(names.head)  # some files store the shared matrix twice
-    for name in tensors:
-        if name not in source.used and is_text_tensor(name) and not name.endswith(names.ignored or ("\0",)):
-            raise ConfigError(
-                f"{where}: tensor {name!r:.80} is not part of a {config.model_type} model of {len(config.layers)} layers"
-            )
-    return Weights(embedding, head, final_gain, layers)
+    made: dict[str, Stored] = {}
+    for name, spec in source.specs.items():
+        if name == HEAD and source.tied and not _differs(source):
+            made[HEAD] = made[EMBEDDING]
+            continue
+        tensor = _take(source, source.names[name], spec.shape)
+        if len(spec.shape) == 2:
+            made[name] = StoredMatrix(packed_to(quant, tensor))
+        else:
+            made[name] = _gain(tensor, source.plus_one and spec.plus_one)
+    used = {*source.names.values()}  # the head too: some files store the shared matrix twice
+    for name in source.tensors:
+        if name not in used and is_text_tensor(name) and not name.endswith(_IGNORED):
+            raise ConfigError(f"{source.where}: tensor {name!r:.80} is not part of the model that the config describes")
+    return made
 
 
-def _differs(tensors: Mapping[str, StoredTensor], names: Names) -> bool:
+def read_weights(stored: StoredWeights) -> dict[str, Matrix | np.ndarray]:
+    """All matrices unpacked, for the specification."""
+    whole: dict[int, Matrix] = {}
+    made: dict[str, Matrix | np.ndarray] = {}
+    for name, part in stored.items():
+        if isinstance(part, StoredMatrix):
+            made[name] = whole[id(part)] = whole.get(id(part)) or part.whole()
+        else:
+            made[name] = part
+    return made
+
+
+def matrices_of(stored: StoredWeights) -> list[StoredMatrix]:
+    """Each once, in the order in which they are laid out."""
+    return list({id(part): part for part in stored.values() if isinstance(part, StoredMatrix)}.values())
+
+
+def _take(source: Source, name: str, shape: tuple[int, ...]) -> StoredTensor:
+    tensor = source.tensors.get(name)
+    if tensor is None:
+        raise ConfigError(f"{source.where}: tensor {name!r:.80} is missing")
+    if tensor.shape != shape:
+        raise ConfigError(f"{tensor.where}: shape {list(shape)} expected from the config, found {list(tensor.shape)}")
+    return tensor
+
+
+def _gain(tensor: StoredTensor, plus_one: bool) -> np.ndarray:
+    if tensor.type.quantised:
+        raise ConfigError(f"{tensor.where}: a norm's gain should be a float type, found {tensor.type.name}")
+    values = tensor.to_float32()
+    if plus_one:
+        values = values + np.float32(1)
+    if not np.isfinite(values).all():
+        _not_finite(tensor)
+    return values
+
+
+def _differs(source: Source) -> bool:
     """Whether a head is stored that is not the embedding. transformers uses it then, whatever the config says."""
-    head, embedding = tensors.get(names.head), tensors.get(names.embedding)
+    head, embedding = (source.tensors.get(source.names[name]) for name in (HEAD, EMBEDDING))
     return head is not None and embedding is not None and not np.array_equal(head.data, embedding.data)
 
 
@@ -252,79 +230,8 @@ def packed_to(quant: str | None, tensor: StoredTensor) -> StoredTensor:
     return QuantisedTensor(tensor.name, QUANTS[quant], tensor.shape, tensor.data, tensor.path, tensor)
 
 
-class _Source(Generic[M]):
-    """Takes tensors out by name and checks them on the way."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, StoredTensor],
-        config: Config,
-        names: Names,
-        where: str,
-        read: Callable[[StoredTensor], M],
-        quant: str | None,
-    ) -> None:
-        self.tensors, self.config, self.names, self.where = tensors, config, names, where
-        self.read: Callable[[StoredTensor], M] = read
-        self.quant = quant
-        self.used: set[str] = set()
-
-    def take(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        tensor = self.tensors.get(name)
-        if tensor is None:
-            raise ConfigError(f"{self.where}: tensor {name!r:.80} is missing")
-        if tensor.shape != shape:
-            raise ConfigError(
-                f"{tensor.where}: shape {list(shape)} expected from the config, found {list(tensor.shape)}"
-            )
-        self.used.add(name)
-        return tensor
-
-    def gain(self, name: str, width: int) -> np.ndarray:
-        tensor = self.take(name, (width,))
-        if tensor.type.quantised:
-            raise ConfigError(f"{tensor.where}: a norm's gain should be a float type, found {tensor.type.name}")
-        values = tensor.to_float32() + np.float32(self.names.gain_offset)
-        if not np.isfinite(values).all():
-            _not_finite(tensor)
-        return values
-
-    def matrix(self, name: str, rows: int, columns: int) -> M:
-        return self.read(packed_to(self.quant, self.take(name, (rows, columns))))
-
-    def layer(self, number: int, layer: Layer) -> LayerWeights[M]:
-        D, F = self.config.hidden_size, layer.intermediate_size
-        HE, GE = layer.num_attention_heads * layer.head_dim, layer.num_key_value_heads * layer.head_dim
-        shapes = {"q": (HE, D), "k": (GE, D), "v": (GE, D), "o": (D, HE), "gate": (F, D), "up": (F, D), "down": (D, F)}
-        matrices = {
-            part: self.matrix(self.names.matrices[part].format(number), *shape) for part, shape in shapes.items()
-        }
-        widths = {Norm.QUERY: layer.head_dim, Norm.KEY: layer.head_dim}
-        gains = {
-            norm: self.gain(self.names.norms[norm].format(number), widths.get(norm, D))
-            for norm in Norm
-            if norm in layer.norms
-        }
-        return LayerWeights(**matrices, gains=gains)
-
-
 def _not_finite(tensor: StoredTensor) -> NoReturn:
     raise FormatError(f"{tensor.where}: holds NaN or infinite values")
-
-
-def whole(tensor: StoredTensor) -> Matrix:
-    """The matrix for the specification: floats mapped as they are where that is possible, codes unpacked."""
-    stored = StoredMatrix(tensor)
-    N = stored.shape[0]
-    if not tensor.type.quantised:
-        return _float_rows(tensor, 0, N)
-    parts = [part for _, part in stored.parts() if isinstance(part, CodeMatrix)]
-    block_scales = tuple(np.concatenate(of_all) for of_all in zip(*(part.block_scales for part in parts), strict=True))
-    sub_scales = tuple(np.concatenate(of_all) for of_all in zip(*(part.sub_scales for part in parts), strict=True))
-    codes = np.concatenate([part.codes for part in parts])
-    for array in (codes, *block_scales, *sub_scales):
-        array.flags.writeable = False
-    return CodeMatrix(codes, block_scales, sub_scales, tensor.type.width, tensor.type.offset)
 
 
 def _float_rows(tensor: StoredTensor, first: int, last: int) -> FloatMatrix:

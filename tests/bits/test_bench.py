@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from gemma_py.errors import ContextError, InputError
 from gemma_py.formats.blocks import TYPES
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.kernels import peak as kernels
+from gemma_py.models.program import MATMUL
+from gemma_py.runtime import program
 from gemma_py.runtime.team import Team
-from gemma_py.weights.tensors import CodeMatrix, whole
+from gemma_py.weights.tensors import CodeMatrix, StoredMatrix
 
 Run = Callable[..., tuple[int, str, str]]
 Test.__test__ = False  # type: ignore[attr-defined]  # not pytest's
@@ -52,7 +55,7 @@ def test_keys_that_queries_see(W: int) -> None:
 
 def test_cost_by_hand(tiny_engine: gemma_py.Engine) -> None:
     """D = 64, L = 7, H = 4, G = 2, E = 32, F = 128, V = 1536, W = 16 but in layer 5; bfloat16 weights."""
-    cost = run_cost(tiny_engine.packed, 4, 0, [3, 1]).sum(0)
+    cost = run_cost(tiny_engine.program, 4, 0, [3, 1]).sum(0)
     layer = 64 * 32 * (4 + 2 + 2 + 4) + 3 * 64 * 128
     assert cost[FLOP] == 4 * 7 * 2 * layer + 2 * 2 * 64 * 1536 + 7 * 4 * 4 * 32 * (1 + 2 + 3 + 4)
     assert cost[BYTES] == 2 * 2 * (7 * layer + 64 * 1536) + 7 * 2 * 2 * 32 * 4 * (3 + 4)
@@ -210,17 +213,18 @@ def test_bench_compares_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_shape_of_the_catalogue_has_a_config() -> None:
     for entry in catalogue():
-        config, shape = shapes.config_of(entry.name), entry.shape
+        (family, config), shape = shapes.config_of(entry.name), entry.shape
         assert config.model_type == shape["family"]
-        sizes = sum(rows * columns for _, (rows, columns) in shapes._matrices(config))
-        assert sizes + sum(width for _, width in shapes._gains(config)) == entry.parameters, entry.name
+        specs = family.tensors(config)
+        assert sum(math.prod(spec.shape) for name, spec in specs.items() if name != "lm_head") == entry.parameters
         windows = {layer.sliding_window for layer in config.layers}
         assert windows == ({None, shape["W"]} if "W" in shape else {None}), entry.name
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_random_blocks_are_finite_numbers(name: str) -> None:
-    matrix = whole(StoredTensor("m", TYPES[name], (16, 256), shapes._random(TYPES[name], 16 * 256), Path("m")))
+    tensor = StoredTensor("m", TYPES[name], (16, 256), shapes._random(TYPES[name], 16 * 256), Path("m"))
+    matrix = StoredMatrix(tensor).whole()
     parts = (matrix.scales, matrix.minimums) if isinstance(matrix, CodeMatrix) else (matrix.values,)
     assert all(len(np.unique(part)) > 20 for part in parts if part.size)  # and not all the same
 
@@ -228,15 +232,14 @@ def test_random_blocks_are_finite_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q8_0", "q4_0", "q5_1"])
 def test_an_estimate_is_what_the_weights_take(name: str) -> None:
     checkpoint = shapes.random_checkpoint("tiny-gemma3", name, 100)
-    weights, rest = shapes.estimate(checkpoint.config, TYPES[name.upper()], 100)
+    weights, rest = shapes.estimate(checkpoint.family, checkpoint.config, TYPES[name.upper()], 100)
     with gemma_py.Engine(checkpoint, 1) as engine:
-        assert weights == sum(arena.nbytes for arena in engine.packed[:3])
+        assert weights == sum(arena.nbytes for arena in engine.program.model.weights[:3])
         assert rest > 0
         assert np.isfinite(engine.session().prefill([1, 2, 3])).all()
-        layers = engine.packed.layers
-        assert len(set(layers[:, 7].tolist())) == len(
-            layers
-        )  # each has a copy of its own, or all would be in the cache
+        ops = engine.program.model.ops
+        read = ops[ops[:, program.OP] == MATMUL][:, program.MATRIX]
+        assert len(set(read.tolist())) == len(read)  # each has a copy of its own, or all would be in the cache
 
 
 def test_bench_of_a_shape(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

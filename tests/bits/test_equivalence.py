@@ -17,15 +17,15 @@ from gemma_py.errors import WorkerError
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.elementary import exp
 from gemma_py.kernels.intrinsics import fma, widen
-from gemma_py.kernels.rows import rope_table
 from gemma_py.models.config import Config
+from gemma_py.models.program import ALL, ATTEND, ROPE_TABLE, STORE, WANTED
 from gemma_py.reference import specification as spec
+from gemma_py.runtime import batch as batches
 from gemma_py.runtime import cache as caches
-from gemma_py.runtime import forward as passes
+from gemma_py.runtime import phases, program
 from gemma_py.runtime import runner as runners
 from gemma_py.runtime.runner import Part
 from gemma_py.runtime.trial import Trial
-from gemma_py.weights import pack as packed
 
 THREADS = (1, 2, 3, 4, 8)
 TOKENS = 70  # two tiles of attention and several windows
@@ -269,16 +269,16 @@ def test_control_what_belongs_to_another_sequence(
     """Two sequences' caches, positions or logits change places."""
     honest = runners._batch
 
-    def confused(parts: Sequence[Part]) -> passes.Batch:
-        batch = honest(parts)
+    def confused(parts: Sequence[Part], buffers: np.ndarray) -> batches.Batch:
+        batch = honest(parts, buffers)
         if len(parts) > 1:
             if what == "tables":
                 batch.tables[[0, 1]] = batch.tables[[1, 0]]
             elif what == "segments":
-                batch.segments[[0, 1], passes.ORIGIN] = batch.segments[[1, 0], passes.ORIGIN]
+                batch.segments[ALL, [0, 1], batches.ORIGIN] = batch.segments[ALL, [1, 0], batches.ORIGIN]
             else:
-                taken = np.flatnonzero(batch.wanted >= 0)
-                batch.wanted[taken] = np.roll(batch.wanted[taken], 1)
+                count = batch.counts[WANTED, batches.ROWS]
+                batch.rows[WANTED, :count] = np.roll(batch.rows[WANTED, :count], 1)
         return batch
 
     with opened(checkpoints["gemma3"], 2) as engine:
@@ -291,18 +291,19 @@ def test_control_what_belongs_to_another_sequence(
             assert what == "segments"  # marks begin elsewhere, and publishing notices
 
 
-BARRIERS = (passes.EMBED, passes.QKV, passes.ATTENTION, passes.OUT_INPUT, passes.OUT, passes.MIDDLE, passes.GATE_UP,
-            passes.DOWN_INPUT, passes.DOWN, passes.END)  # fmt: skip
+BARRIERS = ("embedding", "query, key and value", "attention", "output input", "output", "middle", "gate and up",
+            "down input", "down", "end")  # fmt: skip
 
 
-@pytest.mark.parametrize("phase", BARRIERS, ids=lambda phase: passes.PHASES[phase].replace(" ", "-"))
-def test_control_a_barrier_dropped(tmp_path: Path, phase: int) -> None:
+@pytest.mark.parametrize("phase", BARRIERS, ids=lambda phase: phase.replace(" ", "-"))
+def test_control_a_barrier_dropped(tmp_path: Path, phase: str) -> None:
     """A quantised model, in which every barrier stands."""
     path = write_model(tmp_path / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
     with opened(path, 4) as engine:
         want = Expected(engine, prompt(engine.config, TOKENS))
         assert want.same(engine, [TOKENS])
-        trials = (Trial(seed=seed, drop="barrier", drop_phase=phase) for seed in range(1, 300))
+        label = engine.program.label(phase)
+        trials = (Trial(seed=seed, drop="barrier", drop_phase=label) for seed in range(1, 300))
         assert caught(engine, want, trials)
 
 
@@ -310,7 +311,8 @@ def test_control_the_barrier_after_scores_dropped(tmp_path: Path) -> None:
     tiny.write(SHARED, tmp_path, 6)
     with opened(tmp_path, 3) as engine:
         want = Expected(engine, prompt(engine.config, 100))
-        trials = (Trial(seed=seed, drop="barrier", drop_phase=passes.SCORES) for seed in range(1, 100))
+        label = engine.program.label("scores")
+        trials = (Trial(seed=seed, drop="barrier", drop_phase=label) for seed in range(1, 100))
         assert caught(engine, want, trials, [1])
 
 
@@ -330,10 +332,6 @@ def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypa
         want = expected("gemma3", engine)
         monkeypatch.setattr(caches.Cache, "reserve", reserve)
         assert not want.same(engine, [10])
-
-
-def test_every_phase_is_named() -> None:
-    assert len(passes.PHASES) == passes.COUNTERS == passes.HEAD + 1
 
 
 # --- other orders of the same sums: the specification itself is changed, and must then differ from the fast path -----
@@ -402,27 +400,35 @@ def test_control_another_order_of_a_sum(
 # --- a simulated schedule: one thread, tile by tile, in any legal order -----------------------------------------------
 
 
+def phase_of(model: program.Model, kind: int, layer: int) -> tuple[int, int]:
+    """The first operation of the layer's phase in which one of this kind stands, and the end of the phase."""
+    ops = model.ops
+    (at,) = np.flatnonzero((ops[:, program.OP] == kind) & (ops[:, program.LAYER] == layer))
+    first = np.flatnonzero(ops[:, program.COUNTER] == ops[at, program.COUNTER])[0]
+    return int(first), int(ops[at, program.NEXT])
+
+
 def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) -> tuple[np.ndarray, np.ndarray]:
     """One layer's rows and attention for a second chunk, tile by tile, in the legal order of the seed (0: the plain one).
 
     Legal: rows in position order, as `publish` has it; an attention tile whenever the rows up to its last are there, as
     `await_rows` has it. Gives the attention's output and the ring. A seed that fails can be run again.
     """
-    runner, session = engine.runner, engine.session()
+    runner, session, model = engine.runner, engine.session(), engine.program.model
     engine.instruments.trial = None
     session.prefill(prompt(engine.config, 30))
-    cache, layer = session._cache, runner.packed.layers[number]
+    cache = session._cache
     cache.reserve(chunk)
     cache.forget_uncommitted()
     s = runner._scratch_for(chunk, 1)
+    batch = runners._batch([Part(cache, [0] * chunk)], runner._addresses(s, chunk, np.empty(0, np.float32)))
     noise = np.random.default_rng(5)
-    for rows in (s.q, s.k, s.v):
-        rows[:] = noise.standard_normal(len(rows), np.float32)
-    for turn, row in enumerate(runner.packed.frequencies):
-        places = slice(turn * chunk * len(row), (turn + 1) * chunk * len(row))
-        _rope_table(row, 30, s.cosines[places], s.sines[places], 0, chunk)
-    G, capacity = int(layer[packed.KV_HEADS]), cache.layers[number].capacity
-    keys, values = (rows.reshape(-1) for rows in cache.layers[number])
+    s.floats[:] = noise.standard_normal(len(s.floats), np.float32)
+    angles, (attend, _) = phase_of(model, ROPE_TABLE, 0), phase_of(model, ATTEND, number)
+    for op in range(*angles):
+        if model.ops[op, program.OP] == ROPE_TABLE:
+            _row_operation(model, op, s, batch, 0, chunk)
+    G = int(model.ops[attend, program.KV_HEADS])
     stores = [(first, min(first + 4, chunk)) for first in range(0, chunk, 4)]
     reads = [(first, min(first + 5, chunk), g) for first in range(0, chunk, 5) for g in range(G)]
     rng, stored = random.Random(seed), 0
@@ -430,29 +436,29 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
         ready = [read for read in reads if read[1] <= stored]
         if stores and (seed == 0 or not ready or rng.random() < 0.4):
             first, stored = stores.pop(0)
-            _rope_kv_tile(runner.packed, layer, s, keys, values, capacity, 30, chunk, first, stored)
+            for op in range(*phase_of(model, STORE, number)):
+                _row_operation(model, op, s, batch, first, stored)
             continue
         read = rng.choice(ready) if seed else ready[0]
         reads.remove(read)
         first, last, g = read
-        _attention_tile(runner.packed, layer, s, keys, values, capacity, 30, g, first, last, s.attention)
-    width = int(layer[packed.HEADS] * layer[packed.HEAD_DIM])
-    return s.a[: chunk * width].copy(), cache.layers[number].keys.copy()
+        _attention_tile(model, attend, s, batch, g, first, last)
+    op = model.ops[attend]
+    width, place = (
+        int(op[program.HEADS] * op[program.WIDTH]),
+        int(engine.program.sizes.places[op[program.TARGET]]) * chunk,
+    )
+    return s.floats[place : place + chunk * width].copy(), cache.layers[number].keys.copy()
 
 
 @kernel
-def _rope_table(frequencies, first_position, cosines, sines, first, last):
-    rope_table(frequencies, first_position, cosines, sines, first, last)
+def _row_operation(m, number, s, batch, first, last):
+    phases.row_operation(0, m, m.ops[number], s, batch, batches.unpack_buffer_of(s, 0, 1), 0, first, last)
 
 
 @kernel
-def _rope_kv_tile(m, layer, s, keys, values, capacity, origin, T, first, last):
-    passes.rope_kv_tile(m, layer, s, keys, values, capacity, origin, T, first, last)
-
-
-@kernel
-def _attention_tile(m, layer, s, keys, values, capacity, origin, g, first, last, scratch):
-    passes.attention_tile(m, layer, s, keys, values, capacity, origin, g, first, last, scratch)
+def _attention_tile(m, number, s, batch, g, first, last):
+    phases.attend_tile(m, m.ops[number], s, batch, s.attention, 0, g, first, last)
 
 
 def test_a_thousand_legal_orders_of_one_layer_on_one_thread(checkpoints: dict[str, Path]) -> None:

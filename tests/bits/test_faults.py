@@ -22,7 +22,6 @@ from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError, ContextError, InputError, WorkerError
-from gemma_py.runtime import forward as passes
 from gemma_py.runtime.trial import Trial
 
 TOKENS = 40
@@ -43,17 +42,18 @@ def want(engine: gemma_py.Engine) -> Expected:
     return Expected(engine, prompt(engine.config, TOKENS))
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: passes.PHASES[place[1]].replace(" ", "-"))
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place[1].replace(" ", "-"))
 @pytest.mark.parametrize("fault", ["raise", "stall"])
 def test_a_fault_is_reported_and_survived(
-    engine: gemma_py.Engine, want: Expected, fault: str, place: tuple[int, int]
+    engine: gemma_py.Engine, want: Expected, fault: str, place: tuple[int, str]
 ) -> None:
-    layer, phase = place
-    before = TOKENS - 1 if phase == passes.SCORES else 10  # scores are made by themselves only for a token alone
+    layer, name = place
+    phase = engine.program.label(name)
+    before = TOKENS - 1 if name == "scores" else 10  # scores are made by themselves only for a token alone
     session = engine.session()
     session.prefill(want.ids[:before])
     engine.instruments.trial = Trial(fault=fault, worker=2, layer=layer, phase=phase, place="enter")
-    with pytest.raises(WorkerError, match=passes.PHASES[phase]) as caught:
+    with pytest.raises(WorkerError, match=name) as caught:
         session.prefill(want.ids[before:])
     assert (caught.value.worker, caught.value.layer, caught.value.phase) == (2, layer, phase)
     engine.instruments.trial = None
@@ -139,9 +139,9 @@ def test_impossible_numbers_of_threads(threads: int) -> None:
         gemma_py.load(TINY, threads=threads)
 
 
-def test_tiny_is_the_shape_that_phases_expect() -> None:
+def test_every_phase_is_among_the_places(engine: gemma_py.Engine) -> None:
     assert WIDE.config["num_hidden_layers"] == 2
-    assert len(PLACES) == passes.COUNTERS
+    assert [name for _, name in PLACES] == list(engine.program.labels)
     assert "gemma3" in tiny.VARIANTS
 
 
@@ -156,12 +156,12 @@ def test_memory_that_cannot_be_had_leaves_the_engine_sound(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("gemma_py.runtime.runner._make_scratch", refuse)
+        patch.setattr("gemma_py.runtime.runner.new_scratch", refuse)
         with pytest.raises(MemoryError):
             engine.session().prefill([5] * 90)
     assert engine.runner._rows == 3
     assert engine.runner._scratch is not None
-    assert len(engine.runner._scratch.x) == 3 * engine.config.hidden_size
+    assert len(engine.runner._scratch.floats) == 3 * engine.program.sizes.floats
     assert want.same(engine, [TOKENS])
 
 

@@ -92,7 +92,7 @@ def test_a_quantised_matrix_is_its_own_values(tmp_path: Path, kind: str) -> None
     codes = write_model(tmp_path / "codes.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind))
     with gemma_py.load(codes) as engine:
         values = {tensor.name: tensor.to_float32() for tensor in stored(codes)}
-        matrix = engine.reference_weights().layers[0].down
+        matrix = engine.reference_weights()["layers.0.down_proj"]
         row = np.empty(matrix.shape[1], np.float32)
         assert isinstance(matrix, spec.CodeMatrix)
         minimums = matrix.minimums[3] if len(matrix.minimums) else matrix.minimums.reshape(-1)

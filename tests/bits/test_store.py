@@ -49,11 +49,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def packed(path: Path) -> Packed:
-    return store.packed_weights(open_checkpoint(path))
+    return store.packed_weights(open_checkpoint(path)).arrays
 
 
 def bits(m: Packed) -> list[bytes]:
-    return [array.tobytes() for array in m[:-1]]
+    return [array.tobytes() for array in m]
 
 
 def only(folder: Path) -> Path:
@@ -207,7 +207,7 @@ from gemma_py.weights import store
 from gemma_py.weights.checkpoint import open_checkpoint
 store._SMALLEST = 0
 made = store.packed_weights(open_checkpoint(Path(sys.argv[1])))
-print(hashlib.sha256(b"".join(array.tobytes() for array in made[:-1])).hexdigest())
+print(hashlib.sha256(b"".join(array.tobytes() for array in made.arrays)).hexdigest())
 """
 
 

@@ -30,6 +30,7 @@ from gemma_py.kernels.atomics import (
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.runtime import sync
 from gemma_py.runtime.cells import LINE, make_cells
+from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
 from gemma_py.runtime.trial import Trial, shuffle
 
@@ -172,7 +173,8 @@ def make_arrays() -> tuple[Any, ...]:
 
 def passed(team: Team, trial: Trial | None = None, start: int = 0) -> np.ndarray:
     x, y, kv = make_arrays()
-    marks = team.run(forward, x, y, kv, start, marks=[start] * LAYERS, claims=3 * LAYERS, trial=trial)
+    instruments = Instruments(trial=trial)
+    marks = team.run(forward, x, y, kv, start, marks=[start] * LAYERS, claims=3 * LAYERS, instruments=instruments)
     assert (trial is not None and trial.drop) or marks == [start + ROWS] * LAYERS
     return np.concatenate([x, y, kv])
 
@@ -199,7 +201,9 @@ def raised(team: Team, *args: Any, **options: Any) -> WorkerError:
 
 
 def run_faulty(team: Team, trial: Trial) -> WorkerError:
-    return raised(team, forward, *make_arrays(), 0, marks=[0] * LAYERS, claims=3 * LAYERS, trial=trial)
+    return raised(
+        team, forward, *make_arrays(), 0, marks=[0] * LAYERS, claims=3 * LAYERS, instruments=Instruments(trial=trial)
+    )
 
 
 _others: set[threading.Thread] = set()  # of engines that other tests keep open

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,17 @@ from repository import TINY
 
 import gemma_py
 from gemma_py import reference
-from gemma_py.checks import verify
+from gemma_py.checks import trace_file, verify
 from gemma_py.cli.progress import ProgressBar
 from gemma_py.kernels.decorator import kernel
-from gemma_py.runtime import forward as passes
+from gemma_py.runtime import program as p
+from gemma_py.runtime import trace as traces
 from gemma_py.runtime.cache import Cache
-from gemma_py.runtime.runner import NO_TRACE, Runner
+from gemma_py.runtime.program import Linked, Model
+from gemma_py.runtime.runner import Runner
+from gemma_py.runtime.trace import UNTRACED
 from gemma_py.runtime.trial import Trial
-from gemma_py.weights import pack as p
-from gemma_py.weights.pack import Packed
+from gemma_py.weights import pack
 
 Run = Callable[..., tuple[int, str, str]]
 Before = Callable[[Runner, Cache], None]
@@ -101,18 +104,19 @@ def test_a_trace_depends_on_nothing_and_changes_nothing(tmp_path: Path) -> None:
             assert traced.result == verify.compute(engine, ids, chunk).result
         first = first or traced
         np.testing.assert_array_equal(traced.hashes, first.hashes)
-        made = traced.hashes != passes.UNTRACED
-        rows_of_its_own = [phase for phase in range(passes.QKV, passes.HEAD) if phase != passes.SCORES]
-        assert made[:-1, rows_of_its_own].all()
-        assert made[0, passes.EMBED].all()
-        assert made[-1, passes.HEAD].all()
+        made = traced.hashes != UNTRACED
+        of_every_layer = [n for n, name in enumerate(traced.phases) if name not in ("embedding", "scores", "head")]
+        assert len(of_every_layer) == 10
+        assert made[:-1, of_every_layer].all()
+        assert made[0, traced.phases.index("embedding")].all()
+        assert made[-1, traced.phases.index("head")].all()
         assert ((traced.workers >= 0) == made).all()
         assert traced.workers.max() < threads
 
 
 @kernel
 def _trace_rows(trace, at, x, width, first, last):
-    passes.trace_rows(trace, at, x, width, first, last)
+    traces.trace_rows(trace, at, np.arange(1), x, width, first, last)
 
 
 def test_a_hash_sees_bits_and_their_order() -> None:
@@ -124,7 +128,7 @@ def test_a_hash_sees_bits_and_their_order() -> None:
     others[8][[2, 5]] = x[[5, 2]]
     seen = set()
     for row in (x, *others):
-        trace = passes.Trace(np.full((1, 1), passes.UNTRACED), np.full((1, 1), -1))
+        trace = traces.Trace(np.full((1, 1), UNTRACED), np.full((1, 1), -1))
         _trace_rows(trace, 0, row, 8, 0, 1)
         seen.add(int(trace.hashes[0, 0]))
     assert len(seen) == 10
@@ -137,10 +141,10 @@ def tamper(monkeypatch: pytest.MonkeyPatch, before: Before | None = None, after:
     """Do something to the runner and the cache around every pass of two workers."""
     honest = Runner.run
 
-    def run(self: Runner, cache: Cache, tokens: list[int], all_logits: bool, trace: Any = NO_TRACE) -> np.ndarray:
+    def run(self: Runner, cache: Cache, tokens: list[int], all_logits: bool, **limits: int) -> np.ndarray:
         if before is not None and self.team.workers == 2:
             before(self, cache)
-        logits = honest(self, cache, tokens, all_logits, trace)
+        logits = honest(self, cache, tokens, all_logits, **limits)
         if after is not None and self.team.workers == 2:
             after(self, cache)
         return logits
@@ -181,56 +185,76 @@ def test_a_bit_that_nobody_reads_any_more_is_located(monkeypatch: pytest.MonkeyP
     assert (difference.layer, difference.phase, difference.first) == (2, "rows kept in the cache", 90)
 
 
-def repacked(change: Callable[[Packed], Packed]) -> Before:
-    """Other weights for every runner."""
-    made: list[Packed] = []
+def repacked(change: Callable[[Runner], Model]) -> Before:
+    """Another model for every runner."""
+    made: list[Linked] = []
 
-    def replace(runner: Runner, cache: Cache) -> None:
+    def replaced(runner: Runner, cache: Cache) -> None:
         if not made:
-            made.append(change(runner.packed))
-        runner.packed = made[0]
+            made.append(replace(runner.program, model=change(runner)))
+        runner.program = made[0]
 
-    return replace
+    return replaced
 
 
-def changed_gain(layer: int, column: int) -> Callable[[Packed], Packed]:
-    def change(m: Packed) -> Packed:
-        gains = m.gains.copy()
-        at = m.layers[layer, column]
-        assert at >= 0
+def reading(runner: Runner, layer: int, label: str) -> np.ndarray:
+    """The operations of a phase."""
+    ops = runner.program.model.ops
+    return ops[(ops[:, p.LAYER] == layer) & (ops[:, p.LABEL] == runner.program.label(label))]
+
+
+def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], Model]:
+    """Of the phase's norms, counted from 0."""
+
+    def change(runner: Runner) -> Model:
+        m, ops = runner.program.model, reading(runner, layer, label)
+        gains, at = m.weights.gains.copy(), ops[ops[:, p.GAIN] >= 0][number, p.GAIN]
         gains.view(np.uint32)[at : at + 8] ^= 1 << 18
-        return m._replace(gains=gains)
+        gains.flags.writeable = False
+        return m._replace(weights=m.weights._replace(gains=gains))
 
     return change
 
 
-def changed_matrix(layer: int, column: int) -> Callable[[Packed], Packed]:
-    def change(m: Packed) -> Packed:
-        row = m.matrices[m.layers[layer, column]]
-        name = {p.FLOATS: "floats", p.BF16_FLOATS: "bf16"}[int(row[p.KIND])]
-        arena = getattr(m, name).copy()
-        arena[row[p.AT] : row[p.AT] + 4 * 16] = 0
-        return m._replace(**{name: arena})
+def changed_matrix(layer: int, label: str, number: int = 0) -> Callable[[Runner], Model]:
+    """Of the phase's matrices, counted from 0."""
+
+    def change(runner: Runner) -> Model:
+        weights = runner.program.model.weights
+        row = weights.matrices[reading(runner, layer, label)[number, p.MATRIX]]
+        name = {pack.FLOATS: "floats", pack.BF16_FLOATS: "bf16"}[int(row[pack.KIND])]
+        arena = getattr(weights, name).copy()
+        arena[row[pack.AT] : row[pack.AT] + 4 * 16] = 0
+        arena.flags.writeable = False
+        return runner.program.model._replace(weights=weights._replace(**{name: arena}))
 
     return change
 
 
-def changed_number(name: str, value: float) -> Callable[[Packed], Packed]:
-    number: Any = np.float32(value)
-    return lambda m: m._replace(numbers=m.numbers._replace(**{name: number}))
+def changed_number(label: str, value: float) -> Callable[[Runner], Model]:
+    """The scale of attention, or the cap of the head, in whichever layers have such a phase."""
+
+    def change(runner: Runner) -> Model:
+        m = runner.program.model
+        numbers, ops = m.numbers.copy(), m.ops[m.ops[:, p.LABEL] == runner.program.label(label)]
+        numbers[ops[:, p.NUMBER]] = value
+        numbers.flags.writeable = False
+        return m._replace(numbers=numbers)
+
+    return change
 
 
 PLACES = {
-    "embedding": (changed_gain(0, p.IN_GAIN), 0),
-    "query, key and value": (changed_matrix(3, p.K), 3),
-    "rope and kv": (changed_gain(4, p.Q_GAIN), 4),
-    "attention": (changed_number("attention_scale", 0.1), 0),
-    "output": (changed_matrix(6, p.O), 6),
-    "middle": (changed_gain(1, p.FF_GAIN), 1),
-    "gate and up": (changed_matrix(2, p.GATE), 2),
-    "down": (changed_matrix(5, p.DOWN), 5),
-    "end": (changed_gain(3, p.FF_OUT_GAIN), 3),
-    "head": (changed_number("final_cap", 30), 7),
+    "embedding": (changed_gain(0, "embedding"), 0),
+    "query, key and value": (changed_matrix(3, "query, key and value", 1), 3),
+    "rope and kv": (changed_gain(4, "rope and kv"), 4),
+    "attention": (changed_number("attention", 0.1), 0),
+    "output": (changed_matrix(6, "output"), 6),
+    "middle": (changed_gain(1, "middle", 1), 1),
+    "gate and up": (changed_matrix(2, "gate and up"), 2),
+    "down": (changed_matrix(5, "down"), 5),
+    "end": (changed_gain(3, "end"), 3),
+    "head": (changed_number("head", 30), 7),
 }
 
 
@@ -245,14 +269,14 @@ def test_a_changed_weight_is_located(monkeypatch: pytest.MonkeyPatch, phase: str
 
 def test_agreement_on_no_numbers_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every way read something that nobody had written."""
-    tamper(monkeypatch, before=repacked(changed_number("attention_scale", np.nan)))
+    tamper(monkeypatch, before=repacked(changed_number("attention", np.nan)))
     code, out, err = run("verify", TINY, "--threads", 2, *SMALL[2:])
     assert (code, out) == (1, "")
     assert "NaN" in err.splitlines()[-1]
 
 
 def test_the_next_layers_norm_belongs_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    tamper(monkeypatch, before=repacked(changed_gain(3, p.IN_GAIN)))
+    tamper(monkeypatch, before=repacked(changed_gain(2, "end", 1)))
     difference = found(check())
     assert (difference.layer, difference.phase, difference.first) == (2, "end", 0)
 
@@ -324,10 +348,10 @@ def test_a_difference_to_the_specification_is_named(run: Run, monkeypatch: pytes
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with tiny_engine(2) as engine:
-        document = verify.trace_document(engine, verify.prompt(96, engine.config.vocab_size))
+        document = trace_file.trace_document(engine, verify.prompt(96, engine.config.vocab_size))
     path = tmp_path_factory.mktemp("traces") / "trace.json"
-    verify.write_trace(path, document)
-    assert verify.read_trace(path) == document
+    trace_file.write_trace(path, document)
+    assert trace_file.read_trace(path) == document
     assert path.stat().st_size < 20_000
     return document
 
@@ -351,9 +375,10 @@ def test_a_trace_and_back(run: Run, tmp_path: Path) -> None:
 
 def test_a_tampered_trace_is_located(run: Run, tmp_path: Path, traced: dict[str, Any]) -> None:
     document = json.loads(json.dumps(traced))
-    row = document["hashes"][3][passes.ATTENTION]
-    document["hashes"][3][passes.ATTENTION] = row[:32] + ("0" if row[32] != "0" else "1") + row[33:]
-    document["hashes"][4][passes.QKV] = row
+    attention, qkv = (document["phases"].index(name) for name in ("attention", "query, key and value"))
+    row = document["hashes"][3][attention]
+    document["hashes"][3][attention] = row[:32] + ("0" if row[32] != "0" else "1") + row[33:]
+    document["hashes"][4][qkv] = row
     path = write(tmp_path / "t.json", document)
     code, out, err = run("verify", TINY, *SMALL, "--against", path)
     message = f"this machine and {path} differ, first in layer 3, attention, positions 32 to 47"
@@ -365,27 +390,27 @@ def test_a_tampered_trace_is_located(run: Run, tmp_path: Path, traced: dict[str,
 
 def test_another_arithmetic_is_located_by_its_trace(monkeypatch: pytest.MonkeyPatch, traced: dict[str, Any]) -> None:
     """As of a machine whose results differ, although they agree among themselves."""
-    tamper(monkeypatch, before=repacked(changed_gain(1, p.FF_GAIN)))
+    tamper(monkeypatch, before=repacked(changed_gain(1, "middle", 1)))
     with tiny_engine(2) as engine:
-        made = verify.trace_document(engine, traced["tokens"])
-    difference = verify.compare(traced, made, "a and b")
+        made = trace_file.trace_document(engine, traced["tokens"])
+    difference = trace_file.compare(traced, made, "a and b")
     assert str(difference) == "a and b differ, first in layer 1, middle, positions 0 to 15"
 
 
 def test_digests_beyond_the_phases_are_compared(traced: dict[str, Any]) -> None:
-    assert verify.compare(traced, traced, "") is None
-    kv = verify.compare({**traced, "kv": [*traced["kv"][:-1], "0"]}, traced, "a and b")
+    assert trace_file.compare(traced, traced, "") is None
+    kv = trace_file.compare({**traced, "kv": [*traced["kv"][:-1], "0"]}, traced, "a and b")
     assert str(kv) == "a and b differ, first in layer 6, rows kept in the cache"
-    assert str(verify.compare({**traced, "logits": "0"}, traced, "a and b")) == "a and b differ, first in logits"
+    assert str(trace_file.compare({**traced, "logits": "0"}, traced, "a and b")) == "a and b differ, first in logits"
     hashes = [["" for _ in layer] for layer in traced["hashes"]]
-    missing = verify.compare({**traced, "hashes": hashes}, traced, "a and b")
+    missing = trace_file.compare({**traced, "hashes": hashes}, traced, "a and b")
     assert str(missing) == "a and b differ, first in layer 0, embedding, positions 0 to 95"
 
 
 def test_the_identity_sees_config_and_weights(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     def of(path: Path) -> dict[str, str]:
         with gemma_py.load(path, threads=1) as engine:
-            return verify.identity(engine.checkpoint, engine.quant)
+            return trace_file.identity(engine.checkpoint, engine.quant)
 
     again, other = tmp_path / "again", tmp_path / "other"
     tiny.write(tiny.VARIANTS["gemma3"], again, seed=1)

@@ -21,9 +21,10 @@ from gemma_py.generate.options import Sampling
 from gemma_py.generate.sampling import ROWS_AT_ONCE, likeliest, log_probability
 from gemma_py.generate.scheduler import Health, Scheduler, shares
 from gemma_py.models.config import Config
+from gemma_py.models.program import WANTED
 from gemma_py.runtime import runner as runners
+from gemma_py.runtime.batch import ROWS, Batch
 from gemma_py.runtime.cache import bytes_needed
-from gemma_py.runtime.forward import Batch
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, Part
 from gemma_py.runtime.trial import Trial
@@ -104,13 +105,13 @@ def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.Monke
     """Two sequences' caches or logits change places, or what is kept of a prefix is not right: somebody must notice."""
     honest_batch, honest_stored = runners._batch, PrefixCache._rows_of
 
-    def batch(parts: Sequence[Part]) -> Batch:
-        made = honest_batch(parts)
+    def batch(parts: Sequence[Part], buffers: np.ndarray) -> Batch:
+        made = honest_batch(parts, buffers)
         if len(parts) > 1 and what == "tables":
             made.tables[[0, 1]] = made.tables[[1, 0]]
-        taken = np.flatnonzero(made.wanted >= 0)
         if what == "logits":
-            made.wanted[taken] = np.roll(made.wanted[taken], 1)
+            count = made.counts[WANTED, ROWS]
+            made.rows[WANTED, :count] = np.roll(made.rows[WANTED, :count], 1)
         return made
 
     def stored(prefixes: PrefixCache, config: Config, path: list[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -1,7 +1,7 @@
 """Where a fault is planted: every phase of the pass."""
 
-from gemma_py.runtime import forward as passes
-
 LAYER = 1
 # (layer, phase) of every phase of the pass; the last layer's number belongs to the head.
-PLACES = [(0, passes.EMBED), *((LAYER, phase) for phase in range(passes.QKV, passes.HEAD)), (2, passes.HEAD)]
+LAYERS = ("query, key and value", "rope and kv", "scores", "attention", "output input", "output", "middle", "gate and up",
+          "down input", "down", "end")  # fmt: skip
+PLACES = [(0, "embedding"), *((LAYER, phase) for phase in LAYERS), (2, "head")]

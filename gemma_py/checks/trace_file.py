@@ -1,0 +1,155 @@
+"""Trace files: digests of every phase of a pass, to be compared on another machine or by another version.
+
+A trace does not depend on threads or chunks, since nothing may.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gemma_py.checks.verify import Difference, compute, prompt
+from gemma_py.errors import FormatError, InputError
+from gemma_py.formats.files import read_json
+from gemma_py.generate.engine import Engine
+from gemma_py.paths import atomic_write
+from gemma_py.runtime.trace import UNTRACED
+from gemma_py.weights.checkpoint import Checkpoint
+
+_BLOCK = 16  # positions that share a digest in a trace file
+_TRACED_AT_ONCE = 64  # tokens
+_FORM, _FORM_1 = "gemma_py trace 2", "gemma_py trace 1"  # as it is written, and what is read too
+
+
+def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
+    """Tells models apart without reading them whole: descriptions of all tensors, and 16 pieces of each."""
+    weights = hashlib.sha256()
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        weights.update(repr((name, tensor.type.name, tensor.shape, tensor.data.nbytes)).encode())
+        data = tensor.data.reshape(-1)
+        for part in range(16):
+            at = (len(data) - 1) * part // 15
+            weights.update(data[at : at + 256].tobytes())
+    config = hashlib.sha256(json.dumps(asdict(checkpoint.config), sort_keys=True).encode()).hexdigest()
+    return {"config": config, "weights": weights.hexdigest(), **({"quant": quant} if quant else {})}
+
+
+def fold(hashes: np.ndarray) -> list[list[str]]:
+    """[L + 1][P] of one digest a block of positions, 16 digits each, joined; empty where a phase does not exist."""
+    little = hashes.astype("<i8")
+
+    def joined(row: np.ndarray) -> str:
+        if (row == UNTRACED).all():
+            return ""
+        starts = range(0, len(row), _BLOCK)
+        return "".join(hashlib.sha256(row[at : at + _BLOCK].tobytes()).hexdigest()[:16] for at in starts)
+
+    return [[joined(row) for row in layer] for layer in little]
+
+
+def trace_document(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
+    """What a trace file holds. One way is as good as any; this one is quick and holds few logits at a time."""
+    traced = compute(engine, ids, _TRACED_AT_ONCE, trace=True)
+    return {
+        "format": _FORM,
+        "model": identity(engine.checkpoint, engine.quant),
+        "machine": f"{platform.machine()}, {platform.system()}, {engine.threads} threads",
+        "tokens": list(ids),
+        "block": _BLOCK,
+        "phases": list(traced.phases),
+        "hashes": fold(traced.hashes),
+        "logits": traced.result.logits,
+        "kv": list(traced.result.kv),
+    }
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Before the work that the trace is made of, rather than after it."""
+    folder = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"{path}: no trace can be written there")
+
+
+def write_trace(path: Path, document: dict[str, Any]) -> None:
+    with atomic_write(path) as file:
+        file.write(json.dumps(document).encode() + b"\n")
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """A trace file of our form, with everything of the type that it should have."""
+    document = read_json(path)
+    if not isinstance(document, dict) or document.get("format") not in (_FORM, _FORM_1):
+        raise FormatError(f"{path}: not a trace of this version; it should say {_FORM!r}")
+    tokens, blocks, phases = document.get("tokens"), 0, document.get("phases")
+    sound = _is_list_of(tokens, int) and document.get("block") == _BLOCK and _is_list_of(phases, str)
+    if sound and tokens:
+        blocks = -(-len(tokens) // _BLOCK)
+    hashes = document.get("hashes")
+    sound = sound and blocks > 0 and _is_list_of(hashes, list) and _is_list_of(document.get("kv"), str)
+    sound = sound and isinstance(document.get("model"), dict) and isinstance(document.get("logits"), str)
+    if not sound or not all(_is_layer(layer, len(phases or ()), blocks) for layer in hashes or ()):
+        raise FormatError(f"{path}: a damaged trace: not all of its fields are as they should be")
+    return document
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(entry) is kind for entry in value)
+
+
+def _is_layer(layer: list[Any], phases: int, blocks: int) -> bool:
+    return _is_list_of(layer, str) and len(layer) == phases and all(len(row) in (0, 16 * blocks) for row in layer)
+
+
+def refuse_other_runs(trace: dict[str, Any], path: Path, engine: Engine, tokens: int | None) -> None:
+    """A comparison means something only of the same model and the same tokens. Known before the work begins.
+
+    tokens: how many were asked for, if anybody did.
+    """
+    ours, theirs = identity(engine.checkpoint, engine.quant), dict(trace["model"])
+    if trace["format"] == _FORM_1:  # it described configs differently; the weights tell models apart well enough
+        ours.pop("config"), theirs.pop("config", None)
+    if ours != theirs:
+        raise InputError(f"{path}: a trace of another model or quant, not of {engine.path}")
+    length = len(trace["tokens"])
+    if tokens not in (None, length):
+        raise InputError(
+            f"{path}: a trace of {length} tokens, not {tokens}: leave --tokens out, or trace as many there"
+        )
+    if trace["tokens"] != prompt(length, engine.config.vocab_size):
+        raise InputError(f"{path}: a trace of {length} other tokens than the fixed prompt's")
+    if len(trace["hashes"]) != engine.program.layers or len(trace["kv"]) != len(engine.config.kv_owners):
+        raise FormatError(f"{path}: a damaged trace: {len(trace['hashes'])} layers")
+
+
+def compare(trace: dict[str, Any], made: dict[str, Any], between: str) -> Difference | None:
+    """The first difference of two traces of the same tokens. A phase that one of them does not have counts as untraced."""
+    names = [*made["phases"], *(name for name in trace["phases"] if name not in made["phases"])]
+    for layer, (ours, theirs) in enumerate(zip(made["hashes"], trace["hashes"], strict=True)):
+        of_ours, of_theirs = (
+            dict(zip(made["phases"], ours, strict=True)),
+            dict(zip(trace["phases"], theirs, strict=True)),
+        )
+        for name in names:
+            a, b = of_ours.get(name, ""), of_theirs.get(name, "")
+            if a != b:
+                return Difference(between, layer, name, *_positions(a, b, len(made["tokens"])))
+    for layer, (a, b) in enumerate(zip(made["kv"], trace["kv"], strict=True)):
+        if a != b:
+            return Difference(between, layer, "rows kept in the cache")
+    return None if made["logits"] == trace["logits"] else Difference(between, None, "logits")
+
+
+def _positions(a: str, b: str, tokens: int) -> tuple[int, int]:
+    """First and last of the first block that differs; all of them where one side has none."""
+    blocks: Iterable[int] = range(0, min(len(a), len(b)), 16)
+    at = next((at for at in blocks if a[at : at + 16] != b[at : at + 16]), None)
+    if at is None:
+        return 0, tokens - 1
+    first = at // 16 * _BLOCK
+    return first, min(first + _BLOCK, tokens) - 1

@@ -1,0 +1,342 @@
+"""Gemma 1, 2 and 3: their tensors, the program of a pass, and how a config is read from Hugging Face and from GGUF.
+
+They differ in little. Gemma 2 also normalises what attention and feed-forward give, caps logits, and has sliding windows;
+Gemma 3 also normalises queries and keys, and its sliding layers turn by angles of their own.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from gemma_py.errors import ConfigError, UnsupportedError
+from gemma_py.models.config import Config, Layer, Rope, checked
+from gemma_py.models.family import Described, Family
+from gemma_py.models.fields import Fields
+from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+# A layer's matrices: our name, Hugging Face's, GGUF's, and the letters of its shape [N, K].
+_MATRICES = (
+    ("q_proj", "self_attn.q_proj", "attn_q", "HE", "D"),
+    ("k_proj", "self_attn.k_proj", "attn_k", "GE", "D"),
+    ("v_proj", "self_attn.v_proj", "attn_v", "GE", "D"),
+    ("o_proj", "self_attn.o_proj", "attn_output", "D", "HE"),
+    ("gate_proj", "mlp.gate_proj", "ffn_gate", "F", "D"),
+    ("up_proj", "mlp.up_proj", "ffn_up", "F", "D"),
+    ("down_proj", "mlp.down_proj", "ffn_down", "D", "F"),
+)
+# A layer's norms, by model type. Gemma 1 calls the norm in front of the feed-forward by its place after attention.
+_GEMMA1_NORMS = (
+    ("input_norm", "input_layernorm", "attn_norm", "D"),
+    ("pre_feedforward_norm", "post_attention_layernorm", "ffn_norm", "D"),
+)
+_GEMMA2_NORMS = (
+    ("input_norm", "input_layernorm", "attn_norm", "D"),
+    ("post_attention_norm", "post_attention_layernorm", "post_attention_norm", "D"),
+    ("pre_feedforward_norm", "pre_feedforward_layernorm", "ffn_norm", "D"),
+    ("post_feedforward_norm", "post_feedforward_layernorm", "post_ffw_norm", "D"),
+)
+_HEAD_NORMS = (
+    ("q_norm", "self_attn.q_norm", "attn_q_norm", "E"),
+    ("k_norm", "self_attn.k_norm", "attn_k_norm", "E"),
+)
+_NORMS = {"gemma": _GEMMA1_NORMS, "gemma2": _GEMMA2_NORMS, "gemma3": _GEMMA2_NORMS + _HEAD_NORMS}
+
+
+def tensors(config: Config) -> dict[str, Tensor]:
+    """By our names, in the order in which packed weights lie."""
+    D, V = config.hidden_size, config.vocab_size
+    made = {
+        "embed_tokens": Tensor((V, D), "embed_tokens.weight", "token_embd.weight"),
+        "lm_head": Tensor((V, D), "lm_head.weight", "output.weight"),
+        "norm": Tensor((D,), "norm.weight", "output_norm.weight", plus_one=True),
+    }
+    for number, layer in enumerate(config.layers):
+        E = layer.head_dim
+        sizes = {"D": D, "F": layer.intermediate_size, "E": E}
+        sizes |= {"HE": layer.num_attention_heads * E, "GE": layer.num_key_value_heads * E}
+        for name, theirs, gguf, N, K in _MATRICES:
+            made[f"layers.{number}.{name}"] = Tensor(
+                (sizes[N], sizes[K]), f"layers.{number}.{theirs}.weight", f"blk.{number}.{gguf}.weight"
+            )
+        for name, theirs, gguf, width in _NORMS[config.model_type]:
+            made[f"layers.{number}.{name}"] = Tensor(
+                (sizes[width],), f"layers.{number}.{theirs}.weight", f"blk.{number}.{gguf}.weight", plus_one=True
+            )
+    return made
+
+
+# --- the pass ---------------------------------------------------------------------------------------------------------
+
+
+def write(p: Program) -> None:
+    """x is the residual stream, n what a norm gives, y what half a layer gives."""
+    config, last = p.config, len(p.config.layers) - 1
+    p.phase("embedding", 0)
+    p.embed("embed_tokens", "x")
+    p.rope_tables()
+    p.norm("x", "n", "layers.0.input_norm")
+    p.quantise("n")
+    for number, layer in enumerate(config.layers):
+        of = f"layers.{number}."
+        heads = {"q": layer.num_attention_heads, "k": layer.num_key_value_heads}
+
+        p.phase("query, key and value", number)
+        for part in ("q", "k", "v"):
+            p.matmul("n", part, f"{of}{part}_proj")
+        p.phase("rope and kv", number)
+        if config.model_type == "gemma3":
+            for part in ("q", "k"):
+                p.norm(part, part, f"{of}{part}_norm", heads[part])
+        for part in ("q", "k"):
+            p.rope(part, number, heads[part])
+        p.store("k", "v", number)
+        p.attend("q", "a", number, config.attention_scale, config.attn_logit_softcapping)
+        p.phase("output input", number)
+        p.quantise("a")
+        p.phase("output", number)
+        p.matmul("a", "y", f"{of}o_proj")
+
+        p.phase("middle", number)
+        p.add("x", "y", "" if config.model_type == "gemma" else f"{of}post_attention_norm")
+        p.norm("x", "n", f"{of}pre_feedforward_norm")
+        p.quantise("n")
+        p.phase("gate and up", number)
+        p.matmul("n", "gate", f"{of}gate_proj")
+        p.matmul("n", "up", f"{of}up_proj")
+        p.phase("down input", number)
+        p.gelu_gate("gate", "up")
+        p.quantise("gate")
+        p.phase("down", number)
+        p.matmul("gate", "y", f"{of}down_proj")
+        p.phase("end", number)
+        p.add("x", "y", "" if config.model_type == "gemma" else f"{of}post_feedforward_norm")
+        p.norm("x", "n", "norm" if number == last else f"layers.{number + 1}.input_norm")
+        if number < last:
+            p.quantise("n")
+    p.phase("end", last, WANTED)
+    p.take("n", "last")
+    p.quantise("last")
+    p.phase("head", last + 1, WANTED)
+    p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_MOST_LAYERS = 10_000
+# transformers writes only what differs from its defaults in a multimodal checkpoint's text_config.
+_DEFAULTS = {
+    "gemma": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 16,
+              "max_position_embeddings": 8192},
+    "gemma2": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+               "max_position_embeddings": 8192},
+    "gemma3": {"vocab_size": 262_208, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+               "max_position_embeddings": 131_072},
+}  # fmt: skip
+# Caps where a file does not say, by model type; a type that is not listed ignores the field, as transformers does.
+_CAPS: dict[str, dict[str, float | None]] = {
+    "attn_logit_softcapping": {"gemma2": 50.0},
+    "final_logit_softcapping": {"gemma2": 30.0, "gemma3": None},
+}
+
+
+def config_from_hf(described: Described) -> Config:
+    """As written by old and by current transformers."""
+    kind, fields, outer = described.name, described.fields, described.outer
+    where = outer.where
+    _refuse_what_no_gemma_has(described)
+    default = _DEFAULTS[kind]
+
+    def dimension(name: str) -> int:
+        value: int = fields.integer(name, default[name]) if name in default else fields.integer(name)
+        return value
+
+    def token_ids(name: str, default: int) -> tuple[int, ...]:
+        return described.tokens.ids(name) or fields.ids(name) or outer.ids(name) or (default,)
+
+    head_dim = dimension("head_dim")
+    ropes = _ropes_from_hf(fields, kind)
+    layers = tuple(
+        Layer(window, ropes[_FULL if window is None else _SLIDING], dimension("num_attention_heads"),
+              dimension("num_key_value_heads"), head_dim, fields.integer("intermediate_size"), number)
+        for number, window in enumerate(_windows_from_hf(fields, kind))
+    )  # fmt: skip
+    config = Config(
+        model_type=kind,
+        vocab_size=dimension("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        max_position_embeddings=dimension("max_position_embeddings"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        query_pre_attn_scalar=float(head_dim) if kind == "gemma" else fields.number("query_pre_attn_scalar", 256.0),
+        attn_logit_softcapping=_cap_from_hf(fields, kind, "attn_logit_softcapping"),
+        final_logit_softcapping=_cap_from_hf(fields, kind, "final_logit_softcapping"),
+        tie_word_embeddings=outer.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", True)),
+        bos_token_id=token_ids("bos_token_id", 2)[0],
+        eos_token_ids=token_ids("eos_token_id", 1),
+        layers=layers,
+    )
+    return checked(config, where)
+
+
+def _refuse_what_no_gemma_has(described: Described) -> None:
+    fields, outer, where = described.fields, described.outer, described.outer.where
+    if fields.flag("use_bidirectional_attention", False):
+        raise UnsupportedError(f"{where}: an embedding model (EmbeddingGemma) is not supported yet")
+    if fields.flag("attention_bias", False):
+        raise UnsupportedError(f"{where}: attention_bias is set; no Gemma has one")
+    # Gemma 1 was released with "gelu" in hidden_act and meant the tanh form.
+    for name in ("hidden_activation", "hidden_act") if described.name == "gemma" else ("hidden_activation",):
+        activation = fields.text(name, "gelu_pytorch_tanh")
+        if activation not in ("gelu_pytorch_tanh", "gelu" if name == "hidden_act" else ""):
+            raise UnsupportedError(f"{where}: {name} {activation!r:.40}; Gemma's is gelu_pytorch_tanh")
+    if fields.values.get("quantization_config") or outer.values.get("quantization_config"):
+        raise UnsupportedError(f"{where}: quantization_config: only unquantised safetensors are read; try the GGUF")
+
+
+def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
+    """Here null is a value of its own, "no cap", while a missing field means the model type's default."""
+    if kind not in _CAPS[name]:
+        return None
+    if name in fields.values and fields.values[name] is None:
+        return None
+    value: float | None = fields.number(name, _CAPS[name][kind])
+    return value
+
+
+def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
+    """A window for each layer, None for full attention."""
+    count = fields.integer("num_hidden_layers")
+    if count > _MOST_LAYERS:
+        fields.fail("num_hidden_layers", f"at most {_MOST_LAYERS}")
+    if kind == "gemma":
+        return [None] * count
+    window = fields.integer("sliding_window", 4096)
+    types = fields.values.get("layer_types")
+    if types is None:
+        pattern = fields.integer("sliding_window_pattern", 2 if kind == "gemma2" else 6)
+        types = [_SLIDING if number % pattern else _FULL for number in range(1, count + 1)]
+    if not isinstance(types, list) or len(types) != count or not all(entry in (_SLIDING, _FULL) for entry in types):
+        fields.fail("layer_types", f"{count} times {_SLIDING} or {_FULL}")
+    return [window if entry == _SLIDING else None for entry in types]
+
+
+def _ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
+    """The rope of full and of sliding layers.
+
+    Current transformers write rope_parameters (Gemma 3: one object a layer type); older ones wrote rope_theta,
+    rope_local_base_freq and rope_scaling, which Gemma 3 applies to full layers only.
+    """
+    parameters = fields.table("rope_parameters") or Fields(f"{fields.where}: rope_parameters", {})
+    scaling = fields.table("rope_scaling")
+    if kind != "gemma3":
+        table = parameters if scaling is None else scaling  # where both stand, the old name wins in transformers
+        rope = _rope(table, table.number("rope_theta", fields.number("rope_theta", 10_000.0)))
+        return {_FULL: rope, _SLIDING: rope}
+    full = parameters.table(_FULL) or Fields(parameters.where, {})
+    sliding = parameters.table(_SLIDING) or Fields(parameters.where, {})
+    full_theta = full.number("rope_theta", fields.number("rope_theta", 1_000_000.0))
+    sliding_theta = sliding.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
+    return {_FULL: _rope(full if scaling is None else scaling, full_theta), _SLIDING: _rope(sliding, sliding_theta)}
+
+
+def _rope(fields: Fields, theta: float) -> Rope:
+    kind = fields.text("rope_type", fields.text("type", "default"))
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, fields.number("factor"))
+    raise UnsupportedError(f"{fields.where}: rope_type {kind!r:.40}; 'default' and 'linear' are known")
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def config_from_gguf(described: Described) -> Config:
+    """What the format leaves unsaid is settled here, as llama.cpp settles it."""
+    kind, fields, outer = described.name, described.fields, described.outer
+    where = outer.where
+    if fields.values.get("attention.causal") is False:
+        raise UnsupportedError(f"{where}: an embedding model is not supported yet")
+    layer_count = fields.integer("block_count")
+    if layer_count > _MOST_LAYERS:
+        fields.fail("block_count", f"at most {_MOST_LAYERS}")
+    hidden = fields.integer("embedding_length")
+    heads = fields.integer("attention.head_count")
+    kv_heads = fields.integer("attention.head_count_kv", heads)
+    head_dim = fields.integer("attention.key_length", max(1, hidden // heads))
+    if fields.integer("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedError(f"{where}: attention.value_length differs from attention.key_length {head_dim}")
+    full, sliding = _ropes_from_gguf(fields, kind)
+    layers = tuple(
+        Layer(window, full if window is None else sliding, heads, kv_heads, head_dim,
+              fields.integer("feed_forward_length"), number)
+        for number, window in enumerate(_windows_from_gguf(fields, kind, layer_count))
+    )  # fmt: skip
+    # The 27B models of Gemma 2 and 3 scale by hidden / heads instead of the head width; GGUF does not say so.
+    wide = (kind, layer_count) in (("gemma2", 46), ("gemma3", 62))
+    ends = {*outer.ids("tokenizer.ggml.eos_token_id"), *outer.ids("tokenizer.ggml.eot_token_id")}
+    bos = outer.ids("tokenizer.ggml.bos_token_id")
+    config = Config(
+        model_type=kind,
+        vocab_size=described.vocab_size,
+        hidden_size=hidden,
+        max_position_embeddings=fields.integer("context_length"),
+        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        query_pre_attn_scalar=hidden / heads if wide else float(head_dim),
+        attn_logit_softcapping=_cap_from_gguf(fields, kind, "attn_logit_softcapping"),
+        final_logit_softcapping=_cap_from_gguf(fields, kind, "final_logit_softcapping"),
+        tie_word_embeddings=described.tied,
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=tuple(sorted(ends)),
+        layers=layers,
+    )
+    return checked(config, where)
+
+
+def _cap_from_gguf(fields: Fields, kind: str, name: str) -> float | None:
+    if kind not in _CAPS[name]:
+        return None
+    cap: float | None = fields.number(name, _CAPS[name][kind])
+    return cap
+
+
+def _windows_from_gguf(fields: Fields, kind: str, count: int) -> list[int | None]:
+    if kind == "gemma":
+        return [None] * count
+    window = fields.integer("attention.sliding_window", 4096 if kind == "gemma2" else None)
+    if window is None:
+        raise ConfigError(f"{fields.where}: {kind}.attention.sliding_window is missing")
+    pattern: Any = fields.values.get("attention.sliding_window_pattern")
+    if pattern is not None and not isinstance(pattern, int):  # newer converters write one flag a layer
+        flags = pattern.tolist() if isinstance(pattern, np.ndarray) else pattern
+        if not isinstance(flags, list) or len(flags) != count or not all(type(flag) in (bool, int) for flag in flags):
+            fields.fail("attention.sliding_window_pattern", f"{count} flags or one number")
+        return [window if flag else None for flag in flags]
+    period = fields.integer("attention.sliding_window_pattern", 2 if kind == "gemma2" else 6)
+    return [window if number % period else None for number in range(1, count + 1)]
+
+
+def _ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
+    """The ropes of full and of sliding layers. Gemma 3 scales the full layers only."""
+    scaling = fields.text("rope.scaling.type", None)
+    named = next((name for name in ("rope.scaling.factor", "rope.scale_linear") if fields.values.get(name)), None)
+    factor = 1.0 if named is None else fields.number(named)  # 0 means: not scaled
+    if scaling not in (None, "none", "linear"):
+        raise UnsupportedError(f"{fields.where}: rope.scaling.type {scaling!r:.40}; 'none' and 'linear' are known")
+    theta = fields.number("rope.freq_base", 1e6 if kind == "gemma3" else 1e4)
+    full = Rope(theta, 1.0 if scaling == "none" else factor)
+    if kind != "gemma3":
+        return full, full
+    return full, Rope(fields.number("rope.freq_base_swa", 10_000.0))
+
+
+FAMILY = Family(
+    model_types={"gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3", "gemma3_text": "gemma3"},
+    architectures=("gemma", "gemma2", "gemma3"),
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    tensors=tensors,
+    write=write,
+)

@@ -1,0 +1,203 @@
+"""A forward pass as data: the list of operations that a family's file writes down and that runtime/forward.py interprets.
+
+A program names buffers, tensors and layers. Buffers are rows of float32, one row a token of the pass; they come into being
+when an operation writes them, and a buffer may be as wide as its latest writer makes it. Operations stand in phases:
+a phase is what workers do between two barriers, and its name is what errors, traces and profiles say.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gemma_py.models.config import Config, Rope
+
+# Kinds of operations. Those before MATMUL work on rows, and several of them may share a phase: a worker takes some rows
+# through all of them. The others have phases of their own.
+EMBED, ROPE_TABLE, NORM, ADD, SCALE, GELU_GATE, QUANTISE, TAKE, ROPE, STORE, MATMUL, SCORES, ATTEND = range(13)
+KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "gelu gate", "quantise", "take", "rope", "store", "matmul",
+              "scores", "attend")  # fmt: skip
+ALL, WANTED = range(
+    2
+)  # rows that an operation computes: of every token of the pass, or of those whose logits are wanted
+LOGITS = "logits"  # the buffer that a pass returns
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a family: a matrix [N, K], or a norm's gain [width]; and what the formats call it.
+
+    hugging_face: the name after the checkpoint's prefix. plus_one: Hugging Face stores the gain without its 1.
+    """
+
+    shape: tuple[int, ...]
+    hugging_face: str
+    gguf: str
+    plus_one: bool = False
+
+
+@dataclass
+class Op:
+    """One operation. Which fields mean something depends on the kind; see the methods of `Program`."""
+
+    kind: int
+    phase: int
+    source: str = ""
+    second: str = ""
+    target: str = ""
+    tensor: str = ""
+    heads: int = 1  # rows of `width` that a token's row consists of
+    width: int = 0
+    kv_heads: int = 0
+    kv: int = -1  # place in config.kv_layers
+    window: int = 0  # 0: none
+    rope: int = -1
+    numbers: tuple[float, float] = (0.0, 0.0)
+    slot: int = 0  # of codes
+    codes: "Op | None" = None  # for a matmul: the operation that turned its input into codes
+
+
+@dataclass
+class Phase:
+    name: str
+    layer: int
+    rows: int
+
+
+@dataclass
+class Program:
+    """Written by a family's `program`, one call an operation, in the order of the computation."""
+
+    config: Config
+    tensors: Mapping[str, Tensor]
+    ops: list[Op] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    ropes: list[tuple[Rope, int]] = field(default_factory=list)  # (rope, head width)
+    widths: dict[str, int] = field(default_factory=dict)  # the widest row that each buffer ever holds
+    slots: dict[int, int] = field(default_factory=dict)  # the widest row of codes in each slot
+    _now: dict[str, int] = field(default_factory=dict)  # how wide the rows of a buffer are at this point
+    _coded: dict[int, tuple[str, Op]] = field(default_factory=dict)  # what each slot holds at this point
+
+    def phase(self, name: str, layer: int, rows: int = ALL) -> None:
+        """What follows belongs to a phase of this name. layer: the number that errors and traces say."""
+        self.phases.append(Phase(name, layer, rows))
+
+    def embed(self, tensor: str, target: str) -> None:
+        """target = the token's row of the matrix times sqrt(D)."""
+        D = self._shape(tensor, 2)[1]
+        self._write(target, D)
+        self._add(EMBED, target=target, tensor=tensor, width=D, numbers=(math.sqrt(D), 0.0))
+
+    def rope_tables(self) -> None:
+        """Cosines and sines of every position of the pass, for each rope and head width that the layers have."""
+        self.ropes = list(dict.fromkeys((layer.rope, layer.head_dim) for layer in self.config.layers))
+        for number, (_, width) in enumerate(self.ropes):
+            cosines, sines = self._angles(number, self.phases[-1].rows)
+            self._write(cosines, width // 2)
+            self._write(sines, width // 2)
+            self._add(ROPE_TABLE, target=cosines, second=sines, width=width // 2, rope=number)
+
+    def norm(self, source: str, target: str, gain: str, heads: int = 1) -> None:
+        """target = RMS norm of source times gain; each of the row's heads by itself. gain: "" means a gain of ones."""
+        width = self._now[source] // heads
+        if gain and self._shape(gain, 1) != (width,):
+            raise ValueError(f"{gain} is not as wide as the rows of {source}, {width}")
+        self._write(target, heads * width)
+        self._add(NORM, source=source, target=target, tensor=gain, heads=heads, width=width)
+
+    def add(self, target: str, source: str, gain: str = "") -> None:
+        """target += source, or the RMS norm of source times gain where there is one; source is overwritten then."""
+        width = self._same_width(target, source)
+        self._write(target, width)
+        self._add(ADD, source=source, target=target, tensor=gain, width=width)
+
+    def scale(self, target: str, tensor: str) -> None:
+        """target *= the tensor's one number."""
+        self._shape(tensor, 1)
+        width = self._now[target]
+        self._write(target, width)
+        self._add(SCALE, target=target, tensor=tensor, width=width)
+
+    def gelu_gate(self, gate: str, up: str) -> None:
+        """gate = gelu(gate) * up"""
+        width = self._same_width(gate, up)
+        self._write(gate, width)
+        self._add(GELU_GATE, source=up, target=gate, width=width)
+
+    def quantise(self, source: str, slot: int = 0) -> None:
+        """16-bit codes of source, for the matrices that read codes. A slot holds the codes of one buffer at a time."""
+        width = self._now[source]
+        self.slots[slot] = max(self.slots.get(slot, 0), width)
+        self._coded[slot] = source, self._add(QUANTISE, source=source, width=width, slot=slot)
+
+    def take(self, source: str, target: str) -> None:
+        """target = the rows of source whose logits are wanted; in a phase of WANTED rows."""
+        width = self._now[source]
+        self._write(target, width)
+        self._add(TAKE, source=source, target=target, width=width)
+
+    def rope(self, target: str, layer: int, heads: int) -> None:
+        """Turn each head of target by its position, in place."""
+        y = self.config.layers[layer]
+        number = self.ropes.index((y.rope, y.head_dim))
+        cosines, sines = self._angles(number, self.phases[-1].rows)
+        self._write(target, heads * y.head_dim)
+        self._add(ROPE, target=target, source=cosines, second=sines, heads=heads, width=y.head_dim)
+
+    def store(self, keys: str, values: str, layer: int) -> None:
+        """Keys and values become the layer's KV rows, and are published in position order."""
+        y, kv = self.config.layers[layer], self.config.kv_numbers[layer]
+        if y.kv_source != layer:
+            raise ValueError(f"layer {layer} shares the KV rows of layer {y.kv_source} and must not write them")
+        self._add(STORE, source=keys, second=values, kv_heads=y.num_key_value_heads, width=y.head_dim, kv=kv)
+
+    def matmul(self, source: str, target: str, tensor: str, cap: float | None = None) -> None:
+        """target = source times the matrix, soft-capped where there is a cap."""
+        N, K = self._shape(tensor, 2)
+        if self._now[source] != K:
+            raise ValueError(f"{tensor} reads rows of {K}, and those of {source} have {self._now[source]}")
+        self._write(target, N)
+        op = self._add(MATMUL, source=source, target=target, tensor=tensor, width=N, numbers=(cap or 0.0, 0.0))
+        for slot, (coded, quantise) in self._coded.items():
+            if coded == source:
+                op.slot, op.codes = slot, quantise
+
+    def attend(self, source: str, target: str, layer: int, scale: float, cap: float | None = None) -> None:
+        """target = attention of the queries in source to the layer's KV rows. Two phases, "scores" and "attention": the
+        first one is for workers that share the keys of a single position, and is skipped where there are none."""
+        y = self.config.layers[layer]
+        H, E = y.num_attention_heads, y.head_dim
+        rows = self.phases[-1].rows
+        self._write(target, H * E)
+        for kind, name in ((SCORES, "scores"), (ATTEND, "attention")):
+            self.phase(name, layer, rows)
+            op = self._add(kind, source=source, target=target, heads=H, width=E, kv_heads=y.num_key_value_heads)
+            op.kv, op.window, op.numbers = self.config.kv_numbers[layer], y.sliding_window or 0, (scale, cap or 0.0)
+
+    def _add(self, kind: int, **fields: object) -> Op:
+        op = Op(kind, len(self.phases) - 1, **fields)  # type: ignore[arg-type]
+        self.ops.append(op)
+        return op
+
+    def _write(self, target: str, width: int) -> None:
+        """The rows of target are this wide from here on. Codes that were made of them are out of date."""
+        self._now[target] = width
+        self.widths[target] = max(self.widths.get(target, 0), width)
+        self._coded = {slot: held for slot, held in self._coded.items() if held[0] != target}
+
+    def _shape(self, tensor: str, dimensions: int) -> tuple[int, ...]:
+        shape = self.tensors[tensor].shape
+        if len(shape) != dimensions:
+            raise ValueError(f"{tensor} should have {dimensions} dimensions, found {list(shape)}")
+        return shape
+
+    def _same_width(self, target: str, source: str) -> int:
+        if self._now[target] != self._now[source]:
+            raise ValueError(
+                f"rows of {target} have {self._now[target]} numbers, those of {source} {self._now[source]}"
+            )
+        return self._now[target]
+
+    def _angles(self, rope: int, rows: int) -> tuple[str, str]:
+        """The buffers of a rope's cosines and sines."""
+        of = "" if rows == ALL else " of wanted rows"
+        return f"cosines {rope}{of}", f"sines {rope}{of}"

@@ -1,0 +1,159 @@
+"""A family's program and its packed weights become the tables of integers that the forward pass interprets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from gemma_py.kernels.panels import COLUMNS, INPUT_BLOCK
+from gemma_py.kernels.rows import rope_frequencies
+from gemma_py.models.config import Rope
+from gemma_py.models.program import ADD, ATTEND, LOGITS, MATMUL, NORM, QUANTISE, SCORES, STORE, Op, Program
+from gemma_py.weights.pack import CODES, KIND, Packed, PackedWeights
+
+# Columns of `ops`. The first ones place an operation in the pass:
+#   NEXT: the first operation of the next phase. COUNTER: the number of the phase, whose counter tiles are claimed from.
+#   TRACE: the row of the trace that its output is hashed into, negative where a later operation of the phase writes the
+#   same rows. BARRIER: whether all workers meet after the phase. ROWS_OF: ALL or WANTED.
+# The others are the operation's own; see models/program.py. TARGET, SOURCE and SECOND are numbers of buffers, and GAIN,
+# NUMBER and SLOT are places in `gains`, `numbers` and the codes.
+(OP, LAYER, LABEL, NEXT, COUNTER, TRACE, BARRIER, ROWS_OF, TARGET, SOURCE, SECOND, MATRIX, GAIN, HEADS, WIDTH, KV_HEADS,
+ KV, WINDOW, ROPE_ROW, NUMBER, SLOT) = range(21)  # fmt: skip
+_COLUMNS = 21
+NO_BUFFER = -1
+
+
+class Model(NamedTuple):
+    """All that a pass reads and that does not change from pass to pass. Every array is read-only: numba would compile
+    another pass for writable ones."""
+
+    weights: Packed  # its gains followed by ones, for norms that have none
+    frequencies: np.ndarray  # f32 [ropes, widest E / 2]
+    numbers: np.ndarray  # f32: epsilons, scales, caps and factors
+    ops: np.ndarray  # int64 [operations, 21]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a pass needs room for. Buffer b of a pass of T rows begins at places[b] * T."""
+
+    places: np.ndarray  # int64 [buffers]
+    floats: int  # of all buffers, a row
+    codes: int  # of all slots of codes, a row
+    widest_input: int  # of a matrix of codes
+    widest_head: int
+
+
+@dataclass(frozen=True)
+class Linked:
+    """A program that can be run. labels: the names of phases, as the column LABEL numbers them."""
+
+    model: Model
+    sizes: Sizes
+    labels: tuple[str, ...]
+    layers: int  # numbers that errors and traces give to layers: those of the model, and one for its head
+
+    @property
+    def phases(self) -> int:
+        """How many there are, and so how many counters tiles are claimed from."""
+        return int(self.model.ops[:, COUNTER].max()) + 1
+
+    @property
+    def storing(self) -> int:
+        """The label of the phases that store KV rows."""
+        return int(self.model.ops[self.model.ops[:, OP] == STORE, LABEL][0])
+
+    def label(self, name: str) -> int:
+        return self.labels.index(name)
+
+
+def link(program: Program, weights: PackedWeights) -> Linked:
+    """Names become numbers, and operations that nothing needs are left out: codes that no matrix reads."""
+    ops = _needed(program, weights)
+    names = [name for name in program.widths if name != LOGITS]
+    places, floats = _places([program.widths[name] for name in names], COLUMNS)
+    buffers = {name: number for number, name in enumerate([*names, LOGITS])}
+    slots, codes = _places([program.slots[slot] for slot in sorted(program.slots)], INPUT_BLOCK)
+    ones = len(weights.arrays.gains)  # where the gain of norms that have none begins
+    frequencies = _frequencies(program.ropes)
+    numbers: dict[tuple[float, float], int] = {}
+    labels = tuple(dict.fromkeys(phase.name for phase in program.phases))
+    layers = max(phase.layer for phase in program.phases) + 1
+
+    table = np.zeros((len(ops), _COLUMNS), np.int64)
+    for row, op in zip(table, ops, strict=True):
+        phase = program.phases[op.phase]
+        label = labels.index(phase.name)
+        pair = (program.config.rms_norm_eps, 0.0) if op.kind in (NORM, ADD) else op.numbers
+        row[[OP, LAYER, LABEL, ROWS_OF]] = op.kind, phase.layer, label, phase.rows
+        row[TRACE] = phase.layer * len(labels) + label
+        row[[TARGET, SOURCE, SECOND]] = [buffers.get(name, NO_BUFFER) for name in (op.target, op.source, op.second)]
+        row[MATRIX] = weights.matrices.get(op.tensor, -1)
+        row[GAIN] = ones if op.kind == NORM and not op.tensor else weights.gains.get(op.tensor, -1)
+        row[[HEADS, WIDTH, KV_HEADS, KV, WINDOW, ROPE_ROW]] = (
+            op.heads, op.width, op.kv_heads, op.kv, op.window, op.rope,
+        )  # fmt: skip
+        row[NUMBER] = 2 * numbers.setdefault(pair, len(numbers))
+        row[SLOT] = slots[op.slot] if op.kind in (QUANTISE, MATMUL) and slots else 0
+    _mark_phases(table, ops)
+
+    made = Model(
+        weights.arrays._replace(gains=_fixed(_with_ones(program, weights.arrays))),
+        frequencies, _fixed(np.array(list(numbers), np.float32).reshape(-1)), _fixed(table),
+    )  # fmt: skip
+    widest = max((op.width for op in ops if op.kind == QUANTISE), default=0)
+    heads = max((op.width for op in ops if op.kind == ATTEND), default=0)
+    return Linked(made, Sizes(np.array(places, np.int64), floats, codes, widest, heads), labels, layers)
+
+
+def _needed(program: Program, weights: PackedWeights) -> list[Op]:
+    """Without the codes that only matrices of floats would read."""
+    matrices = weights.arrays.matrices
+    reading = [op for op in program.ops if op.kind == MATMUL and matrices[weights.matrices[op.tensor], KIND] == CODES]
+    wanted = {id(op.codes) for op in reading}
+    return [op for op in program.ops if op.kind != QUANTISE or id(op) in wanted]
+
+
+def _mark_phases(table: np.ndarray, ops: Sequence[Op]) -> None:
+    """Where each phase ends, what is traced of it, and whether a barrier follows."""
+    starts = [at for at, op in enumerate(ops) if at == 0 or op.phase != ops[at - 1].phase]
+    for counter, (first, end) in enumerate(zip(starts, [*starts[1:], len(ops)], strict=True)):
+        rows, kinds = table[first:end], {op.kind for op in ops[first:end]}
+        if len(kinds) > 1 and max(kinds) >= MATMUL:
+            raise ValueError(f"a phase of {sorted(kinds)} mixes operations on rows with others")
+        if STORE in kinds and ops[end - 1].kind != STORE:
+            raise ValueError("rows are published when their phase ends, so STORE must be its last operation")
+        rows[:, NEXT], rows[:, COUNTER] = end, counter
+        # Attention waits for the rows that it reads, and with them for all that was written before they were published.
+        follows = ops[end].kind if end < len(ops) else -1
+        rows[:, BARRIER] = not (STORE in kinds and follows in (SCORES, ATTEND) and ops[end].kv == int(rows[-1, KV]))
+        for at in range(first, end):
+            later = table[at + 1 : end]
+            overwritten = ops[at].kind < MATMUL and table[at, TARGET] in later[:, TARGET]
+            if overwritten and table[at, TARGET] != NO_BUFFER:
+                table[at, TRACE] = -1
+
+
+def _places(widths: Sequence[int], step: int) -> tuple[list[int], int]:
+    """Where parts of these widths begin, one after the other at multiples of the step; and where the last one ends."""
+    ends = np.cumsum([0, *(-(-width // step) * step for width in widths)])
+    return [int(end) for end in ends[:-1]], int(ends[-1])
+
+
+def _with_ones(program: Program, arrays: Packed) -> np.ndarray:
+    widest = max((op.width for op in program.ops if op.kind == NORM and not op.tensor), default=0)
+    return np.concatenate([arrays.gains, np.ones(widest, np.float32)])
+
+
+def _frequencies(ropes: Sequence[tuple[Rope, int]]) -> np.ndarray:
+    """f32 [ropes, widest E / 2]; of each row as many as half its heads' width."""
+    made = np.zeros((len(ropes), max((width // 2 for _, width in ropes), default=0)), np.float32)
+    for row, (rope, width) in zip(made, ropes, strict=True):
+        rope_frequencies(rope.theta, np.float32(rope.factor), row[: width // 2])
+    return _fixed(made)
+
+
+def _fixed(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
