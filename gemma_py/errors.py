@@ -5,6 +5,10 @@ class GemmaError(Exception):
     """Any failure that a user can act on. The command line prints it as one line."""
 
 
+class GemmaWarning(UserWarning):
+    """Something works, but not as well as it could."""
+
+
 class FormatError(GemmaError):
     """A model file that is damaged, hostile or not of the form it claims."""
 

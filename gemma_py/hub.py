@@ -7,12 +7,13 @@ to say where there is none.
 
 import glob
 import re
-import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from gemma_py.errors import InputError, ModelNotFoundError
+from gemma_py.errors import GemmaWarning, InputError, ModelNotFoundError
+from gemma_py.progress import ReportProgress, no_report
 
 PREFIX = "hf:"
 _REFERENCE = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:/([^@]+))?(?:@(.+))?")
@@ -25,7 +26,7 @@ _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 _SECONDS = 10.0  # for the hub to say what a repository holds
 
 
-def fetched(reference: str) -> Path:
+def fetched(reference: str, progress: ReportProgress = no_report) -> Path:
     """The directory or GGUF file, downloaded if it is not there yet. The hub is asked each time, unless it is off-limits:
     a branch may have moved."""
     repository, file, revision = _parts(reference)
@@ -37,15 +38,14 @@ def fetched(reference: str) -> Path:
         if copy is None:
             raise ModelNotFoundError(f"{reference}: {_why(error)}") from error
         if not isinstance(error, hub.errors.OfflineModeIsEnabled):
-            print(f"{reference}: {_why(error)}; the copy in the cache is used", file=sys.stderr, flush=True)
+            warnings.warn(f"{reference}: {_why(error)}; the copy in the cache is used", GemmaWarning, stacklevel=2)
         return copy
     sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings}
     opened, files = _choose(reference, sorted(sizes), file)
     places = [hub.try_to_load_from_cache(repository, name, revision=info.sha) for name in files]
     if all(isinstance(place, str) for place in places):
         return Path(places[0]).parents[files[0].count("/")] / opened
-    size = sum(sizes[name] for name in files) / (1 << 20)
-    print(f"downloading {repository}, {size:,.0f} MiB, once", file=sys.stderr, flush=True)
+    progress(f"downloading {repository}", 0, sum(sizes[name] for name in files), "bytes")
     try:
         folder = hub.snapshot_download(repository, revision=revision, allow_patterns=[glob.escape(n) for n in files])
     except Exception as error:

@@ -1,6 +1,7 @@
 """From a fresh clone to a running model: makes .venv, installs gemma_py into it, and runs something.
 
-    python3 tools/quickstart.py test [PYTEST ARGUMENTS]    lint, types, and the test suite
+    python3 tools/quickstart.py test [PYTEST ARGUMENTS]    lint, types, and all tests
+    python3 tools/quickstart.py test TIER [...]            the tests of one tier alone: unit, bits, chat or server
     python3 tools/quickstart.py chat [MODEL] [ARGUMENTS]   talk to the demo model, or to your own
     python3 tools/quickstart.py serve [MODEL] [ARGUMENTS]  the same over HTTP, and in a browser
     python3 tools/quickstart.py run COMMAND [ARGUMENTS]    any `python -m gemma_py` command
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 EXTRAS = {"test": "test", "chat": "demo,chat,hf", "serve": "demo,serve,schema,hf", "run": "demo,serve,hf"}
+TIERS = ("unit", "bits", "chat", "server")  # folders of tests/
 MEGABYTES = {
     "test": 450
 }  # to download at most; of the others 350: the demo model, numpy and numba are nearly all of it
@@ -79,6 +81,13 @@ def become(*command: str) -> NoReturn:
     os.execv(PYTHON, [str(PYTHON), "-m", *command])
 
 
+def checks(arguments: list[str]) -> list[tuple[str, ...]]:
+    """The commands of `test`: those of one tier if the first argument names it, else lint, types and all tests."""
+    if arguments and arguments[0] in TIERS:
+        return [("pytest", f"tests/{arguments[0]}", *arguments[1:])]
+    return [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("pytest", *arguments)]
+
+
 def main() -> int:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] not in EXTRAS:
@@ -90,8 +99,7 @@ def main() -> int:
     task, rest = arguments[0], arguments[1:]
     prepare(task)
     if task == "test":
-        checks = [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("pytest", *rest)]
-        return next((code for code in (run(*check, folder=ROOT) for check in checks) if code != 0), 0)
+        return next((code for code in (run(*check, folder=ROOT) for check in checks(rest)) if code != 0), 0)
     become("gemma_py", *([] if task == "run" else [task]), *rest)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import gemma_py
 from gemma_py.cli.common import add_model, note_kept_float, print_json
-from gemma_py.cli.progress import ProgressBar
+from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.cli.serve import add_service, model_name, needs_extra
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ def run(args: argparse.Namespace) -> None:
     rows = batch.read_rows(args.source)
     with (
         batch.Output(args.output) as output,
-        gemma_py.load(args.model, threads=args.threads, context=args.context, quant=args.quant) as engine,
+        gemma_py.load(
+            args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
+        ) as engine,
     ):
         note_kept_float(engine)
         scheduler = Scheduler(engine, args.parallel)

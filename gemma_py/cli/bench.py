@@ -33,7 +33,7 @@ from gemma_py.cli.common import (
     teams,
     warn_of_threads,
 )
-from gemma_py.cli.progress import ProgressBar
+from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.errors import InputError
 from gemma_py.generate.engine import Engine
 
@@ -92,9 +92,9 @@ def tests(args: argparse.Namespace) -> tuple[Test, ...]:
 
 def open_engine(args: argparse.Namespace, threads: int, wanted: tuple[Test, ...]) -> Engine:
     if args.shape is None:
-        return gemma_py.load(args.model, threads=threads)
+        return gemma_py.load(args.model, threads=threads, progress=LoadProgress())
     longest = max(test.tokens + test.depth for test in wanted)
-    return Engine(random_checkpoint(args.shape, args.type, longest), threads)
+    return Engine(random_checkpoint(args.shape, args.type, longest), threads, progress=LoadProgress())
 
 
 def run(args: argparse.Namespace) -> None:

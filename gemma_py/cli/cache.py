@@ -15,6 +15,7 @@ from pathlib import Path
 
 from gemma_py.cli.common import print_json, size
 from gemma_py.errors import InputError
+from gemma_py.formats.container import SUFFIX
 from gemma_py.kernels import decorator
 from gemma_py.paths import PARTIAL, abandoned, cache_dir, is_ours
 from gemma_py.tokenizer import vocabulary
@@ -24,8 +25,8 @@ from gemma_py.weights.pack import LAYOUT
 # Only files with names like these are listed, and only what is listed is removed.
 _KINDS = {
     "models": re.compile(r"[\w.-]+\.gguf"),
-    "weights": re.compile(rf"[0-9a-f]{{40}}-(\d+){re.escape(store.SUFFIX)}"),
-    "tokenizers": re.compile(rf"[0-9a-f]{{64}}{re.escape(vocabulary.SUFFIX)}"),
+    "weights": re.compile(rf"[0-9a-f]{{40}}-(\d+)({re.escape(SUFFIX)}|{re.escape(store.OLD_SUFFIX)})"),
+    "tokenizers": re.compile(rf"[0-9a-f]{{64}}({re.escape(SUFFIX)}|{re.escape(vocabulary.OLD_SUFFIX)})"),
     "kernels": re.compile(r"[0-9a-f]{24}"),
 }
 
@@ -68,7 +69,9 @@ def _of_kind(folder: Path, kind: str) -> Iterator[CacheEntry]:
         states = [state for state in (file.lstat() for file in files) if stat.S_ISREG(state.st_mode)]
         stale, source = unfinished, None
         if kind == "weights" and not unfinished:
-            stale, source = int(match[1]) != LAYOUT, store.source_of(path)
+            stale, source = int(match[1]) != LAYOUT or match[2] != SUFFIX, store.source_of(path)
+        if kind == "tokenizers" and not unfinished:
+            stale = match[1] != SUFFIX
         if kind == "kernels":
             stale = path != decorator.CACHE
         yield CacheEntry(

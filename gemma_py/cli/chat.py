@@ -18,6 +18,7 @@ import gemma_py
 from gemma_py.chat.conversation import AnswerStats, Conversation, TokenStream
 from gemma_py.cli.chat_commands import COMMANDS, arguments, run_command
 from gemma_py.cli.common import add_engine, add_model, positive, read_standard_input
+from gemma_py.cli.progress import LoadProgress
 from gemma_py.cli.sampling import add_sampling, sampling_options
 from gemma_py.cli.screen import PlainScreen, Screen, Stopped
 from gemma_py.errors import ContextError, GemmaError, InputError
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     screen = open_screen(args)
     prompt = read_standard_input() if args.prompt == "-" else args.prompt
     screen.waiting("loading the model")
-    with gemma_py.load(args.model, threads=args.threads, context=args.context) as engine:
+    with gemma_py.load(args.model, threads=args.threads, context=args.context, progress=LoadProgress()) as engine:
         sampling = engine.chat_sampling(sampling_options(args))
         conversation = Conversation(engine, args.system, sampling, args.template, args.max_tokens, args.stop)
         screen.waiting("")

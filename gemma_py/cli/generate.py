@@ -15,6 +15,7 @@ from typing import Any
 
 import gemma_py
 from gemma_py.cli.common import add_engine, add_input, add_model, note_kept_float, positive, print_json, read_input
+from gemma_py.cli.progress import LoadProgress
 from gemma_py.cli.sampling import add_sampling, sampling_options
 from gemma_py.errors import InputError
 from gemma_py.generate.options import asked
@@ -34,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    with gemma_py.load(args.model, threads=args.threads, context=args.context, quant=args.quant) as engine:
+    with gemma_py.load(
+        args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
+    ) as engine:
         note_kept_float(engine)
         ids = read_input(args, engine)
         if engine.tokenizer is None and not args.json:

@@ -9,6 +9,7 @@ from typing import Any
 
 from gemma_py.catalog import resolve
 from gemma_py.cli.common import add_model, print_json, size
+from gemma_py.cli.progress import LoadProgress
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
 
 
@@ -82,7 +83,7 @@ def tensor_size(shape: tuple[int, ...]) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    made = report(open_checkpoint(resolve(args.model)), args.tensors)
+    made = report(open_checkpoint(resolve(args.model, LoadProgress())), args.tensors)
     if args.json:
         print_json(made)
         return

@@ -12,6 +12,7 @@ from typing import NoReturn
 import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.cli.common import notify, warn_of_threads
+from gemma_py.cli.progress import shown_warnings
 from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = parser(given[0] if given else None).parse_args(given)
         if isinstance(getattr(args, "threads", None), int):
             warn_of_threads(args.threads)
-        args.run(args)
+        with shown_warnings():
+            args.run(args)
         sys.stdout.flush()
         return GOOD
     except GemmaError as error:

@@ -2,7 +2,14 @@
 
 import sys
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
+from typing import TextIO
+
+from gemma_py.cli.common import notify
+from gemma_py.errors import GemmaWarning
 
 
 class ProgressBar:
@@ -38,3 +45,70 @@ class ProgressBar:
         """Clears the bar, so that what is printed next has a line to itself."""
         if self._bar:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+_FIRST_LINE_AFTER, _NEXT_LINE_AFTER = 2.0, 3.0  # seconds
+
+
+class LoadProgress:
+    """Shows on stderr the progress that `gemma_py.load` and `resolve` report."""
+
+    def __init__(self) -> None:
+        self._next_line: dict[str, float] = {}  # when the next line of a piece of work is due
+
+    def __call__(self, what: str, done: int, total: int, unit: str) -> None:
+        first = what not in self._next_line
+        if first:
+            self._next_line[what] = time.monotonic() + _FIRST_LINE_AFTER
+        if unit == "kernels":
+            self._count(what, done, total, first)
+        elif what.startswith("downloading"):  # the hub's own library draws a bar
+            _line(f"{what}, {total / (1 << 20):,.0f} MiB, once")
+        elif what.startswith("assembling"):
+            self._bar(what, done, total, first)
+        elif not first and time.monotonic() >= self._next_line[what]:
+            self._next_line[what] = time.monotonic() + _NEXT_LINE_AFTER
+            _line(f"{what}: {done >> 20} of {total >> 20} MiB")
+
+    def _count(self, what: str, done: int, total: int, first: bool) -> None:
+        if first:
+            _line(f"{what}, once per machine: about half a minute")
+        elif sys.stderr.isatty():
+            _write("\r\x1b[K" + (f"{what}: {done} of {total}" if done < total else ""))
+
+    def _bar(self, what: str, done: int, total: int, first: bool) -> None:
+        """A bar on a terminal, one line elsewhere."""
+        if sys.stderr.isatty():
+            full = 30 * done // total
+            end = "\n" if done >= total else ""
+            _write(f"\r{what} [{'#' * full}{'.' * (30 - full)}] {done >> 20} of {total >> 20} MiB{end}")
+        elif first:
+            _line(f"{what}, {total >> 20} MiB, once")
+
+
+@contextmanager
+def shown_warnings() -> Iterator[None]:
+    """Prints the library's warnings as lines on stderr, each once."""
+    with warnings.catch_warnings():
+        default = warnings.showwarning
+
+        def show(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int,
+            file: TextIO | None = None, line: str | None = None,
+        ) -> None:  # fmt: skip
+            if issubclass(category, GemmaWarning):
+                notify(str(message))
+            else:
+                default(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        warnings.simplefilter("default", GemmaWarning)
+        yield
+
+
+def _line(text: str) -> None:
+    _write(f"{text}\n")
+
+
+def _write(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)

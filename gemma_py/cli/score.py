@@ -8,6 +8,7 @@ import math
 
 import gemma_py
 from gemma_py.cli.common import add_engine, add_input, add_model, note_kept_float, print_json, read_input
+from gemma_py.cli.progress import LoadProgress
 from gemma_py.generate.sampling import perplexity
 
 
@@ -18,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    with gemma_py.load(args.model, threads=args.threads, context=args.context, quant=args.quant) as engine:
+    with gemma_py.load(
+        args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
+    ) as engine:
         note_kept_float(engine)
         ids = read_input(args, engine)
         values = []

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import gemma_py
 from gemma_py.cli.common import add_engine, add_model, natural, note_kept_float, notify, positive
+from gemma_py.cli.progress import LoadProgress
 from gemma_py.errors import InputError
 
 _HOST = re.compile(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%\w+)?")  # a name, or an IPv4 or IPv6 address
@@ -136,7 +137,9 @@ def run(args: argparse.Namespace) -> None:
         )
     with (
         bind(args.host, args.port) as listening,  # an error here comes before the model is loaded
-        gemma_py.load(args.model, threads=args.threads, context=args.context, quant=args.quant) as engine,
+        gemma_py.load(
+            args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
+        ) as engine,
     ):
         note_kept_float(engine)
         url = address(listening)

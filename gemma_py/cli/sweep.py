@@ -15,7 +15,7 @@ from gemma_py.checks.plot import refuse_what_cannot_be_drawn
 from gemma_py.checks.sweep import Sweep
 from gemma_py.checks.verify import threads_text
 from gemma_py.cli.common import add_model, counts, environment_threads, markdown, positive, print_json, teams
-from gemma_py.cli.progress import ProgressBar
+from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.generate.engine import Engine
 
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     threads = args.teams or default_teams()
 
     def open_engine(count: int) -> Engine:
-        return gemma_py.load(args.model, threads=count)
+        return gemma_py.load(args.model, threads=count, progress=LoadProgress())
 
     interrupted = None
     with open_engine(max(threads)) as engine:

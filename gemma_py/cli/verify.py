@@ -13,7 +13,7 @@ from pathlib import Path
 import gemma_py
 from gemma_py.checks import trace_file, verify
 from gemma_py.cli.common import add_model, add_quant, counts, natural, note_kept_float, positive, print_json
-from gemma_py.cli.progress import ProgressBar
+from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.errors import MismatchError
 from gemma_py.generate.engine import Engine
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     def open_engine(threads: int) -> Engine:
-        return gemma_py.load(args.model, threads=threads, quant=args.quant)
+        return gemma_py.load(args.model, threads=threads, quant=args.quant, progress=LoadProgress())
 
     with ProgressBar("checking", wanted=not args.json) as progress:
         with open_engine(max(args.threads)) as engine:  # invalid arguments are errors before the long computation

@@ -29,6 +29,11 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
 
 
+def dtype_name(kind: np.dtype) -> str:
+    """What safetensors calls a numpy type."""
+    return next(name for name, known in NUMPY_TYPES.items() if np.dtype(known) == kind and name != "BF16")
+
+
 def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str], alignment: int = 64) -> bytes:
     """The header of a file of these tensors, padded with spaces so that the first one begins at a multiple of `alignment`.
 
@@ -79,6 +84,8 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """The arrays and the metadata of a file that `write_arrays` wrote, mapped; FormatError where its digest is wrong."""
     data = map_file(path)
     header = read_header(path, len(data))
+    if _DIGEST not in header.metadata:
+        raise FormatError(f"{path}: not a file that gemma_py wrote")
     digest = hashlib.sha256(without_digest(data[: header.size].tobytes(), header.metadata))
     for first in range(header.size, len(data), _BLOCK):
         digest.update(data[first : first + _BLOCK].data)

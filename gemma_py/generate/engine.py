@@ -19,6 +19,7 @@ from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, aske
 from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
 from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
+from gemma_py.progress import ReportProgress, no_report
 from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed
 from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.instruments import Instruments
@@ -46,6 +47,7 @@ class Engine:
         deadline: float = 5.0,
         kv: str = "float32",
         quant: str | None = None,
+        progress: ReportProgress = no_report,
     ) -> None:
         if not is_ieee():
             raise ComputationError(
@@ -67,9 +69,9 @@ class Engine:
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
         # The tokenizer's tables take seconds at the first start, as kernels do.
-        with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside, Compilation(kv) as compilation:
+        with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside, Compilation(kv, progress) as compilation:
             tokenizer = aside.submit(checkpoint.tokenizer)
-            packed = packed_weights(checkpoint, quant)
+            packed = packed_weights(checkpoint, quant, progress)
             self.tokenizer = tokenizer.result()
             if first_time(kv):
                 self._warm_up()
@@ -401,6 +403,7 @@ def load(
     deadline: float = 5.0,
     kv: str = "float32",
     quant: str | None = None,
+    progress: ReportProgress = no_report,
 ) -> Engine:
     """A GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
@@ -408,6 +411,7 @@ def load(
     bit. deadline: seconds until a stalled worker is reported. kv: what keys and values are stored as; "bfloat16" halves
     their memory and, unlike all else here, changes the answer, in the same way everywhere. quant: "q8_0" or "q4_0" packs
     matrices of float weights to those blocks on the way in, with the codes that a converted GGUF would have; the answer is
-    then that file's.
+    then that file's. progress: called as `progress(what, done, total, unit)` while a first start downloads, compiles and
+    packs, which may take minutes; see `gemma_py.progress`.
     """
-    return Engine(open_checkpoint(resolve(model)), threads, context, deadline, kv, quant)
+    return Engine(open_checkpoint(resolve(model, progress)), threads, context, deadline, kv, quant, progress)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,9 @@ import numba
 import numpy as np
 
 from gemma_py import machine
+from gemma_py.errors import GemmaWarning
 from gemma_py.kernels.decorator import CACHE
+from gemma_py.progress import ReportProgress, no_report
 from gemma_py.runtime.batch import Batch, new_scratch
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.cells import make_cells
@@ -82,7 +85,14 @@ class Compilation:
     Does nothing where all is compiled; where nothing can be cached, it only says that there is something to wait for.
     """
 
-    def __init__(self, kv: str, shares: Sequence[Sequence[Any]] = SHARES, last: Any = forward) -> None:
+    def __init__(
+        self,
+        kv: str,
+        progress: ReportProgress = no_report,
+        shares: Sequence[Sequence[Any]] = SHARES,
+        last: Any = forward,
+    ) -> None:
+        self._progress = progress
         self._kv, self._shares, self._last = kv, list(shares), last
         self._lock = threading.Lock()
         self._busy, self._done, self._total = 0, 0, sum(map(len, shares)) + 1
@@ -92,7 +102,7 @@ class Compilation:
     def __enter__(self) -> "Compilation":
         if not first_time(self._kv):
             return self
-        print("compiling kernels, once per machine: about half a minute", file=sys.stderr, flush=True)
+        self._progress("compiling kernels", 0, self._total, "kernels")
         if CACHE is not None and sys.executable:
             command = [sys.executable, "-P", "-m", "gemma_py.runtime.compiling", str(CACHE), self._kv]
             with contextlib.suppress(OSError):  # where no process can be had, this one compiles
@@ -144,20 +154,21 @@ class Compilation:
         return done
 
     def wait(self) -> None:
-        """Until all is compiled, or nobody is left who does it. A terminal shows how far that is."""
+        """Until all is compiled, or no process is left that does it."""
         if not self._feeders:
             return
         seen, since = -1, 0.0
         while any(feeder.is_alive() for feeder in self._feeders):
             if self._done != seen:
                 seen, since = self._done, time.monotonic()
-                _show(f"compiling kernels: {seen} of {self._total}")
+                self._progress("compiling kernels", seen, self._total, "kernels")
             elif time.monotonic() - since > _PATIENCE:
                 self._kill()
             time.sleep(_TICK)
-        _show("")
+        self._progress("compiling kernels", self._total, self._total, "kernels")
         if self._done < self._total:
-            print("gemma_py: a process that compiled has ended early; the rest takes longer", file=sys.stderr)
+            message = "a process that compiled has ended early; the rest takes longer"
+            warnings.warn(message, GemmaWarning, stacklevel=2)
 
     def _kill(self) -> None:
         for process in self.processes:
@@ -170,11 +181,6 @@ class Compilation:
         for process in self.processes:
             with process:
                 pass  # its pipes are closed, and it is waited for
-
-
-def _show(line: str) -> None:
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def main() -> None:

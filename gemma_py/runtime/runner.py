@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gemma_py.errors import check_context
-from gemma_py.kernels.attention import LANES
+from gemma_py.kernels.attention_layout import LANES
 from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config
 from gemma_py.models.program import ALL, WANTED

@@ -1,5 +1,6 @@
 """Vocabularies from tokenizer.json and from GGUF metadata."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ import numpy as np
 
 from gemma_py.errors import TokenizerError, UnsupportedError
 from gemma_py.formats.files import read_json
+from gemma_py.tokenizer.package import certified, package_from_document, package_from_vocabulary
 from gemma_py.tokenizer.tokenizer import Tokenizer
-from gemma_py.tokenizer.vocabulary import Vocabulary, cached, is_gemma_control
+from gemma_py.tokenizer.vocabulary import Tables, Vocabulary, cached, is_gemma_control, tables
 
 _GEMMA3_PIECES = 262_144
 _LARGEST_JSON = 256 << 20  # bytes; Gemma 3's own tokenizer.json has 33 MB
@@ -24,7 +26,7 @@ _DECODERS = [
 ]
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 # The pipelines that Gemma's tokenizer.json files have had, to the letter; all of them mean what tokenizer.py does. (The
-# normalizer leaves no space at which a text could be split.)
+# normalizer leaves no space at which a text could be split.) Anything else is refused before the package sees it.
 _PIPELINES: dict[str, tuple[Any, ...]] = {
     "normalizer": (_REPLACE, {"type": "Sequence", "normalizers": [_REPLACE]}),
     "pre_tokenizer": (None, _SPLIT),
@@ -43,8 +45,13 @@ def tokenizer_from_gguf(path: Path, metadata: dict[str, Any]) -> Tokenizer | Non
         raise UnsupportedError(f"{path}: tokenizer.ggml.model 'gemma4' is not supported yet")
     if metadata.get("tokenizer.ggml.add_space_prefix", False) is not False:
         raise UnsupportedError(f"{path}: tokenizer.ggml.add_space_prefix is set; Gemma's tokenizer adds no space")
-    tables = cached(path, "gguf", lambda: _vocabulary_of_gguf(path, metadata))
-    return Tokenizer(tables, bos_id=metadata.get("tokenizer.ggml.bos_token_id", 2))
+    made = cached(path, "gguf", lambda: _tables_of_gguf(path, metadata))
+    return Tokenizer(made, bos_id=metadata.get("tokenizer.ggml.bos_token_id", 2))
+
+
+def _tables_of_gguf(path: Path, metadata: dict[str, Any]) -> Tables:
+    vocabulary = _vocabulary_of_gguf(path, metadata)
+    return certified(tables(vocabulary, str(path)), package_from_vocabulary(vocabulary), str(path))
 
 
 def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
@@ -104,58 +111,66 @@ def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
 
 def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
     """The tokenizer in a tokenizer.json."""
-    return Tokenizer(cached(path, "json", lambda: _vocabulary_of_json(path)), bos_token=bos_token)
+    return Tokenizer(cached(path, "json", lambda: _tables_of_json(path)), bos_token=bos_token)
 
 
-def _vocabulary_of_json(path: Path) -> Vocabulary:
+def _tables_of_json(path: Path) -> Tables:
+    settings = _known_settings(path)
+    package = package_from_document(settings, str(path))
+    vocabulary = _vocabulary_of_package(package, path)
+    ids = {content: number for number, content, _ in vocabulary.added}
+    for token in settings["added_tokens"]:
+        if ids.get(token["content"]) != token["id"]:
+            raise TokenizerError(
+                f"{path}: added token {token['content']!r:.60} should have id {ids.get(token['content'])}, "
+                f"found {token['id']}"
+            )
+    return certified(tables(vocabulary, str(path)), package, str(path))
+
+
+def _known_settings(path: Path) -> dict[str, Any]:
+    """The document without the fields that say nothing about ids; UnsupportedError unless all settings are Gemma's."""
     document = read_json(path, _LARGEST_JSON)
     model = document.get("model") if isinstance(document, dict) else None
     if not isinstance(model, dict):
         raise TokenizerError(f"{path}: the field 'model' is missing")
     if model.get("type", "BPE") != "BPE":
         raise UnsupportedError(f"{path}: model.type {model.get('type')!r:.40}; Gemma's tokenizers are BPE")
-    vocab: dict[str, int] = model.get("vocab") or {}
-    whole = isinstance(vocab, dict) and all(isinstance(number, int) for number in vocab.values())
-    if not whole or not vocab or sorted(vocab.values()) != list(range(len(vocab))):
-        raise TokenizerError(f"{path}: model.vocab should number its pieces 0, 1, 2 ... without gaps")
-    merges = np.empty((0, 2), np.int32)
-    try:
-        listed_merges = model.get("merges") or []
-        if not isinstance(listed_merges, list):
-            raise TypeError(listed_merges)
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in listed_merges]
-        if pairs:
-            merges = np.array([(vocab[left], vocab[right]) for left, right in pairs], np.int32)
-    except (KeyError, TypeError, ValueError) as error:
-        raise TokenizerError(
-            f"{path}: model.merges should hold pairs of pieces from model.vocab: {error!r:.80}"
-        ) from None
-    added = []
-    listed = document.get("added_tokens") or []
-    if not isinstance(listed, list):
-        raise TokenizerError(f"{path}: added_tokens should be a list, found {listed!r:.80}")
-    for token in listed:
-        try:
-            if type(token["id"]) is not int or type(token["content"]) is not str:
-                raise TypeError
-            added.append((token["id"], token["content"], bool(token.get("special", False))))
-            if any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip")):
-                raise UnsupportedError(
-                    f"{path}: added token {token['content']!r:.60} strips white space or asks for words"
-                )
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise TokenizerError(f"{path}: added_tokens should have id and content, found {token!r:.80}") from None
     if model.get("byte_fallback") is not True:
         raise UnsupportedError(f"{path}: model.byte_fallback should be true, as Gemma's is")
     for name in ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise UnsupportedError(f"{path}: model.{name} is set, which no Gemma tokenizer does")
-    # With a piece for every byte nothing is unknown; what these two say never matters, but nonsense is refused.
-    if not isinstance(model.get("unk_token", ""), str | None) or not isinstance(
-        model.get("fuse_unk", True), bool | None
-    ):
-        raise TokenizerError(f"{path}: model.unk_token should be a string and model.fuse_unk a boolean")
     for name, known in _PIPELINES.items():
         if document.get(name) not in known:
             raise UnsupportedError(f"{path}: {name} is not of Gemma's kind: {document.get(name)!r:.80}")
-    return Vocabulary(sorted(vocab, key=vocab.__getitem__), merges, sorted(added))
+    _check_listed(path, document.get("added_tokens") or [])
+    kept = {name: model[name] for name in ("vocab", "merges", "unk_token", "fuse_unk") if name in model}
+    return {
+        "version": "1.0",
+        "added_tokens": document.get("added_tokens") or [],
+        **{name: document.get(name) for name in _PIPELINES},
+        "model": {"type": "BPE", "byte_fallback": True, **kept},
+    }
+
+
+def _check_listed(path: Path, listed: Any) -> None:
+    """Added tokens have an id and a content, and match wherever they stand."""
+    if not isinstance(listed, list):
+        raise TokenizerError(f"{path}: added_tokens should be a list, found {listed!r:.80}")
+    for token in listed:
+        if not isinstance(token, dict) or type(token.get("id")) is not int or type(token.get("content")) is not str:
+            raise TokenizerError(f"{path}: added_tokens should have id and content, found {token!r:.80}")
+        if any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip")):
+            raise UnsupportedError(f"{path}: added token {token['content']!r:.60} strips white space or asks for words")
+
+
+def _vocabulary_of_package(package: Any, path: Path) -> Vocabulary:
+    """What the package has read, in its own words."""
+    document = json.loads(package.to_str())
+    vocab = document["model"]["vocab"]
+    if not vocab or sorted(vocab.values()) != list(range(len(vocab))):
+        raise TokenizerError(f"{path}: model.vocab should number its pieces 0, 1, 2 ... without gaps")
+    merges = [(vocab[left], vocab[right]) for left, right in document["model"]["merges"]]
+    added = sorted((token["id"], token["content"], token["special"]) for token in document["added_tokens"])
+    return Vocabulary(sorted(vocab, key=vocab.__getitem__), np.array(merges, np.int32).reshape(-1, 2), added)

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from gemma_py.errors import GemmaError, TokenizerError, UnsupportedError
-from gemma_py.formats.files import drop_pages, map_file
+from gemma_py.formats.container import SUFFIX, Spec, dtype_name, read_arrays, write_arrays
 from gemma_py.paths import atomic_write, cache_dir, private_dir
 
 _HTML = (
@@ -23,8 +23,8 @@ _PLAIN = re.compile(rf"[\s▁]+|</?({'|'.join(_HTML.split())})>")
 _GEMMA_CONTROL = re.compile(
     r"<unused\d+>|<(start|end)_of_(turn|image)>|<(bos|eos|pad|unk|mask|image_soft_token)>|\[multimodal\]"
 )
-_LAYOUT = 4  # of the cache file; a new number leaves old files behind
-SUFFIX = ".vocab"
+_LAYOUT = 5  # of the cache file; a new number leaves old files behind
+OLD_SUFFIX = ".vocab"  # of files of a format that is not read any more
 
 
 def is_control(content: str, special: bool) -> bool:
@@ -128,8 +128,8 @@ def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: s
             raise TokenizerError(f"{where}: control token {content!r} is a character of ordinary text")
 
 
-def cached(source: Path, salt: str, build: Callable[[], Vocabulary]) -> Tables:
-    """The vocabulary from the cache; built and stored at first use. The cache is optional: any trouble means build.
+def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
+    """The tables from the cache; made and stored at first use. The cache is optional: on any trouble tables are made.
 
     The key holds the file's size and time of change, as reading 33 MB only to hash it would cost what the cache saves.
     """
@@ -139,43 +139,33 @@ def cached(source: Path, salt: str, build: Callable[[], Vocabulary]) -> Tables:
     try:
         path = private_dir(cache_dir() / "tokenizers") / f"{key}{SUFFIX}"
     except OSError:
-        return tables(build(), str(source))
+        return make()
     stored = _read(path)
     if stored is not None:
         return stored
-    made = tables(build(), str(source))
+    made = make()
     try:
         with atomic_write(path) as file:
-            file.write(_dump(made))
+            _write(file, made)
     except OSError:
-        return made  # a read-only home or a full disk: the next start builds it again
-    return _read(path) or made  # mapped, and what it was made from can go
+        return made  # a read-only home or a full disk: the next start makes them again
+    return _read(path) or made  # mapped, so that the memory of what was made can be freed
 
 
-def _dump(made: Tables) -> bytes:
-    """sha256 of the rest, the length of the JSON part, the JSON part, and the arrays, each at a multiple of 8 bytes."""
-    arrays = made[:-1]
-    named = zip(made._fields, arrays, strict=False)
-    head = {"added": made.added, "arrays": [[name, array.dtype.str, len(array)] for name, array in named]}
-    text = json.dumps(head, ensure_ascii=False).encode("utf-8")
-    parts = [len(text).to_bytes(8, "little"), text, *(array.tobytes() for array in arrays)]
-    body = b"".join(part.ljust(-(-len(part) // 8) * 8, b"\0") for part in parts)
-    return hashlib.sha256(body).digest() + body
+def _write(file: BinaryIO, made: Tables) -> None:
+    """Arrays of wide numbers first, so that each is aligned."""
+    text = json.dumps(made.added, ensure_ascii=False).encode("utf-8")
+    arrays = {**made._asdict(), "added": np.frombuffer(text, np.uint8)}
+    ordered = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))
+    specs = {name: Spec(dtype_name(array.dtype), array.shape) for name, array in ordered.items()}
+    write_arrays(file, specs, ordered.values(), {"format": "gemma_py vocabulary tables"})
 
 
 def _read(path: Path) -> Tables | None:
+    """None where there are no tables, or damaged ones, which are written anew."""
     try:
-        data = map_file(path)
+        arrays, _ = read_arrays(path)
     except GemmaError:
         return None
-    if hashlib.sha256(data[32:].data).digest() != data[:32].tobytes():
-        return None  # damaged: it will be written anew
-    drop_pages(data)
-    length = int.from_bytes(data[32:40].tobytes(), "little")
-    head = json.loads(data[40 : 40 + length].tobytes())
-    arrays, at = {}, 40 + -(-length // 8) * 8
-    for name, kind, count in head["arrays"]:
-        size = np.dtype(kind).itemsize * count
-        arrays[name] = data[at : at + size].view(kind)
-        at += -(-size // 8) * 8
-    return Tables(**arrays, added=[tuple(token) for token in head["added"]])
+    added = [tuple(token) for token in json.loads(arrays.pop("added").tobytes())]
+    return Tables(**arrays, added=added)

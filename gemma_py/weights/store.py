@@ -1,12 +1,12 @@
-"""Packed weights kept in the user's cache: one file a checkpoint, written once and memory-mapped at every later start.
+"""Packed weights in the user's cache: one safetensors file a checkpoint, written once and memory-mapped at every later start.
 
-    header (one page)   magic, format, layout, content key, sizes and checksums of the arenas, source, sha256 of all that
-    arenas              floats, bf16, codes; each begins at a page and is padded with zeros to the next
+    header    metadata: layout, content key, source, checksums of the arenas, sha256 of the header; padded to whole pages
+    arenas    one tensor each, that begins at a page and is padded with zeros to the next
 
-The file says nothing that is believed: its header must equal, byte for byte, what this program would write for the
-checkpoint at hand, but for the checksums, and each arena must have its checksum. All of it is checked at every start, at the
-memory's speed: that costs about as much as a token, as every token reads all weights, and brings in the pages that the first
-token needs. A file that is damaged, of another size, or that somebody else could have written is packed anew.
+Nothing that the file says is trusted: its header must equal, byte for byte, what this program would write for this checkpoint
+and for the checksums that the arenas really have. All of it is checked at every start, at the memory's speed: that costs about
+as much as a token, as every token reads all weights, and brings in the pages that the first token needs. A file that is
+damaged, of another size, or that somebody else could have written is packed anew.
 
 A checkpoint is known by its content: sha256 of the tensors. Since that takes seconds a gigabyte, a record remembers it for
 files of the same device, inode, size and times of change.
@@ -19,111 +19,123 @@ import os
 import re
 import shutil
 import stat
-import struct
-import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from gemma_py.errors import GemmaError, GemmaWarning
+from gemma_py.formats.container import SUFFIX, Spec, dtype_name, make_header, with_digest
 from gemma_py.formats.files import drop_pages
+from gemma_py.formats.safetensors import read_header
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.kernels.checksum import checksum
 from gemma_py.kernels.memory import aligned
 from gemma_py.paths import PARTIAL, abandoned, atomic_write, cache_dir, private_dir
+from gemma_py.progress import ReportProgress, no_report
 from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.pack import LAYOUT, PackedWeights, Plan
 
-FOLDER, SUFFIX, RECORDS = "weights", ".packed", "records"
-_MAGIC, _FORMAT = b"GEMMAPK\n", 1
+FOLDER, RECORDS = "weights", "records"
+OLD_SUFFIX = ".packed"  # of files of a format that is not read any more
 _PAGE = 4096
-_FIXED = struct.Struct("<8sII32s3Q")  # magic, format, layout, content key, sizes of the arenas
-_SUMS = struct.Struct("<3Q")
-_LONGEST_SOURCE = 1024  # bytes of the source's path, for people who list the cache
+_LONGEST_SOURCE = 1024  # characters of the source's path, for people who list the cache
 _SMALLEST = 8 << 20  # bytes of weights worth a file: fewer are packed about as fast as they are checked
 _MARGIN = 1 << 30  # bytes that a disk must have left beside the file
 _BLOCK = 1 << 22
 _FRESH = 2_000_000_000  # nanoseconds in which a file system's clock may stand still
-_SHOWN_AFTER, _SHOWN_EVERY = 2.0, 3.0  # seconds
 
 
 class _Damaged(Exception):
-    """A kept file that is not what this program would have written, and why."""
+    """A cached file that is not what this program would have written, and why."""
 
 
-def packed_weights(checkpoint: Checkpoint, quant: str | None = None) -> PackedWeights:
+def packed_weights(
+    checkpoint: Checkpoint, quant: str | None = None, progress: ReportProgress = no_report
+) -> PackedWeights:
     """The checkpoint's weights for the kernels: mapped from the cache, packed into it where they are not there yet.
 
-    Names and shapes are checked at every start, values when they are packed. Where nothing can be kept, the weights are
-    packed into memory, and a line on stderr says why, once a process.
+    Names and shapes are checked at every start, values when they are packed. Where nothing can be cached, the weights are
+    packed into memory, and a GemmaWarning says why.
     """
     plan = Plan(checkpoint.stored_weights(quant))
     for tensor in checkpoint.tensors.values():  # norms are copied; the system maps a megabyte around each
         drop_pages(tensor.data)
-    if not checkpoint.keep or sum(_spans(plan)[-1]) < _SMALLEST:
-        return plan.packed(_in_memory(plan, checkpoint.path))
+    if not checkpoint.keep or sum(_sizes(plan)) < _SMALLEST:
+        return plan.packed(_in_memory(plan, checkpoint.path, progress))
     try:
-        arenas = _kept(plan, checkpoint.path)
+        arenas = _cached(plan, checkpoint.path, progress)
     except OSError as error:
-        _say_once(f"packed weights are not kept, so every start takes longer: {error}")
-        arenas = _in_memory(plan, checkpoint.path)
+        message = f"packed weights are not cached, so every start takes longer: {error}"
+        warnings.warn(message, GemmaWarning, stacklevel=2)
+        arenas = _in_memory(plan, checkpoint.path, progress)
     return plan.packed(arenas)
 
 
-def _in_memory(plan: Plan, source: Path) -> list[np.ndarray]:
+def _in_memory(plan: Plan, source: Path, progress: ReportProgress) -> list[np.ndarray]:
     arenas = [aligned(count, kind, np.zeros) for kind, count in plan.arenas]
-    _fill(plan, arenas, source)
+    _fill(plan, arenas, source, progress)
     return arenas
 
 
-def _kept(plan: Plan, source: Path) -> list[np.ndarray]:
-    """The arenas in the cache's file, written first where it is not there or not sound."""
+def _cached(plan: Plan, source: Path, progress: ReportProgress) -> list[np.ndarray]:
+    """The arenas in the cache's file, written first where it is missing or damaged."""
     folder = private_dir(cache_dir() / FOLDER)
-    key = _content_key(plan, folder / RECORDS)
+    key = _content_key(plan, folder / RECORDS, progress)
     path = folder / f"{key.hex()[:40]}-{LAYOUT}{SUFFIX}"
     try:
         return _mapped(path, plan, key)
     except FileNotFoundError:
         pass
     except _Damaged as error:
-        print(f"gemma_py: {path}: {error}; the weights are packed anew", file=sys.stderr, flush=True)
-    _write(path, plan, key, source)
-    _let_go(path)
+        warnings.warn(f"{path}: {error}; the weights are packed anew", GemmaWarning, stacklevel=3)
+    _write(path, plan, key, source, progress)
+    _drop_from_page_cache(path)
     try:
         return _mapped(path, plan, key)
     except _Damaged as error:
         raise OSError(f"{path}: {error}, just after it was written") from None
 
 
-def _fixed(plan: Plan, key: bytes) -> bytes:
-    return _FIXED.pack(_MAGIC, _FORMAT, LAYOUT, key, *(kind.itemsize * count for kind, count in plan.arenas))
+def _sizes(plan: Plan) -> list[int]:
+    """Bytes of each arena in the file, padded to whole pages."""
+    return [-(-kind.itemsize * count // _PAGE) * _PAGE for kind, count in plan.arenas]
 
 
-def _spans(plan: Plan) -> list[tuple[int, int]]:
-    """(first byte, padded size) of each arena in the file; the last ends where the file does."""
-    spans, at = [], _PAGE
-    for kind, count in plan.arenas:
-        size = -(-kind.itemsize * count // _PAGE) * _PAGE
-        spans.append((at, size))
-        at += size
-    return spans
+def _header(plan: Plan, key: bytes, source: str, checksums: Sequence[int]) -> bytes:
+    """Whole pages; its length does not depend on the checksums."""
+    metadata = {
+        "format": "gemma_py packed weights", "layout": str(LAYOUT), "key": key.hex(), "source": source,
+        "checksums": " ".join(f"{checksum:016x}" for checksum in checksums),
+    }  # fmt: skip
+    specs = {
+        f"arena.{number}": Spec(dtype_name(kind), (size // kind.itemsize,))
+        for number, ((kind, _), size) in enumerate(zip(plan.arenas, _sizes(plan), strict=True))
+    }
+    header = make_header(specs, metadata, _PAGE)
+    return with_digest(header, hashlib.sha256(header).hexdigest())
+
+
+def _padded_arenas(data: np.ndarray, plan: Plan) -> list[np.ndarray]:
+    """uint8 views of a file's last bytes, each with its padding."""
+    sizes = _sizes(plan)
+    ends = np.cumsum(sizes) + len(data) - sum(sizes)
+    return [data[end - size : end] for end, size in zip(ends.tolist(), sizes, strict=True)]
 
 
 def _arenas(data: np.ndarray, plan: Plan) -> list[np.ndarray]:
-    """Views of a file's bytes."""
-    return [
-        data[at : at + kind.itemsize * count].view(kind)
-        for (at, _), (kind, count) in zip(_spans(plan), plan.arenas, strict=True)
-    ]
+    padded = zip(_padded_arenas(data, plan), plan.arenas, strict=True)
+    return [arena[: kind.itemsize * count].view(kind) for arena, (kind, count) in padded]
 
 
-def _sums(data: np.ndarray, plan: Plan) -> bytes:
-    return _SUMS.pack(*(int(checksum(data[at : at + size].view("<u8"))) for at, size in _spans(plan)))
+def _checksums(data: np.ndarray, plan: Plan) -> list[int]:
+    return [int(checksum(arena.view("<u8"))) for arena in _padded_arenas(data, plan)]
 
 
 def _mapped(path: Path, plan: Plan, key: bytes) -> list[np.ndarray]:
-    """The arenas of a sound file, read-only. FileNotFoundError if there is none, _Damaged if it is not sound."""
+    """The arenas of an intact file, read-only. FileNotFoundError if there is none, _Damaged if it is not intact."""
     if path.is_symlink():
         raise _Damaged("a link")
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -131,54 +143,53 @@ def _mapped(path: Path, plan: Plan, key: bytes) -> list[np.ndarray]:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise _Damaged("not a file that only this user may write")
-        size = sum(_spans(plan)[-1])
-        if status.st_size != size:
-            raise _Damaged(f"{size} bytes expected, found {status.st_size}")
-        mapped = mmap.mmap(handle, size, access=mmap.ACCESS_READ)
+        try:
+            header = read_header(path, status.st_size)
+        except GemmaError:
+            raise _Damaged("damaged") from None
+        source = header.metadata.get("source", "")
+        blank = _header(plan, key, source, [0] * len(plan.arenas))
+        if header.size != len(blank) or status.st_size != len(blank) + sum(_sizes(plan)):
+            raise _Damaged("damaged")
+        mapped = mmap.mmap(handle, status.st_size, access=mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without large pages for files
                 mapped.madvise(mmap.MADV_HUGEPAGE)
         data = np.frombuffer(mapped, np.uint8)
-        header = data[:_PAGE].tobytes()
-        if header[: _FIXED.size] != _fixed(plan, key) or not _sound(header):
-            raise _Damaged("damaged")
-        if header[_FIXED.size : _FIXED.size + _SUMS.size] != _sums(data, plan):
+        if data[: header.size].tobytes() != _header(plan, key, source, _checksums(data, plan)):
             raise _Damaged("damaged")
         with contextlib.suppress(OSError):
-            os.utime(handle)  # when it was last used, for whoever cleans up
+            os.utime(handle)  # `gemma_py cache` shows when the file was last used
     finally:
         os.close(handle)
     return _arenas(data, plan)
 
 
-def _let_go(path: Path) -> None:
-    """A file that was written page by page also lies in memory in small pages, which make decoding a fifth slower: it is
-    read anew, in large ones where the system has such."""
+def _drop_from_page_cache(path: Path) -> None:
+    """A file that was written page by page lies in memory in small pages, which make decoding a fifth slower. The next read
+    brings it back in large ones, where the system has such."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _sound(header: bytes) -> bool:
-    return len(header) == _PAGE and hashlib.sha256(header[:-32]).digest() == header[-32:]
-
-
 def source_of(path: Path) -> str | None:
-    """What the file was packed from, as its header says; None where it is no sound header."""
-    with path.open("rb") as file:
-        header = file.read(_PAGE)
-    if header[: len(_MAGIC)] != _MAGIC or not _sound(header):
+    """The checkpoint that a file was packed from, as its header says; None where it is no valid header."""
+    try:
+        return read_header(path, path.stat().st_size).metadata.get("source")
+    except GemmaError:
         return None
-    return header[_FIXED.size + _SUMS.size : -32].rstrip(b"\0").decode("utf-8", "replace")
 
 
-def _write(path: Path, plan: Plan, key: bytes, source: Path) -> None:
-    """The file under its name, whole. OSError where it cannot be had; a process that packs it too does no harm."""
+def _write(path: Path, plan: Plan, key: bytes, source: Path, progress: ReportProgress) -> None:
+    """Write the file whole or not at all; OSError where that fails. Another process that packs it too does no harm."""
     for left in path.parent.glob(f"*{SUFFIX}.*{PARTIAL}"):  # by a process that was killed
         if abandoned(left):
             left.unlink(missing_ok=True)
-    size = sum(_spans(plan)[-1])
+    name = os.fsencode(source.absolute()).decode("utf-8", "replace")[:_LONGEST_SOURCE]
+    blank = _header(plan, key, name, [0] * len(plan.arenas))
+    size = len(blank) + sum(_sizes(plan))
     free = shutil.disk_usage(path.parent).free
     if free < size + _MARGIN:
         raise OSError(
@@ -190,23 +201,25 @@ def _write(path: Path, plan: Plan, key: bytes, source: Path) -> None:
         reserve = getattr(os, "posix_fallocate", lambda handle, _, size: os.truncate(handle, size))
         reserve(file.fileno(), 0, size)
         data = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
-        _fill(plan, _arenas(data, plan), source)
-        header = _fixed(plan, key) + _sums(data, plan) + os.fsencode(source.absolute())[:_LONGEST_SOURCE]
-        header = header.ljust(_PAGE - 32, b"\0")
-        data[:_PAGE] = np.frombuffer(header + hashlib.sha256(header).digest(), np.uint8)
+        _fill(plan, _arenas(data, plan), source, progress)
+        header = _header(plan, key, name, _checksums(data, plan))
+        data[: len(header)] = np.frombuffer(header, np.uint8)
 
 
-def _fill(plan: Plan, arenas: Sequence[np.ndarray], source: Path) -> None:
-    """Pack, and let the pages go that are done with: neither the checkpoint nor a file being written stays in memory."""
-    progress = _Progress(f"packing the weights of {source.name}", sum(m.tensor.data.nbytes for m in plan.matrices))
+def _fill(plan: Plan, arenas: Sequence[np.ndarray], source: Path, progress: ReportProgress) -> None:
+    """Pack, and drop the pages that are done: neither the checkpoint nor a file being written stays in memory."""
+    what, done = f"packing the weights of {source.name}", 0
+    total = sum(matrix.tensor.data.nbytes for matrix in plan.matrices)
+    progress(what, done, total, "bytes")
     for matrix in plan.fill(arenas):
         drop_pages(matrix.tensor.data)
         for arena in arenas:
             drop_pages(arena)
-        progress.add(matrix.tensor.data.nbytes)
+        done += matrix.tensor.data.nbytes
+        progress(what, done, total, "bytes")
 
 
-def _content_key(plan: Plan, records: Path) -> bytes:
+def _content_key(plan: Plan, records: Path, progress: ReportProgress) -> bytes:
     """sha256 of all that the arenas are made of, remembered for files that have not changed since."""
     tensors = [matrix.tensor for matrix in plan.matrices]
     shapes = [(tensor.name, tensor.type.name, tensor.shape, str(tensor.path)) for tensor in tensors]
@@ -217,7 +230,7 @@ def _content_key(plan: Plan, records: Path) -> bytes:
         text = record.read_bytes()[:65]
         if re.fullmatch(rb"[0-9a-f]{64}\n", text):
             return bytes.fromhex(text.decode())
-    key = _digest(tensors)
+    key = _digest(tensors, progress)
     # Files that changed just now may change again without their times telling.
     latest = max(max(identity[3:]) for identity in before)
     if [_identity(path) for path in paths] == before and time.time_ns() - latest > _FRESH:
@@ -227,21 +240,23 @@ def _content_key(plan: Plan, records: Path) -> bytes:
     return key
 
 
-def _digest(tensors: Sequence[StoredTensor]) -> bytes:
-    progress = _Progress(f"reading {tensors[0].path.name}", sum(tensor.data.nbytes for tensor in tensors))
+def _digest(tensors: Sequence[StoredTensor], progress: ReportProgress) -> bytes:
+    what, done, total = f"reading {tensors[0].path.name}", 0, sum(tensor.data.nbytes for tensor in tensors)
+    progress(what, done, total, "bytes")
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(repr((tensor.type.name, tensor.shape)).encode())
         for first in range(0, tensor.data.nbytes, _BLOCK):
             part = tensor.data[first : first + _BLOCK]
             digest.update(part.data)
-            progress.add(part.nbytes)
+            done += part.nbytes
+            progress(what, done, total, "bytes")
         drop_pages(tensor.data)
     return digest.digest()
 
 
 def drop_records() -> None:
-    """Forget contents of which no packed file is left."""
+    """Remove the records of checkpoints that have no packed file any more."""
     folder = cache_dir() / FOLDER
     known = {path.name[:40] for path in folder.glob(f"*{SUFFIX}")}
     for record in (folder / RECORDS).glob("*"):
@@ -255,26 +270,3 @@ def drop_records() -> None:
 def _identity(path: Path) -> tuple[int, int, int, int, int]:
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-_said: set[str] = set()
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        print(f"gemma_py: {message}", file=sys.stderr, flush=True)
-
-
-class _Progress:
-    """A line on stderr every few seconds, if the work lasts longer than people wait without asking."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self.what, self.total, self.done = what, total, 0
-        self._next = time.monotonic() + _SHOWN_AFTER
-
-    def add(self, count: int) -> None:
-        self.done += count
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _SHOWN_EVERY
-            print(f"{self.what}: {self.done >> 20} of {self.total >> 20} MiB", file=sys.stderr, flush=True)

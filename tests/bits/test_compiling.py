@@ -16,6 +16,8 @@ import pytest
 from repository import TINY, child_environment
 
 import gemma_py
+from gemma_py.cli.progress import LoadProgress
+from gemma_py.errors import GemmaWarning
 from gemma_py.kernels.decorator import CACHE, inlined
 from gemma_py.runtime import compiling
 from gemma_py.runtime.cache import KV_TYPES
@@ -27,11 +29,12 @@ linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="proc
 # Three small phases instead of all. Prints how many were compiled elsewhere, and how many here.
 PROGRAM = """
 import sys, time
+from gemma_py.cli.progress import LoadProgress, shown_warnings
 from gemma_py.runtime import compiling
 from gemma_py.runtime.forward import input_phase, residual_phase, rope_kv_phase
 
 few = (residual_phase, input_phase, rope_kv_phase)
-with compiling.Compilation("float32", (few[:1], few[1:2]), few[2]) as compilation:
+with shown_warnings(), compiling.Compilation("float32", LoadProgress(), (few[:1], few[1:2]), few[2]) as compilation:
     print("begun", flush=True)
     if "die" in sys.argv:
         compilation.processes[0].kill()
@@ -131,22 +134,26 @@ def test_nothing_is_started_where_all_is_compiled(monkeypatch: pytest.MonkeyPatc
     assert compilation.processes == []
 
 
-def test_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    monkeypatch.setattr(compiling, "_show", shown.append)
-    compilation = compiling.Compilation("float32", [KERNELS[:2]])
+def test_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = LoadProgress()
+    compilation = compiling.Compilation("float32", progress, [KERNELS[:2]])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress("compiling kernels", 0, 3, "kernels")
     compilation._done = 2
     compilation._feeders = [threading.Thread(target=time.sleep, args=(0.5,))]
     compilation._feeders[0].start()
-    compilation.wait()
-    assert shown == ["compiling kernels: 2 of 3", ""]
+    with pytest.warns(GemmaWarning, match="has ended early"):
+        compilation.wait()
+    first, shown = capsys.readouterr().err.split("\n")
+    assert first == "compiling kernels, once per machine: about half a minute"
+    assert shown == "\r\x1b[Kcompiling kernels: 2 of 3\r\x1b[K"
 
 
 def test_nothing_is_started_where_nothing_can_be_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compiling, "CACHE", None)
-    with compiling.Compilation("float32") as compilation:
+    with compiling.Compilation("float32", LoadProgress()) as compilation:
         compilation.wait()
     assert compilation.processes == []
     assert capsys.readouterr().err.startswith("compiling kernels")

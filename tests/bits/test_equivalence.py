@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import gemma_py
 from gemma_py.errors import WorkerError
 from gemma_py.kernels.decorator import kernel
-from gemma_py.kernels.elementary import exp
-from gemma_py.kernels.intrinsics import fma, widen
 from gemma_py.models.config import Config
 from gemma_py.models.program import ALL, ATTEND, ROPE_TABLE, STORE, WANTED
-from gemma_py.reference import specification as spec
+from gemma_py.reference import operations as spec
+from gemma_py.reference.arithmetic import float32_of, fma, jit
+from gemma_py.reference.elementary import exp
 from gemma_py.runtime import batch as batches
 from gemma_py.runtime import cache as caches
 from gemma_py.runtime import phases, program
@@ -337,11 +337,12 @@ def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypa
 # --- other orders of the same sums: the specification itself is changed, and must then differ from the fast path -----
 
 
-@kernel
-def attend_in_tiles_of_the_chunk(q, keys, values, first, scale, cap, scores, out):
-    """reference.attend, but with tiles that begin where the window does instead of at multiples of TILE."""
+@jit
+def attend_in_tiles_of_the_chunk(q, keys, values, first, scale, cap):
+    """operations.attend, but with tiles that begin where the window does instead of at multiples of TILE."""
     H, E = q.shape
     last = keys.shape[0] - 1
+    out, scores = np.empty((H, E), np.float32), np.empty(spec.TILE, np.float32)
     for h in range(H):
         g = h // (H // keys.shape[1])
         maximum, weight_sum = -np.float32(np.inf), np.float32(0)
@@ -366,19 +367,21 @@ def attend_in_tiles_of_the_chunk(q, keys, values, first, scale, cap, scores, out
                     out[h, e] = fma(weight, values[t, g, e], out[h, e])
         for e in range(E):
             out[h, e] = out[h, e] / weight_sum
+    return out
 
 
-@kernel
-def matmul_in_two_halves(x, w, y):
-    """reference.matmul_float, but as two threads would sum it: each half of k by itself, then both together."""
-    half = w.shape[1] // 2
+@jit
+def matmul_in_two_halves(x, w):
+    """operations.matmul_float, but as two threads would sum it: each half of k by itself, then both together."""
+    half, y = w.shape[1] // 2, np.empty(w.shape[0], np.float32)
     for n in range(w.shape[0]):
         a, b = np.float32(0), np.float32(0)
         for k in range(half):
-            a = fma(x[k], widen(w[n, k]), a)
+            a = fma(x[k], float32_of(w[n, k]), a)
         for k in range(half, w.shape[1]):
-            b = fma(x[k], widen(w[n, k]), b)
+            b = fma(x[k], float32_of(w[n, k]), b)
         y[n] = a + b
+    return y
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Machine code on disk: private, shared by processes, mended when damaged, done without where it cannot be kept."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from repository import ROOT, child_environment
 # A small kernel of the package; prints its result and whether it came from the disk.
 PROGRAM = """
 import numpy as np
-from gemma_py.generate.sampling import _log_sum as kernel
+from gemma_py.kernels.scores import log_sum_exp as kernel
 largest, log_sum = kernel(np.arange(8, dtype=np.float32), np.empty(8))
 value = 3 - largest - log_sum
 print(value.hex(), sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
@@ -33,15 +34,27 @@ def finish(child: "subprocess.Popen[str]") -> tuple[int, int]:
     return int(hits), int(misses)
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that one process has filled, for tests that change a copy of it."""
+    cache = tmp_path_factory.mktemp("compiled")
+    assert finish(start(cache)) == (0, 1)
+    return cache
+
+
+@pytest.fixture
+def cache(compiled: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(compiled, tmp_path / "cache")
+
+
 def files(cache: Path) -> list[Path]:
     return sorted(path for path in cache.rglob("*") if path.suffix in (".nbi", ".nbc"))
 
 
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
-    assert finish(start(tmp_path)) == (0, 1)
-    assert finish(start(tmp_path)) == (1, 0)
-    assert len(files(tmp_path)) == 2
-    assert all(path.parent.parent.stat().st_mode & 0o077 == 0 for path in files(tmp_path))  # ours, above numba's
+def test_a_second_process_compiles_nothing(cache: Path) -> None:
+    assert finish(start(cache)) == (1, 0)
+    assert len(files(cache)) == 2
+    assert all(path.parent.parent.stat().st_mode & 0o077 == 0 for path in files(cache))  # ours, above numba's
 
 
 def test_processes_that_compile_at_once(tmp_path: Path) -> None:
@@ -52,19 +65,17 @@ def test_processes_that_compile_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
 @pytest.mark.parametrize("left", [0, 30, 0.5])
-def test_a_truncated_file_is_mended(tmp_path: Path, suffix: str, left: float) -> None:
-    assert finish(start(tmp_path)) == (0, 1)
-    (damaged,) = [path for path in files(tmp_path) if path.suffix == suffix]
+def test_a_truncated_file_is_mended(cache: Path, suffix: str, left: float) -> None:
+    (damaged,) = [path for path in files(cache) if path.suffix == suffix]
     data = damaged.read_bytes()
     damaged.write_bytes(data[: int(len(data) * left) if isinstance(left, float) else left])
-    assert finish(start(tmp_path)) == (0, 1)
-    assert finish(start(tmp_path)) == (1, 0)
+    assert finish(start(cache)) == (0, 1)
+    assert finish(start(cache)) == (1, 0)
 
 
-def test_a_directory_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
-    assert finish(start(tmp_path)) == (0, 1)
-    files(tmp_path)[0].parent.parent.chmod(0o777)
-    assert finish(start(tmp_path)) == (0, 1)
+def test_a_directory_that_others_may_write_is_not_trusted(cache: Path) -> None:
+    files(cache)[0].parent.parent.chmod(0o777)
+    assert finish(start(cache)) == (0, 1)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
@@ -79,11 +90,10 @@ FIRST_TIME = """
 import sys
 import gemma_py, gemma_py.generate.engine
 from gemma_py import Sampling
-from gemma_py.generate import sampling
-from gemma_py.kernels import bpe
+from gemma_py.kernels import bpe, sampling, scores
 
 def compiled():
-    found = [f for module in (sampling, bpe) for f in vars(module).values() if hasattr(f, "overloads")]
+    found = [f for module in (sampling, scores, bpe) for f in vars(module).values() if hasattr(f, "overloads")]
     return {f.__name__: len(f.overloads) for f in found}
 
 gemma_py.generate.engine.first_time = lambda kv: sys.argv[1] == "first"

@@ -14,10 +14,10 @@ from golden_bits import GOLDEN, PARTS, QUANTISED, WIDE, digests
 from repository import DATA
 
 import gemma_py
-from gemma_py.kernels import elementary
-from gemma_py.kernels.decorator import kernel
-from gemma_py.kernels.intrinsics import fma
-from gemma_py.reference import specification as spec
+from gemma_py.reference import elementary
+from gemma_py.reference import operations as spec
+from gemma_py.reference.arithmetic import fma, jit
+from gemma_py.weights.tensors import CodeMatrix
 
 LOGITS = np.load(DATA / "tiny_logits.npz")
 BARS = 1e-4  # of the logits' standard deviation; 1e-5 is reached: float32 sums in another order
@@ -93,11 +93,8 @@ def test_a_quantised_matrix_is_its_own_values(tmp_path: Path, kind: str) -> None
     with gemma_py.load(codes) as engine:
         values = {tensor.name: tensor.to_float32() for tensor in stored(codes)}
         matrix = engine.reference_weights()["layers.0.down_proj"]
-        row = np.empty(matrix.shape[1], np.float32)
-        assert isinstance(matrix, spec.CodeMatrix)
-        minimums = matrix.minimums[3] if len(matrix.minimums) else matrix.minimums.reshape(-1)
-        spec.dequantise_row(matrix.codes[3], matrix.scales[3], minimums, row)
-        np.testing.assert_array_equal(row, values["blk.0.ffn_down.weight"][3])
+        assert isinstance(matrix, CodeMatrix)
+        np.testing.assert_array_equal(spec.matrix_row(matrix, 3), values["blk.0.ffn_down.weight"][3])
         quantised = gemma_py.reference.logits(engine, list(range(12)))
     floats = write_floats(tmp_path / "floats.gguf", values)
     expected = wide_logits(floats)
@@ -151,7 +148,7 @@ def exact_fma(a: Any, b: Any, c: Any) -> np.float32:
     return nearest_f32(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
 
 
-@kernel
+@jit
 def fma_each(a, b, c, out):
     for i in range(len(a)):
         out[i] = fma(a[i], b[i], c[i])
@@ -181,8 +178,7 @@ def test_matmul_codes_matches_exact_arithmetic(width: int, with_minimum: bool) -
     sx = rng.random(K // 32).astype(np.float32)
     sw = rng.standard_normal((N, groups)).astype(np.float32)
     low = rng.standard_normal((N, groups) if with_minimum else (0, 0)).astype(np.float32)
-    y = np.empty(N, np.float32)
-    spec.matmul_codes(x.reshape(groups, -1), sx, w.reshape(N, groups, -1), sw, low, y)
+    y = spec.matmul_codes(x.reshape(groups, -1), sx, w.reshape(N, groups, -1), sw, low)
     for n in range(N):
         total = np.float32(0)
         for group in range(groups):
@@ -198,8 +194,7 @@ def test_matmul_codes_matches_exact_arithmetic(width: int, with_minimum: bool) -
 def test_matmul_float_is_one_chain() -> None:
     rng = np.random.default_rng(3)
     x, w = rng.standard_normal(37).astype(np.float32), rng.standard_normal((4, 37)).astype(np.float32)
-    y = np.empty(4, np.float32)
-    spec.matmul_float(x, w, y)
+    y = spec.matmul_float(x, w)
     for n in range(4):
         total = np.float32(0)
         for k in range(37):
@@ -208,9 +203,7 @@ def test_matmul_float_is_one_chain() -> None:
 
 
 def quantised(x: Any) -> tuple[np.ndarray, np.ndarray]:
-    values = np.asarray(x, np.float32)
-    codes, scales = np.empty(len(values), np.int16), np.empty(len(values) // 32, np.float32)
-    spec.quantise(values, codes, scales)
+    codes, scales = spec.quantise(np.asarray(x, np.float32))
     return codes, scales
 
 
@@ -250,13 +243,13 @@ def test_quantise_at_the_ends_of_the_range(size: float) -> None:
         assert not codes.any()
 
 
-@kernel
+@jit
 def exp_each(x, y):
     for i in range(len(x)):
         y[i] = elementary.exp(x[i])
 
 
-@kernel
+@jit
 def tanh_each(x, y):
     for i in range(len(x)):
         y[i] = elementary.tanh(x[i])
@@ -287,7 +280,7 @@ def test_exp_and_tanh_at_the_ends() -> None:
     np.testing.assert_array_equal(y, np.array([np.nan, -1, 1, -1, 1, 0], np.float32))
 
 
-@kernel
+@jit
 def tables64(x, sine, cosine, exponential, logarithm):
     for i in range(len(x)):
         sine[i], cosine[i] = elementary.sine_cosine64(x[i])
@@ -307,12 +300,6 @@ def test_double_precision_functions() -> None:
     np.testing.assert_allclose(logarithm, np.log(x), rtol=3e-16, atol=3e-16)
 
 
-def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, first: int, cap: float) -> np.ndarray:
-    out, scores = np.empty_like(q), np.empty(spec.TILE, np.float32)
-    spec.attend(q, keys, values, first, np.float32(0.25), np.float32(cap), scores, out)
-    return out
-
-
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 @pytest.mark.parametrize(("T", "first"), [(1, 0), (5, 0), (32, 0), (33, 0), (70, 3), (100, 31), (100, 32), (100, 99)])
 def test_attention_is_a_softmax(T: int, first: int, cap: float) -> None:
@@ -322,7 +309,7 @@ def test_attention_is_a_softmax(T: int, first: int, cap: float) -> None:
     q = rng.standard_normal((H, E)).astype(np.float32) * 4
     keys, values = (rng.standard_normal((T, G, E)).astype(np.float32) for _ in range(2))
     keys[:first] = values[:first] = np.nan
-    out = attend(q, keys, values, first, cap)
+    out = spec.attend(q, keys, values, first, np.float32(0.25), np.float32(cap))
     for h in range(H):
         scores = keys[first:, h // 2].astype(np.float64) @ q[h] * 0.25
         scores = cap * np.tanh(scores / cap) if cap else scores
@@ -331,13 +318,11 @@ def test_attention_is_a_softmax(T: int, first: int, cap: float) -> None:
 
 
 def test_rope_at_far_positions() -> None:
-    frequencies = np.empty(64, np.float32)
-    spec.rope_frequencies(1e6, np.float32(8), frequencies)
+    frequencies = spec.rope_frequencies(128, 1e6, np.float32(8))
     exact = 1e6 ** (-np.arange(64) / 64) / 8
     np.testing.assert_allclose(frequencies, exact, rtol=1.2e-7)
     x = np.random.default_rng(6).standard_normal((3, 128)).astype(np.float32)
-    turned = x.copy()
-    spec.rope(turned, 131_071, frequencies)
+    turned = spec.rope(x, 131_071, frequencies)
     angle = (np.float32(131_071) * frequencies).astype(np.float64)  # the angle itself is float32, as in transformers
     expected = np.concatenate(
         [x[:, :64] * np.cos(angle) - x[:, 64:] * np.sin(angle), x[:, 64:] * np.cos(angle) + x[:, :64] * np.sin(angle)],

@@ -1,5 +1,6 @@
 """Packed weights on disk: written once, mapped at the next start, private, repaired, dispensable; never another bit."""
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -13,13 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import tiny_checkpoints as tiny
 from gguf_files import write_model
 from repository import child_environment
 
 import gemma_py
 from gemma_py import paths
-from gemma_py.errors import FormatError
+from gemma_py.cli.progress import LoadProgress, shown_warnings
+from gemma_py.errors import FormatError, GemmaWarning
+from gemma_py.formats.safetensors import read_header
 from gemma_py.kernels.checksum import checksum
 from gemma_py.kernels.decorator import CACHE
 from gemma_py.weights import store
@@ -44,7 +48,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_SMALLEST", 0)
     monkeypatch.setattr(store, "_FRESH", -1)
-    monkeypatch.setattr(store, "_said", set())
     yield tmp_path / "cache" / "gemma_py" / "weights"
 
 
@@ -85,9 +88,10 @@ def test_what_is_packed_in_no_time_is_not_kept(checkpoint: Path, folder: Path, m
 def test_the_same_bits_with_a_file_and_without(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, logits = [2, 3, 4, 5], []
     for home in ("nowhere", None, None):
-        with monkeypatch.context() as context:
+        with monkeypatch.context() as context, contextlib.ExitStack() as stack:
             if home is not None:
                 context.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+                stack.enter_context(pytest.warns(GemmaWarning, match="not cached"))
             with gemma_py.load(checkpoint, threads=2) as engine:
                 logits.append(engine.session().prefill(ids, all_logits=True).tobytes())
                 reference = gemma_py.reference.logits(engine, ids).tobytes()
@@ -135,12 +139,23 @@ def test_damage_anywhere_is_repaired_with_one_line(
     good = kept.read_bytes()
     for name, damage in DAMAGES.items():
         kept.write_bytes(damage(good))
-        assert bits(packed(checkpoint)) == expected, name
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "packed anew" in line, name
+        with pytest.warns(GemmaWarning, match="packed anew") as said:
+            assert bits(packed(checkpoint)) == expected, name
+        assert len(said) == 1, name
         assert only(folder).read_bytes() == good, name
         assert bits(packed(checkpoint)) == expected
-        assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == ""
+
+
+def test_the_file_is_a_safetensors_file_whose_arenas_begin_at_pages(checkpoint: Path, folder: Path) -> None:
+    m = packed(checkpoint)
+    path = only(folder)
+    arenas = safetensors.numpy.load_file(path)
+    assert [arenas[f"arena.{number}"][: array.size].tobytes() for number, array in enumerate(m[:3])] == bits(m)[:3]
+    header = read_header(path, path.stat().st_size)
+    assert all(entry.first % 4096 == 0 == entry.last % 4096 for entry in header.entries.values())
+    assert header.metadata["source"] == str(checkpoint)
+    assert store.source_of(path) == str(checkpoint)
 
 
 def test_a_checksum_sees_every_bit_and_every_exchange() -> None:
@@ -171,7 +186,8 @@ def test_another_layout_is_left_alone(checkpoint: Path, folder: Path, monkeypatc
     (new,) = {path for path in folder.iterdir() if path.is_file()} - {old}
     assert old.read_bytes() == data
     new.write_bytes(data)  # under the new name, but of the old layout
-    assert bits(packed(checkpoint)) == expected
+    with pytest.warns(GemmaWarning, match="packed anew"):
+        assert bits(packed(checkpoint)) == expected
     assert new.read_bytes() != data
 
 
@@ -231,14 +247,15 @@ def test_a_home_that_cannot_be_written_is_said_once(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    assert bits(packed(checkpoint)) == bits(packed(checkpoint))
+    with shown_warnings():
+        assert bits(packed(checkpoint)) == bits(packed(checkpoint))
     (line,) = capsys.readouterr().err.splitlines()
-    assert "not kept" in line
+    assert line.startswith("gemma_py: packed weights are not cached, so every start takes longer: ")
 
 
 @pytest.mark.parametrize("full", ["at the start", "on the way"])
 def test_a_full_disk_is_done_without(
-    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], full: str
+    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     expected = bits(packed(checkpoint))
     only(folder).unlink()
@@ -252,15 +269,12 @@ def test_a_full_disk_is_done_without(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr(store.os, "posix_fallocate", refuse)
-    assert bits(packed(checkpoint)) == expected
+    with pytest.warns(GemmaWarning, match="not cached"):
+        assert bits(packed(checkpoint)) == expected
     assert [path for path in folder.iterdir() if path.is_file()] == []
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "not kept" in line
 
 
-def test_a_file_that_others_may_have_written_is_replaced(
-    checkpoint: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_others_may_have_written_is_replaced(checkpoint: Path, folder: Path) -> None:
     expected = bits(packed(checkpoint))
     kept = only(folder)
 
@@ -276,21 +290,21 @@ def test_a_file_that_others_may_have_written_is_replaced(
 
     for spoil in (loosen, link, *([give_away] if os.getuid() == 0 else [])):
         spoil()
-        assert bits(packed(checkpoint)) == expected
-        assert "packed anew" in capsys.readouterr().err, spoil
+        with pytest.warns(GemmaWarning, match="packed anew"):
+            assert bits(packed(checkpoint)) == expected, spoil
         assert not kept.is_symlink()
         assert kept.stat().st_mode & 0o777 == 0o600
         assert kept.stat().st_uid == os.getuid()
 
 
 def test_a_directory_that_others_may_write_is_not_used(
-    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = bits(packed(checkpoint))
     folder.chmod(0o777)
     monkeypatch.setattr(store, "_mapped", lambda *_: pytest.fail("trusted"))
-    assert bits(packed(checkpoint)) == expected
-    assert "others may write" in capsys.readouterr().err
+    with pytest.warns(GemmaWarning, match="others may write"):
+        assert bits(packed(checkpoint)) == expected
 
 
 def changed_in_place(path: Path) -> None:
@@ -376,10 +390,10 @@ def test_what_a_killed_process_left_is_cleared_away(
 def test_progress_is_shown_where_it_takes_long(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    packed(checkpoint)
+    store.packed_weights(open_checkpoint(checkpoint), progress=LoadProgress())
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(store, "_SHOWN_AFTER", 0.0)
+    monkeypatch.setattr("gemma_py.cli.progress._FIRST_LINE_AFTER", 0.0)
     shutil.rmtree(folder)
-    packed(checkpoint)
+    store.packed_weights(open_checkpoint(checkpoint), progress=LoadProgress())
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["reading m.gguf", "packing the weights of m.gguf"]

@@ -12,11 +12,31 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from repository import child_environment
+from small_pass import (
+    ATTEND,
+    DEADLINE,
+    GENEROUS,
+    LAYERS,
+    MIX,
+    NAMES,
+    PRODUCE,
+    STORE,
+    WORKERS,
+    count_up,
+    forward,
+    hold,
+    labour,
+    leave_early,
+    make_arrays,
+    passed,
+    publish_twice,
+    refuse,
+)
 
 from gemma_py.errors import InputError, WorkerError
 from gemma_py.kernels.atomics import (
@@ -24,159 +44,14 @@ from gemma_py.kernels.atomics import (
     fetch_add,
     is_ieee,
     load_acquire,
-    sleep_microseconds,
     store_release,
 )
-from gemma_py.kernels.decorator import inlined, kernel
-from gemma_py.runtime import sync
+from gemma_py.kernels.decorator import kernel
+from gemma_py.reference.arithmetic import is_ieee as specification_is_ieee
 from gemma_py.runtime.cells import LINE, make_cells
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
 from gemma_py.runtime.trial import Trial, shuffle
-
-WORKERS = 4  # on two cores
-LAYERS, ROWS, TILE = 3, 32, 3
-TILES = -(-ROWS // TILE)
-MIX, PRODUCE, STORE, ATTEND = 0, 1, 2, 3
-NAMES = ("mix", "produce", "store", "attend")
-DEADLINE = 1.5  # where a test waits for it; elsewhere the default
-GENEROUS = 60.0  # "did not hang", on any machine
-
-
-@inlined
-def _scramble(a, b):
-    return ((a * 6364136223846793005) ^ (b + 1442695040888963407)) >> 3
-
-
-@inlined
-def _mix(cells, worker, workers, layer, x, y):
-    """y[t] from any row of x: needs the barrier before and, for those who read y, the one after."""
-    if not sync.enter(cells, worker, layer, MIX):
-        return False
-    tile = sync.claim_any(cells, worker, 3 * layer, TILES)
-    while tile >= 0:
-        for t in range(tile * TILE, min(ROWS, tile * TILE + TILE)):
-            y[layer, t] = _scramble(x[layer, t], x[layer, (t * 7 + 5) % ROWS])
-        tile = sync.claim_any(cells, worker, 3 * layer, TILES)
-    return sync.barrier(cells, worker, workers)
-
-
-@inlined
-def _store(cells, worker, layer, y, kv, start):
-    """Rows made in any order in time, and published in order."""
-    if not sync.enter(cells, worker, layer, PRODUCE):
-        return False
-    tile = sync.claim(cells, worker, 3 * layer + 1, TILES)
-    while tile >= 0:
-        first, last = tile * TILE, min(ROWS, tile * TILE + TILE)
-        for t in range(first, last):
-            kv[layer, t] = _scramble(y[layer, (t * 11 + 3) % ROWS], t)
-        sync.enter(cells, worker, layer, STORE)
-        if not sync.publish(cells, worker, layer, start + first, start + last):
-            return False
-        sync.enter(cells, worker, layer, PRODUCE)
-        tile = sync.claim(cells, worker, 3 * layer + 1, TILES)
-    return True
-
-
-@inlined
-def _attend(cells, worker, workers, layer, x, kv, start):
-    """The next x[t] from the rows up to t: needs them published, and no barrier before."""
-    if not sync.enter(cells, worker, layer, ATTEND):
-        return False
-    tile = sync.claim_any(cells, worker, 3 * layer + 2, TILES)
-    while tile >= 0:
-        last = min(ROWS, tile * TILE + TILE)
-        if not sync.await_rows(cells, worker, layer, start + last - 1):
-            return False
-        for t in range(tile * TILE, last):
-            total = x[layer, t]
-            for row in range(t + 1):
-                total = _scramble(total, kv[layer, row])
-            x[layer + 1, t] = total
-        tile = sync.claim_any(cells, worker, 3 * layer + 2, TILES)
-    return sync.barrier(cells, worker, workers)
-
-
-@kernel
-def forward(worker, workers, cells, x, y, kv, start):
-    """A forward pass in small, with every kind of wait. x: [LAYERS + 1, ROWS]; y, kv: [LAYERS, ROWS]."""
-    for layer in range(LAYERS):
-        if not _mix(cells, worker, workers, layer, x, y):
-            return False
-        if not _store(cells, worker, layer, y, kv, start):
-            return False
-        if not _attend(cells, worker, workers, layer, x, kv, start):
-            return False
-    return True
-
-
-@kernel
-def hold(worker, workers, cells, gate, who, written):
-    """`who` ignores the world until gate[0] opens, then writes; the others wait for it."""
-    sync.enter(cells, worker, 1, 2)
-    if worker == who:
-        while load_acquire(gate, 0) == 0:
-            sleep_microseconds(np.uint32(1000))
-        fetch_add(written, 0, 1)
-    return sync.barrier(cells, worker, workers)
-
-
-@kernel
-def labour(worker, workers, cells, steps):
-    """Worker 0 is slow and steps; the others wait for it."""
-    sync.enter(cells, worker, 0, 0)
-    for _ in range(steps if worker == 0 else 0):
-        sleep_microseconds(np.uint32(50_000))
-        if not sync.progress(cells, worker):
-            return False
-    return sync.barrier(cells, worker, workers)
-
-
-@kernel
-def refuse(worker, workers, cells, who):
-    sync.enter(cells, worker, 4, 1)
-    if worker == who:
-        return sync.fail(cells, worker)
-    return sync.barrier(cells, worker, workers)
-
-
-@kernel
-def leave_early(worker, workers, cells):
-    """Worker 1 skips the barrier, so nobody can ever pass it."""
-    sync.enter(cells, worker, 6, 0)
-    return worker == 1 or sync.barrier(cells, worker, workers)
-
-
-@kernel
-def publish_twice(worker, workers, cells):
-    return sync.publish(cells, worker, 0, 0, 1)
-
-
-@kernel
-def count_up(worker, workers, cells, counter, n):
-    for _ in range(n):
-        fetch_add(counter, 0, 1)
-        while True:
-            seen = load_acquire(counter, 1)
-            if compare_exchange(counter, 1, seen, seen + 1) == seen:
-                break
-    return True
-
-
-def make_arrays() -> tuple[Any, ...]:
-    """Fresh rows, poisoned with -1 wherever the pass has yet to write."""
-    x = np.full((LAYERS + 1, ROWS), -1, np.int64)
-    x[0] = np.arange(ROWS) * 1000 + 7
-    return x, np.full((LAYERS, ROWS), -1, np.int64), np.full((LAYERS, ROWS), -1, np.int64)
-
-
-def passed(team: Team, trial: Trial | None = None, start: int = 0) -> np.ndarray:
-    x, y, kv = make_arrays()
-    instruments = Instruments(trial=trial)
-    marks = team.run(forward, x, y, kv, start, marks=[start] * LAYERS, claims=3 * LAYERS, instruments=instruments)
-    assert (trial is not None and trial.drop) or marks == [start + ROWS] * LAYERS
-    return np.concatenate([x, y, kv])
 
 
 @pytest.fixture(scope="module")
@@ -421,8 +296,7 @@ def test_dead_thread_is_reported_and_replaced(team: Team, expected: np.ndarray) 
 def test_interrupt_in_the_caller_passes_on(expected: np.ndarray) -> None:
     script = """
 import os, signal, sys, threading
-sys.path.insert(0, "tests/bits")
-from test_team import Team, labour, passed
+from small_pass import Team, labour, passed
 team = Team(2)
 team.run(labour, 0)
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -439,9 +313,13 @@ except KeyboardInterrupt:
 
 
 def run_python(script: str) -> str:
-    root = Path(__file__).parent.parent.parent
     result = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=2 * GENEROUS, check=False
+        [sys.executable, "-c", script],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=2 * GENEROUS,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -449,9 +327,10 @@ def run_python(script: str) -> str:
 
 def test_interpreter_exits_with_a_team_open_and_a_worker_stalled() -> None:
     script = """
-import sys
-sys.path.insert(0, "tests/bits")
-from test_team import *
+from small_pass import MIX, Team, Trial, passed
+
+from gemma_py.errors import WorkerError
+
 team = Team(2, deadline=1.0)
 passed(team)
 try:
@@ -595,11 +474,11 @@ def test_flush_to_zero_is_noticed(expected: np.ndarray) -> None:
     with Team(2) as team:
         passed(team)
         with Team(2) as other, flushing_to_zero():
-            assert not is_ieee()
+            assert not is_ieee() and not specification_is_ieee()
             assert np.array_equal(passed(team)[: LAYERS + 1], expected[: LAYERS + 1])  # its threads began before
             with pytest.raises(WorkerError, match="flushes subnormals to zero"):
                 passed(other)
             assert not is_ieee()
-        assert is_ieee()
+        assert is_ieee() and specification_is_ieee()
         with Team(2) as again:
             assert np.array_equal(passed(again), expected)

@@ -1,7 +1,5 @@
-"""GGUF files for tests: byte by byte for hostile ones, and a tiny model through the gguf package's writer."""
+"""GGUF files of tiny models, written by the gguf package."""
 
-import struct
-from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -10,42 +8,6 @@ import numpy as np
 import tiny_checkpoints as tiny
 
 from gemma_py.formats.blocks import TYPES
-
-U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
-
-
-def text(value: str | bytes) -> bytes:
-    raw = value.encode() if isinstance(value, str) else value
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def field(key: str | bytes, kind: int, value: bytes) -> bytes:
-    return text(key) + struct.pack("<I", kind) + value
-
-
-def record(name: str, dims: Sequence[int], kind: int, offset: int) -> bytes:
-    head = text(name) + struct.pack("<I", len(dims))
-    return head + b"".join(struct.pack("<Q", dim) for dim in dims) + struct.pack("<IQ", kind, offset)
-
-
-def assemble(fields: Sequence[bytes], records: Sequence[bytes], data: bytes, alignment: int = 32, **head: int) -> bytes:
-    counts = struct.pack("<QQ", head.get("tensor_count", len(records)), head.get("field_count", len(fields)))
-    start = b"GGUF" + struct.pack("<I", head.get("version", 3)) + counts + b"".join(fields) + b"".join(records)
-    return start + b"\0" * (-len(start) % alignment) + data
-
-
-def small() -> bytes:
-    """A sound file of two tensors and a few fields; its last tensor ends with the file."""
-    fields = [
-        field("general.architecture", STRING, text("gemma3")),
-        field("a.number", U32, struct.pack("<I", 7)),
-        field("a.flag", BOOL, b"\1"),
-        field("a.list", ARRAY, struct.pack("<IQ", STRING, 3) + text("x") + text("") + text("ü")),
-        field("a.table", ARRAY, struct.pack("<IQ", F32, 2) + struct.pack("<ff", 1.5, -2.0)),
-    ]
-    records = [record("first", [8, 3], 0, 0), record("second", [32], 8, 96)]
-    return assemble(fields, records, np.arange(24, dtype="<f4").tobytes() + bytes(range(34)))
-
 
 _PARTS = {
     "embed_tokens": "token_embd", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",

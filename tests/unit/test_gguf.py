@@ -4,10 +4,9 @@ import resource
 import struct
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
-from gguf_files import ARRAY, BOOL, F32, STRING, U32, assemble, field, record, small, text
+from gguf_bytes import ARRAY, BOOL, F32, STRING, U32, assemble, field, record, small, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,27 +32,6 @@ def test_a_sound_file_is_read(tmp_path: Path) -> None:
     assert file.tensors["first"].to_float32()[2, 7] == 23.0
     assert file.tensors["second"].type.name == "Q8_0"
     assert not file.tensors["first"].data.flags.writeable
-
-
-def test_matches_the_gguf_package_s_writer(tmp_path: Path) -> None:
-    path = tmp_path / "written.gguf"
-    writer = gguf.GGUFWriter(str(path), "gemma3")
-    writer.add_string("some.text", "hello")
-    writer.add_array("some.numbers", [1, 2, 3])
-    values = np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
-    writer.add_tensor("floats", values)
-    writer.add_tensor(
-        "codes", gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0), raw_dtype=gguf.GGMLQuantizationType.Q8_0
-    )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    file = read_gguf(path)
-    assert file.metadata["some.text"] == "hello"
-    assert file.metadata["some.numbers"].tolist() == [1, 2, 3]
-    np.testing.assert_array_equal(file.tensors["floats"].to_float32(), values)
-    assert file.tensors["codes"].shape == (5, 64)
 
 
 def test_every_prefix_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The structure that everything else relies on, read from the sources."""
 
 import ast
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent.parent / "gemma_py"
 
 # Lowest first. A module may import from its own layer and from those below.
 LAYERS = (
-    ("errors", "paths", "machine"),
+    ("errors", "paths", "machine", "progress"),
     ("formats", "kernels", "demo", "hub"),
     ("tokenizer",),
     ("models", "catalog"),
@@ -83,6 +84,85 @@ def test_an_upward_import_is_caught(source: str, wrong: str) -> None:
     assert violations({wrong: imports(source)})
 
 
+# --- the specification stands alone -----------------------------------------------------------------------------------
+
+# Modules that the specification may import: descriptions of models and weights, and errors. None of them computes.
+SPECIFICATION_MAY_IMPORT = ("errors", "formats", "models.config", "weights.tensors")
+MAY_IMPORT_THE_SPECIFICATION = ("__init__", "checks")
+
+
+def module_name(path: Path) -> str:
+    """Below gemma_py, as it is imported: reference.gemma, weights.pack, reference."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def modules(source: str, known: Collection[str]) -> set[str]:
+    """The modules of gemma_py that a source imports, wherever in the source it does."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            within = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("gemma_py.") in known else str(node.module) for name in within]
+        else:
+            continue
+        found |= {name.partition(".")[2] or "__init__" for name in names if name.split(".")[0] == "gemma_py"}
+    return found
+
+
+def is_within(name: str, allowed: Collection[str]) -> bool:
+    return any(name == entry or name.startswith(f"{entry}.") for entry in allowed)
+
+
+def shared_arithmetic(sources: dict[str, str]) -> list[str]:
+    """What the specification imports and may not, by itself or through another module; and who imports it and may not."""
+    wrong = []
+    table = {name: modules(source, sources) for name, source in sources.items()}
+    for name, targets in table.items():
+        for target in targets:
+            if is_within(name, ["reference"]) and not is_within(target, ["reference", *SPECIFICATION_MAY_IMPORT]):
+                wrong.append(f"{name} imports {target}")
+            if is_within(target, ["reference"]) and not is_within(name, ["reference", *MAY_IMPORT_THE_SPECIFICATION]):
+                wrong.append(f"{name} imports {target}")
+    reached, waiting = set(), [name for name in table if is_within(name, ["reference"])]
+    while waiting:
+        name = waiting.pop()
+        reached.add(name)
+        waiting += [target for target in table.get(name, ()) if target not in reached]
+    return wrong + [f"the specification reaches {name}" for name in reached if is_within(name, ["kernels", "runtime"])]
+
+
+def package_sources() -> dict[str, str]:
+    return {module_name(path): path.read_text() for path in PACKAGE.rglob("*.py")}
+
+
+def test_the_specification_stands_alone() -> None:
+    sources = package_sources()
+    assert {"reference", "reference.operations", "weights.pack", "__init__"} <= set(sources)
+    assert shared_arithmetic(sources) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "message"),
+    [
+        ("reference.operations", "from gemma_py.kernels.elementary import exp", "imports kernels.elementary"),
+        ("reference.gemma", "from gemma_py.kernels import intrinsics", "imports kernels.intrinsics"),
+        ("reference", "from gemma_py.models.digest import digest", "imports models.digest"),
+        ("formats.blocks", "import gemma_py.kernels.panels", "the specification reaches kernels.panels"),
+        ("weights.pack", "from gemma_py.reference.operations import rope_frequencies", "imports reference.operations"),
+        ("generate.sampling", "from gemma_py import reference", "imports reference"),
+        ("runtime.forward", "import gemma_py.reference.elementary", "imports reference.elementary"),
+    ],
+)
+def test_shared_arithmetic_is_caught(module: str, line: str, message: str) -> None:
+    sources = package_sources()
+    sources[module] += f"\ndef planted():\n    {line}\n"
+    wrong = shared_arithmetic(sources)
+    assert any(message in each for each in wrong)
+
+
 def test_no_reassociation_on_the_path_of_a_bit() -> None:
     """fastmath, prange and parallel=True hand the order of a sum to the compiler."""
     for path in PACKAGE.rglob("*.py"):
@@ -95,5 +175,8 @@ def test_no_reassociation_on_the_path_of_a_bit() -> None:
                 assert node.value not in ("fastmath", "prange"), path
     ways = ("njit", "CPUDispatcher")
     compiling = [path.name for path in PACKAGE.rglob("*.py") if any(way in path.read_text() for way in ways)]
-    assert compiling == ["decorator.py"]
+    assert sorted(compiling) == [
+        "arithmetic.py",
+        "decorator.py",
+    ]  # the second compiles the kernels, the first the specification
     assert "parallel" not in (PACKAGE / "kernels" / "decorator.py").read_text()

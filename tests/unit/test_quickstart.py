@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import quickstart
+from repository import ROOT
 
 
 def test_it_says_what_is_downloaded(
@@ -24,3 +25,17 @@ def test_it_says_what_is_downloaded(
     for stamp in tmp_path.iterdir():
         stamp.unlink()
     assert "(downloads at most 450 MB, the demo model among it)" in said("test")
+
+
+def test_a_tier_is_a_folder_of_tests() -> None:
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert set(quickstart.TIERS) == folders
+    assert quickstart.checks(["unit", "-x"]) == [("pytest", "tests/unit", "-x")]
+    assert [check[0] for check in quickstart.checks(["-x"])] == ["ruff", "ruff", "mypy", "pytest"]
+    assert quickstart.checks(["-x"])[-1] == ("pytest", "-x")
+
+
+def test_tests_import_nothing_from_each_other() -> None:
+    """What several share lives in tests/support, under a plain name."""
+    lines = [line for path in (ROOT / "tests").rglob("*.py") for line in path.read_text().splitlines()]
+    assert [line for line in lines if line.strip().startswith(("from test_", "import test_", "from conftest"))] == []

@@ -13,7 +13,8 @@ from repository import TINY
 import gemma_py
 from gemma_py.errors import ComputationError, ConfigError, InputError
 from gemma_py.generate.options import GEMMA, Sampling, asked, recommended
-from gemma_py.generate.sampling import Sampler, _largest, uniform
+from gemma_py.generate.sampling import Sampler, uniform
+from gemma_py.kernels.sampling import top_k
 
 RNG = np.random.default_rng(7)
 V = 5000
@@ -115,7 +116,7 @@ def test_the_likeliest_with_ties_has_the_smaller_id() -> None:
 def test_largest_matches_a_sort(k: int) -> None:
     for x in (LOGITS, np.sort(LOGITS), np.round(LOGITS), np.full(V, -np.inf, np.float32)):
         values, ids = np.empty(k, np.float32), np.empty(k, np.int64)
-        _largest(x, values, ids)
+        top_k(x, values, ids)
         order = np.lexsort((np.arange(V), -x))[:k]
         np.testing.assert_array_equal(ids, order)
         np.testing.assert_array_equal(values, x[order])

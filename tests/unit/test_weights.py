@@ -3,17 +3,14 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from gguf_files import PARTS_OF_A_LAYER, write_model
 
 import gemma_py
 from gemma_py.errors import ConfigError, FormatError, GemmaError, InputError, ModelNotFoundError
-from gemma_py.weights.checkpoint import open_checkpoint
 
 VARIANT = tiny.VARIANTS["gemma3"]
 Q0 = "model.layers.0.self_attn.q_proj.weight"
@@ -102,27 +99,6 @@ def test_harmless_leftovers_are_accepted(tmp_path: Path) -> None:
     gemma_py.load(rewritten(tmp_path, change)).close()
 
 
-def test_a_quantised_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m.gguf", VARIANT, seed=2, kinds={"up_proj": "Q8_0"})
-    tensor = open_checkpoint(path).tensors["blk.2.ffn_up.weight"]
-    data = bytearray(path.read_bytes())
-    at = data.find(tensor.data.tobytes())
-    data[at + 34 : at + 36] = b"\x00\x7c"  # the second block's scale becomes infinite
-    path.write_bytes(data)
-    with pytest.raises(FormatError, match=r"blk.2.ffn_up.weight"):
-        gemma_py.load(path)
-
-
-@pytest.mark.parametrize("part", PARTS_OF_A_LAYER)
-def test_every_tensor_of_a_gguf_is_needed(tmp_path: Path, part: str) -> None:
-    path = write_model(tmp_path / "m.gguf", VARIANT, seed=2)
-    data = path.read_bytes()
-    wanted = f"blk.3.{part}.weight".encode()
-    path.write_bytes(data.replace(wanted, wanted.replace(b"blk.3.", b"blk.9.")))
-    with pytest.raises(ConfigError, match=rf"blk.3.{part}.weight' is missing"):
-        gemma_py.load(path)
-
-
 def directory(tmp_path: Path, files: dict[str, bytes]) -> Path:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -173,23 +149,6 @@ UNEVEN = tiny.Variant(
 )  # H * E = 80: the rows of o_proj are no whole blocks of 32
 
 
-def bits(path: Path, quant: str | None = None) -> np.ndarray:
-    with gemma_py.load(path, threads=2, quant=quant) as engine:
-        return engine.session().prefill(list(range(20)), all_logits=True).view(np.uint32)
-
-
-@pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
-@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
-def test_quant_has_the_bits_of_a_gguf_with_these_codes(tmp_path: Path, quant: str, dtype: str) -> None:
-    """The file's blocks are the gguf package's own; norms, and what cannot be packed, stay float there too."""
-    floats = tmp_path / "hf"
-    tiny.write(replace(UNEVEN, dtype=dtype), floats, seed=6)
-    stored = {name: tensor.to_float32() for name, tensor in open_checkpoint(floats).tensors.items()}
-    path = write_model(tmp_path / "m.gguf", UNEVEN, seed=6, values=stored, quant=quant.upper())
-    np.testing.assert_array_equal(bits(floats, quant), bits(path))
-    assert (bits(floats, quant) != bits(floats)).any()
-
-
 def test_quant_reaches_the_specification(tmp_path: Path) -> None:
     tiny.write(VARIANT, tmp_path, seed=2)
     with gemma_py.load(tmp_path, quant="q4_0") as engine:
@@ -205,12 +164,6 @@ def test_quant_names_what_stays_float(tmp_path: Path) -> None:
         assert engine.kept_float == [f"model.layers.{n}.self_attn.o_proj.weight" for n in range(layers)]
     with gemma_py.load(tmp_path) as engine:
         assert engine.kept_float == []
-
-
-def test_quant_of_codes_is_refused(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m.gguf", VARIANT, seed=2, kinds={"up_proj": "Q8_0"})
-    with pytest.raises(InputError, match=r"blk.0.ffn_up.weight': quant 'q4_0' wants float weights, found Q8_0"):
-        gemma_py.load(path, quant="q4_0")
 
 
 @pytest.mark.parametrize("quant", ["q4_k", "Q8_0", "", 8, ["q8_0"]])

@@ -16,7 +16,7 @@ from gemma_py.weights import store
 from gemma_py.weights.checkpoint import open_checkpoint
 
 Run = Callable[..., tuple[int, str, str]]
-OLD_CODE, VOCABULARY = "kernels/" + "1a" * 12, "tokenizers/" + "2b" * 32 + ".vocab"
+OLD_CODE, VOCABULARY = "kernels/" + "1a" * 12, "tokenizers/" + "2b" * 32 + ".safetensors"
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def listed(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def weights_file(root: Path) -> Path:
-    (found,) = (root / "weights").glob("*.packed")
+    (found,) = (root / "weights").glob("*.safetensors")
     return found
 
 
@@ -94,14 +94,18 @@ def test_removal_by_name(run: Run, root: Path, by: str) -> None:
 def test_removal_of_what_is_stale(run: Run, root: Path) -> None:
     left = root / "weights" / (weights_file(root).name + ".abc.partial")
     left.touch()
-    old = root / "weights" / ("5e" * 20 + "-0.packed")
-    old.write_bytes(b"of another layout")
+    old = [
+        root / "weights" / ("5e" * 20 + "-0.safetensors"),
+        root / "weights" / (weights_file(root).stem + ".packed"),
+        root / "tokenizers" / ("6f" * 32 + ".vocab"),
+    ]
+    for path in old:
+        path.write_bytes(b"of another layout or format")
+    stale = {OLD_CODE, f"weights/{left.name}", *(f"{path.parent.name}/{path.name}" for path in old)}
     before = listed(run)
-    assert {name for name, entry in before.items() if entry["stale"]} == {
-        OLD_CODE, f"weights/{left.name}", f"weights/{old.name}",
-    }  # fmt: skip
+    assert {name for name, entry in before.items() if entry["stale"]} == stale
     assert run("cache", "--remove", "stale")[0] == 0
-    assert set(before) - set(listed(run)) == {OLD_CODE, f"weights/{left.name}", f"weights/{old.name}"}
+    assert set(before) - set(listed(run)) == stale
 
 
 def test_removal_of_all_leaves_what_is_not_ours(run: Run, root: Path) -> None:

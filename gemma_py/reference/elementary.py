@@ -1,0 +1,138 @@
+"""exp, tanh, log, sine and cosine, written with additions, multiplications, fma and divisions alone.
+
+A C library's functions differ from machine to machine in the last bit. These give the same bits on every machine whose
+arithmetic is IEEE's.
+
+Three of them begin in the same way: x = n * unit + r, with a whole number n and a small remainder r. To find n, they add
+1.5 * 2^23 to a float32, or 1.5 * 2^52 to a float64. Numbers of that size are whole, so the addition itself rounds x / unit
+to the nearest whole number, ties to even. Subtracting the same constant gives n as a float, and subtracting the constant's
+bits from the sum's bits gives n as an integer. `unit` is a sum of two floats, so that r loses no bits.
+
+A name that ends in 64 belongs to a function of float64, which the angles of rope need. The others are float32.
+"""
+
+import numpy as np
+
+from gemma_py.reference.arithmetic import fma, jit
+
+_F = np.float32
+_ZERO, _ONE, _TWO = _F(0.0), _F(1.0), _F(2.0)
+
+_ROUND = _F(12582912.0)  # 1.5 * 2^23
+_ROUND64 = 6755399441055744.0  # 1.5 * 2^52
+
+_LOG2_E = _F(1.44269504)
+_LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-0.000212194440)  # their sum is ln 2; the first has only 10 significant bits
+# e^r is 1 + r + r^2 * p(r). These are p's coefficients, the highest power first: nearly
+# 1/5040, 1/720, 1/120, 1/24, 1/6 and 1/2.
+_EXP = (_F(0.00019875691), _F(0.0013981999), _F(0.0083334519), _F(0.041665795), _F(0.16666665), _F(0.5))
+# tanh(x) is x + x^3 * q(x^2). These are q's coefficients, the highest power first: near to the Taylor series', of
+# which the last two are 2/15 and -1/3.
+_TANH = (_F(-0.0057049887), _F(0.020639088), _F(-0.053739715), _F(0.13331442), _F(-0.33333282))
+
+
+@jit
+def exp(x):
+    """e^x, with an error below 1.1 ulp. Below -87 it is 0, above 88 it is infinite, and NaN stays NaN."""
+    if x < _F(-87.0):
+        return _ZERO
+    if x > _F(88.0):
+        return _F(np.inf)
+    # x = n * ln 2 + r, with |r| at most ln 2 / 2.
+    rounded = fma(x, _LOG2_E, _ROUND)
+    n = rounded - _ROUND
+    r = fma(n, -_LN2_LOW, fma(n, -_LN2_HIGH, x))
+    # e^r, by Horner's rule.
+    p = _EXP[0]
+    for i in range(1, len(_EXP)):
+        p = fma(p, r, _EXP[i])
+    p = fma(p * r, r, r) + _ONE
+    # e^x = 2^n * e^r. The float 2^n has n + 127 in its exponent's bits, which begin at bit 23.
+    exponent = np.int32(np.float32(rounded).view(np.int32) - np.float32(_ROUND).view(np.int32) + np.int32(127))
+    return p * np.int32(exponent << np.int32(23)).view(np.float32)
+
+
+@jit
+def tanh(x):
+    """The hyperbolic tangent, with an error below 2 ulp."""
+    if x < _ZERO:
+        return -_tanh_of_positive(-x)
+    return _tanh_of_positive(x)
+
+
+@jit
+def _tanh_of_positive(x):
+    """A polynomial below 0.625, where the other formula would cancel; else 1 - 2 / (e^2x + 1)."""
+    if x < _F(0.625):
+        square = x * x
+        q = _TANH[0]
+        for i in range(1, len(_TANH)):
+            q = fma(q, square, _TANH[i])
+        return fma(q * square, x, x)
+    return _ONE - _TWO / (exp(_TWO * x) + _ONE)
+
+
+_LN2_HIGH64, _LN2_LOW64 = 0.6931471805599453, 2.3190468138462996e-17  # their sum is ln 2
+_HALF_PI_HIGH64, _HALF_PI_LOW64 = 1.5707963267948966, 6.123233995736766e-17  # their sum is pi / 2
+
+
+@jit
+def log64(x):
+    """ln x of a normal x > 0: x = 2^n * m, and ln m = 2 * atanh(s) with s = (m - 1) / (m + 1)."""
+    # A float64 keeps n + 1023 in its bits from 52 on, and the digits of m, which lies in [1, 2), below.
+    bits = np.float64(x).view(np.int64)
+    n = (bits >> np.int64(52)) - np.int64(1023)
+    m = np.int64((bits & np.int64(0x000F_FFFF_FFFF_FFFF)) | np.int64(0x3FF0_0000_0000_0000)).view(np.float64)
+    if m > 1.4142135623730951:  # from the root of 2 on, one half of m is nearer to 1
+        n, m = n + 1, m * 0.5
+    # atanh(s) = s + s^3/3 + s^5/5 + ... + s^23/23.
+    s = (m - 1.0) / (m + 1.0)
+    square = s * s
+    series = 0.0
+    for k in range(23, 1, -2):
+        series = fma(series, square, 1.0 / np.float64(k))
+    ln_m = 2.0 * fma(series * square, s, s)
+    return fma(np.float64(n), _LN2_HIGH64, fma(np.float64(n), _LN2_LOW64, ln_m))
+
+
+@jit
+def exp64(x):
+    """e^x for x up to 700. Below -700 it is 0."""
+    if x < -700.0:
+        return 0.0
+    # x = n * ln 2 + r, with |r| at most ln 2 / 2.
+    rounded = fma(x, 1.4426950408889634, _ROUND64)
+    n = rounded - _ROUND64
+    r = fma(n, -_LN2_LOW64, fma(n, -_LN2_HIGH64, x))
+    # e^r = 1 + r * (1 + r/2 * (1 + r/3 * ( ... (1 + r/14)))).
+    p = 1.0
+    for k in range(14, 0, -1):
+        p = fma(p, r * (1.0 / np.float64(k)), 1.0)
+    # e^x = 2^n * e^r. The float 2^n has n + 1023 in its exponent's bits, which begin at bit 52.
+    exponent = np.float64(rounded).view(np.int64) - np.float64(_ROUND64).view(np.int64) + np.int64(1023)
+    return p * np.int64(exponent << np.int64(52)).view(np.float64)
+
+
+@jit
+def sine_cosine64(x):
+    """(sin x, cos x) for |x| up to 2^26."""
+    # x = n * pi/2 + r, with |r| at most pi/4.
+    rounded = fma(x, 0.6366197723675814, _ROUND64)
+    n = rounded - _ROUND64
+    r = fma(n, -_HALF_PI_LOW64, fma(n, -_HALF_PI_HIGH64, x))
+    # sin r = r * (1 - r^2/(2*3) * (1 - r^2/(4*5) * ...)) and cos r = 1 - r^2/(1*2) * (1 - r^2/(3*4) * ...).
+    square = r * r
+    sine, cosine = 1.0, 1.0
+    for k in range(18, 0, -2):
+        sine = fma(sine, -square / np.float64(k * (k + 1)), 1.0)
+        cosine = fma(cosine, -square / np.float64(k * (k - 1)), 1.0)
+    sine = sine * r
+    # Every quarter turn takes (sine, cosine) to (cosine, -sine). The lowest two bits of n count the quarters.
+    quarter = np.float64(rounded).view(np.int64) & np.int64(3)
+    if quarter == 0:
+        return sine, cosine
+    if quarter == 1:
+        return cosine, -sine
+    if quarter == 2:
+        return -sine, -cosine
+    return -cosine, sine

@@ -1,0 +1,63 @@
+"""Gemma 1, 2 and 3: one token at a time through the operations of operations.py, which also explains the letters D, H, G, E.
+
+The three families differ in which norms a layer has: Gemma 2 and 3 also normalise what attention and the feed-forward
+give, and Gemma 3 every query head and every key head. A norm is there where the weights hold a gain for it. Windows, soft
+caps and the angles of rope are numbers in the config.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gemma_py.models.config import Config
+from gemma_py.reference import operations as op
+from gemma_py.reference.cache import ReferenceCache
+
+_F = np.float32
+
+
+def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, token: int) -> np.ndarray:
+    """The logits after a token, which takes the cache's next position.    [V]"""
+    x = op.embed(weights["embed_tokens"], token)
+    for number in range(len(config.layers)):
+        x = layer(x, op.of_layer(weights, number), config, cache, number)
+    cache.position += 1
+    x = op.rms_norm(x, _F(config.rms_norm_eps), weights["norm"])
+    return np.asarray(op.soft_cap_row(op.matmul(x, weights["lm_head"]), _F(config.final_logit_softcapping or 0.0)))
+
+
+def layer(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
+    """One layer: attention is added to the hidden state, then the feed-forward is.    x: [D]   w: the layer's weights"""
+    eps = _F(config.rms_norm_eps)
+    y = attention(op.rms_norm(x, eps, w["input_norm"]), w, config, cache, number)
+    if "post_attention_norm" in w:
+        y = op.rms_norm(y, eps, w["post_attention_norm"])
+    x = op.add(x, y)
+    y = feed_forward(op.rms_norm(x, eps, w["pre_feedforward_norm"]), w)
+    if "post_feedforward_norm" in w:
+        y = op.rms_norm(y, eps, w["post_feedforward_norm"])
+    return np.asarray(op.add(x, y))
+
+
+def attention(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
+    """Attention of a normalised hidden state to all that the layer sees; stores the keys and values of this position.    [D]"""
+    layer, eps = config.layers[number], _F(config.rms_norm_eps)
+    E, frequencies = layer.head_dim, op.rope_frequencies(layer.head_dim, layer.rope.theta, _F(layer.rope.factor))
+    q = op.matmul(x, w["q_proj"]).reshape(-1, E)
+    k = op.matmul(x, w["k_proj"]).reshape(-1, E)
+    v = op.matmul(x, w["v_proj"]).reshape(-1, E)
+    if "q_norm" in w:
+        q, k = op.rms_norm_heads(q, eps, w["q_norm"]), op.rms_norm_heads(k, eps, w["k_norm"])
+    cache.store(number, op.rope(k, cache.position, frequencies), v)
+    scale = _F(1.0 / math.sqrt(config.query_pre_attn_scalar))
+    first, cap = cache.first_visible(layer), _F(config.attn_logit_softcapping or 0.0)
+    out = op.attend(op.rope(q, cache.position, frequencies), *cache.rows(layer), first, scale, cap)
+    return op.matmul(out.reshape(-1), w["o_proj"])
+
+
+def feed_forward(x: np.ndarray, w: Mapping[str, Any]) -> np.ndarray:
+    """The gated feed-forward of a normalised hidden state.    [D]"""
+    gate, up = op.matmul(x, w["gate_proj"]), op.matmul(x, w["up_proj"])
+    return op.matmul(op.gelu_gate(gate, up), w["down_proj"])

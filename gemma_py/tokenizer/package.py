@@ -1,0 +1,70 @@
+"""The `tokenizers` package, which says what ids a vocabulary gives: it reads tokenizer.json, and it certifies our tables.
+
+It takes 1.4 s and 350 MB to load Gemma's vocabulary, so it is imported only while tables are made, at the first start with a
+model. What reaches it was compared with what Gemma's files have had (see sources.py): other settings may end the process
+inside the package, past any `except`.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from gemma_py.errors import TokenizerError
+from gemma_py.tokenizer.corpus import texts
+from gemma_py.tokenizer.tokenizer import Tokenizer
+from gemma_py.tokenizer.vocabulary import Tables, Vocabulary
+
+
+def package_from_document(document: dict[str, Any], where: str) -> Any:
+    """The package's tokenizer of a tokenizer.json whose settings are known ones."""
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(document))
+    except Exception as error:  # the package raises nothing more special
+        raise TokenizerError(
+            f"{where}: the tokenizers package refuses it: {' '.join(str(error).split()):.200}"
+        ) from None
+
+
+def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
+    """The package's tokenizer of a vocabulary that no tokenizer.json describes."""
+    import tokenizers
+
+    pieces = vocabulary.pieces
+    model = tokenizers.models.BPE(
+        vocab={piece: number for number, piece in enumerate(pieces)},
+        merges=[(pieces[left], pieces[right]) for left, right in vocabulary.merges.tolist()],
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    package = tokenizers.Tokenizer(model)
+    package.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    package.add_tokens(
+        [tokenizers.AddedToken(content, special=special, normalized=False) for _, content, special in vocabulary.added]
+    )
+    return package
+
+
+def certified(tables: Tables, package: Any, where: str) -> Tables:
+    """The tables, if they give the package's ids for the corpus and for every added token; else a TokenizerError."""
+    ours = Tokenizer(tables)
+    added = [content for _, content, _ in tables.added]
+    for text in certification_texts(added):
+        expected = package.encode(text, add_special_tokens=False).ids
+        found = ours.encode(text, bos=False, control=True)
+        if found != expected:
+            raise TokenizerError(
+                f"{where}: {text!r:.60} should have the ids {_short(expected)} that the tokenizers package gives, "
+                f"found {_short(found)}"
+            )
+    return tables
+
+
+def certification_texts(added: list[str]) -> Iterable[str]:
+    yield from texts(added)
+    yield from added
+
+
+def _short(ids: list[int]) -> str:
+    return f"{ids!s:.60}"

@@ -1,0 +1,156 @@
+"""A forward pass in small, with every kind of wait that the real one has, for tests of the worker team."""
+
+from typing import Any
+
+import numpy as np
+
+from gemma_py.kernels.atomics import compare_exchange, fetch_add, load_acquire, sleep_microseconds
+from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.runtime import sync
+from gemma_py.runtime.instruments import Instruments
+from gemma_py.runtime.team import Team
+from gemma_py.runtime.trial import Trial
+
+WORKERS = 4  # on two cores
+LAYERS, ROWS, TILE = 3, 32, 3
+TILES = -(-ROWS // TILE)
+MIX, PRODUCE, STORE, ATTEND = 0, 1, 2, 3
+NAMES = ("mix", "produce", "store", "attend")
+DEADLINE = 1.5  # where a test waits for it; elsewhere the default
+GENEROUS = 60.0  # "did not hang", on any machine
+
+
+@inlined
+def _scramble(a, b):
+    return ((a * 6364136223846793005) ^ (b + 1442695040888963407)) >> 3
+
+
+@inlined
+def _mix(cells, worker, workers, layer, x, y):
+    """y[t] from any row of x: needs the barrier before and, for those who read y, the one after."""
+    if not sync.enter(cells, worker, layer, MIX):
+        return False
+    tile = sync.claim_any(cells, worker, 3 * layer, TILES)
+    while tile >= 0:
+        for t in range(tile * TILE, min(ROWS, tile * TILE + TILE)):
+            y[layer, t] = _scramble(x[layer, t], x[layer, (t * 7 + 5) % ROWS])
+        tile = sync.claim_any(cells, worker, 3 * layer, TILES)
+    return sync.barrier(cells, worker, workers)
+
+
+@inlined
+def _store(cells, worker, layer, y, kv, start):
+    """Rows made in any order in time, and published in order."""
+    if not sync.enter(cells, worker, layer, PRODUCE):
+        return False
+    tile = sync.claim(cells, worker, 3 * layer + 1, TILES)
+    while tile >= 0:
+        first, last = tile * TILE, min(ROWS, tile * TILE + TILE)
+        for t in range(first, last):
+            kv[layer, t] = _scramble(y[layer, (t * 11 + 3) % ROWS], t)
+        sync.enter(cells, worker, layer, STORE)
+        if not sync.publish(cells, worker, layer, start + first, start + last):
+            return False
+        sync.enter(cells, worker, layer, PRODUCE)
+        tile = sync.claim(cells, worker, 3 * layer + 1, TILES)
+    return True
+
+
+@inlined
+def _attend(cells, worker, workers, layer, x, kv, start):
+    """The next x[t] from the rows up to t: needs them published, and no barrier before."""
+    if not sync.enter(cells, worker, layer, ATTEND):
+        return False
+    tile = sync.claim_any(cells, worker, 3 * layer + 2, TILES)
+    while tile >= 0:
+        last = min(ROWS, tile * TILE + TILE)
+        if not sync.await_rows(cells, worker, layer, start + last - 1):
+            return False
+        for t in range(tile * TILE, last):
+            total = x[layer, t]
+            for row in range(t + 1):
+                total = _scramble(total, kv[layer, row])
+            x[layer + 1, t] = total
+        tile = sync.claim_any(cells, worker, 3 * layer + 2, TILES)
+    return sync.barrier(cells, worker, workers)
+
+
+@kernel
+def forward(worker, workers, cells, x, y, kv, start):
+    """A forward pass in small, with every kind of wait. x: [LAYERS + 1, ROWS]; y, kv: [LAYERS, ROWS]."""
+    for layer in range(LAYERS):
+        if not _mix(cells, worker, workers, layer, x, y):
+            return False
+        if not _store(cells, worker, layer, y, kv, start):
+            return False
+        if not _attend(cells, worker, workers, layer, x, kv, start):
+            return False
+    return True
+
+
+@kernel
+def hold(worker, workers, cells, gate, who, written):
+    """`who` ignores the world until gate[0] opens, then writes; the others wait for it."""
+    sync.enter(cells, worker, 1, 2)
+    if worker == who:
+        while load_acquire(gate, 0) == 0:
+            sleep_microseconds(np.uint32(1000))
+        fetch_add(written, 0, 1)
+    return sync.barrier(cells, worker, workers)
+
+
+@kernel
+def labour(worker, workers, cells, steps):
+    """Worker 0 is slow and steps; the others wait for it."""
+    sync.enter(cells, worker, 0, 0)
+    for _ in range(steps if worker == 0 else 0):
+        sleep_microseconds(np.uint32(50_000))
+        if not sync.progress(cells, worker):
+            return False
+    return sync.barrier(cells, worker, workers)
+
+
+@kernel
+def refuse(worker, workers, cells, who):
+    sync.enter(cells, worker, 4, 1)
+    if worker == who:
+        return sync.fail(cells, worker)
+    return sync.barrier(cells, worker, workers)
+
+
+@kernel
+def leave_early(worker, workers, cells):
+    """Worker 1 skips the barrier, so nobody can ever pass it."""
+    sync.enter(cells, worker, 6, 0)
+    return worker == 1 or sync.barrier(cells, worker, workers)
+
+
+@kernel
+def publish_twice(worker, workers, cells):
+    return sync.publish(cells, worker, 0, 0, 1)
+
+
+@kernel
+def count_up(worker, workers, cells, counter, n):
+    for _ in range(n):
+        fetch_add(counter, 0, 1)
+        while True:
+            seen = load_acquire(counter, 1)
+            if compare_exchange(counter, 1, seen, seen + 1) == seen:
+                break
+    return True
+
+
+def make_arrays() -> tuple[Any, ...]:
+    """Fresh rows, poisoned with -1 wherever the pass has yet to write."""
+    x = np.full((LAYERS + 1, ROWS), -1, np.int64)
+    x[0] = np.arange(ROWS) * 1000 + 7
+    return x, np.full((LAYERS, ROWS), -1, np.int64), np.full((LAYERS, ROWS), -1, np.int64)
+
+
+def passed(team: Team, trial: Trial | None = None, start: int = 0) -> np.ndarray:
+    x, y, kv = make_arrays()
+    instruments = Instruments(trial=trial)
+    marks = team.run(forward, x, y, kv, start, marks=[start] * LAYERS, claims=3 * LAYERS, instruments=instruments)
+    assert (trial is not None and trial.drop) or marks == [start + ROWS] * LAYERS
+    return np.concatenate([x, y, kv])
