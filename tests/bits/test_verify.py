@@ -60,7 +60,7 @@ def test_a_good_run(run: Run) -> None:
     assert lines[4] == (
         "9 runs of 80 tokens: all logits and all keys and values have the same bits, token by token as in chunks."
     )
-    assert lines[5] == "The first 16 tokens have those of the specification."
+    assert lines[5] == "The first 16 tokens have the bits of the specification."
     assert err.splitlines() == ["checking the specification, 16 tokens"] + [
         f"checking {t} thread{'s' * (t > 1)} in chunks of {c}" for t in (1, 2, 3) for c in (1, 7, 64)
     ]
