@@ -11,7 +11,7 @@ import numpy as np
 
 from gemma_py import machine
 from gemma_py.catalog import resolve
-from gemma_py.errors import ComputationError, InputError, check_context
+from gemma_py.errors import ComputationError, InputError
 from gemma_py.formats.blocks import QUANTS
 from gemma_py.generate import sampling
 from gemma_py.generate.core import Generation, Request, Token, check_ids, stop_strings
@@ -20,7 +20,7 @@ from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
 from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.progress import ReportProgress, no_report
-from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed
+from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed, check_context
 from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.program import Linked, link
