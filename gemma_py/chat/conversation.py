@@ -314,7 +314,7 @@ class Conversation:
             raise InputError(f"{path}: cannot be written: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Text, settings, and the keys and values, so that a long conversation goes on without computing them again."""
+        """Text, settings, and the keys and values, so that a loaded conversation resumes without computing them again."""
         self._forget()  # another answer's words, of a retry or of an edited text
         description = {
             "messages": self.messages,

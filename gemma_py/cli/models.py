@@ -19,7 +19,7 @@ def is_local(entry: Entry) -> bool:
     kind, _, name = entry.source.partition(":")
     if kind == "pypi":
         return importlib.util.find_spec(name.replace("-", "_")) is not None
-    return kind == "included" or hub.at_hand(entry.source)
+    return kind == "included" or hub.available_locally(entry.source)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -147,7 +147,7 @@ class Cache:
         """Forget the tokens from here on. The rows before are as they were, so nothing tells it from a fresh start."""
         if not self.reachable(position):
             raise InputError(
-                f"position {position} cannot be gone back to from {self.position}: its rows are overwritten"
+                f"position {position} cannot be rewound to from {self.position}: its rows are overwritten"
             )
         del self.ids[position:]
 
