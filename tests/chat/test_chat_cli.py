@@ -20,7 +20,7 @@ import gemma_py
 from gemma_py import Conversation
 from gemma_py.cli.chat import Chat
 from gemma_py.cli.chat_commands import COMMANDS
-from gemma_py.cli.screen import Plain
+from gemma_py.cli.screen import PlainScreen
 
 pytest.importorskip("rich", reason="the extra `chat` is not installed")
 pytest.importorskip("prompt_toolkit", reason="the extra `chat` is not installed")
@@ -50,7 +50,7 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     assert "\x1b[Kloading the model\r" in here.text
     # It streams, and says what it took.
     here.type("hello\r")
-    here.expect("prompt 15 tokens", "answer 12", "first after", "of 4,096", "the answer was cut at 12 tokens", ">")
+    here.expect("prompt 15 tokens", "answer 12", "first after", "of 4,096", "the answer was cut off at 12 tokens", ">")
     assert "> hello\r\r\n" not in ESCAPES.sub("", here.text)  # shown once: the prompt that it was typed into is gone
     history = tmp_path / "gemma_py" / "history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
@@ -182,7 +182,7 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     here.type("\r")
     here.expect("leaves no room", "o: forget the oldest 1 of 2 exchanges")
     here.type("\r")
-    here.expect("not sent")
+    here.expect("was not sent")
     here.type("\x1b[A\r")
     here.expect("leaves no room", "exchanges")
     here.type("c\r")
@@ -194,10 +194,10 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     assert not re.search(r"\x1b\[[\d;]*\b(3[0-8]|4[0-8]|9[0-7])[\d;]*m", here.text)
 
 
-class Scripted(Plain):
+class Scripted(PlainScreen):
     """A screen with somebody before it, who gives these answers to questions."""
 
-    lasting = True
+    interactive = True
 
     def __init__(self, *choices: str) -> None:
         super().__init__(json=False)
@@ -327,17 +327,17 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
         "hello": "answer",
         "/retry": "answer",
         "/edit something else": "answer",
-        "/tokens": "of 4,096; computed",
+        "/tokens": "of 4,096; in the KV cache",
         "/stats": "first token",
         "/threads 3": "threads 3",
-        "/verify": "tokens computed again, 4 threads",
+        "/verify": "tokens computed again with 4 threads",
         f"/save {tmp_path / 'talk'}": "saved",
         f"/export {tmp_path / 'talk.md'}": "as markdown",
         f"/export {tmp_path / 'other'} json": "as json",
-        "/undo": "taken back: something else",
+        "/undo": "removed: something else",
         f"/load {tmp_path / 'talk'}": "3 messages",
-        "more": "kept",
-        "/clear": "anew",
+        "more": "cached",
+        "/clear": "empty again",
         "/system none": "system: none",
         "/exit": "",
         "/nonsense": "",
@@ -357,18 +357,18 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/frob", "no command /frob; /help lists what there is"),
-        ("/undo 3", "/undo takes nothing after it, found '3'"),
+        ("/frob", "no command /frob; /help lists all"),
+        ("/undo 3", "/undo takes no argument, found '3'"),
         ("/undo", "there is no answer yet"),
         ("/retry", "there is no answer yet"),
-        ("/edit", "/edit needs the text here"),
+        ("/edit", "/edit needs the text: /edit TEXT"),
         ("/set heat 3", "no setting 'heat'"),
         ("/set top_k many", "top_k should be a whole number, found 'many'"),
         ("/set max_tokens 0", "max_tokens should be at least 1"),
         ("/set temperature 9999", "temperature should be a number from 0 to 2, found 9999.0"),
         ("/threads none", "threads should be a whole number"),
         ("/threads 0", "threads should be 1 to"),
-        ("/save", "/save needs the name of a file"),
+        ("/save", "/save needs a file name: /save FILE"),
         ("/load /nowhere/file", "/nowhere/file"),
         ("/export /proc/none/file", "cannot be written"),
         ("/export /proc/none/file xml", "as markdown or json, found 'xml'"),
@@ -388,10 +388,10 @@ def test_what_cannot_be_is_one_line(pipe: Pipe, line: str | bytes, said: str) ->
 def test_more_threads_than_cores_are_advised_against(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemma_py.machine.threads", lambda: 2)
     code, _, err = pipe("/threads 2\n/threads 3", "--threads", 1)
-    advice = "3 threads asked for, but this process has 2 cores' worth of processor: expect it to be slower"
+    advice = "3 threads are more than the 2 cores that this process may use, so expect it to be slower"
     assert (code, err.splitlines()[-3:]) == (
         0,
-        ["threads 2; no bit depends on it", advice, "threads 3; no bit depends on it"],
+        ["threads 2; no bit of an answer depends on it", advice, "threads 3; no bit of an answer depends on it"],
     )
 
 
