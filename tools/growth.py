@@ -22,7 +22,7 @@ from gemma_py.checks import plot
 from gemma_py.checks.cost import BYTES, FLOP, pass_cost
 from gemma_py.checks.verify import prompt
 from gemma_py.cli.common import counts, markdown, positive
-from gemma_py.cli.progress import Progress
+from gemma_py.cli.progress import ProgressBar
 
 LENGTHS = tuple(1 << n for n in range(7, 15))
 
@@ -97,7 +97,7 @@ def main() -> int:
     if args.plot is not None:
         plot.refuse_what_cannot_be_drawn(args.plot)
     measured: dict[int, list[dict[str, Any]]] = {length: [] for length in sorted(args.tokens)}
-    with gemma_py.load(args.model, threads=args.threads) as engine, Progress("measuring", wanted=True) as progress:
+    with gemma_py.load(args.model, threads=args.threads) as engine, ProgressBar("measuring", wanted=True) as progress:
         ids = prompt(max(measured) + args.decode, engine.config.vocab_size)
         once(engine, ids[: 1 + args.decode], 1)
         done, total = 0, args.rounds * sum(measured)

@@ -1,253 +1,48 @@
-"""Load a server as many clients would, and break it as bad ones do; llama.cpp's server beside it, by the same client.
+"""Load a server as many clients do, and as bad clients do; optionally compare llama.cpp's server under the same clients.
 
     python tools/load.py [SCENARIO ...] [--model gemma-3-270m] [--peer [COMMAND]] [--threads N] [--count N] [--minutes N]
 
-streams     200 streams at once: none lost, none other than alone, how long until their first tokens
-overload    ten times as many requests as there are places: how soon the others are refused, and /health answers
-scaling     tokens a second of 8 streams together, and of one
-cached      time to the first token of a 400-token prompt whose first 380 tokens were seen before
-faults      --count (1000) clients that leave, stall or send half a request: places free again, others' tokens the same
-sigterm     --count (50) times: SIGTERM with 10 live streams; all end whole, exit code 0
-batch       --count (50) times: SIGKILL in a batch; nothing lost, nothing twice
-soak        --minutes (30) of all that mixed: memory, threads and file descriptors stay flat
+streams     200 streams at once: none is lost, none differs from the same request alone; the time to their first tokens
+overload    ten times as many requests as the server admits: how fast the others are refused, and whether /health responds
+scaling     tokens per second of 8 streams together and of one alone
+cached      time to the first token of a 400-token prompt of which 380 tokens are in the prefix cache
+faults      --count (1000) clients that leave, stall or send half a request: their requests end, and other streams do not change
+sigterm     --count (50) times: SIGTERM with 10 running streams; all finish, and the exit code is 0
+batch       --count (50) times: SIGKILL during a batch; no row is lost, and none is computed twice
+soak        --minutes (30) of a mixture: memory, threads and file descriptors do not grow
 
-All but soak, if none is named. --peer runs the first three on `python -m llama_cpp.server` too (llama-cpp-python[server]), or on
-what COMMAND starts with its options. Run it on a quiet machine. The last line is one JSON object; the exit code is 1 if anything
-was lost, differed or was not freed.
+By default all scenarios but soak run. --peer runs the first three on `python -m llama_cpp.server` too (llama-cpp-python[server]), or
+on COMMAND with that server's options. Run it on a quiet machine. The last line is one JSON object; the exit code is 1 if
+anything was lost, differed or did not end.
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
 import multiprocessing
 import os
 import random
-import re
-import selectors
-import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gemma_py.catalog import resolve
+from load_clients import Got, ask, completion, flood, misbehave, places_free, stream
+from load_servers import Process, ours, peer, running
 
-WORDS = (
-    "the",
-    "first",
-    "thing",
-    "that",
-    "comes",
-    "to",
-    "mind",
-    "when",
-    "one",
-    "thinks",
-    "of",
-    "a",
-    "river",
-    "list",
-    "long",
-    "road",
-)
-_HANDLER_THREADS = 40
-_TEXT = re.compile(rb'"text": ?("(?:[^"\\]|\\.)*")')
+_HANDLER_THREADS = 40  # the most threads that the pool of HTTP handlers has
 
-
-@dataclass
-class Got:
-    """What came of a request: status (0: no answer), text, seconds to the headers and to each token, an error within a stream."""
-
-    status: int = 0
-    text: str = ""
-    headers: float = 0.0
-    tokens: list[float] = field(default_factory=list)
-    whole: bool = False
-    error: str = ""
-
-    @property
-    def rate(self) -> float:
-        return (len(self.tokens) - 1) / (self.tokens[-1] - self.tokens[0]) if len(self.tokens) > 1 else 0.0
-
-
-class Process:
-    """A server in a process of its own, on a free port."""
-
-    def __init__(self, command: list[str], port: int) -> None:
-        self.port = port
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (a pipe that nobody reads fills up)
-        self.child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=self._said, process_group=0)
-
-    async def ready(self) -> "Process":
-        for _ in range(3000):
-            if self.child.poll() is not None:
-                raise SystemExit(f"the server did not start: {' / '.join(self.complaints())[-2000:]}")
-            with contextlib.suppress(OSError):
-                if (await ask(self.port, "GET", "/v1/models")).status == 200:
-                    return self
-            await asyncio.sleep(0.1)
-        raise SystemExit("the server did not start in five minutes")
-
-    async def metric(self, name: str) -> float:
-        metrics = (await ask(self.port, "GET", "/metrics")).text
-        return float(next(line for line in metrics.splitlines() if line.startswith(f"{name} ")).split()[1])
-
-    async def usage(self) -> tuple[float, int, int]:
-        """Resident MB beside what the prefix cache holds, threads, open files."""
-        prefixes = await self.metric("gemma_py_prefix_bytes")
-        base = Path(f"/proc/{self.child.pid}")
-        status = dict(line.split(":", 1) for line in (base / "status").read_text().splitlines())
-        return (
-            int(status["VmRSS"].split()[0]) / 1024 - prefixes / 2**20,
-            int(status["Threads"]),
-            len(list((base / "fd").iterdir())),
-        )
-
-    def complaints(self) -> list[str]:
-        self._said.seek(0)
-        return self._said.read().decode().splitlines()
-
-    def stop(self) -> int:
-        if self.child.poll() is None:
-            self.child.send_signal(signal.SIGTERM)
-        try:
-            return self.child.wait(60)
-        except subprocess.TimeoutExpired:
-            self.child.kill()
-            return self.child.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        return int(made.getsockname()[1])
-
-
-def ours(args: argparse.Namespace, *options: object) -> Process:
-    port = free_port()
-    threads = ["--threads", args.threads] if args.threads else []
-    command = [sys.executable, "-m", "gemma_py", "serve", args.model, "--port", port, "--name", "m", *threads, *options]
-    return Process([str(part) for part in command], port)
-
-
-def peer(args: argparse.Namespace, *options: object) -> Process:
-    """llama.cpp's: one request at a time, the others wait for a lock; by default a new one interrupts the old, not here."""
-    port = free_port()
-    threads = ["--n_threads", args.threads, "--n_threads_batch", args.threads] if args.threads else []
-    command = [*shlex.split(args.peer), "--model", resolve(args.model), "--port", port, "--n_ctx", 4096,
-               "--host", "127.0.0.1", "--verbose", "false", "--interrupt_requests", "false", "--model_alias", "m", *threads]  # fmt: skip
-    return Process([str(part) for part in command], port)
-
-
-@contextlib.asynccontextmanager
-async def running(process: Process) -> AsyncIterator[Process]:
-    try:
-        yield await process.ready()
-    finally:
-        process.stop()
-
-
-# --- a client ---------------------------------------------------------------------------------------------------------
-
-
-def head(method: str, path: str, body: bytes) -> bytes:
-    lines = (f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", "Connection: close", "Content-Type: application/json")
-    return "\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode()
-
-
-async def ask(port: int, method: str, path: str, **asked: Any) -> Got:
-    got, began = Got(), time.perf_counter()
-    body = json.dumps(asked).encode() if asked else b""
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return got
-    try:
-        writer.write(head(method, path, body) + body)
-        text = b""
-        async with asyncio.timeout(900):
-            got.status = int((await reader.readuntil(b"\r\n\r\n")).split(b" ", 2)[1])
-            got.headers = time.perf_counter() - began
-            while part := await reader.read(1 << 16):
-                now = time.perf_counter() - began
-                text += part
-                *whole, text = text.split(b"\n\n")
-                for event in whole:
-                    got.whole |= b"[DONE]" in event
-                    if b'"error"' in event:
-                        got.error = event.decode()
-                    found = _TEXT.search(event)
-                    if found and found[1] != b'""':
-                        got.tokens.append(now)
-                        got.text += json.loads(found[1])
-    except (OSError, asyncio.IncompleteReadError, TimeoutError):
-        got.status = 0
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-    if not got.tokens:
-        got.text = text.decode("utf-8", "replace")
-    return got
-
-
-def completion(number: int, tokens: int, words: int = 12) -> dict[str, Any]:
-    """The likeliest continuation of a prompt of its own."""
-    rng = random.Random(number)
-    prompt = f"{number}. " + " ".join(rng.choice(WORDS) for _ in range(words))
-    return {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
-
-
-async def stream(port: int, number: int, tokens: int, words: int = 12) -> Got:
-    return await ask(port, "POST", "/v1/completions", **completion(number, tokens, words))
-
-
-def flood(port: int, numbers: list[int], tokens: int, seconds: float) -> list[Got]:
-    """As many streams, begun within so many seconds. For a process that does nothing else: then the times are the server's."""
-    bodies = [json.dumps(completion(number, tokens)).encode() for number in numbers]
-    asked = [head("POST", "/v1/completions", body) + body for body in bodies]
-    got, began, waiting = [Got() for _ in numbers], [0.0] * len(numbers), selectors.DefaultSelector()
-    start, sent, over = time.perf_counter(), 0, 0
-    while over < len(numbers):
-        until = start + seconds * sent / len(numbers)
-        if sent < len(numbers) and time.perf_counter() >= until:
-            began[sent] = time.perf_counter()
-            connection = socket.create_connection(("127.0.0.1", port))
-            connection.sendall(asked[sent])
-            waiting.register(connection, selectors.EVENT_READ, sent)
-            sent += 1
-            continue
-        for key, _ in waiting.select(max(0.0, until - time.perf_counter()) if sent < len(numbers) else None):
-            assert isinstance(key.fileobj, socket.socket)
-            one, now = got[key.data], time.perf_counter() - began[key.data]
-            part = b""
-            with contextlib.suppress(OSError):
-                part = key.fileobj.recv(1 << 16)
-            if part and not one.status:
-                one.status, one.headers = int(part.split(b" ", 2)[1]), now
-            one.whole |= b"[DONE]" in part
-            if not part:
-                waiting.unregister(key.fileobj)
-                key.fileobj.close()
-                over += 1
-    return got
+Start = Callable[..., Process]
 
 
 def quantile(values: list[float], share: float) -> float | None:
     return round(sorted(values)[min(len(values) - 1, int(share * len(values)))], 4) if values else None
-
-
-# --- scenarios --------------------------------------------------------------------------------------------------------
-
-Start = Callable[..., Process]
 
 
 async def streams(args: argparse.Namespace, start: Start) -> dict[str, Any]:
@@ -269,7 +64,7 @@ async def streams(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """All places are taken; then ten times as many requests come within three seconds, and as many again all at once."""
+    """The server is full, and ten times as many requests follow: once within three seconds, once all at the same time."""
     parallel, queue = 8, 64
     places = parallel + queue
     made: dict[str, Any] = {"places": places, "bad": 0}
@@ -278,7 +73,9 @@ async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
         for name, seconds in (("spread", 3.0), ("burst", 0.0)):
             async with running(start(args, "--parallel", parallel, "--queue", queue)) as server:
-                await loop.run_in_executor(apart, flood, server.port, [], 24, 0.0)  # the process is there
+                await loop.run_in_executor(
+                    apart, flood, server.port, [], 24, 0.0
+                )  # starts the process, so that this is not measured
                 taken = [asyncio.create_task(stream(server.port, 10_000 + number, 48)) for number in range(places)]
                 await asyncio.sleep(0.5)
                 health: list[Got] = []
@@ -300,7 +97,7 @@ async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def scaling(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Of the time in which all decode; the prompts are short. Medians of five rounds, in turn."""
+    """Counts tokens while all streams decode; the prompts are short. Medians of five rounds."""
     one_rates, eight_rates = [], []
     async with running(start(args, "--parallel", 8)) as server:
         await stream(server.port, 0, 8)
@@ -313,14 +110,14 @@ async def scaling(args: argparse.Namespace, start: Start) -> dict[str, Any]:
             made = sum(since <= at <= until for one in got for at in one.tokens)
             if until > since:
                 eight_rates.append(made / (until - since))
-            else:  # one after the other
+            else:  # a server that runs one request at a time
                 eight_rates.append(sum(len(one.tokens) for one in got) / max(one.tokens[-1] for one in got))
     one, eight = statistics.median(one_rates), statistics.median(eight_rates)
     return {"one": round(one, 1), "eight": round(eight, 1), "times": round(eight / one, 2), "bad": 0}
 
 
 async def cached(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Prompts of ids: 380 that are shared, 20 of their own."""
+    """Prompts of 380 shared token ids and 20 of their own."""
     rng = random.Random(5)
     shared = [rng.randrange(300, 1400) for _ in range(380)]
     firsts: list[float] = []
@@ -333,77 +130,6 @@ async def cached(args: argparse.Namespace, start: Start) -> dict[str, Any]:
                 times.append((await ask(server.port, "POST", "/v1/completions", **asked)).tokens[0])
     return {"cached_median": round(statistics.median(firsts[1:]), 4), "cached_most": round(max(firsts[1:]), 4),
             "cold_median": round(statistics.median(cold), 4), "bad": 0}  # fmt: skip
-
-
-async def misbehave(port: int, rng: random.Random) -> str:
-    """One bad client, of a kind that is drawn."""
-    kind = rng.choice(
-        (
-            "leaves",
-            "leaves",
-            "resets",
-            "half head",
-            "half body",
-            "reads slowly",
-            "sends slowly",
-            "too large",
-            "nonsense",
-        )
-    )
-    body = json.dumps(completion(rng.randrange(1 << 20), rng.choice((8, 400)), rng.choice((3, 300)))).encode()
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return "refused"
-    try:
-        async with asyncio.timeout(60):
-            if kind in ("leaves", "resets"):
-                writer.write(head("POST", "/v1/completions", body) + body)
-                await asyncio.sleep(rng.random() * rng.choice((0.005, 0.05, 0.5)))
-                if kind == "resets":
-                    writer.transport.abort()
-            elif kind == "half head":
-                writer.write(head("POST", "/v1/completions", body)[: rng.randrange(90)])
-                await asyncio.sleep(rng.random())
-            elif kind == "half body":
-                writer.write(head("POST", "/v1/completions", body) + body[: rng.randrange(len(body))])
-                await asyncio.sleep(rng.random())
-            elif kind == "reads slowly":
-                writer.write(head("POST", "/v1/completions", body) + body)
-                for _ in range(rng.randrange(20)):
-                    await reader.read(16)
-                    await asyncio.sleep(0.02)
-            elif kind == "sends slowly":
-                for at in range(0, len(body), 40):
-                    if writer.transport.is_closing():  # it was refused
-                        break
-                    writer.write(head("POST", "/v1/completions", body) * (at == 0) + body[at : at + 40])
-                    await asyncio.sleep(0.005)
-                await reader.read(100)
-            elif kind == "too large":
-                writer.write(head("POST", "/v1/completions", b" " * (1 << 30))[:-1] + b"\n" + b" " * 100_000)
-                await reader.read(100)
-            else:
-                writer.write(bytes(rng.randrange(256) for _ in range(2000)) + b"\r\n\r\n")
-                await reader.read(100)
-    except (OSError, TimeoutError):
-        pass
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-    return kind
-
-
-async def places_free(port: int, seconds: float = 30.0) -> float | None:
-    """How long until nothing runs or waits; None if that does not come."""
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        told = json.loads((await ask(port, "GET", "/health")).text)
-        if told["running"] == told["waiting"] == 0:
-            return round(time.perf_counter() - began, 3)
-        await asyncio.sleep(0.01)
-    return None
 
 
 async def faults(args: argparse.Namespace, start: Start) -> dict[str, Any]:
@@ -428,7 +154,7 @@ async def faults(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def sigterm(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """least_live: streams that were running when the signal was sent."""
+    """least_live: the smallest number of streams that were running when the signal was sent."""
     count, rng, whole, least = args.count or 50, random.Random(9), 0, 10
     for _ in range(count):
         async with running(start(args, "--parallel", 10, "--drain", 120)) as server:
@@ -445,7 +171,7 @@ async def sigterm(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def batch(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """A batch is killed again and again until it has survived; whenever it is done, a new one begins."""
+    """A batch is killed and restarted until it completes; then a new one begins."""
     kills, batches, bad, rng = 0, 0, 0, random.Random(11)
     while kills < (args.count or 50):
         with tempfile.TemporaryDirectory() as scratch:
@@ -478,7 +204,7 @@ async def batch(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def soak(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Samples of the first and of the last quarter, after a minute of warming up."""
+    """Compares the samples of the first and the last quarter, after a minute of warm-up."""
     rng, samples, wrong, served = random.Random(13), [], 0, 0
     async with running(start(args)) as server:
         want = {number: await stream(server.port, number, 32) for number in range(4)}
@@ -504,7 +230,7 @@ async def soak(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     names = ("rss_mb", "threads", "files")
     early = [statistics.median(column) for column in zip(*samples[:quarter], strict=True)]
     late = [statistics.median(column) for column in zip(*samples[-quarter:], strict=True)]
-    # Handlers have a pool of threads that comes and goes.
+    # The pool of handlers adds and removes threads.
     grown = late[0] > 1.05 * early[0] + 16 or late[1] > early[1] + _HANDLER_THREADS or late[2] > early[2] + 4
     return {
         "minutes": args.minutes, "served": served, "wrong": wrong, "failed_passes": failed, "complaints": said,

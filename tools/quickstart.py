@@ -1,10 +1,14 @@
 """From a fresh clone to a running model: makes .venv, installs gemma_py into it, and runs something.
 
     python3 tools/quickstart.py test [PYTEST ARGUMENTS]    lint, types, and all tests
-    python3 tools/quickstart.py test TIER [...]            the tests of one tier alone: unit, bits, chat or server
+    python3 tools/quickstart.py test TIER [...]            the tests of one tier alone
     python3 tools/quickstart.py chat [MODEL] [ARGUMENTS]   talk to the demo model, or to your own
     python3 tools/quickstart.py serve [MODEL] [ARGUMENTS]  the same over HTTP, and in a browser
     python3 tools/quickstart.py run COMMAND [ARGUMENTS]    any `python -m gemma_py` command
+
+A tier is a folder of tests/: `unit` (a module at a time; needs the core packages alone and less than a minute), `bits`
+(equivalence with the specification, negative controls, kernels, stores), `chat` (templates, conversations, the terminal) and
+`server` (HTTP, the scheduler, the web page).
 
 Uses the standard library alone and may be run again at any time: what is already there is kept.
 """

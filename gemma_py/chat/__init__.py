@@ -1,1 +1,1 @@
-"""Conversations that go on turn by turn, and how they are saved."""
+"""Conversations of several turns, and how they are saved."""

@@ -314,7 +314,7 @@ class Conversation:
             raise InputError(f"{path}: cannot be written: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Text, settings, and the keys and values, so that a long conversation goes on without computing them again."""
+        """Text, settings, and the keys and values, so that a loaded conversation resumes without computing them again."""
         self._forget()  # another answer's words, of a retry or of an edited text
         description = {
             "messages": self.messages,
@@ -336,11 +336,11 @@ class Conversation:
     @classmethod
     def load(cls, engine: Engine, path: str | Path) -> "Conversation":
         """What `save` wrote. FormatError for a file that is damaged, InputError for one of another model."""
-        with saved.Reader(Path(path), engine) as file:
-            said = file.description
-            sampling = Sampling(**said["sampling"] | {"logit_bias": dict(said["sampling"]["logit_bias"])})
-            made = cls(engine, None, sampling, said["template"], said["max_tokens"], said["stop"])
-            made.messages = checked_messages(said["messages"]) if said["messages"] else []
-            made._attempt, made._known = said["attempt"], said["known"]
-            file.restore(made._session)
+        file = saved.SavedConversation(Path(path), engine)
+        said = file.description
+        sampling = Sampling(**said["sampling"] | {"logit_bias": dict(said["sampling"]["logit_bias"])})
+        made = cls(engine, None, sampling, said["template"], said["max_tokens"], said["stop"])
+        made.messages = checked_messages(said["messages"]) if said["messages"] else []
+        made._attempt, made._known = said["attempt"], said["known"]
+        file.restore(made._session)
         return made

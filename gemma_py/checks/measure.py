@@ -19,9 +19,9 @@ from gemma_py.checks import limits, verify
 from gemma_py.checks.cost import BYTES, FLOP, run_cost
 from gemma_py.checks.limits import Limits
 from gemma_py.checks.verify import Say
-from gemma_py.errors import MismatchError, check_context
+from gemma_py.errors import MismatchError
 from gemma_py.generate.engine import Engine
-from gemma_py.runtime.cache import KV_TYPES, Cache
+from gemma_py.runtime.cache import KV_TYPES, Cache, check_context
 from gemma_py.runtime.profile import WAIT, WORK, Profile
 from gemma_py.runtime.runner import CHUNK, Part
 

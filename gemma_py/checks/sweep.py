@@ -10,8 +10,9 @@ from typing import Any
 
 from gemma_py.checks import plot, verify
 from gemma_py.checks.verify import Difference, Result, Say, Way
-from gemma_py.errors import MismatchError, check_context
+from gemma_py.errors import MismatchError
 from gemma_py.generate.engine import Engine
+from gemma_py.runtime.cache import check_context
 
 
 @dataclass

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from gemma_py import reference
-from gemma_py.errors import ComputationError, MismatchError, check_context
+from gemma_py.errors import ComputationError, MismatchError
 from gemma_py.generate.engine import Engine, Session
+from gemma_py.runtime.cache import check_context
 from gemma_py.runtime.trace import Trace
 
 Open = Callable[[int], Engine]  # the model, with so many threads

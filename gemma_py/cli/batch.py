@@ -1,8 +1,8 @@
 """Answer a file of requests, in OpenAI's batch form.
 
-A row of IN is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}; also /v1/completions and
-/v1/responses. A row of OUT has the same custom_id, and a response or an error. Run it again after an interruption: rows
-that are in OUT are neither lost nor computed again.
+Each row of IN is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}; the URL may also be
+/v1/completions or /v1/responses. Each row of OUT has the same custom_id and a response or an error. After an interruption, run the
+same command again: rows that are complete in OUT are not computed again.
 
 With --json: {"rows", "before", "done", "failed", "prompt_tokens", "completion_tokens", "seconds"}.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import gemma_py
 from gemma_py.cli.common import add_model, note_kept_float, print_json
-from gemma_py.cli.progress import LoadProgress, Progress
+from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.cli.serve import add_service, model_name, needs_extra
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="IN", help="requests, a row each")
-    parser.add_argument("output", type=Path, metavar="OUT", help="answers; made, or gone on with")
+    parser.add_argument("source", type=Path, metavar="IN", help="the requests, one on each line")
+    parser.add_argument("output", type=Path, metavar="OUT", help="the responses; rows are appended if the file exists")
     add_model(parser)
     add_service(parser)
 
@@ -49,19 +49,19 @@ def run(args: argparse.Namespace) -> None:
         scheduler = Scheduler(engine, args.parallel)
         try:
             service = Service(engine, scheduler, args.name or model_name(args.model), args.template)
-            with Progress("answering", wanted=not args.json) as progress:
+            with ProgressBar("answering", wanted=not args.json) as progress:
                 counts = batch.run(service, args.source, rows, output, lambda counts: show(progress, counts))
         finally:
             scheduler.close()
     if args.json:
         print_json({**dataclasses.asdict(counts), "seconds": time.monotonic() - began})
     else:
-        before = f", {counts.before} were done before" if counts.before else ""
-        print(f"{counts.done} rows answered, {counts.failed} of them with an error{before}", file=sys.stderr)
+        before = f"; {counts.before} were complete before" if counts.before else ""
+        print(f"{counts.done} rows written, {counts.failed} of them with an error{before}", file=sys.stderr)
 
 
-def show(progress: Progress, counts: "Counts") -> None:
-    """In steps of a hundredth, so that a log stays short."""
+def show(progress: ProgressBar, counts: "Counts") -> None:
+    """Reports progress in steps of 1%, so that a log stays short."""
     left = counts.rows - counts.before
     percent = 100 * counts.done // left if left else 100
     progress(f"{percent}% of {left} rows", counts.done / left if left else 1.0)

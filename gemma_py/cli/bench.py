@@ -1,15 +1,15 @@
-"""How fast a model is here, beside what this machine can do.
+"""Measure how fast a model is here, compared with what this machine can do.
 
-Tests are named as llama-bench names them: pp512 reads a prompt of 512 tokens, tg64 makes 64 tokens one by one, "@ d2048"
-begins after 2,048 others. Neither tokenisation nor the choice of tokens counts. Figures are medians of all rounds, with the
-standard deviation. Ctrl-C shows what has been measured.
+Tests are named as in llama-bench: pp512 reads a prompt of 512 tokens, tg64 generates 64 tokens one by one, and "@ d2048" means after
+2,048 other tokens. Tokenisation and sampling are not counted. Figures are medians of all rounds, with the standard deviation. Ctrl-C
+shows what has been measured so far.
 
-GFLOP/s count the matrices and attention, GB/s the weights and the keys and values, once a pass. The limits they are compared
-with are sampled between the tests: multiply-adds of float32 and of pairs of int16, and reading memory, without anything else.
-Quantised weights are multiplied as pairs of int16, so their share of the float limit may pass 100%; what lies in a cache
-is read faster than memory.
+GFLOP/s counts the matrices and attention; GB/s counts the weights and the KV cache, read once in each pass. The machine's limits are
+measured between the tests: multiply-adds of float32 and of pairs of int16, and reading memory, with nothing else running.
+Quantised weights are multiplied as pairs of int16, so their share of the float32 limit may exceed 100%, and what fits into a
+cache is read faster than memory.
 
---shape NAME measures a model of the catalogue before you have it, with random weights of its shape.
+--shape NAME measures a model of the catalogue before you download it, with random weights of its shape.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from gemma_py.cli.common import (
     teams,
     warn_of_threads,
 )
-from gemma_py.cli.progress import LoadProgress, Progress
+from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.errors import InputError
 from gemma_py.generate.engine import Engine
 
@@ -42,26 +42,35 @@ _TESTS = (Test(True, 512), Test(True, 2048), Test(False, 64), Test(False, 64, 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("-p", type=naturals, metavar="N,N", help="prompts to read; 0: none (default: 512,2048)")
-    parser.add_argument("-n", type=naturals, metavar="N,N", help="tokens to make; 0: none (default: 64)")
     parser.add_argument(
-        "-d", type=naturals, metavar="N,N", help="tokens before each test (default: 0, and 2048 for tg64)"
+        "-p", type=naturals, metavar="N,N", help="lengths of prompts to read; 0: none (default: 512,2048)"
     )
-    parser.add_argument("-r", type=positive, default=5, metavar="N", help="rounds (default: %(default)s)")
+    parser.add_argument("-n", type=naturals, metavar="N,N", help="numbers of tokens to generate; 0: none (default: 64)")
+    parser.add_argument(
+        "-d",
+        type=naturals,
+        metavar="N,N",
+        help="tokens in the context before each test (default: 0, and 2048 for tg64)",
+    )
+    parser.add_argument(
+        "-r", type=positive, default=5, metavar="N", help="rounds of measurements (default: %(default)s)"
+    )
     parser.add_argument(
         "-t", "--threads", type=teams, dest="teams", default=environment_threads(), metavar="N,N",
-        help="numbers of worker threads (default: as for other commands)",
+        help="numbers of worker threads (default: as for the other commands)",
     )  # fmt: skip
-    parser.add_argument("--profile", action="store_true", help="the time of each phase too")
-    parser.add_argument("--shape", metavar="NAME", help="random weights in the shape of a model from `gemma_py models`")
+    parser.add_argument("--profile", action="store_true", help="show the time of each phase too")
     parser.add_argument(
-        "--type", default="q4_0", metavar="TYPE", help="what --shape stores its matrices as (default: %(default)s)"
+        "--shape", metavar="NAME", help="use random weights in the shape of a model from `gemma_py models`"
     )
-    parser.add_argument("--csv", action="store_true", help="comma-separated values instead of a table")
+    parser.add_argument(
+        "--type", default="q4_0", metavar="TYPE", help="the format of the matrices of --shape (default: %(default)s)"
+    )
+    parser.add_argument("--csv", action="store_true", help="print comma-separated values instead of a table")
 
 
 def tests(args: argparse.Namespace) -> tuple[Test, ...]:
-    """llama-bench's product of lengths and depths; without any of the three flags, the four that tell most."""
+    """The tests of all lengths and depths, as in llama-bench; without any of the three flags, four chosen ones."""
     if args.p is None and args.n is None and args.d is None:
         return _TESTS
     prompts, new, depths = (
@@ -77,7 +86,7 @@ def tests(args: argparse.Namespace) -> tuple[Test, ...]:
         if tokens
     )
     if not made:
-        raise InputError("nothing to measure: neither prompts (-p) nor new tokens (-n)")
+        raise InputError("nothing to measure: there are neither prompts (-p) nor tokens to generate (-n)")
     return made
 
 
@@ -95,10 +104,10 @@ def run(args: argparse.Namespace) -> None:
     interrupted = None
     with open_engine(args, max(sizes), wanted) as engine:
         bench = Bench(engine, sizes, wanted)
-        with Progress("measuring", wanted=not args.json and not args.csv) as progress:
+        with ProgressBar("measuring", wanted=not args.json and not args.csv) as progress:
             try:
                 bench.run(args.r, args.profile, progress)
-            except KeyboardInterrupt as signal:  # what has been measured is shown nevertheless
+            except KeyboardInterrupt as signal:  # what has been measured so far is shown
                 interrupted = signal
         made = report(engine, bench)
     if args.json:
@@ -112,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def as_csv(made: dict[str, Any]) -> str:
-    """A line a test; rounds and phases are in JSON only."""
+    """One line for each test. Rounds and phases are in the JSON output only."""
     common = ("model", "bytes", "parameters")
     rows = [
         {name: made[name] for name in common}
@@ -175,7 +184,7 @@ def as_markdown(made: dict[str, Any]) -> str:
     ]
     processor = made["machine"]
     parts.append(
-        f"The limits of this machine ({processor['processor']}, {processor['cores']} cores to use), measured now:"
+        f"The limits of this machine ({processor['processor']}, {processor['cores']} cores usable), measured now:"
     )
     parts.append(markdown(["threads", "f32 GFLOP/s", "int16 GOP/s", "memory GB/s"], limits))
     return "\n\n".join(parts)

@@ -1,7 +1,7 @@
-"""What is kept on disk to make the next start fast, and its removal.
+"""List or remove what is cached on disk to make the next start fast.
 
-Models put together from packages, weights packed for the kernels, tokenizers, compiled kernels: all of it is made again when
-it is needed. Stale is what this version no longer reads, and what was never finished.
+The cache holds models put together from packages, weights packed for the kernels, tokenizers and compiled kernels. All of it is
+made again when it is needed. An entry is stale if this version does not read it, or if it was never finished.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from gemma_py.tokenizer import vocabulary
 from gemma_py.weights import store
 from gemma_py.weights.pack import LAYOUT
 
-# Only names like these are ever listed, and only what is listed is removed.
+# Only files with names like these are listed, and only what is listed is removed.
 _KINDS = {
     "models": re.compile(r"[\w.-]+\.gguf"),
     "weights": re.compile(rf"[0-9a-f]{{40}}-(\d+)({re.escape(SUFFIX)}|{re.escape(store.OLD_SUFFIX)})"),
@@ -32,8 +32,8 @@ _KINDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
-    """name: of the kind and the file, as --remove takes it. source: the file that it was made from, where that is known."""
+class CacheEntry:
+    """name: its kind and file name, as --remove takes them. source: the file that it was made from, where that is known."""
 
     name: str
     kind: str
@@ -48,17 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove",
         metavar="NAME",
-        help="remove what is listed under this name, is of this kind, or was made from this file; stale or all",
+        help="remove entries: a listed name, a kind such as weights, the file that they were made from, `stale` or `all`",
     )
 
 
-def kept() -> list[Kept]:
-    """Everything in the cache that is ours."""
+def all_entries() -> list[CacheEntry]:
+    """All entries of the cache. Files that gemma_py did not make are left out."""
     root = cache_dir()
     return [entry for kind in _KINDS if is_ours(root / kind) for entry in _of_kind(root / kind, kind)]
 
 
-def _of_kind(folder: Path, kind: str) -> Iterator[Kept]:
+def _of_kind(folder: Path, kind: str) -> Iterator[CacheEntry]:
     for path in sorted(folder.iterdir()):
         whole = path.name.removesuffix(PARTIAL)
         unfinished = path.name != whole
@@ -74,14 +74,14 @@ def _of_kind(folder: Path, kind: str) -> Iterator[Kept]:
             stale = match[1] != SUFFIX
         if kind == "kernels":
             stale = path != decorator.CACHE
-        yield Kept(
+        yield CacheEntry(
             f"{kind}/{path.name}", kind, sum(state.st_size for state in states),
             max((max(state.st_atime, state.st_mtime) for state in states), default=path.lstat().st_mtime),
             stale, source, path,
         )  # fmt: skip
 
 
-def _chosen(entries: list[Kept], name: str) -> list[Kept]:
+def _chosen(entries: list[CacheEntry], name: str) -> list[CacheEntry]:
     if name == "all":
         return entries
     if name == "stale":
@@ -89,11 +89,11 @@ def _chosen(entries: list[Kept], name: str) -> list[Kept]:
     source = str(Path(name).absolute())
     chosen = [entry for entry in entries if name in (entry.name, entry.kind, entry.path.name) or entry.source == source]
     if not chosen and name not in _KINDS:
-        raise InputError(f"{name!r:.80}: nothing of that name is kept; `cache` lists what is")
+        raise InputError(f"{name!r:.80}: no such entry in the cache; `gemma_py cache` lists all")
     return chosen
 
 
-def _remove(entries: list[Kept]) -> None:
+def _remove(entries: list[CacheEntry]) -> None:
     for entry in entries:
         if entry.path.is_dir():
             shutil.rmtree(entry.path)
@@ -103,7 +103,7 @@ def _remove(entries: list[Kept]) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    entries = kept()
+    entries = all_entries()
     if args.remove is not None:
         entries = _chosen(entries, args.remove)
         _remove(entries)
@@ -118,6 +118,6 @@ def run(args: argparse.Namespace) -> None:
         return
     for entry in entries:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_use))
-        about = "stale" if entry.stale else "" if entry.source is None else f"of {entry.source}"
+        about = "stale" if entry.stale else "" if entry.source is None else f"from {entry.source}"
         print(f"{size(entry.bytes):>10}  {used}  {entry.name:68} {about}".rstrip())
     print(f"{size(total):>10}  in {cache_dir()}")

@@ -1,9 +1,10 @@
 """Talk to a model.
 
-In a terminal: Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.
+In a terminal, Enter sends a message, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves, and /help lists the
+commands.
 
-Without one (piped input, or --prompt) answers go to stdout and everything else to stderr. Every line of piped input is a
-message or a command; `--prompt -` takes all of it as one message. The first error ends the program.
+With --prompt or piped input, answers go to stdout and everything else to stderr. Every line of piped input is a message or a
+command; `--prompt -` takes all of it as one message. The program ends at the first error.
 
 With --json, a line for every answer: {"text", "prompt_tokens", "cached_tokens", "generated_tokens", "prefill_seconds",
 "decode_seconds", "first_token_seconds", "seed", "finish_reason"}.
@@ -19,24 +20,36 @@ from gemma_py.cli.chat_commands import COMMANDS, arguments, run_command
 from gemma_py.cli.common import add_engine, add_model, positive, read_standard_input
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.cli.sampling import add_sampling, sampling_options
-from gemma_py.cli.screen import Plain, Screen, Stopped
+from gemma_py.cli.screen import PlainScreen, Screen, Stopped
 from gemma_py.errors import ContextError, GemmaError, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="one message, its answer, and out; - for standard input")
-    parser.add_argument("--system", metavar="TEXT", help="what the model should know or be, before the first message")
     parser.add_argument(
-        "--template", metavar="FORM", help="gemma, transcript, or a jinja file (default: the checkpoint's own)"
+        "--prompt",
+        metavar="TEXT",
+        help="send one message, print the answer and exit; - reads it from standard input",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system message, such as who the model should be")
+    parser.add_argument(
+        "--template",
+        metavar="FORM",
+        help="the chat template: gemma, transcript, or a Jinja file (default: the checkpoint's own)",
     )
     parser.add_argument(
-        "--max-tokens", type=positive, default=1024, metavar="N", help="of an answer (default: %(default)s)"
+        "--max-tokens",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="the largest number of tokens in an answer (default: %(default)s)",
     )
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="end answers before this text; may be given again"
     )
-    parser.add_argument("--no-markdown", action="store_true", help="show answers as the model writes them")
+    parser.add_argument(
+        "--no-markdown", action="store_true", help="show answers as plain text, without rendering their Markdown"
+    )
     add_sampling(parser)
     add_engine(parser)
 
@@ -58,29 +71,29 @@ def run(args: argparse.Namespace) -> None:
 
 def open_screen(args: argparse.Namespace) -> Screen:
     if args.json or args.prompt is not None or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return Plain(args.json)
+        return PlainScreen(args.json)
     try:
         from gemma_py.cli.terminal import Terminal
     except ModuleNotFoundError as error:
         raise InputError(
             f"a chat in a terminal needs {error.name}: pip install 'gemma_py[chat]' (in a clone: pip install -e '.[chat]'); "
-            "--prompt and piped input work without"
+            "--prompt and piped input work without it"
         ) from None
     return Terminal({f"/{name}": arguments(name) for name in COMMANDS}, markdown=not args.no_markdown)
 
 
 class Chat:
-    """What a person does with a conversation, on whatever screen there is."""
+    """Carries out what a user does with a conversation, on a terminal or through pipes."""
 
     def __init__(self, conversation: Conversation, screen: Screen) -> None:
         self.conversation, self.screen = conversation, screen
-        self.draft = ""  # the last message, while it is put differently
+        self.draft = ""  # the last message, while the user edits it
         self.over = False
-        if screen.lasting:
+        if screen.interactive:
             engine = conversation.engine
             screen.note(
                 f"{engine.name}, {count(engine.threads, 'thread')}, context of {engine.context:,} tokens.\n"
-                "/help: commands; Alt-Enter: a new line; Ctrl-C stops an answer, Ctrl-D leaves."
+                "/help lists the commands, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves."
             )
         if conversation.template.note is not None:
             screen.note(conversation.template.note)
@@ -95,7 +108,7 @@ class Chat:
                 self.take(line, edited=bool(draft))
 
     def take(self, line: str, edited: bool) -> None:
-        """A message, or a command. Where somebody is there to read it, an error is shown and the conversation goes on."""
+        """Handles a message or a command. On a terminal an error is shown and the conversation continues; else it is raised."""
         try:
             if line.startswith("/"):
                 run_command(self, line)
@@ -104,16 +117,16 @@ class Chat:
             else:
                 self.answer(lambda: self.conversation.send(line))
         except GemmaError as error:
-            if not self.screen.lasting:
+            if not self.screen.interactive:
                 raise
             self.screen.error(str(error))
         except KeyboardInterrupt:
-            if not self.screen.lasting:
+            if not self.screen.interactive:
                 raise
             self.screen.note("stopped")
 
     def answer(self, begin: Callable[[], TokenStream]) -> None:
-        """Show an answer while it is made, and keep what was said if it is stopped."""
+        """Shows an answer while it is generated. If it is stopped, the conversation keeps what was generated so far."""
         tokens = self._with_room(begin)
         before = self.conversation.stats
         stopped = False
@@ -132,14 +145,16 @@ class Chat:
                 stats = self.conversation.stats
                 self.screen.end_answer(None if stats is before else stats)
         if stats is None or stats is before:
-            self.screen.note("stopped before the answer began: nothing has changed" if stopped else "no answer")
+            self.screen.note(
+                "stopped before the answer began; the conversation is unchanged" if stopped else "no answer"
+            )
             return
         self.screen.note(summary(stats, self.conversation.context))
         if stats.finish_reason == "length":
             self.screen.note(self._why_cut(stats))
 
     def watch(self, what: str, wanted: Callable[[], bool]) -> Callable[[int, int], None]:
-        """Shows how far it is, and stops it when that is wanted."""
+        """A progress callback, which shows the progress and raises Stopped when the user wants to stop."""
 
         def progress(done: int, total: int) -> None:
             self.screen.progress(what, done, total)
@@ -156,27 +171,27 @@ class Chat:
             except ContextError as error:
                 first = 0 if self.conversation.system is None else 1
                 exchanges = len(self.conversation.messages[first:]) // 2
-                if not self.screen.lasting or not exchanges:
+                if not self.screen.interactive or not exchanges:
                     raise
                 self.screen.error(str(error))
                 forgotten = (exchanges + 1) // 2
                 choice = self.screen.ask(
-                    f"o: forget the oldest {forgotten} of {count(exchanges, 'exchange')}, c: forget all, Enter: leave it"
+                    f"o: forget the oldest {forgotten} of {count(exchanges, 'exchange')}, c: forget all, Enter: do not send"
                 )
                 if choice not in ("o", "c"):
                     self.conversation.messages = before
-                    raise ContextError("not sent; the text is in the history (arrow up)") from None
+                    raise ContextError("the message was not sent; arrow up brings it back from the history") from None
                 del self.conversation.messages[first : first + 2 * (forgotten if choice == "o" else exchanges)]
 
     def _why_cut(self, stats: AnswerStats) -> str:
         if stats.prompt_tokens + stats.generated_tokens >= self.conversation.context:
-            return "the answer was cut: the context is full. /undo, /clear, or say more and choose what to forget"
-        return f"the answer was cut at {self.conversation.max_tokens} tokens: /set max_tokens N (or none), and /retry"
+            return "the answer was cut off because the context is full: use /undo or /clear, or send a message and choose what to forget"
+        return f"the answer was cut off at {self.conversation.max_tokens} tokens: use /set max_tokens N (or none) and /retry"
 
 
 def summary(stats: AnswerStats, context: int) -> str:
-    """One line about an answer."""
-    cached = f" ({stats.cached_tokens:,} kept)" if stats.cached_tokens else ""
+    """One line with the figures of an answer."""
+    cached = f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""
     prompt = f"prompt {count(stats.prompt_tokens, 'token')}{cached} at {stats.prefill_rate:,.0f}/s"
     answer = f"answer {stats.generated_tokens:,}"
     if stats.generated_tokens > 1:

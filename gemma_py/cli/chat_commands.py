@@ -1,4 +1,4 @@
-"""What begins with a slash in a chat."""
+"""The commands of a chat, which begin with a slash."""
 
 import difflib
 import json
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from gemma_py.cli.chat import Chat
 
 FILE = "FILE"
-# What /set knows, and the names of Sampling; max_tokens is the conversation's.
+# The settings of /set and their names in Sampling; max_tokens belongs to the conversation.
 SETTINGS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repeat": "repetition_penalty",
     "presence": "presence_penalty", "frequency": "frequency_penalty", "max_tokens": "max_tokens", "seed": "seed",
 }  # fmt: skip
 _WHOLE = ("top_k", "max_tokens", "seed")
-_SHOWN_TOKENS = 30  # of a conversation
+_SHOWN_TOKENS = 30  # that /tokens shows of a conversation
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,20 @@ def run_command(chat: "Chat", line: str) -> None:
     command = COMMANDS.get(name)
     if command is None:
         near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean /{near[0]}?" if near else "/help lists what there is"
-        raise InputError(f"no command /{name:.40}; {hint} (a message may begin with a space before the slash)")
+        hint = f"did you mean /{near[0]}?" if near else "/help lists all"
+        raise InputError(
+            f"no command /{name:.40}; {hint} (to send a message that begins with a slash, put a space before it)"
+        )
     argument = argument.strip()
     if argument and not command.argument:
-        raise InputError(f"/{name} takes nothing after it, found {argument!r:.40}")
+        raise InputError(f"/{name} takes no argument, found {argument!r:.40}")
     if not argument and command.argument.startswith(FILE):
-        raise InputError(f"/{name} needs the name of a file: /{name} {command.argument}")
+        raise InputError(f"/{name} needs a file name: /{name} {command.argument}")
     command.run(chat, argument)
 
 
 def arguments(name: str) -> tuple[str, ...]:
-    """What may follow a command, for completion."""
+    """The arguments that a command may take, for completion."""
     if name == "set":
         return tuple(SETTINGS)
     return (FILE,) if COMMANDS[name].argument.startswith(FILE) else ()
@@ -68,11 +70,11 @@ def _system(chat: "Chat", text: str) -> None:
 
 def _clear(chat: "Chat", _: str) -> None:
     chat.conversation.clear()
-    chat.screen.note("the conversation begins anew")
+    chat.screen.note("the conversation is empty again")
 
 
 def _undo(chat: "Chat", _: str) -> None:
-    chat.screen.note(f"taken back: {_begin(chat.conversation.undo())}")
+    chat.screen.note(f"removed: {_begin(chat.conversation.undo())}")
 
 
 def _retry(chat: "Chat", _: str) -> None:
@@ -82,17 +84,17 @@ def _retry(chat: "Chat", _: str) -> None:
 def _edit(chat: "Chat", text: str) -> None:
     if text:
         chat.answer(lambda: chat.conversation.edit(text))
-    elif not chat.screen.lasting:
-        raise InputError("/edit needs the text here: /edit TEXT")
+    elif not chat.screen.interactive:
+        raise InputError("/edit needs the text: /edit TEXT")
     else:
         chat.draft = chat.conversation.last_text()
 
 
 def _set(chat: "Chat", assignment: str) -> None:
-    """/set NAME VALUE; without a value it shows, without a name it shows all."""
+    """/set NAME VALUE changes a setting; /set NAME shows it, and /set shows all."""
     name, _, text = assignment.replace("=", " ").partition(" ")
     if name and name not in SETTINGS:
-        raise InputError(f"no setting {name!r:.40}; there are {', '.join(SETTINGS)}")
+        raise InputError(f"no setting {name!r:.40}; the settings are {', '.join(SETTINGS)}")
     conversation = chat.conversation
     if text.strip():
         value = _value(name, text.strip())
@@ -131,7 +133,7 @@ def _threads(chat: "Chat", number: str) -> None:
         advice = advice_on_threads(engine.threads)
         if advice is not None:
             chat.screen.note(advice)
-    chat.screen.note(f"threads {engine.threads}; no bit depends on it")
+    chat.screen.note(f"threads {engine.threads}; no bit of an answer depends on it")
 
 
 def _stats(chat: "Chat", _: str) -> None:
@@ -140,11 +142,11 @@ def _stats(chat: "Chat", _: str) -> None:
     if stats is None:
         raise InputError("there is no answer yet")
     rows = {
-        "prompt": f"{stats.prompt_tokens:,} tokens, {stats.cached_tokens:,} of them kept from before",
+        "prompt": f"{stats.prompt_tokens:,} tokens, {stats.cached_tokens:,} of them cached",
         "prefill": f"{stats.prefill_seconds:.3f} s, {stats.prefill_rate:,.1f} tok/s",
         "first token": f"after {stats.first_token_seconds:.3f} s",
         "answer": f"{stats.generated_tokens:,} tokens in {stats.decode_seconds:.3f} s, {stats.decode_rate:,.1f} tok/s",
-        "ended": {None: "stopped", "stop": "by itself", "length": "cut"}[stats.finish_reason],
+        "ended": {None: "stopped by you", "stop": "by itself", "length": "cut off"}[stats.finish_reason],
         "seed": "none" if stats.seed is None else str(stats.seed),
         "context": f"{conversation.tokens_used:,} of {conversation.context:,} tokens",
         "threads": str(conversation.engine.threads),
@@ -162,13 +164,13 @@ def _load(chat: "Chat", name: str) -> None:
     path = Path(name).expanduser()
     chat.conversation = Conversation.load(chat.conversation.engine, path)
     messages = chat.conversation.messages
-    last = f"; the last: {_begin(messages[-1]['content'])}" if messages else ""
-    chat.screen.note(f"loaded {path}: {len(messages)} messages, {len(chat.conversation.ids):,} tokens computed{last}")
+    last = f"; the last one: {_begin(messages[-1]['content'])}" if messages else ""
+    chat.screen.note(f"loaded {path}: {len(messages)} messages, {len(chat.conversation.ids):,} tokens restored{last}")
 
 
 def _export(chat: "Chat", argument: str) -> None:
     name, _, form = argument.rpartition(" ")
-    if not name or "." in form or "/" in form:  # a name, whose parts blanks may divide
+    if not name or "." in form or "/" in form:  # the whole argument is a file name, which may contain spaces
         name, form = argument, "json" if argument.endswith(".json") else "markdown"
     path = Path(name).expanduser()
     chat.conversation.export(path, form)
@@ -176,15 +178,15 @@ def _export(chat: "Chat", argument: str) -> None:
 
 
 def _tokens(chat: "Chat", text: str) -> None:
-    """Of a text as a message has it, or of the conversation."""
+    """Shows the tokens of a text, as it is in a message, or of the conversation."""
     conversation = chat.conversation
     tokenizer = conversation.engine.text_tokenizer()
     ids = tokenizer.encode(text)[len(tokenizer.encode("")) :] if text else conversation.ids
     shown = ids if text else ids[-_SHOWN_TOKENS:]
     pieces = " ".join(f"{token}:{json.dumps(tokenizer.piece(token), ensure_ascii=False)}" for token in shown)
-    note = f"{len(ids):,} tokens{'' if len(shown) == len(ids) else f', the last {len(shown)}'}"
+    note = f"{len(ids):,} tokens{'' if len(shown) == len(ids) else f', of which the last {len(shown)} are'}"
     if not text:
-        note = f"context {conversation.tokens_used:,} of {conversation.context:,}; computed {note}"
+        note = f"context {conversation.tokens_used:,} of {conversation.context:,}; in the KV cache {note}"
     chat.screen.note(f"{note}: {pieces}" if pieces else note)
 
 
@@ -193,11 +195,11 @@ def _verify(chat: "Chat", _: str) -> None:
     threads = conversation.engine.threads + 1
     with chat.screen.computing() as wanted:
         try:
-            tokens = conversation.verify(threads, progress=chat.watch("computing again", wanted))
+            tokens = conversation.verify(threads, progress=chat.watch("verifying", wanted))
         finally:
             chat.screen.waiting("")
     chat.screen.note(
-        f"{tokens:,} tokens computed again, {threads} threads, chunks of 7: keys and values have the same bits"
+        f"{tokens:,} tokens computed again with {threads} threads in chunks of 7: keys and values have the same bits"
     )
 
 
@@ -206,25 +208,27 @@ def _exit(chat: "Chat", _: str) -> None:
 
 
 def _begin(text: str) -> str:
-    """Of a text, what fits on a line."""
+    """The beginning of a text, which fits on a line."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:59] + "…"
 
 
 COMMANDS = {
-    "help": Command("", "this list", _help),
-    "system": Command("[TEXT|none]", "what the model should know or be; shows it, sets it, takes it away", _system),
-    "clear": Command("", "forget all messages but the system's", _clear),
-    "undo": Command("", "take back the last message and its answer", _undo),
-    "retry": Command("", "another answer", _retry),
-    "edit": Command("[TEXT]", "put the last message differently", _edit),
-    "set": Command("[NAME [VALUE]]", f"sampling: {', '.join(SETTINGS)}", _set),
-    "threads": Command("[N]", "worker threads", _threads),
-    "stats": Command("", "figures of the last answer", _stats),
-    "save": Command(FILE, "text, settings, keys and values", _save),
-    "load": Command(FILE, "go on with what was saved, without computing it again", _load),
-    "export": Command("FILE [markdown|json]", "the text alone", _export),
-    "tokens": Command("[TEXT]", "how a text, or the conversation, is cut into tokens", _tokens),
-    "verify": Command("", "compute the conversation again, otherwise cut up, and compare the bits", _verify),
+    "help": Command("", "list the commands", _help),
+    "system": Command("[TEXT|none]", "show, set or remove the system message", _system),
+    "clear": Command("", "forget all messages but the system message", _clear),
+    "undo": Command("", "remove the last message and its answer", _undo),
+    "retry": Command("", "generate another answer to the last message", _retry),
+    "edit": Command("[TEXT]", "change the last message and send it again", _edit),
+    "set": Command("[NAME [VALUE]]", f"show or change a setting: {', '.join(SETTINGS)}", _set),
+    "threads": Command("[N]", "show or change the number of worker threads", _threads),
+    "stats": Command("", "show the figures of the last answer", _stats),
+    "save": Command(FILE, "save the messages, the settings and the KV cache", _save),
+    "load": Command(FILE, "continue a saved conversation without computing it again", _load),
+    "export": Command("FILE [markdown|json]", "write the messages as text", _export),
+    "tokens": Command("[TEXT]", "show the tokens of a text or of the conversation", _tokens),
+    "verify": Command(
+        "", "compute the conversation again with other threads and chunks, and compare the bits", _verify
+    ),
     "exit": Command("", "leave, as Ctrl-D does", _exit),
 }

@@ -1,4 +1,4 @@
-"""What several commands share: the MODEL argument, input of tokens, and output."""
+"""What several commands share: arguments, input of tokens, output and notices."""
 
 import argparse
 import json
@@ -32,20 +32,22 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_input(parser: argparse.ArgumentParser, text_flag: str) -> None:
-    """One of text, a text file, a file of ids."""
+    """Adds the options for a prompt, of which one must be given: a text, a text file or a file of token ids."""
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument(text_flag, dest="text", metavar="TEXT", help="the text itself")
+    group.add_argument(text_flag, dest="text", metavar="TEXT", help="the text")
     group.add_argument("--file", type=Path, metavar="FILE", help="a file of UTF-8 text; - for standard input")
-    group.add_argument("--ids", type=Path, metavar="FILE", help="a JSON list of token ids, used as it is")
+    group.add_argument(
+        "--ids", type=Path, metavar="FILE", help="a file with a JSON list of token ids, used as they are"
+    )
 
 
 def positive(text: str) -> int:
-    """An argument that counts something."""
+    """Parses an argument that is a whole number of at least 1."""
     return _number(text, 1)
 
 
 def natural(text: str) -> int:
-    """The same, or 0."""
+    """Parses an argument that is a whole number of at least 0."""
     return _number(text, 0)
 
 
@@ -60,12 +62,12 @@ def _number(text: str, least: int) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Numbers above 0, separated by commas; each once."""
+    """Parses whole numbers of at least 1, separated by commas, and drops repeated ones."""
     return _numbers(text, 1)
 
 
 def naturals(text: str) -> tuple[int, ...]:
-    """The same, or 0."""
+    """Parses whole numbers of at least 0, separated by commas, and drops repeated ones."""
     return _numbers(text, 0)
 
 
@@ -82,7 +84,7 @@ _THREADS = "GEMMA_PY_THREADS"
 
 
 def environment_threads() -> str | None:
-    """What a flag beats; argparse reads it as if it had been given."""
+    """The default of --threads. argparse parses it as if it had been given as an argument."""
     return os.environ.get(_THREADS) or None
 
 
@@ -91,7 +93,7 @@ def _threads(text: str) -> int:
 
 
 def teams(text: str) -> tuple[int, ...]:
-    """Several numbers of threads, to be compared."""
+    """Parses several numbers of threads."""
     return _from_environment_too(counts, text)
 
 
@@ -102,35 +104,39 @@ def _from_environment_too(read: Callable[[str], T], text: str) -> T:
         raise argparse.ArgumentTypeError(f"(or {_THREADS}) {error}") from None
 
 
+def notify(message: str) -> None:
+    """Prints one line to stderr: an error or a warning."""
+    print(f"gemma_py: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
 def advice_on_threads(threads: int) -> str | None:
-    """Where more workers are asked for than compute fastest; results do not depend on it."""
+    """A warning where more threads are asked for than this process has cores; None where it is not needed."""
     cores = machine.threads()
     if threads <= cores:
         return None
-    return (
-        f"{threads} threads asked for, but this process has {cores} cores' worth of processor: expect it to be slower"
-    )
+    return f"{threads} threads are more than the {cores} cores that this process may use, so expect it to be slower"
 
 
 def warn_of_threads(threads: int) -> None:
     advice = advice_on_threads(threads)
     if advice is not None:
-        print(f"gemma_py: {advice}", file=sys.stderr)
+        notify(advice)
 
 
 def add_quant(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--quant", choices=tuple(QUANTS), help="pack float weights to these blocks while loading (default: as stored)"
+        "--quant",
+        choices=tuple(QUANTS),
+        help="quantise float weights to this format while loading (default: keep them as stored)",
     )
 
 
 def note_kept_float(engine: "Engine") -> None:
-    """Says on stderr what --quant could not pack."""
+    """Warns about the weights that --quant could not quantise."""
     names = engine.kept_float
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        print(f"gemma_py: rows are not whole blocks of {engine.quant}, left as floats: {names[0]!r:.80}{more}",
-              file=sys.stderr)  # fmt: skip
+        notify(f"rows are not whole blocks of {engine.quant}, left as floats: {names[0]!r:.80}{more}")
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -140,21 +146,25 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         type=_threads,
         default=environment_threads(),
         metavar="N",
-        help=f"worker threads; no bit depends on it (default: {_THREADS}, else physical cores within affinity and quota)",
+        help=f"number of worker threads, on which no bit of the output depends (default: {_THREADS}, else as many as there "
+        "are physical cores within the process's affinity and quota)",
     )
     parser.add_argument(
-        "--context", type=positive, metavar="N", help="tokens a session may hold (default: the model's)"
+        "--context",
+        type=positive,
+        metavar="N",
+        help="the largest number of tokens in a session (default: the model's limit)",
     )
 
 
 def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:
-    """Ids of whichever input was given. A text gets the begin token; ids are taken as they are."""
-    from gemma_py.formats.files import read_json, read_text  # numpy comes with it
+    """The token ids of the prompt that was given. A text gets a BOS token in front; ids are used as they are."""
+    from gemma_py.formats.files import read_json, read_text  # imported late because it imports numpy
 
     if args.ids is not None:
         ids = read_json(args.ids)
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise InputError(f"{args.ids}: should hold a JSON list of whole numbers")
+            raise InputError(f"{args.ids}: should contain a JSON list of whole numbers")
         return engine.encode(ids)
     if args.file is None:
         return engine.encode(args.text)
@@ -162,8 +172,8 @@ def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:
 
 
 def read_standard_input() -> str:
-    """All of it, to the letter."""
-    from gemma_py.formats.files import TEXT_LIMIT  # numpy comes with it
+    """All of standard input, unchanged."""
+    from gemma_py.formats.files import TEXT_LIMIT  # imported late because it imports numpy
 
     data = sys.stdin.buffer.read(TEXT_LIMIT + 1)
     if len(data) > TEXT_LIMIT:
@@ -175,7 +185,7 @@ def read_standard_input() -> str:
 
 
 def print_json(report: Any) -> None:
-    """One line of JSON; what is infinite has no form there and becomes null."""
+    """Prints one line of JSON, in which infinite numbers and NaN become null."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
@@ -188,7 +198,7 @@ def print_json(report: Any) -> None:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """A number of bytes, with its unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -197,7 +207,7 @@ def size(count: float) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table that reads well as it is, too; the first `left` columns are words."""
+    """A Markdown table with aligned columns, of which the first `left` are text and the others numbers."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,10 +1,11 @@
 """Continue a text.
 
-The likeliest token is taken at every step, so the same prompt always gives the same continuation. Any option of sampling
-asks for a draw instead; what the others leave open is then as the checkpoint recommends (generation_config.json).
+By default the most likely token is taken at every step, so the same prompt always gives the same text. With any option of
+sampling, tokens are chosen at random, and options that are not given are as the checkpoint recommends in
+generation_config.json.
 
 With --json: {"prompt_ids", "ids", "texts", "logprobs", "text", "finish_reason", "seed", "timings": {"first_token_seconds",
-"decode_seconds", "decode_tokens_per_second"}}; logprobs are the model's own, before any filter.
+"decode_seconds", "decode_tokens_per_second"}}. The log-probabilities are the model's own, before any penalty or filter.
 """
 
 import argparse
@@ -24,9 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_input(parser, "--prompt")
     parser.add_argument(
-        "--max-tokens", type=positive, default=128, metavar="N", help="at most N new tokens (default: 128)"
+        "--max-tokens", type=positive, default=128, metavar="N", help="the largest number of new tokens (default: 128)"
     )
-    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end the output before this text; may be given again"
+    )
     add_sampling(parser)
     add_engine(parser)
 
@@ -38,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         note_kept_float(engine)
         ids = read_input(args, engine)
         if engine.tokenizer is None and not args.json:
-            raise InputError(f"{args.model}: the checkpoint brings no tokenizer; ask for --json to get token ids")
+            raise InputError(f"{args.model}: the checkpoint has no tokenizer; use --json to get token ids")
         sampling = asked(sampling_options(args), engine.sampling).seeded()
         tokens, times = [], [time.perf_counter()]
         for token in engine.generate(ids, args.max_tokens, stop=args.stop, **dataclasses.asdict(sampling)):

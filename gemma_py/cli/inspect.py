@@ -1,6 +1,6 @@
-"""What a checkpoint is: shape, layers, tensor types, sizes, tokenizer, template.
+"""Describe a checkpoint: its shape, layers, tensor types, sizes, tokenizer and template.
 
-Reads descriptions only; no weight is loaded.
+Only the description is read; no weights are loaded.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The command line: arguments in, a command called, errors turned into one line and an exit code."""
+"""The command line: parses the arguments, runs a command, and turns every error into one line and an exit code."""
 
 import argparse
 import importlib
@@ -11,35 +11,35 @@ from typing import NoReturn
 
 import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
-from gemma_py.cli.common import warn_of_threads
+from gemma_py.cli.common import notify, warn_of_threads
 from gemma_py.cli.progress import shown_warnings
 from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _COMMANDS = (
-    "chat", "generate", "serve", "batch", "score", "bench", "sweep", "inspect", "verify", "models", "cache", "completion",
+    "chat", "generate", "serve", "batch", "score", "bench", "sweep", "inspect", "verify", "models", "cache",
 )  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
-    """Usage errors in one line."""
+    """Reports usage errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message} (see --help)\n")
 
 
 def parser(wanted: str | None = None) -> argparse.ArgumentParser:
-    """Of the command that is wanted, or of all: a command's module brings what the command needs, which takes its time."""
+    """The parser of all commands, or of the one that is wanted: importing the modules of the others would take time."""
     top = _Parser(
         prog="gemma_py",
-        description="Run Gemma models on CPUs. The same prompt gives the same bits, on any machine.",
+        description="Run Gemma models on CPUs. The same prompt gives the same bits with any number of threads and on any machine.",
         epilog="MODEL is a GGUF file, a Hugging Face directory, a name from `gemma_py models`, or hf:owner/name (or "
-        f"hf:owner/name/file.gguf, with @revision); {DEFAULT_MODEL} if left out. Exit codes: 0 good, 1 failed, 2 usage, 130 interrupted.",
+        f"hf:owner/name/file.gguf, with @revision); without it, {DEFAULT_MODEL} is used. "
+        "Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gemma_py {gemma_py.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    # (`completion` is about all the others.)
-    for name in (wanted,) if wanted in _COMMANDS and wanted != "completion" else _COMMANDS:
+    for name in (wanted,) if wanted in _COMMANDS else _COMMANDS:
         module = importlib.import_module(f"gemma_py.cli.{name}")
         description = (module.__doc__ or "").strip()
         command = commands.add_parser(
@@ -47,11 +47,11 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
             help=description.partition("\n")[0].rstrip("."),
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # `--api-key SECRET` would pass for --api-key-file, and print the secret
+            allow_abbrev=False,  # else `--api-key SECRET` is taken for --api-key-file, and an error prints the secret
         )
         module.add_arguments(command)
-        command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        command.set_defaults(run=module.run, commands=commands.choices)
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+        command.set_defaults(run=module.run)
     return top
 
 
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GemmaError as error:
         message = str(error)
     except BrokenPipeError:
-        # The reader left (`... | head`): nothing more to say, not even at exit.
+        # The reader of the pipe has left (`... | head`). Python must not try to write to it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
@@ -79,16 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(error)
     try:
         sys.stdout.flush()
-    except OSError:  # what could not be written is said below; Python must not try again at exit
+    except OSError:  # the error is reported below; Python must not try to write again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    print(f"gemma_py: {' '.join(message.split())}", file=sys.stderr)
+    notify(message)
     return FAILED
 
 
 def entry() -> NoReturn:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by whoever called
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  (open until the process ends)
+        if getattr(sys, name) is None:  # the caller closed it
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  (it stays open until the process ends)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -1,8 +1,8 @@
-"""Streamed Markdown: text appears as it comes, and every finished block is drawn again as it is meant.
+"""Markdown that is rendered while it is streamed: text appears at once, and every finished block is replaced by its rendering.
 
-Only what is certainly the block's own rows is erased, in the same write that draws it anew, so nothing flickers. A block stays
-as it came where rows cannot be counted (taller than the window, a window that changed, characters that terminals disagree
-about), and where the rendering would lose a letter of it.
+Only the rows of the block itself are erased, and the rendering is written together with that, so nothing flickers. A block stays
+as it was streamed where its rows cannot be counted (it is taller than the window, the window changed, or terminals disagree about
+the width of a character), and where the rendering would lose a letter of it.
 """
 
 import re
@@ -16,7 +16,7 @@ from rich.markdown import Markdown
 
 _FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
-# A chat's text is not HTML, and a link's address, an image's or an indented line is not to vanish.
+# HTML, images, reference links and indented code are left as text, because their rendering would drop part of it.
 _PARSER = (
     MarkdownIt("commonmark", {"html": False})
     .enable(["table", "strikethrough"])
@@ -27,12 +27,12 @@ _CONTROLS |= {0x0A: "\n", 0x09: "    "}
 
 
 def visible(text: str) -> str:
-    """No text moves the cursor or changes the terminal: control characters become their pictures."""
+    """The text with control characters replaced by visible symbols, so that it cannot move the cursor or change the terminal."""
     return text.translate(_CONTROLS)
 
 
 class StreamedMarkdown:
-    """One answer."""
+    """Writes one answer to the console."""
 
     def __init__(self, console: Console, rendered: bool) -> None:
         self._console, self._rendered = console, rendered
@@ -41,7 +41,7 @@ class StreamedMarkdown:
         self._undisturbed = True
 
     def disturb(self) -> None:
-        """The window changed or others wrote to it: the rows of this block cannot be known."""
+        """Tells that the window changed, or that something else was written: the rows of this block are unknown then."""
         self._undisturbed = False
 
     def write(self, text: str) -> None:
@@ -88,14 +88,14 @@ class StreamedMarkdown:
         self._emit(f"{to_its_start}\x1b[J{drawn}{end}")
 
     def _draw(self, block: str) -> str | None:
-        """As it is meant; None if it has to stay as it came."""
+        """The rendering of a block; None if the block has to stay as it was streamed."""
         if rows(block, self._console.width) > self._console.height - 2 or any(map(contested, block)):
             return None
         markdown = Markdown(block, hyperlinks=False)
         markdown.parsed = _PARSER.parse(block)
         for token in markdown.parsed:
             for child in token.children or ():
-                if child.type == "softbreak":  # a model's lines are meant as lines
+                if child.type == "softbreak":  # a model means its line breaks as such
                     child.type = "hardbreak"
         with self._console.capture() as capture:
             self._console.print(markdown)
@@ -109,7 +109,7 @@ def letters(text: str) -> Counter[str]:
 
 
 def contested(character: str) -> bool:
-    """Joiners, marks, flags and skin tones: terminals do not agree how wide they are."""
+    """Whether terminals disagree about the width of a character: joiners, marks, flags and skin tones."""
     if character.isascii():
         return False
     pair = "\U0001f1e6" <= character <= "\U0001f1ff" or "\U0001f3fb" <= character <= "\U0001f3ff"

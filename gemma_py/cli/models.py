@@ -1,4 +1,4 @@
-"""The models that can be named, and which of them are at hand."""
+"""List the models that have a name, and which of them are available locally."""
 
 import argparse
 import dataclasses
@@ -10,27 +10,29 @@ from gemma_py.cli.common import print_json, size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Any other repository of the Hugging Face hub can be named as hf:owner/name (extra `hf`)."
+    parser.epilog = (
+        "Any other repository of the Hugging Face hub can be used as hf:owner/name, which needs the extra `hf`."
+    )
 
 
-def at_hand(entry: Entry) -> bool:
+def is_local(entry: Entry) -> bool:
     kind, _, name = entry.source.partition(":")
     if kind == "pypi":
         return importlib.util.find_spec(name.replace("-", "_")) is not None
-    return kind == "included" or hub.at_hand(entry.source)
+    return kind == "included" or hub.available_locally(entry.source)
 
 
 def run(args: argparse.Namespace) -> None:
     entries = catalogue()
     if args.json:
-        print_json({"models": [dataclasses.asdict(entry) | {"at_hand": at_hand(entry)} for entry in entries]})
+        print_json({"models": [dataclasses.asdict(entry) | {"at_hand": is_local(entry)} for entry in entries]})
         return
     for entry in entries:
-        mark = "*" if at_hand(entry) else " "
+        mark = "*" if is_local(entry) else " "
         parameters = f"{entry.parameters / 1e9:.2f} B" if entry.parameters >= 1e8 else f"{entry.parameters / 1e6:.2f} M"
         print(
             f"{mark} {entry.name:22} {parameters:>8} {size(entry.bytes):>10}  {entry.format:17} {entry.source:46} {entry.note}"
         )
     print(
-        "* at hand. Those of the hub (hf:) are downloaded when they are first used; most ask for agreement on their page."
+        "* available locally. Models of the hub (hf:) are downloaded when they are first used; most must be agreed to on their page."
     )

@@ -1,4 +1,4 @@
-"""Progress of long commands, on stderr."""
+"""Shows the progress of long commands on stderr."""
 
 import sys
 import time
@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 
+from gemma_py.cli.common import notify
 from gemma_py.errors import GemmaWarning
 
 
-class Progress:
-    """What is being done: a bar with the time left on a terminal, else a line each; nothing if not wanted."""
+class ProgressBar:
+    """Draws a bar with the time left where stderr is a terminal, else prints a line for each step. Nothing if not wanted."""
 
     def __init__(self, doing: str, wanted: bool) -> None:
         self._doing = doing
@@ -30,18 +31,18 @@ class Progress:
         self._last = what
 
     def _left(self, part: float) -> str:
-        """Nothing while there is too little to tell from."""
+        """The time left; an empty text while there is too little to estimate it from."""
         spent = time.monotonic() - self._began
         if part < 0.02 or spent < 1:
             return ""
         seconds = int(spent * (1 - part) / part)
         return f"{seconds // 60}:{seconds % 60:02} left"
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """However it ends, what is printed next has a line to itself."""
+        """Clears the bar, so that what is printed next has a line to itself."""
         if self._bar:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
@@ -50,7 +51,7 @@ _FIRST_LINE_AFTER, _NEXT_LINE_AFTER = 2.0, 3.0  # seconds
 
 
 class LoadProgress:
-    """How far the loading of a model is, on stderr: what `gemma_py.load` and `resolve` report."""
+    """Shows on stderr the progress that `gemma_py.load` and `resolve` report."""
 
     def __init__(self) -> None:
         self._next_line: dict[str, float] = {}  # when the next line of a piece of work is due
@@ -61,7 +62,7 @@ class LoadProgress:
             self._next_line[what] = time.monotonic() + _FIRST_LINE_AFTER
         if unit == "kernels":
             self._count(what, done, total, first)
-        elif what.startswith("downloading"):  # the hub's own library shows how far that is
+        elif what.startswith("downloading"):  # the hub's own library draws a bar
             _line(f"{what}, {total / (1 << 20):,.0f} MiB, once")
         elif what.startswith("assembling"):
             self._bar(what, done, total, first)
@@ -87,18 +88,18 @@ class LoadProgress:
 
 @contextmanager
 def shown_warnings() -> Iterator[None]:
-    """The library's warnings as lines on stderr, each once."""
+    """Prints the library's warnings as lines on stderr, each once."""
     with warnings.catch_warnings():
-        otherwise = warnings.showwarning
+        default = warnings.showwarning
 
         def show(
             message: Warning | str, category: type[Warning], filename: str, lineno: int,
             file: TextIO | None = None, line: str | None = None,
         ) -> None:  # fmt: skip
             if issubclass(category, GemmaWarning):
-                _line(f"gemma_py: {message}")
+                notify(str(message))
             else:
-                otherwise(message, category, filename, lineno, file, line)
+                default(message, category, filename, lineno, file, line)
 
         warnings.showwarning = show
         warnings.simplefilter("default", GemmaWarning)

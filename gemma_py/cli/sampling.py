@@ -1,4 +1,4 @@
-"""The options of commands that generate: how tokens are chosen."""
+"""The options that say how tokens are chosen, for the commands that generate."""
 
 import argparse
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from gemma_py.generate.options import OPTIONS
 
 _NUMBERS = (
-    ("temperature", float, "0 takes the likeliest token; above 0, to 2, draws, the higher the wilder"),
-    ("top-k", int, "draw among the N likeliest tokens; 0: all"),
-    ("top-p", float, "draw among the likeliest tokens that together have this probability"),
-    ("min-p", float, "draw among tokens at least this share as likely as the likeliest"),
-    ("repetition-penalty", float, "above 1: tokens that have occurred, in the prompt too, are less likely"),
-    ("presence-penalty", float, "taken off the logits of tokens generated before"),
-    ("frequency-penalty", float, "the same, once for each time"),
-    ("seed", int, "the same seed, the same text, with any threads"),
+    ("temperature", float, "0 always takes the most likely token; larger values, up to 2, choose more at random"),
+    ("top-k", int, "choose among the N most likely tokens; 0: among all"),
+    ("top-p", float, "choose among the most likely tokens that together have probability X"),
+    ("min-p", float, "choose among tokens whose probability is at least X times that of the most likely one"),
+    ("repetition-penalty", float, "above 1, makes tokens less likely that occur in the prompt or the output"),
+    ("presence-penalty", float, "subtracted from the logit of each token that occurs in the output"),
+    ("frequency-penalty", float, "subtracted from the logit of a token for each time it occurs in the output"),
+    ("seed", int, "seed of the random choice; the same seed gives the same text, with any number of threads"),
 )
 
 
@@ -24,6 +24,6 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was given, by the names of `Sampling`."""
+    """The options that were given, by their names in `Sampling`."""
     given = {name: getattr(args, name, None) for name in OPTIONS}
     return {name: value for name, value in given.items() if value is not None}

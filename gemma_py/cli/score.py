@@ -1,4 +1,4 @@
-"""How likely a text is: negative log likelihood of each token, and perplexity.
+"""Score a text: the negative log-likelihood of each token, and the perplexity.
 
 With --json: {"ids": [...], "nll": [one number for each token after the first], "mean_nll": x, "perplexity": y}.
 """

@@ -1,4 +1,4 @@
-"""Where a chat is shown. This one is for pipes: answers on stdout alone, everything else on stderr."""
+"""What a chat needs of the place where it is shown, and a screen for pipes: answers on stdout, everything else on stderr."""
 
 import contextlib
 import dataclasses
@@ -13,39 +13,39 @@ from gemma_py.formats.files import TEXT_LIMIT
 
 
 class Stopped(Exception):
-    """Somebody does not want to wait for the rest."""
+    """The user stopped a computation."""
 
 
 class Screen(Protocol):
-    lasting: bool  # somebody is there: an error is shown, and the conversation goes on
+    interactive: bool  # a person is there: errors are shown, and the conversation continues
 
     def read(self, draft: str) -> str | None:
         """The next message or command; None at the end of input."""
 
     def write(self, text: str) -> None:
-        """More of an answer."""
+        """Shows the next text of an answer."""
 
     def end_answer(self, stats: AnswerStats | None) -> None:
-        """stats: None if there was no answer."""
+        """Ends the text of an answer. stats: None if there was no answer."""
 
     def note(self, text: str) -> None:
-        """What is not an answer."""
+        """Shows a text that is not part of an answer."""
 
     def error(self, text: str) -> None: ...
 
     def waiting(self, what: str) -> None:
-        """A line while something goes on that cannot say how far it is; empty: it is over."""
+        """Shows what is being done while there is no progress to report; an empty text removes the line."""
 
     def progress(self, what: str, done: int, total: int) -> None: ...
 
     def ask(self, question: str) -> str: ...
 
     def computing(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-        """While an answer is made or something is checked; gives whether somebody wants that to stop."""
+        """A context for a long computation, whose value tells whether the user wants to stop it."""
 
 
-class Plain:
-    lasting = False
+class PlainScreen:
+    interactive = False
 
     def __init__(self, json: bool) -> None:
         self._json = json
@@ -80,7 +80,7 @@ class Plain:
     error = note
 
     def waiting(self, what: str) -> None:
-        pass  # in a script nobody waits
+        pass  # a script does not wait at the screen
 
     def progress(self, what: str, done: int, total: int) -> None:
         if sys.stderr.isatty() and (done < total or what != "reading"):
@@ -89,7 +89,7 @@ class Plain:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def ask(self, question: str) -> str:
-        raise InputError(f"there is nobody to ask: {question}")
+        raise InputError(f"there is no terminal to ask at: {question}")
 
     def computing(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
         return contextlib.nullcontext(lambda: False)  # Ctrl-C ends the program

@@ -1,9 +1,9 @@
-"""Which number of threads and which chunk size is fastest here; no bit depends on either, and that is checked.
+"""Find the fastest number of threads and chunk size here, and check that no bit depends on either.
 
-Each point reads a prompt in chunks of one size with so many threads, then makes some tokens one by one; figures are
-medians of all rounds, with the efficiency: what a thread gives, against a thread of the smallest team. The fastest are
-marked with a star. The bits of logits, keys and values are compared after every run; if two differ, the first place where
-they do is named, and the exit code is 1. Ctrl-C shows what has been measured.
+Each measurement reads a prompt in chunks of one size with one number of threads, then decodes some tokens. Figures are medians of
+all rounds. In brackets is the efficiency: the speed of each thread, relative to a thread of the smallest team. A star marks the
+fastest. The bits of logits, keys and values are compared after every run; if two runs differ, the first difference is named,
+and the exit code is 1. Ctrl-C shows what has been measured so far.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from gemma_py.checks.plot import refuse_what_cannot_be_drawn
 from gemma_py.checks.sweep import Sweep
 from gemma_py.checks.verify import threads_text
 from gemma_py.cli.common import add_model, counts, environment_threads, markdown, positive, print_json, teams
-from gemma_py.cli.progress import LoadProgress, Progress
+from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.generate.engine import Engine
 
 
@@ -23,21 +23,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument(
         "--threads", type=teams, dest="teams", default=environment_threads(), metavar="N,N",
-        help="default: up to the cores that this process may use, and all that the system calls processors",
+        help="numbers of worker threads (default: up to the cores that this process may use, and all hardware threads)",
     )  # fmt: skip
-    parser.add_argument("--chunks", type=counts, default=(32, 128, 512), metavar="N,N", help="default: 32,128,512")
     parser.add_argument(
-        "--tokens", type=positive, default=512, metavar="N", help="of the prompt (default: %(default)s)"
+        "--chunks", type=counts, default=(32, 128, 512), metavar="N,N", help="chunk sizes (default: 32,128,512)"
     )
-    parser.add_argument("--new", type=positive, default=32, metavar="N", help="made after it (default: %(default)s)")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the figures, as .png, .svg or .pdf (needs matplotlib)"
+        "--tokens", type=positive, default=512, metavar="N", help="tokens of the prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--new", type=positive, default=32, metavar="N", help="tokens to decode after it (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=3, metavar="N", help="rounds of measurements (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the result into a .png, .svg or .pdf file (needs matplotlib)"
     )
 
 
 def default_teams() -> tuple[int, ...]:
-    """All up to 8 cores, then powers of two; and as many as there are hardware threads, to show what they are worth."""
+    """Every number up to 8 cores, then powers of two, all cores, and all hardware threads, to show what those add."""
     cores, processors = machine.threads(), len(machine.affinity())
     few = range(1, min(cores, 8) + 1)
     return tuple(sorted({*few, *(1 << n for n in range(4, 11) if 1 << n < cores), cores, processors}))
@@ -54,10 +60,10 @@ def run(args: argparse.Namespace) -> None:
     interrupted = None
     with open_engine(max(threads)) as engine:
         sweep = Sweep(engine, threads, args.chunks, args.tokens, args.new)
-        with Progress("measuring", wanted=not args.json) as progress:
+        with ProgressBar("measuring", wanted=not args.json) as progress:
             try:
                 sweep.run(args.rounds, open_engine, progress)
-            except KeyboardInterrupt as signal:  # what has been measured is shown nevertheless
+            except KeyboardInterrupt as signal:  # what has been measured so far is shown
                 interrupted = signal
         if sweep.points and args.plot is not None:
             sweep.draw(args.plot, f"{engine.name} on {machine.name()}")

@@ -25,14 +25,14 @@ _PASTES_MARKED, _PASTES_PLAIN = "\x1b[?2004h", "\x1b[?2004l"
 
 
 class Terminal:
-    lasting = True
+    interactive = True
 
     def __init__(self, commands: Mapping[str, tuple[str, ...]], markdown: bool) -> None:
         self._console = Console(highlight=False)
         self._moves = not self._console.is_dumb_terminal
         self._markdown = markdown and self._moves
         self._answer: StreamedMarkdown | None = None
-        self._waits = False  # a line of `waiting` is on the screen
+        self._waits = False  # whether a line of `waiting` is on the screen
         self._session: PromptSession[str] | None = None
         if self._moves:
             self._session = PromptSession(
@@ -50,7 +50,7 @@ class Terminal:
         try:
             return FileHistory(private_file(state_dir() / "history"))
         except OSError as error:
-            self.note(f"what you type is not remembered: {error}")
+            self.note(f"what you type is not kept in a history: {error}")
             return InMemoryHistory()
 
     def read(self, draft: str) -> str | None:
@@ -68,7 +68,7 @@ class Terminal:
             return None
 
     def _show_message(self, text: str) -> None:
-        """As it was typed; of one that would fill the window, how it begins."""
+        """Shows a message as it was typed, or its beginning if it would fill more than half of the window."""
         shown, room = visible(text).replace("\n", "\n  "), max(3, self._console.height // 2)
         while rows(f"> {shown}", self._console.width) >= room:
             shown = f"{shown[: len(shown) * 3 // 4].rstrip()} …"
@@ -103,7 +103,7 @@ class Terminal:
         if self._moves and (what or self._waits):
             line = Text(visible(what))
             line.truncate(max(1, self._console.width - 1), overflow="ellipsis")
-            # Whatever is printed next (what is downloaded, packed, compiled) begins where this does, and is longer.
+            # The cursor goes back to the start of the line, so that what is printed next overwrites it.
             self._console.file.write(f"\r\x1b[K{line.plain}\r")
             self._console.file.flush()
             self._waits = bool(what)
@@ -113,7 +113,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[Callable[[], bool]]:
-        """Ctrl-C asks to stop at the next token or chunk; once more, and it is done at once."""
+        """The first Ctrl-C asks to stop at the next token or chunk; the second one interrupts at once."""
         asked: list[int] = []
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -126,9 +126,9 @@ class Terminal:
                 self._answer.disturb()
 
         def leave(number: int, frame: FrameType | None) -> None:
-            self._give_back(keys)  # the shell has them now
+            self._give_back(keys)  # the shell uses the terminal now
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)  # where nobody could bring it back, the system does not stop it
+            os.kill(os.getpid(), number)  # the kernel ignores it where no shell could resume this process
             signal.signal(number, leave)
             self._silence()
 
@@ -149,10 +149,10 @@ class Terminal:
                 signal.signal(number, handler)
 
     def _silence(self) -> None:
-        """What is typed during an answer waits for the next prompt, instead of appearing in the middle of the text.
+        """Turns echo off, so that what is typed during an answer waits for the next prompt instead of appearing in the text.
 
-        Key by key where the prompt edits itself; else a line would be cut at 4,096 characters, and each line of a paste would
-        become a message. Nor does Ctrl-C take away what was typed before it.
+        Where prompt_toolkit reads the next message, keys are passed on one by one: the kernel would cut a line at 4,096
+        characters, and each line of a paste would become a message. Ctrl-C does not discard what was typed before it.
         """
         now = termios.tcgetattr(sys.stdin)
         now[3] = now[3] & ~termios.ECHO | termios.NOFLSH
@@ -185,7 +185,7 @@ def _keys() -> KeyBindings:
 
 
 def _completer(commands: Mapping[str, tuple[str, ...]]) -> Completer:
-    """Of commands and what follows them."""
+    """Completes commands and their arguments."""
     following: dict[str, Completer | dict[str, None] | None] = {
         name: PathCompleter(expanduser=True) if words == (FILE,) else dict.fromkeys(words) or None
         for name, words in commands.items()

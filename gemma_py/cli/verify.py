@@ -1,10 +1,10 @@
-"""Check on this machine that threads and chunks do not change a bit.
+"""Check on this machine that no bit depends on the number of threads or the chunk size.
 
-A fixed prompt is run with every number of threads and every chunk size (1 is decoding token by token); logits of all
-tokens and all keys and values must have the same bits, and on a prefix those of the specification. If two runs differ, the
-first layer, phase, position and worker are named, and the exit code is 1.
+A fixed prompt is computed with every number of threads and every chunk size (a chunk of 1 is decoding token by token). The logits
+of all tokens and all keys and values must have the same bits, and for the first tokens the bits of the specification. If two
+runs differ, the first layer, phase, position and worker are named, and the exit code is 1.
 
---trace FILE keeps digests of every phase; --against FILE, on another machine, compares with them.
+--trace FILE writes digests of every phase; --against FILE compares with such digests from another machine.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 import gemma_py
 from gemma_py.checks import trace_file, verify
 from gemma_py.cli.common import add_model, add_quant, counts, natural, note_kept_float, positive, print_json
-from gemma_py.cli.progress import LoadProgress, Progress
+from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.errors import MismatchError
 from gemma_py.generate.engine import Engine
 
@@ -21,31 +21,39 @@ from gemma_py.generate.engine import Engine
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_quant(parser)
-    parser.add_argument("--threads", type=counts, default=(1, 2, 3, 4), metavar="N,N", help="default: 1,2,3,4")
-    parser.add_argument("--chunks", type=counts, default=(1, 7, 64, 512), metavar="N,N", help="default: 1,7,64,512")
+    parser.add_argument(
+        "--threads",
+        type=counts,
+        default=(1, 2, 3, 4),
+        metavar="N,N",
+        help="numbers of worker threads (default: 1,2,3,4)",
+    )
+    parser.add_argument(
+        "--chunks", type=counts, default=(1, 7, 64, 512), metavar="N,N", help="chunk sizes (default: 1,7,64,512)"
+    )
     parser.add_argument(
         "--tokens",
         type=positive,
         metavar="N",
-        help=f"of the prompt (default: {verify.TOKENS}, or what fits; as many as FILE has)",
+        help=f"tokens of the prompt (default: {verify.TOKENS}, or as many as fit; with --against as many as FILE has)",
     )
     parser.add_argument(
         "--reference",
         type=natural,
         default=verify.REFERENCE,
         metavar="N",
-        help="tokens to compare with the specification, which is slow; 0: none (default: %(default)s)",
+        help="how many tokens to compare with the specification, which is slow; 0: none (default: %(default)s)",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write digests of every phase")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a trace from elsewhere")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with a trace from another machine")
 
 
 def run(args: argparse.Namespace) -> None:
     def open_engine(threads: int) -> Engine:
         return gemma_py.load(args.model, threads=threads, quant=args.quant, progress=LoadProgress())
 
-    with Progress("checking", wanted=not args.json) as progress:
-        with open_engine(max(args.threads)) as engine:  # refuses all that can be refused, before the work
+    with ProgressBar("checking", wanted=not args.json) as progress:
+        with open_engine(max(args.threads)) as engine:  # invalid arguments are errors before the long computation
             note_kept_float(engine)
             wanted, theirs = args.tokens, None
             if args.against is not None:
@@ -74,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(args: argparse.Namespace, report: verify.Report, apart: verify.Difference | None) -> None:
-    """The JSON object or the table, and what it means; a difference follows as an error."""
+    """Prints the JSON object, or a table and what it means. A difference is raised as an error afterwards."""
     if args.json:
         table = report.as_json()
         if args.against is not None and report.difference is None:
@@ -87,7 +95,7 @@ def show(args: argparse.Namespace, report: verify.Report, apart: verify.Differen
         print(f"{checked} have the same bits, token by token as in chunks." if 1 in args.chunks else
               f"{checked} have the same bits.")  # fmt: skip
         if report.reference_tokens:
-            print(f"The first {report.reference_tokens} tokens have those of the specification.")
+            print(f"The first {report.reference_tokens} tokens have the bits of the specification.")
         if args.trace is not None:
             print(f"The trace is in {args.trace}.")
         if args.against is not None and apart is None:
@@ -95,7 +103,7 @@ def show(args: argparse.Namespace, report: verify.Report, apart: verify.Differen
 
 
 def grid(report: verify.Report) -> str:
-    """Digests by threads and chunks; a star where they are not those of the first run."""
+    """A table of digests by threads and chunks, with a star where they differ from the first run."""
     chunks = list(dict.fromkeys(way.chunk for way in report.ways))
     digests = {way: result.digest[:8] for way, result in zip(report.ways, report.results, strict=True)}
     lines = ["threads" + "".join(f"{f'chunks of {chunk}':>16}" for chunk in chunks)]

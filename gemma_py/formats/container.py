@@ -84,6 +84,8 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """The arrays and the metadata of a file that `write_arrays` wrote, mapped; FormatError where its digest is wrong."""
     data = map_file(path)
     header = read_header(path, len(data))
+    if _DIGEST not in header.metadata:
+        raise FormatError(f"{path}: not a file that gemma_py wrote")
     digest = hashlib.sha256(without_digest(data[: header.size].tobytes(), header.metadata))
     for first in range(header.size, len(data), _BLOCK):
         digest.update(data[first : first + _BLOCK].data)

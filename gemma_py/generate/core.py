@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gemma_py.errors import InputError, check_context
+from gemma_py.errors import InputError
 from gemma_py.generate.options import Sampling
 from gemma_py.generate.sampling import Sampler, likeliest, log_probabilities
+from gemma_py.runtime.cache import check_context
 from gemma_py.tokenizer import Tokenizer
 
 _MOST_TOP = 100  # alternatives of a token

@@ -11,7 +11,7 @@ import numpy as np
 
 from gemma_py import machine
 from gemma_py.catalog import resolve
-from gemma_py.errors import ComputationError, InputError, check_context
+from gemma_py.errors import ComputationError, InputError
 from gemma_py.formats.blocks import QUANTS
 from gemma_py.generate import sampling
 from gemma_py.generate.core import Generation, Request, Token, check_ids, stop_strings
@@ -20,7 +20,7 @@ from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
 from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.progress import ReportProgress, no_report
-from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed
+from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed, check_context
 from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.program import Linked, link
@@ -36,7 +36,7 @@ class Engine:
     """Weights, config and tokenizer. Use as a context manager, or close it.
 
     Several sessions may be alive at once and be used from several Python threads; their passes take turns. A forked child
-    may go on using an engine; it gets worker threads of its own.
+    may use its parent's engine; it gets worker threads of its own.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """Of the model, for people."""
+        """The model's name, as people know it."""
         return repository_of(self.path) or self.path.name
 
     @property
@@ -206,7 +206,7 @@ class Engine:
         **options: Any,
     ) -> Iterator[Token]:
         """The answer to messages in OpenAI's form. The options are those of `generate`; what they leave open is as the
-        checkpoint recommends. For a conversation that goes on, `Conversation` keeps what was computed."""
+        checkpoint recommends. For a conversation of several turns use `Conversation`, which computes each token once."""
         sampling, form = self.chat_sampling(options), self.template(template)
         ids = encode(form.pieces(checked_messages(messages)), self.text_tokenizer(), {}, {})
         stop = (*form.stop, *stop_strings(stop))
@@ -325,7 +325,7 @@ class Session:
 
         chunk is how many tokens share a pass. It changes speed and memory, never a bit.
 
-        If a worker fails, WorkerError names it, nothing is committed of the chunk at hand, and the call may be repeated;
+        If a worker fails, WorkerError names it, nothing of its chunk is committed, and the call may be repeated;
         only after a worker that stalled and never came back is the session lost, and says so.
         """
         engine, runner = self.engine, self.engine.runner
@@ -346,11 +346,11 @@ class Session:
         return self.prefill([token_id])
 
     def reserve(self, tokens: int) -> None:
-        """Make room for tokens to come, as far as the context goes: else their pass does, and may have to move all rows first."""
+        """Make room for so many more tokens, as far as the context goes, so that their pass does not have to move rows first."""
         self.engine.runner.reserve(self._cache, min(tokens, self.engine.context - self.position))
 
     def rewind(self, position: int) -> None:
-        """Forget the tokens from this position on. It costs nothing, and nothing tells it from a fresh start.
+        """Remove the tokens from this position on. It costs nothing, and the session is as if they had never been there.
 
         A sliding layer's ring holds `keep` tokens more than its window: further back is an InputError, see `reachable`.
         """
@@ -366,13 +366,13 @@ class Session:
         return self._cache.reachable(position)
 
     def stored(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """A layer at a time: the keys and values that tokens after `since` may read, as they are stored, [G, positions, E]."""
+        """Layer by layer, the KV rows that tokens after `since` may read, in their stored type, [G, positions, E]."""
         if not self.reachable(since):
-            raise InputError(f"position {since} cannot be gone back to from {self.position}: its rows are overwritten")
+            raise InputError(f"position {since} cannot be rewound to from {self.position}: its rows are overwritten")
         return (self._cache.stored(number, since) for number in range(len(self.engine.config.kv_owners)))
 
     def restore(self, ids: Sequence[int], stored: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Into a session that is empty: the tokens of another, and what it had `stored`."""
+        """Fill an empty session with the tokens of another and what it had `stored`."""
         if self.position:
             raise InputError(f"only an empty session can be restored; this one holds {self.position} tokens")
         tokens = self.engine.check_ids(ids)

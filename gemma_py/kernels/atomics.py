@@ -1,7 +1,8 @@
-"""What threads need of the machine: ordered access to int64 cells, a pause, a clock, and IEEE arithmetic.
+"""What threads need of the machine: atomic access to int64 cells, a spin hint, a clock, and a check for IEEE arithmetic.
 
-A cell is one element of a contiguous int64 array. Loads acquire and stores release: whoever loads a value sees all
-that was written before it was stored. That makes plain array writes safe to hand over; the runtime relies on no more.
+A cell is one element of a contiguous int64 array. A load acquires and a store releases: a thread that loads a value sees
+everything that was written before that value was stored. So a plain array can be handed from one thread to another; the
+runtime relies on nothing else.
 """
 
 import time
@@ -29,7 +30,7 @@ def _pointer(context, builder, sig, args):
 
 @intrinsic
 def load_acquire(typing, array, index):
-    """The cell's value; what its writer wrote before is visible from here on."""
+    """The cell's value. What its writer wrote before storing it is visible from here on."""
     if not _is_cells(array):
         return None
 
@@ -41,7 +42,7 @@ def load_acquire(typing, array, index):
 
 @intrinsic
 def store_release(typing, array, index, value):
-    """Set the cell; all that this thread wrote before is visible to whoever loads it."""
+    """Set the cell. What this thread wrote before is visible to every thread that loads the value."""
     if not _is_cells(array):
         return None
 
@@ -54,7 +55,7 @@ def store_release(typing, array, index, value):
 
 @intrinsic
 def fetch_add(typing, array, index, value):
-    """Add to the cell and give what it held before, as one step of acquire and release."""
+    """Add to the cell and return its value before, in one atomic step that acquires and releases."""
     if not _is_cells(array):
         return None
 
@@ -66,7 +67,7 @@ def fetch_add(typing, array, index, value):
 
 @intrinsic
 def compare_exchange(typing, array, index, expected, value):
-    """Set the cell if it holds `expected`; give what it held before."""
+    """Set the cell if it holds `expected`, in one atomic step; return its value before."""
     if not _is_cells(array):
         return None
 
@@ -84,19 +85,19 @@ def _call_libc(builder, name, operands):
 
 @intrinsic
 def yield_cpu(typing):
-    """Let another thread run on this core, if one wants to. POSIX, so Linux and macOS alike."""
+    """Let another thread run on this core, if one is waiting. POSIX, so the same on Linux and macOS."""
     return types.int32(), lambda context, builder, sig, args: _call_libc(builder, "sched_yield", args)
 
 
 @intrinsic
 def sleep_microseconds(typing, duration):
-    """Sleep; less than a second. For test modes only: nothing on the normal path sleeps."""
+    """Sleep for less than a second. Only tests do: nothing on the normal path sleeps."""
     return types.int32(types.uint32), lambda context, builder, sig, args: _call_libc(builder, "usleep", args)
 
 
 @intrinsic
 def nanoseconds(typing):
-    """A clock that never goes back. libc's: cycle counters differ from machine to machine, or may not be read."""
+    """libc's monotonic clock. (Cycle counters differ between machines, and some machines forbid reading them.)"""
 
     def codegen(context, builder, sig, args):
         second_and_rest = cgutils.alloca_once(builder, ir.LiteralStructType([ir.IntType(64), ir.IntType(64)]))
@@ -109,7 +110,7 @@ def nanoseconds(typing):
 
 @intrinsic
 def spin_hint(typing):
-    """Tell the core that this is a spin loop; nothing on machines that have no word for it."""
+    """Tell the core that it is in a spin loop: x86's pause, ARM's yield, nothing elsewhere."""
 
     def codegen(context, builder, sig, args):
         machine = binding.get_process_triple().split("-")[0]
@@ -125,20 +126,20 @@ def spin_hint(typing):
     return types.void(), codegen
 
 
-# Read from memory at run time, so that no compiler computes the answers ahead.
+# Passed as an array, so that no compiler computes the answers in advance.
 _PROBE = np.array([2.0**-140, 1.0, 2.0**-126, 0.5, 2.0**-24, 1.5 * 2.0**-24, 0.5 * 2.0**-24], np.float32)
 
 
 @inlined
-def _kept(a, b):
+def _product_is_not_zero(a, b):
+    """Judged by its bits: a comparison of floats could itself treat a subnormal as zero."""
     return bits_of_f32(a * b) != 0
 
 
 @kernel
 def _is_ieee(probe):
-    # Flags are read from bits: comparing floats would itself see a subnormal as zero.
     small, one, least, half, tie, above, below = probe[0], probe[1], probe[2], probe[3], probe[4], probe[5], probe[6]
-    subnormal = _kept(small, one) and _kept(least, half)  # as an operand, and as a result of normal operands
+    subnormal = _product_is_not_zero(small, one) and _product_is_not_zero(least, half)  # as an operand, and as a result
     up = bits_of_f32(one + above) == bits_of_f32(one) + 1 and bits_of_f32(-one - above) == bits_of_f32(-one) + 1
     down = bits_of_f32(one + below) == bits_of_f32(one) and bits_of_f32(-one - below) == bits_of_f32(-one)
     return subnormal and up and down and bits_of_f32(one + tie) == bits_of_f32(one)
@@ -147,7 +148,8 @@ def _is_ieee(probe):
 def is_ieee() -> bool:
     """Whether the calling thread keeps subnormals and rounds to nearest even.
 
-    Both are switches of a thread, inherited from the one that started it, and some libraries set the first for speed
-    (-ffast-math at load time, torch.set_flush_denormal). Bits would then depend on who started the program.
+    Both are switches of a thread, which a new thread inherits. Some libraries flush subnormals to zero for speed
+    (those compiled with -ffast-math when they are loaded, and torch.set_flush_denormal); the bits would then depend on
+    which libraries a program has loaded.
     """
     return bool(_is_ieee(_PROBE))

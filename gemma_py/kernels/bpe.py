@@ -1,4 +1,4 @@
-"""Byte pair encoding: neighbours merge, the best ranked pair first, of one rank the leftmost."""
+"""Byte pair encoding: neighbours merge, the best ranked pair first; of equally ranked pairs, the leftmost."""
 
 from gemma_py.kernels.decorator import inlined, kernel
 
@@ -6,8 +6,8 @@ _NONE = -1
 
 
 @inlined
-def _find(left, right, starts, rights):
-    """Where the pair stands in the table of merges, or -1. Those of one left half are sorted by the right one."""
+def _find_merge(left, right, starts, rights):
+    """The number of a pair in the table of merges, or -1. Pairs with the same left half are sorted by their right half."""
     low, high = starts[left], starts[left + 1]
     while low < high:
         middle = (low + high) // 2
@@ -20,7 +20,7 @@ def _find(left, right, starts, rights):
 
 @inlined
 def _push(heap, size, key, pair):
-    """heap: int64 [slots, 2] of (key, place of the pair in the table), the smallest key first; gives the new size"""
+    """Add an entry to the heap and return its new size.    heap: int64 [slots, 2] of (key, number of the pair), smallest key first"""
     at = size
     while at > 0 and heap[(at - 1) // 2, 0] > key:
         heap[at, 0], heap[at, 1] = heap[(at - 1) // 2, 0], heap[(at - 1) // 2, 1]
@@ -31,7 +31,7 @@ def _push(heap, size, key, pair):
 
 @inlined
 def _pop(heap, size):
-    """Take the root away; gives the new size."""
+    """Remove the root and return the new size."""
     size -= 1
     key, pair, at = heap[size, 0], heap[size, 1], 0
     while 2 * at + 1 < size:
@@ -47,42 +47,43 @@ def _pop(heap, size):
 
 
 @inlined
-def _offer(ids, at, following, starts, rights, ranks, heap, size):
-    """Put the pair that begins at `at` on the heap, if it is one that merges; gives the new size."""
+def _push_pair(ids, at, following, starts, rights, ranks, heap, size):
+    """Push the pair that begins at `at`, if it is one that merges, and return the heap's new size."""
     if at < 0 or following[at] < 0:
         return size
-    pair = _find(ids[at], ids[following[at]], starts, rights)
+    pair = _find_merge(ids[at], ids[following[at]], starts, rights)
     return size if pair < 0 else _push(heap, size, ranks[pair] << 32 | at, pair)
 
 
 @kernel
 def merge(ids, starts, rights, ranks, made, following, before, heap):
-    """Merge until no pair is left; gives how many ids remain, in front.
+    """Merge until no pair merges any more; returns how many ids are left, at the front of `ids`.
 
-    ids: [n] int64, read and written     starts: [V + 1], rights, ranks, made: [M] int64, the table by left half
-    following, before: [n] int64, heap: [3 n, 2] int64, all scratch
+    ids: [n] int64, read and written   following, before: [n] int64, scratch   heap: [3 n, 2] int64, scratch
+    starts: [V + 1] int64, read: pairs starts[v] .. starts[v + 1] - 1 have left half v
+    rights, ranks, made: [M] int64, read: right half, rank and merged id of each pair
     """
     n, size = ids.shape[0], 0
     for i in range(n):
         following[i], before[i] = i + 1 if i + 1 < n else _NONE, i - 1
     for i in range(n - 1):
-        size = _offer(ids, i, following, starts, rights, ranks, heap, size)
+        size = _push_pair(ids, i, following, starts, rights, ranks, heap, size)
     while size > 0:
         at, pair = heap[0, 0] & 0xFFFFFFFF, heap[0, 1]
         size = _pop(heap, size)
-        # What is on the heap may be out of date: its halves may have merged with others since.
+        # An entry may be stale: its halves may have merged with others since it was pushed.
         if ids[at] < 0 or following[at] < 0:
             continue
         right = following[at]
-        now = _find(ids[at], ids[right], starts, rights)
+        now = _find_merge(ids[at], ids[right], starts, rights)
         if now < 0 or made[now] != made[pair]:
             continue
         ids[at], ids[right] = made[pair], _NONE
         following[at] = following[right]
         if following[at] >= 0:
             before[following[at]] = at
-        size = _offer(ids, before[at], following, starts, rights, ranks, heap, size)
-        size = _offer(ids, at, following, starts, rights, ranks, heap, size)
+        size = _push_pair(ids, before[at], following, starts, rights, ranks, heap, size)
+        size = _push_pair(ids, at, following, starts, rights, ranks, heap, size)
     count, at = 0, 0
     while at >= 0 and n > 0:
         ids[count] = ids[at]

@@ -1,4 +1,4 @@
-"""A checksum at the memory's speed, against damage and not against malice."""
+"""A checksum as fast as memory is read. It detects damage, not tampering."""
 
 import numpy as np
 
@@ -10,14 +10,14 @@ _HALF = np.uint64(32)
 
 @inlined
 def _mixed(digest, word):
-    """Two bijections: of words that differ, digests differ. The shift brings high bits down, where products lose them."""
+    """Two bijections, so words that differ give digests that differ. The shift moves high bits down, which products cannot."""
     digest = (digest ^ word) * _PRIME
     return digest ^ (digest >> _HALF)
 
 
 @kernel
 def checksum(words):
-    """64 bits of words: [8 n] uint64. Eight lanes, so that the processor need not wait for a product."""
+    """A checksum of 64 bits.    words: [8 n] uint64, read. Eight chains, so that the processor does not wait for a product."""
     a, b, c, d = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
     e, f, g, h = np.uint64(5), np.uint64(6), np.uint64(7), np.uint64(8)
     for i in range(0, words.shape[0], 8):

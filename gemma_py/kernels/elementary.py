@@ -1,7 +1,7 @@
-"""exp, tanh, log, sine and cosine of add, mul, fma and div alone: the same bits on every IEEE machine.
+"""exp, tanh, log, sine and cosine from add, mul, fma and div alone: the same bits on every IEEE machine.
 
-f32 where the forward pass uses them, f64 for tables and for the score. Nothing converts a float to an integer by a
-cast: adding 1.5 * 2^p leaves the rounded integer in the low bits.
+f32 where the forward pass uses them, f64 for RoPE's tables and for log probabilities. A float is turned into an integer
+without a cast: adding 1.5 * 2^p leaves the rounded integer in the low bits of the mantissa.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The machine's operations that Python cannot spell, one LLVM instruction each."""
+"""Scalar operations that Python has no notation for, each one LLVM instruction; simd/ has those of vectors."""
 
 from llvmlite import ir
 from numba import types
@@ -63,7 +63,7 @@ def widen(typing, x):
 
 @intrinsic
 def array_from_address(typing, address, count, like):
-    """The `count` numbers from an address on, of the type of `like`. Whoever calls sees to it that they stay there."""
+    """An array of `count` numbers from an address on, of the type of `like`. The caller keeps the memory alive."""
     kind = types.Array(like.dtype, 1, "C")
 
     def codegen(context, builder, sig, args):

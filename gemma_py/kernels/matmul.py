@@ -1,15 +1,18 @@
-"""Matrices in panels of 16 outputs, times rows: every output is one chain, k or the groups of k ascending.
+"""Matrix products of panels of 16 outputs and rows: every output is one chain, over k or the groups of k, ascending.
+
+    T rows   K inputs   N outputs
 
 All panels of a kind lie in one flat array (an arena), so that one compiled function serves every matrix of a model; a
-matrix says where its own begin. They come in fours; what fills up the last ones is zero and never written to a result.
+matrix says where its own panels begin. The number of panels is a multiple of four; the padding is zero and is never
+written to a result.
 
-    float panel   [K, 16] of f32, or of uint16 holding bfloat16
+    float panel   [K, 16] of f32, or of uint16 that hold bfloat16
     code panel    bytes, at the width of the stored format: see panels.py
 
-A pair of code panels is spread out to int16 once for all rows of a call; a few rows read the bytes as they are, which is
-all that decoding waits for.
+Many rows share the work of unpacking a pair of code panels to int16. A few rows read the codes as they are stored, because
+decoding waits for memory and nothing else.
 
-Any part of the work can be done by anyone: a call does the given rows of the given panels, each output by itself.
+A call computes the given rows of the given panels, each output by itself, so any worker can do any part.
 """
 
 from typing import Any, NamedTuple
@@ -22,10 +25,10 @@ from gemma_py.kernels.panels import (
     INPUT_BLOCK,
     SMALL_GROUP,
     for_each_width,
-    group_scales,
     load_block_scales,
-    pairs_of,
-    sub_scale_groups,
+    load_run_scales,
+    quads_to_pairs,
+    run_scale_bytes,
     unpack_panel,
 )
 from gemma_py.kernels.simd.codes import words_xor
@@ -60,35 +63,36 @@ from gemma_py.kernels.simd.vectors import (
     zero_ints,
 )
 
-# Rows and panels of a tile of outputs. Chains enough to hide their delay, few enough for the registers.
+# Rows and panels of a tile of outputs: enough chains to hide the latency of an FMA, few enough for the registers.
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
 CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (5, 1)
-_AHEAD = 2048  # bytes of codes that are asked for early: the machine's own prefetching ends at every page
-MATVEC_PANELS = 4  # of floats at once
-FEW_ROWS = 16  # times panels of codes as they are stored: spreading them out would take longer
-_SIGNS, _LEAST_BYTE = 0x8080, np.int32(-128)
-TILE_ROWS_MULTIPLE = 30  # what a call should do is some of: every tile's rows divide it
-MIN_TILE_ROWS, MAX_TILE_ROWS = 120, 540  # of it: fewer do not pay for a panel that is spread out, more gain nothing
+MATVEC_PANELS = 4  # float panels that a single row is multiplied with at once
+FEW_ROWS = 16  # at most so many rows read codes as they are stored: unpacking them would take longer
+# How many rows a call should be given: a multiple of 30, which the rows of every tile divide. Fewer than the minimum do
+# not pay for unpacking, more than the maximum gain nothing.
+TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
+_AHEAD = 2048  # bytes by which codes are prefetched: the hardware's prefetcher stops at the end of every page
+_SIGN_BITS, _LEAST_BYTE = 0x8080, np.int32(-128)
 
 
 class FloatPanels(NamedTuple):
     """A matrix of float weights."""
 
-    arena: np.ndarray
-    at: int
+    arena: np.ndarray  # f32, or uint16 that hold bfloat16
+    start: int  # index of the first panel
     N: int
     K: int
 
 
 class CodedRows(NamedTuple):
-    """An input of T rows as codes: x is nearly scale * code."""
+    """The input of a matrix product, quantised to 16 bits: x is about scale * code. Every sum is an exact integer."""
 
-    codes: np.ndarray  # int16 [T * K], of every four numbers 0, 2, 1, 3
-    byte_planes: np.ndarray  # int8 [T * K / 4, 2, 4]: the upper bytes of four codes, signed, then the lower ones
-    scales: np.ndarray  # [T * K / 32]
-    sums: np.ndarray  # [T * K / 32]: the sums of 32 codes, exact
-    high_byte_sums: np.ndarray  # [T * K / 32]: of their upper bytes
-    sums_of_16: np.ndarray  # [T * K / 16], of 16
+    codes: np.ndarray  # int16 [T * K], in every four numbers in the order 0, 2, 1, 3
+    byte_planes: np.ndarray  # int8 [T * K / 4, 2, 4]: of four codes the high bytes, signed, then the low ones, unsigned
+    scales: np.ndarray  # f32 [T * K / 32]
+    sums: np.ndarray  # f32 [T * K / 32]: of 32 codes
+    high_byte_sums: np.ndarray  # f32 [T * K / 32]: of the high bytes of 32 codes
+    sums_of_16: np.ndarray  # f32 [T * K / 16]: of 16 codes
 
 
 def unpack_buffer_sizes(K: int) -> tuple[int, int]:
@@ -97,7 +101,8 @@ def unpack_buffer_sizes(K: int) -> tuple[int, int]:
 
 
 @force_inlined
-def _put(y, at, value, columns):
+def _store_columns(y, at, value, columns):
+    """y[at : at + 16] = value, of which only the first `columns` exist, if they are fewer."""
     if columns >= COLUMNS:
         store(y, at, value)
     elif columns > 0:
@@ -109,35 +114,38 @@ def _put(y, at, value, columns):
 
 @inlined
 def _float_tile(x, t, rows, w, panel, y):
+    """FLOAT_ROWS rows from t on, of which only `rows` exist if they are fewer, times FLOAT_PANELS panels."""
     N, K, column = w.N, w.K, panel * COLUMNS
-    at, values = w.at + column * K, row_offsets(t * K, K, rows, FLOAT_ROWS)
-    places = row_offsets(t * N + column, N, rows, FLOAT_ROWS)
-    prefetch_totals(y, places, FLOAT_PANELS)
+    at, values = w.start + column * K, row_offsets(t * K, K, rows, FLOAT_ROWS)
+    outputs = row_offsets(t * N + column, N, rows, FLOAT_ROWS)
+    prefetch_totals(y, outputs, FLOAT_PANELS)
     totals = zero_totals(values, FLOAT_PANELS)
     for k in range(K):
         totals = add_products(x, values, k, w.arena, at + k * COLUMNS, K * COLUMNS, totals)
     if column + FLOAT_PANELS * COLUMNS <= N:
-        store_totals(y, places, 0, totals)
+        store_totals(y, outputs, 0, totals)
     else:
-        store_partial_totals(y, places, N - column, totals)
+        store_partial_totals(y, outputs, N - column, totals)
 
 
 @inlined
 def _float_row(x, t, w, panel, y):
-    """One row times four panels."""
+    """Row t times MATVEC_PANELS panels."""
     K, column = w.K, panel * COLUMNS
-    at, places = w.at + column * K, row_offsets(t * K, K, 1, 1)
-    totals = zero_totals(places, MATVEC_PANELS)
+    at, values = w.start + column * K, row_offsets(t * K, K, 1, 1)
+    totals = zero_totals(values, MATVEC_PANELS)
     for k in range(K):
-        totals = add_products(x, places, k, w.arena, at + k * COLUMNS, K * COLUMNS, totals)
+        totals = add_products(x, values, k, w.arena, at + k * COLUMNS, K * COLUMNS, totals)
     store_partial_totals(y, row_offsets(t * w.N + column, w.N, 1, 1), w.N - column, totals)
 
 
 @inlined
 def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
-    """y[t, n] = sum over k of x[t, k] * w[n, k], rows first_row .. last_row - 1, outputs of these panels alone.
+    """y[t, n] = sum over k of x[t, k] * w[n, k], k ascending, each product and sum rounded once together.
 
-    x: [T * K]   w: FloatPanels   y: [T * N], written   first_panel, last_panel: multiples of 4
+    Computes rows first_row .. last_row - 1 and the outputs of panels first_panel .. last_panel - 1, multiples of 4.
+
+    x: [T * K] f32, read   w: FloatPanels, read   y: [T * N] f32, written for these rows and outputs
     """
     if last_row - first_row == 1:
         for panel in range(first_panel, last_panel, MATVEC_PANELS):
@@ -153,13 +161,16 @@ def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
 
 @inlined
 def _code_tile(x, t, rows, w, panel, unpacked, y):
-    """Rows t .. times the panels in the unpack buffer: exact sums of a group, then one float operation for it."""
+    """CODE_ROWS rows from t on, of which only `rows` exist if they are fewer, times the panels in the unpack buffer.
+
+    A group's dot product is an exact integer; then one fused multiply-add adds it to the total.
+    """
     K, N, group, column = w.K, w.N, w.group, panel * COLUMNS
     codes = row_offsets(t * K, K, rows, CODE_ROWS)
     scales = row_offsets(t * (K // INPUT_BLOCK), K // INPUT_BLOCK, rows, CODE_ROWS)
-    byte_planes = row_offsets(t * (K // SMALL_GROUP), K // SMALL_GROUP, rows, CODE_ROWS)
-    places = row_offsets(t * N + column, N, rows, CODE_ROWS)
-    prefetch_totals(y, places, CODE_PANELS)
+    sums_of_16 = row_offsets(t * (K // SMALL_GROUP), K // SMALL_GROUP, rows, CODE_ROWS)
+    outputs = row_offsets(t * N + column, N, rows, CODE_ROWS)
+    prefetch_totals(y, outputs, CODE_PANELS)
     totals = zero_totals(codes, CODE_PANELS)
     for g in range(K // group):
         dots = zero_dots(codes, CODE_PANELS)
@@ -174,158 +185,158 @@ def _code_tile(x, t, rows, w, panel, unpacked, y):
                 )
             else:
                 totals = subtract_minimums(
-                    x.scales, scales, block, x.sums_of_16, byte_planes, g, unpacked.minimums, weights_at, totals
+                    x.scales, scales, block, x.sums_of_16, sums_of_16, g, unpacked.minimums, weights_at, totals
                 )
     if column + CODE_PANELS * COLUMNS <= N:
-        store_totals(y, places, 0, totals)
+        store_totals(y, outputs, 0, totals)
     else:
-        store_partial_totals(y, places, N - column, totals)
+        store_partial_totals(y, outputs, N - column, totals)
 
 
 @force_inlined
-def _scaled(total, sx, sw, dot):
-    """total + (sx * sw) * dot, for sx of one row and sw of 16 columns."""
+def _add_scaled_dot(total, sx, sw, dot):
+    """total + (sx * sw) * dot, for the scale sx of a row's block and the scales sw of 16 outputs."""
     return fma(mul(splat(sx), sw), to_f32(dot), total)
 
 
 @force_inlined
-def _without_minimum(total, sx, minimum, codes):
-    """total - (sx * minimum) * codes"""
-    return fma(mul(splat(-sx), minimum), splat(codes), total)
+def _subtract_minimum(total, sx, minimum, code_sum):
+    """total - (sx * minimum) * code_sum"""
+    return fma(mul(splat(-sx), minimum), splat(code_sum), total)
 
 
 @force_inlined
-def _with_group(total, w, dot, offset, sx, scales, minimums, codes):
-    """The total and one group more: its dot product with codes that are `offset` too large, codes' own sum, scales."""
-    total = _scaled(total, sx, scales, sub(dot, splat(np.int32(np.int32(codes) * offset))))
-    return _without_minimum(total, sx, minimums, codes) if w.minimums else total
+def _add_group(total, w, dot, offset, sx, scales, minimums, code_sum):
+    """Add a group to the total.
+
+    dot: its dot product with weight codes that are `offset` too large   code_sum: the sum of the input's codes
+    """
+    total = _add_scaled_dot(total, sx, scales, sub(dot, splat(np.int32(np.int32(code_sum) * offset))))
+    return _subtract_minimum(total, sx, minimums, code_sum) if w.minimums else total
 
 
 @force_inlined
-def _dots_of(x, at, quads, width, high, low):
-    """The dot products of a quad and the codes at `at` added to these two, of which `_joined` makes one."""
+def _add_quad_dots(x, at, quads, width, high, low):
+    """Add the dot products of a quad of weights and four codes of the input; returns (high, low), for `_join_dots`.
+
+    VNNI multiplies bytes that are unsigned with bytes that are signed. So the input's high bytes are multiplied with
+    unsigned weights, and its low bytes, which are unsigned, with signed ones. Elsewhere all goes to `low`.
+    """
     if USES_VNNI:
-        # Bytes: upper ones of the input times codes without a sign, codes times lower ones of the input.
-        unsigned = words_xor(quads, _SIGNS) if width == 8 else quads
+        unsigned = words_xor(quads, _SIGN_BITS) if width == 8 else quads
         high = dot_quads(unsigned, load_splat_quad(x.byte_planes, 2 * at), high)
         return high, dot_quads(load_splat_quad(x.byte_planes, 2 * at + 4), quads, low)
-    even, odd = pairs_of(quads, width)
+    even, odd = quads_to_pairs(quads, width)
     return high, dot_pairs(load_splat_pair(x.codes, at), even, dot_pairs(load_splat_pair(x.codes, at + 2), odd, low))
 
 
 @force_inlined
-def _joined(high, low):
+def _join_dots(high, low):
+    """256 * high + low where the two bytes of a code were multiplied apart."""
     return add(shift_left(high, splat(np.int32(8))), low) if USES_VNNI else low
 
 
-def _rows_with(quads: Any, width: int) -> Any:
+def _make_row_functions(quads: Any, width: int) -> Any:
+    """(one_row, few_rows) for one width of codes, whose quads `quads` loads."""
+
     @force_inlined
-    def quads_of(w, at):
-        """All eight of a run."""
+    def load_run(w, at):
+        """All eight quads of a run of 32 inputs, in four pairs (v, v + 4)."""
         for line in range(_AHEAD, _AHEAD + 64 * (width + 1), 64):
             prefetch(w.arena, at + line)
         return quads(w.arena, at, 0), quads(w.arena, at, 1), quads(w.arena, at, 2), quads(w.arena, at, 3)
 
     @force_inlined
-    def with_run(x, codes_at, w, run, scales, more_scales, minimums, more_minimums, total):
-        """The total of a row and the 32 inputs more whose codes are at `codes_at`."""
+    def add_run(x, codes_at, w, run, scales, minimums, total):
+        """Add 32 inputs of a row, whose codes begin at `codes_at`, to its total; scales, minimums: of both groups."""
         block, offset = codes_at // INPUT_BLOCK, np.int32(w.offset)
-        sx, (high, low, more_high, more_low) = load_scalar(x.scales, block), zero_ints(4)
-        if USES_VNNI and width == 8:  # codes have a sign here: 128 is added to each, and taken away in advance
+        sx, (high, low, high_2, low_2) = load_scalar(x.scales, block), zero_ints(4)
+        if USES_VNNI and width == 8:  # these codes are signed: 128 is added to each, and subtracted here in advance
             high = splat(np.int32(np.int32(load_scalar(x.high_byte_sums, block)) * _LEAST_BYTE))
         for v, (first, second) in enumerate(run):
-            high, low = _dots_of(x, codes_at + 4 * v, first, width, high, low)
-            more_high, more_low = _dots_of(x, codes_at + SMALL_GROUP + 4 * v, second, width, more_high, more_low)
-        dot, more = _joined(high, low), _joined(more_high, more_low)
+            high, low = _add_quad_dots(x, codes_at + 4 * v, first, width, high, low)
+            high_2, low_2 = _add_quad_dots(x, codes_at + SMALL_GROUP + 4 * v, second, width, high_2, low_2)
+        dot, dot_2 = _join_dots(high, low), _join_dots(high_2, low_2)
         if w.group == INPUT_BLOCK:
-            return _with_group(total, w, add(dot, more), offset, sx, scales, minimums, load_scalar(x.sums, block))
-        total = _with_group(total, w, dot, offset, sx, scales, minimums, load_scalar(x.sums_of_16, 2 * block))
-        sum = load_scalar(x.sums_of_16, 2 * block + 1)
-        return _with_group(total, w, more, offset, sx, more_scales, more_minimums, sum)
+            code_sum = load_scalar(x.sums, block)
+            return _add_group(total, w, add(dot, dot_2), offset, sx, scales[0], minimums[0], code_sum)
+        code_sum, code_sum_2 = load_scalar(x.sums_of_16, 2 * block), load_scalar(x.sums_of_16, 2 * block + 1)
+        total = _add_group(total, w, dot, offset, sx, scales[0], minimums[0], code_sum)
+        return _add_group(total, w, dot_2, offset, sx, scales[1], minimums[1], code_sum_2)
 
     @inlined
     def one_row(x, row, w, panel, y):
-        """A row times a panel, whose bytes are read one after the other."""
-        at, codes_at, total = w.at + panel * w.bytes, row * w.K, zero()
-        sub_scale_bytes = sub_scale_groups(w) * COLUMNS
+        """A row times a panel, whose bytes are read from first to last."""
+        at, codes_at, total = w.start + panel * w.panel_bytes, row * w.K, zero()
         for _ in range(w.K // w.block):
             block_scales, block_minimums, at = load_block_scales(w, at)
             for _ in range(w.block // INPUT_BLOCK):
-                run = quads_of(w, at + sub_scale_bytes * (1 + w.minimums))
-                scales, minimums = (
-                    group_scales(w, block_scales, at, 0),
-                    group_scales(w, block_minimums, at + sub_scale_bytes, 0),
-                )
-                more, more_minimums = (
-                    group_scales(w, block_scales, at, 1),
-                    group_scales(w, block_minimums, at + sub_scale_bytes, 1),
-                )
-                total = with_run(x, codes_at, w, run, scales, more, minimums, more_minimums, total)
-                at, codes_at = at + sub_scale_bytes * (1 + w.minimums) + 64 * width, codes_at + INPUT_BLOCK
-        _put(y, row * w.N + panel * COLUMNS, total, w.N - panel * COLUMNS)
+                run = load_run(w, at + run_scale_bytes(w))
+                scales, minimums = load_run_scales(w, block_scales, block_minimums, at)
+                total = add_run(x, codes_at, w, run, scales, minimums, total)
+                at, codes_at = at + run_scale_bytes(w) + 64 * width, codes_at + INPUT_BLOCK
+        _store_columns(y, row * w.N + panel * COLUMNS, total, w.N - panel * COLUMNS)
 
     @inlined
     def few_rows(x, first_row, rows, w, panel, unpacked, y):
-        """The same of some rows at once, whose totals are kept in the unpack buffer."""
-        at, k, totals = w.at + panel * w.bytes, first_row * w.K, unpacked.scales
-        sub_scale_bytes = sub_scale_groups(w) * COLUMNS
+        """The same for `rows` rows at once: each run is read once. Their totals are kept in the unpack buffer."""
+        at, k, totals = w.start + panel * w.panel_bytes, first_row * w.K, unpacked.scales
         for row in range(rows):
             store(totals, row * COLUMNS, zero())
         for _ in range(w.K // w.block):
             block_scales, block_minimums, at = load_block_scales(w, at)
             for _ in range(w.block // INPUT_BLOCK):
-                run = quads_of(w, at + sub_scale_bytes * (1 + w.minimums))
-                scales, minimums = (
-                    group_scales(w, block_scales, at, 0),
-                    group_scales(w, block_minimums, at + sub_scale_bytes, 0),
-                )
-                more, more_minimums = (
-                    group_scales(w, block_scales, at, 1),
-                    group_scales(w, block_minimums, at + sub_scale_bytes, 1),
-                )
+                run = load_run(w, at + run_scale_bytes(w))
+                scales, minimums = load_run_scales(w, block_scales, block_minimums, at)
                 for row in range(rows):
-                    total, codes_at = load(totals, row * COLUMNS), k + row * w.K
-                    total = with_run(x, codes_at, w, run, scales, more, minimums, more_minimums, total)
+                    total = load(totals, row * COLUMNS)
+                    total = add_run(x, k + row * w.K, w, run, scales, minimums, total)
                     store(totals, row * COLUMNS, total)
-                at, k = at + sub_scale_bytes * (1 + w.minimums) + 64 * width, k + INPUT_BLOCK
+                at, k = at + run_scale_bytes(w) + 64 * width, k + INPUT_BLOCK
         for row in range(rows):
-            _put(y, (first_row + row) * w.N + panel * COLUMNS, load(totals, row * COLUMNS), w.N - panel * COLUMNS)
+            column = panel * COLUMNS
+            _store_columns(y, (first_row + row) * w.N + column, load(totals, row * COLUMNS), w.N - column)
 
     return one_row, few_rows
 
 
-(_one_4, _few_4), (_one_5, _few_5), (_one_6, _few_6), (_one_8, _few_8) = for_each_width(_rows_with)
+_FOUR, _FIVE, _SIX, _EIGHT = for_each_width(_make_row_functions)
+(_one_row_4, _few_rows_4), (_one_row_5, _few_rows_5) = _FOUR, _FIVE
+(_one_row_6, _few_rows_6), (_one_row_8, _few_rows_8) = _SIX, _EIGHT
 
 
 @inlined
 def _one_row(x, row, w, panel, y):
     if w.width == 4:
-        _one_4(x, row, w, panel, y)
+        _one_row_4(x, row, w, panel, y)
     elif w.width == 5:
-        _one_5(x, row, w, panel, y)
+        _one_row_5(x, row, w, panel, y)
     elif w.width == 6:
-        _one_6(x, row, w, panel, y)
+        _one_row_6(x, row, w, panel, y)
     else:
-        _one_8(x, row, w, panel, y)
+        _one_row_8(x, row, w, panel, y)
 
 
 @inlined
 def _few_rows(x, first_row, rows, w, panel, unpacked, y):
     if w.width == 4:
-        _few_4(x, first_row, rows, w, panel, unpacked, y)
+        _few_rows_4(x, first_row, rows, w, panel, unpacked, y)
     elif w.width == 5:
-        _few_5(x, first_row, rows, w, panel, unpacked, y)
+        _few_rows_5(x, first_row, rows, w, panel, unpacked, y)
     elif w.width == 6:
-        _few_6(x, first_row, rows, w, panel, unpacked, y)
+        _few_rows_6(x, first_row, rows, w, panel, unpacked, y)
     else:
-        _few_8(x, first_row, rows, w, panel, unpacked, y)
+        _few_rows_8(x, first_row, rows, w, panel, unpacked, y)
 
 
 @inlined
 def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked):
-    """y[t, n] = sum over groups of (sx * sw) * dot(codes) - (sx * minimum) * sum(codes of x), of these rows and panels.
+    """y[t, n] = sum over groups of (sx * sw) * dot(codes of x and w) - (sx * minimum) * sum(codes of x), k ascending.
 
-    x: CodedRows   w: CodePanels   y: [T * N], written   first_panel, last_panel: multiples of 4
+    Computes rows first_row .. last_row - 1 and the outputs of panels first_panel .. last_panel - 1, multiples of 4.
+
+    x: CodedRows, read   w: CodePanels, read   y: [T * N] f32, written for these rows and outputs
+    unpacked: UnpackBuffer, the worker's own scratch
     """
     rows = last_row - first_row
     if rows == 1:

@@ -9,9 +9,9 @@ LINE = 64  # bytes of a cache line, and of the widest vector
 
 
 def aligned(count: int, kind: Any = np.float32, make: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
-    """`count` numbers that begin with a cache line: a vector across two lines takes twice the time to load.
+    """An array of `count` numbers that begins at a cache line: loading a vector across two lines takes twice as long.
 
-    make: np.zeros, where they are to be set: that takes time, of memory that was in use before.
+    make: np.zeros, to get zeros; that takes time where memory has been in use before.
     """
     size = count * np.dtype(kind).itemsize
     bytes_ = make(size + LINE, np.uint8)

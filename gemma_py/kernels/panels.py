@@ -1,17 +1,18 @@
-"""Panels of 16 quantised outputs, kept at the width that the file has them: how they are packed, and how they are read.
+"""Panels of 16 quantised outputs, with codes as narrow as the file has them: how they are packed and how they are read.
 
-    panel        blocks, one after the other: of 32 inputs, or of 256 where the format is one of sub_scales
-    block        16 block_scales (f16), then 16 block_scales of minimums where the format has any, then runs of 32 inputs
-    run          sub_scales (int8) of its groups, sub_scales of minimums, each 16 a group, in formats of sub_scales; then codes
-    codes        8 bits: [8 quads, 16 outputs, 4] int8
-                 else 4 bits: [4 quads, 16 outputs, 4] bytes: quad v in the lower half, quad v + 4 in the upper one
-                 and the fifth bits: [16 outputs, 4] bytes, bit v of quad v
-                 or the fifth and sixth: two of these, two bits a quad, of quads 0 .. 3 and of quads 4 .. 7
+    panel    blocks, one after the other, each of 32 inputs, or of 256 in formats with sub-scales (K-quants, IQ4_XS)
+    block    16 block scales (f16), then 16 block minimums (f16) in formats with minimums, then runs of 32 inputs
+    run      in formats with sub-scales first these (int8), 16 for each group, then as many for the minimums; then codes
+    codes    8 bits: [8 quads, 16 outputs, 4] int8
+             else the low 4 bits: [4 quads, 16 outputs, 4] bytes, quad v in the low half, quad v + 4 in the high half;
+             for 5 bits then the fifth: [16 outputs, 4] bytes, bit v of a byte belongs to quad v;
+             for 6 bits then the fifth and sixth: two of these, two bits a quad, for quads 0 .. 3 and quads 4 .. 7
 
-A weight is scale * (code - offset) - minimum; a scale is a factor, times its step where there are sub_scales, and so is a
-minimum: products of 11 bits and 8, exact in f32. A quad is four neighbours in k, which some machines multiply at once.
-Spread out to int16 it becomes two pairs, of its numbers 0 and 2 and of 1 and 3: a mask and a shift. Inputs in codes have
-that order too. Codes of 4, 5 and 6 bits have no sign here.
+A weight is scale * (code - offset) - minimum. A scale is the block's scale, times its group's sub-scale in formats that
+have them, and a minimum likewise: a product of 11 bits and 8 bits, exact in f32. Codes of 4, 5 and 6 bits are unsigned.
+
+A quad is four neighbours in k, which VNNI multiplies at once. Unpacked to int16 it becomes two pairs, elements 0 and 2 and
+elements 1 and 3, because that takes only a mask and a shift. The codes of an input are stored in that order too.
 """
 
 from collections.abc import Callable
@@ -34,53 +35,55 @@ from gemma_py.kernels.simd.codes import (
 )
 from gemma_py.kernels.simd.vectors import mul, store
 
-COLUMNS = 16
+COLUMNS = 16  # outputs of a panel
 INPUT_BLOCK = 32  # codes of an input that share a scale
-SMALL_GROUP = 16  # the smaller group of weights
-_PAIRS = 2 * COLUMNS  # int16 of one pair of inputs
-_QUADS = 4 * COLUMNS  # bytes of one quad of inputs
-_BLOCK_SCALE_BYTES = 2 * COLUMNS  # bytes of 16 block_scales
+SMALL_GROUP = 16  # weights that share a scale: 32 of them, or so many
+_PAIRS = 2 * COLUMNS  # int16 that one pair of inputs takes in a panel
+_QUADS = 4 * COLUMNS  # bytes that one quad of inputs takes in a panel
+_BLOCK_SCALE_BYTES = 2 * COLUMNS  # of 16 f16
 
 
 class CodePanels(NamedTuple):
     """A matrix of quantised weights."""
 
     arena: np.ndarray  # int8
-    at: int
+    start: int  # index of the first panel
     N: int
     K: int
     width: int  # bits of a code: 4, 5, 6 or 8
-    offset: int  # what a stored code has too much
-    group: int  # inputs of a scale: 32 or 16
-    block: int  # inputs of a factor: 32 or 256
-    minimums: int  # 1 where the format has minimums
-    bytes: int  # of a panel
-    quads: int  # always 4. LLVM must not know it where codes are spread: it would write out the loop
+    offset: int  # a stored code is the code plus this
+    group: int  # inputs that share a scale: 32 or 16
+    block: int  # inputs that share a block scale: 32 or 256
+    minimums: int  # 1 in formats with minimums, else 0
+    panel_bytes: int
+    quads: int  # always 4, but not known to LLVM, which would unroll the loop that unpacks
 
 
 class UnpackBuffer(NamedTuple):
-    """Where a worker puts panels that it has spread out, `columns` of them beside one another."""
+    """A worker's scratch, into which it unpacks `columns` panels side by side."""
 
-    codes: np.ndarray  # int16 [K / 2, columns, 16, 2], pairs without the offset
+    codes: np.ndarray  # int16 [K / 2, columns, 16, 2]: pairs, without the offset
     scales: np.ndarray  # f32 [K / group, columns, 16]
-    minimums: np.ndarray  # the same
+    minimums: np.ndarray  # f32 [K / group, columns, 16]
 
 
 def panel_count(N: int) -> int:
-    """Panels come in fours: what a single row takes at once of a float matrix."""
+    """A multiple of four, because a single row takes four panels of a float matrix at once."""
     return (N + 4 * COLUMNS - 1) // (4 * COLUMNS) * 4
 
 
-def panel_bytes(K: int, width: int, group: int, span: int, minimums: int) -> int:
-    sub_scales = INPUT_BLOCK // group * COLUMNS * (1 + minimums) if span > INPUT_BLOCK else 0
-    return K // span * (_BLOCK_SCALE_BYTES * (1 + minimums) + span // INPUT_BLOCK * (sub_scales + 64 * width))
+def panel_bytes(K: int, width: int, group: int, block: int, minimums: int) -> int:
+    """The size of a panel."""
+    sub_scale_bytes = INPUT_BLOCK // group * COLUMNS * (1 + minimums) if block > INPUT_BLOCK else 0
+    run_bytes = sub_scale_bytes + 64 * width
+    return K // block * (_BLOCK_SCALE_BYTES * (1 + minimums) + block // INPUT_BLOCK * run_bytes)
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
 
 
 def pack_floats(values: np.ndarray, out: np.ndarray) -> None:
-    """values: [N, K]   out: [panels * K * 16], written, in the same type"""
+    """Lay out a matrix of floats in panels.    values: [N, K]   out: [panels * K * 16] of the same type, written"""
     N, K = values.shape
     panels = out.reshape(-1, K, COLUMNS)
     whole = N // COLUMNS
@@ -98,10 +101,10 @@ def pack_codes(
     offset: int,
     out: np.ndarray,
 ) -> None:
-    """Of a matrix, or of rows of it up to a multiple of 64.
+    """Lay out a quantised matrix in panels, or rows of it that begin at a multiple of 64.
 
-    codes: int8 [N, K], with their signs   block_scales: f16 [N, K / span], of scales and, in some formats, of minimums
-    sub_scales: int8 [N, K / group] of each, or none   out: int8 [panels * panel_bytes], written
+    codes: int8 [N, K], signed   block_scales: f16 [N, K / block], then those of the minimums in formats that have them
+    sub_scales: int8 [N, K / group] of each, or ()   out: int8 [panels * panel_bytes], written
     """
     N, K = codes.shape
     blocks = block_scales[0].shape[1]
@@ -135,7 +138,7 @@ def pack_codes(
 
 
 def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
-    """[N, X] as [panels, X, 16], zeros where there is no row; contiguous, so that it can be seen as bytes."""
+    """[N, X] transposed to [panels, X, 16], with zeros where there is no row; contiguous, so that it can be viewed as bytes."""
     out = np.empty((panels, values.shape[1], COLUMNS), values.dtype)
     pack_floats(values, out.reshape(-1))
     return out
@@ -146,7 +149,7 @@ def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
 
 @force_inlined
 def _quads_8(arena, at, v):
-    """Quads v and v + 4 of the codes at `at`, with their offset, for v below 4."""
+    """Quads v and v + 4 of the codes at `at`, with their offset, for v = 0 .. 3."""
     return load_words(arena, at + v * _QUADS), load_words(arena, at + (v + 4) * _QUADS)
 
 
@@ -174,13 +177,13 @@ def _quads_6(arena, at, v):
 
 
 def for_each_width(make: Callable[..., Any]) -> tuple[Any, ...]:
-    """What `make` makes of a way to read quads and its width. A loop that chose among them would keep all in registers."""
+    """make(quads, width) for each width of codes: a loop that chose among them would hold the constants of all in registers."""
     return tuple(make(quads, width) for quads, width in ((_quads_4, 4), (_quads_5, 5), (_quads_6, 6), (_quads_8, 8)))
 
 
 @force_inlined
-def pairs_of(quads, width):
-    """Numbers 0 and 2 of every quad, and 1 and 3, as int16."""
+def quads_to_pairs(quads, width):
+    """Elements 0 and 2 of every quad as int16, and elements 1 and 3."""
     if width == 8:
         return words_ashr(words_shl(quads, 8), 8), words_ashr(quads, 8)
     return words_and(quads, 0x00FF), words_lshr(quads, 8)
@@ -188,7 +191,7 @@ def pairs_of(quads, width):
 
 @force_inlined
 def load_block_scales(w, at):
-    """Of a block, of scales and of minimums, which are the same where there are none; and where its runs begin."""
+    """(scales, minimums, where the runs begin) of the block at `at`. Without minimums, the scales stand in for them."""
     block_scales = load_f16(w.arena, at)
     if w.minimums:
         return block_scales, load_f16(w.arena, at + _BLOCK_SCALE_BYTES), at + 2 * _BLOCK_SCALE_BYTES
@@ -196,38 +199,54 @@ def load_block_scales(w, at):
 
 
 @force_inlined
-def sub_scale_groups(w):
-    """Groups of a run that have sub_scales."""
-    return INPUT_BLOCK // w.group if w.block > INPUT_BLOCK else 0
+def _sub_scale_bytes(w):
+    """Bytes of a run's sub-scales of the scales; those of the minimums take as many."""
+    return INPUT_BLOCK // w.group * COLUMNS if w.block > INPUT_BLOCK else 0
 
 
 @force_inlined
-def group_scales(w, block_scales, at, group):
-    """The scales of a group, or its minimums, whose sub_scales for a run are at `at`."""
+def run_scale_bytes(w):
+    """Bytes of all sub-scales of a run, which stand before its codes."""
+    return _sub_scale_bytes(w) * (1 + w.minimums)
+
+
+@force_inlined
+def _group_scales(w, block_scales, at, group):
+    """The scales (or minimums) of a group of a run, whose sub-scales begin at `at`."""
     return mul(block_scales, load_bytes(w.arena, at + group * COLUMNS)) if w.block > INPUT_BLOCK else block_scales
 
 
-def _unpack_with(quads: Any, width: int) -> Any:
+@force_inlined
+def load_run_scales(w, block_scales, block_minimums, at):
+    """The scales of the run at `at`, for both of its groups of 16, and the minimums. Groups of 32 use the first alone."""
+    scales = _group_scales(w, block_scales, at, 0), _group_scales(w, block_scales, at, 1)
+    at += _sub_scale_bytes(w)
+    return scales, (_group_scales(w, block_minimums, at, 0), _group_scales(w, block_minimums, at, 1))
+
+
+def _make_unpack(quads: Any, width: int) -> Any:
+    """The unpack function for one width of codes, whose quads `quads` loads."""
+
     @inlined
     def unpack(w, panel, unpacked, column, columns):
-        at, stride, g = w.at + panel * w.bytes, columns * _PAIRS, column
-        sub_scales = sub_scale_groups(w) * COLUMNS
+        at, stride, g = w.start + panel * w.panel_bytes, columns * _PAIRS, column
         for first in range(0, w.K, w.block):
             block_scales, block_minimums, at = load_block_scales(w, at)
             for k in range(first, first + w.block, INPUT_BLOCK):
                 for group in range(INPUT_BLOCK // w.group):
-                    store(unpacked.scales, g * COLUMNS, group_scales(w, block_scales, at, group))
+                    store(unpacked.scales, g * COLUMNS, _group_scales(w, block_scales, at, group))
                     if w.minimums:
-                        store(unpacked.minimums, g * COLUMNS, group_scales(w, block_minimums, at + sub_scales, group))
+                        minimums_at = at + _sub_scale_bytes(w)
+                        store(unpacked.minimums, g * COLUMNS, _group_scales(w, block_minimums, minimums_at, group))
                     g += columns
-                at += sub_scales * (1 + w.minimums)
+                at += run_scale_bytes(w)
                 out_at = (k // 2 * columns + column) * _PAIRS
                 for v in range(w.quads):
                     low, high = quads(w.arena, at, v)
-                    even, odd = pairs_of(low, width)
+                    even, odd = quads_to_pairs(low, width)
                     store_words(unpacked.codes, out_at + 2 * v * stride, words_sub(even, w.offset))
                     store_words(unpacked.codes, out_at + (2 * v + 1) * stride, words_sub(odd, w.offset))
-                    even, odd = pairs_of(high, width)
+                    even, odd = quads_to_pairs(high, width)
                     store_words(unpacked.codes, out_at + (2 * v + 8) * stride, words_sub(even, w.offset))
                     store_words(unpacked.codes, out_at + (2 * v + 9) * stride, words_sub(odd, w.offset))
                 at += 64 * width
@@ -235,12 +254,12 @@ def _unpack_with(quads: Any, width: int) -> Any:
     return unpack
 
 
-_unpack_4, _unpack_5, _unpack_6, _unpack_8 = for_each_width(_unpack_with)
+_unpack_4, _unpack_5, _unpack_6, _unpack_8 = for_each_width(_make_unpack)
 
 
 @inlined
 def unpack_panel(w, panel, unpacked, column, columns):
-    """A panel's codes, scales and minimums into the unpack buffer, as one of `columns` columns."""
+    """Unpack a panel's codes, scales and minimums into the unpack buffer, as one of `columns` panels side by side."""
     if w.width == 4:
         _unpack_4(w, panel, unpacked, column, columns)
     elif w.width == 5:

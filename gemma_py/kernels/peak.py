@@ -1,7 +1,7 @@
-"""How fast this machine can be: loops that do nothing but one thing. What other kernels reach is a share of it.
+"""The machine's peak rates: loops that do one thing only. Other kernels are reported as a share of them.
 
-Called on every worker of a team, `kernel(worker, workers, cells, ...)`; they neither wait nor claim, so `cells` is not
-looked at. Each leaves its sums in `out`, or the compiler would leave out the work.
+A team calls them on every worker as `kernel(worker, workers, cells, ...)`. They neither wait nor claim tiles, so `cells` is
+not used. Each writes its sums to `out`, or the compiler would remove the work.
 """
 
 from gemma_py.kernels.decorator import kernel
@@ -10,13 +10,13 @@ from gemma_py.kernels.simd.builders import LANES
 from gemma_py.kernels.simd.tiles import add_dots, row_offsets, zero_dots
 from gemma_py.kernels.simd.vectors import add, bitcast, fma, load, load_splat, store, sum_lanes, to_f32, zero, zero_ints
 
-CHAINS = (6, 12)  # what fills AVX2's registers, and what hides the delay of AVX-512's
-PAIRS = 128  # of codes in the loop of `multiply_pairs`, 20 KB of the first cache
+CHAINS = (6, 12)  # so many fill the registers of AVX2, and so many hide the latency of AVX-512
+PAIRS = 128  # pairs of codes in the loop of `multiply_pairs`: 20 KB of the first cache
 
 
 @kernel
 def multiply_floats_6(worker, workers, cells, steps, x, out):
-    """6 * 16 multiply-adds a step.    x: [2] f32   out: [workers * 16] f32, written"""
+    """6 * 16 multiply-adds a step.    x: [2] f32, read   out: [workers * 16] f32, written"""
     a, b = load_splat(x, 0), load_splat(x, 1)
     y0, y1, y2, y3, y4, y5 = zero(), zero(), zero(), zero(), zero(), zero()
     for _ in range(steps):
@@ -34,7 +34,7 @@ def multiply_floats_6(worker, workers, cells, steps, x, out):
 
 @kernel
 def multiply_floats_12(worker, workers, cells, steps, x, out):
-    """12 * 16 multiply-adds a step, for vectors so wide that six chains wait for themselves."""
+    """12 * 16 multiply-adds a step, for machines on which six chains do not hide the latency."""
     a, b = load_splat(x, 0), load_splat(x, 1)
     y0, y1, y2, y3, y4, y5 = zero(), zero(), zero(), zero(), zero(), zero()
     z0, z1, z2, z3, z4, z5 = zero(), zero(), zero(), zero(), zero(), zero()
@@ -62,17 +62,17 @@ def multiply_floats_12(worker, workers, cells, steps, x, out):
 
 @kernel
 def multiply_pairs(worker, workers, cells, steps, x, w, out):
-    """Multiply-adds of int16 that lie in the first cache, in tiles as large as a matmul's.
+    """Multiply-adds of int16 from the first cache, in tiles as large as those of a matmul.
 
-    x: [CODE_ROWS * PAIRS * 2] int16   w: [PAIRS * CODE_PANELS * 32] int16   out: [workers * 16] f32, written
+    x: [CODE_ROWS * PAIRS * 2] int16, read   w: [PAIRS * CODE_PANELS * 32] int16, read   out: [workers * 16] f32, written
 
-    Loaded anew each time, as a matmul has to: of operands that never change, the compiler takes the product out.
+    Operands are loaded again in every step, as a matmul must: the compiler would move a constant product out of the loop.
     """
-    places = row_offsets(0, 2 * PAIRS, CODE_ROWS, CODE_ROWS)
-    tile = zero_dots(places, CODE_PANELS)
+    offsets = row_offsets(0, 2 * PAIRS, CODE_ROWS, CODE_ROWS)
+    tile = zero_dots(offsets, CODE_PANELS)
     for _ in range(steps):
         for k in range(0, PAIRS, 8):
-            tile = add_dots(x, places, 2 * k, w, k * CODE_PANELS * 2 * LANES, tile)
+            tile = add_dots(x, offsets, 2 * k, w, k * CODE_PANELS * 2 * LANES, tile)
     (total,) = zero_ints(1)
     for vector in tile:
         total = add(total, vector)
@@ -82,7 +82,10 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
 
 @kernel
 def read_memory(worker, workers, cells, values, out):
-    """Each worker reads its share of values once, from four places at a time.    values: [n * 64 * workers] f32"""
+    """Each worker reads its share of the values once, in four streams.
+
+    values: [n * 64 * workers] f32, read   out: [workers * 16] f32, written
+    """
     share = values.shape[0] // workers
     quarter, (y0, y1, y2, y3) = share // 4, zero_ints(4)
     for at in range(worker * share, worker * share + quarter, LANES):
@@ -95,5 +98,5 @@ def read_memory(worker, workers, cells, values, out):
 
 
 def multiply_adds_of_pairs(steps: int) -> int:
-    """A worker's."""
+    """Multiply-adds of one worker."""
     return steps * PAIRS * CODE_ROWS * CODE_PANELS * 2 * LANES

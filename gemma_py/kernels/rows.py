@@ -1,7 +1,7 @@
 """Everything between matrices, on rows of flat arrays: row t of width D is x[t * D : (t + 1) * D].
 
-The same operations in the same order as `reference/operations.py`, sixteen numbers at a time. A call does the rows first ..
-last - 1, or the numbers first .. last - 1 where the operation knows no rows, each by itself.
+The same operations in the same order as `reference.operations`, sixteen numbers at a time. A call computes rows first ..
+last - 1 (or numbers first .. last - 1 where the operation knows no rows), each by itself.
 """
 
 import numpy as np
@@ -40,8 +40,8 @@ from gemma_py.kernels.vector_math import load_up_to, store_up_to
 _F = np.float32
 _ZERO, _ONE, _HALF, _NAN = _F(0.0), _F(1.0), _F(0.5), _F(np.nan)
 _LARGEST_CODE, _ROUND = _F(32767.0), _F(12582912.0)
-_LEAST_CODE = _F(-32767.0)
-_BYTE = np.int32(8)
+_SMALLEST_CODE = _F(-32767.0)
+_BYTE_BITS = np.int32(8)
 _MAGNITUDE, _LARGEST_F32_BITS = np.int32(0x7FFFFFFF), np.int32(0x7F7FFFFF)
 _GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)
 
@@ -50,8 +50,8 @@ _GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)
 
 
 @inlined
-def _largest_of(a, b):
-    """Magnitudes are compared as integers: their order is the same, and above the largest float lie infinity and NaN."""
+def _larger_magnitude(a, b):
+    """The bits of the larger magnitude. As integers, magnitudes have the same order, and infinity and NaN lie above all."""
     mask = splat(_MAGNITUDE)
     low, high = bit_and(bitcast(a), mask), bit_and(bitcast(b), mask)
     return select(less(low, high), high, low)
@@ -59,29 +59,30 @@ def _largest_of(a, b):
 
 @inlined
 def _codes_of(x, scale):
-    """Sixteen values as integers of scale; 0 where it is not above 0."""
-    sound = less(splat(_ZERO), scale)
-    code = div(x, select(sound, scale, splat(_ONE)))
+    """Sixteen values divided by scale and rounded to the nearest integer, ties to even; 0 where scale is not above 0."""
+    valid = less(splat(_ZERO), scale)
+    code = div(x, select(valid, scale, splat(_ONE)))
     code = sub(add(code, splat(_ROUND)), splat(_ROUND))
-    code = select(less(code, splat(_LEAST_CODE)), splat(_LEAST_CODE), code)
+    code = select(less(code, splat(_SMALLEST_CODE)), splat(_SMALLEST_CODE), code)
     code = select(less(splat(_LARGEST_CODE), code), splat(_LARGEST_CODE), code)
-    return to_i32(select(sound, code, splat(_ZERO)))
+    return to_i32(select(valid, code, splat(_ZERO)))
 
 
 @inlined
-def _nth(block, number, blocks):
-    """Where the next block but so many begins; where fewer are left, the last one, which is then done twice."""
+def _block_offset(block, number, blocks):
+    """The offset of block + number; of the last block where there are fewer, which is then computed twice."""
     return min(block + number, blocks - 1) * INPUT_BLOCK
 
 
 @inlined
-def _load_four(x, at, places):
-    a, b, c, d = places
+def _load_four(x, at, offsets):
+    a, b, c, d = offsets
     return load(x, at + a), load(x, at + b), load(x, at + c), load(x, at + d)
 
 
 @inlined
-def _put_block(coded, at, low, high):
+def _store_block(coded, at, low, high):
+    """The codes of a block: its first sixteen and its last sixteen."""
     store_codes(coded.codes, at, low)
     store_codes(coded.codes, at + COLUMNS, high)
     store_byte_planes(coded.byte_planes, 2 * at, low)
@@ -89,40 +90,54 @@ def _put_block(coded, at, low, high):
 
 
 @inlined
-def _uppers_of(low, high):
-    """The upper bytes of both, added."""
-    return add(shift_right(low, splat(_BYTE)), shift_right(high, splat(_BYTE)))
+def _sum_high_bytes(low, high):
+    """The high bytes of both, added."""
+    return add(shift_right(low, splat(_BYTE_BITS)), shift_right(high, splat(_BYTE_BITS)))
 
 
 @inlined
 def quantise_rows(x, K, coded, first, last, shift):
-    """Rows first .. last - 1 as rows first - shift .. of an input in codes, four blocks at a time.
+    """scale = max|x| / 32767 of each block of 32, code = round(x / scale); rows first .. last - 1.
 
-    x: [T * K]   coded: CodedRows, written
+    Row t of x becomes row t - shift of `coded`. A block that holds NaN or infinity gets the scale NaN.
+
+    x: [T * K] f32, read   coded: CodedRows, written for these rows
+
+    Four blocks at a time, so that one division makes four scales and reductions of four vectors share their steps.
     """
     blocks, target = (last - first) * (K // INPUT_BLOCK), (first - shift) * K
     for block in range(0, blocks, 4):
-        places = (_nth(block, 0, blocks), _nth(block, 1, blocks), _nth(block, 2, blocks), _nth(block, 3, blocks))
+        offsets = (
+            _block_offset(block, 0, blocks),
+            _block_offset(block, 1, blocks),
+            _block_offset(block, 2, blocks),
+            _block_offset(block, 3, blocks),
+        )
         source, count, at = first * K, min(4, blocks - block), target // INPUT_BLOCK + block
-        a0, a1, a2, a3 = _load_four(x, source, places)
-        b0, b1, b2, b3 = _load_four(x, source + COLUMNS, places)
-        largest = max_of_four(_largest_of(a0, b0), _largest_of(a1, b1), _largest_of(a2, b2), _largest_of(a3, b3))
+        a0, a1, a2, a3 = _load_four(x, source, offsets)
+        b0, b1, b2, b3 = _load_four(x, source + COLUMNS, offsets)
+        largest = max_of_four(
+            _larger_magnitude(a0, b0), _larger_magnitude(a1, b1), _larger_magnitude(a2, b2), _larger_magnitude(a3, b3)
+        )
         scales = div(bitcast(largest), splat(_LARGEST_CODE))
         scales = select(less(splat(_LARGEST_F32_BITS), largest), splat(_NAN), scales)
         s0, s1, s2, s3 = splat_first_four(scales)
         low0, low1, low2, low3 = _codes_of(a0, s0), _codes_of(a1, s1), _codes_of(a2, s2), _codes_of(a3, s3)
         high0, high1, high2, high3 = _codes_of(b0, s0), _codes_of(b1, s1), _codes_of(b2, s2), _codes_of(b3, s3)
-        _put_block(coded, target + places[0], low0, high0)
-        _put_block(coded, target + places[1], low1, high1)
-        _put_block(coded, target + places[2], low2, high2)
-        _put_block(coded, target + places[3], low3, high3)
+        _store_block(coded, target + offsets[0], low0, high0)
+        _store_block(coded, target + offsets[1], low1, high1)
+        _store_block(coded, target + offsets[2], low2, high2)
+        _store_block(coded, target + offsets[3], low3, high3)
         low, high = sums_of_four(low0, low1, low2, low3), sums_of_four(high0, high1, high2, high3)
-        upper = sums_of_four(
-            _uppers_of(low0, high0), _uppers_of(low1, high1), _uppers_of(low2, high2), _uppers_of(low3, high3)
+        high_bytes = sums_of_four(
+            _sum_high_bytes(low0, high0),
+            _sum_high_bytes(low1, high1),
+            _sum_high_bytes(low2, high2),
+            _sum_high_bytes(low3, high3),
         )
         store_partial(coded.scales, at, scales, count)
         store_partial(coded.sums, at, to_f32(add(low, high)), count)
-        store_partial(coded.high_byte_sums, at, to_f32(upper), count)
+        store_partial(coded.high_byte_sums, at, to_f32(high_bytes), count)
         store_partial(coded.sums_of_16, 2 * at, interleave(to_f32(low), to_f32(high)), 2 * count)
 
 
@@ -131,6 +146,7 @@ def quantise_rows(x, K, coded, first, last, shift):
 
 @inlined
 def _normalise(x, at, gain, D, total, eps, y):
+    """One row, whose squares sum to `total`."""
     factor = splat(_ONE / sqrt(total / _F(D) + eps))
     for d in range(0, D, COLUMNS):
         store_up_to(y, at + d, at + D, mul(mul(load_up_to(x, at + d, at + D), factor), load_up_to(gain, d, D)))
@@ -138,9 +154,11 @@ def _normalise(x, at, gain, D, total, eps, y):
 
 @inlined
 def rms_norm_rows(x, gain, D, eps, y, first, last):
-    """y[t, d] = x[t, d] / sqrt(mean(x[t]^2) + eps) * gain[d].    x: [T * D]   gain: [D]   y: [T * D], written; may be x
+    """y[t, d] = x[t, d] / sqrt(mean(x[t]^2) + eps) * gain[d]; the mean's sum has d ascending.
 
-    The sum of a row is one chain, so eight rows are summed at a time. Heads are rows: of T * H rows of width E.
+    x: [T * D] f32, read   gain: [D] f32, read   y: [T * D] f32, written; may be x
+
+    The sum of a row is one chain, so eight rows are summed side by side. Norms of heads have T * H rows of width E.
     """
     t = first
     while t + 8 <= last:
@@ -179,7 +197,10 @@ def rms_norm_rows(x, gain, D, eps, y, first, last):
 
 @kernel
 def rope_frequencies(theta, factor, frequencies):
-    """theta^(-2i / E) / factor, rounded to f32 before and after the division.    frequencies: [E / 2], written"""
+    """frequencies[i] = theta^(-2i / E) / factor, rounded to f32 before and after the division.
+
+    frequencies: [E / 2] f32, written
+    """
     half = frequencies.shape[0]
     for i in range(half):
         frequencies[i] = _F(exp64(-(np.float64(i) / np.float64(half)) * log64(theta))) / factor
@@ -187,7 +208,10 @@ def rope_frequencies(theta, factor, frequencies):
 
 @inlined
 def rope_table(frequencies, first_position, cosines, sines, first, last):
-    """The turns of positions first_position + t.    frequencies: [E / 2]   cosines, sines: [T * E / 2], written"""
+    """cosines[t, i], sines[t, i] = cos, sin of (first_position + t) * frequencies[i].
+
+    frequencies: [E / 2] f32, read   cosines, sines: [T * E / 2] f32, written for rows first .. last - 1
+    """
     half = frequencies.shape[0]
     for t in range(first, last):
         for i in range(half):
@@ -199,41 +223,47 @@ def rope_table(frequencies, first_position, cosines, sines, first, last):
 
 @inlined
 def rope_rows(x, heads, E, cosines, sines, first, last):
-    """Turn the pairs (x[t, head, i], x[t, head, i + E / 2]).    x: [T * heads * E]   cosines, sines: [T * E / 2]"""
+    """Rotate each pair (x[t, head, i], x[t, head, i + E / 2]) by the angle of position t and frequency i.
+
+    x: [T * heads * E] f32, read and written   cosines, sines: [T * E / 2] f32, read
+    """
     half = E // 2
     for t in range(first, last):
         for head in range(t * heads, (t + 1) * heads):
-            at, end, turn = head * E, head * E + half, t * half
+            at, end, table = head * E, head * E + half, t * half
             for i in range(0, half, COLUMNS):
                 a, b = load_up_to(x, at + i, end), load_up_to(x, at + i + half, end + half)
-                cosine, sine = load_up_to(cosines, turn + i, turn + half), load_up_to(sines, turn + i, turn + half)
+                cosine, sine = load_up_to(cosines, table + i, table + half), load_up_to(sines, table + i, table + half)
                 store_up_to(x, at + i, end, vector_fma(a, cosine, neg(mul(b, sine))))
                 store_up_to(x, at + i + half, end + half, vector_fma(b, cosine, mul(a, sine)))
 
 
-# --- one number by itself ---------------------------------------------------------------------------------------------
+# --- elementwise ------------------------------------------------------------------------------------------------------
 
 
 @inlined
 def gelu_gate(gate, up, first, last):
-    """gate[f] = gelu(gate[f]) * up[f], with gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
+    """gate[f] = gelu(gate[f]) * up[f], with gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+
+    gate: [T * F] f32, read and written   up: [T * F] f32, read
+    """
     for f in range(first, last, COLUMNS):
         x = load_up_to(gate, f, last)
         cube = vector_fma(mul(mul(splat(_GELU_CUBE), x), x), x, x)
-        hump = add(splat(_ONE), vector_math.tanh(mul(splat(_GELU_SLOPE), cube)))
-        store_up_to(gate, f, last, mul(mul(mul(splat(_HALF), x), hump), load_up_to(up, f, last)))
+        bend = add(splat(_ONE), vector_math.tanh(mul(splat(_GELU_SLOPE), cube)))
+        store_up_to(gate, f, last, mul(mul(mul(splat(_HALF), x), bend), load_up_to(up, f, last)))
 
 
 @inlined
 def add_to(x, y, first, last):
-    """x += y"""
+    """x[d] = x[d] + y[d]"""
     for d in range(first, last, COLUMNS):
         store_up_to(x, d, last, add(load_up_to(x, d, last), load_up_to(y, d, last)))
 
 
 @inlined
 def scale_rows(x, factor, first, last):
-    """x *= factor"""
+    """x[d] = x[d] * factor"""
     for d in range(first, last, COLUMNS):
         store_up_to(x, d, last, mul(load_up_to(x, d, last), splat(factor)))
 
@@ -250,15 +280,18 @@ def soft_cap(x, cap, first, last):
 
 @inlined
 def embed_floats(w, token, factor, y, at):
-    """y[at + k] = w[token, k] * factor.    w: FloatPanels"""
-    column = w.at + token // COLUMNS * w.K * COLUMNS + token % COLUMNS
+    """y[at + k] = w[token, k] * factor.    w: FloatPanels, read   y: f32, K numbers written from `at` on"""
+    column = w.start + token // COLUMNS * w.K * COLUMNS + token % COLUMNS
     for k in range(w.K):
         y[at + k] = widen(w.arena[column + k * COLUMNS]) * factor
 
 
 @inlined
 def embed_codes(w, token, factor, y, at, unpacked):
-    """y[at + k] = (scale * code - minimum) * factor, each step rounded.    w: CodePanels"""
+    """y[at + k] = (scale * code - minimum) * factor, each operation rounded.
+
+    w: CodePanels, read   y: f32, K numbers written from `at` on   unpacked: UnpackBuffer, the worker's own scratch
+    """
     unpack_panel(w, token // COLUMNS, unpacked, np.int64(0), np.int64(1))
     lane = token % COLUMNS
     for k in range(w.K):

@@ -1,4 +1,4 @@
-"""exp and tanh of `elementary`, and its users, sixteen at a time: the same operations, choices instead of branches."""
+"""exp, tanh and the soft cap, sixteen at a time: the operations of elementary.py, with selects in place of branches."""
 
 import numpy as np
 
@@ -35,7 +35,7 @@ _LEAST, _MOST, _INFINITY = scalar._LEAST, scalar._MOST, scalar._INFINITY
 
 @inlined
 def exp(x):
-    """e^x in every lane. What an x out of range makes on the way is thrown away by the choice at the end."""
+    """e^x in every lane. Whatever an x out of range computes on the way is discarded by the selects at the end."""
     shifted = fma(x, splat(_LOG2E), splat(_ROUND))
     n = sub(shifted, splat(_ROUND))
     r = fma(n, splat(_MINUS_LN2_LOW), fma(n, splat(_MINUS_LN2_HIGH), x))
@@ -69,13 +69,13 @@ def tanh(x):
 
 @inlined
 def soft_cap(x, cap):
-    """cap * tanh(x / cap) for a cap that is not 0."""
+    """cap * tanh(x / cap), for a cap above 0."""
     return mul(splat(cap), tanh(div(x, splat(cap))))
 
 
 @inlined
 def load_up_to(x, at, end):
-    """x[at : at + 16], with zeros from `end` on."""
+    """x[at : at + 16], with zeros in place of x[end :], which is not read."""
     if at + 16 <= end:
         return load(x, at)
     return load_partial(x, at, end - at)
@@ -83,7 +83,7 @@ def load_up_to(x, at, end):
 
 @inlined
 def store_up_to(x, at, end, value):
-    """x[at : at + 16] = value, of which nothing at `end` and beyond is written."""
+    """x[at : at + 16] = value; nothing at `end` and beyond is written."""
     if at + 16 <= end:
         store(x, at, value)
     else:

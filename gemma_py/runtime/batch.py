@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.attention import scratch_size
+from gemma_py.kernels.attention_layout import scratch_size
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.intrinsics import array_from_address
 from gemma_py.kernels.matmul import CodedRows, unpack_buffer_sizes

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemma_py.errors import InputError
+from gemma_py.errors import ContextError, InputError
 from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config
 from gemma_py.models.digest import digest, first_readable
@@ -21,6 +21,22 @@ KEYS, VALUES, ROWS = range(3)  # columns of Cache.places
 KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
 NAN: dict[type, float | int] = {np.float32: np.nan, np.uint16: 0x7FC0}
 _SPARE = 512  # rows
+
+
+def check_context(context: int, tokens: int, after: int | None = None, new: int = 0) -> None:
+    """ContextError unless the tokens, after those that the cache holds already, and the new ones to come fit into the context."""
+    present = (after or 0) + tokens
+    if present + new <= context:
+        return
+    if not new:
+        what = f"{tokens} tokens exceed" if after is None else f"{tokens} tokens after {after} exceed"
+    elif present >= context:
+        raise ContextError(
+            f"the prompt of {tokens} tokens leaves no room for an answer in the context of {context} tokens"
+        )
+    else:
+        what = f"{tokens} prompt tokens and {new} new ones exceed"
+    raise ContextError(f"{what} the context of {context} tokens")
 
 
 def rows_needed(config: Config, tokens: int, chunk: int, keep: int = 0) -> list[int]:
@@ -130,9 +146,7 @@ class Cache:
     def rewind(self, position: int) -> None:
         """Forget the tokens from here on. The rows before are as they were, so nothing tells it from a fresh start."""
         if not self.reachable(position):
-            raise InputError(
-                f"position {position} cannot be gone back to from {self.position}: its rows are overwritten"
-            )
+            raise InputError(f"position {position} cannot be rewound to from {self.position}: its rows are overwritten")
         del self.ids[position:]
 
     def _move(self, number: int, capacity: int) -> None:

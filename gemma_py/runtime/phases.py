@@ -8,16 +8,8 @@ A tile is never a part of a sum, so who computes it does not matter, nor how lar
 
 import numpy as np
 
-from gemma_py.kernels.attention import (
-    LANES,
-    QUERY_BLOCK,
-    AttentionParams,
-    Ring,
-    attend,
-    attend_columns,
-    columns_of_part,
-    score_keys,
-)
+from gemma_py.kernels.attention import attend, attend_columns, columns_of_part, score_keys
+from gemma_py.kernels.attention_layout import LANES, QUERY_BLOCK, AttentionParams, Ring
 from gemma_py.kernels.decorator import inlined, phase
 from gemma_py.kernels.intrinsics import array_from_address
 from gemma_py.kernels.matmul import (

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gemma_py.errors import check_context
-from gemma_py.kernels.attention import LANES
+from gemma_py.kernels.attention_layout import LANES
 from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config
 from gemma_py.models.program import ALL, WANTED
 from gemma_py.runtime.batch import END_ROW, FIRST, LONGEST, ROWS, Batch, Scratch, new_scratch
-from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.cache import Cache, check_context
 from gemma_py.runtime.compiling import mark_compiled
 from gemma_py.runtime.forward import forward
 from gemma_py.runtime.instruments import Instruments

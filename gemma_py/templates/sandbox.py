@@ -23,7 +23,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 MEMORY = 1 << 30  # bytes of address space; Python and jinja2 take some 50 MB of them
-SECONDS = 10  # of processor time for one answer; whoever asks waits less, this is for when nobody waits any more
+SECONDS = 10  # of processor time for one answer; the parent process waits less, so this ends one whose parent is gone
 OUTPUT = 64 << 20  # characters
 
 

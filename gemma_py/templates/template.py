@@ -359,7 +359,7 @@ class _Renderer:
             process.wait()
 
     def forget(self) -> None:
-        """In a forked child: the process is the parent's, and so may be whoever holds the lock."""
+        """In a forked child: the rendering process is the parent's, and the thread that holds the lock may be too."""
         self._lock = threading.Lock()
         if self._process is not None:
             self._process.returncode = 0  # nobody here waits for it

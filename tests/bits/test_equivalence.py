@@ -152,7 +152,7 @@ def test_bfloat16_rows_match_their_reference(checkpoints: dict[str, Path], name:
         want = Expected(engine, prompt(engine.config, TOKENS))
         rows = engine.session()
         rows.prefill(want.ids)
-        assert rows._cache.layers[0].keys.dtype == np.uint16
+        assert {part.dtype for pair in rows.stored(rows.position) for part in pair} == {np.dtype(np.uint16)}
         for sizes in ([TOKENS], [1], [7, 12]):
             assert want.same(engine, sizes)
 

@@ -11,7 +11,7 @@ from repository import ROOT, child_environment
 # A small kernel of the package; prints its result and whether it came from the disk.
 PROGRAM = """
 import numpy as np
-from gemma_py.generate.sampling import _log_sum as kernel
+from gemma_py.kernels.scores import log_sum_exp as kernel
 largest, log_sum = kernel(np.arange(8, dtype=np.float32), np.empty(8))
 value = 3 - largest - log_sum
 print(value.hex(), sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
@@ -90,11 +90,10 @@ FIRST_TIME = """
 import sys
 import gemma_py, gemma_py.generate.engine
 from gemma_py import Sampling
-from gemma_py.generate import sampling
-from gemma_py.kernels import bpe
+from gemma_py.kernels import bpe, sampling, scores
 
 def compiled():
-    found = [f for module in (sampling, bpe) for f in vars(module).values() if hasattr(f, "overloads")]
+    found = [f for module in (sampling, scores, bpe) for f in vars(module).values() if hasattr(f, "overloads")]
     return {f.__name__: len(f.overloads) for f in found}
 
 gemma_py.generate.engine.first_time = lambda kv: sys.argv[1] == "first"

@@ -15,7 +15,7 @@ from repository import child_environment
 
 from gemma_py.formats.blocks import TYPES, Minimum
 from gemma_py.kernels import attention, elementary, matmul, rows, vector_math
-from gemma_py.kernels.attention import AttentionParams, Ring, scratch_size
+from gemma_py.kernels.attention_layout import AttentionParams, Ring, scratch_size
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.matmul import CodedRows, FloatPanels
 from gemma_py.kernels.panels import CodePanels, UnpackBuffer, pack_codes, pack_floats, panel_bytes, panel_count

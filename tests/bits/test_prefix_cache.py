@@ -1,4 +1,4 @@
-"""Kept prefixes: a hit gives the bits of a cold start, memory stays within its budget, what is used stays."""
+"""The prefix cache: a hit gives the bits of a cold start, memory stays within its budget, recently used blocks stay."""
 
 import random
 from pathlib import Path

@@ -19,7 +19,7 @@ from repository import TINY
 import gemma_py
 from gemma_py import reference
 from gemma_py.checks import trace_file, verify
-from gemma_py.cli.progress import Progress
+from gemma_py.cli.progress import ProgressBar
 from gemma_py.kernels.decorator import kernel
 from gemma_py.runtime import program as p
 from gemma_py.runtime import trace as traces
@@ -60,7 +60,7 @@ def test_a_good_run(run: Run) -> None:
     assert lines[4] == (
         "9 runs of 80 tokens: all logits and all keys and values have the same bits, token by token as in chunks."
     )
-    assert lines[5] == "The first 16 tokens have those of the specification."
+    assert lines[5] == "The first 16 tokens have the bits of the specification."
     assert err.splitlines() == ["checking the specification, 16 tokens"] + [
         f"checking {t} thread{'s' * (t > 1)} in chunks of {c}" for t in (1, 2, 3) for c in (1, 7, 64)
     ]
@@ -499,7 +499,7 @@ class Terminal(io.StringIO):
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with Progress("checking", wanted=True) as progress:
+    with ProgressBar("checking", wanted=True) as progress:
         progress._began -= 30
         progress("2 threads in chunks of 7", 0.25)
         assert "25% 1:30 left  2 threads in chunks of 7" in terminal.getvalue()
@@ -509,6 +509,6 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_progress_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with Progress("checking", wanted=False) as progress:
+    with ProgressBar("checking", wanted=False) as progress:
         progress("anything", 0.5)
     assert terminal.getvalue() == ""

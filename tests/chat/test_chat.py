@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 from repository import ROOT, TINY
 
 import gemma_py
@@ -60,7 +62,7 @@ def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], nam
                     session.rewind(back)
                     del ids[back:]
                 else:
-                    with pytest.raises(InputError, match="cannot be gone back to"):
+                    with pytest.raises(InputError, match="cannot be rewound to"):
                         session.rewind(back)
                     assert furthest - back > keep
                 more = [rng.randrange(96) for _ in range(rng.choice((1, 1, 2, 7, 20)))]
@@ -499,11 +501,36 @@ def test_a_damaged_file_is_refused(told: tuple[Conversation, Path], tmp_path: Pa
         target.write_bytes(copy)
         with pytest.raises(FormatError):
             Conversation.load(conversation.engine, target)
-    for missing in (tmp_path / "nothing", tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for missing in (tmp_path / "nothing", tmp_path, tmp_path / "pipe"):
         with pytest.raises(GemmaError):
             Conversation.load(conversation.engine, missing)
     with pytest.raises(InputError, match="cannot be written"):
         conversation.save("/proc/nowhere/file")
+
+
+def test_a_file_of_an_older_version_is_refused_with_one_line(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.write_bytes(b'gemma_py conversation 2\n{"messages": []}\n' + bytes(32))
+    with pytest.raises(FormatError, match=r"old: saved by an older version of gemma_py") as caught:
+        Conversation.load(tiny_engine, old)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_other_safetensors_files_are_refused(tiny_engine: gemma_py.Engine) -> None:
+    with pytest.raises(FormatError, match=r"model\.safetensors: not a file that gemma_py wrote"):
+        Conversation.load(tiny_engine, TINY / "model.safetensors")
+
+
+def test_any_reader_of_safetensors_reads_a_saved_conversation(told: tuple[Conversation, Path]) -> None:
+    conversation, path = told
+    arrays = safetensors.numpy.load_file(path)
+    assert arrays["ids"].tolist() == conversation.ids
+    assert json.loads(arrays["description"].tobytes())["messages"] == conversation.messages
+    assert arrays["layers.0.keys"].dtype == np.float32 and np.isfinite(arrays["layers.0.keys"]).all()
+    with safetensors.safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    assert (metadata["format"], metadata["version"], metadata["kv"]) == ("gemma_py conversation", "3", "float32")
 
 
 # Children that save again and again, each killed at some moment; what was being written when, and what is left of it.

@@ -2,142 +2,31 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import io
 import json
-import os
-import pty
 import re
-import select
 import stat
-import struct
 import subprocess
 import sys
-import termios
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT, TINY, child_environment
+from repository import ROOT, TINY
+from terminal import ESCAPES, GREEDY, Window
 
 import gemma_py
 from gemma_py import Conversation
 from gemma_py.cli.chat import Chat
 from gemma_py.cli.chat_commands import COMMANDS
-from gemma_py.cli.screen import Plain
+from gemma_py.cli.screen import PlainScreen
 
 pytest.importorskip("rich", reason="the extra `chat` is not installed")
 pytest.importorskip("prompt_toolkit", reason="the extra `chat` is not installed")
 
 Run = Callable[..., tuple[int, str, str]]
 Pipe = Callable[..., tuple[int, str, str]]
-GREEDY = ("--temperature", "0")  # of a model of random weights: an answer without end
-
-# Each pass takes its time, so that a test can be quicker than the model. The answers are the same.
-SLOW = """
-import time
-from gemma_py.runtime.runner import Runner
-honest = Runner.run
-def run(self, cache, ids, *rest, **options):
-    time.sleep(0.3 if len(ids) > 1 else 0.02)
-    return honest(self, cache, ids, *rest, **options)
-Runner.run = run
-from gemma_py.cli.main import entry
-entry()
-"""
-# A session with the terminal as its own, as a terminal emulator starts a shell.
-LAUNCH = "import fcntl,os,sys,termios; fcntl.ioctl(0,termios.TIOCSCTTY,0); os.execvp(sys.argv[1], sys.argv[1:])"
-
-
-ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
-
-
-class Window:
-    """A terminal with a shell in it."""
-
-    def __init__(self, home: Path, **environment: str) -> None:
-        self.ours, theirs = pty.openpty()
-        self.resize(24, 80)
-        environment = {
-            **child_environment(XDG_STATE_HOME=str(home), TERM="xterm-256color", PS1="shell$ ", ENV=""),
-            "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONUTF8": "1", **environment,
-        }  # fmt: skip
-        if "NO_COLOR" not in environment:
-            environment["COLORTERM"] = "truecolor"
-        self.shell = subprocess.Popen(
-            [sys.executable, "-ISc", LAUNCH, "sh", "-i"],
-            stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, cwd=home,
-        )  # fmt: skip
-        os.close(theirs)
-        self.text = ""  # all that came
-        self._seen = 0
-        self.expect("shell$ ")
-
-    def resize(self, rows: int, columns: int) -> None:
-        fcntl.ioctl(self.ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def type(self, text: str) -> None:
-        data = text.encode()
-        while data:
-            self._read(0)
-            if select.select([], [self.ours], [], 0.1)[1]:
-                data = data[os.write(self.ours, data[:1000]) :]
-
-    def paste(self, text: str) -> None:
-        """As terminals do: between marks if the program has asked for them."""
-        asked = self.text.rfind("\x1b[?2004h") > self.text.rfind("\x1b[?2004l")
-        self.type(f"\x1b[200~{text}\x1b[201~" if asked else text)
-
-    def _read(self, wait: float) -> None:
-        if select.select([self.ours], [], [], wait)[0]:
-            with contextlib.suppress(OSError):  # nobody is left on the other side
-                self.text += os.read(self.ours, 1 << 16).decode(errors="replace")
-
-    def expect(self, *wanted: str, seconds: float = 60) -> str:
-        """What came until all of these had come, one after the other, not counting what moves and colours, and with lines
-        broken at any space."""
-        until = time.monotonic() + seconds
-        came = ""
-        while time.monotonic() < until:
-            self._read(0.2)
-            came = ESCAPES.sub("", self.text[self._seen :])
-            at = 0
-            for one in wanted:
-                found = re.compile(re.escape(one).replace(r"\ ", r"\s+")).search(came, at)
-                if found is None:
-                    break
-                at = found.end()
-            else:
-                self._seen = len(self.text)
-                return came
-        raise AssertionError(f"{wanted} did not come, but {came[-2000:]!r}")
-
-    def ask_at_length(self, text: str) -> None:
-        self.type(text + "\r")
-        self.expect(text, "\n")
-        self.answers()
-
-    def answers(self, more: int = 0) -> None:
-        """An answer is under way, and so many characters longer."""
-        until, least = time.monotonic() + 60, len(self.text) + more
-        while len(ESCAPES.sub("", self.text).rpartition("\n")[2]) < 30 or len(self.text) < least:
-            assert time.monotonic() < until
-            self._read(0.2)
-
-    def chat(self, *options: str) -> None:
-        script = " ".join(
-            f"'{part}'" for part in (sys.executable, "-c", SLOW.strip(), "chat", str(TINY), *GREEDY, *options)
-        )
-        (Path(f"/proc/{self.shell.pid}/cwd").resolve() / "start").write_text(script)
-        self.type(". ./start\n")
-        self.expect("Ctrl-D leaves")
-
-    def close(self) -> None:
-        self.shell.kill()
-        os.close(self.ours)
-        self.shell.wait()
 
 
 @pytest.fixture
@@ -161,7 +50,7 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     assert "\x1b[Kloading the model\r" in here.text
     # It streams, and says what it took.
     here.type("hello\r")
-    here.expect("prompt 15 tokens", "answer 12", "first after", "of 4,096", "the answer was cut at 12 tokens", ">")
+    here.expect("prompt 15 tokens", "answer 12", "first after", "of 4,096", "the answer was cut off at 12 tokens", ">")
     assert "> hello\r\r\n" not in ESCAPES.sub("", here.text)  # shown once: the prompt that it was typed into is gone
     history = tmp_path / "gemma_py" / "history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
@@ -293,7 +182,7 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     here.type("\r")
     here.expect("leaves no room", "o: forget the oldest 1 of 2 exchanges")
     here.type("\r")
-    here.expect("not sent")
+    here.expect("was not sent")
     here.type("\x1b[A\r")
     here.expect("leaves no room", "exchanges")
     here.type("c\r")
@@ -305,10 +194,10 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     assert not re.search(r"\x1b\[[\d;]*\b(3[0-8]|4[0-8]|9[0-7])[\d;]*m", here.text)
 
 
-class Scripted(Plain):
+class Scripted(PlainScreen):
     """A screen with somebody before it, who gives these answers to questions."""
 
-    lasting = True
+    interactive = True
 
     def __init__(self, *choices: str) -> None:
         super().__init__(json=False)
@@ -438,17 +327,17 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
         "hello": "answer",
         "/retry": "answer",
         "/edit something else": "answer",
-        "/tokens": "of 4,096; computed",
+        "/tokens": "of 4,096; in the KV cache",
         "/stats": "first token",
         "/threads 3": "threads 3",
-        "/verify": "tokens computed again, 4 threads",
+        "/verify": "tokens computed again with 4 threads",
         f"/save {tmp_path / 'talk'}": "saved",
         f"/export {tmp_path / 'talk.md'}": "as markdown",
         f"/export {tmp_path / 'other'} json": "as json",
-        "/undo": "taken back: something else",
+        "/undo": "removed: something else",
         f"/load {tmp_path / 'talk'}": "3 messages",
-        "more": "kept",
-        "/clear": "anew",
+        "more": "cached",
+        "/clear": "empty again",
         "/system none": "system: none",
         "/exit": "",
         "/nonsense": "",
@@ -468,18 +357,18 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/frob", "no command /frob; /help lists what there is"),
-        ("/undo 3", "/undo takes nothing after it, found '3'"),
+        ("/frob", "no command /frob; /help lists all"),
+        ("/undo 3", "/undo takes no argument, found '3'"),
         ("/undo", "there is no answer yet"),
         ("/retry", "there is no answer yet"),
-        ("/edit", "/edit needs the text here"),
+        ("/edit", "/edit needs the text: /edit TEXT"),
         ("/set heat 3", "no setting 'heat'"),
         ("/set top_k many", "top_k should be a whole number, found 'many'"),
         ("/set max_tokens 0", "max_tokens should be at least 1"),
         ("/set temperature 9999", "temperature should be a number from 0 to 2, found 9999.0"),
         ("/threads none", "threads should be a whole number"),
         ("/threads 0", "threads should be 1 to"),
-        ("/save", "/save needs the name of a file"),
+        ("/save", "/save needs a file name: /save FILE"),
         ("/load /nowhere/file", "/nowhere/file"),
         ("/export /proc/none/file", "cannot be written"),
         ("/export /proc/none/file xml", "as markdown or json, found 'xml'"),
@@ -499,10 +388,10 @@ def test_what_cannot_be_is_one_line(pipe: Pipe, line: str | bytes, said: str) ->
 def test_more_threads_than_cores_are_advised_against(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemma_py.machine.threads", lambda: 2)
     code, _, err = pipe("/threads 2\n/threads 3", "--threads", 1)
-    advice = "3 threads asked for, but this process has 2 cores' worth of processor: expect it to be slower"
+    advice = "3 threads are more than the 2 cores that this process may use, so expect it to be slower"
     assert (code, err.splitlines()[-3:]) == (
         0,
-        ["threads 2; no bit depends on it", advice, "threads 3; no bit depends on it"],
+        ["threads 2; no bit of an answer depends on it", advice, "threads 3; no bit of an answer depends on it"],
     )
 
 

@@ -122,7 +122,7 @@ def test_a_reference_that_is_none(reference: str) -> None:
 
 def test_a_directory_from_the_cache(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     snapshot = lay_out(cache, "owner/tiny", TINY_FILES)
-    assert hub.at_hand("hf:owner/tiny") and not hub.at_hand("hf:owner/other")
+    assert hub.available_locally("hf:owner/tiny") and not hub.available_locally("hf:owner/other")
     with gemma_py.load("hf:owner/tiny") as engine, gemma_py.load(TINY) as same:
         assert engine.path == snapshot
         assert engine.name == "owner/tiny"
@@ -241,4 +241,4 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelNotFoundError, match=r"needs huggingface_hub: pip install 'gemma_py\[hf\]'"):
         resolve("hf:owner/name")
-    assert not hub.at_hand("hf:owner/name")
+    assert not hub.available_locally("hf:owner/name")

@@ -79,7 +79,7 @@ def test_a_torn_last_line_is_computed_again_and_nothing_else(run: Run, tmp_path:
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(lines[0] + lines[1] + lines[2][:40])
     code, _, err = run("batch", source, out, TINY)
-    assert code == 0 and "1 rows answered, 0 of them with an error, 2 were done before" in err
+    assert code == 0 and "1 rows written, 0 of them with an error; 2 were complete before" in err
     assert out.read_bytes().startswith(lines[0] + lines[1])
     assert set(read(out)) == {"a", "b", "c"}
 

@@ -190,8 +190,8 @@ def test_sigterm_lets_streams_end_until_the_deadline(drain: str) -> None:
             assert (b'"error":{' in text) == (drain == "0")
             assert (b'"finish_reason":"length"' in text) == (drain == "60")
         assert process.end() == (0, "")
-        assert process.said.startswith(f"ending: answers to come: 3, within {drain} s")
-        assert process.said.endswith(f"ended; answers cut off: {0 if drain == '60' else 3}\n")
+        assert process.said.startswith(f"ending: waiting up to {drain} s for running requests: 3;")
+        assert process.said.endswith(f"ended; requests cut off: {0 if drain == '60' else 3}\n")
         with pytest.raises(ConnectionRefusedError):
             process.send("GET", "/health", b"")
 
@@ -257,14 +257,14 @@ def test_with_few_file_descriptors_it_serves_as_many_as_it_can() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--host", "0.0.0.0"], "others could reach 0.0.0.0"),
+        (["--host", "0.0.0.0"], "other machines can connect to 0.0.0.0"),
         (["--host", "203.0.113.1", "--open"], "cannot listen on 203.0.113.1"),
         (["--api-key-file", "nowhere"], "nowhere: cannot be read"),
         (["--port", "-1"], "whole number"),
         (["--port", "65536"], "should be a port, 65535 at most, found '65536'"),
         (["--host", ""], "should be a name or an address alone"),
         (["--host", "[::1"], "should be a name or an address alone"),
-        (["--host", "[::]"], "others could reach ::"),
+        (["--host", "[::]"], "other machines can connect to ::"),
         (["--allowed-host", "http://x"], "should be a name or an address alone, found 'http://x'"),
         (["--allowed-host", "x:80"], "should be a name or an address alone"),
         (["--cors", "*"], "should be an origin such as https://example.org, found '*'"),
@@ -335,7 +335,7 @@ passes = 0
 def stalls(self, parts):
     global passes
     passes += 1
-    self.trial = Trial(fault="stall", worker=1) if passes == 4 else None
+    self.instruments.trial = Trial(fault="stall", worker=1) if passes == 4 else None
     if passes == 5:
         time.sleep(1)
     return honest(self, parts)

@@ -6,12 +6,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import NO_END, Running, idle, wait_until
+from browser import Page
+from serving import Running, idle, wait_until
 
 from gemma_py.generate.core import Generation
 from gemma_py.server.web_ui import PAGE, POLICY
@@ -27,7 +28,6 @@ ATTACKS = (
     "<javascript:alert(1)>", "| <b> |\n|---|\n| <script>window.pwned=1</script> |", "```html\n<script>window.pwned=1</script>\n```",
     "<style>*{display:none}</style>", "<base href=//evil.example>", "[" * 3000, "*" * 3000, "> " * 3000, "- " * 3000, "`" * 3001,
 )  # fmt: skip
-ROLES = ("user", "assistant")
 TAB, ENTER, ESCAPE, SHIFT, CONTROL = "\ue004", "\ue007", "\ue00c", "\ue008", "\ue009"
 LONG = f"""{"Donaudampfschiffahrt" * 9} https://example.org/{"a/long/path/" * 9}
 
@@ -42,119 +42,6 @@ def a_function_with_a_long_name(first_argument, second_argument): return first_a
 >    - deeper
 >      - and deeper still, with words enough for two lines
 """
-
-
-class Page:
-    """What a person sees and does."""
-
-    def __init__(self, driver: Any, url: str) -> None:
-        self.driver, self.url = driver, url
-
-    def open(self) -> "Page":
-        self.driver.get(self.url)
-        return self
-
-    def reload(self) -> None:
-        self.driver.refresh()
-        self.wait(lambda: self.run("return model"))  # it has heard which one is served, and says nothing more by itself
-
-    def run(self, script: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(script, *arguments)
-
-    def find(self, selector: str) -> Any:
-        return self.driver.find_element("css selector", selector)
-
-    def all(self, selector: str) -> list[Any]:
-        return self.driver.find_elements("css selector", selector)
-
-    def texts(self, selector: str) -> list[str]:
-        return self.run("return [...document.querySelectorAll(arguments[0])].map(e => e.innerText.trim())", selector)
-
-    def send(self, text: str) -> None:
-        self.find("#input").send_keys(text + "\n")
-
-    def set(self, **options: Any) -> None:
-        """As the settings dialog keeps them."""
-        self.run("localStorage.setItem('gemma_py.options', JSON.stringify(arguments[0]))", options)
-        self.reload()
-
-    def without_end(self) -> None:
-        """Until the page is loaded again, no answer comes to its end by chance, which would end most in 200 tokens."""
-        self.run(
-            "const ask = window.fetch, bias = {logit_bias: arguments[0]};"
-            "window.fetch = (url, o) => ask(url, o?.body ? {...o, body: JSON.stringify({...JSON.parse(o.body), ...bias})} : o)",
-            NO_END,
-        )
-
-    def keep(self, *conversations: list[tuple[str, str]]) -> None:
-        """As if these had been held before: what was said and what was answered."""
-        made = []
-        for number, said in enumerate(conversations):
-            messages = [
-                {"role": role, "content": text} for pair in said for role, text in zip(ROLES, pair, strict=True)
-            ]
-            made.append({"id": str(number), "title": said[0][0], "messages": messages})
-        self.run("localStorage.setItem('gemma_py.conversations', JSON.stringify(arguments[0]))", made)
-        self.reload()
-
-    @contextlib.contextmanager
-    def phone(self, width: int, height: int) -> Iterator[None]:
-        """A window cannot be as narrow, and has no fingers."""
-        command = self.driver.execute_cdp_cmd
-        try:
-            self.resize(width, height)
-            command("Emulation.setTouchEmulationEnabled", {"enabled": True})
-            self.reload()
-            yield
-        finally:
-            command("Emulation.setTouchEmulationEnabled", {"enabled": False})
-            command("Emulation.clearDeviceMetricsOverride", {})
-            self.reload()
-
-    def resize(self, width: int, height: int) -> None:
-        """Of a phone: as when it is turned, or its keyboard comes up."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": True}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        self.wait(lambda: self.run("return innerHeight") == height)
-
-    def tap(self, selector: str) -> None:
-        """With a finger, once the element rests somewhere and nothing lies on it."""
-        place = self.driver.execute_async_script(
-            """
-            const [selector, done] = arguments;
-            let last = {};
-            const look = () => {
-              const e = document.querySelector(selector);
-              e?.scrollIntoView({ block: "nearest" });
-              const r = e?.getBoundingClientRect() ?? {}, at = { x: r.x + r.width / 2 || 0, y: r.y + r.height / 2 || 0 };
-              if (at.x === last.x && at.y === last.y && e?.contains(document.elementFromPoint(at.x, at.y))) return done(at);
-              last = at;
-              requestAnimationFrame(look);
-            };
-            look();
-            """,
-            selector,
-        )
-        self.run("window.tapped = 0; addEventListener('click', () => tapped++, {once: true, capture: true})")
-        for kind, points in (("touchStart", [place]), ("touchEnd", [])):
-            self.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
-        self.wait(lambda: self.run("return tapped"))
-
-    def keys(self, *keys: str) -> None:
-        """To whatever has the focus."""
-        self.driver.switch_to.active_element.send_keys(*keys)
-
-    @property
-    def focused(self) -> str:
-        """What a screen reader calls it."""
-        return str(self.driver.switch_to.active_element.accessible_name)
-
-    def wait(self, true: Callable[[], Any]) -> None:
-        wait_until(lambda: bool(true()))
-
-    def wait_for_answer(self) -> str:
-        self.wait(lambda: self.all(".assistant:not([aria-busy]) [aria-label='Answer again']"))
-        return self.texts(".assistant .text")[-1]
 
 
 @pytest.fixture(scope="module")

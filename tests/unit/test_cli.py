@@ -1,7 +1,6 @@
 """The command line: what it prints, exit codes, and one line for every error."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,16 +118,6 @@ def test_catalogue_sizes_follow_from_the_shapes() -> None:
         layer = s["D"] * s["E"] * 2 * (s["H"] + s["G"]) + 3 * s["D"] * s["F"] + norms * s["D"] + heads
         assert entry.parameters == s["V"] * s["D"] + s["L"] * layer + s["D"], entry.name
     assert resolve("tiny-gemma3").is_dir()
-
-
-def test_completion(run: Run) -> None:
-    code, script, _ = run("completion")
-    asked = "COMP_WORDS=(gemma_py {}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _gemma_py; echo ${{COMPREPLY[*]}}"
-    found = [
-        subprocess.run(["bash", "-c", script + asked.format(line)], capture_output=True, text=True, check=True).stdout
-        for line in ("sc", "chat --no", "generate --prom")
-    ]
-    assert (code, found) == (0, ["score\n", "--no-markdown\n", "--prompt\n"])
 
 
 def test_help_everywhere(run: Run) -> None:

@@ -68,9 +68,11 @@ def test_a_digest_sees_one_bit(tiny_engine: gemma_py.Engine) -> None:
     session = tiny_engine.session()
     session.prefill(IDS)
     before = session.kv_digest()
-    layer = session._cache.layers[2]
-    layer.values[1, (len(IDS) - 1) % layer.capacity].view(np.uint32)[3] ^= 1
-    after = session.kv_digest()
+    rows = list(session.stored(session.position))
+    rows[2][1][1, -1].view(np.uint32)[3] ^= 1
+    changed = tiny_engine.session()
+    changed.restore(IDS, rows)
+    after = changed.kv_digest()
     assert [a == b for a, b in zip(before, after, strict=True)] == [layer != 2 for layer in range(len(before))]
 
 

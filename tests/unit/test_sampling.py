@@ -3,6 +3,8 @@
 import collections
 import json
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError, ConfigError, InputError
-from gemma_py.generate.options import GEMMA, Sampling, asked, recommended
-from gemma_py.generate.sampling import Sampler, _largest, uniform
+from gemma_py.generate.options import BASE_MODEL, GEMMA, Sampling, asked, recommended
+from gemma_py.generate.sampling import Sampler, uniform
+from gemma_py.kernels.sampling import top_k
 
 RNG = np.random.default_rng(7)
 V = 5000
@@ -115,7 +118,7 @@ def test_the_likeliest_with_ties_has_the_smaller_id() -> None:
 def test_largest_matches_a_sort(k: int) -> None:
     for x in (LOGITS, np.sort(LOGITS), np.round(LOGITS), np.full(V, -np.inf, np.float32)):
         values, ids = np.empty(k, np.float32), np.empty(k, np.int64)
-        _largest(x, values, ids)
+        top_k(x, values, ids)
         order = np.lexsort((np.arange(V), -x))[:k]
         np.testing.assert_array_equal(ids, order)
         np.testing.assert_array_equal(values, x[order])
@@ -203,6 +206,28 @@ def test_what_is_left_open() -> None:
     assert asked({"repetition_penalty": 1.2}, base) == Sampling(repetition_penalty=1.2)
     assert asked({"seed": 4}, base) == Sampling(temperature=0.9, top_k=64, top_p=0.95, seed=4)
     assert asked({"temperature": 0, "seed": 4}, base) == Sampling(seed=4)
+    assert asked({"seed": 4}, BASE_MODEL) == replace(GEMMA, seed=4)  # a draw, though a chat of the model makes none
+    assert asked({"top_p": 0.5}, Sampling()) == Sampling(temperature=1.0, top_p=0.5)
+
+
+def test_a_base_model_that_recommends_nothing_answers_with_the_likeliest_tokens(tmp_path: Path) -> None:
+    """One without a chat template whose answers do not end at <end_of_turn>; with the one or the other, or with a
+    recommendation, it keeps what it had."""
+    path = tmp_path / "base"
+    shutil.copytree(TINY, path, ignore=shutil.ignore_patterns("chat_template.jinja", "generation_config.json"))
+    config = json.loads((path / "config.json").read_text())
+    found = {}
+    for ends in ([1, 6], [1]):
+        (path / "config.json").write_text(json.dumps({**config, "eos_token_id": ends}))
+        with gemma_py.load(path, threads=1) as engine:
+            found[len(ends)] = engine.sampling
+            drawn = engine.chat_sampling({"temperature": 0.7}), engine.chat_sampling({"seed": 3, "top_k": 5})
+    assert found == {2: GEMMA, 1: BASE_MODEL}
+    assert BASE_MODEL.temperature == 0
+    assert drawn == (replace(GEMMA, temperature=0.7), replace(GEMMA, top_k=5, seed=3))
+    (path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7}))
+    with gemma_py.load(path, threads=1) as engine:
+        assert engine.sampling == Sampling(temperature=0.7)
 
 
 # --- through the engine -----------------------------------------------------------------------------------------------

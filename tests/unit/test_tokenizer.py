@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from repository import ROOT, TINY
+from repository import TINY, child_environment
 
 from gemma_py.errors import GemmaError, InputError, TokenizerError, UnsupportedError
 from gemma_py.formats.files import read_json
@@ -172,7 +171,7 @@ def test_a_start_with_tables_imports_no_tokenizers_package(tmp_path: Path) -> No
         "tokenizer_from_json(Path(sys.argv[1])).encode('a'); print('tokenizers' in sys.modules)"
     )
     command = [sys.executable, "-c", program, str(TINY / "tokenizer.json")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = child_environment(XDG_CACHE_HOME=str(tmp_path))
     if CACHE is not None:  # what is compiled already is not compiled again
         (tmp_path / "gemma_py").mkdir()
         (tmp_path / "gemma_py" / "kernels").symlink_to(CACHE.parent)

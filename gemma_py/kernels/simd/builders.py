@@ -14,7 +14,7 @@ B1, I8, I16, I32, F32 = ir.IntType(1), ir.IntType(8), ir.IntType(16), ir.IntType
 
 
 class Vector(types.Type):
-    """A fixed-width LLVM vector."""
+    """The numba type of an LLVM vector of fixed width."""
 
     def __init__(self, element, lanes, name):
         self.llvm = ir.VectorType(element, lanes)
@@ -34,19 +34,23 @@ b1x16 = Vector(B1, 16, "b1x16")
 
 
 def is_flat(array, *dtypes):
+    """Whether a numba type is a contiguous array of one dimension with one of these dtypes."""
     return isinstance(array, types.Array) and array.ndim == 1 and array.layout == "C" and array.dtype in dtypes
 
 
 def element_pointer(context, builder, array_type, array, index, kind):
+    """A pointer to array[index], as a pointer to the LLVM type `kind`. The index is not checked."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
 
 
 def load_value(context, builder, sig, args, kind, align):
+    """`load_value_at` for an intrinsic whose first arguments are (array, index)."""
     return load_value_at(context, builder, sig.args[0], args[0], args[1], kind, align)
 
 
 def load_value_at(context, builder, array_type, array, index, kind, align):
+    """What lies at array[index], as the LLVM type `kind`."""
     value = builder.load(element_pointer(context, builder, array_type, array, index, kind))
     value.align = align
     return value
@@ -61,20 +65,22 @@ def shuffle(builder, a, b, lanes):
 
 
 def splat_scalar(builder, scalar, kind):
+    """A vector of the LLVM type `kind` with the scalar in every lane."""
     undefined = ir.Constant(kind, ir.Undefined)
     one = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return shuffle(builder, one, undefined, [0] * kind.count)
 
 
 def call_llvm(builder, name, result, operands):
+    """A call of one of LLVM's own functions, which becomes an instruction."""
     kind = ir.FunctionType(result, [operand.type for operand in operands])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
 
 
-def widen_bf16(builder, halves, lanes):
-    """16-bit lanes as the upper halves of f32 ones: what bfloat16 is."""
+def widen_bf16(builder, bf16, lanes):
+    """Lanes of bfloat16 as f32: a bfloat16 is the high half of an f32."""
     words, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
-    return builder.bitcast(builder.shl(builder.zext(halves, words), vector_constant(words, [16] * lanes)), floats)
+    return builder.bitcast(builder.shl(builder.zext(bf16, words), vector_constant(words, [16] * lanes)), floats)
 
 
 def load_f32(context, builder, sig, args):
@@ -93,17 +99,22 @@ def load_f32_vector(context, builder, sig, args):
 
 
 def lane_mask(builder, count):
+    """A mask of the first `count` of 16 lanes."""
     lanes = vector_constant(i32x16.llvm, range(16))
     return builder.icmp_signed("<", lanes, splat_scalar(builder, builder.trunc(count, I32), i32x16.llvm))
 
 
-def masked_store(builder, value, place, mask):
-    kind = ir.FunctionType(ir.VoidType(), [f32x16.llvm, place.type, I32, b1x16.llvm])
+def masked_store(builder, value, pointer, mask):
+    """Store the lanes of a vector of floats that the mask selects."""
+    kind = ir.FunctionType(ir.VoidType(), [f32x16.llvm, pointer.type, I32, b1x16.llvm])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16f32.p0")
-    builder.call(function, [value, place, ir.Constant(I32, 4), mask])
+    builder.call(function, [value, pointer, ir.Constant(I32, 4), mask])
 
 
-def prefetch_line(builder, place, writing):
-    kind = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
+def prefetch_line(builder, pointer, writing):
+    """A hint that the cache line at the pointer will be read, or written where `writing` is 1."""
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [place, *(ir.Constant(I32, value) for value in (writing, 3, 1))])  # keep it, data
+    builder.call(
+        function, [pointer, *(ir.Constant(I32, value) for value in (writing, 3, 1))]
+    )  # 3: keep it in all caches; 1: it is data

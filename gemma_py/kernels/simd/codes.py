@@ -21,7 +21,7 @@ from gemma_py.kernels.simd.builders import (
 
 @intrinsic
 def load_words(typing, array, index):
-    """The 64 bytes from index on as 32 words."""
+    """The 64 bytes from index on, as 32 words of 16 bits."""
     if not is_flat(array, types.int8):
         return None
     return i16x32(array, types.intp), lambda context, builder, sig, args: load_value(
@@ -31,13 +31,13 @@ def load_words(typing, array, index):
 
 @intrinsic
 def store_words(typing, array, index, value):
-    """array[index : index + 32] = value, of int16."""
+    """array[index : index + 32] = value"""
     if not is_flat(array, types.int16) or value != i16x32:
         return None
 
     def codegen(context, builder, sig, args):
-        place = element_pointer(context, builder, sig.args[0], args[0], args[1], i16x32.llvm)
-        builder.store(args[2], place).align = 2
+        pointer = element_pointer(context, builder, sig.args[0], args[0], args[1], i16x32.llvm)
+        builder.store(args[2], pointer).align = 2
         return context.get_dummy_value()
 
     return types.void(array, types.intp, i16x32), codegen
@@ -45,7 +45,7 @@ def store_words(typing, array, index, value):
 
 @intrinsic
 def store_codes(typing, array, index, value):
-    """Sixteen integers as int16 in the order of panels: of each four, numbers 0, 2, 1, 3."""
+    """Store sixteen integers as int16 in the order of panels: of every four, numbers 0, 2, 1, 3."""
     if not is_flat(array, types.int16):
         return None
     order = [4 * quad + number for quad in range(4) for number in (0, 2, 1, 3)]
@@ -53,8 +53,8 @@ def store_codes(typing, array, index, value):
     def codegen(context, builder, sig, args):
         kind = ir.VectorType(I16, 16)
         words = builder.trunc(args[2], kind)
-        place = element_pointer(context, builder, sig.args[0], args[0], args[1], kind)
-        builder.store(shuffle(builder, words, ir.Constant(kind, ir.Undefined), order), place).align = 2
+        pointer = element_pointer(context, builder, sig.args[0], args[0], args[1], kind)
+        builder.store(shuffle(builder, words, ir.Constant(kind, ir.Undefined), order), pointer).align = 2
         return context.get_dummy_value()
 
     return types.void(array, types.intp, i32x16), codegen
@@ -62,16 +62,16 @@ def store_codes(typing, array, index, value):
 
 @intrinsic
 def store_byte_planes(typing, array, index, value):
-    """Sixteen integers as bytes: of each four of them the upper halves, then the lower ones."""
+    """Store sixteen 16-bit integers as bytes: of every four the high bytes, then the low bytes."""
     if not is_flat(array, types.int8):
         return None
-    order = [8 * quad + 2 * number + half for quad in range(4) for half in (1, 0) for number in range(4)]
+    order = [8 * quad + 2 * number + high for quad in range(4) for high in (1, 0) for number in range(4)]
 
     def codegen(context, builder, sig, args):
         kind = ir.VectorType(I8, 32)
-        halves = builder.bitcast(builder.trunc(args[2], ir.VectorType(I16, 16)), kind)
-        place = element_pointer(context, builder, sig.args[0], args[0], args[1], kind)
-        builder.store(shuffle(builder, halves, ir.Constant(kind, ir.Undefined), order), place).align = 1
+        both_bytes = builder.bitcast(builder.trunc(args[2], ir.VectorType(I16, 16)), kind)
+        pointer = element_pointer(context, builder, sig.args[0], args[0], args[1], kind)
+        builder.store(shuffle(builder, both_bytes, ir.Constant(kind, ir.Undefined), order), pointer).align = 1
         return context.get_dummy_value()
 
     return types.void(array, types.intp, i32x16), codegen
@@ -79,10 +79,10 @@ def store_byte_planes(typing, array, index, value):
 
 @intrinsic
 def load_f16(typing, array, index):
-    """The 32 bytes from index on, sixteen float16, as f32. None of them is infinite or NaN.
+    """The sixteen float16 in the 32 bytes from index on, as f32. None of them may be infinite or NaN.
 
-    In integers and one exact difference, so that a machine need not know float16, and without subnormal floats on the
-    way, which cost it a hundred cycles: factors of blocks are often subnormal as float16.
+    Done with integers and one exact subtraction, so it needs no float16 instructions, and no subnormal float occurs on
+    the way: those cost a hundred cycles, and block scales are often subnormal as float16.
     """
     if not is_flat(array, types.int8):
         return None
@@ -114,7 +114,7 @@ def load_bytes(typing, array, index):
 
 
 def _on_words(name):
-    """An operation of 32 words with one number in all of them."""
+    """An intrinsic that combines each of 32 words with the same number."""
 
     @intrinsic
     def operation(typing, a, number):

@@ -21,7 +21,7 @@ from gemma_py.kernels.simd.target import pair_instruction, uses_vnni
 
 @intrinsic
 def load_splat_pair(typing, array, index):
-    """The int16 pair array[index], array[index + 1], sixteen times."""
+    """The pair array[index], array[index + 1] in all sixteen pairs."""
     if not is_flat(array, types.int16):
         return None
     return i16x32(array, types.intp), lambda context, builder, sig, args: load_splat_pair_value(
@@ -35,13 +35,14 @@ def load_splat_pair_value(context, builder, array_type, array, index):
 
 
 def vnni_instruction(builder, instruction, a, b, total):
-    """total + a * b, as an instruction written out: LLVM replaces a chain of them by twice as many others."""
+    """total + a * b, as an instruction in assembly: LLVM would replace a chain of them by twice as many others."""
     kind = ir.FunctionType(i32x16.llvm, [i32x16.llvm] * 3)
     assembly = ir.InlineAsm(kind, f"{instruction} $2, $1, $0", "=v,v,v,0")
     return builder.call(assembly, [builder.bitcast(a, i32x16.llvm), builder.bitcast(b, i32x16.llvm), total])
 
 
 def dot_pairs_value(context, builder, a, b, total):
+    """The IR of `dot_pairs`, by what the target has: nothing, pmaddwd on 256 or 512 bits, or VNNI."""
     undefined = ir.Constant(i16x32.llvm, ir.Undefined)
     instruction = pair_instruction(*context.codegen().magic_tuple())
     if instruction is None:
@@ -71,14 +72,14 @@ def dot_pairs_value(context, builder, a, b, total):
 def dot_pairs(typing, a, b, total):
     """total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
 
-    x86's pmaddwd where there is one: LLVM does not find it in the plain form, which is four times slower.
+    Uses x86's pmaddwd by name where there is one: LLVM does not recognise the plain form, which is four times slower.
     """
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: dot_pairs_value(context, builder, *args)
 
 
 @intrinsic
 def load_splat_quad(typing, array, index):
-    """The four bytes from array[index] on, sixteen times."""
+    """The four bytes from array[index] on, in all sixteen lanes of 32 bits."""
     if not is_flat(array, types.int8):
         return None
 
@@ -91,7 +92,7 @@ def load_splat_quad(typing, array, index):
 
 @intrinsic
 def dot_quads(typing, unsigned, signed, total):
-    """total[i] + the dot product of four bytes, 0 .. 255 of one and -128 .. 127 of the other. Only where USES_VNNI."""
+    """total[i] + the dot product of four unsigned and four signed bytes. Only for machines with USES_VNNI."""
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: vnni_instruction(
         builder, "vpdpbusd", *args
     )

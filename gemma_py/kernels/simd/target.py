@@ -1,4 +1,4 @@
-"""Which instructions this machine has. LLVM alone knows what a target's name implies, so it is asked: a line is compiled."""
+"""Which instructions this machine has. Only LLVM knows what a target's name implies, so a line is compiled to find out."""
 
 from functools import cache
 
@@ -11,7 +11,7 @@ llvm.initialize_native_asmparser()  # `vnni_instruction` in dots.py is written i
 
 
 def assembly_of(target, source):
-    """What LLVM makes of it for this target. LLVM alone knows what a target's name implies, so it is asked."""
+    """The assembly that LLVM compiles `source` to for this target."""
     triple, cpu, features = target
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
     return machine.emit_assembly(llvm.parse_assembly(source))
@@ -19,7 +19,7 @@ def assembly_of(target, source):
 
 @cache
 def pair_instruction(triple, cpu, features):
-    """(name, lanes) of x86's pmaddwd on the widest register that this target adds integers in; None where it has none."""
+    """(name, lanes) of x86's pmaddwd on the widest register in which this target adds integers; None where it has none."""
     if not triple.startswith("x86_64"):
         return None
     kind = "<LANES x i16>"
@@ -33,7 +33,7 @@ def pair_instruction(triple, cpu, features):
 
 @cache
 def uses_vnni(triple, cpu, features):
-    """Whether 512 bits of x86's vpdpwssd and vpdpbusd are there, which multiply and add codes at once (AVX-512 VNNI)."""
+    """Whether the target has AVX-512 VNNI: vpdpwssd and vpdpbusd, which multiply codes and add the products at once."""
     name, lanes = pair_instruction(triple, cpu, features) or ("", 0)
     if lanes != LANES:
         return False
@@ -49,7 +49,7 @@ def uses_vnni(triple, cpu, features):
 
 @cache
 def uses_zmm(triple, cpu, features):
-    """Whether sixteen floats are one register of this target, which has 32 then."""
+    """Whether sixteen floats are one register (zmm) on this target. It has 32 of them then, else 16 of half the width."""
     source = "define <16 x float> @f(<16 x float> %a) { %b = fadd <16 x float> %a, %a\n ret <16 x float> %b }"
     return "zmm" in assembly_of((triple, cpu, features), source)
 

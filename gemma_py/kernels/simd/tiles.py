@@ -29,23 +29,24 @@ from gemma_py.kernels.simd.builders import (
 from gemma_py.kernels.simd.dots import dot_pairs_value, load_splat_pair_value
 
 
-def tuple_values(builder, values):
+def _tuple_values(builder, values):
+    """The elements of an LLVM tuple, as a list."""
     return [builder.extract_value(values, number) for number in range(values.type.count)]
 
 
-def offset_index(builder, at, offset):
+def _add_constant(builder, at, offset):
     return builder.add(at, ir.Constant(at.type, offset))
 
 
 def _vectors_from(context, builder, kind, array, at, count, stride=None):
-    """array[at + number * stride : ... + 16] as f32, for so many numbers; one after the other unless told otherwise."""
+    """`count` vectors of array as f32, `stride` elements apart; contiguous without a stride."""
     stride = ir.Constant(at.type, LANES) if stride is None else stride
     sig = f32x16(kind, types.intp)
     offsets = [builder.mul(stride, ir.Constant(at.type, number)) for number in range(count)]
     return [load_f32_vector(context, builder, sig, (array, builder.add(at, offset))) for offset in offsets]
 
 
-def fma_value(builder, a, b, total):
+def _fma(builder, a, b, total):
     return call_llvm(builder, "llvm.fma.v16f32", f32x16.llvm, [a, b, total])
 
 
@@ -55,33 +56,33 @@ def _splat_from(context, builder, kind, array, at):
 
 @intrinsic(prefer_literal=True)
 def row_offsets(typing, at, stride, rows, R):
-    """Where R rows begin: at + r * stride. From row number `rows` on, the last one before it again."""
+    """The offsets at which R rows begin, at + r * stride. If there are fewer `rows`, the last one repeats."""
     if not isinstance(R, types.IntegerLiteral):
         return None
 
     def codegen(context, builder, sig, args):
         at, stride, rows = args[:3]
-        places, last = [], offset_index(builder, rows, -1)
+        offsets, last = [], _add_constant(builder, rows, -1)
         for number in range(R.literal_value):
             row = ir.Constant(last.type, number)
             row = builder.select(builder.icmp_signed("<", row, last), row, last)
-            places.append(builder.add(at, builder.mul(row, stride)))
-        return context.make_tuple(builder, sig.return_type, places)
+            offsets.append(builder.add(at, builder.mul(row, stride)))
+        return context.make_tuple(builder, sig.return_type, offsets)
 
     return types.UniTuple(types.intp, R.literal_value)(types.intp, types.intp, types.intp, R), codegen
 
 
 def _zero_tile(kind, name):
-    def zero_tile(typing, places, C):
-        """All zero: C vectors for each of the places."""
+    def zero_tile(typing, offsets, C):
+        """A tile of zeros: C vectors for each of the offsets."""
         if not isinstance(C, types.IntegerLiteral):
             return None
-        result = types.UniTuple(kind, places.count * C.literal_value)
+        result = types.UniTuple(kind, offsets.count * C.literal_value)
 
         def codegen(context, builder, sig, args):
             return context.make_tuple(builder, result, [vector_constant(kind.llvm, [0] * 16)] * result.count)
 
-        return result(places, C), codegen
+        return result(offsets, C), codegen
 
     zero_tile.__name__ = name
     return intrinsic(prefer_literal=True)(zero_tile)
@@ -91,185 +92,189 @@ zero_totals, zero_dots = _zero_tile(f32x16, "zero_totals"), _zero_tile(i32x16, "
 
 
 @intrinsic
-def add_products(typing, a, places, step, b, at, stride, totals):
-    """totals[r, c] += a[places[r] + step] * b[at + c * stride : ... + 16], rounded once."""
+def add_products(typing, a, offsets, step, b, at, stride, totals):
+    """totals[r, c] += a[offsets[r] + step] * b[at + c * stride : ... + 16], rounded once."""
     if not (is_flat(a, types.float32, types.uint16) and is_flat(b, types.float32, types.uint16)):
         return None
 
     def codegen(context, builder, sig, args):
-        _, places, step, _, at, stride, totals = args
+        _, offsets, step, _, at, stride, totals = args
         rows = sig.args[1].count
         vectors = sig.args[6].count // rows
         columns = _vectors_from(context, builder, sig.args[3], args[3], at, vectors, stride)
-        made = tuple_values(builder, totals)
-        for r, place in enumerate(tuple_values(builder, places)):
-            factor = _splat_from(context, builder, sig.args[0], args[0], builder.add(place, step))
+        results = _tuple_values(builder, totals)
+        for r, offset in enumerate(_tuple_values(builder, offsets)):
+            factor = _splat_from(context, builder, sig.args[0], args[0], builder.add(offset, step))
             for c, column in enumerate(columns):
-                made[r * vectors + c] = fma_value(builder, factor, column, made[r * vectors + c])
-        return context.make_tuple(builder, sig.return_type, made)
+                results[r * vectors + c] = _fma(builder, factor, column, results[r * vectors + c])
+        return context.make_tuple(builder, sig.return_type, results)
 
-    return totals(a, places, types.intp, b, types.intp, types.intp, totals), codegen
+    return totals(a, offsets, types.intp, b, types.intp, types.intp, totals), codegen
 
 
 @intrinsic
-def add_dots(typing, codes, places, step, weights, at, dots):
-    """dots[r, c] += the dot products of 16 codes, codes[places[r] + step : ... + 16], and of 8 times C vectors of sixteen
-    pairs, weights[at + 32 (c + C pair) : ... + 32].
+def add_dots(typing, codes, offsets, step, weights, at, dots):
+    """dots[r, c] += the dot products of 16 inputs with 16 C outputs, exactly.
 
-    Written out: the end of a loop so short is a wrong guess of the machine each time.
+    codes[offsets[r] + step : ... + 16] are the inputs; weights[at + 32 (c + C pair) : ... + 32] hold pair 0 .. 7 of them
+    for 16 outputs. Unrolled, because the branch predictor misses the end of a loop as short as this every time.
     """
     if not (is_flat(codes, types.int16) and is_flat(weights, types.int16)):
         return None
 
     def codegen(context, builder, sig, args):
-        _, places, step, _, at, dots = args
-        made, places = tuple_values(builder, dots), tuple_values(builder, places)
-        vectors = len(made) // len(places)
+        _, offsets, step, _, at, dots = args
+        results, offsets = _tuple_values(builder, dots), _tuple_values(builder, offsets)
+        vectors = len(results) // len(offsets)
         for pair in range(8):
             columns = [
-                load_value_at(context, builder, sig.args[3], args[3], offset_index(builder, at, 32 * c), i16x32.llvm, 2)
+                load_value_at(
+                    context, builder, sig.args[3], args[3], _add_constant(builder, at, 32 * c), i16x32.llvm, 2
+                )
                 for c in range(vectors * pair, vectors * (pair + 1))
             ]
-            for r, place in enumerate(places):
-                place = offset_index(builder, builder.add(place, step), 2 * pair)
-                code = load_splat_pair_value(context, builder, sig.args[0], args[0], place)
+            for r, offset in enumerate(offsets):
+                offset = _add_constant(builder, builder.add(offset, step), 2 * pair)
+                code = load_splat_pair_value(context, builder, sig.args[0], args[0], offset)
                 for c, column in enumerate(columns):
-                    made[r * vectors + c] = dot_pairs_value(context, builder, code, column, made[r * vectors + c])
-        return context.make_tuple(builder, sig.return_type, made)
+                    results[r * vectors + c] = dot_pairs_value(context, builder, code, column, results[r * vectors + c])
+        return context.make_tuple(builder, sig.return_type, results)
 
-    return dots(codes, places, types.intp, weights, types.intp, dots), codegen
+    return dots(codes, offsets, types.intp, weights, types.intp, dots), codegen
 
 
 @intrinsic
-def add_scaled(typing, scales, places, step, weights, at, dots, totals):
-    """totals[r, c] += (scales[places[r] + step] * weights[at + 16 c : ... + 16]) * dots[r, c]"""
+def add_scaled(typing, scales, offsets, step, weights, at, dots, totals):
+    """totals[r, c] += (scales[offsets[r] + step] * weights[at + 16 c : ... + 16]) * dots[r, c]"""
     if not (is_flat(scales, types.float32) and is_flat(weights, types.float32)):
         return None
 
     def codegen(context, builder, sig, args):
-        _, places, step, _, at, dots, totals = args
+        _, offsets, step, _, at, dots, totals = args
         rows = sig.args[1].count
         vectors = sig.args[6].count // rows
         columns = _vectors_from(context, builder, sig.args[3], args[3], at, vectors)
-        made, dots = tuple_values(builder, totals), tuple_values(builder, dots)
-        for r, place in enumerate(tuple_values(builder, places)):
-            scale = _splat_from(context, builder, sig.args[0], args[0], builder.add(place, step))
+        results, dots = _tuple_values(builder, totals), _tuple_values(builder, dots)
+        for r, offset in enumerate(_tuple_values(builder, offsets)):
+            scale = _splat_from(context, builder, sig.args[0], args[0], builder.add(offset, step))
             for number in range(r * vectors, (r + 1) * vectors):
                 factor = builder.fmul(scale, columns[number % vectors])
-                made[number] = fma_value(builder, factor, builder.sitofp(dots[number], f32x16.llvm), made[number])
-        return context.make_tuple(builder, sig.return_type, made)
+                results[number] = _fma(builder, factor, builder.sitofp(dots[number], f32x16.llvm), results[number])
+        return context.make_tuple(builder, sig.return_type, results)
 
-    return totals(scales, places, types.intp, weights, types.intp, dots, totals), codegen
+    return totals(scales, offsets, types.intp, weights, types.intp, dots, totals), codegen
 
 
 @intrinsic
-def subtract_minimums(typing, scales, places, step, sums, sum_places, sum_step, weights, at, totals):
-    """totals[r, c] -= (scales[places[r] + step] * weights[at + 16 c : ... + 16]) * sums[sum_places[r] + sum_step]"""
+def subtract_minimums(typing, scales, offsets, step, sums, sum_offsets, sum_step, weights, at, totals):
+    """totals[r, c] -= (scales[offsets[r] + step] * weights[at + 16 c : ... + 16]) * sums[sum_offsets[r] + sum_step]"""
     if not (is_flat(scales, types.float32) and is_flat(sums, types.float32) and is_flat(weights, types.float32)):
         return None
 
     def codegen(context, builder, sig, args):
-        _, places, step, _, sum_places, sum_step, _, at, totals = args
+        _, offsets, step, _, sum_offsets, sum_step, _, at, totals = args
         rows = sig.args[1].count
         vectors = sig.args[8].count // rows
         columns = _vectors_from(context, builder, sig.args[6], args[6], at, vectors)
-        made = tuple_values(builder, totals)
-        both = zip(tuple_values(builder, places), tuple_values(builder, sum_places), strict=True)
-        for r, (place, sum_place) in enumerate(both):
-            scale = _splat_from(context, builder, sig.args[0], args[0], builder.add(place, step))
-            total = _splat_from(context, builder, sig.args[3], args[3], builder.add(sum_place, sum_step))
+        results = _tuple_values(builder, totals)
+        both = zip(_tuple_values(builder, offsets), _tuple_values(builder, sum_offsets), strict=True)
+        for r, (offset, sum_offset) in enumerate(both):
+            scale = _splat_from(context, builder, sig.args[0], args[0], builder.add(offset, step))
+            total = _splat_from(context, builder, sig.args[3], args[3], builder.add(sum_offset, sum_step))
             for number in range(r * vectors, (r + 1) * vectors):
                 factor = builder.fmul(builder.fneg(scale), columns[number % vectors])
-                made[number] = fma_value(builder, factor, total, made[number])
-        return context.make_tuple(builder, sig.return_type, made)
+                results[number] = _fma(builder, factor, total, results[number])
+        return context.make_tuple(builder, sig.return_type, results)
 
     step = types.intp
-    return totals(scales, places, step, sums, sum_places, step, weights, step, totals), codegen
+    return totals(scales, offsets, step, sums, sum_offsets, step, weights, step, totals), codegen
 
 
 @intrinsic
-def scale_totals(typing, a, places, totals):
-    """totals[r, c] *= a[places[r]]"""
+def scale_totals(typing, a, offsets, totals):
+    """totals[r, c] *= a[offsets[r]]"""
     if not is_flat(a, types.float32):
         return None
 
     def codegen(context, builder, sig, args):
-        made, vectors = tuple_values(builder, args[2]), sig.args[2].count // sig.args[1].count
-        for r, place in enumerate(tuple_values(builder, args[1])):
-            factor = _splat_from(context, builder, sig.args[0], args[0], place)
+        results, vectors = _tuple_values(builder, args[2]), sig.args[2].count // sig.args[1].count
+        for r, offset in enumerate(_tuple_values(builder, args[1])):
+            factor = _splat_from(context, builder, sig.args[0], args[0], offset)
             for number in range(r * vectors, (r + 1) * vectors):
-                made[number] = builder.fmul(made[number], factor)
-        return context.make_tuple(builder, sig.return_type, made)
+                results[number] = builder.fmul(results[number], factor)
+        return context.make_tuple(builder, sig.return_type, results)
 
-    return totals(a, places, totals), codegen
+    return totals(a, offsets, totals), codegen
 
 
 @intrinsic(prefer_literal=True)
-def load_totals(typing, y, places, step, C):
-    """totals[r, c] = y[places[r] + step + 16 c : ... + 16]"""
+def load_totals(typing, y, offsets, step, C):
+    """totals[r, c] = y[offsets[r] + step + 16 c : ... + 16]"""
     if not (is_flat(y, types.float32) and isinstance(C, types.IntegerLiteral)):
         return None
-    result = types.UniTuple(f32x16, places.count * C.literal_value)
+    result = types.UniTuple(f32x16, offsets.count * C.literal_value)
 
     def codegen(context, builder, sig, args):
-        made = []
-        for place in tuple_values(builder, args[1]):
-            made += _vectors_from(context, builder, y, args[0], builder.add(place, args[2]), C.literal_value)
-        return context.make_tuple(builder, result, made)
+        results = []
+        for offset in _tuple_values(builder, args[1]):
+            results += _vectors_from(context, builder, y, args[0], builder.add(offset, args[2]), C.literal_value)
+        return context.make_tuple(builder, result, results)
 
-    return result(y, places, types.intp, C), codegen
+    return result(y, offsets, types.intp, C), codegen
 
 
 @intrinsic(prefer_literal=True)
-def prefetch_totals(typing, y, places, C):
-    """A hint that y[places[r] : ... + 16 C] will be written: a line that is far away takes as long as half a tile."""
+def prefetch_totals(typing, y, offsets, C):
+    """A hint that y[offsets[r] : ... + 16 C] will be written: fetching a line from memory takes as long as half a tile."""
     if not isinstance(C, types.IntegerLiteral):
         return None
 
     def codegen(context, builder, sig, args):
-        for place in tuple_values(builder, args[1]):
+        for offset in _tuple_values(builder, args[1]):
             for c in range(C.literal_value):
                 prefetch_line(
-                    builder, element_pointer(context, builder, y, args[0], offset_index(builder, place, 16 * c), I8), 1
+                    builder,
+                    element_pointer(context, builder, y, args[0], _add_constant(builder, offset, 16 * c), I8),
+                    1,
                 )
         return context.get_dummy_value()
 
-    return types.void(y, places, C), codegen
+    return types.void(y, offsets, C), codegen
 
 
 @intrinsic
-def store_totals(typing, y, places, step, totals):
-    """y[places[r] + step + 16 c : ... + 16] = totals[r, c]"""
+def store_totals(typing, y, offsets, step, totals):
+    """y[offsets[r] + step + 16 c : ... + 16] = totals[r, c]"""
     if not is_flat(y, types.float32):
         return None
 
     def codegen(context, builder, sig, args):
-        made, vectors = tuple_values(builder, args[3]), sig.args[3].count // sig.args[1].count
-        for r, place in enumerate(tuple_values(builder, args[1])):
+        results, vectors = _tuple_values(builder, args[3]), sig.args[3].count // sig.args[1].count
+        for r, offset in enumerate(_tuple_values(builder, args[1])):
             for c in range(vectors):
-                at = offset_index(builder, builder.add(place, args[2]), 16 * c)
+                at = _add_constant(builder, builder.add(offset, args[2]), 16 * c)
                 address = element_pointer(context, builder, sig.args[0], args[0], at, f32x16.llvm)
-                builder.store(made[r * vectors + c], address).align = 4
+                builder.store(results[r * vectors + c], address).align = 4
         return context.get_dummy_value()
 
-    return types.void(y, places, types.intp, totals), codegen
+    return types.void(y, offsets, types.intp, totals), codegen
 
 
 @intrinsic
-def store_partial_totals(typing, y, places, columns, totals):
-    """y[places[r] : ... + columns] = the first of totals[r]"""
+def store_partial_totals(typing, y, offsets, columns, totals):
+    """y[offsets[r] : ... + columns] = the first `columns` lanes of totals[r]"""
     if not is_flat(y, types.float32):
         return None
 
     def codegen(context, builder, sig, args):
-        made, vectors = tuple_values(builder, args[3]), sig.args[3].count // sig.args[1].count
-        masks = [lane_mask(builder, offset_index(builder, args[2], -16 * c)) for c in range(vectors)]
-        for r, place in enumerate(tuple_values(builder, args[1])):
+        results, vectors = _tuple_values(builder, args[3]), sig.args[3].count // sig.args[1].count
+        masks = [lane_mask(builder, _add_constant(builder, args[2], -16 * c)) for c in range(vectors)]
+        for r, offset in enumerate(_tuple_values(builder, args[1])):
             for c in range(vectors):
                 address = element_pointer(
-                    context, builder, sig.args[0], args[0], offset_index(builder, place, 16 * c), f32x16.llvm
+                    context, builder, sig.args[0], args[0], _add_constant(builder, offset, 16 * c), f32x16.llvm
                 )
-                masked_store(builder, made[r * vectors + c], address, masks[c])
+                masked_store(builder, results[r * vectors + c], address, masks[c])
         return context.get_dummy_value()
 
-    return types.void(y, places, types.intp, totals), codegen
+    return types.void(y, offsets, types.intp, totals), codegen

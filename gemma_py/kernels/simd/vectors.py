@@ -30,7 +30,7 @@ from gemma_py.kernels.simd.builders import (
 
 @intrinsic
 def load(typing, array, index):
-    """array[index : index + 16] as f32: of f32, or of uint16 that hold bfloat16."""
+    """array[index : index + 16] as f32.    array: f32, or uint16 that hold bfloat16"""
     if not is_flat(array, types.float32, types.uint16):
         return None
 
@@ -44,8 +44,8 @@ def store(typing, array, index, value):
         return None
 
     def codegen(context, builder, sig, args):
-        place = element_pointer(context, builder, sig.args[0], args[0], args[1], f32x16.llvm)
-        builder.store(args[2], place).align = 4
+        pointer = element_pointer(context, builder, sig.args[0], args[0], args[1], f32x16.llvm)
+        builder.store(args[2], pointer).align = 4
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16), codegen
@@ -53,29 +53,29 @@ def store(typing, array, index, value):
 
 @intrinsic
 def load_partial(typing, array, index, count):
-    """The same of the first count <= 16 floats, zero in the other lanes, whose memory is not touched."""
+    """array[index : index + count] for count <= 16, zero in the other lanes, whose memory is not touched."""
     if not is_flat(array, types.float32):
         return None
 
     def codegen(context, builder, sig, args):
-        place = element_pointer(context, builder, sig.args[0], args[0], args[1], f32x16.llvm)
-        kind = ir.FunctionType(f32x16.llvm, [place.type, I32, b1x16.llvm, f32x16.llvm])
+        pointer = element_pointer(context, builder, sig.args[0], args[0], args[1], f32x16.llvm)
+        kind = ir.FunctionType(f32x16.llvm, [pointer.type, I32, b1x16.llvm, f32x16.llvm])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.load.v16f32.p0")
         zeros = vector_constant(f32x16.llvm, [0.0] * 16)
-        return builder.call(function, [place, ir.Constant(I32, 4), lane_mask(builder, args[2]), zeros])
+        return builder.call(function, [pointer, ir.Constant(I32, 4), lane_mask(builder, args[2]), zeros])
 
     return f32x16(array, types.intp, types.intp), codegen
 
 
 @intrinsic
 def store_partial(typing, array, index, value, count):
-    """Only the first count <= 16 lanes are written."""
+    """array[index : index + count] = the first count <= 16 lanes of value."""
     if not is_flat(array, types.float32):
         return None
 
     def codegen(context, builder, sig, args):
-        place = element_pointer(context, builder, sig.args[0], args[0], args[1], f32x16.llvm)
-        masked_store(builder, args[2], place, lane_mask(builder, args[3]))
+        pointer = element_pointer(context, builder, sig.args[0], args[0], args[1], f32x16.llvm)
+        masked_store(builder, args[2], pointer, lane_mask(builder, args[3]))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16, types.intp), codegen
@@ -83,7 +83,7 @@ def store_partial(typing, array, index, value, count):
 
 @intrinsic
 def load_scalar(typing, array, index):
-    """array[index] as f32: of f32, or of uint16 that hold bfloat16"""
+    """array[index] as f32.    array: f32, or uint16 that hold bfloat16"""
     if not is_flat(array, types.float32, types.uint16):
         return None
     return types.float32(array, types.intp), load_f32
@@ -91,7 +91,7 @@ def load_scalar(typing, array, index):
 
 @intrinsic
 def store_scalar(typing, array, index, value):
-    """array[index] = value: f32 as it is; into uint16 as bfloat16, to the nearest, ties to even, NaN to a quiet one."""
+    """array[index] = value.    array: f32, or uint16: as bfloat16, rounded to nearest, ties to even, NaN to a quiet NaN"""
     if not is_flat(array, types.float32, types.uint16) or value != types.float32:
         return None
 
@@ -99,14 +99,14 @@ def store_scalar(typing, array, index, value):
         value = args[2]
         if sig.args[0].dtype == types.uint16:
             word = builder.bitcast(value, I32)
-            half = builder.lshr(word, ir.Constant(I32, 16))
-            odd = builder.and_(half, ir.Constant(I32, 1))
+            high = builder.lshr(word, ir.Constant(I32, 16))
+            odd = builder.and_(high, ir.Constant(I32, 1))
             rounded = builder.lshr(builder.add(builder.add(word, ir.Constant(I32, 0x7FFF)), odd), ir.Constant(I32, 16))
-            quiet = builder.or_(half, ir.Constant(I32, 0x40))
+            quiet = builder.or_(high, ir.Constant(I32, 0x40))
             value = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
             value = builder.trunc(value, I16)
-        place = element_pointer(context, builder, sig.args[0], args[0], args[1], value.type)
-        builder.store(value, place).align = 4 if value.type == F32 else 2
+        pointer = element_pointer(context, builder, sig.args[0], args[0], args[1], value.type)
+        builder.store(value, pointer).align = 4 if value.type == F32 else 2
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value), codegen
@@ -114,7 +114,7 @@ def store_scalar(typing, array, index, value):
 
 @intrinsic
 def load_splat(typing, array, index):
-    """array[index] in all 16 lanes, as f32: of f32, or of uint16 that hold bfloat16."""
+    """array[index] in all 16 lanes, as f32.    array: f32, or uint16 that hold bfloat16"""
     if not is_flat(array, types.float32, types.uint16):
         return None
 
@@ -126,7 +126,7 @@ def load_splat(typing, array, index):
 
 @intrinsic
 def load_columns(typing, array, index, stride):
-    """Four vectors: array[index + row * stride + column] for 16 rows in the lanes, column 0 .. 3."""
+    """Four vectors, one a column 0 .. 3: lane `row` of each holds array[index + row * stride + column]."""
     if not is_flat(array, types.float32, types.uint16):
         return None
     stored, align = (F32, 4) if array.dtype == types.float32 else (I16, 2)
@@ -138,8 +138,8 @@ def load_columns(typing, array, index, stride):
             value.align = align
             return value if stored == F32 else widen_bf16(builder, value, 4)
 
-        # Rows k and k + 4 share 8 lanes, so that what follows stays within halves of 128 bits.
-        halves = []
+        # Rows k and k + 4 share 8 lanes, so that the shuffles after this stay within 128 bits each.
+        by_eight = []
         for first in (0, 8):
             a, b, c, d = (shuffle(builder, row(first + k), row(first + k + 4), range(8)) for k in range(4))
             low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
@@ -147,8 +147,8 @@ def load_columns(typing, array, index, stride):
             ef, gh = shuffle(builder, a, b, high), shuffle(builder, c, d, high)
             left, right = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
             parts = ((ab, cd, left), (ab, cd, right), (ef, gh, left), (ef, gh, right))
-            halves.append([shuffle(builder, *part) for part in parts])
-        columns = [shuffle(builder, a, b, range(16)) for a, b in zip(*halves, strict=True)]
+            by_eight.append([shuffle(builder, *part) for part in parts])
+        columns = [shuffle(builder, a, b, range(16)) for a, b in zip(*by_eight, strict=True)]
         return context.make_tuple(builder, sig.return_type, columns)
 
     return types.UniTuple(f32x16, 4)(array, types.intp, types.intp), codegen
@@ -156,7 +156,7 @@ def load_columns(typing, array, index, stride):
 
 @intrinsic
 def prefetch(typing, array, index):
-    """A hint that array[index] is needed soon; nothing happens where there is no such place."""
+    """A hint that array[index] is needed soon; an index outside the array does no harm."""
 
     def codegen(context, builder, sig, args):
         prefetch_line(builder, element_pointer(context, builder, sig.args[0], args[0], args[1], I8), 0)
@@ -181,14 +181,14 @@ def zero(typing):
 
 @intrinsic(prefer_literal=True)
 def zero_ints(typing, count):
-    """So many vectors of integers, all zero."""
+    """A tuple of `count` vectors of integers, all zero."""
     kind = types.UniTuple(i32x16, count.literal_value)
     value = vector_constant(i32x16.llvm, [0] * 16)
     return kind(count), lambda context, builder, sig, args: context.make_tuple(builder, kind, [value] * kind.count)
 
 
 def _operation(float_name, integer_name, arguments=2):
-    """An instruction on equal vectors, by the kind of the operands; None where that kind has no such instruction."""
+    """An intrinsic for vectors of one type: the LLVM instruction for floats or for integers; None where there is none."""
 
     def signature(operands):
         kind = operands[0]
@@ -273,7 +273,7 @@ def to_f32(typing, a):
 
 @intrinsic
 def to_i32(typing, a):
-    """Of floats that are integers within range, nothing else."""
+    """Floats as integers. They must be whole numbers within the range of int32."""
     return i32x16(f32x16), lambda context, builder, sig, args: builder.fptosi(args[0], i32x16.llvm)
 
 
@@ -285,14 +285,15 @@ def sum_lanes(typing, a):
 
 
 def _reduced(builder, vectors, combine):
-    """Each vector's lanes combined into one number: lanes 0, 4, 8 and 12 have the first's, the next ones the second's ...
+    """Combine all lanes of each of four vectors: lanes 0, 4, 8 and 12 have the result of the first, lanes 1, 5, 9 and 13
+    that of the second, and so on.
 
-    In any order: for operations that know no rounding. Four vectors at once take a third of the time of four alone.
+    The order is free, because the operations know no rounding. Four vectors at once take a third of the time of four alone.
     """
 
     def joined(x, y, firsts, seconds):
-        """Of every four lanes of both: these places of the pair, and those."""
-        lanes = ([place + 4 * part for part in range(4) for place in places] for places in (firsts, seconds))
+        """From every four lanes of x and y together: combine the lanes `firsts` with the lanes `seconds`."""
+        lanes = ([lane + 4 * part for part in range(4) for lane in chosen] for chosen in (firsts, seconds))
         return combine(*(shuffle(builder, x, y, each) for each in lanes))
 
     a, b, c, d = vectors
@@ -305,7 +306,7 @@ def _reduced(builder, vectors, combine):
 
 @intrinsic
 def sums_of_four(typing, a, b, c, d):
-    """The sum of each one's lanes: a's in lanes 0, 4, 8 and 12, b's in the next ones ..."""
+    """The sums of the lanes of a, b, c and d: a's in lanes 0, 4, 8 and 12, b's in lanes 1, 5, 9 and 13, ..."""
     return i32x16(i32x16, i32x16, i32x16, i32x16), lambda context, builder, sig, args: _reduced(
         builder, args, builder.add
     )
@@ -313,7 +314,7 @@ def sums_of_four(typing, a, b, c, d):
 
 @intrinsic
 def max_of_four(typing, a, b, c, d):
-    """The largest of each one's lanes, likewise."""
+    """The largest of the lanes of a, b, c and d, in the same lanes."""
 
     def codegen(context, builder, sig, args):
         return _reduced(builder, args, lambda x, y: call_llvm(builder, "llvm.smax.v16i32", i32x16.llvm, [x, y]))
@@ -334,7 +335,7 @@ def splat_first_four(typing, a):
 
 @intrinsic
 def interleave(typing, a, b):
-    """a's first eight lanes, each followed by b's."""
+    """a[0], b[0], a[1], b[1], ..., a[7], b[7]"""
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: shuffle(
         builder, args[0], args[1], [lane // 2 + 16 * (lane % 2) for lane in range(16)]
     )

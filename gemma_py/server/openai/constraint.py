@@ -1,4 +1,4 @@
-"""Answers that are JSON of a given schema: llguidance says which tokens may follow, and the others cannot be chosen."""
+"""Responses that follow a JSON schema: llguidance says which tokens may come next, and the others cannot be chosen."""
 
 import importlib.util
 import json
@@ -16,8 +16,8 @@ from gemma_py.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_LARGEST, _DEEPEST = 64 << 10, 64  # of a schema: characters as JSON, levels
-# What compiling and each step may cost, in llguidance's units: some 20 ms to compile, 15 ms a step.
+_MAX_SIZE, _MAX_DEPTH = 64 << 10, 64  # of a schema, in characters and levels
+# Limits in llguidance's units. They come to some 20 ms for compiling a schema and 15 ms for each step.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -32,34 +32,34 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class JsonConstraint:
-    """Of one answer; not to be shared."""
+    """The state of one response within its schema. Each response needs its own."""
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
-        """A copy of the logits [V] with minus infinity for every token that may not follow."""
+        """A copy of the logits [V] with minus infinity for every token that must not come next."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-        self._insist()
+        self._check()
         allowed = bits[: self._vocab_size].astype(bool)
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
-        self._insist()
+        self._check()
 
     @property
     def finished(self) -> bool:
-        """Whether nothing may follow but the end."""
+        """Whether the response is complete, so that only an end token may follow."""
         return self._matcher.is_stopped()
 
-    def _insist(self) -> None:
+    def _check(self) -> None:
         if self._matcher.is_error():
-            raise ComputationError(f"the schema became too costly to follow: {_line(self._matcher.get_error())}")
+            raise ComputationError(f"the schema exceeded the limits on cost: {_line(self._matcher.get_error())}")
 
 
 class JsonConstraints:
-    """Compiles schemas for one tokenizer, whose tables are made by `prepare`, or when the first is asked for."""
+    """Compiles schemas for one tokenizer. Its tables are built by `prepare`, or else with the first schema."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Collection[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
@@ -67,32 +67,32 @@ class JsonConstraints:
         self._tables: LLTokenizer | None = None
 
     def prepare(self) -> None:
-        """If llguidance is there. It takes about a second, in which no other thread of the process runs Python."""
+        """Builds the tables if llguidance is installed. That takes about a second, and no other thread runs Python meanwhile."""
         if importlib.util.find_spec("llguidance") is not None and self._ends:
             self._llguidance()
 
     def compile(self, schema: dict[str, Any], param: str) -> JsonConstraint:
-        """ApiError for a schema that is wrong, too large, too deep, too costly, or that nothing can satisfy."""
+        """Raises ApiError if a schema is malformed, too large, too deep, too costly, or cannot be satisfied."""
         try:
             import llguidance
         except ModuleNotFoundError:
-            message = "answers of a given form need llguidance: pip install 'gemma_py[schema]'"
+            message = "Responses that follow a schema need llguidance: pip install 'gemma_py[schema]'"
             raise ApiError(400, message, param, "unsupported_parameter") from None
         _check_size(schema, param)
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(
                 json.dumps(schema), overrides={"whitespace_flexible": False}
             )
-        except ValueError as error:  # half a surrogate pair, a number that is none
-            raise ApiError(400, f"the schema is no JSON: {_line(str(error))}", param, "invalid_value") from None
+        except ValueError as error:  # for example half of a surrogate pair
+            raise ApiError(400, f"The schema is not valid JSON: {_line(str(error))}", param, "invalid_value") from None
         limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         matcher = llguidance.LLMatcher(self._llguidance(), grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.deep_copy().compute_bitmask()
             if matcher.is_stopped():
-                raise ApiError(400, "the schema leaves no way to answer", param, "invalid_value")
+                raise ApiError(400, "No response can satisfy the schema.", param, "invalid_value")
         if matcher.is_error():
-            raise ApiError(400, f"the schema cannot be followed: {_line(matcher.get_error())}", param, "invalid_value")
+            raise ApiError(400, f"The schema is not supported: {_line(matcher.get_error())}", param, "invalid_value")
         return JsonConstraint(matcher, self._vocab_size)
 
     def _llguidance(self) -> "LLTokenizer":
@@ -106,7 +106,7 @@ class JsonConstraints:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it."""
+    """A tokenizer in the form that llguidance expects."""
 
     def __init__(self, tokenizer: Tokenizer, end: int) -> None:
         self._tokenizer = tokenizer
@@ -119,7 +119,7 @@ class _Vocabulary:
 
 
 def piece_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """What a token stands for; nothing where it stands for none."""
+    """The bytes that a token stands for; empty for an id without a piece."""
     piece = tokenizer.piece(token) or ""
     byte = _BYTE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
@@ -127,15 +127,17 @@ def piece_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 def _check_size(schema: Any, param: str) -> None:
     deep, level = 0, [schema]
-    while level and deep <= _DEEPEST:
+    while level and deep <= _MAX_DEPTH:
         deep += 1
         lists = (value.values() if isinstance(value, dict) else value for value in level)
         level = [inner for values in lists for inner in values if isinstance(inner, dict | list)]
     if level:
-        raise ApiError(400, f"the schema is deeper than {_DEEPEST} levels", param, "invalid_value")
+        raise ApiError(400, f"The schema has more than {_MAX_DEPTH} levels.", param, "invalid_value")
     size = len(json.dumps(schema))
-    if size > _LARGEST:
-        raise ApiError(400, f"the schema takes {size} characters; {_LARGEST} are allowed", param, "invalid_value")
+    if size > _MAX_SIZE:
+        raise ApiError(
+            400, f"The schema has {size} characters; at most {_MAX_SIZE} are allowed.", param, "invalid_value"
+        )
 
 
 def _line(text: str) -> str:

@@ -1,8 +1,8 @@
-"""What a request may hold, in OpenAI's words; and, from the same source, the published OpenAPI document.
+"""The schemas that requests are checked with, in OpenAI's words. The OpenAPI document is generated from them.
 
-Fields of OpenAI's that say nothing about the answer of a local model are taken and ignored (`Ignored`); any other field that
-is not listed is refused, as OpenAI does. `top_k`, `min_p`, `repetition_penalty`, `return_progress`, and what programs that measure
-servers send, `ignore_eos` and `continuous_usage_stats`, are additions.
+OpenAI's fields that mean nothing for a local model are accepted and ignored (`Ignored`). Any other unknown field is an error, as
+it is at OpenAI. Additions are `top_k`, `min_p`, `repetition_penalty`, `return_progress`, and two that benchmarks of servers send,
+`ignore_eos` and `continuous_usage_stats`.
 """
 
 from typing import Annotated, Any, Literal
@@ -12,19 +12,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from gemma_py.generate.options import MOST_TOP_K, RANGES
 
 _SEED = (1 << 63) - 1
-_LONGEST_STOP = 1024  # characters
-MOST_CHOICES = 16
-MOST_PROMPTS = 64
+_MAX_STOP = 1024  # characters
+MAX_CHOICES = 16
+MAX_PROMPTS = 64
 
 
 def _ranged(option: str) -> Any:
-    """Within what sampling takes."""
+    """The range that sampling allows for an option."""
     least, most = RANGES[option]
     return Field(ge=least, le=most)
 
 
-def _several(least: int | None = None, most: int | None = None) -> Any:
-    """Of a list. The first thing that is wrong with it is enough: a million errors would hold everybody up for long."""
+def _length(least: int | None = None, most: int | None = None) -> Any:
+    """The length of a list. Checking stops at its first error: collecting a million of them would delay all other requests."""
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
@@ -32,7 +32,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, le=1 << 31)]
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
-StopString = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+StopString = Annotated[str, Field(min_length=1, max_length=_MAX_STOP)]
 
 
 class Strict(BaseModel):
@@ -40,13 +40,13 @@ class Strict(BaseModel):
 
 
 class Loose(BaseModel):
-    """Of messages: programs send back what they were given, with fields that OpenAI added since."""
+    """Parts of messages may have unknown fields: programs send back what they received, with fields that are newer."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class Part(Loose):
-    """Only text is read; other kinds are refused by name."""
+class ContentPart(Loose):
+    """Only text is supported; other types are errors."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -65,9 +65,9 @@ class ToolCall(Loose):
 
 class Message(Loose):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], _several()] | None = None
+    content: str | Annotated[list[ContentPart], _length()] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, _several()] = None
+    tool_calls: Annotated[list[ToolCall] | None, _length()] = None
     tool_call_id: str | None = None
 
 
@@ -107,7 +107,7 @@ class NamedTool(OfFunctions):
 
 
 class StreamOptions(Strict):
-    """continuous_usage_stats: every piece tells the tokens so far; it needs include_usage."""
+    """continuous_usage_stats: every chunk has the usage so far, which include_usage must ask for too."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -115,7 +115,7 @@ class StreamOptions(Strict):
 
 
 class Ignored(Strict):
-    """Of no consequence here: who asks, what to keep, what to charge."""
+    """Fields that change nothing here: who asks, what to store, what to charge."""
 
     user: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue] | None, Field(max_length=16)] = None
@@ -127,7 +127,7 @@ class Ignored(Strict):
 
 
 class Sampled(Ignored):
-    """What all endpoints that generate have in common."""
+    """What requests to all endpoints that generate share."""
 
     model: str | None = None
     stream: bool | None = False
@@ -141,19 +141,19 @@ class Sampled(Ignored):
     ignore_eos: bool | None = False
 
     def sampling(self) -> dict[str, Any]:
-        """By the names of gemma_py.Sampling."""
+        """The options of sampling, by their names in gemma_py.Sampling."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: float(v) if name != "top_k" else v for name in names if (v := getattr(self, name)) is not None}
         if given.get("top_p") == 0:
-            given["top_p"] = 1e-9  # OpenAI's way to ask for the likeliest alone
+            given["top_p"] = 1e-9  # with OpenAI, 0 means the most likely token alone
         if self.seed is not None:
             given["seed"] = self.seed & _SEED
         return given
 
 
 class Penalised(Sampled):
-    n: Annotated[int | None, Field(ge=1, le=MOST_CHOICES)] = 1
-    stop: StopString | Annotated[list[StopString], _several(most=16)] | None = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
+    stop: StopString | Annotated[list[StopString], _length(most=16)] | None = None
     presence_penalty: Annotated[float | None, _ranged("presence_penalty")] = None
     frequency_penalty: Annotated[float | None, _ranged("frequency_penalty")] = None
     logit_bias: Annotated[dict[str, Annotated[float, _ranged("logit_bias")]] | None, Field(max_length=1024)] = None
@@ -164,7 +164,7 @@ class Penalised(Sampled):
     @classmethod
     def _of_a_stream(cls, options: StreamOptions | None, others: ValidationInfo) -> StreamOptions | None:
         if options is not None and not others.data.get("stream"):
-            raise ValueError("it is for streams, and needs 'stream': true")
+            raise ValueError("it needs 'stream': true")
         return options
 
     @field_validator("logit_bias")
@@ -196,15 +196,15 @@ class Penalised(Sampled):
 
 
 class ChatRequest(Penalised):
-    messages: Annotated[list[Message], _several(1, 4096)]
+    messages: Annotated[list[Message], _length(1, 4096)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    tools: Annotated[list[Tool] | None, _several(most=128)] = None
+    tools: Annotated[list[Tool] | None, _length(most=128)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: Annotated[list[Literal["text"]] | None, _several()] = None
+    modalities: Annotated[list[Literal["text"]] | None, _length()] = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
 
@@ -214,7 +214,7 @@ class ChatRequest(Penalised):
 
     @property
     def chosen(self) -> str:
-        """The function to be called; or "none", "auto", "required"."""
+        """The name of the function that must be called, or "none", "auto" or "required"."""
         choice = self.tool_choice
         return choice.function.name if isinstance(choice, NamedTool) else choice or "auto"
 
@@ -222,9 +222,9 @@ class ChatRequest(Penalised):
 class CompletionRequest(Penalised):
     prompt: (
         str
-        | Annotated[list[TokenId], _several(1)]
-        | Annotated[list[str], _several(1, MOST_PROMPTS)]
-        | Annotated[list[Annotated[list[TokenId], _several()]], _several(1, MOST_PROMPTS)]
+        | Annotated[list[TokenId], _length(1)]
+        | Annotated[list[str], _length(1, MAX_PROMPTS)]
+        | Annotated[list[Annotated[list[TokenId], _length()]], _length(1, MAX_PROMPTS)]
     )
     max_tokens: Annotated[int | None, Field(ge=0, le=1 << 31)] = 16
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -236,7 +236,7 @@ class CompletionRequest(Penalised):
     @classmethod
     def _something(cls, prompt: object) -> object:
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
-            raise ValueError("should be a text, token ids, or a list of either, with something in it")
+            raise ValueError("should be a text, a list of token ids, or a list of either, and not empty")
         return prompt
 
 
@@ -254,11 +254,11 @@ class TextOptions(Strict):
 
 
 class InputItem(Loose):
-    """A message; items of types that are not here (files, reasoning) are refused."""
+    """A message. Items of other types, such as files or reasoning, are errors."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[Part], _several()]
+    content: str | Annotated[list[ContentPart], _length()]
 
 
 class CallItem(Loose):
@@ -271,10 +271,10 @@ class CallItem(Loose):
 class ResultItem(Loose):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Annotated[list[Part], _several()]
+    output: str | Annotated[list[ContentPart], _length()]
 
 
-class FlatTool(Function, OfFunctions):  # the last one's fields are looked at first
+class FlatTool(Function, OfFunctions):  # the fields of the last base class are checked first
     pass
 
 
@@ -283,18 +283,20 @@ class NamedFlatTool(NamedFunction, OfFunctions):
 
 
 class ResponsesRequest(Sampled):
-    """The stateless part: nothing is stored, so nothing can be referred to."""
+    """The stateless part of the Responses API: nothing is stored, so no earlier response can be referred to."""
 
-    input: str | Annotated[list[InputItem | CallItem | ResultItem], _several(1, 4096)]
+    input: str | Annotated[list[InputItem | CallItem | ResultItem], _length(1, 4096)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=0)] = None
-    tools: Annotated[list[FlatTool] | None, _several(most=128)] = None
+    tools: Annotated[list[FlatTool] | None, _length(most=128)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedFlatTool | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
-    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, _several()] = None  # there is no reasoning
+    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, _length()] = (
+        None  # accepted, though there is no reasoning
+    )
     background: bool | None = None
     previous_response_id: None = None
     conversation: None = None
@@ -312,7 +314,7 @@ class ResponsesRequest(Sampled):
 
 
 class TokenizeRequest(Strict):
-    """control: whether text may become control tokens. with_pieces: their text too."""
+    """parse_special: whether the text may become control tokens. with_pieces: return the text of each token too."""
 
     content: str
     add_special: bool = False
@@ -322,5 +324,5 @@ class TokenizeRequest(Strict):
 
 
 class DetokenizeRequest(Strict):
-    tokens: Annotated[list[TokenId], _several()]
+    tokens: Annotated[list[TokenId], _length()]
     model: str | None = None

@@ -13,13 +13,13 @@ from gemma_py.generate.scheduler import Scheduler
 from gemma_py.server.openai.constraint import JsonConstraint, JsonConstraints
 from gemma_py.server.openai.errors import ApiError
 from gemma_py.server.openai.schemas import (
-    MOST_PROMPTS,
+    MAX_PROMPTS,
     CallItem,
     ChatRequest,
     CompletionRequest,
+    ContentPart,
     FunctionCall,
     InputItem,
-    Part,
     ResponseFormat,
     ResponsesRequest,
     ResultItem,
@@ -93,8 +93,8 @@ class Service:
         given: Sequence[Any] = [asked.prompt]
         if isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int):
             given = asked.prompt
-        if len(given) * (asked.n or 1) > MOST_PROMPTS:
-            raise ApiError(400, f"At most {MOST_PROMPTS} responses can be asked for at once.", "n", "invalid_value")
+        if len(given) * (asked.n or 1) > MAX_PROMPTS:
+            raise ApiError(400, f"At most {MAX_PROMPTS} responses can be asked for at once.", "n", "invalid_value")
         requests, ends = [], frozenset(self.engine.config.eos_token_ids)
         for prompt in given:
             ids = self.engine.encode(prompt)
@@ -209,7 +209,7 @@ class Service:
         return self._constraints.compile(named.schema_, f"{param}.schema")
 
 
-def _text(content: str | list[Part]) -> str:
+def _text(content: str | list[ContentPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 

@@ -1,0 +1,165 @@
+"""The parts of sampling that read every logit: top-k, softmax weights, top-p and the draw.
+
+V is the size of the vocabulary. Every sum is one chain in float64 in a stated order, so a token has the same probability
+on every machine. Where logits are equal, the smaller id comes first.
+"""
+
+import numpy as np
+
+from gemma_py.kernels.decorator import inlined, kernel
+from gemma_py.kernels.elementary import exp
+
+_BLOCK = 64  # logits that are compared with the worst of the top k by one decision
+BINS = 1024  # of logits, each 1/16 wide, downwards from the largest; the last one holds all that lie below
+
+
+@inlined
+def _ranks_before(a, a_id, b, b_id):
+    """Whether logit a of token a_id comes before logit b of token b_id."""
+    return a > b or (a == b and a_id < b_id)
+
+
+@inlined
+def _sift_down(values, ids, at, size):
+    """Move the entry `at` down to where the heap is a heap again; the root is the entry that ranks last."""
+    value, token = values[at], ids[at]
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and _ranks_before(values[child], ids[child], values[child + 1], ids[child + 1]):
+            child += 1
+        if not _ranks_before(value, token, values[child], ids[child]):
+            break
+        values[at], ids[at] = values[child], ids[child]
+        at = child
+    values[at], ids[at] = value, token
+
+
+@kernel
+def top_k(x, values, ids):
+    """The k largest of x, the largest first; k is the length of `values`.
+
+    x: [V] f32, read   values: [k] f32, written   ids: [k] int64, written
+
+    The k best so far are a heap whose root is the worst of them. Nearly every logit is only compared with the root, and
+    most of them 64 at a time: counting those that are larger needs no branch for each.
+    """
+    k = values.shape[0]
+    for v in range(k):
+        values[v], ids[v] = x[v], v
+    for at in range(k // 2 - 1, -1, -1):
+        _sift_down(values, ids, at, k)
+    worst = values[0]
+    for block in range(k, x.shape[0], _BLOCK):
+        end, larger = block + _BLOCK, 1
+        if end <= x.shape[0]:
+            larger = 0
+            for v in range(block, block + _BLOCK):
+                larger += x[v] > worst
+        if larger > 0:
+            for v in range(block, min(end, x.shape[0])):
+                if x[v] > worst:
+                    values[0], ids[0] = x[v], v
+                    _sift_down(values, ids, 0, k)
+                    worst = values[0]
+    for size in range(k - 1, 0, -1):
+        values[0], values[size] = values[size], values[0]
+        ids[0], ids[size] = ids[size], ids[0]
+        _sift_down(values, ids, 0, size)
+
+
+@kernel
+def softmax_weights(x, largest, weights):
+    """weights[v] = exp(x[v] - largest); returns their sum, v ascending, in f64.
+
+    x: [V] f32, read   weights: [V] f32, written
+
+    Two loops, because the exponentials are independent of each other and the sum is one chain.
+    """
+    total = 0.0
+    for v in range(x.shape[0]):
+        weights[v] = exp(x[v] - largest)
+    for v in range(x.shape[0]):
+        total += np.float64(weights[v])
+    return total
+
+
+@kernel
+def count_until(weights, limit):
+    """How many weights, in order, have a sum that reaches the limit; one more than there are, if all of them do not.
+
+    weights: [n] f32, read
+    """
+    total = 0.0
+    for count in range(weights.shape[0]):
+        total += np.float64(weights[count])
+        if total >= limit:
+            return count + 1
+    return weights.shape[0] + 1
+
+
+@inlined
+def _bin_of(x, largest):
+    below = (largest - x) * np.float32(16.0)
+    return np.int64(below) if below < np.float32(BINS - 1) else np.int64(BINS - 1)
+
+
+@kernel
+def find_edge_bin(x, largest, weights, limit, masses):
+    """(the bin in which the sum of weights, from the largest logit down, reaches the limit; the sum of the bins before it)
+
+    x, weights: [V] f32, read   masses: [BINS] f64, all 0, written: the sum of each bin's weights, v ascending
+
+    Top-p over a whole vocabulary: with the bin known, only the few logits within it have to be sorted.
+    """
+    for v in range(x.shape[0]):
+        masses[_bin_of(x[v], largest)] += np.float64(weights[v])
+    total = 0.0
+    for number in range(BINS - 1):
+        if total + masses[number] >= limit:
+            return number, total
+        total += masses[number]
+    return BINS - 1, total
+
+
+@kernel
+def zero_below_bin(x, largest, edge, weights, members):
+    """Set the weights of all bins below the bin `edge` to 0; returns how many logits lie in that bin.
+
+    x: [V] f32, read   weights: [V] f32, written   members: [V] int64, written: the ids in the bin, at the front
+    """
+    count = 0
+    for v in range(x.shape[0]):
+        number = _bin_of(x[v], largest)
+        if number > edge:
+            weights[v] = np.float32(0.0)
+        elif number == edge:
+            members[count] = v
+            count += 1
+    return count
+
+
+@kernel
+def draw(weights, least, u):
+    """The index at which the sum of the weights, in order, exceeds the share u of their whole sum.
+
+    Weights below `least` do not count.    weights: [n] f32, read
+    """
+    total = 0.0
+    for v in range(weights.shape[0]):
+        if weights[v] >= least:
+            total += np.float64(weights[v])
+    target, reached, chosen = u * total, 0.0, 0
+    for v in range(weights.shape[0]):
+        if weights[v] >= least:
+            reached += np.float64(weights[v])
+            chosen = v
+            if reached > target:
+                break
+    return chosen
+
+
+@kernel
+def divide(x, temperature):
+    """x[v] = x[v] / temperature.    x: [V] f32, read and written"""
+    for v in range(x.shape[0]):
+        x[v] = x[v] / temperature

@@ -1,0 +1,32 @@
+"""tools/count_path.py sees what a token passes, in Python and in kernels, and nothing else."""
+
+import json
+import subprocess
+import sys
+
+from repository import ROOT, child_environment
+
+PASSED = {
+    "generate/core.py",
+    "generate/sampling.py",
+    "runtime/runner.py",
+    "kernels/matmul.py",
+    "tokenizer/tokenizer.py",
+}
+
+
+def test_the_files_of_a_token() -> None:
+    command = [sys.executable, "tools/count_path.py", "both", "tiny-gemma3", "--json"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=300, check=True
+    )
+    decode, stream = (json.loads(line) for line in done.stdout.splitlines())
+    for found in (decode, stream):
+        files = set(found["functions"])
+        assert found["files"] == len(files) and files >= PASSED
+        assert "matmul_codes" in found["functions"]["kernels/matmul.py"]  # called by kernels alone
+        assert "Generation.next" in found["functions"]["generate/core.py"]
+        assert not any(file.startswith(("weights/", "chat/", "cli/", "templates/")) for file in files)  # done before
+    assert "generate/scheduler.py" in stream["functions"] and "server/events.py" in stream["functions"]
+    assert not any(file.startswith("server/") or file == "generate/scheduler.py" for file in decode["functions"])
+    assert "server/process.py" not in stream["functions"]  # its timer runs beside all tokens

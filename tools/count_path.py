@@ -1,0 +1,161 @@
+"""Which of the package's files one token passes: the Python functions of a traced run, and the kernels that they name.
+
+    python tools/count_path.py [decode | stream | both] [MODEL] [--functions] [--json]
+
+decode: a token of `Engine.generate` after the first. stream: a token of a streamed chat completion, from the logits to the socket
+of the server. A run is cut into windows of a few tokens, and a function counts that is called in half of them: those of timers are
+not. A kernel is compiled and cannot be traced; the names in its Python source are followed instead, through all the kernels
+that it calls. With --json each mode is one line, a JSON object.
+"""
+
+import argparse
+import dis
+import json
+import sys
+import threading
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
+
+import gemma_py
+
+PACKAGE = Path(gemma_py.__file__).parent
+WINDOWS, TOKENS = 20, 4  # of a window
+MOST = {"decode": 12, "stream": 16}  # files, as CONTRIBUTING.md promises
+Place = tuple[str, str]  # file within the package, function
+
+
+class Recorder:
+    """The package's Python functions that any thread calls while `window` is a dictionary."""
+
+    def __init__(self) -> None:
+        self.window: dict[types.CodeType, dict[str, Any]] | None = None
+        self.windows: list[dict[types.CodeType, dict[str, Any]]] = []
+        self._prefix = f"{PACKAGE}/"
+
+    def __call__(self, frame: types.FrameType, event: str, argument: object) -> None:
+        window = self.window
+        if window is not None and event == "call" and frame.f_code.co_filename.startswith(self._prefix):
+            window[frame.f_code] = frame.f_globals
+
+    def cut(self) -> None:
+        """End the window, if there is one, and begin another."""
+        if self.window is not None:
+            self.windows.append(self.window)
+        self.window = {}
+
+    def called(self) -> dict[types.CodeType, dict[str, Any]]:
+        """The functions of at least half of the windows, with their globals."""
+        self.window = None
+        every = {code: names for window in self.windows for code, names in window.items()}
+        often = Counter(code for window in self.windows for code in window)
+        return {code: names for code, names in every.items() if 2 * often[code] >= len(self.windows)}
+
+
+def named(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
+    """The global objects that the function names, with attributes of modules and members of tuples."""
+    at: Any = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            at = names.get(instruction.argval)
+        elif isinstance(at, types.ModuleType) and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            at = getattr(at, instruction.argval, None)
+        else:
+            continue
+        yield from at if isinstance(at, tuple) else (at,)
+
+
+def kernel_function(thing: Any) -> types.FunctionType | None:
+    """The Python source of a kernel, or of one of the intrinsics that kernels call."""
+    for attribute in ("py_func", "_defn"):  # of numba's dispatchers, and of its intrinsics
+        function = getattr(thing, attribute, None)
+        if isinstance(function, types.FunctionType):
+            return function
+    return None
+
+
+def kernels(called: dict[types.CodeType, dict[str, Any]]) -> set[types.CodeType]:
+    """All kernels that these functions name, and those that the kernels name in turn."""
+    found: set[types.CodeType] = set()
+    left = list(called.items())
+    while left:
+        for thing in named(*left.pop()):
+            function = kernel_function(thing)
+            if function is not None and function.__code__ not in found:
+                found.add(function.__code__)
+                left.append((function.__code__, function.__globals__))
+    return found
+
+
+def places(codes: Any) -> set[Place]:
+    """Of those codes that are the package's."""
+    files = ((Path(code.co_filename), code.co_qualname) for code in codes)
+    return {(str(file.relative_to(PACKAGE)), name) for file, name in files if file.is_relative_to(PACKAGE)}
+
+
+def decode(engine: gemma_py.Engine, recorder: Recorder) -> None:
+    ids = list(range(2, 20))
+    tokens = engine.generate(ids, (WINDOWS + 2) * TOKENS, logit_bias=dict.fromkeys(engine.config.eos_token_ids, -100.0))
+    for number, _ in enumerate(tokens):
+        if number and number % TOKENS == 0:
+            recorder.cut()
+
+
+def stream(engine: gemma_py.Engine, recorder: Recorder) -> None:
+    from serving import serving
+
+    bias = {str(token): -100.0 for token in engine.ends(engine.template())}
+    messages = [{"role": "user", "content": "Count."}]
+    asked = {"messages": messages, "stream": True, "max_tokens": (WINDOWS + 2) * TOKENS, "logit_bias": bias}
+    with serving(engine) as server:
+        connection = server.send("POST", "/v1/chat/completions", json.dumps(asked).encode(), closing=True)
+        with connection, connection.makefile() as lines:
+            number = 0
+            for line in lines:
+                number += line.startswith("data: {")
+                if number and number % TOKENS == 0 and line.startswith("data: {"):
+                    recorder.cut()
+
+
+def count(mode: str, model: str) -> dict[str, Any]:
+    """The files of a mode, each with its functions."""
+    run: Callable[[gemma_py.Engine, Recorder], None] = {"decode": decode, "stream": stream}[mode]
+    recorder = Recorder()
+    threading.setprofile(recorder)  # of the threads that are started from now on
+    try:
+        with gemma_py.load(model, threads=2) as engine:
+            sys.setprofile(recorder)
+            run(engine, recorder)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    called = recorder.called()
+    files: dict[str, list[str]] = defaultdict(list)
+    for file, function in sorted(places(called) | places(kernels(called))):
+        files[file].append(function)
+    return {"mode": mode, "files": len(files), "most": MOST[mode], "functions": files}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", nargs="?", default="both", choices=("decode", "stream", "both"))
+    parser.add_argument("model", nargs="?", default="tiny-gemma3")
+    parser.add_argument("--functions", action="store_true", help="name the functions of each file")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    for mode in ("decode", "stream") if args.mode == "both" else (args.mode,):
+        found = count(mode, args.model)
+        if args.json:
+            print(json.dumps(found))
+            continue
+        print(f"{mode}: {found['files']} files; {found['most']} at most")
+        for file, functions in found["functions"].items():
+            print(f"  {file}" + (f": {', '.join(functions)}" if args.functions else ""))
+
+
+if __name__ == "__main__":
+    main()
