@@ -1,4 +1,4 @@
-"""What can go wrong, as types. A message says what was expected, what was found, and where."""
+"""The exceptions of gemma_py. A message says what was expected, what was found, and where."""
 
 
 class GemmaError(Exception):
@@ -10,11 +10,11 @@ class GemmaWarning(UserWarning):
 
 
 class FormatError(GemmaError):
-    """A model file that is damaged, hostile or not of the form it claims."""
+    """A model file that is damaged, malicious or not of the format that it claims."""
 
 
 class UnsupportedError(GemmaError):
-    """A sound file that asks for something this runtime does not do."""
+    """A valid file that needs something this runtime does not support."""
 
 
 class ConfigError(GemmaError):
@@ -22,7 +22,7 @@ class ConfigError(GemmaError):
 
 
 class TokenizerError(GemmaError):
-    """A tokenizer that cannot be built, or text that it cannot take."""
+    """A tokenizer that cannot be built, or text that it cannot encode."""
 
 
 class ModelNotFoundError(GemmaError):
@@ -38,7 +38,7 @@ class InputError(GemmaError):
 
 
 class ToolError(InputError):
-    """A declaration, a call or a result of a tool that is invalid. `field`: where it stands, such as `messages[2].tool_calls`."""
+    """An invalid declaration, call or result of a tool. `field`: its place in the request, such as `messages[2].tool_calls`."""
 
     def __init__(self, message: str, field: str) -> None:
         self.field = field
@@ -46,7 +46,7 @@ class ToolError(InputError):
 
 
 class Overloaded(GemmaError):
-    """No room for a request now; there may be some after `retry_after` seconds."""
+    """There is no room for a request now; there may be after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         self.retry_after = retry_after
@@ -54,22 +54,22 @@ class Overloaded(GemmaError):
 
 
 class TemplateError(GemmaError):
-    """A chat template that fails, never ends, or makes of a conversation what cannot be encoded safely."""
+    """A chat template that fails, does not end, or renders text that cannot be encoded safely."""
 
 
 class ComputationError(GemmaError):
-    """A forward pass that gave no numbers."""
+    """A forward pass that failed."""
 
 
 class MismatchError(GemmaError):
-    """Two ways to one result that gave different bits. The promise is broken, and the message says where."""
+    """Two ways to compute one result gave different bits. The message says where they differ."""
 
 
 class WorkerError(ComputationError):
-    """A worker that raised, gave up, stalled or died, and where; layer and phase are None before it entered any.
+    """A worker raised, reported a failure, stalled or died. layer, phase: where it was; None before it entered any.
 
-    `settled`: every worker has left the run, so its arrays are nobody's and may be used again. If not, a stalled worker
-    may still write to arrays of the failed run, once it wakes and until its next wait: drop them.
+    settled: every worker has left the failed run, so the arrays of the run may be used again. Where it is False, a stalled
+    worker may still write to them when it wakes, so they must not be used again.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def is_ours(path: Path) -> bool:
     return not path.is_symlink() and status.st_uid == os.getuid()
 
 
-def abandoned(path: Path) -> bool:
+def is_abandoned(path: Path) -> bool:
     """Whether nobody writes this partial file any more: whoever does holds its lock from soon after its birth."""
     try:
         if time.time() - path.stat().st_ctime < _YOUNG:

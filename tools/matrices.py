@@ -30,8 +30,8 @@ from gemma_py.kernels.simd.target import USES_ZMM
 from gemma_py.models.program import ALL, MATMUL
 from gemma_py.runtime import program as p
 from gemma_py.runtime.phases import matmul_phase
-from gemma_py.runtime.program import Model
-from gemma_py.runtime.runner import Part, _batch
+from gemma_py.runtime.program import ModelTables
+from gemma_py.runtime.runner import SequenceInput, _batch
 from gemma_py.runtime.sync import barrier
 from gemma_py.runtime.trace import NO_TRACE
 from gemma_py.weights.pack import INPUTS, ROWS
@@ -59,7 +59,7 @@ def product_and_limit(worker, workers, cells, m, s, batch, trace, at, sample, ou
     return True
 
 
-def products_of(m: Model) -> list[int]:
+def products_of(m: ModelTables) -> list[int]:
     """Numbers of the products of all rows, so that those of one kind come layer by layer."""
     found = [number for number, op in enumerate(m.ops) if op[p.OP] == MATMUL and op[p.ROWS_OF] == ALL]
     return sorted(found, key=lambda number: (m.ops[number, p.LABEL], m.ops[number, p.TARGET]))
@@ -71,7 +71,7 @@ def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
     m, workers = engine.program.model, engine.threads
     engine.session().prefill(prompt(T, engine.config.vocab_size), T)
     s, logits = runner._scratch_for(T, 1), np.empty(0, np.float32)
-    batch = _batch([Part(engine.new_cache(), [0] * T)], runner._addresses(s, T, logits))
+    batch = _batch([SequenceInput(engine.new_cache(), [0] * T)], runner._addresses(s, T, logits))
     stored = engine.checkpoint.stored_weights(engine.quant)
     names = [matrix.tensor.type.name for matrix in matrices_of(stored)]
     times = np.zeros((workers, 2), np.int64)
@@ -81,7 +81,7 @@ def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
             number = int(m.ops[at, p.MATRIX])
             N, K = (int(value) for value in m.weights.matrices[number, [ROWS, INPUTS]])
             claims = engine.program.phases
-            engine.run_kernel(product_and_limit, m, s, batch, NO_TRACE, at, sample, out, times, claims=claims)
+            engine.run_kernel(product_and_limit, m, s, batch, NO_TRACE, at, sample, out, times, counters=claims)
             limit = sum(2 * _STEPS * _CHAINS * peak.LANES / spent for spent in times[:, 1])
             found[names[number], N, K].append((2 * T * N * K / times[:, 0].max(), limit))
     table = []

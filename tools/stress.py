@@ -22,7 +22,7 @@ from gguf_files import write_model
 
 import gemma_py
 from gemma_py.errors import WorkerError
-from gemma_py.runtime.trial import Trial
+from gemma_py.runtime.fault_injection import FaultPlan
 
 
 def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> list[int]:
@@ -32,7 +32,7 @@ def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> li
     shown = time.monotonic()
     while done < count:
         seed += 1
-        engine.instruments.trial = Trial(seed=seed)
+        engine.instruments.fault_plan = FaultPlan(seed=seed)
         size = rng.choice([1, 5, 9, 16, len(want.ids)])
         done += -(-len(want.ids) // size)
         try:
@@ -55,7 +55,7 @@ def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, fl
         phase = engine.program.label(name)
         kind = ("raise", "stall")[number // len(PLACES) % 2]
         worker = number % engine.threads
-        engine.instruments.trial = Trial(fault=kind, worker=worker, layer=layer, phase=phase, place="enter")
+        engine.instruments.fault_plan = FaultPlan(fault=kind, worker=worker, layer=layer, phase=phase, place="enter")
         start = time.monotonic()
         try:
             # Scores are a phase of their own only where workers share a token.
@@ -64,7 +64,7 @@ def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, fl
         except WorkerError as error:
             longest = max(longest, time.monotonic() - start)
             reported = (error.worker, error.layer, error.phase) == (worker, layer, phase)
-        engine.instruments.trial = None
+        engine.instruments.fault_plan = None
         good += reported and want.same(engine, [len(want.ids)])
     return good, longest
 

@@ -184,7 +184,7 @@ class Conversation:
         """The session holds these ids, of which it computes what it has not: logits of the last."""
         common = self._common(ids)
         common = min(common, len(ids) - 1)  # the last one's logits are needed
-        if self._session.usable and self._session.reachable(common):
+        if self._session.usable and self._session.can_rewind_to(common):
             self._session.rewind(common)
         else:
             common = 0
@@ -233,7 +233,7 @@ class Conversation:
         """What is no part of the conversation any more leaves the session too: it is neither told nor saved."""
         spoken = any(message["role"] != "system" for message in self.messages)
         common = self._common(self._prompt(self.messages)) if spoken else 0
-        if self._session.usable and self._session.reachable(common):
+        if self._session.usable and self._session.can_rewind_to(common):
             self._session.rewind(common)
         else:
             self._session = self.engine.session(self._keep())
@@ -329,7 +329,7 @@ class Conversation:
         since = 0
         if len(self.messages) >= 2:
             since = self._common(self._prompt([*self.messages[:-2], {"role": "user", "content": ""}]))
-        if not self._session.reachable(since):
+        if not self._session.can_rewind_to(since):
             since = self._session.position
         saved.write(Path(path), description, self._session, since)
 

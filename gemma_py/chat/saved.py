@@ -36,7 +36,7 @@ def write(path: Path, description: dict[str, Any], session: Session, since: int)
     rows = _row_specs(engine, len(ids), since)
 
     def arrays() -> Iterator[np.ndarray]:
-        for keys, values in session.stored(since):
+        for keys, values in session.raw_kv_rows(since):
             yield keys
             yield values
         yield ids

@@ -11,13 +11,13 @@ import numpy as np
 
 from gemma_py.models.program import ALL, ATTEND, MATMUL
 from gemma_py.runtime import program as p
-from gemma_py.runtime.program import Linked
+from gemma_py.runtime.program import LinkedProgram
 from gemma_py.weights.pack import INPUTS, ROWS, matrix_bytes
 
 FLOP, BYTES = 0, 1
 
 
-def pass_cost(program: Linked, kv_bytes: int, position: int, T: int) -> np.ndarray:
+def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> np.ndarray:
     """int64 [labels of phases, 2]: FLOP (two a multiply-add) and BYTES of a pass of T tokens after `position` others.
 
     Every matrix, and every key and value that is within a window, counts once a pass, however often it comes from a cache.
@@ -47,7 +47,7 @@ def _keys(position: int, T: int, W: int) -> int:
     return _keys(position, W - position, 0) + W * (last - W)
 
 
-def run_cost(program: Linked, kv_bytes: int, position: int, passes: Sequence[int]) -> np.ndarray:
+def run_cost(program: LinkedProgram, kv_bytes: int, position: int, passes: Sequence[int]) -> np.ndarray:
     """The same of several passes, one after the other."""
     total = np.zeros((len(program.labels), 2), np.int64)
     for T in passes:

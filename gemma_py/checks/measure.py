@@ -23,7 +23,7 @@ from gemma_py.errors import MismatchError
 from gemma_py.generate.engine import Engine
 from gemma_py.runtime.cache import KV_TYPES, Cache, check_context
 from gemma_py.runtime.profile import WAIT, WORK, Profile
-from gemma_py.runtime.runner import CHUNK, Part
+from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Bench:
 
     def _pass(self, cache: Cache, ids: list[int]) -> np.ndarray:
         """The logits of the last of these tokens."""
-        ((logits,),) = self.engine.run_together([Part(cache, ids)])
+        ((logits,),) = self.engine.run_together([SequenceInput(cache, ids)])
         return logits
 
     def _ids(self, count: int) -> list[int]:

@@ -18,7 +18,7 @@ from gemma_py.models.family import Family
 from gemma_py.models.program import Tensor
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.weights.checkpoint import Checkpoint
-from gemma_py.weights.pack import Plan
+from gemma_py.weights.pack import PackingPlan
 from gemma_py.weights.tensors import EMBEDDING, HEAD, gguf_source
 
 Make = Callable[[BlockType, int], np.ndarray]  # so many values of a type, as bytes
@@ -71,7 +71,7 @@ def _checkpoint(name: str, family: Family, config: Config, kind: BlockType, make
             made[stored.name, shape] = make(stored, math.prod(shape))
         tensors[spec.gguf] = StoredTensor(spec.gguf, stored, shape, made[stored.name, shape], path)
     source = gguf_source(tensors, family.tensors(config), True, name)
-    return Checkpoint(path, f"random {kind.name}", family, config, source, None, {}, keep=False)
+    return Checkpoint(path, f"random {kind.name}", family, config, source, None, {}, cacheable=False)
 
 
 def _specs(family: Family, config: Config) -> dict[str, Tensor]:
@@ -106,7 +106,7 @@ def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tu
         for y in config.kv_layers
     )
     widest = 2 * max(y.intermediate_size for y in config.layers) + 6 * config.hidden_size
-    return Plan(blank.stored_weights()).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
+    return PackingPlan(blank.stored_weights()).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
 
 
 def _refuse_what_does_not_fit(name: str, family: Family, config: Config, kind: BlockType, tokens: int) -> None:

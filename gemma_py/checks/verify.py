@@ -91,7 +91,7 @@ class Traced:
     hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer has no such phase
     workers: np.ndarray  # the same; -1: nobody
     phases: tuple[str, ...]
-    storing: int  # the phase that makes KV rows
+    store_label: int  # the phase that makes KV rows
 
 
 def row_digests(logits: np.ndarray) -> list[bytes]:
@@ -126,7 +126,7 @@ def compute(
         return Traced(result, session, np.empty((0, 0, 0), np.int64), np.empty((0, 0, 0), np.int64), (), -1)
     shape = (engine.program.layers, len(engine.program.labels), len(ids))
     hashes, workers = (np.concatenate(parts, axis=1).reshape(shape) for parts in zip(*traces, strict=True))
-    return Traced(result, session, hashes, workers, engine.program.labels, engine.program.storing)
+    return Traced(result, session, hashes, workers, engine.program.labels, engine.program.store_label)
 
 
 # --- differences ------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> i
 
 def changed_row(a: Traced, b: Traced, layer: int) -> int | None:
     """The first committed row of a layer that differs although both had computed the same."""
-    owners, phase = a.session.engine.config.kv_owners, a.storing
+    owners, phase = a.session.engine.config.kv_owners, a.store_label
     if layer not in owners:
         return None
     rows = a.session.kv_rows(owners.index(layer)), b.session.kv_rows(owners.index(layer))

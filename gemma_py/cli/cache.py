@@ -17,7 +17,7 @@ from gemma_py.cli.common import print_json, size
 from gemma_py.errors import InputError
 from gemma_py.formats.container import SUFFIX
 from gemma_py.kernels import decorator
-from gemma_py.paths import PARTIAL, abandoned, cache_dir, is_ours
+from gemma_py.paths import PARTIAL, cache_dir, is_abandoned, is_ours
 from gemma_py.tokenizer import vocabulary
 from gemma_py.weights import store
 from gemma_py.weights.pack import LAYOUT
@@ -63,7 +63,7 @@ def _of_kind(folder: Path, kind: str) -> Iterator[CacheEntry]:
         whole = path.name.removesuffix(PARTIAL)
         unfinished = path.name != whole
         match = _KINDS[kind].fullmatch(whole.rpartition(".")[0] if unfinished else whole)
-        if match is None or not is_ours(path) or (unfinished and not abandoned(path)):
+        if match is None or not is_ours(path) or (unfinished and not is_abandoned(path)):
             continue
         files = [path, *path.rglob("*")] if path.is_dir() else [path]
         states = [state for state in (file.lstat() for file in files) if stat.S_ISREG(state.st_mode)]

@@ -290,7 +290,7 @@ def _read_tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int)
         if type_name is None:
             cursor.fail(f"{what} has the unknown type {number_of_type}")
         if type_name not in TYPES:
-            raise UnsupportedError(f"{cursor.path}: {what} is of type {type_name}; readable are {', '.join(TYPES)}")
+            raise UnsupportedError(f"{cursor.path}: {what} is of type {type_name}; supported are {', '.join(TYPES)}")
         kind = TYPES[type_name]
         size = kind.bytes
         for dim in dims:  # Python's integers do not wrap

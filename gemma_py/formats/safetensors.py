@@ -67,7 +67,7 @@ def read_header(path: Path, size: int) -> Header:
 def _bytes(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if dtype not in NUMPY_TYPES:
         raise UnsupportedError(
-            f"{path}: tensor {name!r:.80}: the type {dtype!r:.40}; readable are {', '.join(_WEIGHTS)}"
+            f"{path}: tensor {name!r:.80}: the type {dtype!r:.40}; supported are {', '.join(_WEIGHTS)}"
         )
     if len(shape) > _MOST_DIMENSIONS:
         raise FormatError(f"{path}: tensor {name!r:.80} has {len(shape)} dimensions; {_MOST_DIMENSIONS} are allowed")

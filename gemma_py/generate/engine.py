@@ -23,8 +23,8 @@ from gemma_py.progress import ReportProgress, no_report
 from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed, check_context
 from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.instruments import Instruments
-from gemma_py.runtime.program import Linked, link
-from gemma_py.runtime.runner import CHUNK, Part, Runner
+from gemma_py.runtime.program import LinkedProgram, link
+from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput
 from gemma_py.templates.template import TRANSCRIPT, Template, checked_messages, choose, encode
 from gemma_py.tokenizer import Tokenizer
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
@@ -258,7 +258,7 @@ class Engine:
         return self._runner
 
     @property
-    def program(self) -> Linked:
+    def program(self) -> LinkedProgram:
         """What a pass does, operation by operation, and the weights, as the kernels read them."""
         return self.runner.program
 
@@ -275,13 +275,13 @@ class Engine:
         """What such a cache takes for so many tokens, when they are computed in passes of the usual size."""
         return bytes_needed(self.config, self.kv_type, tokens, CHUNK, keep)
 
-    def run_together(self, parts: Sequence[Part]) -> list[np.ndarray]:
+    def run_together(self, parts: Sequence[SequenceInput]) -> list[np.ndarray]:
         """One pass for several sequences: the logits of each part. All the caches gain their tokens, or none."""
         return self.runner.run_together(parts)
 
-    def run_kernel(self, kernel: Callable[..., Any], *args: Any, claims: int = 0) -> None:
-        """Call a compiled kernel on every worker thread, as a pass does: to measure it. It has `claims` shared counters."""
-        self.runner.team.run(kernel, *args, claims=claims)
+    def run_kernel(self, kernel: Callable[..., Any], *args: Any, counters: int = 0) -> None:
+        """Call a compiled kernel on every worker thread, as a pass does: to measure it. It has `counters` shared counters."""
+        self.runner.team.run(kernel, *args, counters=counters)
 
     def close(self) -> None:
         """End the worker threads and release the weights. A second call does nothing."""
@@ -361,15 +361,15 @@ class Session:
         """False after a worker stalled and never came back: the rows may be anything then."""
         return not self._cache.abandoned
 
-    def reachable(self, position: int) -> bool:
+    def can_rewind_to(self, position: int) -> bool:
         """Whether `rewind` can go there."""
-        return self._cache.reachable(position)
+        return self._cache.can_rewind_to(position)
 
-    def stored(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def raw_kv_rows(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Layer by layer, the KV rows that tokens after `since` may read, in their stored type, [G, positions, E]."""
-        if not self.reachable(since):
+        if not self.can_rewind_to(since):
             raise InputError(f"position {since} cannot be rewound to from {self.position}: its rows are overwritten")
-        return (self._cache.stored(number, since) for number in range(len(self.engine.config.kv_owners)))
+        return (self._cache.raw_rows(number, since) for number in range(len(self.engine.config.kv_owners)))
 
     def restore(self, ids: Sequence[int], stored: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         """Fill an empty session with the tokens of another and what it had `stored`."""

@@ -22,7 +22,7 @@ from gemma_py.generate.events import Event, Failed, Finished, Generated, Listene
 from gemma_py.generate.sampling import ROWS_AT_ONCE
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
-from gemma_py.runtime.runner import CHUNK, Part
+from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 # How long a pass should take: alone, prompts can be stopped that often; beside answers, these stutter no more than that.
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
@@ -363,7 +363,7 @@ class Scheduler:
                 return True
         return False
 
-    def _plan(self) -> tuple[list[_Sequence], list[Part]]:
+    def _plan(self) -> tuple[list[_Sequence], list[SequenceInput]]:
         """The next pass: one token of every answer, and as many of the prompts as there is time for."""
         answers = [s for s in self._running if not s.prefilling]
         prompts = [s for s in self._running if s.prefilling]
@@ -379,10 +379,10 @@ class Scheduler:
                 tokens = sequence.ids[sequence.position : sequence.position + count]
                 logits = count if sequence.scoring else 1 if count == sequence.pending else 0
                 sequences.append(sequence)
-                parts.append(Part(sequence.cache, tokens, logits))
+                parts.append(SequenceInput(sequence.cache, tokens, logits))
         return sequences, parts
 
-    def _pass(self, parts: list[Part]) -> list[np.ndarray]:
+    def _pass(self, parts: list[SequenceInput]) -> list[np.ndarray]:
         """The logits of each part."""
         start = time.monotonic()
         results = self.engine.run_together(parts)

@@ -1,4 +1,4 @@
-"""The description of a model: one dataclass for all families, one entry a layer."""
+"""The config of a model: one dataclass for all families, with one entry for each layer."""
 
 import math
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class Layer:
-    """sliding_window: keys that a query sees, itself included; None means all.
-    kv_source: the layer whose KV rows this one reads: itself, or an earlier layer that it shares them with."""
+    """sliding_window: how many keys a query sees, its own included; None means all.
+    kv_source: the number of the layer whose KV rows this one reads: its own, or that of an earlier layer."""
 
     sliding_window: int | None
     rope: Rope
@@ -31,7 +31,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Config:
-    """Hugging Face's names where it has one."""
+    """Field names are Hugging Face's where it has one."""
 
     model_type: str  # of the family, see models/families.py
     vocab_size: int  # V
@@ -48,7 +48,9 @@ class Config:
 
     @property
     def attention_scale(self) -> float:
-        return 1.0 / math.sqrt(self.query_pre_attn_scalar)  # the root is IEEE's; a power would be libm's
+        return 1.0 / math.sqrt(
+            self.query_pre_attn_scalar
+        )  # sqrt is exactly rounded (IEEE 754); a power would depend on libm
 
     @cached_property
     def kv_owners(self) -> tuple[int, ...]:
@@ -57,17 +59,17 @@ class Config:
 
     @cached_property
     def kv_layers(self) -> tuple[Layer, ...]:
-        """These layers themselves."""
+        """The layers of `kv_owners`."""
         return tuple(self.layers[number] for number in self.kv_owners)
 
     @cached_property
     def kv_numbers(self) -> tuple[int, ...]:
-        """For each layer, the place in `kv_layers` of the layer whose KV rows it reads."""
+        """For each layer, the index in `kv_layers` of the layer whose KV rows it reads."""
         return tuple(self.kv_owners.index(layer.kv_source) for layer in self.layers)
 
 
 def checked(config: Config, where: str) -> Config:
-    """The config itself, once it satisfies what every config must, wherever it came from."""
+    """Return the config, after the checks that do not depend on its format."""
     if not config.layers:
         raise ConfigError(f"{where}: the model has no layers")
     for number, layer in enumerate(config.layers):

@@ -1,4 +1,4 @@
-"""What a family of models is to the rest of the package: four functions, which its file under models/ defines."""
+"""The interface of a model family: four functions, which the family's file under models/ defines."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from gemma_py.models.program import Program, Tensor
 
 
 @dataclass(frozen=True)
-class Described:
-    """A description of a model as somebody else wrote it.
+class ModelDescription:
+    """The description of a model in its checkpoint: Hugging Face's config.json or GGUF's metadata.
 
-    name: the model type or architecture that it gives. outer: the whole document; fields: the text model's part of it.
-    tokens: Hugging Face's generation_config. vocab_size, tied: for GGUF, of the embedding, and whether it is the head too.
+    name: Config.model_type. outer: the whole document; fields: the part that describes the text model. tokens: Hugging Face's
+    generation_config.json. vocab_size, tied: for GGUF, the rows of the embedding, and whether it is the head too.
     """
 
     name: str
@@ -26,14 +26,14 @@ class Described:
 
 @dataclass(frozen=True)
 class Family:
-    """model_types: Hugging Face's names, each with ours (Config.model_type). architectures: GGUF's, which are ours."""
+    """model_types: Hugging Face's model_type to Config.model_type. architectures: GGUF's names, which equal Config.model_type."""
 
     model_types: Mapping[str, str]
     architectures: tuple[str, ...]
-    config_from_hf: Callable[[Described], Config]
-    config_from_gguf: Callable[[Described], Config]
+    config_from_hf: Callable[[ModelDescription], Config]
+    config_from_gguf: Callable[[ModelDescription], Config]
     tensors: Callable[[Config], dict[str, Tensor]]
-    write: Callable[[Program], None]  # the pass, operation by operation
+    write: Callable[[Program], None]  # writes the forward pass, operation by operation
 
     def program(self, config: Config) -> Program:
         program = Program(config, self.tensors(config))

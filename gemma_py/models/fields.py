@@ -1,4 +1,4 @@
-"""Typed reading of a description somebody else wrote: every field is checked, and an error names it."""
+"""Typed access to a model's description: every field is checked, and errors name the field."""
 
 import math
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ import numpy as np
 from gemma_py.errors import ConfigError
 
 _MISSING: Any = object()
-LARGEST = 1 << 31  # no dimension, id or count of a real model is near
+LARGEST = 1 << 31  # far above any dimension, id or count of a real model
 
 
 class Fields:
-    """A mapping whose values are taken out by type. None counts as missing, as in Hugging Face's files."""
+    """A mapping with typed getters. None counts as missing, as in Hugging Face's files."""
 
     def __init__(self, where: str, values: Mapping[str, Any]) -> None:
         self.where, self.values = where, values
@@ -27,7 +27,7 @@ class Fields:
         if isinstance(value, np.generic):
             value = value.item()
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # GGUF may say for each layer what is the same in all
+            value = value[0].item()  # GGUF may have one value for each layer, all of them equal
         if value is not None:
             return value
         if default is _MISSING:

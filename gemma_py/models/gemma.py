@@ -1,7 +1,7 @@
 """Gemma 1, 2 and 3: their tensors, the program of a pass, and how a config is read from Hugging Face and from GGUF.
 
-They differ in little. Gemma 2 also normalises what attention and feed-forward give, caps logits, and has sliding windows;
-Gemma 3 also normalises queries and keys, and its sliding layers turn by angles of their own.
+The differences are small. Gemma 2 also normalises the outputs of attention and feed-forward, caps logits, and has sliding
+windows; Gemma 3 also normalises queries and keys, and its sliding layers have a rope of their own.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 
 from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.models.config import Config, Layer, Rope, checked
-from gemma_py.models.family import Described, Family
+from gemma_py.models.family import Family, ModelDescription
 from gemma_py.models.fields import Fields
 from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 
@@ -45,7 +45,7 @@ _NORMS = {"gemma": _GEMMA1_NORMS, "gemma2": _GEMMA2_NORMS, "gemma3": _GEMMA2_NOR
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
-    """By our names, in the order in which packed weights lie."""
+    """The family's tensors by our names, in the order of the packed weights."""
     D, V = config.hidden_size, config.vocab_size
     made = {
         "embed_tokens": Tensor((V, D), "embed_tokens.weight", "token_embd.weight"),
@@ -71,7 +71,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
 
 
 def write(p: Program) -> None:
-    """x is the residual stream, n what a norm gives, y what half a layer gives."""
+    """Write the forward pass. x: the residual stream, n: a norm's output, y: the output of attention or of the feed-forward."""
     config, last = p.config, len(p.config.layers) - 1
     p.embed("embed_tokens", "x")
     p.rope_tables()
@@ -133,11 +133,11 @@ _CAPS: dict[str, dict[str, float | None]] = {
 }
 
 
-def config_from_hf(described: Described) -> Config:
-    """As written by old and by current transformers."""
-    kind, fields, outer = described.name, described.fields, described.outer
+def config_from_hf(description: ModelDescription) -> Config:
+    """Read a config as old and current versions of transformers write it."""
+    kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
-    _refuse_what_no_gemma_has(described)
+    _check_supported(description)
     default = _DEFAULTS[kind]
 
     def dimension(name: str) -> int:
@@ -145,7 +145,7 @@ def config_from_hf(described: Described) -> Config:
         return value
 
     def token_ids(name: str, default: int) -> tuple[int, ...]:
-        return described.tokens.ids(name) or fields.ids(name) or outer.ids(name) or (default,)
+        return description.tokens.ids(name) or fields.ids(name) or outer.ids(name) or (default,)
 
     head_dim = dimension("head_dim")
     ropes = _ropes_from_hf(fields, kind)
@@ -171,14 +171,14 @@ def config_from_hf(described: Described) -> Config:
     return checked(config, where)
 
 
-def _refuse_what_no_gemma_has(described: Described) -> None:
-    fields, outer, where = described.fields, described.outer, described.outer.where
+def _check_supported(description: ModelDescription) -> None:
+    fields, outer, where = description.fields, description.outer, description.outer.where
     if fields.flag("use_bidirectional_attention", False):
         raise UnsupportedError(f"{where}: an embedding model (EmbeddingGemma) is not supported yet")
     if fields.flag("attention_bias", False):
-        raise UnsupportedError(f"{where}: attention_bias is set; no Gemma has one")
+        raise UnsupportedError(f"{where}: attention_bias is set, which no Gemma has")
     # Gemma 1 was released with "gelu" in hidden_act and meant the tanh form.
-    for name in ("hidden_activation", "hidden_act") if described.name == "gemma" else ("hidden_activation",):
+    for name in ("hidden_activation", "hidden_act") if description.name == "gemma" else ("hidden_activation",):
         activation = fields.text(name, "gelu_pytorch_tanh")
         if activation not in ("gelu_pytorch_tanh", "gelu" if name == "hidden_act" else ""):
             raise UnsupportedError(f"{where}: {name} {activation!r:.40}; Gemma's is gelu_pytorch_tanh")
@@ -187,7 +187,7 @@ def _refuse_what_no_gemma_has(described: Described) -> None:
 
 
 def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
-    """Here null is a value of its own, "no cap", while a missing field means the model type's default."""
+    """null means "no cap", while a missing field means the model type's default."""
     if kind not in _CAPS[name]:
         return None
     if name in fields.values and fields.values[name] is None:
@@ -238,15 +238,15 @@ def _rope(fields: Fields, theta: float) -> Rope:
         return Rope(theta)
     if kind == "linear":
         return Rope(theta, fields.number("factor"))
-    raise UnsupportedError(f"{fields.where}: rope_type {kind!r:.40}; 'default' and 'linear' are known")
+    raise UnsupportedError(f"{fields.where}: rope_type {kind!r:.40}; 'default' and 'linear' are supported")
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
-def config_from_gguf(described: Described) -> Config:
-    """What the format leaves unsaid is settled here, as llama.cpp settles it."""
-    kind, fields, outer = described.name, described.fields, described.outer
+def config_from_gguf(description: ModelDescription) -> Config:
+    """Read a config from GGUF metadata. Fields that the format does not have get the values that llama.cpp uses."""
+    kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
     if fields.values.get("attention.causal") is False:
         raise UnsupportedError(f"{where}: an embedding model is not supported yet")
@@ -271,14 +271,14 @@ def config_from_gguf(described: Described) -> Config:
     bos = outer.ids("tokenizer.ggml.bos_token_id")
     config = Config(
         model_type=kind,
-        vocab_size=described.vocab_size,
+        vocab_size=description.vocab_size,
         hidden_size=hidden,
         max_position_embeddings=fields.integer("context_length"),
         rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         query_pre_attn_scalar=hidden / heads if wide else float(head_dim),
         attn_logit_softcapping=_cap_from_gguf(fields, kind, "attn_logit_softcapping"),
         final_logit_softcapping=_cap_from_gguf(fields, kind, "final_logit_softcapping"),
-        tie_word_embeddings=described.tied,
+        tie_word_embeddings=description.tied,
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(sorted(ends)),
         layers=layers,
@@ -315,7 +315,7 @@ def _ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
     named = next((name for name in ("rope.scaling.factor", "rope.scale_linear") if fields.values.get(name)), None)
     factor = 1.0 if named is None else fields.number(named)  # 0 means: not scaled
     if scaling not in (None, "none", "linear"):
-        raise UnsupportedError(f"{fields.where}: rope.scaling.type {scaling!r:.40}; 'none' and 'linear' are known")
+        raise UnsupportedError(f"{fields.where}: rope.scaling.type {scaling!r:.40}; 'none' and 'linear' are supported")
     theta = fields.number("rope.freq_base", 1e6 if kind == "gemma3" else 1e4)
     full = Rope(theta, 1.0 if scaling == "none" else factor)
     if kind != "gemma3":

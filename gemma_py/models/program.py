@@ -1,10 +1,10 @@
 """A forward pass as data: the list of operations that a family's file writes down and that runtime/forward.py interprets.
 
-A program names buffers, tensors and layers. Buffers are rows of float32, one row a token of the pass; they come into being
-when an operation writes them, and a buffer may be as wide as its latest writer makes it. Operations stand in phases:
-a phase is what workers do between two barriers, and its name is what errors, traces and profiles say. Where an operation
-cannot share the phase of the one before, a new phase of the same name begins by itself. Inputs of matrices become codes where
-matrices want codes; a program need not say so.
+A program names buffers, tensors and layers. Buffers are rows of float32, one row a token of the pass; an operation
+that writes a buffer determines how wide its rows are from then on. Operations are grouped into phases: a phase is what workers do
+between two barriers, and errors, traces and profiles say its name. Where an operation cannot share the phase of the one
+before, a new phase of the same name begins. Inputs of matrices of codes are quantised automatically; a program does not
+mention it.
 """
 
 import math
@@ -18,15 +18,13 @@ from gemma_py.models.config import Config, Rope
 EMBED, ROPE_TABLE, NORM, ADD, SCALE, GELU_GATE, QUANTISE, TAKE, ROPE, STORE, MATMUL, SCORES, ATTEND = range(13)
 KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "gelu gate", "quantise", "take", "rope", "store", "matmul",
               "scores", "attend")  # fmt: skip
-ALL, WANTED = range(
-    2
-)  # rows that an operation computes: of every token of the pass, or of those whose logits are wanted
+ALL, WANTED = range(2)  # which rows an operation computes: those of every token, or those whose logits are wanted
 LOGITS = "logits"  # the buffer that a pass returns
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a family: a matrix [N, K], or a norm's gain [width]; and what the formats call it.
+    """A tensor of a family: a matrix [N, K] or a norm's gain [width], with its names in the two formats.
 
     hugging_face: the name after the checkpoint's prefix. plus_one: Hugging Face stores the gain without its 1.
     """
@@ -39,7 +37,7 @@ class Tensor:
 
 @dataclass
 class Op:
-    """One operation. Which fields mean something depends on the kind; see the methods of `Program`."""
+    """One operation. Which fields are used depends on the kind; see the methods of `Program`."""
 
     kind: int
     phase: "Phase"
@@ -59,7 +57,7 @@ class Op:
 
 @dataclass(eq=False)
 class Phase:
-    """What workers do between two barriers. layer: the number that errors and traces say."""
+    """What workers do between two barriers. layer: the layer number in errors and traces."""
 
     name: str
     layer: int
@@ -68,19 +66,21 @@ class Phase:
 
 @dataclass
 class Program:
-    """Written by a family's `program`, one call an operation, in the order of the computation."""
+    """The operations of a pass. A family's `write` calls one method for each operation, in the order of the computation."""
 
     config: Config
     tensors: Mapping[str, Tensor]
     ops: list[Op] = field(default_factory=list)
     ropes: list[tuple[Rope, int]] = field(default_factory=list)  # (rope, head width)
     widths: dict[str, int] = field(default_factory=dict)  # the widest row that each buffer ever holds
-    _now: dict[str, int] = field(default_factory=dict)  # how wide the rows of a buffer are at this point
-    _coded: dict[str, Op] = field(default_factory=dict)  # what made the codes of a buffer, while they are up to date
+    _widths_now: dict[str, int] = field(default_factory=dict)  # the width of each buffer's rows at this point
+    _coded: dict[str, Op] = field(
+        default_factory=dict
+    )  # the operation that made a buffer's codes, while they are up to date
     _phase: Phase = field(default_factory=lambda: Phase("embedding", 0, ALL))
 
     def phase(self, name: str, layer: int, rows: int = ALL) -> None:
-        """What follows belongs to a phase of this name, up to the next call."""
+        """Begin a phase: the operations up to the next call belong to it."""
         self._phase = Phase(name, layer, rows)
 
     def embed(self, tensor: str, target: str) -> None:
@@ -99,23 +99,23 @@ class Program:
             self._add(ROPE_TABLE, target=cosines, second=sines, width=width // 2, rope=number)
 
     def norm(self, source: str, target: str, gain: str, heads: int = 1) -> None:
-        """target = RMS norm of source times gain; each of the row's heads by itself. gain: "" means a gain of ones."""
-        width = self._now[source] // heads
+        """target = RMS norm of source times gain; each head of a row is normalised by itself. gain: "" means a gain of ones."""
+        width = self._widths_now[source] // heads
         if gain and self._shape(gain, 1) != (width,):
             raise ValueError(f"{gain} is not as wide as the rows of {source}, {width}")
         self._write(target, heads * width)
         self._add(NORM, source=source, target=target, tensor=gain, heads=heads, width=width)
 
     def add(self, target: str, source: str, gain: str = "") -> None:
-        """target += source, or the RMS norm of source times gain where there is one; source is overwritten then."""
+        """target += source. With a gain: target += RMS norm of source times gain, and source is overwritten."""
         width = self._same_width(target, source)
         self._write(target, width)
         self._add(ADD, source=source, target=target, tensor=gain, width=width)
 
     def scale(self, target: str, tensor: str) -> None:
-        """target *= the tensor's one number."""
+        """target *= the only value of the tensor."""
         self._shape(tensor, 1)
-        width = self._now[target]
+        width = self._widths_now[target]
         self._write(target, width)
         self._add(SCALE, target=target, tensor=tensor, width=width)
 
@@ -127,12 +127,12 @@ class Program:
 
     def take(self, source: str, target: str) -> None:
         """target = the rows of source whose logits are wanted; in a phase of WANTED rows."""
-        width = self._now[source]
+        width = self._widths_now[source]
         self._write(target, width)
         self._add(TAKE, source=source, target=target, width=width)
 
     def rope(self, target: str, layer: int, heads: int) -> None:
-        """Turn each head of target by its position, in place."""
+        """Apply rotary position embedding to each head of target, in place."""
         y = self.config.layers[layer]
         number = self.ropes.index((y.rope, y.head_dim))
         cosines, sines = self._angles(number, self._phase.rows)
@@ -149,8 +149,8 @@ class Program:
     def matmul(self, source: str, target: str, tensor: str, cap: float | None = None) -> None:
         """target = source times the matrix, soft-capped where there is a cap."""
         N, K = self._shape(tensor, 2)
-        if self._now[source] != K:
-            raise ValueError(f"{tensor} reads rows of {K}, and those of {source} have {self._now[source]}")
+        if self._widths_now[source] != K:
+            raise ValueError(f"{tensor} reads rows of {K}, and those of {source} have {self._widths_now[source]}")
         op = self._add(MATMUL, source=source, target=target, tensor=tensor, width=N, numbers=(cap or 0.0, 0.0))
         if source not in self._coded:
             self._quantise(source, before=op.phase)
@@ -159,7 +159,7 @@ class Program:
 
     def attend(self, source: str, target: str, layer: int, scale: float, cap: float | None = None) -> None:
         """target = attention of the queries in source to the layer's KV rows. Two phases, "scores" and "attention": the
-        first one is for workers that share the keys of a single position, and is skipped where there are none."""
+        first one is for positions that several workers share, and is skipped where there are none."""
         y = self.config.layers[layer]
         H, E = y.num_attention_heads, y.head_dim
         rows = self._phase.rows
@@ -177,17 +177,17 @@ class Program:
         return op
 
     def _quantise(self, source: str, before: Phase) -> None:
-        """16-bit codes of source, made by the phase in front if that one works on rows, else by a phase of their own."""
+        """Insert a QUANTISE of source: into the phase before if that one works on rows, else as a phase of its own."""
         at = next(number for number, op in enumerate(self.ops) if op.phase is before)
         phase = self.ops[at - 1].phase
         if self.ops[at - 1].kind >= STORE or phase.rows != before.rows:
             phase = Phase(f"{before.name} input", before.layer, before.rows)
-        op = Op(QUANTISE, phase, source=source, width=self._now[source])
+        op = Op(QUANTISE, phase, source=source, width=self._widths_now[source])
         self.ops.insert(at, op)
         self._coded[source] = op
 
     def _shares_phase(self, op: Op) -> bool:
-        """Whether the operation can stand in the current phase: without a barrier between it and the others there."""
+        """Whether the operation can be in the current phase: it needs no barrier between it and the others there."""
         others = [other for other in self.ops if other.phase is op.phase]
         if op.kind < MATMUL:
             return all(other.kind < STORE for other in others)  # rows are published when their phase ends
@@ -195,7 +195,7 @@ class Program:
 
     def _write(self, target: str, width: int) -> None:
         """The rows of target are this wide from here on. Codes that were made of them are out of date."""
-        self._now[target] = width
+        self._widths_now[target] = width
         self.widths[target] = max(self.widths.get(target, 0), width)
         self._coded.pop(target, None)
 
@@ -206,11 +206,11 @@ class Program:
         return shape
 
     def _same_width(self, target: str, source: str) -> int:
-        if self._now[target] != self._now[source]:
+        if self._widths_now[target] != self._widths_now[source]:
             raise ValueError(
-                f"rows of {target} have {self._now[target]} numbers, those of {source} {self._now[source]}"
+                f"rows of {target} have {self._widths_now[target]} numbers, those of {source} {self._widths_now[source]}"
             )
-        return self._now[target]
+        return self._widths_now[target]
 
     def _angles(self, rope: int, rows: int) -> tuple[str, str]:
         """The buffers of a rope's cosines and sines."""

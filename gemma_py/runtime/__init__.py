@@ -1,1 +1,1 @@
-"""What owns threads: the worker team, its waits, and (later) the KV cache and the forward pass."""
+"""The runtime: the worker team and its synchronisation, the KV cache, the prefix cache and the forward pass."""

@@ -1,4 +1,4 @@
-"""What a pass computes, and what it writes on the way: the arguments of the forward pass beside the model.
+"""The arguments of the forward pass beside the model: the rows that it computes, and its scratch memory.
 
 T rows of the pass   S sequences that they belong to   R rows whose logits are wanted
 """
@@ -23,34 +23,34 @@ ROWS, LONGEST = range(2)  # columns of the counts
 class Batch(NamedTuple):
     """Tokens of one sequence or of several, one after the other.
 
-    Operations compute every row (ALL), or those whose logits are wanted (WANTED), which then lie side by side; so the rows'
-    tables are there twice. A sequence's rows of either are a segment.
+    An operation computes every row (ALL), or only the rows whose logits are wanted (WANTED), which are then stored side by
+    side; so there are two tables of rows, positions, segments and counts. The rows of one sequence are a segment.
     """
 
     tokens: np.ndarray  # int64 [T]
-    rows: (
-        np.ndarray
-    )  # int64 [2, T]: the row of `tokens` that each row stands for; of WANTED, the first R mean something
+    rows: np.ndarray  # int64 [2, T]: the index in `tokens` of each row; of WANTED, only the first R are used
     positions: np.ndarray  # int64 [2, T]
-    segments: np.ndarray  # int64 [2, S, 3]: first row, last row + 1, and the position that row 0 would have
-    counts: np.ndarray  # int64 [2, 2]: how many rows, T and R; and how many the longest segment has
-    tables: np.ndarray  # int64 [S, kv layers, 3]: where each sequence's keys and values are, see cache.py
-    stored: np.ndarray  # [0], of the type that keys and values are stored as
+    segments: (
+        np.ndarray
+    )  # int64 [2, S, 3]: first row, last row + 1, and the position that row 0 of the batch would have
+    counts: np.ndarray  # int64 [2, 2]: the number of rows, T and R, and the number of rows of the longest segment
+    tables: np.ndarray  # int64 [S, kv layers, 3]: the addresses of each sequence's KV rows, see cache.py
+    kv_type: np.ndarray  # empty; its dtype is that of the KV rows
     buffers: np.ndarray  # int64 [buffers + 1]: the addresses of the program's buffers, and of the logits [R * V]
 
 
 class Scratch(NamedTuple):
-    """What a pass writes beside caches and logits. Shared by all workers but for `attention` and `unpacked`."""
+    """What a pass writes beside KV rows and logits. All workers share it, except that `attention` and `unpacked` have a part for each."""
 
     floats: np.ndarray  # all buffers of the program
-    coded: CodedRows  # all inputs that are there as codes
+    coded: CodedRows  # the codes of all inputs that are quantised
     unpacked: UnpackBuffer  # [workers * unpack_buffer_sizes(widest)]
     attention: np.ndarray  # [workers * scratch_size(E)]
-    scores: np.ndarray  # [(workers - 1) * keys * 16], of single positions that several workers share
+    scores: np.ndarray  # [(workers - 1) * keys * 16], attention scores of single positions that several workers share
 
 
 def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
-    """Room for passes of up to T rows, but for scores."""
+    """Scratch for passes of up to T rows; `scores` is empty."""
 
     def floats(count: int) -> np.ndarray:
         return aligned(max(1, count))
@@ -69,43 +69,43 @@ def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
 
 
 @inlined
-def codes_of(s, batch, slot):
-    """The codes of a slot, row by row."""
+def codes_of(scratch, batch, slot):
+    """The codes in a slot, row by row."""
     at = slot * batch.tokens.shape[0]
     blocks = at // INPUT_BLOCK
     return CodedRows(
-        s.coded.codes[at:], s.coded.byte_planes[2 * at :], s.coded.scales[blocks:], s.coded.sums[blocks:],
-        s.coded.high_byte_sums[blocks:], s.coded.sums_of_16[2 * blocks :],
+        scratch.coded.codes[at:], scratch.coded.byte_planes[2 * at :], scratch.coded.scales[blocks:], scratch.coded.sums[blocks:],
+        scratch.coded.high_byte_sums[blocks:], scratch.coded.sums_of_16[2 * blocks :],
     )  # fmt: skip
 
 
 @inlined
 def own_part(part, worker, workers):
-    """Which numbers are a worker's, of what all of them share."""
+    """The slice of an array that belongs to this worker, where each worker has an equal part."""
     size = part.shape[0] // workers
     return slice(worker * size, (worker + 1) * size)
 
 
 @inlined
-def unpack_buffer_of(s, worker, workers):
-    scales = own_part(s.unpacked.scales, worker, workers)
+def unpack_buffer_of(scratch, worker, workers):
+    scales = own_part(scratch.unpacked.scales, worker, workers)
     return UnpackBuffer(
-        s.unpacked.codes[own_part(s.unpacked.codes, worker, workers)],
-        s.unpacked.scales[scales],
-        s.unpacked.minimums[scales],
+        scratch.unpacked.codes[own_part(scratch.unpacked.codes, worker, workers)],
+        scratch.unpacked.scales[scales],
+        scratch.unpacked.minimums[scales],
     )
 
 
 @inlined
-def kv_rows_of(op, place, stored):
-    """A layer's keys and values of one sequence: [G * capacity * E] each."""
-    size = op[p.KV_HEADS] * place[c.ROWS] * op[p.WIDTH]
-    return array_from_address(place[c.KEYS], size, stored), array_from_address(place[c.VALUES], size, stored)
+def kv_rows_of(op, ring, kv_type):
+    """A layer's keys and values of one sequence: [G * capacity * E] each. ring: its row of the batch's tables."""
+    size = op[p.KV_HEADS] * ring[c.ROWS] * op[p.WIDTH]
+    return array_from_address(ring[c.KEYS], size, kv_type), array_from_address(ring[c.VALUES], size, kv_type)
 
 
 @inlined
 def tiles_of(segments, number, rows):
-    """Tiles of so many rows in a segment; no tile has rows of two."""
+    """How many tiles of up to `rows` rows a segment has. No tile has rows of two segments."""
     return (segments[number, END_ROW] - segments[number, FIRST] + rows - 1) // rows
 
 

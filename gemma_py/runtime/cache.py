@@ -1,8 +1,8 @@
-"""The KV cache of one sequence: a ring a sliding layer, storage that grows a full one.
+"""The KV cache of one sequence: a ring for each sliding layer, and arrays that grow for each full layer.
 
-Each layer has its keys and its values, [G, capacity, E]: a head's rows are neighbours, position t is row t % capacity.
-A ring holds at least window + chunk - 1 rows: a chunk never overwrites a row that a query of the same chunk reads.
-`keep` more of them let a session go back: what a ring still holds need not be computed again.
+Each layer has its keys and its values, [G, capacity, E]: a head's rows are contiguous, and position t is in row t % capacity.
+A ring has at least window + chunk - 1 rows, so a chunk never overwrites a row that a query of the same chunk reads. `keep`
+more rows allow a session to rewind by so many tokens without computing rows again.
 """
 
 import copy
@@ -16,15 +16,15 @@ from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config
 from gemma_py.models.digest import digest, first_readable
 
-KEYS, VALUES, ROWS = range(3)  # columns of Cache.places
-# What rows are stored as. bfloat16 takes half the memory and is rounded once, when a row is stored.
+KEYS, VALUES, ROWS = range(3)  # columns of Cache.addresses
+# The dtypes of KV rows. bfloat16 takes half the memory; a row is rounded once, when it is stored.
 KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
 NAN: dict[type, float | int] = {np.float32: np.nan, np.uint16: 0x7FC0}
 _SPARE = 512  # rows
 
 
 def check_context(context: int, tokens: int, after: int | None = None, new: int = 0) -> None:
-    """ContextError unless the tokens, after those that the cache holds already, and the new ones to come fit into the context."""
+    """ContextError unless these tokens, the `after` ones in the cache and the `new` ones to generate fit into the context."""
     present = (after or 0) + tokens
     if present + new <= context:
         return
@@ -40,13 +40,13 @@ def check_context(context: int, tokens: int, after: int | None = None, new: int 
 
 
 def rows_needed(config: Config, tokens: int, chunk: int, keep: int = 0) -> list[int]:
-    """Rows a layer for so many tokens, computed so many a pass."""
+    """How many rows each layer needs for so many tokens, in passes of up to `chunk` tokens."""
     windows = [layer.sliding_window for layer in config.kv_layers]
     return [tokens if window is None else min(tokens, window + chunk - 1 + keep) for window in windows]
 
 
 def bytes_needed(config: Config, kv: str, tokens: int, chunk: int, keep: int = 0) -> int:
-    """What `Cache.prepare` takes."""
+    """The bytes that `Cache.prepare` allocates."""
     rows = zip(config.kv_layers, rows_needed(config, tokens, chunk, keep), strict=True)
     numbers = sum(2 * layer.num_key_value_heads * layer.head_dim * count for layer, count in rows)
     return numbers * np.dtype(KV_TYPES[kv]).itemsize
@@ -57,7 +57,7 @@ def _as_f32(rows: np.ndarray) -> np.ndarray:
 
 
 def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
-    """Positions as (first, count), within which places follow each other in all of these rings."""
+    """Positions as runs (first, count), each of which is contiguous in all rings of these capacities."""
     while first < end:
         count = min(end - first, *(ring - first % ring for ring in rings))
         yield first, count
@@ -65,7 +65,7 @@ def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
 
 
 class Rows(NamedTuple):
-    """A layer's, as they are stored: [G, capacity, E]."""
+    """The KV rows of one layer: [G, capacity, E] each."""
 
     keys: np.ndarray
     values: np.ndarray
@@ -76,25 +76,25 @@ class Rows(NamedTuple):
 
 
 class Cache:
-    """Rows at positions below `position` are committed; the rest mean nothing, and are NaN where `poison` is set."""
+    """The KV rows of one sequence. Rows below `position` are committed; the others are undefined, or NaN where `poison` is set."""
 
     def __init__(self, config: Config, poison: bool = False, kv: str = "float32", keep: int = 0) -> None:
-        """keep: tokens that a rewind may take back."""
+        """keep: how many tokens a rewind must be able to remove."""
         self.config, self.poison, self.keep = config, poison, keep
         self.dtype = KV_TYPES[kv]
         self.ids: list[int] = []  # of the committed tokens
-        self._oldest = [0] * len(config.kv_layers)  # a layer's rows from here to `position` are whole
+        self._oldest = [0] * len(config.kv_layers)  # of each layer, the first position whose row is not overwritten
         layers = [
             Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
             for layer in config.kv_layers
         ]
-        # One value, so that no interrupt finds arrays with the addresses of others.
-        self._room = layers, np.zeros((len(layers), 3), np.int64)
+        # One tuple, so that an interrupt never leaves arrays with the addresses of others.
+        self._allocation = layers, np.zeros((len(layers), 3), np.int64)
         self.abandoned = False
 
     @property
     def layers(self) -> list[Rows]:
-        return self._room[0]
+        return self._allocation[0]
 
     @property
     def nbytes(self) -> int:
@@ -105,52 +105,52 @@ class Cache:
         return len(self.ids)
 
     def reserve(self, tokens: int, ahead: int = 0) -> None:
-        """Room for a chunk of so many tokens after the committed ones, over whose places a pass may write from now on.
+        """Make room for a chunk of so many tokens after the committed ones; a pass may write to their rows from now on.
 
-        ahead: tokens that are known to follow it.
+        ahead: how many more tokens will follow the chunk.
         """
         if self.abandoned:
             raise InputError("this session was left in an unknown state by a stalled worker; start a new one")
         self._make_room(self.position, tokens, ahead)
 
     def prepare(self, tokens: int, chunk: int) -> None:
-        """Room for so many tokens in all, computed at most so many a pass: `reserve` then never moves a row."""
+        """Make room for so many tokens in all, in passes of up to `chunk` tokens. `reserve` then never reallocates."""
         for number, rows in enumerate(rows_needed(self.config, tokens, chunk, self.keep)):
-            self._move(number, rows)
+            self._reallocate(number, rows)
 
     def _make_room(self, position: int, tokens: int, ahead: int = 0) -> None:
         for number, rows in enumerate(rows_needed(self.config, position + tokens, tokens, self.keep)):
             capacity = self.layers[number].capacity
             spare = ahead + _SPARE if self.config.kv_layers[number].sliding_window is None else 0
             if rows > capacity:
-                # Growing by half again keeps the copying of a long decode linear; memory that is never written costs none.
-                self._move(number, max(rows + spare, capacity * 3 // 2, 64))
+                # Growth by half keeps the cost of copying linear in a long decode. Pages that are never written use no memory.
+                self._reallocate(number, max(rows + spare, capacity * 3 // 2, 64))
 
     def commit(self, tokens: list[int]) -> None:
-        """The rows of these tokens are written, in every layer."""
+        """Add these tokens, whose rows are written in every layer."""
         position = self.position + len(tokens)
-        # No ring is so short that a pass, even one that fails, writes over what is counted on here.
-        kept = (first_readable(layer, position) - self.keep for layer in self.config.kv_layers)
-        oldest = [max(pair) for pair in zip(self._oldest, kept, strict=True)]
-        # Nothing is called between these two, so no interrupt comes between them.
+        # Every ring is long enough that a pass, even one that fails, does not overwrite these rows.
+        intact = (first_readable(layer, position) - self.keep for layer in self.config.kv_layers)
+        oldest = [max(pair) for pair in zip(self._oldest, intact, strict=True)]
+        # No function is called between these two statements, so no interrupt can separate them.
         self._oldest = oldest
         self.ids += tokens
 
-    def reachable(self, position: int) -> bool:
-        """Whether a rewind can go there: every row is left that the next token would read."""
+    def can_rewind_to(self, position: int) -> bool:
+        """Whether `rewind(position)` is possible: no row that the next token would read is overwritten."""
         return 0 <= position <= self.position and all(
             first_readable(layer, position) >= oldest
             for layer, oldest in zip(self.config.kv_layers, self._oldest, strict=True)
         )
 
     def rewind(self, position: int) -> None:
-        """Forget the tokens from here on. The rows before are as they were, so nothing tells it from a fresh start."""
-        if not self.reachable(position):
+        """Remove the tokens from this position on. The rows before it are unchanged, so later results are those of a new session."""
+        if not self.can_rewind_to(position):
             raise InputError(f"position {position} cannot be rewound to from {self.position}: its rows are overwritten")
         del self.ids[position:]
 
-    def _move(self, number: int, capacity: int) -> None:
-        """Another room for a layer, and all its rows that are whole. Layers move one by one: two of one are enough."""
+    def _reallocate(self, number: int, capacity: int) -> None:
+        """Move a layer's rows to new arrays. Layers move one by one, so at most one layer is in memory twice."""
         old, oldest = self.layers[number], self._oldest[number]
         G, _, E = old.keys.shape
         new = Rows(*(aligned(G * capacity * E, self.dtype).reshape(G, capacity, E) for _ in range(2)))
@@ -158,18 +158,21 @@ class Cache:
             if self.poison:
                 rows[:] = NAN[self.dtype]
             for first, count in _runs(oldest, self.position, old.capacity, capacity):
-                place = first % old.capacity
-                rows[:, first % capacity :][:, :count] = source[:, place : place + count]
-        layers, places = self._room[0].copy(), self._room[1].copy()  # a pass may hold the former ones
-        layers[number], places[number] = new, (new.keys.ctypes.data, new.values.ctypes.data, capacity)
-        self._room = layers, places
+                at = first % old.capacity
+                rows[:, first % capacity :][:, :count] = source[:, at : at + count]
+        layers, addresses = (
+            self._allocation[0].copy(),
+            self._allocation[1].copy(),
+        )  # a pass may still use the former ones
+        layers[number], addresses[number] = new, (new.keys.ctypes.data, new.values.ctypes.data, capacity)
+        self._allocation = layers, addresses
 
     def copy(self) -> "Cache":
-        """Another sequence that has come as far."""
+        """A copy, for another sequence with the same tokens."""
         twin = copy.copy(self)
         twin.ids, twin._oldest = list(self.ids), list(self._oldest)
         for number, layer in enumerate(self.layers):
-            twin._move(number, layer.capacity)
+            twin._reallocate(number, layer.capacity)
         return twin
 
     def _committed(self, number: int) -> np.ndarray:
@@ -177,70 +180,70 @@ class Cache:
         first = first_readable(self.config.kv_layers[number], self.position)
         return np.arange(first, self.position)
 
-    def _whole(self, number: int) -> np.ndarray:
-        """Positions whose rows are as they were written: those, and up to `keep` before them."""
+    def _intact(self, number: int) -> np.ndarray:
+        """Positions whose rows are not overwritten: the committed ones, and up to `keep` before them."""
         return np.arange(self._oldest[number], self.position)
 
     def rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of a layer that a later query may read, by position: f32 [positions, G, E]."""
         layer = self.layers[number]
-        places = self._committed(number) % max(1, layer.capacity)
-        return _as_f32(layer.keys[:, places].transpose(1, 0, 2)), _as_f32(layer.values[:, places].transpose(1, 0, 2))
+        slots = self._committed(number) % max(1, layer.capacity)
+        return _as_f32(layer.keys[:, slots].transpose(1, 0, 2)), _as_f32(layer.values[:, slots].transpose(1, 0, 2))
 
     def digest(self) -> list[str]:
-        """One a layer, of those rows."""
+        """The digest of each layer's `rows`."""
         return [digest(*self.rows(number)) for number in range(len(self.config.kv_layers))]
 
-    def block(self, first: int, last: int, copy: np.ndarray) -> None:
-        """Into the copy: of each layer the keys, then the values of positions first .. last - 1, [G, positions, E]."""
+    def copy_block(self, first: int, last: int, copy: np.ndarray) -> None:
+        """Copy positions first .. last - 1 into `copy`: of each layer the keys, then the values, [G, positions, E]."""
         at = 0
         for layer in self.layers:
             assert self.position - first <= layer.capacity
-            places = np.arange(first, last) % layer.capacity
+            slots = np.arange(first, last) % layer.capacity
             for rows in layer:
-                part = rows[:, places]
+                part = rows[:, slots]
                 copy[at : at + part.size].reshape(part.shape)[:] = part
                 at += part.size
 
-    def stored(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """A layer's rows as they are stored, that a token after `since` may read: keys and values, [G, positions, E]."""
+    def raw_rows(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of a layer that a token after `since` may read, in the dtype of the cache: [G, positions, E]."""
         positions = np.arange(first_readable(self.config.kv_layers[number], since), self.position)
         layer = self.layers[number]
-        places = positions % max(1, layer.capacity)
-        return layer.keys[:, places], layer.values[:, places]
+        slots = positions % max(1, layer.capacity)
+        return layer.keys[:, slots], layer.values[:, slots]
 
-    def restore(self, ids: list[int], stored: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Into an empty cache: the tokens that another had committed, and what it `stored` of each layer.
+    def restore(self, ids: list[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Fill an empty cache with the tokens of another cache and its `raw_rows` of each layer.
 
-        If there is less of that than there should be, the cache stays empty.
+        The cache stays empty if there are fewer layers than the model has.
         """
         self._make_room(len(ids), 1)
         oldest = []
-        for layer, layer_rows in zip(self.layers, stored, strict=True):
+        for layer, layer_rows in zip(self.layers, kv_rows, strict=True):
             count = min(layer_rows[0].shape[1], layer.capacity)
             oldest.append(len(ids) - count)
-            places = np.arange(len(ids) - count, len(ids)) % layer.capacity
-            for kept, rows in zip(layer, layer_rows, strict=True):
-                kept[:, places] = rows[:, rows.shape[1] - count :]
+            slots = np.arange(len(ids) - count, len(ids)) % layer.capacity
+            for target, rows in zip(layer, layer_rows, strict=True):
+                target[:, slots] = rows[:, rows.shape[1] - count :]
         ids = list(ids)
         self._oldest, self.ids = oldest, ids
 
-    def places(self) -> np.ndarray:
-        """For kernels: the addresses of each layer's keys and values, and how many rows a head has there. int64 [L, 3]
+    def addresses(self) -> np.ndarray:
+        """For kernels: the addresses of each layer's keys and values, and its capacity. int64 [kv layers, 3]
 
-        Good until the next `reserve`; whoever uses them keeps the layers' arrays alive.
+        They are valid until the next `reserve`, while the caller has a reference to `layers`.
         """
-        return self._room[1]
+        return self._allocation[1]
 
     def abandon(self) -> None:
-        """A pass failed and one of its workers may still write to these rows: nobody may use them again."""
+        """Make the cache unusable: a pass failed and one of its workers may still write to these rows."""
         self.abandoned = True
 
-    def forget_uncommitted(self) -> None:
-        """In test mode: whatever lies beyond the committed rows becomes NaN again, so that reading it shows."""
+    def poison_uncommitted(self) -> None:
+        """For tests: set all other rows than the committed ones to NaN again, so that reading one shows in the results."""
         if not self.poison:
             return
         for number, layer in enumerate(self.layers):
-            stale = np.setdiff1d(np.arange(layer.capacity), self._whole(number) % max(1, layer.capacity))
+            stale = np.setdiff1d(np.arange(layer.capacity), self._intact(number) % max(1, layer.capacity))
             for rows in layer:
                 rows[:, stale] = NAN[self.dtype]

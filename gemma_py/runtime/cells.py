@@ -1,7 +1,7 @@
-"""The shared cells of one run of the team: who waits, how far each worker is, and whether the run is broken.
+"""The shared cells of one run of the team: which worker waits, how far each one is, and whether the run is broken.
 
-Every run has cells of its own. A worker that was given up and wakes late finds its own run broken and leaves; it
-cannot reach the cells of a later one.
+Every run has its own cells. A stalled worker that wakes late finds its own run broken and leaves it; it cannot reach the
+cells of a later run.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,26 @@ Array = npt.NDArray[np.int64]
 
 LINE = 16  # cells; 128 bytes: Apple's line, and the pair of lines that x86 fetches together
 
-# `shared`, first line: written at most once in a run, so every core keeps it and a read hits the first cache.
+# `shared`, first line: written at most once in a run, so every core has it in its L1 cache.
 BROKEN = 0  # 0, or 1 + the worker at fault
-TRIAL = 1  # 1 in a test mode (see trial.py), whose settings follow
-SEED, FAULT, FAULT_WORKER, FAULT_LAYER, FAULT_PHASE, FAULT_PLACE, RELEASE, DROP, DROP_LAYER, DROP_PHASE = range(2, 12)
-# The barrier's cells, a line each, since all workers write one and all watch the other.
+FAULT_PLAN = 1  # 1 where a test injects faults (see fault_injection.py), whose settings follow
+(
+    SEED,
+    FAULT,
+    FAULT_WORKER,
+    FAULT_LAYER,
+    FAULT_PHASE,
+    FAULT_PLACE,
+    END_STALLS,
+    OMISSION,
+    OMISSION_LAYER,
+    OMISSION_PHASE,
+) = range(2, 12)
+# The barrier's cells, on a line each: all workers write the first one and poll the second one.
 ARRIVED, GENERATION = LINE, 2 * LINE
 _SHARED_LINES = 3
 
-# `own`, one line a worker, written by it alone.
+# `own`, one line a worker, written by that worker alone.
 PROGRESS, WAITING, LAYER, PHASE, RANDOM = range(5)
 
 # Why a worker waits: values of WAITING.
@@ -33,22 +44,23 @@ NOWHERE = -1  # layer and phase before a worker has entered any
 
 
 class Cells(NamedTuple):
-    """What a kernel gets as `cells`; marks and claims are numbered from 0 and each has a line to itself."""
+    """What a kernel gets as `cells`; watermarks and counters are numbered from 0, and each is on a cache line of its own."""
 
     shared: Array
     own: Array
-    marks: Array
-    claims: Array
-    times: Array  # see profile.py; empty: off
+    watermarks: Array
+    counters: Array  # the next tile to claim
+    times: Array  # nanoseconds by phase, see profile.py; empty: off
 
 
-def make_cells(workers: int, marks: Sequence[int] = (), claims: int = 0, times: int = 0) -> Cells:
-    """Cells of a new run; `marks` are the watermarks' first values, usually the positions where sessions stand.
+def make_cells(workers: int, watermarks: Sequence[int] = (), counters: int = 0, times: int = 0) -> Cells:
+    """Cells of a new run. watermarks: their first values, usually the positions of the sequences. counters, times: how many tile
+    counters, and how many lines of `times` a worker.
 
-    One block for all, since this is done for every token; its lines begin where the machine's lines do. There is always
-    one mark and one claim, used or not. times: lines of it a worker.
+    They are one allocation, since this is done for every token, aligned to cache lines. There is always at least one
+    watermark and one counter.
     """
-    sizes = (_SHARED_LINES, workers, max(len(marks), 1), max(claims, 1), workers * times)
+    sizes = (_SHARED_LINES, workers, max(len(watermarks), 1), max(counters, 1), workers * times)
     memory = np.zeros((sum(sizes) + 1) * LINE, np.int64)
     at = -(memory.ctypes.data // memory.itemsize) % LINE
     parts = []
@@ -58,5 +70,5 @@ def make_cells(workers: int, marks: Sequence[int] = (), claims: int = 0, times: 
     cells = Cells(*parts)
     cells.own[LAYER::LINE] = NOWHERE
     cells.own[PHASE::LINE] = NOWHERE
-    cells.marks[: len(marks) * LINE : LINE] = marks
+    cells.watermarks[: len(watermarks) * LINE : LINE] = watermarks
     return cells

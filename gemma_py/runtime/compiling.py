@@ -1,8 +1,8 @@
-"""The forward pass is compiled by several processes, where that has never been done: numba compiles one kernel at a time.
+"""Compile the forward pass in several processes the first time, because numba compiles one kernel at a time in a process.
 
-Each of them is this module run as a program. It is told names of kernels, a line each, compiles them without data into
-the cache on disk, and says so. Whatever does not come of it (a process dies, the cache cannot be written) is compiled by
-whoever needs it, only later: nothing but time depends on these processes.
+Each process is this module run as a program. It reads names of kernels, a line each, compiles them without data into the
+cache on disk, and writes the name back when done. If a process dies or the cache cannot be written, the main process
+compiles the kernels when it needs them: only the time depends on these processes.
 """
 
 import contextlib
@@ -31,20 +31,20 @@ from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.cells import make_cells
 from gemma_py.runtime.forward import forward
 from gemma_py.runtime.phases import attention_phase, matmul_phase, rows_phase, scores_phase
-from gemma_py.runtime.program import Model, Sizes
+from gemma_py.runtime.program import ModelTables, Sizes
 from gemma_py.runtime.trace import NO_TRACE
-from gemma_py.weights.pack import Packed
+from gemma_py.weights.pack import PackedArrays
 
-# What is compiled, the longest first: each share by one process, for its kernels have helpers in common. `forward` is
-# made of them all.
+# What each process compiles, the longest first; the kernels of a share have helper functions in common. `forward` calls all
+# of them, and so is compiled last.
 SHARES = ((attention_phase, scores_phase), (matmul_phase,), (rows_phase,))
 _KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kernel in share}
-_PATIENCE = 300.0  # seconds for one kernel, which takes ten
+_TIMEOUT = 300.0  # seconds for one kernel, which takes ten
 _TICK = 0.2
 
 
 def first_time(kv: str) -> bool:
-    """Whether the pass for keys and values of this type has never been compiled into the cache; always, where there is none."""
+    """Whether the pass for KV rows of this type is not in the cache yet, or there is no cache."""
     return CACHE is None or not (CACHE / f"compiled-{kv}").exists()
 
 
@@ -55,13 +55,16 @@ def mark_compiled(kv: str) -> None:
 
 
 def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
-    """The types that a kernel is called with: all phases take the same arguments, and `forward` the first of them."""
+    """The types of a kernel's arguments: all phases take the same ones, and `forward` takes the first of these."""
     i64 = np.empty(0, np.int64)
     arguments = (
         0, 0, make_cells(1),
-        Model(
-            Packed(_fixed(np.float32), _fixed(np.uint16), _fixed(np.int8), _fixed(np.float32), _fixed(np.int64, 2)),
-            _fixed(np.float32, 2), _fixed(np.float32), _fixed(np.int64, 2),
+        ModelTables(
+            PackedArrays(
+                _read_only(np.float32), _read_only(np.uint16), _read_only(np.int8),
+                _read_only(np.float32), _read_only(np.int64, 2),
+            ),
+            _read_only(np.float32, 2), _read_only(np.float32), _read_only(np.int64, 2),
         ),
         new_scratch(Sizes(i64, 1, 1, 1, 2), 1, 1),
         Batch(i64, i64.reshape(2, 0), i64.reshape(2, 0), i64.reshape(2, 0, 3), i64.reshape(0, 2), i64.reshape(0, 0, 3),
@@ -72,17 +75,17 @@ def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
     return tuple(numba.typeof(argument) for argument in arguments[:count])
 
 
-def _fixed(kind: type, dimensions: int = 1) -> np.ndarray:
-    """Read-only, as weights are."""
+def _read_only(kind: type, dimensions: int = 1) -> np.ndarray:
+    """An empty read-only array, as weights are read-only."""
     array: np.ndarray = np.empty((0,) * dimensions, kind)
     array.flags.writeable = False
     return array
 
 
 class Compilation:
-    """A context manager: processes that compile from its beginning until they are done or it is left.
+    """A context manager that runs the compiling processes; leaving it ends them.
 
-    Does nothing where all is compiled; where nothing can be cached, it only says that there is something to wait for.
+    It does nothing where all is compiled already. Where nothing can be cached, it only reports that compiling begins.
     """
 
     def __init__(
@@ -105,11 +108,9 @@ class Compilation:
         self._progress("compiling kernels", 0, self._total, "kernels")
         if CACHE is not None and sys.executable:
             command = [sys.executable, "-P", "-m", "gemma_py.runtime.compiling", str(CACHE), self._kv]
-            with contextlib.suppress(OSError):  # where no process can be had, this one compiles
-                # What can be imported here can be imported there. A group of its own: Ctrl-C is not for it.
-                paths = [
-                    path or str(Path.cwd()) for path in sys.path if isinstance(path, str)
-                ]  # Python skips others too
+            with contextlib.suppress(OSError):  # if no process can be started, this one compiles
+                # The processes can import the same modules, and have a process group of their own, so Ctrl-C does not reach them.
+                paths = [path or str(Path.cwd()) for path in sys.path if isinstance(path, str)]  # as Python does
                 environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
                 for _ in range(min(machine.threads(), len(self._shares))):
                     self.processes.append(
@@ -126,7 +127,7 @@ class Compilation:
         return self
 
     def _feed(self, process: "subprocess.Popen[bytes]") -> None:
-        """Shares for a process until there is none; the last one of all then has `forward` made of them."""
+        """Give shares to a process until none is left. The last process to finish then compiles `forward`."""
         alive = True
         while alive and (share := self._next()) is not None:
             for kernel in share:
@@ -142,7 +143,7 @@ class Compilation:
             return self._shares.pop(0) if self._shares else None
 
     def _compiled(self, process: "subprocess.Popen[bytes]", kernel: Any) -> bool:
-        """Whether the process did it; it may have died."""
+        """Have the process compile a kernel; False if the process has died."""
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(f"{kernel.__name__}\n".encode())
@@ -154,7 +155,7 @@ class Compilation:
         return done
 
     def wait(self) -> None:
-        """Until all is compiled, or no process is left that does it."""
+        """Wait until all is compiled or every process has ended."""
         if not self._feeders:
             return
         seen, since = -1, 0.0
@@ -162,12 +163,12 @@ class Compilation:
             if self._done != seen:
                 seen, since = self._done, time.monotonic()
                 self._progress("compiling kernels", seen, self._total, "kernels")
-            elif time.monotonic() - since > _PATIENCE:
+            elif time.monotonic() - since > _TIMEOUT:
                 self._kill()
             time.sleep(_TICK)
         self._progress("compiling kernels", self._total, self._total, "kernels")
         if self._done < self._total:
-            message = "a process that compiled has ended early; the rest takes longer"
+            message = "a process that compiles kernels has ended early; compiling the rest takes longer"
             warnings.warn(message, GemmaWarning, stacklevel=2)
 
     def _kill(self) -> None:
@@ -180,14 +181,14 @@ class Compilation:
             feeder.join()
         for process in self.processes:
             with process:
-                pass  # its pipes are closed, and it is waited for
+                pass  # closes its pipes and waits for it
 
 
 def main() -> None:
     cache, kv = sys.argv[1:]
     wanted: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(wanted,), daemon=True).start()
-    while str(CACHE) == cache:  # else something differs from the process that asks, and it would find nothing
+    while str(CACHE) == cache:  # else the cache key differs, and the parent process would not find the result
         kernel = _KERNELS[wanted.get()]
         kernel.compile(signature(kernel, kv))
         print(kernel.__name__, flush=True)
@@ -196,7 +197,7 @@ def main() -> None:
 def _listen(wanted: "queue.SimpleQueue[str]") -> None:
     for line in sys.stdin:
         wanted.put(line.strip())
-    os._exit(0)  # whoever asked has gone, in the middle of a compilation perhaps
+    os._exit(0)  # the parent has ended, perhaps in the middle of a compilation
 
 
 if __name__ == "__main__":

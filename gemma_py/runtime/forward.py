@@ -1,7 +1,7 @@
-"""The forward pass: one kernel call a worker, which goes through the operations of the program, phase by phase.
+"""The forward pass: one kernel call on each worker, which interprets the program phase by phase.
 
-Keys and values become visible in position order only (`publish`), and attention waits for the last row that its tile needs
-(`await_rows`): between the two there is no barrier. After every other phase all workers meet.
+Keys and values become visible in position order only (`publish`), and attention waits for the last row that its tile
+reads (`await_rows`), so there is no barrier between the two phases. Every other phase ends with a barrier.
 """
 
 import numpy as np
@@ -22,33 +22,33 @@ from gemma_py.runtime.trace import is_traced
 
 
 @kernel
-def forward(worker, workers, cells, m, s, batch, trace):
-    """Everything between tokens and logits. False: the run is broken, by this worker or by another.
+def forward(worker, workers, cells, model, scratch, batch, trace):
+    """Compute the logits of a batch. Returns False where the run is broken, by this worker or by another.
 
-    m: Model   s: Scratch   batch: Batch   trace: Trace
+    model: ModelTables   scratch: Scratch   batch: Batch   trace: Trace
     """
     at = np.int64(0)
-    while at < m.ops.shape[0]:
-        op, end, done = m.ops[at], m.ops[at, p.NEXT], True
+    while at < model.ops.shape[0]:
+        op, end, done = model.ops[at], model.ops[at, p.NEXT], True
         if op[p.OP] == SCORES and workers_a_position(op, batch, workers) == 1:
             at = end
             continue
         if not enter(cells, worker, op[p.LAYER], op[p.LABEL]):
             return False
         if op[p.OP] == MATMUL:
-            done = matmul_phase(worker, workers, cells, m, s, batch, trace, at, end)
+            done = matmul_phase(worker, workers, cells, model, scratch, batch, trace, at, end)
         elif op[p.OP] == SCORES:
-            done = scores_phase(worker, workers, cells, m, s, batch, trace, at, end)
+            done = scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end)
         elif op[p.OP] == ATTEND:
-            done = attention_phase(worker, workers, cells, m, s, batch, trace, at, end)
+            done = attention_phase(worker, workers, cells, model, scratch, batch, trace, at, end)
         else:
-            done = rows_phase(worker, workers, cells, m, s, batch, trace, at, end)
+            done = rows_phase(worker, workers, cells, model, scratch, batch, trace, at, end)
         if not done:
             return False
         if op[p.BARRIER] and not barrier(cells, worker, workers):
             return False
         if is_traced(trace) and (op[p.OP] == MATMUL or op[p.OP] == ATTEND):
-            trace_phase(worker, workers, m, s, batch, trace, at, end)
+            trace_phase(worker, workers, model, scratch, batch, trace, at, end)
             if not barrier(cells, worker, workers):  # the next phase may overwrite what is being traced
                 return False
         at = end

@@ -2,8 +2,8 @@
 
     T rows   D model width   H query heads   G key/value heads   E head width   N outputs and K inputs of a matrix
 
-A tile is never a part of a sum, so who computes it does not matter, nor how large it is, nor whose rows stand beside.
-`at` is the number of a phase's first operation in `m.ops`, `end` that of the next phase's first one.
+A tile never has a part of a sum. So the bits do not depend on which worker computes a tile, on its size, or on other rows in it.
+`at` is the number of a phase's first operation in `model.ops`, `end` that of the next phase's first one.
 """
 
 import numpy as np
@@ -63,31 +63,31 @@ _EVERYTHING = 1 << 40  # a window that never ends
 
 
 @inlined
-def _panels_of_codes(m, number):
-    row = m.weights.matrices[number]
+def _panels_of_codes(model, number):
+    row = model.weights.matrices[number]
     return CodePanels(
-        m.weights.codes, row[w.AT], row[w.ROWS], row[w.INPUTS], row[w.WIDTH], row[w.OFFSET], row[w.GROUP], row[w.BLOCK],
+        model.weights.codes, row[w.AT], row[w.ROWS], row[w.INPUTS], row[w.WIDTH], row[w.OFFSET], row[w.GROUP], row[w.BLOCK],
         row[w.MINIMUMS], row[w.BYTES], row[w.QUADS],
     )  # fmt: skip
 
 
 @inlined
-def _embed(m, op, token, y, at, unpacked):
-    """y[at .. at + D - 1] = the token's row times the operation's number."""
-    number, factor = op[p.MATRIX], m.numbers[op[p.NUMBER]]
-    row = m.weights.matrices[number]
+def _embed(model, op, token, y, at, unpacked):
+    """y[at .. at + D - 1] = the token's row of the embedding times the operation's number."""
+    number, factor = op[p.MATRIX], model.numbers[op[p.NUMBER]]
+    row = model.weights.matrices[number]
     N, K = row[w.ROWS], row[w.INPUTS]
     if row[w.KIND] == w.CODES:
-        embed_codes(_panels_of_codes(m, number), token, factor, y, at, unpacked)
+        embed_codes(_panels_of_codes(model, number), token, factor, y, at, unpacked)
     elif row[w.KIND] == w.BF16_FLOATS:
-        embed_floats(FloatPanels(m.weights.bf16, row[w.AT], N, K), token, factor, y, at)
+        embed_floats(FloatPanels(model.weights.bf16, row[w.AT], N, K), token, factor, y, at)
     else:
-        embed_floats(FloatPanels(m.weights.floats, row[w.AT], N, K), token, factor, y, at)
+        embed_floats(FloatPanels(model.weights.floats, row[w.AT], N, K), token, factor, y, at)
 
 
 @inlined
 def _store_row(op, keys, values, capacity, position, k, v, t):
-    """Row t of k and v: [T, G, E] into the ring, where a head's rows are neighbours."""
+    """Copy row t of k and v, [T, G, E], into the ring, [G, capacity, E]."""
     G, E = op[p.KV_HEADS], op[p.WIDTH]
     for g in range(G):
         to, source = (g * capacity + position % capacity) * E, (t * G + g) * E
@@ -97,39 +97,39 @@ def _store_row(op, keys, values, capacity, position, k, v, t):
 
 
 @inlined
-def _buffer(batch, s, number, width):
-    """(the rows of a buffer,) of this width each; in a tuple, as no compiled function here may return an array."""
-    return (array_from_address(batch.buffers[number], batch.tokens.shape[0] * width, s.floats),)
+def _buffer(batch, scratch, number, width):
+    """(the rows of a buffer, of this width each,): a tuple, because no compiled function here may return an array."""
+    return (array_from_address(batch.buffers[number], batch.tokens.shape[0] * width, scratch.floats),)
 
 
 @inlined
-def row_operation(worker, m, op, s, batch, unpacked, sequence, first, last):
-    """One operation on rows first .. last - 1, which are of one sequence where the operation stores KV rows."""
+def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, last):
+    """Apply one operation to rows first .. last - 1. Where the operation stores KV rows, they belong to one sequence."""
     kind, heads, width = op[p.OP], op[p.HEADS], op[p.WIDTH]
     rows, positions = batch.rows[op[p.ROWS_OF]], batch.positions[op[p.ROWS_OF]]
-    (x,) = _buffer(batch, s, op[p.SOURCE], heads * width)
-    (second,) = _buffer(batch, s, op[p.SECOND], heads * width)
-    (y,) = _buffer(batch, s, op[p.TARGET], heads * width)
+    (x,) = _buffer(batch, scratch, op[p.SOURCE], heads * width)
+    (second,) = _buffer(batch, scratch, op[p.SECOND], heads * width)
+    (y,) = _buffer(batch, scratch, op[p.TARGET], heads * width)
     if kind == EMBED:
         for t in range(first, last):
-            _embed(m, op, batch.tokens[rows[t]], y, t * width, unpacked)
+            _embed(model, op, batch.tokens[rows[t]], y, t * width, unpacked)
     elif kind == ROPE_TABLE:
         for t in range(first, last):
-            rope_table(m.frequencies[op[p.ROPE_ROW], :width], positions[t] - t, y, second, t, t + 1)
+            rope_table(model.frequencies[op[p.ROPE_ROW], :width], positions[t] - t, y, second, t, t + 1)
     elif kind in (NORM, ADD):
         gain = op[p.GAIN]
         if gain >= 0:
             to = y if kind == NORM else x
-            eps = m.numbers[op[p.NUMBER]]
-            rms_norm_rows(x, m.weights.gains[gain : gain + width], width, eps, to, first * heads, last * heads)
+            eps = model.numbers[op[p.NUMBER]]
+            rms_norm_rows(x, model.weights.gains[gain : gain + width], width, eps, to, first * heads, last * heads)
         if kind == ADD:
             add_to(y, x, first * width, last * width)
     elif kind == SCALE:
-        scale_rows(y, m.weights.gains[op[p.GAIN]], first * width, last * width)
+        scale_rows(y, model.weights.gains[op[p.GAIN]], first * width, last * width)
     elif kind == GELU_GATE:
         gelu_gate(y, x, first * width, last * width)
     elif kind == QUANTISE:
-        quantise_rows(x, width, codes_of(s, batch, op[p.SLOT]), first, last, 0)
+        quantise_rows(x, width, codes_of(scratch, batch, op[p.SLOT]), first, last, 0)
     elif kind == TAKE:
         for t in range(first, last):
             for d in range(width):
@@ -137,33 +137,35 @@ def row_operation(worker, m, op, s, batch, unpacked, sequence, first, last):
     elif kind == ROPE:
         rope_rows(y, heads, width, x, second, first, last)
     elif kind == STORE:
-        place = batch.tables[sequence, op[p.KV]]
-        keys, values = kv_rows_of(op, place, batch.stored)
+        kv_entry = batch.tables[sequence, op[p.KV]]
+        keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
         for t in range(first, last):
-            _store_row(op, keys, values, place[c.ROWS], positions[t], x, second, t)
+            _store_row(op, keys, values, kv_entry[c.ROWS], positions[t], x, second, t)
 
 
 @inlined
-def _trace_operation(op, s, batch, trace, first, last):
-    """What the operation wrote. Of STORE, the values: its keys were traced when they were turned."""
+def _trace_operation(op, scratch, batch, trace, first, last):
+    """Trace what the operation wrote. For STORE these are the values, because ROPE has traced the keys."""
     rows, width = batch.rows[op[p.ROWS_OF]], op[p.HEADS] * op[p.WIDTH]
     if op[p.OP] == QUANTISE:
-        trace_codes(trace, op[p.TRACE], rows, codes_of(s, batch, op[p.SLOT]), op[p.WIDTH], first, last)
+        trace_codes(trace, op[p.TRACE], rows, codes_of(scratch, batch, op[p.SLOT]), op[p.WIDTH], first, last)
     elif op[p.OP] == STORE:
-        (values,) = _buffer(batch, s, op[p.SECOND], op[p.KV_HEADS] * op[p.WIDTH])
+        (values,) = _buffer(batch, scratch, op[p.SECOND], op[p.KV_HEADS] * op[p.WIDTH])
         trace_rows(trace, op[p.TRACE], rows, values, op[p.KV_HEADS] * op[p.WIDTH], first, last)
-    elif op[p.OP] != ROPE_TABLE and op[p.OP] != TAKE:  # angles follow from positions; taken rows are traced already
-        (made,) = _buffer(batch, s, op[p.TARGET], width)
+    elif (
+        op[p.OP] != ROPE_TABLE and op[p.OP] != TAKE
+    ):  # tables follow from positions; the rows that TAKE copies are traced already
+        (made,) = _buffer(batch, scratch, op[p.TARGET], width)
         trace_rows(trace, op[p.TRACE], rows, made, width, first, last)
 
 
 @phase
-def rows_phase(worker, workers, cells, m, s, batch, trace, at, end):
-    """Some rows at a time through all operations of the phase. Where one of them stores KV rows, tiles are claimed and
-    published in position order, and none has rows of two sequences."""
-    last_op = m.ops[end - 1]
+def rows_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
+    """Each tile of rows goes through all operations of the phase. Where one of them stores KV rows, tiles are claimed and
+    published in position order, and no tile has rows of two sequences."""
+    last_op = model.ops[end - 1]
     stores, segments = last_op[p.OP] == STORE, batch.segments[last_op[p.ROWS_OF]]
-    count, unpacked = batch.counts[last_op[p.ROWS_OF], ROWS], unpack_buffer_of(s, worker, workers)
+    count, unpacked = batch.counts[last_op[p.ROWS_OF], ROWS], unpack_buffer_of(scratch, worker, workers)
     tiles = tiles_in(segments, _TILE_ROWS) if stores else (count + _TILE_ROWS - 1) // _TILE_ROWS
     while True:
         counter = last_op[p.COUNTER]
@@ -175,15 +177,15 @@ def rows_phase(worker, workers, cells, m, s, batch, trace, at, end):
         if stores:
             sequence, first, last = rows_of_tile(segments, tile, _TILE_ROWS)
         for number in range(at, end):
-            op = m.ops[number]
-            row_operation(worker, m, op, s, batch, unpacked, sequence, first, last)
+            op = model.ops[number]
+            row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, last)
             if is_traced(trace) and op[p.TRACE] >= 0:
-                _trace_operation(op, s, batch, trace, first, last)
+                _trace_operation(op, scratch, batch, trace, first, last)
                 trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], first, last)
         if stores:
-            mark = last_op[p.KV] * segments.shape[0] + sequence
+            watermark = last_op[p.KV] * segments.shape[0] + sequence
             origin = segments[sequence, ORIGIN]
-            if not publish(cells, worker, mark, origin + first, origin + last):
+            if not publish(cells, worker, watermark, origin + first, origin + last):
                 return False
 
 
@@ -191,37 +193,39 @@ def rows_phase(worker, workers, cells, m, s, batch, trace, at, end):
 
 
 @inlined
-def _matmul(m, op, s, batch, unpacked, first_row, last_row, first_panel, last_panel):
-    """target[t, n] of rows t and panels of n; the matrix's format decides the order."""
-    row = m.weights.matrices[op[p.MATRIX]]
+def _matmul(model, op, scratch, batch, unpacked, first_row, last_row, first_panel, last_panel):
+    """target[t, n] for rows t and panels of outputs n. The matrix's format determines the order of the sum."""
+    row = model.weights.matrices[op[p.MATRIX]]
     N, K = row[w.ROWS], row[w.INPUTS]
-    (x,) = _buffer(batch, s, op[p.SOURCE], K)
-    (y,) = _buffer(batch, s, op[p.TARGET], N)
+    (x,) = _buffer(batch, scratch, op[p.SOURCE], K)
+    (y,) = _buffer(batch, scratch, op[p.TARGET], N)
     if row[w.KIND] == w.CODES:
-        coded = codes_of(s, batch, op[p.SLOT])
+        coded = codes_of(scratch, batch, op[p.SLOT])
         matmul_codes(
-            coded, _panels_of_codes(m, op[p.MATRIX]), y, first_row, last_row, first_panel, last_panel, unpacked
+            coded, _panels_of_codes(model, op[p.MATRIX]), y, first_row, last_row, first_panel, last_panel, unpacked
         )
     elif row[w.KIND] == w.BF16_FLOATS:
-        matmul_floats(x, FloatPanels(m.weights.bf16, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel)
+        matmul_floats(
+            x, FloatPanels(model.weights.bf16, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
+        )
     else:
         matmul_floats(
-            x, FloatPanels(m.weights.floats, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
+            x, FloatPanels(model.weights.floats, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
         )
-    cap = m.numbers[op[p.NUMBER]]
+    cap = model.numbers[op[p.NUMBER]]
     if cap > 0:
         for t in range(first_row, last_row):
             soft_cap(y, cap, t * N + first_panel * COLUMNS, t * N + min(last_panel * COLUMNS, N))
 
 
 @inlined
-def _panels_for(m, op):
-    return (m.weights.matrices[op[p.MATRIX], w.ROWS] + COLUMNS - 1) // COLUMNS
+def _panels_for(model, op):
+    return (model.weights.matrices[op[p.MATRIX], w.ROWS] + COLUMNS - 1) // COLUMNS
 
 
 @inlined
 def _rows_together(panels, T, workers):
-    """Rows of a tile: as many as can be, for panels are spread out for each tile anew, but some tiles a worker."""
+    """Rows of a tile: as many as possible, because each tile unpacks its panels again, but several tiles a worker."""
     blocks = max((T + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS, (32 * workers + panels - 1) // panels)
     rows = (T + blocks - 1) // blocks
     return max(MIN_TILE_ROWS, (rows + TILE_ROWS_MULTIPLE - 1) // TILE_ROWS_MULTIPLE * TILE_ROWS_MULTIPLE)
@@ -229,10 +233,10 @@ def _rows_together(panels, T, workers):
 
 @inlined
 def _panels_together(panels, blocks, T, workers):
-    """Panels of a tile, a multiple of 4, where the matrices of a phase have so many in all, and tiles so many rows.
+    """Panels of a tile, a multiple of 4. panels: of all matrices of the phase together. blocks: tiles that the rows are cut into.
 
-    Many rows: some tiles a worker, however small the matrices. A few are done with a panel as fast as memory gives it, so
-    what counts is long runs of memory: a tile has at least 16, and a small matrix as many tiles as there are workers.
+    With many rows, every worker gets several tiles, however small the matrices are. With few rows, memory bandwidth is the
+    limit, and long contiguous reads matter: a tile has at least 16 panels, and a small matrix one tile for each worker.
     """
     if T > FEW_ROWS:
         return max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
@@ -241,33 +245,33 @@ def _panels_together(panels, blocks, T, workers):
 
 
 @phase
-def matmul_phase(worker, workers, cells, m, s, batch, trace, at, end):
-    """Products of one input or of several with as many matrices, whose tiles are numbered one after the other."""
+def matmul_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
+    """The matrix products of the phase, whose tiles are numbered one matrix after the other."""
     counter, T, unpacked = (
-        m.ops[at, p.COUNTER],
-        batch.counts[m.ops[at, p.ROWS_OF], ROWS],
-        unpack_buffer_of(s, worker, workers),
+        model.ops[at, p.COUNTER],
+        batch.counts[model.ops[at, p.ROWS_OF], ROWS],
+        unpack_buffer_of(scratch, worker, workers),
     )
     panels = tiles = np.int64(0)
     for number in range(at, end):
-        panels += _panels_for(m, m.ops[number])
+        panels += _panels_for(model, model.ops[number])
     together = _rows_together(panels, T, workers)
     blocks = (T + together - 1) // together
     width = _panels_together(panels, blocks, T, workers)
     for number in range(at, end):
-        tiles += blocks * ((_panels_for(m, m.ops[number]) + width - 1) // width)
+        tiles += blocks * ((_panels_for(model, model.ops[number]) + width - 1) // width)
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
         number, local = at, tile
-        columns = (_panels_for(m, m.ops[number]) + width - 1) // width
+        columns = (_panels_for(model, model.ops[number]) + width - 1) // width
         while local >= blocks * columns:
             local -= blocks * columns
             number += 1
-            columns = (_panels_for(m, m.ops[number]) + width - 1) // width
-        op = m.ops[number]
+            columns = (_panels_for(model, model.ops[number]) + width - 1) // width
+        op = model.ops[number]
         row, panel = local % blocks * together, local // blocks * width
-        row_end, panel_end = min(row + together, T), min(panel + width, _panels_for(m, op))
-        _matmul(m, op, s, batch, unpacked, row, row_end, panel, panel_end)
+        row_end, panel_end = min(row + together, T), min(panel + width, _panels_for(model, op))
+        _matmul(model, op, scratch, batch, unpacked, row, row_end, panel, panel_end)
         if is_traced(trace):
             trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], row, row_end)
         tile = claim_any(cells, worker, counter, tiles)
@@ -284,14 +288,14 @@ def _ring_of(op, keys, values, capacity):
 
 
 @inlined
-def _params_of(m, op):
+def _params_of(model, op):
     window = op[p.WINDOW] if op[p.WINDOW] > 0 else _EVERYTHING
-    return AttentionParams(op[p.HEADS], window, m.numbers[op[p.NUMBER]], m.numbers[op[p.NUMBER] + 1])
+    return AttentionParams(op[p.HEADS], window, model.numbers[op[p.NUMBER]], model.numbers[op[p.NUMBER] + 1])
 
 
 @inlined
 def workers_a_position(op, batch, workers):
-    """Workers that share a position and its key/value head: where tokens are decoded, and are fewer than workers."""
+    """How many workers share one position and key/value head: more than one when fewer tokens are decoded than there are workers."""
     S, G, H, E = batch.tables.shape[0], op[p.KV_HEADS], op[p.HEADS], op[p.WIDTH]
     if batch.counts[op[p.ROWS_OF], LONGEST] > 1 or H // G > LANES or workers <= G * S:
         return np.int64(1)
@@ -299,23 +303,23 @@ def workers_a_position(op, batch, workers):
 
 
 @inlined
-def _scores_of(s, workers, pair):
-    """Which of s.scores are those of one position and key/value head, which are numbered."""
-    size = s.scores.shape[0] // (workers - 1) // LANES * LANES
+def _scores_of(scratch, workers, pair):
+    """The slice of scratch.scores for one pair of a position and a key/value head. pair: the number of that pair."""
+    size = scratch.scores.shape[0] // (workers - 1) // LANES * LANES
     return slice(pair * size, (pair + 1) * size)
 
 
 @phase
-def scores_phase(worker, workers, cells, m, s, batch, trace, at, end):
-    """Scores of single positions, some of the keys each; each waits for the row of its own position.
+def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
+    """Attention scores of single positions. Each tile computes the scores of some keys, and first waits for the position's own KV row.
 
-    They leave no trace: the attention that is made of them does.
+    Scores are not traced; the attention that is computed from them is.
     """
-    op = m.ops[at]
+    op = model.ops[at]
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
-    scratch = s.attention[own_part(s.attention, worker, workers)]
+    workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
     S, parts = segments.shape[0], workers_a_position(op, batch, workers)
-    (q,) = _buffer(batch, s, op[p.SOURCE], H * op[p.WIDTH])
+    (q,) = _buffer(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
     tiles = G * S * parts
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:
@@ -323,23 +327,26 @@ def scores_phase(worker, workers, cells, m, s, batch, trace, at, end):
         number, g = pair // G, pair % G
         row, origin = segments[number, FIRST], segments[number, ORIGIN]
         if row < segments[number, END_ROW]:
-            place = batch.tables[number, op[p.KV]]
-            keys, values = kv_rows_of(op, place, batch.stored)
+            kv_entry = batch.tables[number, op[p.KV]]
+            keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
             if not await_rows(cells, worker, op[p.KV] * S + number, origin + row):
                 return False
-            ring, scores = _ring_of(op, keys, values, place[c.ROWS]), s.scores[_scores_of(s, workers, pair)]
-            score_keys(q, ring, _params_of(m, op), g, origin, row, part, parts, scratch, scores)
+            ring, scores = (
+                _ring_of(op, keys, values, kv_entry[c.ROWS]),
+                scratch.scores[_scores_of(scratch, workers, pair)],
+            )
+            score_keys(q, ring, _params_of(model, op), g, origin, row, part, parts, workspace, scores)
         tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     return True
 
 
 @inlined
-def _columns(worker, workers, cells, m, s, batch, trace, op, parts):
-    """Values of single positions whose scores are made, some columns each."""
+def _columns(worker, workers, cells, model, scratch, batch, trace, op, parts):
+    """Attention of single positions from scores that are computed already. Each tile computes some of the columns."""
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
-    scratch = s.attention[own_part(s.attention, worker, workers)]
-    (q,) = _buffer(batch, s, op[p.SOURCE], H * op[p.WIDTH])
-    (out,) = _buffer(batch, s, op[p.TARGET], H * op[p.WIDTH])
+    workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
+    (q,) = _buffer(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
+    (out,) = _buffer(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
     tiles = G * segments.shape[0] * parts
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:
@@ -347,11 +354,14 @@ def _columns(worker, workers, cells, m, s, batch, trace, op, parts):
         number, g = pair // G, pair % G
         row, origin = segments[number, FIRST], segments[number, ORIGIN]
         if row < segments[number, END_ROW]:
-            place = batch.tables[number, op[p.KV]]
-            keys, values = kv_rows_of(op, place, batch.stored)
-            ring, scores = _ring_of(op, keys, values, place[c.ROWS]), s.scores[_scores_of(s, workers, pair)]
+            kv_entry = batch.tables[number, op[p.KV]]
+            keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
+            ring, scores = (
+                _ring_of(op, keys, values, kv_entry[c.ROWS]),
+                scratch.scores[_scores_of(scratch, workers, pair)],
+            )
             left, right = columns_of_part(part, parts, op[p.WIDTH])
-            attend_columns(q, ring, _params_of(m, op), g, origin, row, left, right, scores, scratch, out)
+            attend_columns(q, ring, _params_of(model, op), g, origin, row, left, right, scores, workspace, out)
             if is_traced(trace):
                 trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], row, row + 1)
         tile = claim_any(cells, worker, op[p.COUNTER], tiles)
@@ -359,21 +369,21 @@ def _columns(worker, workers, cells, m, s, batch, trace, op, parts):
 
 
 @inlined
-def attend_tile(m, op, s, batch, scratch, number, g, first, last):
-    """Attention of a sequence's rows first .. last - 1 to one key/value head; the keys up to the last row's are there."""
-    H, place, origin = op[p.HEADS], batch.tables[number, op[p.KV]], batch.segments[op[p.ROWS_OF], number, ORIGIN]
-    keys, values = kv_rows_of(op, place, batch.stored)
-    (q,) = _buffer(batch, s, op[p.SOURCE], H * op[p.WIDTH])
-    (out,) = _buffer(batch, s, op[p.TARGET], H * op[p.WIDTH])
-    ring = _ring_of(op, keys, values, place[c.ROWS])
-    attend(q, ring, _params_of(m, op), g, origin, origin + first, origin + last, scratch, out)
+def attend_tile(model, op, scratch, batch, workspace, number, g, first, last):
+    """Attention of rows first .. last - 1 of a sequence with one key/value head. The KV rows up to `last - 1` are published."""
+    H, kv_entry, origin = op[p.HEADS], batch.tables[number, op[p.KV]], batch.segments[op[p.ROWS_OF], number, ORIGIN]
+    keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
+    (q,) = _buffer(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
+    (out,) = _buffer(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
+    ring = _ring_of(op, keys, values, kv_entry[c.ROWS])
+    attend(q, ring, _params_of(model, op), g, origin, origin + first, origin + last, workspace, out)
 
 
 @inlined
-def _attend_tiles(worker, workers, cells, m, s, batch, trace, op):
-    """Tiles of neighbouring positions and one key/value head; each waits for the last row that it reads."""
+def _attend_tiles(worker, workers, cells, model, scratch, batch, trace, op):
+    """Attention in tiles of neighbouring positions and one key/value head. Each tile first waits for the last KV row that it reads."""
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
-    scratch = s.attention[own_part(s.attention, worker, workers)]
+    workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
     rows = max(1, QUERY_BLOCK // (H // G))
     tiles = G * tiles_in(segments, rows)
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
@@ -381,7 +391,7 @@ def _attend_tiles(worker, workers, cells, m, s, batch, trace, op):
         number, first, last = rows_of_tile(segments, tile // G, rows)
         if not await_rows(cells, worker, op[p.KV] * segments.shape[0] + number, segments[number, ORIGIN] + last - 1):
             return False
-        attend_tile(m, op, s, batch, scratch, number, tile % G, first, last)
+        attend_tile(model, op, scratch, batch, workspace, number, tile % G, first, last)
         if is_traced(trace):
             trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], first, last)
         tile = claim_any(cells, worker, op[p.COUNTER], tiles)
@@ -389,24 +399,24 @@ def _attend_tiles(worker, workers, cells, m, s, batch, trace, op):
 
 
 @phase
-def attention_phase(worker, workers, cells, m, s, batch, trace, at, end):
-    """Attention of all rows, or where workers share a position, its second half."""
-    op = m.ops[at]
+def attention_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
+    """Attention of all rows. Where workers share a position, scores_phase has computed the scores already."""
+    op = model.ops[at]
     parts = workers_a_position(op, batch, workers)
     if parts > 1:
-        return _columns(worker, workers, cells, m, s, batch, trace, op, parts)
-    return _attend_tiles(worker, workers, cells, m, s, batch, trace, op)
+        return _columns(worker, workers, cells, model, scratch, batch, trace, op, parts)
+    return _attend_tiles(worker, workers, cells, model, scratch, batch, trace, op)
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------
 
 
 @inlined
-def trace_phase(worker, workers, m, s, batch, trace, at, end):
-    """What phases other than those on rows wrote: after their barrier, every worker takes a share of the rows."""
+def trace_phase(worker, workers, model, scratch, batch, trace, at, end):
+    """Trace what a matmul or attention phase wrote. It runs after the phase's barrier; every worker traces a share of the rows."""
     for number in range(at, end):
-        op = m.ops[number]
+        op = model.ops[number]
         count, width = batch.counts[op[p.ROWS_OF], ROWS], op[p.HEADS] * op[p.WIDTH]
-        (made,) = _buffer(batch, s, op[p.TARGET], width)
+        (made,) = _buffer(batch, scratch, op[p.TARGET], width)
         first, last = worker * count // workers, (worker + 1) * count // workers
         trace_rows(trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], made, width, first, last)

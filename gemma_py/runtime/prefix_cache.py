@@ -1,6 +1,6 @@
 """The prefix cache: keys and values of earlier requests, for those that begin with the same tokens.
 
-They lie in blocks of a few tokens. The key of a block is its tokens and the block before it, so a prefix that several requests
+They are stored in blocks of a few tokens. The key of a block is its tokens and the block before it, so a prefix that several requests
 share is stored once. A block holds the rows of all layers, sliding ones too: the window before any end of a block lies in that
 block and the ones before it, so a request can resume there. (Storing windows by themselves, one at each end of a block, would
 take more memory as long as blocks are shorter than windows.) Rows are copied bit by bit, so a hit differs from a miss by
@@ -23,17 +23,17 @@ _ROOT = 0
 
 
 class _Block(NamedTuple):
-    number: int  # never used again
+    number: int  # unique: never used for another block
     slot: int  # its row of the storage
 
 
 class PrefixCache:
-    """Holds at most `budget` bytes. The least recently used block is evicted first, of one text its end before its beginning."""
+    """Holds at most `budget` bytes. The least recently used block is evicted first; of one text, its end before its beginning."""
 
     def __init__(self, config: Config, kv: str, budget: int) -> None:
         self.hits = self.misses = self.hit_tokens = 0  # requests, and the tokens of the hits
         self._blocks: OrderedDict[tuple[int, bytes], _Block] = OrderedDict()  # the most recently used last
-        self._made = _ROOT
+        self._last_number = _ROOT
         self._block_bytes = bytes_needed(config, kv, BLOCK_TOKENS, BLOCK_TOKENS)
         # Allocated once: memory that is never written costs none, and blocks allocated one by one would fragment it.
         self._rows: np.ndarray = np.empty((budget // self._block_bytes, self._block_bytes), np.uint8).view(KV_TYPES[kv])
@@ -41,7 +41,7 @@ class PrefixCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens."""
+        """How many tokens there is room for."""
         return len(self._rows) * BLOCK_TOKENS
 
     @property
@@ -49,7 +49,7 @@ class PrefixCache:
         return len(self._blocks) * self._block_bytes
 
     def restore(self, cache: Cache, ids: Sequence[int]) -> int:
-        """Copy the longest prefix of these ids that is held, short of their last, into an empty KV cache. How many tokens."""
+        """Copy the longest cached prefix of these ids, without the last id, into an empty KV cache. Returns its number of tokens."""
         path = self._find(ids[: len(ids) - 1])
         if not path:
             self.misses += 1
@@ -64,7 +64,7 @@ class PrefixCache:
     def insert(self, cache: Cache, since: int) -> None:
         """Store the blocks that the pass from position `since` on has completed, while all its rows are in the KV cache.
 
-        Of a text that is longer than the budget, the beginning is stored.
+        If a text is longer than the budget, only its beginning is stored.
         """
         first, last = since // BLOCK_TOKENS, min(cache.position // BLOCK_TOKENS, len(self._rows))
         if first >= last:
@@ -78,13 +78,13 @@ class PrefixCache:
                 self._evict()
             slot = self._free.pop()
             try:
-                cache.block(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS, self._rows[slot])
+                cache.copy_block(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS, self._rows[slot])
             except BaseException:
                 self._free.append(slot)
                 raise
-            self._made += 1
+            self._last_number += 1
             parent = path[-1].number if path else _ROOT
-            path.append(_Block(self._made, slot))
+            path.append(_Block(self._last_number, slot))
             self._blocks[parent, _tokens(cache.ids, index)] = path[-1]
         self._touch(cache.ids, path)
 
@@ -93,7 +93,7 @@ class PrefixCache:
         self._free.append(self._blocks.popitem(last=False)[1].slot)
 
     def _find(self, ids: Sequence[int]) -> list[_Block]:
-        """The blocks held with which these ids begin."""
+        """The cached blocks that these ids begin with."""
         path: list[_Block] = []
         parent = _ROOT
         for index in range(len(ids) // BLOCK_TOKENS):

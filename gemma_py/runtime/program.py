@@ -1,4 +1,4 @@
-"""A family's program and its packed weights become the tables of integers that the forward pass interprets."""
+"""Linking: a family's program and its packed weights become the tables of integers that the forward pass interprets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,25 +10,24 @@ from gemma_py.kernels.panels import COLUMNS, INPUT_BLOCK
 from gemma_py.kernels.rows import rope_frequencies
 from gemma_py.models.config import Rope
 from gemma_py.models.program import ADD, ATTEND, LOGITS, MATMUL, NORM, QUANTISE, SCORES, STORE, Op, Program
-from gemma_py.weights.pack import CODES, KIND, Packed, PackedWeights
+from gemma_py.weights.pack import CODES, KIND, PackedArrays, PackedWeights
 
 # Columns of `ops`. The first ones place an operation in the pass:
 #   NEXT: the first operation of the next phase. COUNTER: the number of the phase, whose counter tiles are claimed from.
 #   TRACE: the row of the trace that its output is hashed into, negative where a later operation of the phase writes the
-#   same rows. BARRIER: whether all workers meet after the phase. ROWS_OF: ALL or WANTED.
+#   same rows. BARRIER: whether a barrier follows the phase. ROWS_OF: ALL or WANTED.
 # The others are the operation's own; see models/program.py. TARGET, SOURCE and SECOND are numbers of buffers, and GAIN,
-# NUMBER and SLOT are places in `gains`, `numbers` and the codes.
+# NUMBER and SLOT are indices into `gains`, `numbers` and the codes.
 (OP, LAYER, LABEL, NEXT, COUNTER, TRACE, BARRIER, ROWS_OF, TARGET, SOURCE, SECOND, MATRIX, GAIN, HEADS, WIDTH, KV_HEADS,
  KV, WINDOW, ROPE_ROW, NUMBER, SLOT) = range(21)  # fmt: skip
 _COLUMNS = 21
 NO_BUFFER = -1
 
 
-class Model(NamedTuple):
-    """All that a pass reads and that does not change from pass to pass. Every array is read-only: numba would compile
-    another pass for writable ones."""
+class ModelTables(NamedTuple):
+    """What every pass reads. All arrays are read-only: for writable ones, numba would compile the pass again."""
 
-    weights: Packed  # its gains followed by ones, for norms that have none
+    weights: PackedArrays  # its gains are followed by ones, for norms without a gain
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
     numbers: np.ndarray  # f32: epsilons, scales, caps and factors
     ops: np.ndarray  # int64 [operations, 21]
@@ -36,31 +35,31 @@ class Model(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a pass needs room for. Buffer b of a pass of T rows begins at places[b] * T."""
+    """How much scratch memory a pass needs. Buffer b of a pass of T rows begins at offsets[b] * T."""
 
-    places: np.ndarray  # int64 [buffers]
-    floats: int  # of all buffers, a row
-    codes: int  # of all slots of codes, a row
-    widest_input: int  # of a matrix of codes
+    offsets: np.ndarray  # int64 [buffers]
+    floats: int  # in all buffers together, for each row
+    codes: int  # in all slots together, for each row
+    widest_input: int  # K of the widest matrix of codes
     widest_head: int
 
 
 @dataclass(frozen=True)
-class Linked:
-    """A program that can be run. labels: the names of phases, as the column LABEL numbers them."""
+class LinkedProgram:
+    """A program that can be run. labels: the names of phases; the column LABEL has their numbers."""
 
-    model: Model
+    model: ModelTables
     sizes: Sizes
     labels: tuple[str, ...]
-    layers: int  # numbers that errors and traces give to layers: those of the model, and one for its head
+    layers: int  # how many layer numbers there are in errors and traces: the model's layers, and one more for the head
 
     @property
     def phases(self) -> int:
-        """How many there are, and so how many counters tiles are claimed from."""
+        """The number of phases, which is also the number of tile counters."""
         return int(self.model.ops[:, COUNTER].max()) + 1
 
     @property
-    def storing(self) -> int:
+    def store_label(self) -> int:
         """The label of the phases that store KV rows."""
         return int(self.model.ops[self.model.ops[:, OP] == STORE, LABEL][0])
 
@@ -68,14 +67,14 @@ class Linked:
         return self.labels.index(name)
 
 
-def link(program: Program, weights: PackedWeights) -> Linked:
-    """Names become numbers, and operations that nothing needs are left out: codes that no matrix reads."""
+def link(program: Program, weights: PackedWeights) -> LinkedProgram:
+    """Replace names by numbers, and leave out QUANTISE operations whose codes no matrix reads."""
     ops = _needed(program, weights)
     names = [name for name in program.widths if name != LOGITS]
-    places, floats = _places([program.widths[name] for name in names], COLUMNS)
+    offsets, floats = _offsets([program.widths[name] for name in names], COLUMNS)
     buffers = {name: number for number, name in enumerate([*names, LOGITS])}
     slots, codes = _slots(ops)
-    ones = len(weights.arrays.gains)  # where the gain of norms that have none begins
+    ones = len(weights.arrays.gains)  # where the gain of ones begins
     frequencies = _frequencies(program.ropes)
     numbers: dict[tuple[float, float], int] = {}
     labels = tuple(dict.fromkeys(op.phase.name for op in ops))
@@ -96,19 +95,19 @@ def link(program: Program, weights: PackedWeights) -> Linked:
         )  # fmt: skip
         row[NUMBER] = 2 * numbers.setdefault(pair, len(numbers))
         row[SLOT] = slots.get(id(op if op.kind == QUANTISE else op.codes), 0)
-    _mark_phases(table, ops)
+    _fill_phase_columns(table, ops)
 
-    made = Model(
-        weights.arrays._replace(gains=_fixed(_with_ones(program, weights.arrays))),
-        frequencies, _fixed(np.array(list(numbers), np.float32).reshape(-1)), _fixed(table),
+    model = ModelTables(
+        weights.arrays._replace(gains=_read_only(_with_ones(program, weights.arrays))),
+        frequencies, _read_only(np.array(list(numbers), np.float32).reshape(-1)), _read_only(table),
     )  # fmt: skip
     widest = max((op.width for op in ops if op.kind == QUANTISE), default=0)
     heads = max((op.width for op in ops if op.kind == ATTEND), default=0)
-    return Linked(made, Sizes(np.array(places, np.int64), floats, codes, widest, heads), labels, layers)
+    return LinkedProgram(model, Sizes(np.array(offsets, np.int64), floats, codes, widest, heads), labels, layers)
 
 
 def _needed(program: Program, weights: PackedWeights) -> list[Op]:
-    """Without the codes that only matrices of floats would read."""
+    """The operations without QUANTISE where only matrices of floats would read the codes."""
     matrices = weights.arrays.matrices
     reading = [op for op in program.ops if op.kind == MATMUL and matrices[weights.matrices[op.tensor], KIND] == CODES]
     wanted = {id(op.codes) for op in reading}
@@ -116,14 +115,14 @@ def _needed(program: Program, weights: PackedWeights) -> list[Op]:
 
 
 def _slots(ops: Sequence[Op]) -> tuple[dict[int, int], int]:
-    """Where in a row of codes each operation's codes begin, by the operation's id, and how long such a row is.
+    """Where in a row of codes each QUANTISE operation's codes begin, by the operation's `id`, and the length of such a row.
 
-    Codes that nobody reads any more give their slot to later ones.
+    A slot is used again once no later operation reads its codes.
     """
     last_read = {id(op.codes): number for number, op in enumerate(ops) if op.codes is not None}
     slots: dict[int, int] = {}
     widths: list[int] = []
-    busy: list[int] = []  # until which operation
+    busy: list[int] = []  # the number of the last operation that reads each slot
     for number, op in enumerate(ops):
         if op.kind == QUANTISE:
             slot = next((slot for slot, until in enumerate(busy) if until < number), len(busy))
@@ -131,17 +130,17 @@ def _slots(ops: Sequence[Op]) -> tuple[dict[int, int], int]:
                 busy.append(0)
                 widths.append(0)
             busy[slot], widths[slot], slots[id(op)] = last_read[id(op)], max(widths[slot], op.width), slot
-    places, size = _places(widths, INPUT_BLOCK)
-    return {made: places[slot] for made, slot in slots.items()}, size
+    offsets, size = _offsets(widths, INPUT_BLOCK)
+    return {made: offsets[slot] for made, slot in slots.items()}, size
 
 
-def _mark_phases(table: np.ndarray, ops: Sequence[Op]) -> None:
-    """Where each phase ends, what is traced of it, and whether a barrier follows."""
+def _fill_phase_columns(table: np.ndarray, ops: Sequence[Op]) -> None:
+    """Fill the columns NEXT, COUNTER, BARRIER and TRACE."""
     starts = [at for at, op in enumerate(ops) if at == 0 or op.phase is not ops[at - 1].phase]
     for counter, (first, end) in enumerate(zip(starts, [*starts[1:], len(ops)], strict=True)):
         rows, kinds = table[first:end], {op.kind for op in ops[first:end]}
         rows[:, NEXT], rows[:, COUNTER] = end, counter
-        # Attention waits for the rows that it reads, and with them for all that was written before they were published.
+        # No barrier before attention: it waits for the KV rows that it reads, and so for all that was written before they were published.
         follows = ops[end].kind if end < len(ops) else -1
         rows[:, BARRIER] = not (STORE in kinds and follows in (SCORES, ATTEND) and ops[end].kv == int(rows[-1, KV]))
         for at in range(first, end):
@@ -151,25 +150,25 @@ def _mark_phases(table: np.ndarray, ops: Sequence[Op]) -> None:
                 table[at, TRACE] = -1
 
 
-def _places(widths: Sequence[int], step: int) -> tuple[list[int], int]:
-    """Where parts of these widths begin, one after the other at multiples of the step; and where the last one ends."""
+def _offsets(widths: Sequence[int], step: int) -> tuple[list[int], int]:
+    """Where parts of these widths begin, each at a multiple of `step` after the one before, and where the last one ends."""
     ends = np.cumsum([0, *(-(-width // step) * step for width in widths)])
     return [int(end) for end in ends[:-1]], int(ends[-1])
 
 
-def _with_ones(program: Program, arrays: Packed) -> np.ndarray:
+def _with_ones(program: Program, arrays: PackedArrays) -> np.ndarray:
     widest = max((op.width for op in program.ops if op.kind == NORM and not op.tensor), default=0)
     return np.concatenate([arrays.gains, np.ones(widest, np.float32)])
 
 
 def _frequencies(ropes: Sequence[tuple[Rope, int]]) -> np.ndarray:
-    """f32 [ropes, widest E / 2]; of each row as many as half its heads' width."""
+    """f32 [ropes, widest E / 2]. Of each row, the first E / 2 are used, where E is the width of the rope's heads."""
     made = np.zeros((len(ropes), max((width // 2 for _, width in ropes), default=0)), np.float32)
     for row, (rope, width) in zip(made, ropes, strict=True):
         rope_frequencies(rope.theta, np.float32(rope.factor), row[: width // 2])
-    return _fixed(made)
+    return _read_only(made)
 
 
-def _fixed(array: np.ndarray) -> np.ndarray:
+def _read_only(array: np.ndarray) -> np.ndarray:
     array.flags.writeable = False
     return array

@@ -1,4 +1,4 @@
-"""Runs tokens through a model on a team: owns scratch, compiles once, keeps sequences apart."""
+"""The runner: it owns the worker team and the scratch memory, and runs passes of one sequence or of several."""
 
 import os
 import threading
@@ -17,16 +17,16 @@ from gemma_py.runtime.cache import Cache, check_context
 from gemma_py.runtime.compiling import mark_compiled
 from gemma_py.runtime.forward import forward
 from gemma_py.runtime.instruments import Instruments
-from gemma_py.runtime.program import Linked
+from gemma_py.runtime.program import LinkedProgram
 from gemma_py.runtime.team import Team
 from gemma_py.runtime.trace import NO_TRACE, new_trace
 
-CHUNK = 512  # tokens of a pass unless told otherwise
+CHUNK = 512  # the default number of tokens of a pass
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a pass does for one sequence: some tokens more, and logits of so many of the last of them."""
+class SequenceInput:
+    """The input of a pass for one sequence: its next tokens. logits: of how many of the last of them logits are wanted."""
 
     cache: Cache
     tokens: list[int]
@@ -34,10 +34,10 @@ class Part:
 
 
 class Runner:
-    """One pass at a time, whichever Python thread asks; sequences differ by their cache alone."""
+    """Runs one pass at a time; several Python threads may call it. The state of a sequence is its KV cache alone."""
 
     def __init__(
-        self, program: Linked, config: Config, workers: int, deadline: float = 5.0, kv: str = "float32"
+        self, program: LinkedProgram, config: Config, workers: int, deadline: float = 5.0, kv: str = "float32"
     ) -> None:
         self.program, self.config, self.kv = program, config, kv
         self.team = Team(workers, deadline, program.labels)
@@ -51,9 +51,9 @@ class Runner:
     def run(
         self, cache: Cache, tokens: list[int], all_logits: bool, limit: int | None = None, ahead: int = 0
     ) -> np.ndarray:
-        """Logits [V] of the last token or [T, V] of all. The cache gains the tokens only if everything went well.
+        """Logits [V] of the last token or [T, V] of all tokens. The tokens are added to the cache only if the pass succeeds.
 
-        limit: positions that the cache may hold, checked while nobody else can add any.
+        limit: the most positions that the cache may have, checked under the lock.
         ahead: tokens that the caller will run next.
         """
         T = len(tokens)
@@ -61,92 +61,92 @@ class Runner:
             if limit is not None:
                 check_context(limit, T, after=cache.position)
             cache.reserve(T, ahead)
-            (logits,) = self._pass([Part(cache, tokens, T if all_logits else 1)])
+            (logits,) = self._pass([SequenceInput(cache, tokens, T if all_logits else 1)])
         return logits if all_logits else logits[0]
 
-    def run_together(self, parts: Sequence[Part]) -> list[np.ndarray]:
-        """One pass for several sequences: each part's logits, [logits, V]. All the caches gain their tokens, or none."""
+    def run_together(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
+        """One pass for several sequences: the logits of each, [logits, V]. The tokens are added to all of the caches, or to none."""
         with self._lock:
-            for part in parts:
-                part.cache.reserve(len(part.tokens))
-            return self._pass(parts)
+            for entry in inputs:
+                entry.cache.reserve(len(entry.tokens))
+            return self._pass(inputs)
 
-    def _pass(self, parts: Sequence[Part]) -> list[np.ndarray]:
-        """The caches have room for it."""
+    def _pass(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
+        """Run one pass. The caches have room for its tokens."""
         if self.instruments.poison:
-            for part in parts:
-                part.cache.forget_uncommitted()
-        T, longest = sum(len(part.tokens) for part in parts), max(part.cache.position for part in parts) + 1
+            for entry in inputs:
+                entry.cache.poison_uncommitted()
+        T, longest = sum(len(entry.tokens) for entry in inputs), max(entry.cache.position for entry in inputs) + 1
         scratch, program = self._scratch_for(T, longest), self.program
-        logits = np.empty(sum(part.logits for part in parts) * self.config.vocab_size, np.float32)
-        batch = _batch(parts, self._addresses(scratch, T, logits))
+        logits = np.empty(sum(entry.logits for entry in inputs) * self.config.vocab_size, np.float32)
+        batch = _batch(inputs, self._addresses(scratch, T, logits))
         trace = NO_TRACE
         if self.instruments.traces is not None:
             trace = new_trace(program.layers * len(program.labels), T)
         try:
             self.team.run(
                 forward, program.model, scratch, batch, trace,
-                marks=[part.cache.position for part in parts] * len(self.config.kv_layers), claims=program.phases,
-                held=(logits, [part.cache.layers for part in parts]), instruments=self.instruments,
+                watermarks=[entry.cache.position for entry in inputs] * len(self.config.kv_layers), counters=program.phases,
+                keep_alive=(logits, [entry.cache.layers for entry in inputs]), instruments=self.instruments,
             )  # fmt: skip
         except BaseException:
             if not self.team.settled:
-                self._scratch = None  # somebody may still write there
-                for part in parts:
-                    part.cache.abandon()
+                self._scratch = None  # a stalled worker may still write to it
+                for entry in inputs:
+                    entry.cache.abandon()
             raise
         if self.instruments.traces is not None:
             self.instruments.traces.append(trace)
-        for part in parts:
-            part.cache.commit(part.tokens)
-        ends = np.cumsum([part.logits for part in parts])
+        for entry in inputs:
+            entry.cache.commit(entry.tokens)
+        ends = np.cumsum([entry.logits for entry in inputs])
         return np.split(logits.reshape(-1, self.config.vocab_size), ends[:-1])
 
     def _addresses(self, scratch: Scratch, T: int, logits: np.ndarray) -> np.ndarray:
-        """Of the program's buffers in a pass of T rows, and of the logits."""
-        places, size = self.program.sizes.places, scratch.floats.itemsize
-        made = np.empty(len(places) + 1, np.int64)
-        made[:-1] = scratch.floats.ctypes.data + size * T * places
-        made[-1] = logits.ctypes.data
-        return made
+        """The addresses of the program's buffers in a pass of T rows, and of the logits."""
+        offsets, size = self.program.sizes.offsets, scratch.floats.itemsize
+        addresses = np.empty(len(offsets) + 1, np.int64)
+        addresses[:-1] = scratch.floats.ctypes.data + size * T * offsets
+        addresses[-1] = logits.ctypes.data
+        return addresses
 
     def set_workers(self, workers: int) -> None:
-        """Another team, between two passes."""
+        """Replace the team, between two passes."""
         with self._lock:
             former, self.team = self.team, Team(workers, self.team.deadline, self.program.labels)
-            self._scratch = None  # each worker has a part of it
+            self._scratch = None  # its size depends on the number of workers
         former.close()
 
     def _compile(self) -> None:
-        """Before any worker starts, in the calling thread; from the disk where it has been done before."""
+        """Compile the forward pass in the calling thread, or load it from the cache on disk, before any worker starts."""
         scratch, logits = self._scratch_for(1, 1), np.empty(0, np.float32)
-        batch = _batch([Part(self.cache(), [])], self._addresses(scratch, 0, logits))
+        batch = _batch([SequenceInput(self.cache(), [])], self._addresses(scratch, 0, logits))
         self.team.compile(forward, self.program.model, scratch, batch, NO_TRACE)
         mark_compiled(self.kv)
 
     def digest(self, cache: Cache) -> list[str]:
-        """The cache's, while no pass is under way."""
+        """`Cache.digest` while no pass is running."""
         with self._lock:
             return cache.digest()
 
     def rewind(self, cache: Cache, position: int) -> None:
-        """The cache's, while no pass is under way."""
+        """`Cache.rewind` while no pass is running."""
         with self._lock:
             cache.rewind(position)
 
     def reserve(self, cache: Cache, tokens: int) -> None:
-        """Room in the cache, while no pass is under way."""
+        """`Cache.reserve` while no pass is running."""
         with self._lock:
             cache.reserve(tokens)
 
     def cache(self, keep: int = 0) -> Cache:
-        """An empty one, for a new session."""
+        """An empty KV cache, for a new session."""
         return Cache(self.config, self.instruments.poison, self.kv, keep)
 
     def _scratch_for(self, T: int, keys: int) -> Scratch:
-        """Room for T rows, and for the scores of single positions after so many keys; kept for later passes."""
+        """Scratch for T rows, and for the scores of single positions with so many keys. It is used again by later passes."""
         if self._scratch is None or self._rows < T:
-            # Made before either is noted: if there is no memory for it, the old one and its size must stay together.
+            # Both change together: if the allocation fails, the old scratch and its size stay.
             self._scratch, self._rows = new_scratch(self.program.sizes, T, self.team.workers), T
         shared = self.team.workers - 1  # fewer positions than workers are shared by some of them
         if len(self._scratch.scores) < shared * keys * LANES:
@@ -160,33 +160,33 @@ class Runner:
         self.team.close()
 
 
-def _batch(parts: Sequence[Part], buffers: np.ndarray) -> Batch:
-    """As the kernel takes them. Rows are counted through all parts, and so are those whose logits are wanted."""
-    T = sum(len(part.tokens) for part in parts)
+def _batch(inputs: Sequence[SequenceInput], buffers: np.ndarray) -> Batch:
+    """The inputs as the kernel takes them. Rows are numbered through all inputs, and so are the rows whose logits are wanted."""
+    T = sum(len(entry.tokens) for entry in inputs)
     rows, positions = np.zeros((2, T), np.int64), np.zeros((2, T), np.int64)
-    segments, counts = np.empty((2, len(parts), 3), np.int64), np.zeros((2, 2), np.int64)
+    segments, counts = np.empty((2, len(inputs), 3), np.int64), np.zeros((2, 2), np.int64)
     rows[ALL] = np.arange(T)
     first = wanted = 0
-    for number, part in enumerate(parts):
-        position, end, wanted_end = part.cache.position, first + len(part.tokens), wanted + part.logits
-        positions[ALL, first:end] = np.arange(position, position + len(part.tokens))
-        rows[WANTED, wanted:wanted_end] = np.arange(end - part.logits, end)
-        positions[WANTED, wanted:wanted_end] = positions[ALL, end - part.logits : end]
+    for number, entry in enumerate(inputs):
+        position, end, wanted_end = entry.cache.position, first + len(entry.tokens), wanted + entry.logits
+        positions[ALL, first:end] = np.arange(position, position + len(entry.tokens))
+        rows[WANTED, wanted:wanted_end] = np.arange(end - entry.logits, end)
+        positions[WANTED, wanted:wanted_end] = positions[ALL, end - entry.logits : end]
         segments[ALL, number] = first, end, position - first
-        segments[WANTED, number] = wanted, wanted_end, position + len(part.tokens) - wanted_end
+        segments[WANTED, number] = wanted, wanted_end, position + len(entry.tokens) - wanted_end
         first, wanted = end, wanted_end
     counts[:, ROWS] = first, wanted
     counts[:, LONGEST] = (segments[:, :, END_ROW] - segments[:, :, FIRST]).max(axis=1)
-    tokens = np.array([token for part in parts for token in part.tokens], np.int64)
-    tables = np.stack([part.cache.places() for part in parts])
-    return Batch(tokens, rows, positions, segments, counts, tables, np.empty(0, parts[0].cache.dtype), buffers)
+    tokens = np.array([token for entry in inputs for token in entry.tokens], np.int64)
+    tables = np.stack([entry.cache.addresses() for entry in inputs])
+    return Batch(tokens, rows, positions, segments, counts, tables, np.empty(0, inputs[0].cache.dtype), buffers)
 
 
 _runners: "weakref.WeakSet[Runner]" = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In a forked child, whoever held a lock is gone, and a pass that was under way will never end."""
+    """In a forked child: the thread that held the lock does not exist there, and a pass that was running will never end."""
     for runner in list(_runners):
         runner._lock = threading.Lock()
         runner._scratch = None
@@ -196,7 +196,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _floats_of(part: object) -> Iterator[np.ndarray]:
-    """All arrays of floats of the scratch."""
+    """All arrays of float32 in the scratch."""
     if isinstance(part, tuple):
         for inner in part:
             yield from _floats_of(inner)

@@ -1,6 +1,6 @@
-"""A trace of a pass: a hash of every row that each phase wrote, and who wrote it. Made only when a difference is looked for.
+"""A trace of a pass: a hash of every row that each phase wrote, and which worker wrote it. Used to find where two passes differ.
 
-A trace has a row for each layer and each name of a phase; phases of one name and layer continue one another's hashes.
+A trace has a row for each layer and each name of a phase. Phases of the same name and layer share a row.
 """
 
 from typing import NamedTuple
@@ -15,11 +15,11 @@ UNTRACED = -3750763034362895579  # FNV-1a's first value, as a signed number
 
 
 class Trace(NamedTuple):
-    """Empty arrays: off. A row of a matmul or of attention has several tiles; the worker named is whoever claimed one of
-    them last."""
+    """Empty arrays switch tracing off. A row of a matmul or of attention has several tiles; `workers` names the worker that claimed
+    the last of them."""
 
     hashes: np.ndarray  # int64 [layers * labels, T], UNTRACED before the pass
-    workers: np.ndarray  # int64, the same shape; -1: nobody
+    workers: np.ndarray  # int64, the same shape; -1: no worker
 
 
 NO_TRACE = Trace(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
@@ -37,7 +37,7 @@ def is_traced(trace):
 
 @inlined
 def hash_word(digest, word):
-    """FNV-1a, 32 bits at a time: every step is a bijection, so rows that differ in one word never hash alike."""
+    """FNV-1a, 32 bits at a time: every step is a bijection, so rows that differ in one word have different hashes."""
     return np.int64((np.uint64(digest) ^ np.uint64(np.uint32(word))) * np.uint64(1099511628211))
 
 
@@ -63,6 +63,6 @@ def trace_codes(trace, at, tokens, coded, K, first, last):
 
 @inlined
 def trace_worker(worker, trace, at, tokens, first, last):
-    """Who computes these rows."""
+    """Record that this worker computes these rows."""
     for t in range(first, last):
         trace.workers[at, tokens[t]] = worker

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: a GGUF file or a Hugging Face directory, to a description, tensors, tokenizer and template."""
+"""Opening a checkpoint, a GGUF file or a Hugging Face directory: its config, tensors, tokenizer and chat template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,23 +38,23 @@ class Checkpoint:
     config: Config
     source: Source
     chat_template: str | None
-    metadata: Mapping[str, Any]  # what the file says of itself beyond the config
-    keep: bool = True  # whether its packed weights may be kept for a later start
+    metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
+    cacheable: bool = True  # whether its packed weights may be cached for later starts
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         return self.source.tensors
 
     def weights(self, quant: str | None = None) -> dict[str, Matrix | np.ndarray]:
-        """All of them unpacked, for the specification."""
+        """All weights in memory, for the specification."""
         return read_weights(self.stored_weights(quant))
 
     def stored_weights(self, quant: str | None = None) -> dict[str, Stored]:
-        """Names and shapes checked; the matrices' values stay in the file."""
+        """The weights with names and shapes checked; the matrices' values stay in the file."""
         return stored_weights(self.source, quant)
 
     def tokenizer(self) -> Tokenizer | None:
-        """None where the checkpoint brings none; the engine then works on ids."""
+        """The checkpoint's tokenizer; None if it has none, and then the engine works on ids only."""
         if self.format == "GGUF":
             return tokenizer_from_gguf(self.path, dict(self.metadata))
         file = self.path / "tokenizer.json"
@@ -62,7 +62,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads headers and descriptions; weights stay on disk until asked for."""
+    """Read headers and descriptions; weights stay on disk until they are needed."""
     if path.is_dir():
         return _open_directory(path)
     if not path.exists():
@@ -70,7 +70,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_file():
         raise FormatError(f"{path}: neither a file nor a directory")
     if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
-        raise FormatError(f"{path}: give the directory, which holds config.json beside the weights")
+        raise FormatError(f"{path}: give the directory with config.json and the weights")
     return _open_gguf(path)
 
 
@@ -78,7 +78,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     embedding = file.tensors.get(_GGUF_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
-        raise ConfigError(f"{path}: tensor {_GGUF_EMBEDDING!r} is missing or no matrix")
+        raise ConfigError(f"{path}: tensor {_GGUF_EMBEDDING!r} is missing or not a matrix")
     tied = _GGUF_HEAD not in file.tensors
     family, config = config_from_gguf(file.metadata, str(path), embedding.shape[0], tied)
     template = file.metadata.get("tokenizer.chat_template")
@@ -91,12 +91,12 @@ def _open_gguf(path: Path) -> Checkpoint:
 def _open_directory(path: Path) -> Checkpoint:
     if not (path / "config.json").exists():
         ggufs = sorted(path.glob("*.gguf"))
-        hint = f"; it holds {ggufs[0].name}, give that file" if ggufs else ""
+        hint = f"; it contains {ggufs[0].name}: give that file" if ggufs else ""
         raise ModelNotFoundError(f"{path}: no config.json in this directory{hint}")
     document = read_json(path / "config.json")
     generation = path / "generation_config.json"
-    wanted = read_json(generation) if present(generation) else None
-    family, config = config_from_hf(document, str(path / "config.json"), wanted)
+    generation_config = read_json(generation) if present(generation) else None
+    family, config = config_from_hf(document, str(path / "config.json"), generation_config)
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists():
         tensors = read_safetensors(single)
@@ -118,7 +118,7 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
 
 
 def _bos_token(path: Path) -> str:
-    """The text of the begin token; written plainly or, by older tools, as an object."""
+    """The text of the bos token, which is a string or, from older tools, an object."""
     token = _tokenizer_config(path).get("bos_token")
     if isinstance(token, dict):
         token = token.get("content")
@@ -134,7 +134,7 @@ def _template(path: Path) -> str | None:
     if present(file):
         return read_text(file)
     template = _tokenizer_config(path).get("chat_template")
-    if isinstance(template, list):  # several by name; "default" is the one for chat
+    if isinstance(template, list):  # several named templates; "default" is the one for chat
         template = next(
             (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
         )

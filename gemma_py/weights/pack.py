@@ -1,6 +1,6 @@
-"""A model's weights laid out for the kernels: panels in flat arenas, and tables that say where everything is.
+"""Packing: a model's weights as panels in flat arenas, and tables of where each tensor is.
 
-Tables of integers and a few arenas have the same types for every model, so one compiled forward pass serves them all.
+The tables and arenas have the same types for every model, so one compiled forward pass serves all models.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +13,13 @@ from gemma_py.formats.blocks import BF16, Minimum
 from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panel_count
 from gemma_py.weights.tensors import FloatMatrix, Matrix, StoredMatrix, StoredWeights, matrices_of
 
-# Columns of `matrices`.
-KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, BLOCK, MINIMUMS, BYTES, QUADS = range(11)  # WIDTH and on: of CODES alone
+# Columns of `matrices`; WIDTH and those after it are for CODES only.
+KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, BLOCK, MINIMUMS, BYTES, QUADS = range(11)
 FLOATS, BF16_FLOATS, CODES = range(3)  # values of KIND: f32, bfloat16, quantised
 
 
-class Packed(NamedTuple):
-    """Every array is read-only: numba would compile a second pass for writable ones."""
+class PackedArrays(NamedTuple):
+    """All arrays are read-only: for writable ones, numba would compile the pass again."""
 
     floats: np.ndarray  # f32 panels
     bf16: np.ndarray  # bfloat16 panels, as uint16
@@ -30,15 +30,15 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """The packed arrays, and where each tensor of the family is: a matrix's row in `matrices`, a gain's place in `gains`."""
+    """The packed arrays, and where each tensor of the family is: a matrix's row in `matrices`, a gain's index in `gains`."""
 
-    arrays: Packed
+    arrays: PackedArrays
     matrices: Mapping[str, int]
     gains: Mapping[str, int]
 
 
-def matrix_bytes(arrays: Packed, number: int) -> int:
-    """What a pass reads of a packed matrix: all of it, once."""
+def matrix_bytes(arrays: PackedArrays, number: int) -> int:
+    """The bytes of a packed matrix, which a pass reads once."""
     row = arrays.matrices[number]
     panels = panel_count(int(row[ROWS]))
     if row[KIND] == CODES:
@@ -46,14 +46,16 @@ def matrix_bytes(arrays: Packed, number: int) -> int:
     return panels * COLUMNS * int(row[INPUTS]) * (arrays.floats if row[KIND] == FLOATS else arrays.bf16).itemsize
 
 
-LAYOUT = 3  # of panels and arenas, as files of packed weights hold them; a new number leaves old files behind
+LAYOUT = (
+    3  # the version of the layout of panels and arenas in files of packed weights; files of other versions are not read
+)
 _TYPES = tuple(np.dtype(kind) for kind in ("<f4", "<u2", "i1"))  # of the arenas: floats, bf16, codes
 
 
-class Plan:
-    """Where everything will be, from names, shapes and types alone: tables, and the sizes of the arenas.
+class PackingPlan:
+    """The tables and the sizes of the arenas, computed from names, shapes and types alone.
 
-    What `fill` writes into arenas depends on the checkpoint's values, the order of the matrices, and LAYOUT.
+    What `fill` writes into the arenas depends on the checkpoint's values, the order of the matrices, and LAYOUT.
     """
 
     def __init__(self, weights: StoredWeights) -> None:
@@ -62,8 +64,8 @@ class Plan:
         self._rows = {id(matrix): (number, self._place(matrix)) for number, matrix in enumerate(self.matrices)}
         self._numbers = {name: self._rows[id(part)][0] for name, part in weights.items() if id(part) in self._rows}
         gains = {name: part for name, part in weights.items() if isinstance(part, np.ndarray)}
-        places = np.cumsum([0, *(len(gain) for gain in gains.values())])
-        self._gains = dict(zip(gains, (int(place) for place in places), strict=False))
+        offsets = np.cumsum([0, *(len(gain) for gain in gains.values())])
+        self._gains = dict(zip(gains, (int(offset) for offset in offsets), strict=False))
         self._tables = (
             np.concatenate([np.zeros(0, np.float32), *gains.values()]),
             np.array([row for _, row in self._rows.values()], np.int64),
@@ -71,30 +73,30 @@ class Plan:
 
     @property
     def arenas(self) -> list[tuple[np.dtype, int]]:
-        """(type, values) of each. One value at least: an empty arena is never read, but its address is taken."""
+        """(dtype, number of values) of each arena. There is at least one value, because the address of an unused arena is taken too."""
         return [(kind, max(1, size)) for kind, size in zip(_TYPES, self._sizes, strict=True)]
 
     @property
     def bytes(self) -> int:
-        """Of all arenas."""
+        """The size of all arenas together."""
         return sum(kind.itemsize * size for kind, size in self.arenas)
 
     def fill(self, arenas: Sequence[np.ndarray]) -> Iterator[StoredMatrix]:
-        """Pack the matrices into the arenas, one after the other; yields each that is done."""
+        """Pack the matrices into the arenas one after the other, and yield each matrix when it is packed."""
         for matrix in self.matrices:
             for first, part in matrix.parts():
                 _pack(part, first, self._rows[id(matrix)][1], arenas)
             yield matrix
 
     def packed(self, arenas: Sequence[np.ndarray]) -> PackedWeights:
-        """With arenas that have been filled, now or by an earlier process."""
+        """The packed weights, given arenas that have been filled, now or by an earlier process."""
         for array in (*arenas, *self._tables):
             array.flags.writeable = False
         floats, bf16, codes = arenas
-        return PackedWeights(Packed(floats, bf16, codes, *self._tables), self._numbers, self._gains)
+        return PackedWeights(PackedArrays(floats, bf16, codes, *self._tables), self._numbers, self._gains)
 
     def _place(self, matrix: StoredMatrix) -> list[int]:
-        """Room in its arena; its row of `matrices`."""
+        """Reserve room for a matrix in its arena and return its row of `matrices`."""
         kind, (N, K) = matrix.tensor.type, matrix.shape
         arena, panel, row = BF16_FLOATS if kind is BF16 else FLOATS, K * COLUMNS, [0] * 7
         if kind.quantised:
@@ -107,11 +109,11 @@ class Plan:
 
 
 def _pack(part: Matrix, first: int, row: list[int], arenas: Sequence[np.ndarray]) -> None:
-    """Rows of a matrix from `first` on, a multiple of 64, into their panels."""
+    """Pack a run of a matrix's rows into their panels. first: the number of its first row, a multiple of 64."""
     panel = row[BYTES] or row[INPUTS] * COLUMNS
     at = row[AT] + first // COLUMNS * panel
-    place = arenas[row[KIND]][at : at + panel_count(part.shape[0]) * panel]
+    panels = arenas[row[KIND]][at : at + panel_count(part.shape[0]) * panel]
     if isinstance(part, FloatMatrix):
-        pack_floats(part.values, place)
+        pack_floats(part.values, panels)
     else:
-        pack_codes(part.codes, part.block_scales, part.sub_scales, part.width, part.offset, place)
+        pack_codes(part.codes, part.block_scales, part.sub_scales, part.width, part.offset, panels)

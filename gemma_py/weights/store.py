@@ -1,15 +1,15 @@
-"""Packed weights in the user's cache: one safetensors file a checkpoint, written once and memory-mapped at every later start.
+"""PackedArrays weights in the user's cache: one safetensors file a checkpoint, written once and memory-mapped at every later start.
 
     header    metadata: layout, content key, source, checksums of the arenas, sha256 of the header; padded to whole pages
-    arenas    one tensor each, that begins at a page and is padded with zeros to the next
+    arenas    one tensor each, which begins at a page boundary and is padded with zeros to the next one
 
-Nothing that the file says is trusted: its header must equal, byte for byte, what this program would write for this checkpoint
-and for the checksums that the arenas really have. All of it is checked at every start, at the memory's speed: that costs about
-as much as a token, as every token reads all weights, and brings in the pages that the first token needs. A file that is
-damaged, of another size, or that somebody else could have written is packed anew.
+The file is not trusted: its header must equal, byte for byte, what this program would write for this checkpoint and for the
+actual checksums of the arenas. The whole file is checked at every start, at the speed of memory. That takes about as long as one
+token, which reads all weights too, and loads the pages that the first token needs. A file that is damaged, of another size, or
+writable by another user is packed again.
 
-A checkpoint is known by its content: sha256 of the tensors. Since that takes seconds a gigabyte, a record remembers it for
-files of the same device, inode, size and times of change.
+A checkpoint is identified by the sha256 of its tensors. Since that takes seconds a gigabyte, a record stores the digest for a
+file with the same device, inode, size and times of change.
 """
 
 import contextlib
@@ -33,37 +33,39 @@ from gemma_py.formats.safetensors import read_header
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.kernels.checksum import checksum
 from gemma_py.kernels.memory import aligned
-from gemma_py.paths import PARTIAL, abandoned, atomic_write, cache_dir, private_dir
+from gemma_py.paths import PARTIAL, atomic_write, cache_dir, is_abandoned, private_dir
 from gemma_py.progress import ReportProgress, no_report
 from gemma_py.weights.checkpoint import Checkpoint
-from gemma_py.weights.pack import LAYOUT, PackedWeights, Plan
+from gemma_py.weights.pack import LAYOUT, PackedWeights, PackingPlan
 
 FOLDER, RECORDS = "weights", "records"
-OLD_SUFFIX = ".packed"  # of files of a format that is not read any more
+OLD_SUFFIX = ".packed"  # files of a former format, which is not read any more
 _PAGE = 4096
-_LONGEST_SOURCE = 1024  # characters of the source's path, for people who list the cache
-_SMALLEST = 8 << 20  # bytes of weights worth a file: fewer are packed about as fast as they are checked
-_MARGIN = 1 << 30  # bytes that a disk must have left beside the file
+_LONGEST_SOURCE = 1024  # characters of the source's path, which `gemma_py cache` shows
+_SMALLEST = (
+    8 << 20
+)  # bytes of weights below which no file is written: they are packed about as fast as a file is checked
+_MARGIN = 1 << 30  # bytes that must stay free on the disk
 _BLOCK = 1 << 22
-_FRESH = 2_000_000_000  # nanoseconds in which a file system's clock may stand still
+_FRESH = 2_000_000_000  # nanoseconds; the resolution of a file system's clock may be as coarse as this
 
 
-class _Damaged(Exception):
-    """A cached file that is not what this program would have written, and why."""
+class _DamagedError(Exception):
+    """A cached file differs from what this program would have written; the message says how."""
 
 
 def packed_weights(
     checkpoint: Checkpoint, quant: str | None = None, progress: ReportProgress = no_report
 ) -> PackedWeights:
-    """The checkpoint's weights for the kernels: mapped from the cache, packed into it where they are not there yet.
+    """The checkpoint's weights for the kernels: mapped from the cache, or packed into it first if they are not there yet.
 
-    Names and shapes are checked at every start, values when they are packed. Where nothing can be cached, the weights are
+    Names and shapes are checked at every start, values when they are packed. If the cache cannot be written, the weights are
     packed into memory, and a GemmaWarning says why.
     """
-    plan = Plan(checkpoint.stored_weights(quant))
-    for tensor in checkpoint.tensors.values():  # norms are copied; the system maps a megabyte around each
+    plan = PackingPlan(checkpoint.stored_weights(quant))
+    for tensor in checkpoint.tensors.values():  # norms have been copied, and the system has read a megabyte around each
         drop_pages(tensor.data)
-    if not checkpoint.keep or sum(_sizes(plan)) < _SMALLEST:
+    if not checkpoint.cacheable or sum(_sizes(plan)) < _SMALLEST:
         return plan.packed(_in_memory(plan, checkpoint.path, progress))
     try:
         arenas = _cached(plan, checkpoint.path, progress)
@@ -74,14 +76,14 @@ def packed_weights(
     return plan.packed(arenas)
 
 
-def _in_memory(plan: Plan, source: Path, progress: ReportProgress) -> list[np.ndarray]:
+def _in_memory(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[np.ndarray]:
     arenas = [aligned(count, kind, np.zeros) for kind, count in plan.arenas]
     _fill(plan, arenas, source, progress)
     return arenas
 
 
-def _cached(plan: Plan, source: Path, progress: ReportProgress) -> list[np.ndarray]:
-    """The arenas in the cache's file, written first where it is missing or damaged."""
+def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[np.ndarray]:
+    """The arenas of the cached file, which is written first if it is missing or damaged."""
     folder = private_dir(cache_dir() / FOLDER)
     key = _content_key(plan, folder / RECORDS, progress)
     path = folder / f"{key.hex()[:40]}-{LAYOUT}{SUFFIX}"
@@ -89,23 +91,23 @@ def _cached(plan: Plan, source: Path, progress: ReportProgress) -> list[np.ndarr
         return _mapped(path, plan, key)
     except FileNotFoundError:
         pass
-    except _Damaged as error:
-        warnings.warn(f"{path}: {error}; the weights are packed anew", GemmaWarning, stacklevel=3)
+    except _DamagedError as error:
+        warnings.warn(f"{path}: {error}; the weights are packed again", GemmaWarning, stacklevel=3)
     _write(path, plan, key, source, progress)
     _drop_from_page_cache(path)
     try:
         return _mapped(path, plan, key)
-    except _Damaged as error:
+    except _DamagedError as error:
         raise OSError(f"{path}: {error}, just after it was written") from None
 
 
-def _sizes(plan: Plan) -> list[int]:
-    """Bytes of each arena in the file, padded to whole pages."""
+def _sizes(plan: PackingPlan) -> list[int]:
+    """The bytes of each arena in the file, padded to whole pages."""
     return [-(-kind.itemsize * count // _PAGE) * _PAGE for kind, count in plan.arenas]
 
 
-def _header(plan: Plan, key: bytes, source: str, checksums: Sequence[int]) -> bytes:
-    """Whole pages; its length does not depend on the checksums."""
+def _header(plan: PackingPlan, key: bytes, source: str, checksums: Sequence[int]) -> bytes:
+    """The file's header, padded to whole pages. Its length does not depend on the checksums."""
     metadata = {
         "format": "gemma_py packed weights", "layout": str(LAYOUT), "key": key.hex(), "source": source,
         "checksums": " ".join(f"{checksum:016x}" for checksum in checksums),
@@ -118,46 +120,46 @@ def _header(plan: Plan, key: bytes, source: str, checksums: Sequence[int]) -> by
     return with_digest(header, hashlib.sha256(header).hexdigest())
 
 
-def _padded_arenas(data: np.ndarray, plan: Plan) -> list[np.ndarray]:
-    """uint8 views of a file's last bytes, each with its padding."""
+def _padded_arenas(data: np.ndarray, plan: PackingPlan) -> list[np.ndarray]:
+    """The arenas at the end of a file, each with its padding, as uint8 views."""
     sizes = _sizes(plan)
     ends = np.cumsum(sizes) + len(data) - sum(sizes)
     return [data[end - size : end] for end, size in zip(ends.tolist(), sizes, strict=True)]
 
 
-def _arenas(data: np.ndarray, plan: Plan) -> list[np.ndarray]:
+def _arenas(data: np.ndarray, plan: PackingPlan) -> list[np.ndarray]:
     padded = zip(_padded_arenas(data, plan), plan.arenas, strict=True)
     return [arena[: kind.itemsize * count].view(kind) for arena, (kind, count) in padded]
 
 
-def _checksums(data: np.ndarray, plan: Plan) -> list[int]:
+def _checksums(data: np.ndarray, plan: PackingPlan) -> list[int]:
     return [int(checksum(arena.view("<u8"))) for arena in _padded_arenas(data, plan)]
 
 
-def _mapped(path: Path, plan: Plan, key: bytes) -> list[np.ndarray]:
-    """The arenas of an intact file, read-only. FileNotFoundError if there is none, _Damaged if it is not intact."""
+def _mapped(path: Path, plan: PackingPlan, key: bytes) -> list[np.ndarray]:
+    """The arenas of an intact file, read-only. FileNotFoundError if there is no file, _DamagedError if it is not intact."""
     if path.is_symlink():
-        raise _Damaged("a link")
+        raise _DamagedError("is a link")
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise _Damaged("not a file that only this user may write")
+            raise _DamagedError("is not a file that only this user may write")
         try:
             header = read_header(path, status.st_size)
         except GemmaError:
-            raise _Damaged("damaged") from None
+            raise _DamagedError("damaged") from None
         source = header.metadata.get("source", "")
         blank = _header(plan, key, source, [0] * len(plan.arenas))
         if header.size != len(blank) or status.st_size != len(blank) + sum(_sizes(plan)):
-            raise _Damaged("damaged")
+            raise _DamagedError("damaged")
         mapped = mmap.mmap(handle, status.st_size, access=mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without large pages for files
+            with contextlib.suppress(OSError):  # the system has no large pages for files
                 mapped.madvise(mmap.MADV_HUGEPAGE)
         data = np.frombuffer(mapped, np.uint8)
         if data[: header.size].tobytes() != _header(plan, key, source, _checksums(data, plan)):
-            raise _Damaged("damaged")
+            raise _DamagedError("damaged")
         with contextlib.suppress(OSError):
             os.utime(handle)  # `gemma_py cache` shows when the file was last used
     finally:
@@ -166,8 +168,8 @@ def _mapped(path: Path, plan: Plan, key: bytes) -> list[np.ndarray]:
 
 
 def _drop_from_page_cache(path: Path) -> None:
-    """A file that was written page by page lies in memory in small pages, which make decoding a fifth slower. The next read
-    brings it back in large ones, where the system has such."""
+    """A file that was just written is in the page cache as small pages, which make decoding a fifth slower. The next read loads
+    it as large pages, where the system supports them."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -175,17 +177,17 @@ def _drop_from_page_cache(path: Path) -> None:
 
 
 def source_of(path: Path) -> str | None:
-    """The checkpoint that a file was packed from, as its header says; None where it is no valid header."""
+    """The checkpoint that a file was packed from, according to its header; None if the header is not valid."""
     try:
         return read_header(path, path.stat().st_size).metadata.get("source")
     except GemmaError:
         return None
 
 
-def _write(path: Path, plan: Plan, key: bytes, source: Path, progress: ReportProgress) -> None:
-    """Write the file whole or not at all; OSError where that fails. Another process that packs it too does no harm."""
-    for left in path.parent.glob(f"*{SUFFIX}.*{PARTIAL}"):  # by a process that was killed
-        if abandoned(left):
+def _write(path: Path, plan: PackingPlan, key: bytes, source: Path, progress: ReportProgress) -> None:
+    """Write the file atomically; OSError if that fails. Another process may write the same file at the same time."""
+    for left in path.parent.glob(f"*{SUFFIX}.*{PARTIAL}"):  # partial files of processes that were killed
+        if is_abandoned(left):
             left.unlink(missing_ok=True)
     name = os.fsencode(source.absolute()).decode("utf-8", "replace")[:_LONGEST_SOURCE]
     blank = _header(plan, key, name, [0] * len(plan.arenas))
@@ -193,11 +195,11 @@ def _write(path: Path, plan: Plan, key: bytes, source: Path, progress: ReportPro
     free = shutil.disk_usage(path.parent).free
     if free < size + _MARGIN:
         raise OSError(
-            f"{path.parent}: {size >> 20} MiB and a margin of {_MARGIN >> 20} are needed, {free >> 20} are free"
+            f"{path.parent}: {size >> 20} MiB and a margin of {_MARGIN >> 20} are needed, {free >> 20} MiB are free"
         )
     with atomic_write(path) as file:
-        # All blocks at once: a mapped file that meets a full disk later ends the process (SIGBUS). Where there is no such
-        # call (macOS), the margin has to do.
+        # Allocate all blocks first: if the disk became full while the mapped file is written, the process would end (SIGBUS).
+        # Where there is no such call (macOS), there is only the margin.
         reserve = getattr(os, "posix_fallocate", lambda handle, _, size: os.truncate(handle, size))
         reserve(file.fileno(), 0, size)
         data = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
@@ -206,8 +208,8 @@ def _write(path: Path, plan: Plan, key: bytes, source: Path, progress: ReportPro
         data[: len(header)] = np.frombuffer(header, np.uint8)
 
 
-def _fill(plan: Plan, arenas: Sequence[np.ndarray], source: Path, progress: ReportProgress) -> None:
-    """Pack, and drop the pages that are done: neither the checkpoint nor a file being written stays in memory."""
+def _fill(plan: PackingPlan, arenas: Sequence[np.ndarray], source: Path, progress: ReportProgress) -> None:
+    """Pack the matrices, and drop finished pages, so that neither the checkpoint nor the new file stays in memory."""
     what, done = f"packing the weights of {source.name}", 0
     total = sum(matrix.tensor.data.nbytes for matrix in plan.matrices)
     progress(what, done, total, "bytes")
@@ -219,8 +221,8 @@ def _fill(plan: Plan, arenas: Sequence[np.ndarray], source: Path, progress: Repo
         progress(what, done, total, "bytes")
 
 
-def _content_key(plan: Plan, records: Path, progress: ReportProgress) -> bytes:
-    """sha256 of all that the arenas are made of, remembered for files that have not changed since."""
+def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> bytes:
+    """sha256 of the tensors that the arenas are made from, or the recorded digest if the files have not changed since."""
     tensors = [matrix.tensor for matrix in plan.matrices]
     shapes = [(tensor.name, tensor.type.name, tensor.shape, str(tensor.path)) for tensor in tensors]
     paths = sorted({tensor.path for tensor in tensors})
@@ -231,10 +233,10 @@ def _content_key(plan: Plan, records: Path, progress: ReportProgress) -> bytes:
         if re.fullmatch(rb"[0-9a-f]{64}\n", text):
             return bytes.fromhex(text.decode())
     key = _digest(tensors, progress)
-    # Files that changed just now may change again without their times telling.
+    # No record for files that have just changed: they may change again without new times.
     latest = max(max(identity[3:]) for identity in before)
     if [_identity(path) for path in paths] == before and time.time_ns() - latest > _FRESH:
-        # Without a record the next start hashes again; a packed file that is there is used all the same.
+        # Without a record, the next start computes the digest again and then uses the packed file.
         with contextlib.suppress(OSError), atomic_write(record) as file:
             file.write(key.hex().encode() + b"\n")
     return key
@@ -258,11 +260,11 @@ def _digest(tensors: Sequence[StoredTensor], progress: ReportProgress) -> bytes:
 def drop_records() -> None:
     """Remove the records of checkpoints that have no packed file any more."""
     folder = cache_dir() / FOLDER
-    known = {path.name[:40] for path in folder.glob(f"*{SUFFIX}")}
+    packed = {path.name[:40] for path in folder.glob(f"*{SUFFIX}")}
     for record in (folder / RECORDS).glob("*"):
         if (
             re.fullmatch("[0-9a-f]{64}", record.name)
-            and record.read_bytes()[:40].decode("ascii", "replace") not in known
+            and record.read_bytes()[:40].decode("ascii", "replace") not in packed
         ):
             record.unlink(missing_ok=True)
 

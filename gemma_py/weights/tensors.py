@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as the weights of a model: named, shaped, checked, and laid out for the arithmetic."""
+"""A checkpoint's tensors as the weights of a model: names, shapes and values are checked, codes are unpacked."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,8 +12,10 @@ from gemma_py.formats.blocks import QUANTS, Minimum, scales_of
 from gemma_py.formats.tensor import QuantisedTensor, StoredTensor
 from gemma_py.models.program import Tensor
 
-_CHUNK = 1 << 19  # values looked at or unpacked at a time: what numpy makes on the way stays in the caches
-_RUN = 64  # rows of a part are a multiple of this, so that whoever lays parts out in panels never sees a part of four
+_CHUNK = (
+    1 << 19
+)  # values that are checked or unpacked at a time, so that numpy's temporary arrays stay in the processor's caches
+_RUN = 64  # rows of a run are a multiple of this, and so whole panels and groups of panels
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,12 @@ class FloatMatrix:
 
 @dataclass(frozen=True)
 class CodeMatrix:
-    """A value is scale * code - minimum; each scale and minimum is its block's, times a sub-scale in formats that have them."""
+    """A value is scale * code - minimum. A scale or minimum is that of its block, times a sub-scale in formats that have them."""
 
     codes: np.ndarray  # int8 [N, K]
     block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: of scales, and of minimums where the format has them
     sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group] of each, or none
-    width: int  # bits that hold a code without loss, once the offset is added
+    width: int  # bits of a code after the offset is added
     offset: int
 
     @property
@@ -67,7 +69,7 @@ Matrix = FloatMatrix | CodeMatrix
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix that is still in its file: named and shaped, its values unread."""
+    """A matrix in its file: name and shape are checked, the values are not read yet."""
 
     tensor: StoredTensor
 
@@ -76,19 +78,19 @@ class StoredMatrix:
         return self.tensor.shape[0], self.tensor.shape[1]
 
     def rows(self, first: int, last: int) -> Matrix:
-        """These rows, read and checked."""
+        """Read and check these rows."""
         quantised = self.tensor.type.quantised
         return _code_rows(self.tensor, first, last) if quantised else _float_rows(self.tensor, first, last)
 
     def parts(self) -> Iterator[tuple[int, Matrix]]:
-        """All rows in runs of moderate size, each with the number of its first row, a multiple of 16."""
+        """All rows in runs of moderate size, each with the number of its first row, a multiple of 64."""
         N, K = self.shape
         step = max(1, _CHUNK // (K * _RUN)) * _RUN
         for first in range(0, N, step):
             yield first, self.rows(first, min(first + step, N))
 
     def whole(self) -> Matrix:
-        """For the specification: floats mapped as they are where that is possible, codes unpacked."""
+        """The whole matrix, for the specification: floats are memory-mapped where possible, codes are unpacked."""
         if not self.tensor.type.quantised:
             return _float_rows(self.tensor, 0, self.shape[0])
         parts = [part for _, part in self.parts() if isinstance(part, CodeMatrix)]
@@ -105,22 +107,22 @@ Weights = Mapping[str, Matrix | np.ndarray]  # by the family's names; lm_head is
 StoredWeights = Mapping[str, Stored]
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
-_IGNORED = (".rotary_emb.inv_freq",)  # endings of tensors that mean nothing
+_IGNORED = (".rotary_emb.inv_freq",)  # endings of tensors that are not used
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model's tensors come from: what a checkpoint holds, and what it calls what the family asks for.
+    """A checkpoint's tensors, and which of them the family needs.
 
-    specs: the family's tensors. names: for each of them the checkpoint's. plus_one: gains are stored without their 1.
+    specs: the family's tensors. names: the checkpoint's name of each of them. plus_one: gains are stored without their 1.
     """
 
     tensors: Mapping[str, StoredTensor]
     specs: Mapping[str, Tensor]
     names: Mapping[str, str]
     plus_one: bool
-    tied: bool  # the head is the embedding, unless the checkpoint stores another one
+    tied: bool  # the head is the embedding, unless the checkpoint has a head that differs
     where: str
 
 
@@ -131,7 +133,7 @@ def gguf_source(tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor]
 def hugging_face_source(
     tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor], tied: bool, where: str
 ) -> Source:
-    """A multimodal checkpoint keeps its text model deeper inside; the prefix is found by the embedding."""
+    """In a multimodal checkpoint, the names of the text model have a prefix; it is found by the embedding's name."""
     embedding = specs[EMBEDDING].hugging_face
     prefix = next((prefix for prefix in _PREFIXES if prefix + embedding in tensors), None)
     if prefix is None:
@@ -143,36 +145,36 @@ def hugging_face_source(
 
 
 def is_text_tensor(name: str) -> bool:
-    """False for what belongs to other parts of a multimodal checkpoint."""
+    """False for tensors of the other parts of a multimodal checkpoint."""
     others = ("vision_tower.", "multi_modal_projector.", "vision_model.", "embed_vision.", "v.", "mm.")
     return not name.removeprefix("model.").startswith(others)
 
 
 def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored]:
-    """Every tensor that the family asks for, and no other: one that is left over means that the config is not its own.
+    """The tensors that the family needs. A further tensor is an error, because it means that the config describes another model.
 
     Matrices stay in their file; gains, which are small, are read. Names, shapes and types are checked.
-    quant: of QUANTS, what matrices of floats are packed to; None leaves all as it is stored.
+    quant: the type in QUANTS that float matrices are quantised to; None leaves them as they are.
     """
-    made: dict[str, Stored] = {}
+    weights: dict[str, Stored] = {}
     for name, spec in source.specs.items():
         if name == HEAD and source.tied and not _differs(source):
-            made[HEAD] = made[EMBEDDING]
+            weights[HEAD] = weights[EMBEDDING]
             continue
         tensor = _take(source, source.names[name], spec.shape)
         if len(spec.shape) == 2:
-            made[name] = StoredMatrix(packed_to(quant, tensor))
+            weights[name] = StoredMatrix(quantised_to(quant, tensor))
         else:
-            made[name] = _gain(tensor, source.plus_one and spec.plus_one)
+            weights[name] = _gain(tensor, source.plus_one and spec.plus_one)
     used = {*source.names.values()}  # the head too: some files store the shared matrix twice
     for name in source.tensors:
         if name not in used and is_text_tensor(name) and not name.endswith(_IGNORED):
             raise ConfigError(f"{source.where}: tensor {name!r:.80} is not part of the model that the config describes")
-    return made
+    return weights
 
 
 def read_weights(stored: StoredWeights) -> dict[str, Matrix | np.ndarray]:
-    """All matrices unpacked, for the specification."""
+    """All weights in memory, for the specification."""
     whole: dict[int, Matrix] = {}
     made: dict[str, Matrix | np.ndarray] = {}
     for name, part in stored.items():
@@ -184,7 +186,7 @@ def read_weights(stored: StoredWeights) -> dict[str, Matrix | np.ndarray]:
 
 
 def matrices_of(stored: StoredWeights) -> list[StoredMatrix]:
-    """Each once, in the order in which they are laid out."""
+    """The matrices in the order of the packed weights. A matrix with two names (a tied head) is there once."""
     return list({id(part): part for part in stored.values() if isinstance(part, StoredMatrix)}.values())
 
 
@@ -209,22 +211,22 @@ def _gain(tensor: StoredTensor, plus_one: bool) -> np.ndarray:
 
 
 def _differs(source: Source) -> bool:
-    """Whether a head is stored that is not the embedding. transformers uses it then, whatever the config says."""
+    """Whether the checkpoint has a head that differs from the embedding. transformers then uses it, whatever the config says."""
     head, embedding = (source.tensors.get(source.names[name]) for name in (HEAD, EMBEDDING))
     return head is not None and embedding is not None and not np.array_equal(head.data, embedding.data)
 
 
 def stays_float(quant: str, tensor: StoredTensor) -> bool:
-    """A matrix whose rows are not whole blocks, which no converter packs either."""
+    """Whether the matrix stays float because its rows are not whole blocks. No converter quantises such a matrix either."""
     return len(tensor.shape) == 2 and tensor.shape[1] % QUANTS[quant].block != 0
 
 
-def packed_to(quant: str | None, tensor: StoredTensor) -> StoredTensor:
-    """The matrix as blocks of that type, where it can be."""
+def quantised_to(quant: str | None, tensor: StoredTensor) -> StoredTensor:
+    """The matrix quantised to that type, if its rows are whole blocks."""
     if quant is None:
         return tensor
     if tensor.type.quantised:
-        raise InputError(f"{tensor.where}: quant {quant!r} wants float weights, found {tensor.type.name} already")
+        raise InputError(f"{tensor.where}: quant {quant!r} needs float weights, found {tensor.type.name}")
     if stays_float(quant, tensor):
         return tensor
     return QuantisedTensor(tensor.name, QUANTS[quant], tensor.shape, tensor.data, tensor.path, tensor)
@@ -235,14 +237,14 @@ def _not_finite(tensor: StoredTensor) -> NoReturn:
 
 
 def _float_rows(tensor: StoredTensor, first: int, last: int) -> FloatMatrix:
-    """Mapped as it is where the kernels can read it: f32, and bfloat16 as uint16. float16 is widened."""
+    """Float rows: f32, and bfloat16 as uint16, are memory-mapped; float16 is widened to f32."""
     shape = (last - first, tensor.shape[1])
     blocks = tensor.blocks(first, last)
     if tensor.type.name == "F16":
         values = tensor.type.dequantise(blocks).reshape(shape)
     else:
         values = blocks.reshape(-1).view("<u2" if tensor.type.name == "BF16" else "<f4").reshape(shape)
-        values = np.require(values, requirements=["C", "A"])  # a copy where the file has it unaligned
+        values = np.require(values, requirements=["C", "A"])  # a copy where the data is unaligned in the file
     flat = values.reshape(-1)
     for at in range(0, flat.size, _CHUNK):
         part = flat[at : at + _CHUNK]
@@ -254,7 +256,7 @@ def _float_rows(tensor: StoredTensor, first: int, last: int) -> FloatMatrix:
 
 
 def _code_rows(tensor: StoredTensor, first: int, last: int) -> CodeMatrix:
-    """Unpacked to one int8 a weight, so that the arithmetic need not know formats."""
+    """Quantised rows, unpacked to one int8 a weight, so that the arithmetic does not depend on formats."""
     kind, K = tensor.type, tensor.shape[1]
     assert kind.unpack is not None
     part = kind.unpack(tensor.blocks(first, last))

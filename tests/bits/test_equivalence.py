@@ -24,8 +24,8 @@ from gemma_py.runtime import batch as batches
 from gemma_py.runtime import cache as caches
 from gemma_py.runtime import phases, program
 from gemma_py.runtime import runner as runners
-from gemma_py.runtime.runner import Part
-from gemma_py.runtime.trial import Trial
+from gemma_py.runtime.fault_injection import FaultPlan
+from gemma_py.runtime.runner import SequenceInput
 
 THREADS = (1, 2, 3, 4, 8)
 TOKENS = 70  # two tiles of attention and several windows
@@ -111,7 +111,7 @@ def test_positions_that_workers_share_match_the_reference(tmp_path: Path, worker
     with opened(tmp_path, workers, kv=kv) as engine:
         want = Expected(engine, prompt(engine.config, 100))
         for seed in range(3):
-            engine.instruments.trial = Trial(seed=seed)
+            engine.instruments.fault_plan = FaultPlan(seed=seed)
             assert want.same(engine, [1])
             assert want.same(engine, [33, 1, 1])
 
@@ -141,7 +141,7 @@ def test_drawn_shapes_match_the_reference(tmp_path_factory: pytest.TempPathFacto
     tiny.write(
         tiny.Variant(family(**shape), dtype=draw(st.sampled_from(["F32", "BF16"]))), path, draw(st.integers(1, 99))
     )
-    with opened(path, draw(st.integers(1, 4)), Trial(seed=draw(st.integers(0, 1000)))) as engine:
+    with opened(path, draw(st.integers(1, 4)), FaultPlan(seed=draw(st.integers(0, 1000)))) as engine:
         want = Expected(engine, prompt(engine.config, draw(st.integers(1, 90))))
         assert want.same(engine, draw(st.lists(st.integers(1, 90), min_size=1, max_size=4)))
 
@@ -152,7 +152,7 @@ def test_bfloat16_rows_match_their_reference(checkpoints: dict[str, Path], name:
         want = Expected(engine, prompt(engine.config, TOKENS))
         rows = engine.session()
         rows.prefill(want.ids)
-        assert {part.dtype for pair in rows.stored(rows.position) for part in pair} == {np.dtype(np.uint16)}
+        assert {part.dtype for pair in rows.raw_kv_rows(rows.position) for part in pair} == {np.dtype(np.uint16)}
         for sizes in ([TOKENS], [1], [7, 12]):
             assert want.same(engine, sizes)
 
@@ -184,7 +184,7 @@ def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> b
         for number in chosen:
             size = rng.choice([1, 1, rng.randint(1, 40)])
             tokens = wants[number].ids[done[number] : done[number] + size]
-            parts.append(Part(caches_[number], tokens, rng.choice([0, 1, len(tokens)])))
+            parts.append(SequenceInput(caches_[number], tokens, rng.choice([0, 1, len(tokens)])))
         if not parts:
             continue
         for number, part, logits in zip(chosen, parts, engine.run_together(parts), strict=True):
@@ -204,7 +204,7 @@ def test_shared_passes_match_the_reference(checkpoints: dict[str, Path], name: s
     with opened(checkpoints[name], 3) as engine:
         wants = company(name, engine)
         for seed in range(12):
-            engine.instruments.trial = Trial(seed=seed)
+            engine.instruments.fault_plan = FaultPlan(seed=seed)
             assert together(engine, wants, seed), f"seed {seed}"
 
 
@@ -222,17 +222,19 @@ def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path]) -> None
     with opened(checkpoints["gemma3"], 4) as engine:
         want = expected("gemma3", engine)
         for seed in range(1, 41):
-            engine.instruments.trial = Trial(seed=seed)
+            engine.instruments.fault_plan = FaultPlan(seed=seed)
             assert want.same(engine, [TOKENS] if seed % 2 else [23]), f"seed {seed}"
 
 
 # --- negative controls: break it, and the checks above must see it ----------------------------------------------------
 
 
-def caught(engine: gemma_py.Engine, want: Expected, trials: Iterator[Trial], sizes: Sequence[int] = (TOKENS,)) -> bool:
+def caught(
+    engine: gemma_py.Engine, want: Expected, plans: Iterator[FaultPlan], sizes: Sequence[int] = (TOKENS,)
+) -> bool:
     """Whether any of these schedules gives other bits, or an error."""
-    for trial in trials:
-        engine.instruments.trial = trial
+    for plan in plans:
+        engine.instruments.fault_plan = plan
         try:
             if not want.same(engine, sizes):
                 return True
@@ -241,19 +243,21 @@ def caught(engine: gemma_py.Engine, want: Expected, trials: Iterator[Trial], siz
     return False
 
 
-@pytest.mark.parametrize("drop", ["await", "order"])
-def test_control_rows_read_or_published_out_of_order(checkpoints: dict[str, Path], drop: str) -> None:
+@pytest.mark.parametrize("omitted", ["await", "order"])
+def test_control_rows_read_or_published_out_of_order(checkpoints: dict[str, Path], omitted: str) -> None:
     with opened(checkpoints["gemma3"], 4) as engine:
-        assert caught(engine, expected("gemma3", engine), (Trial(seed=seed, drop=drop) for seed in range(1, 300)))
+        assert caught(
+            engine, expected("gemma3", engine), (FaultPlan(seed=seed, omit=omitted) for seed in range(1, 300))
+        )
 
 
-@pytest.mark.parametrize("drop", ["await", "order"])
-def test_control_rows_of_one_sequence_out_of_order_in_company(checkpoints: dict[str, Path], drop: str) -> None:
+@pytest.mark.parametrize("omitted", ["await", "order"])
+def test_control_rows_of_one_sequence_out_of_order_in_company(checkpoints: dict[str, Path], omitted: str) -> None:
     with opened(checkpoints["gemma3"], 4) as engine:
         wants = company("gemma3", engine)
 
         def seen(seed: int) -> bool:
-            engine.instruments.trial = Trial(seed=seed, drop=drop)
+            engine.instruments.fault_plan = FaultPlan(seed=seed, omit=omitted)
             try:
                 return not together(engine, wants, seed)
             except WorkerError:
@@ -269,7 +273,7 @@ def test_control_what_belongs_to_another_sequence(
     """Two sequences' caches, positions or logits change places."""
     honest = runners._batch
 
-    def confused(parts: Sequence[Part], buffers: np.ndarray) -> batches.Batch:
+    def confused(parts: Sequence[SequenceInput], buffers: np.ndarray) -> batches.Batch:
         batch = honest(parts, buffers)
         if len(parts) > 1:
             if what == "tables":
@@ -303,8 +307,8 @@ def test_control_a_barrier_dropped(tmp_path: Path, phase: str) -> None:
         want = Expected(engine, prompt(engine.config, TOKENS))
         assert want.same(engine, [TOKENS])
         label = engine.program.label(phase)
-        trials = (Trial(seed=seed, drop="barrier", drop_phase=label) for seed in range(1, 300))
-        assert caught(engine, want, trials)
+        plans = (FaultPlan(seed=seed, omit="barrier", omit_phase=label) for seed in range(1, 300))
+        assert caught(engine, want, plans)
 
 
 def test_control_the_barrier_after_scores_dropped(tmp_path: Path) -> None:
@@ -312,8 +316,8 @@ def test_control_the_barrier_after_scores_dropped(tmp_path: Path) -> None:
     with opened(tmp_path, 3) as engine:
         want = Expected(engine, prompt(engine.config, 100))
         label = engine.program.label("scores")
-        trials = (Trial(seed=seed, drop="barrier", drop_phase=label) for seed in range(1, 100))
-        assert caught(engine, want, trials, [1])
+        plans = (FaultPlan(seed=seed, omit="barrier", omit_phase=label) for seed in range(1, 100))
+        assert caught(engine, want, plans, [1])
 
 
 def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +330,7 @@ def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypa
         ]
         for number, rows in enumerate(needed):
             if rows != self.layers[number].capacity:
-                self._move(number, max(1, rows))
+                self._reallocate(number, max(1, rows))
 
     with opened(checkpoints["gemma3"], 2) as engine:
         want = expected("gemma3", engine)
@@ -403,7 +407,7 @@ def test_control_another_order_of_a_sum(
 # --- a simulated schedule: one thread, tile by tile, in any legal order -----------------------------------------------
 
 
-def phase_of(model: program.Model, kind: int, layer: int) -> tuple[int, int]:
+def phase_of(model: program.ModelTables, kind: int, layer: int) -> tuple[int, int]:
     """The first operation of the layer's phase in which one of this kind stands, and the end of the phase."""
     ops = model.ops
     (at,) = np.flatnonzero((ops[:, program.OP] == kind) & (ops[:, program.LAYER] == layer))
@@ -418,13 +422,13 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
     `await_rows` has it. Gives the attention's output and the ring. A seed that fails can be run again.
     """
     runner, session, model = engine.runner, engine.session(), engine.program.model
-    engine.instruments.trial = None
+    engine.instruments.fault_plan = None
     session.prefill(prompt(engine.config, 30))
     cache = session._cache
     cache.reserve(chunk)
-    cache.forget_uncommitted()
+    cache.poison_uncommitted()
     s = runner._scratch_for(chunk, 1)
-    batch = runners._batch([Part(cache, [0] * chunk)], runner._addresses(s, chunk, np.empty(0, np.float32)))
+    batch = runners._batch([SequenceInput(cache, [0] * chunk)], runner._addresses(s, chunk, np.empty(0, np.float32)))
     noise = np.random.default_rng(5)
     s.floats[:] = noise.standard_normal(len(s.floats), np.float32)
     angles, (attend, _) = phase_of(model, ROPE_TABLE, 0), phase_of(model, ATTEND, number)
@@ -449,7 +453,7 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
     op = model.ops[attend]
     width, place = (
         int(op[program.HEADS] * op[program.WIDTH]),
-        int(engine.program.sizes.places[op[program.TARGET]]) * chunk,
+        int(engine.program.sizes.offsets[op[program.TARGET]]) * chunk,
     )
     return s.floats[place : place + chunk * width].copy(), cache.layers[number].keys.copy()
 
@@ -478,7 +482,7 @@ def test_a_thousand_orders_of_tiles_on_one_thread(checkpoints: dict[str, Path]) 
     with opened(checkpoints["gemma3"], 1) as engine:
         want = expected("gemma3", engine)
         for seed in range(1, 1001):
-            engine.instruments.trial = Trial(seed=seed)
+            engine.instruments.fault_plan = FaultPlan(seed=seed)
             assert want.same(engine, [TOKENS], all_logits=False), f"seed {seed}"
 
 

@@ -22,7 +22,7 @@ from repository import TINY
 
 import gemma_py
 from gemma_py.errors import ComputationError, ContextError, InputError, WorkerError
-from gemma_py.runtime.trial import Trial
+from gemma_py.runtime.fault_injection import FaultPlan
 
 TOKENS = 40
 
@@ -52,11 +52,11 @@ def test_a_fault_is_reported_and_survived(
     before = TOKENS - 1 if name == "scores" else 10  # scores are made by themselves only for a token alone
     session = engine.session()
     session.prefill(want.ids[:before])
-    engine.instruments.trial = Trial(fault=fault, worker=2, layer=layer, phase=phase, place="enter")
+    engine.instruments.fault_plan = FaultPlan(fault=fault, worker=2, layer=layer, phase=phase, place="enter")
     with pytest.raises(WorkerError, match=name) as caught:
         session.prefill(want.ids[before:])
     assert (caught.value.worker, caught.value.layer, caught.value.phase) == (2, layer, phase)
-    engine.instruments.trial = None
+    engine.instruments.fault_plan = None
     assert session.position == before
     assert want.same(engine, [13])  # the engine goes on, with a new session ...
     if caught.value.settled:  # ... and with the old one, unless a stalled worker may still write to it
@@ -74,10 +74,10 @@ def test_a_stalled_worker_keeps_alive_what_it_may_write_to() -> None:
         session = opened.session()
         session.prefill([2, 3])
         rows = weakref.ref(session._cache.layers[0].keys)
-        opened.instruments.trial = Trial(fault="stall", worker=1)
+        opened.instruments.fault_plan = FaultPlan(fault="stall", worker=1)
         with contextlib.suppress(WorkerError):
             session.prefill([4])
-        opened.instruments.trial = None
+        opened.instruments.fault_plan = None
         assert not session.usable
         del session
         opened.session().prefill([2, 3])

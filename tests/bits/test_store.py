@@ -1,4 +1,4 @@
-"""Packed weights on disk: written once, mapped at the next start, private, repaired, dispensable; never another bit."""
+"""PackedArrays weights on disk: written once, mapped at the next start, private, repaired, dispensable; never another bit."""
 
 import contextlib
 import errno
@@ -29,7 +29,7 @@ from gemma_py.kernels.decorator import CACHE
 from gemma_py.weights import store
 from gemma_py.weights import tensors as weights
 from gemma_py.weights.checkpoint import open_checkpoint
-from gemma_py.weights.pack import Packed
+from gemma_py.weights.pack import PackedArrays
 from gemma_py.weights.tensors import StoredMatrix
 
 VARIANT = tiny.VARIANTS["gemma3"]
@@ -51,11 +51,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path / "cache" / "gemma_py" / "weights"
 
 
-def packed(path: Path) -> Packed:
+def packed(path: Path) -> PackedArrays:
     return store.packed_weights(open_checkpoint(path)).arrays
 
 
-def bits(m: Packed) -> list[bytes]:
+def bits(m: PackedArrays) -> list[bytes]:
     return [array.tobytes() for array in m]
 
 
@@ -139,7 +139,7 @@ def test_damage_anywhere_is_repaired_with_one_line(
     good = kept.read_bytes()
     for name, damage in DAMAGES.items():
         kept.write_bytes(damage(good))
-        with pytest.warns(GemmaWarning, match="packed anew") as said:
+        with pytest.warns(GemmaWarning, match="packed again") as said:
             assert bits(packed(checkpoint)) == expected, name
         assert len(said) == 1, name
         assert only(folder).read_bytes() == good, name
@@ -186,7 +186,7 @@ def test_another_layout_is_left_alone(checkpoint: Path, folder: Path, monkeypatc
     (new,) = {path for path in folder.iterdir() if path.is_file()} - {old}
     assert old.read_bytes() == data
     new.write_bytes(data)  # under the new name, but of the old layout
-    with pytest.warns(GemmaWarning, match="packed anew"):
+    with pytest.warns(GemmaWarning, match="packed again"):
         assert bits(packed(checkpoint)) == expected
     assert new.read_bytes() != data
 
@@ -290,7 +290,7 @@ def test_a_file_that_others_may_have_written_is_replaced(checkpoint: Path, folde
 
     for spoil in (loosen, link, *([give_away] if os.getuid() == 0 else [])):
         spoil()
-        with pytest.warns(GemmaWarning, match="packed anew"):
+        with pytest.warns(GemmaWarning, match="packed again"):
             assert bits(packed(checkpoint)) == expected, spoil
         assert not kept.is_symlink()
         assert kept.stat().st_mode & 0o777 == 0o600

@@ -49,9 +49,9 @@ from gemma_py.kernels.atomics import (
 from gemma_py.kernels.decorator import kernel
 from gemma_py.reference.arithmetic import is_ieee as specification_is_ieee
 from gemma_py.runtime.cells import LINE, make_cells
+from gemma_py.runtime.fault_injection import FaultPlan, shuffle
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
-from gemma_py.runtime.trial import Trial, shuffle
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,15 @@ def raised(team: Team, *args: Any, **options: Any) -> WorkerError:
     return caught.value
 
 
-def run_faulty(team: Team, trial: Trial) -> WorkerError:
+def run_faulty(team: Team, plan: FaultPlan) -> WorkerError:
     return raised(
-        team, forward, *make_arrays(), 0, marks=[0] * LAYERS, claims=3 * LAYERS, instruments=Instruments(trial=trial)
+        team,
+        forward,
+        *make_arrays(),
+        0,
+        watermarks=[0] * LAYERS,
+        counters=3 * LAYERS,
+        instruments=Instruments(fault_plan=plan),
     )
 
 
@@ -118,9 +124,9 @@ def test_atomic_counts_lose_nothing(team: Team) -> None:
 
 
 def test_cells_have_lines_of_their_own() -> None:
-    cells = make_cells(3, marks=[4, 5], claims=0)
+    cells = make_cells(3, watermarks=[4, 5], counters=0)
     assert all(array.ctypes.data % (8 * LINE) == 0 for array in cells if array.size)
-    assert cells.marks[::LINE].tolist() == [4, 5] and cells.own[2::LINE].tolist() == [-1] * 3
+    assert cells.watermarks[::LINE].tolist() == [4, 5] and cells.own[2::LINE].tolist() == [-1] * 3
 
 
 @kernel
@@ -132,7 +138,7 @@ def _shuffled(cells, index, tile, tiles):
 def test_shuffled_claims_are_a_permutation(tiles: int) -> None:
     for seed in range(1, 20):
         cells = make_cells(1)
-        Trial(seed=seed).apply(cells)
+        FaultPlan(seed=seed).apply(cells)
         assert sorted(_shuffled(cells, 2, tile, tiles) for tile in range(tiles)) == list(range(tiles))
 
 
@@ -143,34 +149,34 @@ def test_shuffled_claims_are_a_permutation(tiles: int) -> None:
 def test_any_team_matches_one_worker(workers: int, expected: np.ndarray) -> None:
     with Team(workers) as team:
         for seed in range(100):
-            assert np.array_equal(passed(team, Trial(seed=seed)), expected), f"seed {seed}"
+            assert np.array_equal(passed(team, FaultPlan(seed=seed)), expected), f"seed {seed}"
         for _ in range(100):
             assert np.array_equal(passed(team), expected)
 
 
 def test_rows_are_published_from_where_the_watermark_stands(team: Team) -> None:
     for start in (1, 1000):
-        passed(team, Trial(seed=start), start)  # asserts the watermarks
+        passed(team, FaultPlan(seed=start), start)  # asserts the watermarks
 
 
 @pytest.mark.parametrize(
     "mutation",
     [
-        Trial(seed=1, drop="barrier", drop_phase=MIX),
-        Trial(seed=1, drop="barrier", drop_phase=ATTEND),
-        Trial(seed=1, drop="barrier", drop_layer=1, drop_phase=MIX),
-        Trial(seed=1, drop="barrier", drop_layer=1, drop_phase=ATTEND),
-        Trial(seed=1, drop="order"),
-        Trial(seed=1, drop="await"),
-        Trial(seed=1, drop="await", drop_layer=LAYERS - 1),
+        FaultPlan(seed=1, omit="barrier", omit_phase=MIX),
+        FaultPlan(seed=1, omit="barrier", omit_phase=ATTEND),
+        FaultPlan(seed=1, omit="barrier", omit_layer=1, omit_phase=MIX),
+        FaultPlan(seed=1, omit="barrier", omit_layer=1, omit_phase=ATTEND),
+        FaultPlan(seed=1, omit="order"),
+        FaultPlan(seed=1, omit="await"),
+        FaultPlan(seed=1, omit="await", omit_layer=LAYERS - 1),
     ],
-    ids=lambda trial: f"{trial.drop}-{trial.drop_layer}-{trial.drop_phase}",
+    ids=lambda plan: f"{plan.omit}-{plan.omit_layer}-{plan.omit_phase}",
 )
-def test_negative_control_is_caught(team: Team, mutation: Trial, expected: np.ndarray) -> None:
+def test_negative_control_is_caught(team: Team, mutation: FaultPlan, expected: np.ndarray) -> None:
     """With a wait left out, the check of test_any_team_matches_one_worker must fail."""
     for seed in range(1, 300):
-        trial = Trial(**{**vars(mutation), "seed": seed})
-        if not np.array_equal(passed(team, trial), expected):
+        plan = FaultPlan(**{**vars(mutation), "seed": seed})
+        if not np.array_equal(passed(team, plan), expected):
             return
     pytest.fail(f"nobody noticed: {mutation}")
 
@@ -178,12 +184,12 @@ def test_negative_control_is_caught(team: Team, mutation: Trial, expected: np.nd
 # --- Waits that end
 
 
-def check_fault(team: Team, trial: Trial, expected: np.ndarray) -> None:
-    error = run_faulty(team, trial)
-    assert (error.worker, error.layer, error.phase) == (trial.worker, trial.layer, trial.phase)
-    assert f"worker {trial.worker} of {WORKERS}" in str(error) and f"phase {NAMES[trial.phase]}" in str(error)
-    assert error.settled == (trial.fault == "raise")
-    assert ("a fault that a trial put in" if trial.fault == "raise" else "stalled") in str(error)
+def check_fault(team: Team, plan: FaultPlan, expected: np.ndarray) -> None:
+    error = run_faulty(team, plan)
+    assert (error.worker, error.layer, error.phase) == (plan.worker, plan.layer, plan.phase)
+    assert f"worker {plan.worker} of {WORKERS}" in str(error) and f"phase {NAMES[plan.phase]}" in str(error)
+    assert error.settled == (plan.fault == "raise")
+    assert ("an injected fault" if plan.fault == "raise" else "stalled") in str(error)
     assert np.array_equal(passed(team), expected)  # the team is whole again
 
 
@@ -196,13 +202,13 @@ def test_exception_is_reported_and_the_team_goes_on(
     team: Team, layer: int, phase: int, place: str, expected: np.ndarray
 ) -> None:
     for worker in range(WORKERS):
-        check_fault(team, Trial(worker, "raise", worker, layer, phase, place), expected)
+        check_fault(team, FaultPlan(worker, "raise", worker, layer, phase, place), expected)
 
 
 @pytest.mark.parametrize(("phase", "place"), FAULT_PLACES)
 def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected: np.ndarray) -> None:
     with Team(WORKERS, deadline=DEADLINE, phases=NAMES) as team:
-        check_fault(team, Trial(5, "stall", phase % WORKERS, 1, phase, place), expected)
+        check_fault(team, FaultPlan(5, "stall", phase % WORKERS, 1, phase, place), expected)
     assert not team_threads()  # closing let go of the stall
 
 
@@ -213,12 +219,12 @@ def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected
 def test_fault_with_a_tile_in_hand_is_reported(phase: int, place: str, fault: str, expected: np.ndarray) -> None:
     """Alone, a worker gets every tile; among others it may get none, so then they try until it does."""
     with Team(1, deadline=DEADLINE, phases=NAMES) as alone:
-        error = run_faulty(alone, Trial(0, fault, 0, 1, phase, place))
+        error = run_faulty(alone, FaultPlan(0, fault, 0, 1, phase, place))
         assert (error.worker, error.layer, error.phase) == (0, 1, phase)
     with Team(WORKERS, deadline=DEADLINE, phases=NAMES) as team:
         for seed in range(1, 100):
             try:
-                passed(team, Trial(seed, fault, 2, 1, phase, place))
+                passed(team, FaultPlan(seed, fault, 2, 1, phase, place))
             except WorkerError as error:
                 assert (error.worker, error.layer, error.phase) == (2, 1, phase)
                 break
@@ -229,7 +235,7 @@ def test_fault_with_a_tile_in_hand_is_reported(phase: int, place: str, fault: st
 
 def test_hundred_exceptions_are_reported(team: Team, expected: np.ndarray) -> None:
     for seed in range(1, 101):
-        error = run_faulty(team, Trial(seed, "raise", seed % WORKERS, seed % LAYERS, ATTEND, "enter"))
+        error = run_faulty(team, FaultPlan(seed, "raise", seed % WORKERS, seed % LAYERS, ATTEND, "enter"))
         assert (error.worker, error.layer, error.settled) == (seed % WORKERS, seed % LAYERS, True)
         assert isinstance(error.__cause__, RuntimeError)
     assert np.array_equal(passed(team), expected)
@@ -240,18 +246,18 @@ def test_hundred_exceptions_are_reported(team: Team, expected: np.ndarray) -> No
 def test_worker_that_gives_up_is_named(team: Team, who: int) -> None:
     error = raised(team, refuse, who)
     assert (error.worker, error.layer, error.phase, error.settled) == (who, 4, 1, True)
-    assert "gave up" in str(error)
+    assert "reported a failure" in str(error)
 
 
 def test_waiting_for_nobody_is_reported() -> None:
     with Team(WORKERS, DEADLINE) as team:
         error = raised(team, leave_early)
-    assert error.worker != 1 and error.layer == 6 and "waits at a barrier that nobody will give" in str(error)
+    assert error.worker != 1 and error.layer == 6 and "is in a deadlock (waits at a barrier)" in str(error)
     assert error.settled
 
 
 def test_rows_with_two_owners_are_reported(team: Team) -> None:
-    assert "gave up before its first phase" in str(raised(team, publish_twice, marks=[0]))
+    assert "reported a failure before its first phase" in str(raised(team, publish_twice, watermarks=[0]))
 
 
 def test_long_work_is_no_stall() -> None:
@@ -265,11 +271,11 @@ def test_late_worker_cannot_disturb_later_runs(expected: np.ndarray) -> None:
         error = raised(team, hold, gate, 2, written)
         assert (error.worker, error.layer, error.phase, error.settled) == (2, 1, 2, False)
         assert len(team_threads()) == WORKERS  # it, and not yet a new one
-        assert np.array_equal(passed(team, Trial(seed=3)), expected)
+        assert np.array_equal(passed(team, FaultPlan(seed=3)), expected)
         assert len(team_threads()) == WORKERS + 1
         gate[0] = 1
         for seed in range(1, 50):
-            assert np.array_equal(passed(team, Trial(seed=seed)), expected)
+            assert np.array_equal(passed(team, FaultPlan(seed=seed)), expected)
         until = time.monotonic() + GENEROUS
         while len(team_threads()) > WORKERS and time.monotonic() < until:
             time.sleep(0.01)
@@ -327,14 +333,14 @@ def run_python(script: str) -> str:
 
 def test_interpreter_exits_with_a_team_open_and_a_worker_stalled() -> None:
     script = """
-from small_pass import MIX, Team, Trial, passed
+from small_pass import MIX, Team, FaultPlan, passed
 
 from gemma_py.errors import WorkerError
 
 team = Team(2, deadline=1.0)
 passed(team)
 try:
-    passed(team, Trial(1, "stall", 1, 1, MIX, "enter"))
+    passed(team, FaultPlan(1, "stall", 1, 1, MIX, "enter"))
 except WorkerError as error:
     print(error)
 """
@@ -347,9 +353,9 @@ def test_several_python_threads_take_turns(team: Team, expected: np.ndarray) -> 
     def use(number: int) -> None:
         for seed in range(20):
             with contextlib.suppress(WorkerError):
-                results.append(np.array_equal(passed(team, Trial(seed=seed)), expected))
+                results.append(np.array_equal(passed(team, FaultPlan(seed=seed)), expected))
             if number == 0:
-                run_faulty(team, Trial(seed, "raise", seed % WORKERS, 0, MIX, "enter"))
+                run_faulty(team, FaultPlan(seed, "raise", seed % WORKERS, 0, MIX, "enter"))
 
     users = [threading.Thread(target=use, args=(number,)) for number in range(5)]
     for user in users:
@@ -383,7 +389,7 @@ def in_child(check: Any) -> None:
 
 def test_forked_child_gets_threads_of_its_own(team: Team, expected: np.ndarray) -> None:
     assert np.array_equal(passed(team), expected)
-    in_child(lambda: np.array_equal(passed(team, Trial(seed=1)), expected))
+    in_child(lambda: np.array_equal(passed(team, FaultPlan(seed=1)), expected))
 
     def closes() -> bool:
         team.close()
@@ -445,7 +451,7 @@ def test_impossible_teams_are_refused(workers: int, deadline: float) -> None:
 
 def test_kernels_are_compiled_once(team: Team) -> None:
     passed(team)
-    passed(team, Trial(seed=1))
+    passed(team, FaultPlan(seed=1))
     assert len(forward.signatures) == 1
 
 

@@ -24,10 +24,10 @@ from gemma_py.kernels.decorator import kernel
 from gemma_py.runtime import program as p
 from gemma_py.runtime import trace as traces
 from gemma_py.runtime.cache import Cache
-from gemma_py.runtime.program import Linked, Model
+from gemma_py.runtime.fault_injection import FaultPlan
+from gemma_py.runtime.program import LinkedProgram, ModelTables
 from gemma_py.runtime.runner import Runner
 from gemma_py.runtime.trace import UNTRACED
-from gemma_py.runtime.trial import Trial
 from gemma_py.weights import pack
 
 Run = Callable[..., tuple[int, str, str]]
@@ -185,9 +185,9 @@ def test_a_bit_that_nobody_reads_any_more_is_located(monkeypatch: pytest.MonkeyP
     assert (difference.layer, difference.phase, difference.first) == (2, "rows kept in the cache", 90)
 
 
-def repacked(change: Callable[[Runner], Model]) -> Before:
+def repacked(change: Callable[[Runner], ModelTables]) -> Before:
     """Another model for every runner."""
-    made: list[Linked] = []
+    made: list[LinkedProgram] = []
 
     def replaced(runner: Runner, cache: Cache) -> None:
         if not made:
@@ -203,10 +203,10 @@ def reading(runner: Runner, layer: int, label: str) -> np.ndarray:
     return ops[(ops[:, p.LAYER] == layer) & (ops[:, p.LABEL] == runner.program.label(label))]
 
 
-def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], Model]:
+def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
     """Of the phase's norms, counted from 0."""
 
-    def change(runner: Runner) -> Model:
+    def change(runner: Runner) -> ModelTables:
         m, ops = runner.program.model, reading(runner, layer, label)
         gains, at = m.weights.gains.copy(), ops[ops[:, p.GAIN] >= 0][number, p.GAIN]
         gains.view(np.uint32)[at : at + 8] ^= 1 << 18
@@ -216,10 +216,10 @@ def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], 
     return change
 
 
-def changed_matrix(layer: int, label: str, number: int = 0) -> Callable[[Runner], Model]:
+def changed_matrix(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
     """Of the phase's matrices, counted from 0."""
 
-    def change(runner: Runner) -> Model:
+    def change(runner: Runner) -> ModelTables:
         weights = runner.program.model.weights
         row = weights.matrices[reading(runner, layer, label)[number, p.MATRIX]]
         name = {pack.FLOATS: "floats", pack.BF16_FLOATS: "bf16"}[int(row[pack.KIND])]
@@ -231,10 +231,10 @@ def changed_matrix(layer: int, label: str, number: int = 0) -> Callable[[Runner]
     return change
 
 
-def changed_number(label: str, value: float) -> Callable[[Runner], Model]:
+def changed_number(label: str, value: float) -> Callable[[Runner], ModelTables]:
     """The scale of attention, or the cap of the head, in whichever layers have such a phase."""
 
-    def change(runner: Runner) -> Model:
+    def change(runner: Runner) -> ModelTables:
         m = runner.program.model
         numbers, ops = np.append(m.numbers, np.array([value, 0], np.float32)), m.ops.copy()
         ops[ops[:, p.LABEL] == runner.program.label(label), p.NUMBER] = len(m.numbers)
@@ -286,7 +286,7 @@ def test_rows_read_too_early_are_located(monkeypatch: pytest.MonkeyPatch) -> Non
     seeds = count(1)
 
     def race(runner: Runner, cache: Cache) -> None:
-        runner.instruments.trial = Trial(seed=next(seeds), drop="await")
+        runner.instruments.fault_plan = FaultPlan(seed=next(seeds), omit="await")
 
     tamper(monkeypatch, before=race)
     reports: Iterator[verify.Report] = (check() for _ in range(100))

@@ -58,7 +58,7 @@ def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], nam
             furthest = 0
             for _ in range(16):
                 back = rng.randrange(len(ids) + 1) if rng.random() < 0.4 else len(ids)
-                if session.reachable(back):
+                if session.can_rewind_to(back):
                     session.rewind(back)
                     del ids[back:]
                 else:
@@ -98,9 +98,9 @@ def test_keep_is_what_a_session_can_go_back(checkpoints: dict[str, Path]) -> Non
         for keep, chunk in itertools.product((0, 1, 10), (1, 5, 60)):
             session = engine.session(keep)
             session.prefill(list(range(60)), chunk=chunk)
-            assert [session.reachable(60 - back) for back in (0, keep, keep + 1)] == [True, True, False]
-            assert not session.reachable(61)
-            assert not session.reachable(-1)
+            assert [session.can_rewind_to(60 - back) for back in (0, keep, keep + 1)] == [True, True, False]
+            assert not session.can_rewind_to(61)
+            assert not session.can_rewind_to(-1)
 
 
 def test_a_failed_pass_leaves_what_going_back_needs(
@@ -110,7 +110,7 @@ def test_a_failed_pass_leaves_what_going_back_needs(
     with gemma_py.load(checkpoints["gemma3"]) as engine:
         session = engine.session(keep=10)
         session.prefill(list(range(60)), chunk=1)
-        assert session.reachable(50)
+        assert session.can_rewind_to(50)
 
         honest = engine.runner.team.run
 
@@ -162,7 +162,7 @@ def test_a_turn_finds_its_room_made(tiny_engine: gemma_py.Engine, monkeypatch: p
     conversation = new(tiny_engine, max_tokens=60)
     talk(conversation, "hello")
     moved: list[int] = []
-    honest = Cache._move
+    honest = Cache._reallocate
 
     def move(self: Cache, number: int, capacity: int) -> None:
         moved.append(self.position)

@@ -25,9 +25,9 @@ from gemma_py.models.program import WANTED
 from gemma_py.runtime import runner as runners
 from gemma_py.runtime.batch import ROWS, Batch
 from gemma_py.runtime.cache import bytes_needed
+from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
-from gemma_py.runtime.runner import CHUNK, Part
-from gemma_py.runtime.trial import Trial
+from gemma_py.runtime.runner import CHUNK, SequenceInput
 from gemma_py.server.events import EventQueue
 
 
@@ -54,13 +54,13 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_company(crowd: Crowd, seed: int) -> bool:
-    crowd.engine.instruments.trial = Trial(seed=seed)
+    crowd.engine.instruments.fault_plan = FaultPlan(seed=seed)
     scheduler = Scheduler(crowd.engine, parallel=8, queue=40, prefix_bytes=600_000)
     try:
         return crowd.same(scheduler)
     finally:
         scheduler.close()
-        crowd.engine.instruments.trial = None
+        crowd.engine.instruments.fault_plan = None
 
 
 @pytest.mark.usefixtures("small_passes")
@@ -105,7 +105,7 @@ def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.Monke
     """Two sequences' caches or logits change places, or what is kept of a prefix is not right: somebody must notice."""
     honest_batch, honest_stored = runners._batch, PrefixCache._rows_of
 
-    def batch(parts: Sequence[Part], buffers: np.ndarray) -> Batch:
+    def batch(parts: Sequence[SequenceInput], buffers: np.ndarray) -> Batch:
         made = honest_batch(parts, buffers)
         if len(parts) > 1 and what == "tables":
             made.tables[[0, 1]] = made.tables[[1, 0]]
@@ -152,7 +152,7 @@ def test_prompts_tell_how_likely_they_are(
     """The same whether somebody has asked before or not, with few rows of logits at a time, and without an answer too."""
     honest, rows = tiny_engine.run_together, []
 
-    def run(parts: Sequence[Part]) -> list[np.ndarray]:
+    def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
         rows.append(sum(part.logits for part in parts))
         return honest(parts)
 
@@ -345,10 +345,10 @@ def failing(engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, fault: str
     """These passes of the engine fail, counted from 1."""
     honest, count = engine.run_together, 0
 
-    def run(parts: Sequence[Part]) -> list[np.ndarray]:
+    def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
         nonlocal count
         count += 1
-        engine.instruments.trial = Trial(fault=fault, worker=1) if count in passes else None
+        engine.instruments.fault_plan = FaultPlan(fault=fault, worker=1) if count in passes else None
         return honest(parts)
 
     monkeypatch.setattr(engine, "run_together", run)
@@ -396,7 +396,7 @@ def test_nobody_knows_if_it_is_well_after_a_stall(weak: gemma_py.Engine, monkeyp
     scheduler, honest = Scheduler(weak), weak.run_together
     healths: list[Health] = []
 
-    def run(parts: Sequence[Part]) -> list[np.ndarray]:
+    def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
         healths.append(scheduler.health())
         return honest(parts)
 

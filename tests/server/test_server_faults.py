@@ -285,7 +285,7 @@ import functools, sys, time
 import gemma_py
 from gemma_py.generate import scheduler
 from gemma_py.cli.main import main
-from gemma_py.runtime.trial import Trial
+from gemma_py.runtime.fault_injection import FaultPlan
 gemma_py.load, step, fault = functools.partial(gemma_py.load, deadline=1.0), scheduler.Scheduler._step, sys.argv.pop()
 if fault == "hang":
     scheduler._SLOWEST_STEP = 1.0
@@ -293,7 +293,7 @@ def faulty(self):
     if len(self._waiting) >= 2 and fault == "hang":
         time.sleep(3600)
     if len(self._waiting) >= 2:
-        self.engine.instruments.trial = Trial(fault=fault, worker=1)
+        self.engine.instruments.fault_plan = FaultPlan(fault=fault, worker=1)
     step(self)
 scheduler.Scheduler._step = faulty
 sys.exit(main(sys.argv[1:]))
@@ -328,14 +328,14 @@ import functools, sys, time
 import gemma_py
 from gemma_py.cli.main import main
 from gemma_py.runtime.runner import Runner
-from gemma_py.runtime.trial import Trial
+from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.server import process
 gemma_py.load, process._UNHEALTHY_TICKS, honest = functools.partial(gemma_py.load, deadline=1.0), 2, Runner.run_together
 passes = 0
 def stalls(self, parts):
     global passes
     passes += 1
-    self.instruments.trial = Trial(fault="stall", worker=1) if passes == 4 else None
+    self.instruments.fault_plan = FaultPlan(fault="stall", worker=1) if passes == 4 else None
     if passes == 5:
         time.sleep(1)
     return honest(self, parts)

@@ -12,7 +12,7 @@ import tiny_checkpoints as tiny
 import gemma_py
 from gemma_py import reference
 from gemma_py.models.config import Config
-from gemma_py.runtime.trial import Trial
+from gemma_py.runtime.fault_injection import FaultPlan
 
 # A model whose rows are whole blocks of every quantised format, and the parts that may be quantised.
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
@@ -23,11 +23,11 @@ WIDE = tiny.Variant(
 
 
 @contextmanager
-def opened(path: Path, threads: int, trial: Trial | None = None, kv: str = "float32") -> Iterator[gemma_py.Engine]:
+def opened(path: Path, threads: int, plan: FaultPlan | None = None, kv: str = "float32") -> Iterator[gemma_py.Engine]:
     """An engine in test mode: scratch and unpublished rows are NaN, so reading one shows."""
     with gemma_py.load(path, threads=threads, kv=kv) as engine:
         engine.instruments.poison = True
-        engine.instruments.trial = trial
+        engine.instruments.fault_plan = plan
         yield engine
 
 

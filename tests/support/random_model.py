@@ -28,7 +28,7 @@ def random_engine(family: Family, config: Config, kind: str, seed: int = 1) -> g
             data = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
         made[spec.gguf] = StoredTensor(name, stored, spec.shape, data.reshape(-1), path)
     source = gguf_source(made, specs, True, str(path))
-    return gemma_py.Engine(Checkpoint(path, str(path), family, config, source, None, {}, keep=False))
+    return gemma_py.Engine(Checkpoint(path, str(path), family, config, source, None, {}, cacheable=False))
 
 
 Specification = Callable[[Mapping[str, Any], ReferenceCache, int], np.ndarray]  # one token: its logits [V]

@@ -7,9 +7,9 @@ import numpy as np
 from gemma_py.kernels.atomics import compare_exchange, fetch_add, load_acquire, sleep_microseconds
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.runtime import sync
+from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
-from gemma_py.runtime.trial import Trial
 
 WORKERS = 4  # on two cores
 LAYERS, ROWS, TILE = 3, 32, 3
@@ -148,9 +148,11 @@ def make_arrays() -> tuple[Any, ...]:
     return x, np.full((LAYERS, ROWS), -1, np.int64), np.full((LAYERS, ROWS), -1, np.int64)
 
 
-def passed(team: Team, trial: Trial | None = None, start: int = 0) -> np.ndarray:
+def passed(team: Team, plan: FaultPlan | None = None, start: int = 0) -> np.ndarray:
     x, y, kv = make_arrays()
-    instruments = Instruments(trial=trial)
-    marks = team.run(forward, x, y, kv, start, marks=[start] * LAYERS, claims=3 * LAYERS, instruments=instruments)
-    assert (trial is not None and trial.drop) or marks == [start + ROWS] * LAYERS
+    instruments = Instruments(fault_plan=plan)
+    marks = team.run(
+        forward, x, y, kv, start, watermarks=[start] * LAYERS, counters=3 * LAYERS, instruments=instruments
+    )
+    assert (plan is not None and plan.omit) or marks == [start + ROWS] * LAYERS
     return np.concatenate([x, y, kv])

@@ -68,7 +68,7 @@ def test_a_digest_sees_one_bit(tiny_engine: gemma_py.Engine) -> None:
     session = tiny_engine.session()
     session.prefill(IDS)
     before = session.kv_digest()
-    rows = list(session.stored(session.position))
+    rows = list(session.raw_kv_rows(session.position))
     rows[2][1][1, -1].view(np.uint32)[3] ^= 1
     changed = tiny_engine.session()
     changed.restore(IDS, rows)
@@ -263,7 +263,7 @@ def test_an_interrupt_anywhere_while_rows_move_leaves_a_sound_session(tiny_engin
 def test_what_is_not_restored_to_its_end_is_not_there(tiny_engine: gemma_py.Engine) -> None:
     session = tiny_engine.session()
     want = session.prefill(IDS)
-    rows = list(session.stored(session.position))
+    rows = list(session.raw_kv_rows(session.position))
     twin = tiny_engine.session()
     for part in (rows[:-1], rows[:1], [*rows, rows[0]]):
         with pytest.raises(ValueError, match="zip"):

@@ -1,9 +1,9 @@
-"""Test modes: schedules shaken on purpose, faults put in, synchronisation left out. Off, they cost a branch.
+"""Fault injection for tests: random delays, faults, and synchronisation that is left out. Switched off, it costs a branch.
 
-They are switched by a cell, not at compile time, so that the machine code under test is the machine code that ships.
-The cell lies in the line that holds BROKEN, which every worker reads anyway and nobody writes: a hit in the first cache
-and a branch that is always predicted. Measured: 6 ns a call of sync.py with it, 3 without; a thousand calls make a
-forward pass, so it is three microseconds of one.
+It is switched by a cell and not at compile time, so that the machine code under test is the machine code that ships. The
+cell is on the cache line of BROKEN, which every worker reads anyway and none writes: the read hits the L1 cache and the
+branch is always predicted. Measured: a call of sync.py takes 6 ns with it and 3 ns without. A forward pass makes a thousand
+calls, so it costs three microseconds a pass.
 """
 
 from dataclasses import dataclass
@@ -18,21 +18,22 @@ from gemma_py.runtime import cells as c
 ENTER, CLAIM, PUBLISH, AWAIT, BARRIER, ANYWHERE = 1, 2, 3, 4, 5, -1
 ANY = -1
 _STALL, _RAISE = 1, 2
-NOTHING, DROP_BARRIER, DROP_ORDER, DROP_AWAIT = 0, 1, 2, 3
+_NOTHING, OMIT_BARRIER, OMIT_ORDER, OMIT_AWAIT = 0, 1, 2, 3
 _PLACES = {"anywhere": ANYWHERE, "enter": ENTER, "claim": CLAIM, "publish": PUBLISH, "await": AWAIT, "barrier": BARRIER}
 _FAULTS = {"": 0, "stall": _STALL, "raise": _RAISE}
-_DROPS = {"": NOTHING, "barrier": DROP_BARRIER, "order": DROP_ORDER, "await": DROP_AWAIT}
+_OMISSIONS = {"": _NOTHING, "barrier": OMIT_BARRIER, "order": OMIT_ORDER, "await": OMIT_AWAIT}
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What to do to a run. The seed fixes what each worker draws, not the schedule that the machine makes of it.
+class FaultPlan:
+    """What to inject into a run. The seed fixes each worker's random numbers, but not the schedule that results from them.
 
-    seed: not 0: random delays and yields at each enter, claim, publish, await and barrier, and shuffled `claim_any`.
+    seed: unless it is 0, there are random delays and yields at each enter, claim, publish, await and barrier, and the tiles of
+        `claim_any` are shuffled.
     fault: "stall" or "raise", by `worker` (one number), in `layer` and `phase` (ANY matches all), at `place`: "enter",
         "claim" (holding a tile), "publish", "await" or "barrier" (before it), or "anywhere" (whichever comes first).
-    drop: a negative control. "barrier": barriers of that layer and phase let everybody through. "order": rows are
-        published at once, whatever the watermark. "await": nobody waits for rows.
+    omit: a synchronisation that is left out, as a negative control. "barrier": barriers of that layer and phase let every
+        worker pass. "order": rows are published at once, whatever the watermark. "await": no worker waits for rows.
     """
 
     seed: int = 0
@@ -41,20 +42,24 @@ class Trial:
     layer: int = ANY
     phase: int = ANY
     place: str = "anywhere"
-    drop: str = ""
-    drop_layer: int = ANY
-    drop_phase: int = ANY
+    omit: str = ""
+    omit_layer: int = ANY
+    omit_phase: int = ANY
 
     def __post_init__(self) -> None:
-        if self.fault not in _FAULTS or self.place not in _PLACES or self.drop not in _DROPS:
-            known = f"faults {list(_FAULTS)}, places {list(_PLACES)}, drops {list(_DROPS)}"
-            raise InputError(f"no such trial: {self}; there are {known}")
+        if self.fault not in _FAULTS or self.place not in _PLACES or self.omit not in _OMISSIONS:
+            known = f"faults {list(_FAULTS)}, places {list(_PLACES)}, omissions {list(_OMISSIONS)}"
+            raise InputError(f"invalid fault plan {self}: expected {known}")
 
     def apply(self, cells: c.Cells) -> None:
         """Write the settings into the cells of a run that has not begun."""
-        values = {c.TRIAL: 1, c.SEED: self.seed, c.FAULT: _FAULTS[self.fault], c.FAULT_WORKER: self.worker}
+        values = {c.FAULT_PLAN: 1, c.SEED: self.seed, c.FAULT: _FAULTS[self.fault], c.FAULT_WORKER: self.worker}
         values |= {c.FAULT_LAYER: self.layer, c.FAULT_PHASE: self.phase, c.FAULT_PLACE: _PLACES[self.place]}
-        values |= {c.DROP: _DROPS[self.drop], c.DROP_LAYER: self.drop_layer, c.DROP_PHASE: self.drop_phase}
+        values |= {
+            c.OMISSION: _OMISSIONS[self.omit],
+            c.OMISSION_LAYER: self.omit_layer,
+            c.OMISSION_PHASE: self.omit_phase,
+        }
         for cell, value in values.items():
             cells.shared[cell] = value
         for worker in range(len(cells.own) // c.LINE):
@@ -64,15 +69,15 @@ class Trial:
 
 @inlined
 def _draw(cells, worker):
-    """31 random bits. A linear congruence is enough: only its high bits are used, and only to shake schedules."""
+    """31 random bits. A linear congruence is enough: only its high bits are used, and only to vary schedules."""
     at = worker * c.LINE + c.RANDOM
     cells.own[at] = cells.own[at] * 6364136223846793005 + 1442695040888963407
     return (cells.own[at] >> 32) & 0x7FFFFFFF
 
 
 @inlined
-def _dawdle(cells, worker):
-    """Half the time nothing; else some yields, a spin, or (rarely) a sleep in which the others run far ahead."""
+def _delay(cells, worker):
+    """Half of the time no delay; else some yields, a spin, or (rarely) a sleep in which the other workers get far ahead."""
     kind, length = _draw(cells, worker) & 1023, _draw(cells, worker)
     if kind == 0:
         sleep_microseconds(np.uint32(2000))
@@ -93,11 +98,11 @@ def _is_at(cells, worker, layer, phase):
 
 
 @inlined
-def attend(cells, worker, place):
-    """What a trial wants of this worker here. Call it only where TRIAL is set."""
+def inject(cells, worker, place):
+    """Delay this worker or inject a fault, as the plan says for this place. Call it only where FAULT_PLAN is set."""
     shared = cells.shared
     if shared[c.SEED] != 0:
-        _dawdle(cells, worker)
+        _delay(cells, worker)
     fault = shared[c.FAULT]
     if fault == 0 or worker != shared[c.FAULT_WORKER]:
         return
@@ -106,17 +111,17 @@ def attend(cells, worker, place):
     if shared[c.FAULT_PLACE] != ANYWHERE and shared[c.FAULT_PLACE] != place:
         return
     if fault == _RAISE:
-        raise RuntimeError("a fault that a trial put in")
-    # A real stall heeds nothing, so this one does not look at BROKEN; the team lets go of it when it is closed.
-    while load_acquire(shared, c.RELEASE) == 0:
+        raise RuntimeError("an injected fault")
+    # A real stall reacts to nothing, so this one does not look at BROKEN. It ends when the team is closed.
+    while load_acquire(shared, c.END_STALLS) == 0:
         sleep_microseconds(np.uint32(1000))
 
 
 @inlined
-def drops(cells, worker, what):
-    """Whether a negative control leaves this synchronisation out."""
+def omits(cells, worker, what):
+    """Whether the plan leaves this synchronisation out."""
     shared = cells.shared
-    return shared[c.DROP] == what and _is_at(cells, worker, shared[c.DROP_LAYER], shared[c.DROP_PHASE])
+    return shared[c.OMISSION] == what and _is_at(cells, worker, shared[c.OMISSION_LAYER], shared[c.OMISSION_PHASE])
 
 
 @inlined
