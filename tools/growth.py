@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     if args.plot is not None:
-        plot.refuse_what_cannot_be_drawn(args.plot)
+        plot.check_drawable(args.plot)
     measured: dict[int, list[dict[str, Any]]] = {length: [] for length in sorted(args.tokens)}
     with gemma_py.load(args.model, threads=args.threads) as engine, ProgressBar("measuring", wanted=True) as progress:
         ids = prompt(max(measured) + args.decode, engine.config.vocab_size)

@@ -1,8 +1,8 @@
-"""What a pass has to do: multiply-adds and bytes, from the program that the forward pass interprets.
+"""The cost of a pass: multiply-adds and bytes, computed from the program that the forward pass interprets.
 
     T tokens of the pass   N outputs and K inputs of a matrix   H query heads   G key/value heads   E head width   W window
 
-Counted are the matrices and attention. Norms, rope and the like are a few operations a number, and are not.
+Matrices and attention are counted. Norms, rope and the like are not: they are a few operations for each number.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ FLOP, BYTES = 0, 1
 def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> np.ndarray:
     """int64 [labels of phases, 2]: FLOP (two a multiply-add) and BYTES of a pass of T tokens after `position` others.
 
-    Every matrix, and every key and value that is within a window, counts once a pass, however often it comes from a cache.
-    Logits of the last token alone are wanted. kv_bytes: of one number in the KV cache.
+    Each matrix, and each key and value within a window, counts once a pass, even if it is read several times from a processor's
+    cache. Only the logits of the last token are computed. kv_bytes: the bytes of one number in the KV cache.
     """
     cost = np.zeros((len(program.labels), 2), np.int64)
     for op in program.model.ops:
@@ -38,7 +38,7 @@ def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> n
 
 
 def _keys(position: int, T: int, W: int) -> int:
-    """Keys that T queries see together: of all before it and itself, those in the window (0: no window)."""
+    """How many keys T queries after `position` tokens see in all. Each sees itself and the tokens before it within W (0: all)."""
     first, last = position + 1, position + T
     if W == 0 or last <= W:
         return (first + last) * T // 2
@@ -48,7 +48,7 @@ def _keys(position: int, T: int, W: int) -> int:
 
 
 def run_cost(program: LinkedProgram, kv_bytes: int, position: int, passes: Sequence[int]) -> np.ndarray:
-    """The same of several passes, one after the other."""
+    """The cost of several passes, one after the other."""
     total = np.zeros((len(program.labels), 2), np.int64)
     for T in passes:
         total += pass_cost(program, kv_bytes, position, T)

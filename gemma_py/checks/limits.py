@@ -1,4 +1,4 @@
-"""The machine's own limits, measured in the same run as what is compared with them."""
+"""The machine's peak rates, measured in the same run as the results that are compared with them."""
 
 import statistics
 import time
@@ -13,25 +13,25 @@ from gemma_py.kernels import peak
 
 Run = Callable[..., Any]  # calls a kernel, with the arguments after it, on all workers
 
-_LEAST_SECONDS = 0.005  # of a sample: waking the workers takes a fiftieth of it
-_MEMORY = 512 << 20  # bytes that are read: more than caches hold
+_LEAST_SECONDS = 0.005  # the shortest sample; waking the workers takes a fiftieth of it
+_MEMORY = 512 << 20  # bytes that are read: more than fit into the processor's caches
 
 
 @dataclass
 class Limits:
-    """Of so many threads at once: the medians of samples taken between the tests. Operations are two a multiply-add.
+    """Peak rates of so many threads together: the medians of samples taken between the tests. A multiply-add is two operations.
 
-    A processor that multiplies wide vectors lowers its clock, and raises it again within milliseconds: in the middle of a
-    matmul the limit is lower than what is found here. tools/matrices.py looks there.
+    A processor lowers its clock while it multiplies wide vectors, and raises it again within milliseconds. So the limit in the
+    middle of a matmul is lower than the one measured here; tools/matrices.py measures that one.
     """
 
     threads: int
     samples: dict[str, list[float]] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)  # that take _LEAST_SECONDS
+    steps: dict[str, int] = field(default_factory=dict)  # steps of each kernel that take _LEAST_SECONDS
 
     @property
     def f32(self) -> float:
-        """FLOP/s, of the loop that suits this machine."""
+        """FLOP/s of the loop that is faster on this machine."""
         return max(self._median("f32 in 6 chains"), self._median("f32 in 12 chains"))
 
     @property
@@ -61,7 +61,7 @@ class Limits:
         self._note("memory", part.nbytes / _seconds(run, peak.read_memory, part, out))
 
     def _sample(self, run: Run, name: str, kernel: Callable[..., Any], operations: int, *args: Any) -> None:
-        """Operations a second of all workers together, of `operations` a step and worker."""
+        """Add a sample of the operations a second of all workers together. A step of a worker is `operations` operations."""
         if name not in self.steps:
             steps = 1
             _seconds(run, kernel, steps, *args)  # compiles
@@ -76,7 +76,7 @@ class Limits:
 
 
 def memory_to_read() -> np.ndarray:
-    """Less than wanted where there is little memory."""
+    """The array that the memory limit is measured with; smaller where there is little free memory."""
     free = machine.memory()
     size = _MEMORY if free is None else min(_MEMORY, free // 4)
     return np.ones(size // 4, np.float32)

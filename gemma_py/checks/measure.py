@@ -1,7 +1,7 @@
-"""Tests in the manner of llama-bench: pp512 reads a prompt of 512 tokens, tg64 makes 64 tokens, one after the other.
+"""Benchmarks like llama-bench's: pp512 processes a prompt of 512 tokens, tg64 generates 64 tokens, one after the other.
 
-Only forward passes are timed: no tokens are looked up, none is chosen, the ids are fixed. `@ d2048`: 2,048 tokens are in
-the cache already when the clock starts.
+Only forward passes are timed: the ids are fixed, and no text is tokenised and no token sampled. `@ d2048` means that 2,048
+tokens are in the KV cache before the clock starts.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from gemma_py import machine
 from gemma_py.checks import limits, verify
 from gemma_py.checks.cost import BYTES, FLOP, run_cost
 from gemma_py.checks.limits import Limits
-from gemma_py.checks.verify import Say
+from gemma_py.checks.verify import ReportFraction
 from gemma_py.errors import MismatchError
 from gemma_py.generate.engine import Engine
 from gemma_py.runtime.cache import KV_TYPES, Cache, check_context
@@ -27,8 +27,8 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 
 @dataclass(frozen=True)
-class Test:
-    """Tokens that are read in chunks, or made one by one, after `depth` others."""
+class BenchTest:
+    """A prompt that is processed in chunks, or tokens that are decoded one by one, after `depth` other tokens."""
 
     prompt: bool
     tokens: int
@@ -40,26 +40,26 @@ class Test:
 
     @property
     def passes(self) -> list[int]:
-        """Tokens of each."""
+        """The number of tokens of each pass."""
         if not self.prompt:
             return [1] * self.tokens
         return [min(CHUNK, self.tokens - first) for first in range(0, self.tokens, CHUNK)]
 
     @property
     def weight(self) -> int:
-        """Roughly, for the time left: a pass costs as much as some tokens, however few it has."""
+        """An estimate of the relative time, for progress: a pass costs as much as some tokens, however few it has."""
         return self.tokens + 8 * len(self.passes)
 
 
 @dataclass
-class Row:
-    """Seconds of each round of a test, and where they went if that was asked for."""
+class BenchRow:
+    """The seconds of each round of a test with a number of threads."""
 
     threads: int
-    test: Test
+    test: BenchTest
     seconds: list[float] = field(default_factory=list)
-    digest: str = ""  # of the last logits and of what the cache held at the end
-    profiles: list[Profile] = field(default_factory=list)  # of the rounds, if that was asked for
+    digest: str = ""  # of the last logits and of the KV cache at the end
+    profiles: list[Profile] = field(default_factory=list)  # of each round, where profiling is on
 
     @property
     def rates(self) -> list[float]:
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Tokens a second, the median."""
+        """The median of the rounds, in tokens a second."""
         return statistics.median(self.rates)
 
     @property
@@ -75,32 +75,32 @@ class Row:
         return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
 
 
-def refuse_what_does_not_fit(tests: Sequence[Test], context: int) -> None:
+def check_tests_fit(tests: Sequence[BenchTest], context: int) -> None:
     for test in tests:
         check_context(context, test.tokens, after=test.depth or None)
 
 
-class Bench:
-    """Measures, round by round, all tests with each number of threads. What has been measured stands in `rows`."""
+class Benchmark:
+    """Measures all tests with each number of threads, round by round. `rows` has the results so far."""
 
-    def __init__(self, engine: Engine, threads: Sequence[int], tests: Sequence[Test]) -> None:
-        refuse_what_does_not_fit(tests, engine.context)
+    def __init__(self, engine: Engine, threads: Sequence[int], tests: Sequence[BenchTest]) -> None:
+        check_tests_fit(tests, engine.context)
         self.engine = engine
-        self._all = [Row(count, test) for count in threads for test in tests]
+        self._all = [BenchRow(count, test) for count in threads for test in tests]
         self._limits = {count: Limits(count) for count in threads}
         self._starts: dict[int, Cache] = {}
-        self._digests: dict[Test, str] = {}
+        self._digests: dict[BenchTest, str] = {}
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BenchRow]:
         return [row for row in self._all if row.seconds]
 
     @property
     def limits(self) -> list[Limits]:
         return [found for found in self._limits.values() if found.samples]
 
-    def run(self, rounds: int, profile: bool, say: Say) -> None:
-        """Rounds are interleaved, so that a machine that is slower for a while is so for all tests."""
+    def run(self, rounds: int, profile: bool, progress: ReportFraction) -> None:
+        """Each round measures all tests, so that a machine that is slower for a while affects all of them."""
         total = rounds * sum(row.test.weight for row in self._all)
         total += sum(depth for depth in {row.test.depth for row in self._all})
         done = 0
@@ -113,17 +113,19 @@ class Bench:
                     self.engine.set_threads(row.threads)
                     self._warm_up()
                 done += 0 if row.test.depth in self._starts else row.test.depth
-                say(f"{row.test} on {verify.threads_text(row.threads)}, round {number + 1} of {rounds}", done / total)
+                progress(
+                    f"{row.test} on {verify.threads_text(row.threads)}, round {number + 1} of {rounds}", done / total
+                )
                 self._measure(row, profile)
                 self._limits[row.threads].sample(self.engine.run_kernel, values)
                 done += row.test.weight
 
     def _warm_up(self) -> None:
-        """The first pass of a team waits for memory that the others find there."""
+        """Run one pass that is not timed: the first pass of a team allocates memory that later ones use again."""
         longest = max(max(row.test.passes) for row in self._all)
         self._pass(self.engine.new_cache(), self._ids(longest))
 
-    def _measure(self, row: Row, profile: bool) -> None:
+    def _measure(self, row: BenchRow, profile: bool) -> None:
         instruments, ids = self.engine.instruments, self._ids(row.test.tokens)
         cache = self._start(row.test.depth)
         instruments.profile = Profile(row.threads, len(self.engine.program.labels)) if profile else None
@@ -140,12 +142,12 @@ class Bench:
         row.seconds.append(seconds)
         self._compare(row, hashlib.sha256(logits.tobytes() + " ".join(cache.digest()).encode()).hexdigest())
 
-    def _compare(self, row: Row, digest: str) -> None:
-        """With all other runs of the test: they should have the same bits, however many threads."""
+    def _compare(self, row: BenchRow, digest: str) -> None:
+        """Raise MismatchError unless all runs of a test have the same bits, with any number of threads."""
         row.digest = digest
         if self._digests.setdefault(row.test, digest) != digest:
             raise MismatchError(
-                f"{row.test} on {verify.threads_text(row.threads)} gave other bits than before; `gemma_py verify` says where"
+                f"{row.test} on {verify.threads_text(row.threads)} gave other bits than before; `gemma_py verify` shows where"
             )
 
     def _pass(self, cache: Cache, ids: list[int]) -> np.ndarray:
@@ -157,7 +159,7 @@ class Bench:
         return verify.prompt(count, self.engine.config.vocab_size)
 
     def _start(self, depth: int) -> Cache:
-        """A cache with so many tokens; filled once, since it does not depend on threads."""
+        """A KV cache with so many tokens. It is computed once, because it does not depend on the threads."""
         if depth not in self._starts:
             cache = self.engine.new_cache()
             ids = self._ids(depth)
@@ -167,32 +169,32 @@ class Bench:
         return self._starts[depth].copy()
 
 
-# --- what the figures mean --------------------------------------------------------------------------------------------
+# --- results -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Model:
-    """What was measured. bytes: of the file, or of what a file of that type would hold."""
+class ModelSummary:
+    """The model that was measured. bytes: the size of its tensors in the file, or in a file of that type."""
 
     name: str
     bytes: int
     parameters: int
 
 
-def described(engine: Engine) -> Model:
+def model_summary(engine: Engine) -> ModelSummary:
     tensors = engine.checkpoint.tensors.values()
     parameters = sum(int(np.prod(tensor.shape, dtype=np.int64)) for tensor in tensors)
-    return Model(engine.name.removesuffix(".gguf"), sum(tensor.data.nbytes for tensor in tensors), parameters)
+    return ModelSummary(engine.name.removesuffix(".gguf"), sum(tensor.data.nbytes for tensor in tensors), parameters)
 
 
-def cost_of(engine: Engine, test: Test) -> np.ndarray:
+def cost_of(engine: Engine, test: BenchTest) -> np.ndarray:
     """int64 [phases, 2]: FLOP and BYTES of a run of the test."""
     kv_bytes = np.dtype(KV_TYPES[engine.kv_type]).itemsize
     return run_cost(engine.program, kv_bytes, test.depth, test.passes)
 
 
-def figures(engine: Engine, row: Row, limit: Limits) -> dict[str, Any]:
-    """Of the median run, for JSON and tables; rates in 10^9 a second."""
+def figures(engine: Engine, row: BenchRow, limit: Limits) -> dict[str, Any]:
+    """The results of the median run, for JSON and tables; rates are in 10^9 a second."""
     flop, read = (int(part) for part in cost_of(engine, row.test).sum(0))
     seconds = row.test.tokens / row.rate
     return {
@@ -204,7 +206,7 @@ def figures(engine: Engine, row: Row, limit: Limits) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# Phases under the names that people look for, in the order of a pass.
+# The groups of phases in the profile, in the order of a pass.
 GROUPS: dict[str, tuple[str, ...]] = {
     "embedding": ("embedding",),
     "norms, gelu, codes": ("middle", "end", "output input", "down input"),
@@ -218,10 +220,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 
 
-def phases(engine: Engine, row: Row, limit: Limits) -> list[dict[str, Any]]:
-    """Where the time of all rounds went: seconds, of the average worker, and what was done in them.
+def phases(engine: Engine, row: BenchRow, limit: Limits) -> list[dict[str, Any]]:
+    """The profile of all rounds: the seconds of the average worker in each group of phases, and the rates there.
 
-    "waiting" is all time at barriers and for rows; what remains of the clock's time is Python, and waking the workers.
+    "waiting" is the time at barriers and for KV rows. The rest of the elapsed time is Python, and waking the workers.
     """
     cost, total = len(row.seconds) * cost_of(engine, row.test), sum(row.seconds)
     spent = np.sum([profile.nanoseconds for profile in row.profiles], axis=0).mean(0) / 1e9
@@ -245,9 +247,9 @@ def phases(engine: Engine, row: Row, limit: Limits) -> list[dict[str, Any]]:
     return table
 
 
-def report(engine: Engine, bench: Bench) -> dict[str, Any]:
-    """All of it, as JSON has it."""
-    model, by_threads = described(engine), {limit.threads: limit for limit in bench.limits}
+def report(engine: Engine, bench: Benchmark) -> dict[str, Any]:
+    """The whole report, for JSON."""
+    model, by_threads = model_summary(engine), {limit.threads: limit for limit in bench.limits}
     tests = []
     for row in bench.rows:
         limit = by_threads[row.threads]

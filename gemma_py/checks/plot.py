@@ -1,4 +1,4 @@
-"""Figures, by matplotlib if it is there (extra `plot`)."""
+"""Plots, with matplotlib (extra `plot`)."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,8 @@ from gemma_py.errors import InputError
 from gemma_py.paths import atomic_write
 
 
-def refuse_what_cannot_be_drawn(path: Path) -> None:
-    """Before the work that the figure would show."""
+def check_drawable(path: Path) -> None:
+    """InputError if no figure can be written there; called before the work."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
@@ -23,7 +23,7 @@ def refuse_what_cannot_be_drawn(path: Path) -> None:
 
 
 def panels(count: int, title: str) -> tuple[Any, list[Any]]:
-    """A figure of so many diagrams side by side."""
+    """A figure with so many plots side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * count, 4.2), layout="constrained")
@@ -39,7 +39,7 @@ def draw(ax: Any, label: str, x: list[int], y: list[float]) -> None:
 
 
 def finish(ax: Any, title: str, x_label: str, y_label: str, ticks: list[int], log: bool = False) -> None:
-    """Ticks are where something was measured."""
+    """Set titles, labels and scales; the ticks are the measured values."""
     ax.set(title=title, xlabel=x_label, ylabel=y_label)
     if log:
         ax.set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""Models of a released shape with random weights: as fast as the real ones, before anybody has downloaded them."""
+"""Models with random weights in the shape of released ones: as fast as the real ones, and nothing has to be downloaded."""
 
 import math
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.pack import PackingPlan
 from gemma_py.weights.tensors import EMBEDDING, HEAD, gguf_source
 
-Make = Callable[[BlockType, int], np.ndarray]  # so many values of a type, as bytes
+Make = Callable[[BlockType, int], np.ndarray]  # (type, count) -> the bytes of so many values
 _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "G": "num_key_value_heads",
              "E": "head_dim", "F": "intermediate_size", "V": "vocab_size", "W": "sliding_window",
              "context": "max_position_embeddings"}  # fmt: skip
 
 
 def config_of(name: str) -> tuple[Family, Config]:
-    """Of a model in the catalogue."""
+    """The family and config of a model in the catalogue."""
     entry = next((entry for entry in catalogue() if entry.name == name), None)
     if entry is None:
         raise InputError(f"{name}: no model of that name; `gemma_py models` lists those whose shapes are known")
@@ -39,21 +39,21 @@ def config_of(name: str) -> tuple[Family, Config]:
 
 
 def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
-    """The layers' matrices in the type; the embedding, which is the head too, in Q8_0 if that is a quantised one.
+    """A checkpoint with random matrices of that type. If it is quantised, the embedding, which is the head too, is Q8_0.
 
-    Matrices of one shape share their bytes here; packed, each has a copy of its own, or all would lie in a cache.
-    tokens: that a session will hold. Refused if all together would not fit into memory.
+    Matrices of one shape share their bytes here. Packed, each has its own copy; otherwise they would fit into a processor's cache.
+    tokens: the length of the session. InputError if weights and session do not fit into memory.
     """
     family, config = config_of(name)
     kind = TYPES.get(type_name.upper())
     if kind is None:
-        raise InputError(f"{type_name}: no such type; there are {', '.join(TYPES).lower()}")
+        raise InputError(f"{type_name}: unknown type; expected one of {', '.join(TYPES).lower()}")
     for label, spec in _specs(family, config).items():
         if len(spec.shape) == 2 and spec.shape[1] % kind.block and label != EMBEDDING:
             raise InputError(
                 f"{name} in {kind.name}: rows should be a multiple of {kind.block} values, {label} has {spec.shape[1]}"
             )
-    _refuse_what_does_not_fit(name, family, config, kind, tokens)
+    _check_memory(name, family, config, kind, tokens)
     return _checkpoint(name, family, config, kind, _random)
 
 
@@ -80,10 +80,10 @@ def _specs(family: Family, config: Config) -> dict[str, Tensor]:
 
 
 def _random(kind: BlockType, count: int) -> np.ndarray:
-    """Bytes of so many moderate numbers, since tiny and infinite ones may take the processor longer."""
+    """The bytes of so many values of moderate size; subnormal and infinite ones might be slower."""
     rng = np.random.default_rng(count)
     if kind.quantised:
-        # Without its highest bit, no exponent of a half makes more than 2: whatever bytes hold scales, they are finite.
+        # Without the highest exponent bit, a float16 is below 2: so all scales are finite, wherever they are in a block.
         return rng.integers(0, 256, count // kind.block * kind.bytes, np.uint8) & np.uint8(0xBF)
     values = rng.standard_normal(count, np.float32)
     values *= np.float32(0.05)
@@ -93,12 +93,12 @@ def _random(kind: BlockType, count: int) -> np.ndarray:
 
 
 def _blank(kind: BlockType, count: int) -> np.ndarray:
-    """As long, and made of one byte."""
+    """Bytes of the same length that use no memory."""
     return np.broadcast_to(np.uint8(0), count // kind.block * kind.bytes)
 
 
 def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tuple[int, int]:
-    """Bytes of (packed weights, all else): the random bytes, the tokens' keys and values, a chunk's intermediate results."""
+    """The bytes of (packed weights, everything else: the random bytes, the KV rows and a chunk's scratch)."""
     blank = _checkpoint("", family, config, kind, _blank)
     random = {(tensor.type.name, tensor.shape): tensor.data.nbytes for tensor in blank.tensors.values()}
     rows = sum(
@@ -109,7 +109,7 @@ def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tu
     return PackingPlan(blank.stored_weights()).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
 
 
-def _refuse_what_does_not_fit(name: str, family: Family, config: Config, kind: BlockType, tokens: int) -> None:
+def _check_memory(name: str, family: Family, config: Config, kind: BlockType, tokens: int) -> None:
     weights, rest = estimate(family, config, kind, tokens)
     free = machine.memory()
     if free is not None and weights + rest > free:

@@ -1,6 +1,6 @@
-"""Trace files: digests of every phase of a pass, to be compared on another machine or by another version.
+"""Trace files: digests of every phase of a pass, for comparison on another machine or with another version.
 
-A trace does not depend on threads or chunks, since nothing may.
+A trace does not depend on threads or chunk sizes.
 """
 
 import hashlib
@@ -24,11 +24,14 @@ from gemma_py.weights.checkpoint import Checkpoint
 
 _BLOCK = 16  # positions that share a digest in a trace file
 _TRACED_AT_ONCE = 64  # tokens
-_FORM, _FORM_1 = "gemma_py trace 2", "gemma_py trace 1"  # as it is written, and what is read too
+_FORM, _FORM_1 = (
+    "gemma_py trace 2",
+    "gemma_py trace 1",
+)  # the format that is written, and the former one, which is read too
 
 
 def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
-    """Tells models apart without reading them whole: descriptions of all tensors, and 16 pieces of each."""
+    """Identifies a model without reading it whole, by its tensors' names, types and shapes and by 16 pieces of each."""
     weights = hashlib.sha256()
     for name, tensor in sorted(checkpoint.tensors.items()):
         weights.update(repr((name, tensor.type.name, tensor.shape, tensor.data.nbytes)).encode())
@@ -41,7 +44,7 @@ def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
 
 
 def fold(hashes: np.ndarray) -> list[list[str]]:
-    """[L + 1][P] of one digest a block of positions, 16 digits each, joined; empty where a phase does not exist."""
+    """[L + 1][P] strings: a digest of 16 digits for each block of positions, joined; empty where a layer has no such phase."""
     little = hashes.astype("<i8")
 
     def joined(row: np.ndarray) -> str:
@@ -54,7 +57,7 @@ def fold(hashes: np.ndarray) -> list[list[str]]:
 
 
 def trace_document(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
-    """What a trace file holds. One way is as good as any; this one is quick and holds few logits at a time."""
+    """The content of a trace file. The chunk size makes no difference to it; this one is fast and needs little memory."""
     traced = compute(engine, ids, _TRACED_AT_ONCE, trace=True)
     return {
         "format": _FORM,
@@ -69,8 +72,8 @@ def trace_document(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def refuse_unwritable(path: Path) -> None:
-    """Before the work that the trace is made of, rather than after it."""
+def check_writable(path: Path) -> None:
+    """InputError if no trace can be written there; called before the work, rather than after it."""
     folder = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"{path}: no trace can be written there")
@@ -82,7 +85,7 @@ def write_trace(path: Path, document: dict[str, Any]) -> None:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """A trace file of our form, with everything of the type that it should have."""
+    """Read a trace file, and check the types of all its fields."""
     document = read_json(path)
     if not isinstance(document, dict) or document.get("format") not in (_FORM, _FORM_1):
         raise FormatError(f"{path}: not a trace of this version; it should say {_FORM!r}")
@@ -94,7 +97,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     sound = sound and blocks > 0 and _is_list_of(hashes, list) and _is_list_of(document.get("kv"), str)
     sound = sound and isinstance(document.get("model"), dict) and isinstance(document.get("logits"), str)
     if not sound or not all(_is_layer(layer, len(phases or ()), blocks) for layer in hashes or ()):
-        raise FormatError(f"{path}: a damaged trace: not all of its fields are as they should be")
+        raise FormatError(f"{path}: a damaged trace: some fields are missing or invalid")
     return document
 
 
@@ -106,23 +109,23 @@ def _is_layer(layer: list[Any], phases: int, blocks: int) -> bool:
     return _is_list_of(layer, str) and len(layer) == phases and all(len(row) in (0, 16 * blocks) for row in layer)
 
 
-def refuse_other_runs(trace: dict[str, Any], path: Path, engine: Engine, tokens: int | None) -> None:
-    """A comparison means something only of the same model and the same tokens. Known before the work begins.
+def check_comparable(trace: dict[str, Any], path: Path, engine: Engine, tokens: int | None) -> None:
+    """InputError unless the trace is of the same model and tokens; called before the work begins.
 
-    tokens: how many were asked for, if anybody did.
+    tokens: the number that was asked for, or None.
     """
     ours, theirs = identity(engine.checkpoint, engine.quant), dict(trace["model"])
-    if trace["format"] == _FORM_1:  # it described configs differently; the weights tell models apart well enough
+    if trace["format"] == _FORM_1:  # its digest of the config is another one; the digest of the weights is enough
         ours.pop("config"), theirs.pop("config", None)
     if ours != theirs:
         raise InputError(f"{path}: a trace of another model or quant, not of {engine.path}")
     length = len(trace["tokens"])
     if tokens not in (None, length):
         raise InputError(
-            f"{path}: a trace of {length} tokens, not {tokens}: leave --tokens out, or trace as many there"
+            f"{path}: a trace of {length} tokens, not {tokens}: leave --tokens out, or write a trace of as many tokens"
         )
     if trace["tokens"] != prompt(length, engine.config.vocab_size):
-        raise InputError(f"{path}: a trace of {length} other tokens than the fixed prompt's")
+        raise InputError(f"{path}: a trace of {length} tokens that are not the fixed prompt's")
     if len(trace["hashes"]) != engine.program.layers or len(trace["kv"]) != len(engine.config.kv_owners):
         raise FormatError(f"{path}: a damaged trace: {len(trace['hashes'])} layers")
 
@@ -146,7 +149,7 @@ def compare(trace: dict[str, Any], made: dict[str, Any], between: str) -> Differ
 
 
 def _positions(a: str, b: str, tokens: int) -> tuple[int, int]:
-    """First and last of the first block that differs; all of them where one side has none."""
+    """The first and last position of the first block that differs; all positions where one trace lacks the phase."""
     blocks: Iterable[int] = range(0, min(len(a), len(b)), 16)
     at = next((at for at in blocks if a[at : at + 16] != b[at : at + 16]), None)
     if at is None:

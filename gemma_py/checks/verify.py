@@ -1,10 +1,10 @@
-"""The promise, checked on this machine and this model: equal bits for all threads and chunks, and what to say if not.
+"""`verify`: checks on this machine and model that all numbers of threads and chunk sizes give the same bits.
 
     T tokens   V vocabulary   L layers   P phases of a layer
 
-Every configuration runs the same prompt; its logits are hashed row by row, its cache layer by layer. Only if two differ
-are both run again with a trace, a hash of each row after each phase, which says where the difference begins. A trace can
-be kept, and compared on another machine: it does not depend on threads or chunks, since nothing may.
+Every setting runs the same prompt; the logits are hashed row by row, and the KV cache layer by layer. If two settings differ,
+both run again with a trace, a hash of each row after each phase, which shows where the difference begins. A trace can be
+written to a file and compared on another machine, because it does not depend on threads or chunks.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ from gemma_py.generate.engine import Engine, Session
 from gemma_py.runtime.cache import check_context
 from gemma_py.runtime.trace import Trace
 
-Open = Callable[[int], Engine]  # the model, with so many threads
-Say = Callable[[str, float], None]  # what is being done, and which part of all the work is done already
+OpenEngine = Callable[[int], Engine]  # opens the model with so many threads
+ReportFraction = Callable[[str, float], None]  # (what is being done, the fraction of the work that is done)
 
 TOKENS, REFERENCE = 256, 16
-_ATTEMPTS = 5  # to see a difference again: a race does not show every time
+_ATTEMPTS = 5  # to reproduce a difference: a race does not appear in every run
 _MASK = (1 << 64) - 1
 
 
 def prompt(length: int, vocabulary: int) -> list[int]:
-    """Always the same ids: splitmix64 in plain integers, since a library's generator may change."""
+    """A fixed prompt: ids from splitmix64 in plain integers, because a library's generator may change."""
     ids, state = [], 0
     for _ in range(length):
         state = (state + 0x9E3779B97F4A7C15) & _MASK
@@ -40,7 +40,7 @@ def prompt(length: int, vocabulary: int) -> list[int]:
 
 
 def prompt_length(wanted: int | None, context: int) -> int:
-    """As many tokens as asked for; by default some that fit."""
+    """The number of tokens that was asked for, by default TOKENS or as many as fit into the context."""
     if wanted is not None:
         check_context(context, wanted)
     return min(TOKENS, context) if wanted is None else wanted
@@ -54,8 +54,8 @@ def threads_text(count: int) -> str:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to compute the same."""
+class RunSetting:
+    """The number of threads and the chunk size of a run."""
 
     threads: int
     chunk: int
@@ -65,8 +65,8 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Result:
-    """rows: a digest of each token's logits. kv: one a layer, as Session.kv_digest gives it. nan: whether logits hold one."""
+class RunResult:
+    """rows: a digest of each token's logits. kv: the digest of each layer, see Session.kv_digest. nan: whether a logit is NaN."""
 
     rows: tuple[bytes, ...]
     kv: tuple[str, ...]
@@ -74,7 +74,7 @@ class Result:
 
     @property
     def logits(self) -> str:
-        """sha256 of the rows' sha256, so that no more than a chunk's logits are held."""
+        """sha256 of the rows' sha256, so that only a chunk's logits are in memory at a time."""
         return hashlib.sha256(b"".join(self.rows)).hexdigest()
 
     @property
@@ -83,15 +83,15 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Traced:
-    """A result, and how it came about."""
+class TracedRun:
+    """A run's result and its trace."""
 
-    result: Result
+    result: RunResult
     session: Session
     hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer has no such phase
-    workers: np.ndarray  # the same; -1: nobody
+    workers: np.ndarray  # the same shape; -1: no worker
     phases: tuple[str, ...]
-    store_label: int  # the phase that makes KV rows
+    store_label: int  # the label of the phases that store KV rows
 
 
 def row_digests(logits: np.ndarray) -> list[bytes]:
@@ -100,12 +100,16 @@ def row_digests(logits: np.ndarray) -> list[bytes]:
 
 
 def compute(
-    engine: Engine, ids: Sequence[int], chunk: int, trace: bool = False, say: Callable[[int], None] = lambda done: None
-) -> Traced:
-    """The prompt in chunks, from an empty cache.
+    engine: Engine,
+    ids: Sequence[int],
+    chunk: int,
+    trace: bool = False,
+    progress: Callable[[int], None] = lambda done: None,
+) -> TracedRun:
+    """Run the prompt in chunks, with an empty KV cache.
 
-    Scratch and rows that nobody has written are NaN: memory that comes back from the run before holds the very values
-    that this one should compute, and would hide that a worker reads too early.
+    Scratch and unwritten KV rows are set to NaN. Otherwise, memory that is used again would have the right values of the run
+    before, and would hide that a worker reads a row too early.
     """
     instruments = engine.instruments
     instruments.poison = True
@@ -118,15 +122,15 @@ def compute(
             logits = session.prefill(piece, chunk=chunk, all_logits=True)
             nan = nan or bool(np.isnan(logits).any())
             rows += row_digests(logits)
-            say(first + len(piece))
+            progress(first + len(piece))
     finally:
         instruments.traces = None
-    result = Result(tuple(rows), tuple(session.kv_digest()), nan)
+    result = RunResult(tuple(rows), tuple(session.kv_digest()), nan)
     if not trace:
-        return Traced(result, session, np.empty((0, 0, 0), np.int64), np.empty((0, 0, 0), np.int64), (), -1)
+        return TracedRun(result, session, np.empty((0, 0, 0), np.int64), np.empty((0, 0, 0), np.int64), (), -1)
     shape = (engine.program.layers, len(engine.program.labels), len(ids))
     hashes, workers = (np.concatenate(parts, axis=1).reshape(shape) for parts in zip(*traces, strict=True))
-    return Traced(result, session, hashes, workers, engine.program.labels, engine.program.store_label)
+    return TracedRun(result, session, hashes, workers, engine.program.labels, engine.program.store_label)
 
 
 # --- differences ------------------------------------------------------------------------------------------------------
@@ -134,7 +138,7 @@ def compute(
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two results part; what is None is not known. Positions first to last; workers of the one and of the other."""
+    """Where two results first differ; a field is None if it is not known. first, last: positions. workers: of one run and the other."""
 
     between: str
     layer: int | None = None
@@ -158,7 +162,7 @@ class Difference:
 
 
 def as_table(difference: Difference | None) -> dict[str, Any] | None:
-    """For JSON, with the sentence for people."""
+    """The difference for JSON; "message" is the sentence for people."""
     return None if difference is None else {"message": str(difference), **asdict(difference)}
 
 
@@ -176,8 +180,8 @@ def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> i
     return first + int(unequal.argmax()) if unequal.any() else None
 
 
-def changed_row(a: Traced, b: Traced, layer: int) -> int | None:
-    """The first committed row of a layer that differs although both had computed the same."""
+def changed_row(a: TracedRun, b: TracedRun, layer: int) -> int | None:
+    """The first committed row of a layer that differs although both runs had stored the same values."""
     owners, phase = a.session.engine.config.kv_owners, a.store_label
     if layer not in owners:
         return None
@@ -188,14 +192,14 @@ def changed_row(a: Traced, b: Traced, layer: int) -> int | None:
     return position
 
 
-def where_traces_part(a: Traced, b: Traced, between: str) -> Difference | None:
-    """The first phase that differs, or rows that changed in the cache after everything had been computed."""
+def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | None:
+    """The first phase that differs, or the first KV row that was overwritten after it was stored."""
     found = first_phase(a.hashes, b.hashes)
     if found is not None:
         layer, phase, position = found
         workers = (int(a.workers[found]), int(b.workers[found]))
         row = changed_row(a, b, layer)
-        note = "" if row is None else f"the rows kept for position {row} differ too, though equal ones were computed"
+        note = "" if row is None else f"the KV rows of position {row} differ too, though equal ones were computed"
         return Difference(between, layer, a.phases[phase], position, position, workers, note)
     for layer in a.session.engine.config.kv_owners:
         row = changed_row(a, b, layer)
@@ -204,16 +208,18 @@ def where_traces_part(a: Traced, b: Traced, between: str) -> Difference | None:
     return None
 
 
-def where_results_part(a: Result, b: Result, between: str, note: str = "") -> Difference:
-    """What is known without traces. Layers are counted among those that have KV rows of their own."""
+def where_results_part(a: RunResult, b: RunResult, between: str, note: str = "") -> Difference:
+    """The difference as far as it is known without traces. Layers are numbered among those with KV rows of their own."""
     layer = next((number for number, (x, y) in enumerate(zip(a.kv, b.kv, strict=True)) if x != y), None)
     row = next((number for number, (x, y) in enumerate(zip(a.rows, b.rows, strict=True)) if x != y), None)
     what = "logits" if layer is None else "keys and values" if row is None else "keys and values, and logits from"
     return Difference(between, layer, what, row, row, note=note)
 
 
-def locate(open_engine: Open, ids: Sequence[int], a: Way, b: Way, results: tuple[Result, Result]) -> Difference:
-    """Both ways once more, with traces, until they differ again."""
+def locate(
+    open_engine: OpenEngine, ids: Sequence[int], a: RunSetting, b: RunSetting, results: tuple[RunResult, RunResult]
+) -> Difference:
+    """Run both settings again with traces, until they differ again."""
     between = f"{a} and {b}"
     with open_engine(a.threads) as one, open_engine(b.threads) as other:
         for _ in range(_ATTEMPTS):
@@ -222,7 +228,7 @@ def locate(open_engine: Open, ids: Sequence[int], a: Way, b: Way, results: tuple
             )
             if found is not None:
                 return found
-    note = f"they were equal {_ATTEMPTS} times when run again with a trace: a race, or a machine that errs"
+    note = f"they were equal {_ATTEMPTS} times when run again with a trace: a race, or a hardware error"
     return where_results_part(*results, between, note)
 
 
@@ -230,25 +236,25 @@ def locate(open_engine: Open, ids: Sequence[int], a: Way, b: Way, results: tuple
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was checked and what came out; the results in the order of `ways`."""
+class VerifyReport:
+    """What was checked, and the results in the order of `settings`."""
 
     tokens: int
     reference_tokens: int
-    ways: tuple[Way, ...]
-    results: tuple[Result, ...]
+    settings: tuple[RunSetting, ...]
+    results: tuple[RunResult, ...]
     difference: Difference | None = None
 
     @property
-    def different(self) -> tuple[Way, ...]:
-        """Ways whose bits are not those of the first."""
-        pairs = zip(self.ways, self.results, strict=True)
-        return tuple(way for way, result in pairs if result != self.results[0])
+    def different(self) -> tuple[RunSetting, ...]:
+        """The settings whose bits differ from those of the first one."""
+        pairs = zip(self.settings, self.results, strict=True)
+        return tuple(setting for setting, result in pairs if result != self.results[0])
 
     def as_json(self) -> dict[str, Any]:
         rows = [
-            {"threads": way.threads, "chunk": way.chunk, "logits": result.logits, "kv": list(result.kv)}
-            for way, result in zip(self.ways, self.results, strict=True)
+            {"threads": setting.threads, "chunk": setting.chunk, "logits": result.logits, "kv": list(result.kv)}
+            for setting, result in zip(self.settings, self.results, strict=True)
         ]
         return {
             "equal": self.difference is None,
@@ -258,29 +264,29 @@ class Report:
             "difference": as_table(self.difference),
         }
 
-    def insist(self) -> None:
-        """An error if anything differed."""
+    def raise_on_mismatch(self) -> None:
+        """Raise MismatchError if anything differed."""
         if self.difference is not None:
             raise MismatchError(str(self.difference))
 
 
 def cost(tokens: int, chunk: int) -> int:
-    """Roughly, for the time left: a pass costs as much as some tokens, however few it has."""
+    """An estimate of the relative time, for progress: a pass costs as much as some tokens, however few it has."""
     return tokens + 8 * -(-tokens // chunk)
 
 
 def verify(
-    open_engine: Open,
+    open_engine: OpenEngine,
     threads: Sequence[int],
     chunks: Sequence[int],
     tokens: int,
     reference_tokens: int = REFERENCE,
-    say: Say = lambda what, part: None,
-) -> Report:
-    """The whole product of threads and chunks against its first, and that against the specification on a prefix."""
-    ways = tuple(Way(count, chunk) for count in dict.fromkeys(threads) for chunk in dict.fromkeys(chunks))
+    progress: ReportFraction = lambda what, part: None,
+) -> VerifyReport:
+    """Compare all combinations of threads and chunks with the first one, and that one with the specification on a prefix."""
+    settings = tuple(RunSetting(count, chunk) for count in dict.fromkeys(threads) for chunk in dict.fromkeys(chunks))
     prefix, results = min(reference_tokens, tokens), []
-    total, done = 100 * prefix + sum(cost(tokens, way.chunk) for way in ways), 0
+    total, done = 100 * prefix + sum(cost(tokens, setting.chunk) for setting in settings), 0
     ids: list[int] = []
     difference = None
     for count in dict.fromkeys(threads):
@@ -288,41 +294,41 @@ def verify(
             if not ids:
                 ids = prompt(tokens, engine.config.vocab_size)
                 if prefix:
-                    say(f"the specification, {prefix} tokens", 0.0)
+                    progress(f"the specification, {prefix} tokens", 0.0)
                     difference = against_specification(engine, ids[:prefix])
                 done += 100 * prefix
-            for way in (way for way in ways if way.threads == count):
+            for setting in (setting for setting in settings if setting.threads == count):
 
-                def advance(made: int, way: Way = way, before: int = done) -> None:
-                    say(str(way), (before + cost(tokens, way.chunk) * made / tokens) / total)
+                def advance(made: int, setting: RunSetting = setting, before: int = done) -> None:
+                    progress(str(setting), (before + cost(tokens, setting.chunk) * made / tokens) / total)
 
                 advance(0)
-                results.append(compute(engine, ids, way.chunk, say=advance).result)
-                done += cost(tokens, way.chunk)
-    report = Report(tokens, prefix, ways, tuple(results), difference)
+                results.append(compute(engine, ids, setting.chunk, progress=advance).result)
+                done += cost(tokens, setting.chunk)
+    report = VerifyReport(tokens, prefix, settings, tuple(results), difference)
     if report.different:
-        other = ways.index(report.different[0])
-        say(f"where {ways[other]} part from {ways[0]}", 1.0)
-        found = locate(open_engine, ids, ways[0], ways[other], (results[0], results[other]))
-        return Report(tokens, prefix, ways, tuple(results), found)
+        other = settings.index(report.different[0])
+        progress(f"where {settings[other]} and {settings[0]} differ", 1.0)
+        found = locate(open_engine, ids, settings[0], settings[other], (results[0], results[other]))
+        return VerifyReport(tokens, prefix, settings, tuple(results), found)
     if results[0].nan:
-        raise ComputationError("all runs agree, but on logits that hold NaN: equal bits of no numbers say nothing")
+        raise ComputationError("all runs agree, but their logits contain NaN, so equal bits prove nothing")
     return report
 
 
 def against_specification(engine: Engine, ids: Sequence[int]) -> Difference | None:
-    """All logits and all rows that a later token may read, of a prefix in one chunk."""
+    """Compare the logits and the KV rows of a prefix, computed in one chunk, with the specification's."""
     logits, wanted = reference.logits_and_rows(engine, ids)
     made = compute(engine, ids, len(ids))
-    expected = Result(tuple(row_digests(logits)), tuple(reference.kv_digest(wanted)), bool(np.isnan(logits).any()))
+    expected = RunResult(tuple(row_digests(logits)), tuple(reference.kv_digest(wanted)), bool(np.isnan(logits).any()))
     if made.result == expected:
         return None
-    between = f"the specification and {Way(engine.threads, len(ids))}"
+    between = f"the specification and {RunSetting(engine.threads, len(ids))}"
     for layer in range(len(expected.kv)):
         owner, rows = engine.config.kv_owners[layer], made.session.kv_rows(layer)
         first = wanted.position - len(rows[0])
-        kept = [values[owner][first : wanted.position] for values in (wanted.keys, wanted.values)]
-        position = first_row(rows, kept, first)
+        expected_rows = [values[owner][first : wanted.position] for values in (wanted.keys, wanted.values)]
+        position = first_row(rows, expected_rows, first)
         if position is not None:
             return Difference(between, owner, "keys and values", position, position)
     return where_results_part(expected, made.result, between)

@@ -19,7 +19,7 @@ from typing import Any
 
 import gemma_py
 from gemma_py import machine
-from gemma_py.checks.measure import Bench, Test, report
+from gemma_py.checks.measure import Benchmark, BenchTest, report
 from gemma_py.checks.shapes import random_checkpoint
 from gemma_py.checks.verify import threads_text
 from gemma_py.cli.common import (
@@ -37,7 +37,7 @@ from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.errors import InputError
 from gemma_py.generate.engine import Engine
 
-_TESTS = (Test(True, 512), Test(True, 2048), Test(False, 64), Test(False, 64, 2048))
+_TESTS = (BenchTest(True, 512), BenchTest(True, 2048), BenchTest(False, 64), BenchTest(False, 64, 2048))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", action="store_true", help="print comma-separated values instead of a table")
 
 
-def tests(args: argparse.Namespace) -> tuple[Test, ...]:
+def tests(args: argparse.Namespace) -> tuple[BenchTest, ...]:
     """The tests of all lengths and depths, as in llama-bench; without any of the three flags, four chosen ones."""
     if args.p is None and args.n is None and args.d is None:
         return _TESTS
@@ -79,7 +79,7 @@ def tests(args: argparse.Namespace) -> tuple[Test, ...]:
         args.d or (0,),
     )
     made = tuple(
-        Test(prompt, tokens, depth)
+        BenchTest(prompt, tokens, depth)
         for depth in depths
         for prompt, lengths in ((True, prompts), (False, new))
         for tokens in lengths
@@ -90,7 +90,7 @@ def tests(args: argparse.Namespace) -> tuple[Test, ...]:
     return made
 
 
-def open_engine(args: argparse.Namespace, threads: int, wanted: tuple[Test, ...]) -> Engine:
+def open_engine(args: argparse.Namespace, threads: int, wanted: tuple[BenchTest, ...]) -> Engine:
     if args.shape is None:
         return gemma_py.load(args.model, threads=threads, progress=LoadProgress())
     longest = max(test.tokens + test.depth for test in wanted)
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
     warn_of_threads(max(sizes))
     interrupted = None
     with open_engine(args, max(sizes), wanted) as engine:
-        bench = Bench(engine, sizes, wanted)
+        bench = Benchmark(engine, sizes, wanted)
         with ProgressBar("measuring", wanted=not args.json and not args.csv) as progress:
             try:
                 bench.run(args.r, args.profile, progress)

@@ -5,7 +5,7 @@ import dataclasses
 import importlib.util
 
 from gemma_py import hub
-from gemma_py.catalog import Entry, catalogue
+from gemma_py.catalog import CatalogEntry, catalogue
 from gemma_py.cli.common import print_json, size
 
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_local(entry: Entry) -> bool:
+def is_local(entry: CatalogEntry) -> bool:
     kind, _, name = entry.source.partition(":")
     if kind == "pypi":
         return importlib.util.find_spec(name.replace("-", "_")) is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gemma_py
 from gemma_py import machine
-from gemma_py.checks.plot import refuse_what_cannot_be_drawn
+from gemma_py.checks.plot import check_drawable
 from gemma_py.checks.sweep import Sweep
 from gemma_py.checks.verify import threads_text
 from gemma_py.cli.common import add_model, counts, environment_threads, markdown, positive, print_json, teams
@@ -51,7 +51,7 @@ def default_teams() -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> None:
     if args.plot is not None:
-        refuse_what_cannot_be_drawn(args.plot)
+        check_drawable(args.plot)
     threads = args.teams or default_teams()
 
     def open_engine(count: int) -> Engine:
@@ -75,11 +75,11 @@ def run(args: argparse.Namespace) -> None:
             print(f"The figure is in {args.plot}.")
     if interrupted is not None:
         raise interrupted
-    sweep.insist()
+    sweep.raise_on_mismatch()
 
 
 def table(sweep: Sweep) -> str:
-    way, decode = sweep.best_prefill(), sweep.best_decode()
+    setting, decode = sweep.best_prefill(), sweep.best_decode()
     header = ["threads", *(f"prefill in chunks of {chunk}" for chunk in sweep.chunks), "decode"]
 
     def cell(rate: float | None, share: float | None, best: bool) -> str:
@@ -89,7 +89,7 @@ def table(sweep: Sweep) -> str:
 
     rows = [
         [str(count)]
-        + [cell(sweep.prefill(count, chunk), sweep.efficiency(count, chunk), (count, chunk) == (way.threads, way.chunk))
+        + [cell(sweep.prefill(count, chunk), sweep.efficiency(count, chunk), (count, chunk) == (setting.threads, setting.chunk))
            for chunk in sweep.chunks]
         + [cell(sweep.decode(count), sweep.efficiency(count, None), count == decode)]
         for count in sweep.threads
@@ -98,7 +98,7 @@ def table(sweep: Sweep) -> str:
     lines = [
         markdown(header, rows),
         "",
-        f"Tokens a second; * fastest: prefill on {way}, decode with {threads_text(decode)}.",
+        f"Tokens a second; * fastest: prefill on {setting}, decode with {threads_text(decode)}.",
     ]
     if sweep.difference is None:
         lines.append(f"{runs} run{'s' * (runs > 1)} of {sweep.tokens} + {sweep.new} tokens have the same bits.")

@@ -58,12 +58,12 @@ def run(args: argparse.Namespace) -> None:
             wanted, theirs = args.tokens, None
             if args.against is not None:
                 theirs = trace_file.read_trace(args.against)
-                trace_file.refuse_other_runs(theirs, args.against, engine, wanted)
+                trace_file.check_comparable(theirs, args.against, engine, wanted)
                 wanted = len(theirs["tokens"])
             tokens = verify.prompt_length(wanted, engine.context)
             ids = verify.prompt(tokens, engine.config.vocab_size)
             if args.trace is not None:
-                trace_file.refuse_unwritable(args.trace)
+                trace_file.check_writable(args.trace)
         report = verify.verify(open_engine, args.threads, args.chunks, tokens, args.reference, progress)
         made = None
         if report.difference is None and (args.trace or theirs):
@@ -76,12 +76,12 @@ def run(args: argparse.Namespace) -> None:
     if made is not None and theirs is not None:
         apart = trace_file.compare(theirs, made, f"this machine and {args.against}")
     show(args, report, apart)
-    report.insist()
+    report.raise_on_mismatch()
     if apart is not None:
         raise MismatchError(str(apart))
 
 
-def show(args: argparse.Namespace, report: verify.Report, apart: verify.Difference | None) -> None:
+def show(args: argparse.Namespace, report: verify.VerifyReport, apart: verify.Difference | None) -> None:
     """Prints the JSON object, or a table and what it means. A difference is raised as an error afterwards."""
     if args.json:
         table = report.as_json()
@@ -91,7 +91,8 @@ def show(args: argparse.Namespace, report: verify.Report, apart: verify.Differen
         return
     print(grid(report))
     if report.difference is None:
-        checked = f"{len(report.ways)} run{'s' * (len(report.ways) > 1)} of {report.tokens} tokens: all logits and all keys and values"
+        runs = len(report.settings)
+        checked = f"{runs} run{'s' * (runs > 1)} of {report.tokens} tokens: all logits and all keys and values"
         print(f"{checked} have the same bits, token by token as in chunks." if 1 in args.chunks else
               f"{checked} have the same bits.")  # fmt: skip
         if report.reference_tokens:
@@ -102,13 +103,13 @@ def show(args: argparse.Namespace, report: verify.Report, apart: verify.Differen
             print(f"Every phase has the bits of {args.against}.")
 
 
-def grid(report: verify.Report) -> str:
+def grid(report: verify.VerifyReport) -> str:
     """A table of digests by threads and chunks, with a star where they differ from the first run."""
-    chunks = list(dict.fromkeys(way.chunk for way in report.ways))
-    digests = {way: result.digest[:8] for way, result in zip(report.ways, report.results, strict=True)}
+    chunks = list(dict.fromkeys(setting.chunk for setting in report.settings))
+    digests = {setting: result.digest[:8] for setting, result in zip(report.settings, report.results, strict=True)}
     lines = ["threads" + "".join(f"{f'chunks of {chunk}':>16}" for chunk in chunks)]
-    for threads in dict.fromkeys(way.threads for way in report.ways):
-        row = [verify.Way(threads, chunk) for chunk in chunks]
-        cells = (f"{'*' if way in report.different else ''}{digests[way]}" for way in row)
+    for threads in dict.fromkeys(setting.threads for setting in report.settings):
+        row = [verify.RunSetting(threads, chunk) for chunk in chunks]
+        cells = (f"{'*' if setting in report.different else ''}{digests[setting]}" for setting in row)
         lines.append(f"{threads:7}" + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)

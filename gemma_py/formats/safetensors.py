@@ -26,7 +26,7 @@ NUMPY_TYPES = {
 _MOST_DIMENSIONS = 16
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a file, whose bytes are first to last."""
 
     dtype: str
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 class Header(NamedTuple):
     """What a file says of itself. size: bytes in front of the first tensor."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     metadata: dict[str, str]
     size: int
 
@@ -59,7 +59,7 @@ def read_header(path: Path, size: int) -> Header:
         raise FormatError(f"{path}: changed while it was read")
     entries = {}
     for name, (dtype, shape) in described.items():
-        entries[name] = Entry(dtype, shape, first, first + counts[name])
+        entries[name] = TensorEntry(dtype, shape, first, first + counts[name])
         first += counts[name]
     return Header(entries, metadata, start)
 

@@ -1,4 +1,4 @@
-"""PackedArrays weights in the user's cache: one safetensors file a checkpoint, written once and memory-mapped at every later start.
+"""The cache of packed weights: one safetensors file a checkpoint, written once and memory-mapped at every later start.
 
     header    metadata: layout, content key, source, checksums of the arenas, sha256 of the header; padded to whole pages
     arenas    one tensor each, which begins at a page boundary and is padded with zeros to the next one

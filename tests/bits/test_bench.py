@@ -17,8 +17,8 @@ from gemma_py import machine
 from gemma_py.catalog import catalogue
 from gemma_py.checks import limits, measure, shapes, sweep
 from gemma_py.checks.cost import BYTES, FLOP, _keys, run_cost
-from gemma_py.checks.measure import Row, Test
-from gemma_py.checks.verify import Result
+from gemma_py.checks.measure import BenchRow, BenchTest
+from gemma_py.checks.verify import RunResult
 from gemma_py.errors import ContextError, InputError
 from gemma_py.formats.blocks import TYPES
 from gemma_py.formats.tensor import StoredTensor
@@ -29,7 +29,6 @@ from gemma_py.runtime.team import Team
 from gemma_py.weights.tensors import CodeMatrix, StoredMatrix
 
 Run = Callable[..., tuple[int, str, str]]
-Test.__test__ = False  # type: ignore[attr-defined]  # not pytest's
 SHORT = ("-p", 40, "-n", 3, "-r", 2)
 
 
@@ -99,17 +98,17 @@ def test_limits_are_medians_of_samples() -> None:
 
 
 def test_names_of_tests() -> None:
-    assert [str(test) for test in (Test(True, 512), Test(False, 64), Test(False, 64, 2048))] == [
+    assert [str(test) for test in (BenchTest(True, 512), BenchTest(False, 64), BenchTest(False, 64, 2048))] == [
         "pp512",
         "tg64",
         "tg64 @ d2048",
     ]
-    assert Test(True, 1100).passes == [512, 512, 76]
-    assert Test(False, 3, 9).passes == [1, 1, 1]
+    assert BenchTest(True, 1100).passes == [512, 512, 76]
+    assert BenchTest(False, 3, 9).passes == [1, 1, 1]
 
 
 def test_medians_with_their_spread() -> None:
-    row = Row(1, Test(True, 10), seconds=[1.0, 5.0, 2.0])
+    row = BenchRow(1, BenchTest(True, 10), seconds=[1.0, 5.0, 2.0])
     assert (row.rate, row.spread) == (5.0, pytest.approx(np.std([10.0, 2.0, 5.0], ddof=1)))
 
 
@@ -157,10 +156,10 @@ def test_bench_tables(run: Run) -> None:
 def test_default_tests(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def no_run(self: measure.Bench, rounds: int, profile: bool, say: Any) -> None:
+    def no_run(self: measure.Benchmark, rounds: int, profile: bool, say: Any) -> None:
         asked.append((rounds, profile, [str(row.test) for row in self._all]))
 
-    monkeypatch.setattr(measure.Bench, "run", no_run)
+    monkeypatch.setattr(measure.Benchmark, "run", no_run)
     assert run("bench", TINY)[0] == 0
     assert run("bench", TINY, "-n", "16,32", "-p", 0)[0] == 0
     assert run("bench", TINY, "-d", "7")[0] == 0
@@ -185,16 +184,16 @@ def test_bench_refuses(run: Run, arguments: list[object], code: int) -> None:
 
 
 def test_ctrl_c_keeps_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = measure.Bench._measure, 0
+    real, calls = measure.Benchmark._measure, 0
 
-    def interrupted(self: measure.Bench, row: Row, profiled: bool) -> None:
+    def interrupted(self: measure.Benchmark, row: BenchRow, profiled: bool) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise KeyboardInterrupt
         real(self, row, profiled)
 
-    monkeypatch.setattr(measure.Bench, "_measure", interrupted)
+    monkeypatch.setattr(measure.Benchmark, "_measure", interrupted)
     code, out, _ = run("bench", TINY, *SHORT, "--json")
     assert code == 130
     assert [(test["test"], len(test["rounds"])) for test in json.loads(out)["tests"]] == [("pp40", 1)]
@@ -289,9 +288,9 @@ def test_sweep_table_and_figure(run: Run, tmp_path: Path) -> None:
 def test_sweep_names_the_first_difference(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     real = sweep.Sweep._measure
 
-    def wrong(self: sweep.Sweep, point: sweep.Point) -> Result:
+    def wrong(self: sweep.Sweep, point: sweep.SweepPoint) -> RunResult:
         result = real(self, point)
-        return result if point.way.threads == 1 else Result((b"other", *result.rows[1:]), result.kv)
+        return result if point.setting.threads == 1 else RunResult((b"other", *result.rows[1:]), result.kv)
 
     monkeypatch.setattr(sweep.Sweep, "_measure", wrong)
     code, out, err = run(*SWEEP, "--rounds", 1, "--json")
@@ -309,8 +308,8 @@ def test_sweep_names_the_first_difference(run: Run, monkeypatch: pytest.MonkeyPa
 def test_a_stopped_sweep_shows_what_it_has(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = sweep.Sweep._measure
 
-    def interrupted(self: sweep.Sweep, point: sweep.Point) -> Result:
-        if point.way.threads == 2:
+    def interrupted(self: sweep.Sweep, point: sweep.SweepPoint) -> RunResult:
+        if point.setting.threads == 2:
             raise KeyboardInterrupt
         return real(self, point)
 

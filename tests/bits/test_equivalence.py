@@ -1,44 +1,27 @@
 """The promise: the same bits for any threads, chunks, schedules and company; and checks that see when it is broken."""
 
 import random
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from equivalence import PARTS, WIDE, Expected, bits, opened, prompt
+from equivalence import PARTS, SHARED, TOKENS, WIDE, Expected, bits, company, expected, opened, prompt, together
 from gguf_files import write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gemma_py
-from gemma_py.errors import WorkerError
 from gemma_py.kernels.decorator import kernel
 from gemma_py.models.config import Config
-from gemma_py.models.program import ALL, ATTEND, ROPE_TABLE, STORE, WANTED
-from gemma_py.reference import operations as spec
-from gemma_py.reference.arithmetic import float32_of, fma, jit
-from gemma_py.reference.elementary import exp
+from gemma_py.models.program import ATTEND, ROPE_TABLE, STORE
 from gemma_py.runtime import batch as batches
-from gemma_py.runtime import cache as caches
 from gemma_py.runtime import phases, program
 from gemma_py.runtime import runner as runners
 from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.runner import SequenceInput
 
 THREADS = (1, 2, 3, 4, 8)
-TOKENS = 70  # two tiles of attention and several windows
-
-
-_known: dict[tuple[str, int], Expected] = {}
-
-
-def expected(name: str, engine: gemma_py.Engine, length: int = TOKENS) -> Expected:
-    key = (name, length)
-    if key not in _known:
-        _known[key] = Expected(engine, prompt(engine.config, length))
-    return _known[key]
 
 
 def window_of(config: Config) -> int:
@@ -95,13 +78,6 @@ def test_formats_mixed_within_a_layer_match_the_reference(tmp_path: Path) -> Non
         want = Expected(engine, prompt(engine.config, 40))
         for sizes in ([40], [1], [7, 12]):
             assert want.same(engine, sizes)
-
-
-# One key/value head, so that workers share a position; columns for three of them, and some that are left over.
-SHARED = tiny.Variant(
-    tiny._gemma3(hidden_size=64, intermediate_size=64, head_dim=104, query_pre_attn_scalar=104, num_hidden_layers=2,
-                 num_attention_heads=3, num_key_value_heads=1, sliding_window=40, vocab_size=77)
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("kv", ["float32", "bfloat16"])
@@ -173,32 +149,6 @@ def test_sessions_in_random_company(checkpoints: dict[str, Path]) -> None:
             assert session.kv_digest() == want.digest
 
 
-def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> bool:
-    """Whether sequences that share passes, in parts of random sizes and with logits of random rows, get what they should."""
-    rng = random.Random(seed)
-    caches_, done = [engine.new_cache() for _ in wants], [0] * len(wants)
-    while any(at < len(want.ids) for at, want in zip(done, wants, strict=True)):
-        chosen = [n for n, want in enumerate(wants) if done[n] < len(want.ids) and rng.random() < 0.8]
-        rng.shuffle(chosen)
-        parts = []
-        for number in chosen:
-            size = rng.choice([1, 1, rng.randint(1, 40)])
-            tokens = wants[number].ids[done[number] : done[number] + size]
-            parts.append(SequenceInput(caches_[number], tokens, rng.choice([0, 1, len(tokens)])))
-        if not parts:
-            continue
-        for number, part, logits in zip(chosen, parts, engine.run_together(parts), strict=True):
-            done[number] += len(part.tokens)
-            wanted = wants[number].logits[done[number] - part.logits : done[number]]
-            if logits.shape != wanted.shape or (bits(logits) != bits(wanted)).any():
-                return False
-    return all(cache.digest() == want.digest for cache, want in zip(caches_, wants, strict=True))
-
-
-def company(name: str, engine: gemma_py.Engine) -> list[Expected]:
-    return [expected(name, engine, length) for length in (20, 50, 77, 33, 1, 64)]
-
-
 @pytest.mark.parametrize("name", tiny.VARIANTS)
 def test_shared_passes_match_the_reference(checkpoints: dict[str, Path], name: str) -> None:
     with opened(checkpoints[name], 3) as engine:
@@ -224,184 +174,6 @@ def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path]) -> None
         for seed in range(1, 41):
             engine.instruments.fault_plan = FaultPlan(seed=seed)
             assert want.same(engine, [TOKENS] if seed % 2 else [23]), f"seed {seed}"
-
-
-# --- negative controls: break it, and the checks above must see it ----------------------------------------------------
-
-
-def caught(
-    engine: gemma_py.Engine, want: Expected, plans: Iterator[FaultPlan], sizes: Sequence[int] = (TOKENS,)
-) -> bool:
-    """Whether any of these schedules gives other bits, or an error."""
-    for plan in plans:
-        engine.instruments.fault_plan = plan
-        try:
-            if not want.same(engine, sizes):
-                return True
-        except WorkerError:
-            return True
-    return False
-
-
-@pytest.mark.parametrize("omitted", ["await", "order"])
-def test_control_rows_read_or_published_out_of_order(checkpoints: dict[str, Path], omitted: str) -> None:
-    with opened(checkpoints["gemma3"], 4) as engine:
-        assert caught(
-            engine, expected("gemma3", engine), (FaultPlan(seed=seed, omit=omitted) for seed in range(1, 300))
-        )
-
-
-@pytest.mark.parametrize("omitted", ["await", "order"])
-def test_control_rows_of_one_sequence_out_of_order_in_company(checkpoints: dict[str, Path], omitted: str) -> None:
-    with opened(checkpoints["gemma3"], 4) as engine:
-        wants = company("gemma3", engine)
-
-        def seen(seed: int) -> bool:
-            engine.instruments.fault_plan = FaultPlan(seed=seed, omit=omitted)
-            try:
-                return not together(engine, wants, seed)
-            except WorkerError:
-                return True
-
-        assert any(seen(seed) for seed in range(1, 100))
-
-
-@pytest.mark.parametrize("what", ["tables", "segments", "wanted"])
-def test_control_what_belongs_to_another_sequence(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    """Two sequences' caches, positions or logits change places."""
-    honest = runners._batch
-
-    def confused(parts: Sequence[SequenceInput], buffers: np.ndarray) -> batches.Batch:
-        batch = honest(parts, buffers)
-        if len(parts) > 1:
-            if what == "tables":
-                batch.tables[[0, 1]] = batch.tables[[1, 0]]
-            elif what == "segments":
-                batch.segments[ALL, [0, 1], batches.ORIGIN] = batch.segments[ALL, [1, 0], batches.ORIGIN]
-            else:
-                count = batch.counts[WANTED, batches.ROWS]
-                batch.rows[WANTED, :count] = np.roll(batch.rows[WANTED, :count], 1)
-        return batch
-
-    with opened(checkpoints["gemma3"], 2) as engine:
-        wants = company("gemma3", engine)[:3]
-        assert together(engine, wants, 1)
-        monkeypatch.setattr(runners, "_batch", confused)
-        try:
-            assert not together(engine, wants, 1)
-        except WorkerError:
-            assert what == "segments"  # marks begin elsewhere, and publishing notices
-
-
-BARRIERS = ("embedding", "query, key and value", "attention", "output input", "output", "middle", "gate and up",
-            "down input", "down", "end")  # fmt: skip
-
-
-@pytest.mark.parametrize("phase", BARRIERS, ids=lambda phase: phase.replace(" ", "-"))
-def test_control_a_barrier_dropped(tmp_path: Path, phase: str) -> None:
-    """A quantised model, in which every barrier stands."""
-    path = write_model(tmp_path / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
-    with opened(path, 4) as engine:
-        want = Expected(engine, prompt(engine.config, TOKENS))
-        assert want.same(engine, [TOKENS])
-        label = engine.program.label(phase)
-        plans = (FaultPlan(seed=seed, omit="barrier", omit_phase=label) for seed in range(1, 300))
-        assert caught(engine, want, plans)
-
-
-def test_control_the_barrier_after_scores_dropped(tmp_path: Path) -> None:
-    tiny.write(SHARED, tmp_path, 6)
-    with opened(tmp_path, 3) as engine:
-        want = Expected(engine, prompt(engine.config, 100))
-        label = engine.program.label("scores")
-        plans = (FaultPlan(seed=seed, omit="barrier", omit_phase=label) for seed in range(1, 100))
-        assert caught(engine, want, plans, [1])
-
-
-def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def reserve(self: caches.Cache, tokens: int, ahead: int = 0) -> None:
-        needed = [
-            self.position + tokens
-            if y.sliding_window is None
-            else min(self.position + tokens, y.sliding_window + tokens - 2)
-            for y in self.config.layers
-        ]
-        for number, rows in enumerate(needed):
-            if rows != self.layers[number].capacity:
-                self._reallocate(number, max(1, rows))
-
-    with opened(checkpoints["gemma3"], 2) as engine:
-        want = expected("gemma3", engine)
-        monkeypatch.setattr(caches.Cache, "reserve", reserve)
-        assert not want.same(engine, [10])
-
-
-# --- other orders of the same sums: the specification itself is changed, and must then differ from the fast path -----
-
-
-@jit
-def attend_in_tiles_of_the_chunk(q, keys, values, first, scale, cap):
-    """operations.attend, but with tiles that begin where the window does instead of at multiples of TILE."""
-    H, E = q.shape
-    last = keys.shape[0] - 1
-    out, scores = np.empty((H, E), np.float32), np.empty(spec.TILE, np.float32)
-    for h in range(H):
-        g = h // (H // keys.shape[1])
-        maximum, weight_sum = -np.float32(np.inf), np.float32(0)
-        out[h, :] = np.float32(0)
-        for begin in range(first, last + 1, spec.TILE):
-            end = min(last + 1, begin + spec.TILE)
-            before = maximum
-            for t in range(begin, end):
-                dot = np.float32(0)
-                for e in range(E):
-                    dot = fma(q[h, e], keys[t, g, e], dot)
-                scores[t - begin] = spec.soft_cap(dot * scale, cap)
-                maximum = max(maximum, scores[t - begin])
-            shrink = exp(before - maximum)
-            weight_sum = weight_sum * shrink
-            for e in range(E):
-                out[h, e] = out[h, e] * shrink
-            for t in range(begin, end):
-                weight = exp(scores[t - begin] - maximum)
-                weight_sum = weight_sum + weight
-                for e in range(E):
-                    out[h, e] = fma(weight, values[t, g, e], out[h, e])
-        for e in range(E):
-            out[h, e] = out[h, e] / weight_sum
-    return out
-
-
-@jit
-def matmul_in_two_halves(x, w):
-    """operations.matmul_float, but as two threads would sum it: each half of k by itself, then both together."""
-    half, y = w.shape[1] // 2, np.empty(w.shape[0], np.float32)
-    for n in range(w.shape[0]):
-        a, b = np.float32(0), np.float32(0)
-        for k in range(half):
-            a = fma(x[k], float32_of(w[n, k]), a)
-        for k in range(half, w.shape[1]):
-            b = fma(x[k], float32_of(w[n, k]), b)
-        y[n] = a + b
-    return y
-
-
-@pytest.mark.parametrize(
-    ("name", "other"), [("attend", attend_in_tiles_of_the_chunk), ("matmul_float", matmul_in_two_halves)]
-)
-def test_control_another_order_of_a_sum(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, other: object
-) -> None:
-    with opened(checkpoints["gemma2"], 2) as engine:
-        assert expected("gemma2", engine).same(engine, [TOKENS])
-        monkeypatch.setattr(spec, name, other)
-        changed = Expected(engine, prompt(engine.config, TOKENS))
-        np.testing.assert_allclose(
-            changed.logits, expected("gemma2", engine).logits, atol=1e-3
-        )  # right, but other bits
-        assert not changed.same(engine, [TOKENS])
 
 
 # --- a simulated schedule: one thread, tile by tile, in any legal order -----------------------------------------------

@@ -1,4 +1,4 @@
-"""PackedArrays weights on disk: written once, mapped at the next start, private, repaired, dispensable; never another bit."""
+"""Packed weights on disk: written once, mapped at the next start, private, repaired, dispensable; never another bit."""
 
 import contextlib
 import errno

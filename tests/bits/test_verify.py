@@ -4,34 +4,29 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tiny_checkpoints as tiny
 from equivalence import PARTS, WIDE
 from gguf_files import write_model
 from repository import TINY
+from tampering import changed_gain, changed_matrix, changed_number, flip_kept, repacked, tamper
 
 import gemma_py
 from gemma_py import reference
-from gemma_py.checks import trace_file, verify
+from gemma_py.checks import verify
 from gemma_py.cli.progress import ProgressBar
 from gemma_py.kernels.decorator import kernel
-from gemma_py.runtime import program as p
 from gemma_py.runtime import trace as traces
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.fault_injection import FaultPlan
-from gemma_py.runtime.program import LinkedProgram, ModelTables
 from gemma_py.runtime.runner import Runner
 from gemma_py.runtime.trace import UNTRACED
-from gemma_py.weights import pack
 
 Run = Callable[..., tuple[int, str, str]]
-Before = Callable[[Runner, Cache], None]
 SMALL = ("--threads", "1,2", "--chunks", "32", "--tokens", "96", "--reference", "0")
 
 
@@ -39,11 +34,11 @@ def tiny_engine(threads: int) -> gemma_py.Engine:
     return gemma_py.load(TINY, threads=threads)
 
 
-def check(threads: tuple[int, ...] = (1, 2), chunks: tuple[int, ...] = (32,), tokens: int = 96) -> verify.Report:
+def check(threads: tuple[int, ...] = (1, 2), chunks: tuple[int, ...] = (32,), tokens: int = 96) -> verify.VerifyReport:
     return verify.verify(tiny_engine, threads, chunks, tokens, 0)
 
 
-def found(report: verify.Report) -> verify.Difference:
+def found(report: verify.VerifyReport) -> verify.Difference:
     assert report.difference is not None
     return report.difference
 
@@ -137,32 +132,6 @@ def test_a_hash_sees_bits_and_their_order() -> None:
 # --- something is not -------------------------------------------------------------------------------------------------
 
 
-def tamper(monkeypatch: pytest.MonkeyPatch, before: Before | None = None, after: Before | None = None) -> None:
-    """Do something to the runner and the cache around every pass of two workers."""
-    honest = Runner.run
-
-    def run(self: Runner, cache: Cache, tokens: list[int], all_logits: bool, **limits: int) -> np.ndarray:
-        if before is not None and self.team.workers == 2:
-            before(self, cache)
-        logits = honest(self, cache, tokens, all_logits, **limits)
-        if after is not None and self.team.workers == 2:
-            after(self, cache)
-        return logits
-
-    monkeypatch.setattr(Runner, "run", run)
-
-
-def flip_kept(layer: int, position: int, when: int) -> Before:
-    """One bit of a key in the cache, once so many tokens are committed."""
-
-    def flip(runner: Runner, cache: Cache) -> None:
-        if cache.position == when:
-            rows = cache.layers[layer]
-            rows.keys[0, position % rows.capacity].view(np.uint32)[0] ^= 1 << 22
-
-    return flip
-
-
 def test_a_bit_of_the_cache_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layer 5 keeps all rows, so the row itself is found too; layer 3 has forgotten it by the end."""
     tamper(monkeypatch, after=flip_kept(5, 60, 64))
@@ -183,65 +152,6 @@ def test_a_bit_that_nobody_reads_any_more_is_located(monkeypatch: pytest.MonkeyP
     tamper(monkeypatch, after=flip_kept(2, 90, 96))
     difference = found(check())
     assert (difference.layer, difference.phase, difference.first) == (2, "rows kept in the cache", 90)
-
-
-def repacked(change: Callable[[Runner], ModelTables]) -> Before:
-    """Another model for every runner."""
-    made: list[LinkedProgram] = []
-
-    def replaced(runner: Runner, cache: Cache) -> None:
-        if not made:
-            made.append(replace(runner.program, model=change(runner)))
-        runner.program = made[0]
-
-    return replaced
-
-
-def reading(runner: Runner, layer: int, label: str) -> np.ndarray:
-    """The operations of a phase."""
-    ops = runner.program.model.ops
-    return ops[(ops[:, p.LAYER] == layer) & (ops[:, p.LABEL] == runner.program.label(label))]
-
-
-def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
-    """Of the phase's norms, counted from 0."""
-
-    def change(runner: Runner) -> ModelTables:
-        m, ops = runner.program.model, reading(runner, layer, label)
-        gains, at = m.weights.gains.copy(), ops[ops[:, p.GAIN] >= 0][number, p.GAIN]
-        gains.view(np.uint32)[at : at + 8] ^= 1 << 18
-        gains.flags.writeable = False
-        return m._replace(weights=m.weights._replace(gains=gains))
-
-    return change
-
-
-def changed_matrix(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
-    """Of the phase's matrices, counted from 0."""
-
-    def change(runner: Runner) -> ModelTables:
-        weights = runner.program.model.weights
-        row = weights.matrices[reading(runner, layer, label)[number, p.MATRIX]]
-        name = {pack.FLOATS: "floats", pack.BF16_FLOATS: "bf16"}[int(row[pack.KIND])]
-        arena = getattr(weights, name).copy()
-        arena[row[pack.AT] : row[pack.AT] + 4 * 16] = 0
-        arena.flags.writeable = False
-        return runner.program.model._replace(weights=weights._replace(**{name: arena}))
-
-    return change
-
-
-def changed_number(label: str, value: float) -> Callable[[Runner], ModelTables]:
-    """The scale of attention, or the cap of the head, in whichever layers have such a phase."""
-
-    def change(runner: Runner) -> ModelTables:
-        m = runner.program.model
-        numbers, ops = np.append(m.numbers, np.array([value, 0], np.float32)), m.ops.copy()
-        ops[ops[:, p.LABEL] == runner.program.label(label), p.NUMBER] = len(m.numbers)
-        numbers.flags.writeable = ops.flags.writeable = False
-        return m._replace(numbers=numbers, ops=ops)
-
-    return change
 
 
 PLACES = {
@@ -289,7 +199,7 @@ def test_rows_read_too_early_are_located(monkeypatch: pytest.MonkeyPatch) -> Non
         runner.instruments.fault_plan = FaultPlan(seed=next(seeds), omit="await")
 
     tamper(monkeypatch, before=race)
-    reports: Iterator[verify.Report] = (check() for _ in range(100))
+    reports: Iterator[verify.VerifyReport] = (check() for _ in range(100))
     difference = found(next(report for report in reports if report.difference is not None))
     assert difference.phase == "attention" or "race" in difference.note
     assert difference.between == "1 thread in chunks of 32 and 2 threads in chunks of 32"
@@ -342,85 +252,7 @@ def test_a_difference_to_the_specification_is_named(run: Run, monkeypatch: pytes
     assert err.splitlines()[-1] == f"gemma_py: the specification and 1 thread in chunks of 8 differ, first in {where}"
 
 
-# --- trace files ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    with tiny_engine(2) as engine:
-        document = trace_file.trace_document(engine, verify.prompt(96, engine.config.vocab_size))
-    path = tmp_path_factory.mktemp("traces") / "trace.json"
-    trace_file.write_trace(path, document)
-    assert trace_file.read_trace(path) == document
-    assert path.stat().st_size < 20_000
-    return document
-
-
-def write(path: Path, document: Any) -> Path:
-    path.write_text(json.dumps(document))
-    return path
-
-
-def test_a_trace_and_back(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "trace.json"
-    code, out, _ = run("verify", TINY, *SMALL, "--trace", path)
-    assert (code, out.splitlines()[-1]) == (0, f"The trace is in {path}.")
-    assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
-    code, out, _ = run("verify", TINY, "--threads", 3, "--chunks", "5", "--tokens", 96, "--against", path)
-    assert (code, out.splitlines()[-1]) == (0, f"Every phase has the bits of {path}.")
-    code, out, _ = run("verify", TINY, "--threads", 1, "--chunks", 50, "--reference", 0, "--json", "--against", path)
-    # As many tokens as there.
-    assert (json.loads(out)["tokens"], json.loads(out)["against"]) == (96, {"equal": True, "difference": None})
-
-
-def test_a_tampered_trace_is_located(run: Run, tmp_path: Path, traced: dict[str, Any]) -> None:
-    document = json.loads(json.dumps(traced))
-    attention, qkv = (document["phases"].index(name) for name in ("attention", "query, key and value"))
-    row = document["hashes"][3][attention]
-    document["hashes"][3][attention] = row[:32] + ("0" if row[32] != "0" else "1") + row[33:]
-    document["hashes"][4][qkv] = row
-    path = write(tmp_path / "t.json", document)
-    code, out, err = run("verify", TINY, *SMALL, "--against", path)
-    message = f"this machine and {path} differ, first in layer 3, attention, positions 32 to 47"
-    assert (code, err.splitlines()[-1]) == (1, f"gemma_py: {message}")
-    assert "same bits" in out
-    code, out, _ = run("verify", TINY, *SMALL, "--against", path, "--json")
-    assert (code, json.loads(out)["against"]["difference"]["message"]) == (1, message)
-
-
-def test_another_arithmetic_is_located_by_its_trace(monkeypatch: pytest.MonkeyPatch, traced: dict[str, Any]) -> None:
-    """As of a machine whose results differ, although they agree among themselves."""
-    tamper(monkeypatch, before=repacked(changed_gain(1, "middle", 1)))
-    with tiny_engine(2) as engine:
-        made = trace_file.trace_document(engine, traced["tokens"])
-    difference = trace_file.compare(traced, made, "a and b")
-    assert str(difference) == "a and b differ, first in layer 1, middle, positions 0 to 15"
-
-
-def test_digests_beyond_the_phases_are_compared(traced: dict[str, Any]) -> None:
-    assert trace_file.compare(traced, traced, "") is None
-    kv = trace_file.compare({**traced, "kv": [*traced["kv"][:-1], "0"]}, traced, "a and b")
-    assert str(kv) == "a and b differ, first in layer 6, rows kept in the cache"
-    assert str(trace_file.compare({**traced, "logits": "0"}, traced, "a and b")) == "a and b differ, first in logits"
-    hashes = [["" for _ in layer] for layer in traced["hashes"]]
-    missing = trace_file.compare({**traced, "hashes": hashes}, traced, "a and b")
-    assert str(missing) == "a and b differ, first in layer 0, embedding, positions 0 to 95"
-
-
-def test_the_identity_sees_config_and_weights(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    def of(path: Path) -> dict[str, str]:
-        with gemma_py.load(path, threads=1) as engine:
-            return trace_file.identity(engine.checkpoint, engine.quant)
-
-    again, other = tmp_path / "again", tmp_path / "other"
-    tiny.write(tiny.VARIANTS["gemma3"], again, seed=1)
-    tiny.write(tiny.VARIANTS["gemma3"], other, seed=2)
-    assert of(again) == of(checkpoints["gemma3"])
-    assert of(other)["config"] == of(again)["config"]
-    assert of(other)["weights"] != of(again)["weights"]
-
-
-# --- what cannot be meant ---------------------------------------------------------------------------------------------
+# --- invalid arguments ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -434,58 +266,6 @@ def test_the_identity_sees_config_and_weights(checkpoints: dict[str, Path], tmp_
 def test_usage_errors(run: Run, arguments: list[str]) -> None:
     code, out, err = run("verify", TINY, *arguments)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
-
-
-def bad_traces(document: dict[str, Any]) -> dict[str, Any]:
-    short = [layer[:-1] for layer in document["hashes"]]
-    return {
-        "no trace": {},
-        "a list": [document],
-        "another version": {**document, "format": "gemma_py trace 0"},
-        "another model": {**document, "model": {**document["model"], "weights": "0"}},
-        "other tokens": {**document, "tokens": [*document["tokens"][:-1], 0]},
-        "no tokens": {**document, "tokens": []},
-        "tokens of text": {**document, "tokens": "abc"},
-        "no hashes": {**document, "hashes": None},
-        "short layers": {**document, "hashes": short},
-        "few layers": {**document, "hashes": document["hashes"][1:]},
-        "other phases": {**document, "phases": []},
-        "no digests": {**document, "kv": []},
-        "digests of numbers": {**document, "kv": [1] * 7},
-    }
-
-
-BAD_TRACES = ("no trace", "a list", "another version", "another model", "other tokens", "no tokens", "tokens of text",
-              "no hashes", "short layers", "few layers", "other phases", "no digests", "digests of numbers")  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD_TRACES)
-def test_bad_traces(run: Run, tmp_path: Path, traced: dict[str, Any], case: str) -> None:
-    """Refused before the work begins."""
-    assert set(bad_traces(traced)) == set(BAD_TRACES)
-    path = write(tmp_path / "t.json", bad_traces(traced)[case])
-    code, out, err = run("verify", TINY, *SMALL, "--against", path)
-    assert (code, out, len(err.splitlines())) == (1, "", 1)
-    assert str(path) in err
-
-
-@pytest.mark.parametrize("case", ["nothing there", "not JSON", "other length", "too long", "threads", "a directory"])
-def test_bad_input(run: Run, tmp_path: Path, traced: dict[str, Any], case: str) -> None:
-    (tmp_path / "text").write_text("text")
-    good = write(tmp_path / "t.json", traced)
-    options: dict[str, list[object]] = {
-        "nothing there": ["--against", tmp_path / "nothing"],
-        "not JSON": ["--against", tmp_path / "text"],
-        "other length": ["--tokens", 95, "--against", good],
-        "too long": ["--tokens", 1 << 40],
-        "threads": ["--threads", "1,5000"],
-        "a directory": ["--trace", tmp_path],
-    }
-    code, out, err = run("verify", TINY, *options[case])
-    assert (code, out, len(err.splitlines())) == (1, "", 1)
-    assert err.startswith("gemma_py: ")
-    if case == "other length":
-        assert "a trace of 96 tokens, not 95: leave --tokens out" in err
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------

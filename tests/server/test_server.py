@@ -11,7 +11,6 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel, ValidationError
 from repository import TINY
 from serving import Running, idle, serving, wait_until
 
@@ -19,9 +18,6 @@ import gemma_py
 from gemma_py.errors import ComputationError
 from gemma_py.generate.options import RANGES
 from gemma_py.server.openai.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
     ResponsesRequest,
     TokenizeRequest,
 )
@@ -29,6 +25,7 @@ from gemma_py.server.openai.service import Service
 from gemma_py.server.web_ui import PAGE
 from gemma_py.templates.template import encode
 
+HI = [{"role": "user", "content": "hi"}]
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a list?"}]
 
 
@@ -343,132 +340,6 @@ def test_requests_may_ask_for_what_sampling_takes(server: Running) -> None:
         assert (number["minimum"], number["maximum"]) == (least, most), name
         if name in ("temperature", "top_p"):
             assert f'name="{name}" type="number" min="{least:g}" max="{most:g}"' in PAGE
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
-
-HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "param", "code"),
-    [
-        ({}, 400, "messages", "missing_required_parameter"),
-        ({"messages": []}, 400, "messages", "invalid_value"),
-        ({"messages": "hi"}, 400, "messages", "invalid_type"),
-        ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "missing_required_parameter"),
-        ({"messages": [{"role": "king", "content": ""}]}, 400, "messages[0].role", "invalid_value"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0].type", "invalid_value"),
-        ({"messages": HI, "temperature": 3}, 400, "temperature", "invalid_value"),
-        ({"messages": HI, "temperature": "1"}, 400, "temperature", "invalid_type"),
-        ({"messages": HI, "n": 17}, 400, "n", "invalid_value"),
-        ({"messages": HI, "max_tokens": 0}, 400, "max_tokens", "invalid_value"),
-        ({"messages": HI, "max_tokens": 9_999_999}, 400, "messages", "context_length_exceeded"),
-        ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "messages", "context_length_exceeded"),
-        ({"messages": HI, "stop": ["a", ""]}, 400, "stop[1]", "invalid_value"),
-        ({"messages": HI, "logit_bias": {"x": 1}}, 400, "logit_bias", "invalid_value"),
-        ({"messages": HI, "logit_bias": {"99999": 1}}, 400, "logit_bias", "invalid_value"),
-        ({"messages": HI, "top_logprobs": 2}, 400, "top_logprobs", "invalid_value"),
-        ({"messages": HI, "response_format": {"type": "xml"}}, 400, "response_format.type", "invalid_value"),
-        ({"messages": HI, "nonsense": 1}, 400, "nonsense", "unknown_parameter"),
-        ({"messages": HI, "stream_options": {"include_usage": True}}, 400, "stream_options", "invalid_value"),
-        ({"messages": HI, "stream_options": {"x": 1}}, 400, "stream_options.x", "unknown_parameter"),
-        ({"messages": HI, "model": "gpt-9"}, 404, "model", "model_not_found"),
-        ({"messages": [HI[0], {"role": "system", "content": "x"}]}, 400, "messages", "invalid_value"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "invalid_value"),
-    ],
-)  # fmt: skip
-def test_a_wrong_request_is_told_what_is_wrong(server: Running, body: dict, status: int, param: str, code: str) -> None:
-    got, document = server.post("/v1/chat/completions", **body)
-    error = document["error"]
-    assert (got, error["param"], error["code"]) == (status, param, code), error
-    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
-
-
-def test_a_full_context_is_said_with_both_numbers(server: Running, tiny_engine: gemma_py.Engine) -> None:
-    _, document = server.post("/v1/completions", prompt=[5] * 4000, max_tokens=500)
-    assert str(tiny_engine.context) in document["error"]["message"] and "4000" in document["error"]["message"]
-    assert document["error"]["param"] == "prompt"
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}),
-        ("/v1/responses", {"input": [{"type": "function_call_output", "output": ""}]}),
-        ("/v1/completions", {"prompt": ["x"] * 65}),
-        ("/v1/completions", {"prompt": ["x"] * 64, "n": 2}),
-        ("/v1/completions", {"prompt": []}),
-        ("/v1/chat/completions", {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}]}),
-        ("/tokenize", {"content": 5}),
-        ("/v1/responses", {"input": "x", "metadata": {"a": "\ud800"}}),
-    ],
-)
-def test_what_is_not_done_here_is_refused(server: Running, path: str, body: dict) -> None:
-    status, document = server.post(path, **body)
-    assert status == 400 and document["error"]["message"]
-
-
-@pytest.mark.parametrize("prompt", [[], {}, None, [[]]])
-def test_a_prompt_of_nothing(server: Running, prompt: object) -> None:
-    status, document = server.post("/v1/completions", prompt=prompt)
-    error = document["error"]
-    assert (status, error["param"], error["code"]) == (400, "prompt", "invalid_value")
-    assert "not empty" in error["message"] or error["message"] == "no tokens given"
-
-
-MANY = 1000  # a body can hold a million, and telling all that is wrong with them takes many seconds
-
-
-@pytest.mark.parametrize(
-    ("schema", "document"),
-    [
-        (CompletionRequest, {"prompt": [-1] * MANY}),
-        (CompletionRequest, {"prompt": [[-1] * MANY]}),
-        (DetokenizeRequest, {"tokens": ["x"] * MANY}),
-        (ChatRequest, {"messages": [{}] * MANY}),
-        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
-        (ChatRequest, {"messages": [{"role": "user", "tool_calls": [{}] * MANY}]}),
-        (ChatRequest, {"messages": HI, "modalities": [1] * MANY}),
-        (ResponsesRequest, {"input": [{}] * MANY}),
-        (ResponsesRequest, {"input": [{"role": "user", "content": [{}] * MANY}]}),
-    ],
-)
-def test_the_first_wrong_thing_is_enough(schema: type[BaseModel], document: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError) as caught:
-        schema.model_validate(document)
-    assert caught.value.error_count() < 20  # some for each of the forms that it could have
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"[" * 100_000, b'{"messages": NaN}', b"\xff", b'"x"'])
-def test_a_body_that_is_no_request(server: Running, body: bytes) -> None:
-    status, document, _ = server.request("POST", "/v1/chat/completions", body)
-    assert status == 400 and document["error"]["code"] in ("invalid_json", "invalid_type")
-
-
-def test_other_types_paths_and_methods(server: Running) -> None:
-    status, document, _ = server.request("POST", "/v1/completions", b"{}", {"Content-Type": "text/plain"})
-    assert (status, document["error"]["code"]) == (415, "unsupported_media_type")
-    status, document, headers = server.request("GET", "/v1/completions")
-    assert (status, headers["Allow"], document["error"]["code"]) == (405, "POST", "method_not_supported")
-    assert document["error"]["message"] == "'/v1/completions' does not accept GET, only POST."
-
-
-@pytest.mark.parametrize(
-    ("path", "advice"),
-    [
-        ("/v1/embeddings", "/openapi.json lists all."),  # of which there are none here
-        ("/chat/completions", "did you mean '/v1/chat/completions'?"),
-        ("/v1/chat/completions/", "did you mean '/v1/chat/completions'?"),
-        ("/v1/v1/completions", "did you mean '/v1/completions'?"),
-        ("/" + "x" * 9000, "/openapi.json lists all."),
-    ],
-)
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_an_unknown_path(server: Running, method: str, path: str, advice: str) -> None:
-    status, document, _ = server.request(method, path)
-    error = {"message": f"Unknown path: {path[:80]!r}; {advice}", "type": "invalid_request_error", "param": None}
-    assert (status, document) == (404, {"error": {**error, "code": "unknown_url"}})
 
 
 # --- many at once -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import gemma_py
 from gemma_py import reference
 from gemma_py.models.config import Config
 from gemma_py.runtime.fault_injection import FaultPlan
+from gemma_py.runtime.runner import SequenceInput
 
 # A model whose rows are whole blocks of every quantised format, and the parts that may be quantised.
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
@@ -64,3 +65,49 @@ class Expected:
         logits = np.concatenate(made) if all_logits else made[-1]
         wanted = self.logits if all_logits else self.logits[-1]
         return bool((bits(logits) == bits(wanted)).all()) and session.kv_digest() == self.digest
+
+
+TOKENS = 70  # two tiles of attention and several windows
+
+
+_expected: dict[tuple[str, int], Expected] = {}
+
+
+def expected(name: str, engine: gemma_py.Engine, length: int = TOKENS) -> Expected:
+    key = (name, length)
+    if key not in _expected:
+        _expected[key] = Expected(engine, prompt(engine.config, length))
+    return _expected[key]
+
+
+def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> bool:
+    """Whether sequences that share passes, in parts of random sizes and with logits of random rows, get what they should."""
+    rng = random.Random(seed)
+    caches_, done = [engine.new_cache() for _ in wants], [0] * len(wants)
+    while any(at < len(want.ids) for at, want in zip(done, wants, strict=True)):
+        chosen = [n for n, want in enumerate(wants) if done[n] < len(want.ids) and rng.random() < 0.8]
+        rng.shuffle(chosen)
+        parts = []
+        for number in chosen:
+            size = rng.choice([1, 1, rng.randint(1, 40)])
+            tokens = wants[number].ids[done[number] : done[number] + size]
+            parts.append(SequenceInput(caches_[number], tokens, rng.choice([0, 1, len(tokens)])))
+        if not parts:
+            continue
+        for number, part, logits in zip(chosen, parts, engine.run_together(parts), strict=True):
+            done[number] += len(part.tokens)
+            wanted = wants[number].logits[done[number] - part.logits : done[number]]
+            if logits.shape != wanted.shape or (bits(logits) != bits(wanted)).any():
+                return False
+    return all(cache.digest() == want.digest for cache, want in zip(caches_, wants, strict=True))
+
+
+def company(name: str, engine: gemma_py.Engine) -> list[Expected]:
+    return [expected(name, engine, length) for length in (20, 50, 77, 33, 1, 64)]
+
+
+# One key/value head, so that workers share a position; columns for three of them, and some that are left over.
+SHARED = tiny.Variant(
+    tiny._gemma3(hidden_size=64, intermediate_size=64, head_dim=104, query_pre_attn_scalar=104, num_hidden_layers=2,
+                 num_attention_heads=3, num_key_value_heads=1, sliding_window=40, vocab_size=77)
+)  # fmt: skip

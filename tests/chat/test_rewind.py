@@ -1,0 +1,94 @@
+"""Sessions that rewind: the same bits as a fresh session."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from talking import fresh_digest
+
+import gemma_py
+from gemma_py.errors import InputError, WorkerError
+
+
+@pytest.mark.parametrize("name", ["gemma1-multi-query", "gemma2-no-caps", "gemma3", "gemma3-multi-query"])
+@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], name: str, kv: str) -> None:
+    """Random walks forwards and back, in test mode (whatever is not to be read is NaN): the bits of one prefill."""
+    rng = random.Random(name)
+    with gemma_py.load(checkpoints[name], threads=2, kv=kv) as engine:
+        engine.instruments.poison = True
+        for keep in (0, 7):
+            session = engine.session(keep)
+            ids: list[int] = []
+            furthest = 0
+            for _ in range(16):
+                back = rng.randrange(len(ids) + 1) if rng.random() < 0.4 else len(ids)
+                if session.can_rewind_to(back):
+                    session.rewind(back)
+                    del ids[back:]
+                else:
+                    with pytest.raises(InputError, match="cannot be rewound to"):
+                        session.rewind(back)
+                    assert furthest - back > keep
+                more = [rng.randrange(96) for _ in range(rng.choice((1, 1, 2, 7, 20)))]
+                if len(ids) + len(more) < 100:
+                    session.prefill(more, chunk=rng.choice((1, 3, 64)))
+                    ids += more
+                    furthest = max(furthest, len(ids))
+                assert session.ids == ids
+                assert session.position == len(ids)
+            assert session.kv_digest() == fresh_digest(engine, ids)
+
+
+def test_rows_that_moved_are_the_same(checkpoints: dict[str, Path]) -> None:
+    """From rings that have gone round to larger ones, because a larger chunk comes."""
+    ids = [number % 96 for number in range(128)]
+    with gemma_py.load(checkpoints["gemma3"]) as engine:
+        engine.instruments.poison = True
+        grown = 0
+        for first, keep in itertools.product((40, 66, 70, 100), (0, 20, 40)):
+            session = engine.session(keep)
+            session.prefill(ids[:first], chunk=1)
+            rings = [layer.capacity for layer in session._cache.layers]
+            session.reserve(128 - first)
+            grown += sum(now.capacity > before for now, before in zip(session._cache.layers, rings, strict=True))
+            session.rewind(first - keep)
+            session.prefill(ids[first - keep :])
+            assert session.kv_digest() == fresh_digest(engine, ids)
+        assert grown > 20
+
+
+def test_keep_is_what_a_session_can_go_back(checkpoints: dict[str, Path]) -> None:
+    with gemma_py.load(checkpoints["gemma3"]) as engine:
+        for keep, chunk in itertools.product((0, 1, 10), (1, 5, 60)):
+            session = engine.session(keep)
+            session.prefill(list(range(60)), chunk=chunk)
+            assert [session.can_rewind_to(60 - back) for back in (0, keep, keep + 1)] == [True, True, False]
+            assert not session.can_rewind_to(61)
+            assert not session.can_rewind_to(-1)
+
+
+def test_a_failed_pass_leaves_what_going_back_needs(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as it came, it wrote to places of the ring that hold nothing any more."""
+    with gemma_py.load(checkpoints["gemma3"]) as engine:
+        session = engine.session(keep=10)
+        session.prefill(list(range(60)), chunk=1)
+        assert session.can_rewind_to(50)
+
+        honest = engine.runner.team.run
+
+        def fail(*args: Any, **options: Any) -> None:
+            honest(*args, **options)
+            raise WorkerError(0, 1, None, None, "failed")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.runner.team, "run", fail)
+            with pytest.raises(WorkerError):
+                session.prefill(list(range(20)))
+        session.rewind(50)
+        session.prefill([5, 6, 7])
+        assert session.kv_digest() == fresh_digest(engine, [*range(50), 5, 6, 7])

@@ -1,0 +1,100 @@
+"""Changes to a KV cache, or to the weights, between two passes, which `verify` must locate."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gemma_py.runtime import program as p
+from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.program import LinkedProgram, ModelTables
+from gemma_py.runtime.runner import Runner
+from gemma_py.weights import pack
+
+Before = Callable[[Runner, Cache], None]
+
+
+def tamper(monkeypatch: pytest.MonkeyPatch, before: Before | None = None, after: Before | None = None) -> None:
+    """Do something to the runner and the cache around every pass of two workers."""
+    honest = Runner.run
+
+    def run(self: Runner, cache: Cache, tokens: list[int], all_logits: bool, **limits: int) -> np.ndarray:
+        if before is not None and self.team.workers == 2:
+            before(self, cache)
+        logits = honest(self, cache, tokens, all_logits, **limits)
+        if after is not None and self.team.workers == 2:
+            after(self, cache)
+        return logits
+
+    monkeypatch.setattr(Runner, "run", run)
+
+
+def flip_kept(layer: int, position: int, when: int) -> Before:
+    """One bit of a key in the cache, once so many tokens are committed."""
+
+    def flip(runner: Runner, cache: Cache) -> None:
+        if cache.position == when:
+            rows = cache.layers[layer]
+            rows.keys[0, position % rows.capacity].view(np.uint32)[0] ^= 1 << 22
+
+    return flip
+
+
+def repacked(change: Callable[[Runner], ModelTables]) -> Before:
+    """Another model for every runner."""
+    made: list[LinkedProgram] = []
+
+    def replaced(runner: Runner, cache: Cache) -> None:
+        if not made:
+            made.append(replace(runner.program, model=change(runner)))
+        runner.program = made[0]
+
+    return replaced
+
+
+def reading(runner: Runner, layer: int, label: str) -> np.ndarray:
+    """The operations of a phase."""
+    ops = runner.program.model.ops
+    return ops[(ops[:, p.LAYER] == layer) & (ops[:, p.LABEL] == runner.program.label(label))]
+
+
+def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
+    """Of the phase's norms, counted from 0."""
+
+    def change(runner: Runner) -> ModelTables:
+        m, ops = runner.program.model, reading(runner, layer, label)
+        gains, at = m.weights.gains.copy(), ops[ops[:, p.GAIN] >= 0][number, p.GAIN]
+        gains.view(np.uint32)[at : at + 8] ^= 1 << 18
+        gains.flags.writeable = False
+        return m._replace(weights=m.weights._replace(gains=gains))
+
+    return change
+
+
+def changed_matrix(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
+    """Of the phase's matrices, counted from 0."""
+
+    def change(runner: Runner) -> ModelTables:
+        weights = runner.program.model.weights
+        row = weights.matrices[reading(runner, layer, label)[number, p.MATRIX]]
+        name = {pack.FLOATS: "floats", pack.BF16_FLOATS: "bf16"}[int(row[pack.KIND])]
+        arena = getattr(weights, name).copy()
+        arena[row[pack.AT] : row[pack.AT] + 4 * 16] = 0
+        arena.flags.writeable = False
+        return runner.program.model._replace(weights=weights._replace(**{name: arena}))
+
+    return change
+
+
+def changed_number(label: str, value: float) -> Callable[[Runner], ModelTables]:
+    """The scale of attention, or the cap of the head, in whichever layers have such a phase."""
+
+    def change(runner: Runner) -> ModelTables:
+        m = runner.program.model
+        numbers, ops = np.append(m.numbers, np.array([value, 0], np.float32)), m.ops.copy()
+        ops[ops[:, p.LABEL] == runner.program.label(label), p.NUMBER] = len(m.numbers)
+        numbers.flags.writeable = ops.flags.writeable = False
+        return m._replace(numbers=numbers, ops=ops)
+
+    return change
