@@ -1,7 +1,7 @@
-"""The generation core: what a request asks for, and the tokens that its logits choose.
+"""The generation core: requests, and the choice of tokens from logits.
 
-A `Request` is data. A `Generation` is one request checked against a model: it chooses each token, streams the text and knows
-when the answer ends. It computes no logits: `Engine`, `Conversation` and `Scheduler` do, each at its own pace.
+A `Request` is data. A `Generation` is one request checked against a model: it samples each token, streams the text and decides
+when the answer ends. It computes no logits; `Engine`, `Conversation` and `Scheduler` do, and call it.
 """
 
 import math
@@ -23,7 +23,7 @@ TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens at a positio
 
 @dataclass(frozen=True)
 class Token:
-    """text: what becomes certain with this token; all texts joined are the answer. logprob: the model's own, before any
+    """text: the text that this token completes; all texts joined are the answer. logprob: the model's own, before any
     penalty, temperature or filter; NaN where the request asks for none. finish_reason is None but on the last token: "stop"
     (an end token or a stop string) or "length".
     """
@@ -35,26 +35,26 @@ class Token:
 
 
 class Constraint(Protocol):
-    """What a grammar allows. It has a state, so each request needs one of its own."""
+    """A grammar that restricts the tokens of an answer. It has a state, so each request needs its own."""
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
-        """The logits [V] if every token may come next, else a copy with -inf for those that may not."""
+        """The logits [V] themselves if every token is allowed, else a copy with -inf for the tokens that are not."""
 
     def accept(self, token: int) -> None:
-        """Advance by the token that was chosen."""
+        """Advance the state by the token that was chosen."""
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete, and nothing may follow."""
+        """Whether the answer is complete, so that no token may follow."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """ids: the prompt. max_tokens: 0 for the prompt alone, which only the scheduler computes. fit: generate fewer where the
-    context has no room for max_tokens, but at least 1. stop: strings that end the answer; ends: tokens that do. trim: leave
-    out white space in front of the answer. logprobs: whether its tokens have log probabilities. top_logprobs: how many of the
-    likeliest tokens to report at each position. scored: report both for the prompt's tokens too, so all of them are computed,
-    whatever the prefix cache holds."""
+    """ids: the prompt. max_tokens: 0 computes the prompt only, which only the scheduler supports. fit: generate fewer tokens where
+    the context has no room for max_tokens, but at least 1. stop: strings that end the answer. ends: token ids that end it. trim:
+    remove white space at the beginning of the answer. logprobs: whether tokens have log probabilities. top_logprobs: how many of
+    the likeliest tokens to report at each position. scored: report both for the tokens of the prompt too; all of them are then
+    computed, even if the prefix cache has them."""
 
     ids: Sequence[int]
     max_tokens: int
@@ -70,10 +70,10 @@ class Request:
 
 
 class Generation:
-    """One request on its way. Whatever is invalid about the request is raised when this is made.
+    """One request in progress. The constructor raises InputError or ContextError if the request is invalid.
 
-    prompt: its ids. made: the tokens chosen so far. top: the likeliest tokens at the last one's position. max_tokens: how many
-    there can be. sampling: as asked for, with a seed.
+    prompt: its ids. generated: the tokens chosen so far. top: the likeliest tokens at the position of the last one. max_tokens:
+    the most tokens that the answer can have. sampling: the request's sampling, with a seed.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Generation:
             raise InputError(f"top_logprobs should be 0 to {_MOST_TOP}, found {request.top_logprobs!r:.40}")
         self.request = request
         self.prompt = check_ids(request.ids, vocab_size)
-        self.made: list[int] = []
+        self.generated: list[int] = []
         self.top: TopLogprobs = ()
         check_context(context, len(self.prompt), new=min(1, request.max_tokens) if request.fit else request.max_tokens)
         self.max_tokens = min(request.max_tokens, context - len(self.prompt))
@@ -94,14 +94,14 @@ class Generation:
         self._stream = TextStream(tokenizer, stop_strings(request.stop), request.trim)
 
     def next(self, logits: np.ndarray) -> Token:
-        """The token that these logits choose.    logits: [V], after the prompt and all tokens so far"""
+        """Choose the next token from these logits.    logits: [V], after the prompt and all tokens so far"""
         constraint = self.request.constraint
         allowed = logits if constraint is None else constraint.allowed(logits)
-        token = self._sampler.choose(allowed, self.made)
+        token = self._sampler.choose(allowed, self.generated)
         logprob, self.top = math.nan, ()
         if self.request.logprobs or self.request.top_logprobs:
             logprob, self.top = self.score(logits, token)
-        self.made.append(token)
+        self.generated.append(token)
         if token in self.request.ends:
             return Token(token, self._stream.finish(), logprob, "stop")
         if constraint is not None:
@@ -110,16 +110,16 @@ class Generation:
         reason = None
         if self._stream.stopped or (constraint is not None and constraint.finished):
             reason = "stop"
-        elif len(self.made) == self.max_tokens:
+        elif len(self.generated) == self.max_tokens:
             reason = "length"
         if reason is not None:
             text += self._stream.finish()
-            if self._stream.stopped:  # a stop string may be complete only with what was held back
+            if self._stream.stopped:  # the text that was held back may complete a stop string
                 reason = "stop"
         return Token(token, text, logprob, reason)
 
     def tokens(self, logits: np.ndarray, decode: Callable[[int], np.ndarray]) -> Iterator[Token]:
-        """All tokens, from the logits of the prompt's last. A token is computed only when the one after it is asked for."""
+        """Yield the answer's tokens. logits: of the prompt's last token. A token is decoded only when the next one is asked for."""
         while True:
             token = self.next(logits)
             yield token
@@ -136,7 +136,7 @@ class Generation:
 
 
 def check_ids(ids: Any, vocab_size: int) -> list[int]:
-    """The ids as plain integers, at least one, all within the vocabulary."""
+    """The ids as plain integers; InputError unless there is at least one and all are in the vocabulary."""
     try:
         checked = [int(token) for token in ids]
         exact = all(not isinstance(token, bool) and token == n for token, n in zip(ids, checked, strict=True))
@@ -160,7 +160,7 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One or several, none of them empty."""
+    """The stop strings as a tuple; InputError if one of them is empty."""
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in strings):
         raise InputError(f"stop should be one string or several, none of them empty, found {stop!r:.60}")
@@ -168,11 +168,11 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 class TextStream:
-    """Decodes ids that come one by one: never half a character, and nothing of a stop string. A piece costs its own ids only.
+    """Decodes ids one by one, without incomplete characters and without stop strings. Each id is decoded once.
 
-    Byte tokens are held back, because they are text only as a run, which one more can make invalid; so is text with which a
-    stop string may begin. `stopped` is set once one is complete; its text and all after it are never given. trim: leave out
-    white space in front.
+    Byte tokens are held back until their run ends, because one more byte can make all of it invalid; so is text with which a
+    stop string may begin. `stopped` is set when a stop string is complete; neither it nor the text after it is returned. trim:
+    remove white space at the beginning.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), trim: bool = False) -> None:
@@ -180,46 +180,46 @@ class TextStream:
             raise InputError("stop strings need text, and the checkpoint has no tokenizer")
         self._tokenizer, self._stop, self._trim = tokenizer, tuple(stop), trim
         self._run: list[int] = []  # ids whose text a later one may change
-        self._held = ""
+        self._held_back = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """What becomes certain with this token."""
+        """The text that this token completes."""
         if self._tokenizer is None or token >= self._tokenizer.size:
-            return ""  # some embeddings have more rows than the tokenizer has pieces; such ids mean no text
+            return ""  # the embedding may have more rows than the tokenizer has pieces; such ids have no text
         self._run.append(token)
-        settled = self._tokenizer.settled(self._run)
-        if settled == 0:
+        final = self._tokenizer.final_prefix(self._run)
+        if final == 0:
             return ""
-        text = self._tokenizer.decode(self._run[:settled])
-        del self._run[:settled]
+        text = self._tokenizer.decode(self._run[:final])
+        del self._run[:final]
         return self._pass(text)
 
     def finish(self) -> str:
-        """What is left when no token follows."""
+        """The rest of the text, when no token follows."""
         if self.stopped:
             return ""
         text = self._pass(self._tokenizer.decode(self._run) if self._tokenizer and self._run else "")
         self._run.clear()
         if not self.stopped:
-            text, self._held = text + self._held, ""
+            text, self._held_back = text + self._held_back, ""
         return text
 
     def _pass(self, new: str) -> str:
-        text = self._held + new
+        text = self._held_back + new
         if self._trim:
             text = text.lstrip()
             self._trim = not text
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
             self.stopped = True
-            self._held = ""
+            self._held_back = ""
             return text[: min(found)]
         certain = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[certain:]
+        self._held_back = text[certain:]
         return text[:certain]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of the text a stop string may begin with."""
+    """The length of the longest end of the text with which the stop string begins."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

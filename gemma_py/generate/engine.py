@@ -35,7 +35,7 @@ from gemma_py.weights.tensors import Weights, stays_float
 class Engine:
     """Weights, config and tokenizer. Use as a context manager, or close it.
 
-    Several sessions may be alive at once and be used from several Python threads; their passes take turns. A forked child
+    Several sessions may be alive at once and be used from several Python threads; one pass runs at a time. A forked child
     may use its parent's engine; it gets worker threads of its own.
     """
 
@@ -51,14 +51,14 @@ class Engine:
     ) -> None:
         if not is_ieee():
             raise ComputationError(
-                "this thread flushes subnormals to zero or does not round to nearest: no bit could be kept"
+                "this thread flushes subnormals to zero or does not round to nearest, so results would have other bits"
             )
         if not isinstance(kv, str) or kv not in KV_TYPES:
             raise InputError(f"kv should be one of {', '.join(KV_TYPES)}, found {kv!r:.40}")
         if quant is not None and (not isinstance(quant, str) or quant not in QUANTS):
             raise InputError(f"quant should be one of {', '.join(QUANTS)}, found {quant!r:.40}")
         if context is not None and not _counts(context):
-            raise InputError(f"the context should hold at least 1 token, found {context!r:.40}")
+            raise InputError(f"context should be at least 1 token, found {context!r:.40}")
         if threads is not None and not (_counts(threads) and threads <= _MOST_THREADS):
             raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads!r:.40}")
         if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline <= _LONGEST_DEADLINE:
@@ -68,7 +68,7 @@ class Engine:
         self.quant = quant
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
-        # The tokenizer's tables take seconds at the first start, as kernels do.
+        # At the first start, the tokenizer's tables and the kernels take seconds each.
         with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside, Compilation(kv, progress) as compilation:
             tokenizer = aside.submit(checkpoint.tokenizer)
             packed = packed_weights(checkpoint, quant, progress)
@@ -80,14 +80,14 @@ class Engine:
             self._runner: Runner | None = Runner(program, self.config, threads or machine.threads(), deadline, kv)
 
     def _warm_up(self) -> None:
-        """Compile what an answer needs beside the forward pass now, while the user waits for the first start anyway."""
+        """Compile the kernels of sampling and tokenizer during the first start, so that the first answer does not wait for them."""
         sampling.warm_up()
         if self.tokenizer is not None:
             self.tokenizer.encode("a")
 
     @property
     def name(self) -> str:
-        """The model's name, as people know it."""
+        """The model's name: that of its repository on the hub, or of its file or directory."""
         return repository_of(self.path) or self.path.name
 
     @property
@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def kv_type(self) -> str:
-        """What keys and values are stored as: one of `KV_TYPES`."""
+        """The type of KV rows: one of `KV_TYPES`."""
         return self.runner.kv
 
     def reference_weights(self) -> Weights:
@@ -111,19 +111,19 @@ class Engine:
         return [] if self.quant is None else [tensor.name for tensor in tensors if stays_float(self.quant, tensor)]
 
     def set_threads(self, threads: int) -> None:
-        """Use another number of worker threads from the next pass on. Sessions stay usable; no bit depends on it."""
+        """Use another number of worker threads from the next pass on. Sessions stay usable, and results keep their bits."""
         if not (_counts(threads) and threads <= _MOST_THREADS):
             raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads!r:.40}")
         self.runner.set_workers(threads)
 
     def session(self, keep: int = 0) -> "Session":
-        """keep: tokens that `Session.rewind` may take back."""
+        """A new session. keep: how many tokens `Session.rewind` must be able to remove."""
         return Session(self, keep)
 
     @property
     def sampling(self) -> Sampling:
-        """How an answer is sampled unless told otherwise: as the checkpoint recommends; where it says nothing, as Gemma's makers
-        recommend for models with a chat template, and the likeliest tokens for a base model."""
+        """The default sampling: the checkpoint's recommendation. Without one, it is Google's recommendation for Gemma if the model has a
+        chat template, and greedy for a base model."""
         if self._recommended is None:
             own = self.checkpoint.chat_template
             base = own is None and self.tokenizer is not None and self.template() is TRANSCRIPT
@@ -132,13 +132,13 @@ class Engine:
         return self._recommended
 
     def text_tokenizer(self) -> Tokenizer:
-        """The tokenizer, where there must be one."""
+        """The tokenizer; InputError if the checkpoint has none."""
         if self.tokenizer is None:
             raise InputError(f"{self.path}: the checkpoint has no tokenizer; give token ids instead of text")
         return self.tokenizer
 
     def template(self, wanted: str | Path | None = None) -> Template:
-        """How a conversation becomes a prompt. wanted: "gemma", "transcript" or a file; the checkpoint's own if left out."""
+        """The chat template. wanted: "gemma", "transcript" or a file; by default the checkpoint's own template."""
         return choose(self.text_tokenizer(), self.checkpoint.chat_template, self.config.eos_token_ids, wanted)
 
     def ends(self, template: Template) -> frozenset[int]:
@@ -147,9 +147,9 @@ class Engine:
         return frozenset(self.config.eos_token_ids).union(end for end in named if end is not None)
 
     def fingerprint(self) -> str:
-        """What this model is, whatever file it came from: sha256 of its logits' bits for a few fixed tokens.
+        """Identifies the model independently of its file: sha256 of its logits for a few fixed tokens.
 
-        Every matrix has a part in them, so another model has others; and no thread, chunk or machine changes them.
+        The logits depend on every matrix, so they differ between models, and not on threads, chunks or the machine.
         """
         if self._fingerprint is None:
             probe = [number * (self.config.vocab_size - 1) // 7 for number in range(8)]
@@ -162,7 +162,7 @@ class Engine:
         return check_ids(ids, self.config.vocab_size)
 
     def encode(self, prompt: str | Sequence[int], control: bool = False) -> list[int]:
-        """Ids as they are; text through the tokenizer, with its begin token."""
+        """The ids of a prompt: ids are checked, text is tokenised with the bos token in front."""
         if not isinstance(prompt, str):
             return self.check_ids(prompt)
         return self.check_ids(self.text_tokenizer().encode(prompt, control=control))
@@ -185,8 +185,8 @@ class Engine:
     ) -> Iterator[Token]:
         """The continuation of a prompt, token by token. The options are those of `Sampling`.
 
-        The likeliest token is taken, so the same prompt gives the same text, unless an option asks for a draw; what the
-        others leave open is then as the checkpoint recommends.
+        Decoding is greedy, so the same prompt gives the same text, unless an option of random sampling is given. Options that are
+        not given then have the values that the checkpoint recommends.
         """
         options = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -205,8 +205,8 @@ class Engine:
         template: str | Path | None = None,
         **options: Any,
     ) -> Iterator[Token]:
-        """The answer to messages in OpenAI's form. The options are those of `generate`; what they leave open is as the
-        checkpoint recommends. For a conversation of several turns use `Conversation`, which computes each token once."""
+        """The answer to messages in OpenAI's format. The options are those of `generate`; those that are not given have the
+        values that the checkpoint recommends. For a conversation of several turns use `Conversation`, which computes each token once."""
         sampling, form = self.chat_sampling(options), self.template(template)
         ids = encode(form.pieces(checked_messages(messages)), self.text_tokenizer(), {}, {})
         stop = (*form.stop, *stop_strings(stop))
@@ -216,16 +216,15 @@ class Engine:
         """The recommended sampling, with these options instead where they are not None."""
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
-            raise InputError(f"{unknown[0]}: no such option; there are {', '.join(OPTIONS)}")
+            raise InputError(f"{unknown[0]}: no such option; the options are {', '.join(OPTIONS)}")
         return with_options(self.sampling, options)
 
     def generation(self, request: Request, least_tokens: int = 1) -> Generation:
-        """The request, checked against this model and its context: every way to generate schedules one. least_tokens: the
-        smallest max_tokens that makes sense to the caller."""
+        """The request, checked against this model and its context. least_tokens: the smallest max_tokens that the caller allows."""
         return Generation(request, self.config.vocab_size, self.context, self.tokenizer, least_tokens)
 
     def _answer(self, request: Request) -> Iterator[Token]:
-        """Everything is checked here, before the first token is asked for."""
+        """The answer to a request, which is checked now and not when the first token is asked for."""
         return self._tokens(self.generation(request))
 
     def _tokens(self, generation: Generation) -> Iterator[Token]:
@@ -233,7 +232,7 @@ class Engine:
         yield from generation.tokens(session.prefill(generation.prompt), session.decode)
 
     def score(self, ids: Sequence[int]) -> Iterator[float]:
-        """Negative log likelihood of each token after the first, given all before it; in nats, one by one."""
+        """Yield the negative log likelihood, in nats, of each token after the first, given the tokens before it."""
         tokens = self.check_ids(ids)
         if len(tokens) < 2:
             raise InputError(f"scoring needs at least 2 tokens, found {len(tokens)}")
@@ -252,35 +251,35 @@ class Engine:
 
     @property
     def runner(self) -> Runner:
-        """What computes the passes. Only this module uses it; everything else has a method here."""
+        """The runner, which computes the passes. Only this module uses it; other modules call the methods here."""
         if self._runner is None:
             raise InputError("the engine is closed")
         return self._runner
 
     @property
     def program(self) -> LinkedProgram:
-        """What a pass does, operation by operation, and the weights, as the kernels read them."""
+        """The linked program: the operations of a pass and the packed weights."""
         return self.runner.program
 
     @property
     def instruments(self) -> Instruments:
-        """What tests and benchmarks attach to every pass from now on."""
+        """Fault plan, poison, profile and traces of every pass from now on, for tests and benchmarks."""
         return self.runner.instruments
 
     def new_cache(self, keep: int = 0) -> Cache:
-        """An empty KV cache, for `run_together`. keep: tokens that a rewind may take back."""
+        """An empty KV cache, for `run_together`. keep: how many tokens a rewind must be able to remove."""
         return self.runner.cache(keep)
 
     def cache_bytes(self, tokens: int, keep: int = 0) -> int:
-        """What such a cache takes for so many tokens, when they are computed in passes of the usual size."""
+        """The bytes of such a cache for so many tokens, in passes of the default chunk size."""
         return bytes_needed(self.config, self.kv_type, tokens, CHUNK, keep)
 
-    def run_together(self, parts: Sequence[SequenceInput]) -> list[np.ndarray]:
-        """One pass for several sequences: the logits of each part. All the caches gain their tokens, or none."""
-        return self.runner.run_together(parts)
+    def run_together(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
+        """One pass for several sequences: the logits of each. The tokens are added to all of the caches, or to none."""
+        return self.runner.run_together(inputs)
 
     def run_kernel(self, kernel: Callable[..., Any], *args: Any, counters: int = 0) -> None:
-        """Call a compiled kernel on every worker thread, as a pass does: to measure it. It has `counters` shared counters."""
+        """Call a compiled kernel on every worker thread, as a pass does, to measure it. counters: how many tile counters it claims from."""
         self.runner.team.run(kernel, *args, counters=counters)
 
     def close(self) -> None:
@@ -314,19 +313,19 @@ class Session:
         return self._cache.position
 
     def kv_rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The committed keys and values that a later token may read, f32 [positions, G, E] each.
+        """The committed keys and values of a layer that a later token may read, f32 [positions, G, E] each.
 
-        number: of the layers that have KV rows of their own, see Config.kv_owners.
+        number: the index of the layer in Config.kv_owners.
         """
         return self._cache.rows(number)
 
     def prefill(self, ids: Sequence[int], chunk: int | None = None, all_logits: bool = False) -> np.ndarray:
-        """Append tokens. float32 [V] of the last one, or [T, V] of all.
+        """Append tokens. Returns the logits of the last one, float32 [V], or of all, [T, V].
 
-        chunk is how many tokens share a pass. It changes speed and memory, never a bit.
+        chunk: how many tokens share a pass. It changes speed and memory, but no bit.
 
-        If a worker fails, WorkerError names it, nothing of its chunk is committed, and the call may be repeated;
-        only after a worker that stalled and never came back is the session lost, and says so.
+        If a worker fails, WorkerError names it, and none of its chunk's tokens are added, so the call may be repeated. Only if
+        the worker stalled and did not return is the session unusable; then every further call raises InputError.
         """
         engine, runner = self.engine, self.engine.runner
         tokens = engine.check_ids(ids)
@@ -342,47 +341,47 @@ class Session:
         return np.concatenate(rows) if all_logits else rows[-1]
 
     def decode(self, token_id: int) -> np.ndarray:
-        """Append one token: float32 [V]."""
+        """Append one token. Returns its logits, float32 [V]."""
         return self.prefill([token_id])
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many more tokens, as far as the context goes, so that their pass does not have to move rows first."""
+        """Allocate room for so many more tokens, within the context, so that their pass does not have to reallocate."""
         self.engine.runner.reserve(self._cache, min(tokens, self.engine.context - self.position))
 
     def rewind(self, position: int) -> None:
-        """Remove the tokens from this position on. It costs nothing, and the session is as if they had never been there.
+        """Remove the tokens from this position on. It takes no time, and later results are as if they had never been added.
 
-        A sliding layer's ring holds `keep` tokens more than its window: further back is an InputError, see `reachable`.
+        A sliding layer's ring has `keep` rows more than its window; rewinding further raises InputError, see `can_rewind_to`.
         """
         self.engine.runner.rewind(self._cache, position)
 
     @property
     def usable(self) -> bool:
-        """False after a worker stalled and never came back: the rows may be anything then."""
+        """False after a worker stalled and did not return, because it may still write to the KV rows."""
         return not self._cache.abandoned
 
     def can_rewind_to(self, position: int) -> bool:
-        """Whether `rewind` can go there."""
+        """Whether `rewind(position)` is possible."""
         return self._cache.can_rewind_to(position)
 
     def raw_kv_rows(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Layer by layer, the KV rows that tokens after `since` may read, in their stored type, [G, positions, E]."""
+        """Layer by layer, the KV rows that tokens after `since` may read, in the type of the cache: [G, positions, E]."""
         if not self.can_rewind_to(since):
             raise InputError(f"position {since} cannot be rewound to from {self.position}: its rows are overwritten")
         return (self._cache.raw_rows(number, since) for number in range(len(self.engine.config.kv_owners)))
 
-    def restore(self, ids: Sequence[int], stored: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Fill an empty session with the tokens of another and what it had `stored`."""
+    def restore(self, ids: Sequence[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Fill an empty session with the tokens of another session and its `raw_kv_rows`."""
         if self.position:
-            raise InputError(f"only an empty session can be restored; this one holds {self.position} tokens")
+            raise InputError(f"only an empty session can be restored; this one has {self.position} tokens")
         tokens = self.engine.check_ids(ids)
         check_context(self.engine.context, len(tokens))
-        self._cache.restore(tokens, stored)
+        self._cache.restore(tokens, kv_rows)
 
     def kv_digest(self) -> list[str]:
-        """sha256 a layer, of the rows' bits that a later token may read: the last W - 1 of a sliding layer, else all.
+        """For each layer, sha256 of the KV rows that a later token may read: the last W - 1 of a sliding layer, else all.
 
-        Little-endian float32, keys of all those positions before values, each [positions, G, E].
+        They are hashed as little-endian float32, the keys of all positions before the values, each [positions, G, E].
         """
         return self.engine.runner.digest(self._cache)
 
@@ -392,7 +391,7 @@ _LONGEST_DEADLINE = 86_400.0
 
 
 def _counts(value: object) -> bool:
-    """A whole number from 1."""
+    """Whether the value is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -405,13 +404,13 @@ def load(
     quant: str | None = None,
     progress: ReportProgress = no_report,
 ) -> Engine:
-    """A GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
+    """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
-    threads: worker threads; if left out, as many as physical cores within affinity and quota. They change speed, never a
-    bit. deadline: seconds until a stalled worker is reported. kv: what keys and values are stored as; "bfloat16" halves
-    their memory and, unlike all else here, changes the answer, in the same way everywhere. quant: "q8_0" or "q4_0" packs
-    matrices of float weights to those blocks on the way in, with the codes that a converted GGUF would have; the answer is
-    then that file's. progress: called as `progress(what, done, total, unit)` while a first start downloads, compiles and
-    packs, which may take minutes; see `gemma_py.progress`.
+    threads: worker threads; by default, one for each physical core within affinity and quota. They change the speed, but no
+    bit. deadline: seconds until a stalled worker is reported. kv: the type of keys and values; "bfloat16" halves their
+    memory and, unlike the other options but quant, changes the answer, in the same way on every machine. quant: "q8_0" or "q4_0"
+    quantises float matrices while loading, to the same codes as in a converted GGUF file, so the answer is that file's.
+    progress: called as `progress(what, done, total, unit)` while a first start downloads, compiles and packs, which may take
+    minutes; see `gemma_py.progress`.
     """
     return Engine(open_checkpoint(resolve(model, progress)), threads, context, deadline, kv, quant, progress)

@@ -98,7 +98,7 @@ class _Sequence:
 
     @property
     def answering(self) -> bool:
-        return bool(self.generation.made)
+        return bool(self.generation.generated)
 
     @property
     def scoring(self) -> bool:
@@ -121,7 +121,7 @@ class _Sequence:
     def usage(self) -> Usage:
         now = time.monotonic()
         return Usage(
-            len(self.prompt), self.cached, len(self.generation.made), (self.admitted or now) - self.arrived,
+            len(self.prompt), self.cached, len(self.generation.generated), (self.admitted or now) - self.arrived,
             (self.first_token or now) - self.arrived, now - self.arrived,
         )  # fmt: skip
 

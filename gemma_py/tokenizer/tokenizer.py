@@ -131,7 +131,7 @@ class Tokenizer:
         flush()
         return "".join(text)
 
-    def settled(self, ids: Sequence[int]) -> int:
+    def final_prefix(self, ids: Sequence[int]) -> int:
         """How many of the ids have text that no later id can change.
 
         A run of byte tokens is text only as a whole: one byte more can turn all of it into replacement characters.
