@@ -279,7 +279,7 @@ class Engine:
         return self.runner.run_together(inputs)
 
     def run_kernel(self, kernel: Callable[..., Any], *args: Any, counters: int = 0) -> None:
-        """Call a compiled kernel on every worker thread, as a pass does, to measure it. counters: how many tile counters it claims from."""
+        """Call a compiled kernel on every worker thread, to measure it. counters: its number of tile counters."""
         self.runner.team.run(kernel, *args, counters=counters)
 
     def close(self) -> None:

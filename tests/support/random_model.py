@@ -18,7 +18,7 @@ from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.tensors import gguf_source
 
 
-def random_engine(family: Family, config: Config, kind: str, seed: int = 1) -> gemma_py.Engine:
+def random_checkpoint(family: Family, config: Config, kind: str, seed: int = 1) -> Checkpoint:
     """Every tensor of the family is drawn; matrices are stored in the type `kind`."""
     rng, made, specs, path = np.random.default_rng(seed), {}, family.tensors(config), Path(f"random {kind}")
     for name, spec in specs.items():
@@ -28,7 +28,11 @@ def random_engine(family: Family, config: Config, kind: str, seed: int = 1) -> g
             data = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
         made[spec.gguf] = StoredTensor(name, stored, spec.shape, data.reshape(-1), path)
     source = gguf_source(made, specs, True, str(path))
-    return gemma_py.Engine(Checkpoint(path, str(path), family, config, source, None, {}, cacheable=False))
+    return Checkpoint(path, str(path), family, config, source, None, {}, cacheable=False)
+
+
+def random_engine(family: Family, config: Config, kind: str) -> gemma_py.Engine:
+    return gemma_py.Engine(random_checkpoint(family, config, kind))
 
 
 Specification = Callable[[Mapping[str, Any], ReferenceCache, int], np.ndarray]  # one token: its logits [V]

@@ -5,51 +5,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from layers import LAYERS, PACKAGE, all_imports, imports
 
-PACKAGE = Path(__file__).parent.parent.parent / "gemma_py"
-
-# Lowest first. A module may import from its own layer and from those below.
-LAYERS = (
-    ("errors", "paths", "machine", "progress"),
-    ("formats", "kernels", "demo", "hub"),
-    ("tokenizer",),
-    ("models", "catalog"),
-    ("weights",),
-    ("reference", "runtime"),
-    ("templates",),
-    ("generate",),
-    ("chat",),
-    ("checks",),
-    ("__init__",),
-    ("server",),
-    ("cli",),
-    ("__main__",),
-)
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Beyond the ranks: kernels know no files and no formats, formats know no kernels.
 FORBIDDEN = {("kernels", "formats"), ("formats", "kernels")}
-
-
-def room(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return parts[0]
-
-
-def imports(source: str) -> set[str]:
-    """The rooms of gemma_py that a source imports from; the package itself counts as __init__."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, "relative import"
-            direct = node.module == "gemma_py"
-            names = [f"gemma_py.{alias.name}" for alias in node.names] if direct else [node.module]
-        for name in names:
-            if name.split(".")[0] == "gemma_py":
-                found.add(name.split(".")[1] if "." in name else "__init__")
-    return found
 
 
 def violations(sources: dict[str, set[str]]) -> list[str]:
@@ -59,13 +19,6 @@ def violations(sources: dict[str, set[str]]) -> list[str]:
             if RANK[target] > RANK[name] or (name, target) in FORBIDDEN:
                 wrong.append(f"{name} imports {target}")
     return wrong
-
-
-def all_imports() -> dict[str, set[str]]:
-    table: dict[str, set[str]] = {}
-    for path in PACKAGE.rglob("*.py"):
-        table.setdefault(room(path), set()).update(imports(path.read_text()) - {room(path)})
-    return table
 
 
 def test_imports_go_one_way() -> None:
