@@ -1,4 +1,4 @@
-"""A conversation: its messages, and the session that holds their keys and values."""
+"""A conversation: its messages, and the session with their KV rows."""
 
 import json
 import time
@@ -17,18 +17,18 @@ from gemma_py.paths import atomic_write
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.templates.template import Message, Piece, checked_messages, encode
 
-ReportPrefill = Callable[[int, int], None]  # called with the tokens computed, and of how many
+ReportPrefill = Callable[[int, int], None]  # (tokens computed so far, tokens in all)
 TokenStream = Generator[Token, None, None]  # an answer, token by token; `close` ends it early
 
-_KEPT_BYTES = 256 << 20  # of keys and values that only going back needs
-_COMPARED = 1024  # tokens at a time
-_FIRST_CHUNK, _SECONDS_A_CHUNK = 32, 0.5  # of a long prompt, so that progress shows and a stop is heard
+_REWIND_BYTES = 256 << 20  # of KV rows that are kept only for rewinding
+_COMPARED = 1024  # tokens that are compared at a time
+_FIRST_CHUNK, _SECONDS_A_CHUNK = 32, 0.5  # of a long prompt, so that progress is reported and the user can interrupt it
 
 
 @dataclass
 class AnswerStats:
-    """What one answer took. cached_tokens: those of the prompt that the session held already. first_token_seconds: since it was
-    asked for, template and tokenizer included. seed: of the draws, if any."""
+    """The statistics of one answer. cached_tokens: tokens of the prompt that were in the KV cache already. first_token_seconds: from
+    the call of `send`, template and tokenizer included. seed: of random sampling, else None."""
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -46,17 +46,16 @@ class AnswerStats:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens a second, of those after the first: that one comes out of the prefill."""
+        """Tokens a second, without the first token, which the prefill computes."""
         return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
 class Conversation:
     """Send a text, iterate over the answer; a turn costs its own tokens only.
 
-    sampling: the checkpoint's recommendation if left out. template: "gemma", "transcript" or a file; the checkpoint's
-    own if left out. max_tokens: of an answer; None is whatever the context holds. stop: strings before which an
-    answer ends. Closing the iterator of an answer keeps what was said so far; if that was nothing, or the prompt was
-    still being computed, nothing has happened.
+    sampling: by default the checkpoint's recommendation. template: "gemma", "transcript" or a file; by default the
+    checkpoint's own. max_tokens: of an answer; None: as many as fit into the context. stop: strings before which an answer
+    ends. Closing the iterator of an answer keeps the text so far. If there is none yet, the conversation does not change.
     """
 
     def __init__(
@@ -73,13 +72,15 @@ class Conversation:
         self.sampling = engine.sampling if sampling is None else sampling
         self.max_tokens = max_tokens
         self.stop = stop_strings(stop)
-        self.prefilling: ReportPrefill | None = None  # called while a prompt is computed; an exception of it stops that
+        self.prefilling: ReportPrefill | None = (
+            None  # called while a prompt is computed; if it raises, the prompt is interrupted
+        )
         self.stats: AnswerStats | None = None  # of the last answer
         self._wanted = template
         self.template = engine.template(template)
         self._ends = engine.ends(self.template)
         self._session = engine.session(self._keep())
-        self._known: dict[str, list[int]] = {}  # answers as the model wrote them
+        self._answer_ids: dict[str, list[int]] = {}  # answers as the model wrote them
         self._encoded: dict[Piece, list[int]] = {}
         self._attempt = 0
         self._chunk = _FIRST_CHUNK  # tokens of a pass, as fast as the last ones were
@@ -87,15 +88,15 @@ class Conversation:
             self.set_system(system)
 
     def _keep(self) -> int:
-        """Tokens that sliding layers hold on to, so that undo and retry compute nothing again."""
+        """How many tokens the session must be able to rewind, so that undo and retry compute nothing again."""
         layers = [layer for layer in self.engine.config.layers if layer.sliding_window is not None]
         bytes_a_token = sum(8 * layer.num_key_value_heads * layer.head_dim for layer in layers)
-        return min(self.engine.context, _KEPT_BYTES // bytes_a_token) if layers else 0
+        return min(self.engine.context, _REWIND_BYTES // bytes_a_token) if layers else 0
 
     # --- talking ------------------------------------------------------------------------------------------------------
 
     def send(self, text: str) -> TokenStream:
-        """The answer, token by token. What cannot be (no room, a template's refusal) is said before anything changes."""
+        """The answer, token by token. Errors (no room, a template that fails) are raised before anything changes."""
         return self._begin(self.messages, text, 0)
 
     def retry(self) -> TokenStream:
@@ -108,7 +109,7 @@ class Conversation:
         return self._begin(self.messages[:-2], text, 0)
 
     def last_text(self) -> str:
-        """The last text that has an answer."""
+        """The last message of the user that has an answer."""
         if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
             raise InputError("there is no answer yet")
         return self.messages[-2]["content"]
@@ -129,13 +130,13 @@ class Conversation:
 
     def _prompt(self, messages: Sequence[Message]) -> list[int]:
         pieces = self.template.pieces(checked_messages(messages))
-        ids = encode(pieces, self.engine.text_tokenizer(), self._known, self._encoded)
+        ids = encode(pieces, self.engine.text_tokenizer(), self._answer_ids, self._encoded)
         self._encoded = {piece: self._encoded[piece] for piece in pieces}
         return ids
 
     def _answer(self, messages: list[Message], generation: Generation, attempt: int, stats: AnswerStats) -> TokenStream:
         start = time.perf_counter()
-        logits = self._reach(generation.prompt, stats)
+        logits = self._advance_to(generation.prompt, stats)
         stats.prefill_seconds = time.perf_counter() - start
         stats.seed = generation.sampling.seed if generation.sampling.temperature else None
         tokens = generation.tokens(logits, self._session.decode)
@@ -174,14 +175,14 @@ class Conversation:
         ids = [token for token in made if token < tokenizer.size]
         while ids and len(tokenizer.decode(ids).lstrip()) > len(text.rstrip()):
             ids.pop()
-        # Control tokens that a model wrote are text to the next turn, like anybody's.
+        # Control tokens in an answer are plain text in the next prompt, as in any message.
         if ids and tokenizer.decode(ids).strip() == text.strip() and tokenizer.control_ids.isdisjoint(ids):
-            self._known.setdefault(text.strip(), ids)
+            self._answer_ids.setdefault(text.strip(), ids)
         if self._session.usable:
-            self._session.reserve(CHUNK)  # now that nobody waits, not when the next turn begins
+            self._session.reserve(CHUNK)  # now, so that the next turn does not wait for it
 
-    def _reach(self, ids: list[int], stats: AnswerStats) -> np.ndarray:
-        """The session holds these ids, of which it computes what it has not: logits of the last."""
+    def _advance_to(self, ids: list[int], stats: AnswerStats) -> np.ndarray:
+        """Make the session's tokens these ids, and compute only the new ones. Returns the logits of the last."""
         common = self._common(ids)
         common = min(common, len(ids) - 1)  # the last one's logits are needed
         if self._session.usable and self._session.can_rewind_to(common):
@@ -194,14 +195,14 @@ class Conversation:
 
     def _common(self, ids: list[int]) -> int:
         """How many of these ids the session begins with."""
-        held = self._session.ids
-        at, end = 0, min(len(held), len(ids))
-        while at < end and held[at : at + _COMPARED] == ids[at : at + _COMPARED]:
+        present = self._session.ids
+        at, end = 0, min(len(present), len(ids))
+        while at < end and present[at : at + _COMPARED] == ids[at : at + _COMPARED]:
             at += _COMPARED
-        return next((n for n in range(at, end) if held[n] != ids[n]), end)
+        return next((n for n in range(at, end) if present[n] != ids[n]), end)
 
     def _prefill(self, ids: list[int]) -> np.ndarray:
-        """In chunks of about half a second, since their size changes no bit."""
+        """Prefill in chunks of about half a second; the size of a chunk changes no bit."""
         done = 0
         while True:
             start = time.perf_counter()
@@ -218,19 +219,19 @@ class Conversation:
     # --- going back ---------------------------------------------------------------------------------------------------
 
     def undo(self) -> str:
-        """Take back the last text and its answer; gives the text."""
+        """Remove the last message of the user and its answer. Returns the text of the message."""
         text = self.last_text()
         del self.messages[-2:]
         self._forget()
         return text
 
     def clear(self) -> None:
-        """All but the system message."""
+        """Remove all messages except the system message."""
         self.messages = self.messages[:1] if self.system is not None else []
         self._forget()
 
     def _forget(self) -> None:
-        """What is no part of the conversation any more leaves the session too: it is neither told nor saved."""
+        """Remove from the session what is no longer part of the conversation, so that it is not saved."""
         spoken = any(message["role"] != "system" for message in self.messages)
         common = self._common(self._prompt(self.messages)) if spoken else 0
         if self._session.usable and self._session.can_rewind_to(common):
@@ -238,7 +239,7 @@ class Conversation:
         else:
             self._session = self.engine.session(self._keep())
         answers = {message["content"].strip() for message in self.messages if message["role"] == "assistant"}
-        self._known = {text: ids for text, ids in self._known.items() if text in answers}
+        self._answer_ids = {text: ids for text, ids in self._answer_ids.items() if text in answers}
 
     @property
     def system(self) -> str | None:
@@ -246,7 +247,7 @@ class Conversation:
         return first["content"] if first is not None and first["role"] == "system" else None
 
     def set_system(self, text: str | None) -> None:
-        """Another system message, or none; the whole conversation is computed anew at the next turn."""
+        """Another system message, or none; the whole conversation is computed again at the next turn."""
         rest = self.messages[1:] if self.system is not None else self.messages
         first = [] if text is None else checked_messages([{"role": "system", "content": text}])
         self.messages = [*first, *rest]
@@ -256,18 +257,18 @@ class Conversation:
 
     @property
     def tokens_used(self) -> int:
-        """Tokens of the context that the conversation takes, with what stands before the next text; that may not fit any more."""
+        """The tokens of the conversation, including the template's text before the next message; at most the context."""
         spoken = any(message["role"] != "system" for message in self.messages)
         return min(self.context, len(self._prompt(self.messages))) if spoken else 0
 
     @property
     def context(self) -> int:
-        """Tokens that it may take."""
+        """The most tokens that the conversation can have."""
         return self.engine.context
 
     @property
     def ids(self) -> list[int]:
-        """The tokens whose keys and values the session holds."""
+        """The tokens whose KV rows are in the session."""
         return self._session.ids
 
     def kv_digest(self) -> list[str]:
@@ -275,9 +276,9 @@ class Conversation:
 
     def verify(self, threads: int | None = None, chunk: int = 7, progress: ReportPrefill | None = None) -> int:
         """Compute the conversation's tokens again, with another number of threads and another chunk, and compare the
-        keys and values. How many tokens were compared; MismatchError if a bit differs.
+        keys and values. Returns the number of tokens compared; MismatchError if a bit differs.
 
-        threads: one more than now, if left out.
+        threads: by default one more than now.
         """
         ids, before = self.ids, self.engine.threads
         if not ids:
@@ -294,13 +295,15 @@ class Conversation:
         pairs = zip(self.kv_digest(), other.kv_digest(), strict=True)
         wrong = next((layer for layer, (a, b) in enumerate(pairs) if a != b), None)
         if wrong is not None:
-            raise MismatchError(f"the keys and values of layer {wrong} differ in {len(ids)} tokens computed again")
+            raise MismatchError(
+                f"the keys and values of layer {wrong} differ when the {len(ids)} tokens are computed again"
+            )
         return len(ids)
 
     # --- keeping ------------------------------------------------------------------------------------------------------
 
     def export(self, path: str | Path, form: str = "markdown") -> None:
-        """The text alone, for people ("markdown") or for programs ("json": messages in OpenAI's form)."""
+        """Write the text to a file, for people ("markdown") or for programs ("json": messages in OpenAI's format)."""
         if form == "json":
             text = json.dumps({"model": self.engine.name, "messages": self.messages}, ensure_ascii=False, indent=1)
         elif form == "markdown":
@@ -314,8 +317,8 @@ class Conversation:
             raise InputError(f"{path}: cannot be written: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Text, settings, and the keys and values, so that a loaded conversation resumes without computing them again."""
-        self._forget()  # another answer's words, of a retry or of an edited text
+        """Write text, settings and KV rows to a file, so that a loaded conversation resumes without computing them again."""
+        self._forget()  # removes answers that a retry or an edit has replaced
         description = {
             "messages": self.messages,
             "sampling": asdict(self.sampling) | {"logit_bias": list(self.sampling.logit_bias.items())},
@@ -323,9 +326,9 @@ class Conversation:
             "max_tokens": self.max_tokens,
             "stop": self.stop,
             "attempt": self._attempt,
-            "known": self._known,
+            "known": self._answer_ids,
         }
-        # A loaded conversation can go back to where the last text begins, and finds what the next turn needs.
+        # A loaded conversation can rewind to the beginning of the last message, and has the rows that the next turn needs.
         since = 0
         if len(self.messages) >= 2:
             since = self._common(self._prompt([*self.messages[:-2], {"role": "user", "content": ""}]))
@@ -335,12 +338,12 @@ class Conversation:
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path) -> "Conversation":
-        """What `save` wrote. FormatError for a file that is damaged, InputError for one of another model."""
+        """Load a conversation that `save` wrote. FormatError if the file is damaged, InputError if it is of another model."""
         file = saved.SavedConversation(Path(path), engine)
         said = file.description
         sampling = Sampling(**said["sampling"] | {"logit_bias": dict(said["sampling"]["logit_bias"])})
-        made = cls(engine, None, sampling, said["template"], said["max_tokens"], said["stop"])
-        made.messages = checked_messages(said["messages"]) if said["messages"] else []
-        made._attempt, made._known = said["attempt"], said["known"]
-        file.restore(made._session)
-        return made
+        conversation = cls(engine, None, sampling, said["template"], said["max_tokens"], said["stop"])
+        conversation.messages = checked_messages(said["messages"]) if said["messages"] else []
+        conversation._attempt, conversation._answer_ids = said["attempt"], said["known"]
+        file.restore(conversation._session)
+        return conversation

@@ -1,12 +1,12 @@
 """A conversation on disk: a safetensors file of its description, its tokens and their rows of keys and values.
 
     metadata          the format's version, the model's fingerprint, the type of the rows, sha256 of the file
-    description       U8, JSON: messages, sampling and what else a conversation is
+    description       U8, JSON: messages, sampling and the other settings of the conversation
     ids               I32 [T]
     layers.N.keys     F32 or BF16 [G, positions, E], and layers.N.values: the rows that a token after `since` may read
 
-The file gets its name when it is complete, so a process that is killed while writing leaves the old one. It belongs to one
-model, known by `Engine.fingerprint`.
+The file is written atomically, so a process that is killed while writing leaves the former file. It belongs to one model,
+which is identified by `Engine.fingerprint`.
 """
 
 import json
@@ -29,7 +29,7 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def write(path: Path, description: dict[str, Any], session: Session, since: int) -> None:
-    """Whole or not at all. since: how far back a session that is restored can be rewound."""
+    """Write the file atomically. since: the first position to which a restored session can be rewound."""
     engine, ids = session.engine, np.array(session.ids, np.int32)
     text = json.dumps({**description, "since": since}, ensure_ascii=False).encode("utf-8")
     specs = {"ids": Spec("I32", ids.shape), "description": Spec("U8", (len(text),))}
@@ -60,7 +60,7 @@ def _row_specs(engine: Engine, position: int, since: int) -> dict[str, Spec]:
 
 
 class SavedConversation:
-    """A file that is undamaged and belongs to the engine's model; its rows stay in the mapped file until `restore`."""
+    """An intact file that belongs to the engine's model. Its rows stay in the mapped file until `restore`."""
 
     def __init__(self, path: Path, engine: Engine) -> None:
         _check_readable(path)
@@ -77,10 +77,10 @@ class SavedConversation:
             name: spec.shape for name, spec in _row_specs(engine, len(self._ids), self.description["since"]).items()
         }
         if {name: self._arrays[name].shape for name in self._arrays.keys() - {"description", "ids"}} != expected:
-            raise FormatError(f"{path}: its rows of keys and values are not those of {len(self._ids)} tokens")
+            raise FormatError(f"{path}: its KV rows do not have the shapes of {len(self._ids)} tokens")
 
     def restore(self, session: Session) -> None:
-        """The tokens and rows, into a session that is empty."""
+        """Copy the tokens and rows into an empty session."""
         if self._ids:
             session.restore(self._ids, self._rows())
 

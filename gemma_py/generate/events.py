@@ -22,7 +22,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """Prompt tokens that are done, of how many, and how many of them were cached."""
+    """The progress of the prompt, in tokens: computed so far, in all, and found in the prefix cache."""
 
     done: int
     total: int
@@ -39,7 +39,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Scored:
-    """A token of the prompt. logprob: given all before it; the first has none."""
+    """A token of the prompt. logprob: given the tokens before it; None for the first."""
 
     id: int
     logprob: float | None

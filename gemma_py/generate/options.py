@@ -1,4 +1,4 @@
-"""How a token may be chosen: the options, their ranges, and what holds where nobody gives them."""
+"""Sampling options: their ranges and their defaults."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from gemma_py.errors import ConfigError, InputError
 from gemma_py.formats.files import present, read_json
 
 _SEEDS = 1 << 63
-# The same for Python, the command line and the server; OpenAI's, where it has the option. top_p also has to be above 0.
+# They apply to Python, the command line and the server. Where OpenAI has the option, the range is OpenAI's. top_p must be above 0.
 RANGES = {
     "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "logit_bias": (-100.0, 100.0),
@@ -64,7 +64,7 @@ class Sampling:
             raise InputError(f"{name} should be a whole number from {least} to {most}, found {value!r:.40}")
 
     def seeded(self) -> "Sampling":
-        """With a seed, so that the answer can be had again."""
+        """The same options with a seed, so that the answer can be reproduced."""
         return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4), "little"))
 
 
@@ -75,9 +75,9 @@ def _check_number(option: str, name: str, value: Any) -> None:
         raise InputError(f"{name} should be a number from {least:g} to {most:g}, found {value!r:.40}")
 
 
-# What Google recommends for every instruction-tuned Gemma; for checkpoints that do not say.
+# Google's recommendation for every instruction-tuned Gemma; used for checkpoints without a recommendation.
 GEMMA = Sampling(temperature=1.0, top_k=64, top_p=0.95)
-# For base models that do not say: the likeliest token, because gemma-3-270m then answered 7 of 17 short questions rightly and
+# For base models without a recommendation: greedy, because gemma-3-270m then answered 7 of 17 short questions rightly and
 # ended its turn in 19 of 20, and no temperature (0.2: 17 of 51, 1: 8 of 51) and no repetition penalty did better.
 BASE_MODEL = replace(GEMMA, temperature=0.0)
 _SAID = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -85,7 +85,7 @@ _GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 
 
 def recommended(path: Path, metadata: Mapping[str, Any], default: Sampling = GEMMA) -> Sampling:
-    """What the checkpoint says, in generation_config.json or in GGUF's general.sampling; the default where it says nothing."""
+    """The checkpoint's recommendation in generation_config.json or in GGUF's general.sampling, or else the default."""
     file = path / "generation_config.json"
     said: dict[str, Any] = {}
     if path.is_dir() and present(file):
@@ -104,7 +104,7 @@ def recommended(path: Path, metadata: Mapping[str, Any], default: Sampling = GEM
     try:
         return Sampling(**{"temperature": 1.0, **said})
     except InputError as error:
-        raise ConfigError(f"{path}: of what it recommends for sampling, {error}") from None
+        raise ConfigError(f"{path}: invalid sampling recommendation: {error}") from None
 
 
 OPTIONS = tuple(option.name for option in fields(Sampling))
@@ -112,8 +112,8 @@ _RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
-    """The base with the options that are given (not None) instead. Where the base takes the likeliest token, an option that
-    only means something to a draw asks for one, at temperature 1."""
+    """The base with the given options (those that are not None) replaced. Where the base is greedy, an option of random sampling
+    sets the temperature to 1."""
     chosen = {name: value for name, value in given.items() if value is not None}
     if base.temperature == 0 and any(name in chosen for name in _RANDOM):
         chosen.setdefault("temperature", 1.0)
@@ -121,7 +121,7 @@ def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
 
 
 def asked(given: Mapping[str, Any], base: Sampling) -> Sampling:
-    """The likeliest tokens, unless an option is given that only means something to a draw: then what is left open is the base's."""
+    """Greedy decoding, or the base with the given options where one of these is an option of random sampling."""
     chosen = {name: value for name, value in given.items() if value is not None}
     if chosen.get("temperature") != 0 and any(name in chosen for name in _RANDOM):
         return with_options(base, chosen)

@@ -1,8 +1,8 @@
-"""From logits to a token: penalties, filters, and a draw that depends on the seed and the position alone.
+"""Sampling: penalties, filters, and a random draw that depends on the seed and the position only.
 
 The order is that of transformers: bias, repetition penalty (presence and frequency penalty after it), temperature, top-k,
-top-p, min-p. Every sum on the way has one order, and the random number of a position is a hash of seed and position, so a
-token does not depend on threads, chunks or the other requests of a pass. Log probabilities are in float64, in a fixed order too.
+top-p, min-p. Every sum has a fixed order, and the random number of a position is a hash of seed and position, so a token
+does not depend on threads, chunks or the other requests of a pass. Log probabilities are summed in float64, in a fixed order too.
 """
 
 import math
@@ -15,9 +15,9 @@ from gemma_py.generate.options import Sampling
 from gemma_py.kernels import sampling as kernels
 from gemma_py.kernels.scores import log_sum_exp
 
-_TINY = np.float32(1e-38)  # below every weight but 0
-ROWS_AT_ONCE = 32  # tokens whose logits are held at a time: of Gemma's vocabulary, 32 MiB
-_NO_NUMBERS = "the logits hold NaN: the weights lead to values beyond float32"
+_TINY = np.float32(1e-38)  # smaller than every weight that is not 0
+ROWS_AT_ONCE = 32  # tokens whose logits are in memory at a time; with Gemma's vocabulary, 32 MiB
+_NO_NUMBERS = "the logits contain NaN: the weights lead to values beyond float32"
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -26,20 +26,20 @@ _MASK = (1 << 64) - 1
 
 
 def _mixed(z: int) -> int:
-    """splitmix64's finaliser: every bit of z moves every bit of the result."""
+    """splitmix64's finaliser: every bit of z affects every bit of the result."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
     return z ^ (z >> 31)
 
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1), a multiple of 2^-53: the random number of the token at this position."""
+    """The random number of the token at this position: in [0, 1), a multiple of 2^-53."""
     key = _mixed(seed + 0x9E3779B97F4A7C15 & _MASK)
     return (_mixed(key + (position + 1) * 0x9E3779B97F4A7C15 & _MASK) >> 11) * 2.0**-53
 
 
 def likeliest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The largest logits, in order, and their tokens; of equal ones the smaller token first."""
+    """The `count` largest logits in order, and their tokens. Of equal logits, the smaller token comes first."""
     values, ids = np.empty(count, np.float32), np.empty(count, np.int64)
     kernels.top_k(logits, values, ids)
     return values, ids
@@ -69,7 +69,7 @@ class Sampler:
             self._prompt = np.unique(np.array(prompt, np.int64))
 
     def choose(self, logits: np.ndarray, made: Sequence[int]) -> int:
-        """The token after the prompt and those made since.    logits: [V], not written"""
+        """Choose the next token. made: the tokens chosen so far.    logits: [V], not written"""
         x = self._penalised(logits, made)
         likeliest = int(np.argmax(x))
         if not np.isfinite(x[likeliest]):
@@ -82,12 +82,12 @@ class Sampler:
         kernels.divide(x, np.float32(s.temperature))
         assert s.seed is not None
         weights, ids = self._candidates(x, x[likeliest])
-        least = max(np.float32(s.min_p), _TINY)  # min_p is a share of the likeliest's weight, which is 1
+        least = max(np.float32(s.min_p), _TINY)  # min_p is relative to the weight of the likeliest token, which is 1
         chosen = int(kernels.draw(weights, least, uniform(s.seed, self._start + len(made))))
         return chosen if ids is None else int(ids[chosen])
 
     def _penalised(self, logits: np.ndarray, made: Sequence[int]) -> np.ndarray:
-        """A copy where anything is to be changed."""
+        """The logits with bias and penalties; a copy if anything changes."""
         s, x = self.sampling, logits
         if s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
             x = logits.copy()
@@ -103,7 +103,7 @@ class Sampler:
         return x
 
     def _candidates(self, x: np.ndarray, largest: np.float32) -> tuple[np.ndarray, np.ndarray | None]:
-        """Weights and ids of what top-k and top-p leave, likeliest first; or all weights by id, and None."""
+        """Weights and ids of the tokens that top-k and top-p leave, likeliest first; or all weights by id, and None."""
         s = self.sampling
         if 0 < s.top_k < len(x):
             values, ids = likeliest(x, s.top_k)
@@ -119,7 +119,7 @@ class Sampler:
 
     @staticmethod
     def _cut(x: np.ndarray, largest: np.float32, weights: np.ndarray, limit: float) -> None:
-        """Weights become 0 but for the likeliest, as many as reach the limit. Only those close to the edge are sorted."""
+        """Set all weights to 0 except the largest ones that together reach the limit. Only those close to the limit are sorted."""
         edge, before = kernels.find_edge_bin(x, largest, weights, limit, np.zeros(kernels.BINS))
         members = np.empty(len(x), np.int64)
         members = members[: kernels.zero_below_bin(x, largest, edge, weights, members)]
@@ -131,7 +131,7 @@ class Sampler:
 
 
 def log_probabilities(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
-    """Natural logarithms of the tokens' probabilities. Logits that are no numbers are an error, not a score."""
+    """Natural logarithms of the tokens' probabilities. ComputationError if a logit is NaN."""
     largest, log_sum = log_sum_exp(logits, np.empty(len(logits)))
     values = [float(np.float64(logits[token]) - largest - log_sum) for token in tokens]
     if any(math.isnan(value) for value in values):
@@ -140,11 +140,11 @@ def log_probabilities(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
 
 
 def log_probability(logits: np.ndarray, token: int) -> float:
-    """The same of one token."""
+    """The log probability of one token."""
     return log_probabilities(logits, [token])[0]
 
 
 def perplexity(nll: Sequence[float]) -> float:
-    """e^(mean NLL); infinite where that is beyond a float."""
+    """e^(mean NLL); infinite if it is too large for a float."""
     mean = math.fsum(nll) / len(nll)
     return math.exp(mean) if mean < 700 else math.inf

@@ -26,15 +26,17 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 # How long a pass should take: alone, prompts can be stopped that often; beside answers, these stutter no more than that.
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
-_FEWEST_ROWS = 8  # of prompts in a pass; fewer would not be done sooner
+_FEWEST_ROWS = 8  # of prompts in a pass; with fewer, a pass takes as long
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
-_SLOWEST_STEP = 60.0  # seconds; if no step ends for so long though there is work, something is wrong
+_SLOWEST_STEP = (
+    60.0  # seconds without the end of a step, though there is work, after which the scheduler counts as hanging
+)
 
 
 @dataclass(frozen=True)
 class Health:
-    """why: what is wrong, if something is. permanent: whether another pass cannot mend it. waiting: seconds since the last
-    step ended while there is work, else 0."""
+    """why: what is wrong, if anything is. permanent: whether a later pass cannot succeed either. waiting: seconds since the last
+    step ended, while there is work; else 0."""
 
     ok: bool
     why: str
@@ -68,7 +70,7 @@ class Ticket:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """It ends within one step, with a Finished event whose reason is "cancelled", unless it has ended before."""
+        """End the request within one step, with a Finished event whose reason is "cancelled", unless it has ended already."""
         self.cancelled = True
         self._scheduler._notify()
 
@@ -79,11 +81,11 @@ class _Sequence:
     def __init__(self, generation: Generation, listener: Listener, ticket: Ticket, kv_bytes: int) -> None:
         self.generation, self.ticket, self.kv_bytes = generation, ticket, kv_bytes
         self._listener = listener
-        self.ids = list(generation.prompt)  # and the tokens of the answer
+        self.ids = list(generation.prompt)  # followed by the tokens of the answer
         self.prompt = np.array(generation.prompt)
         self.cache: Cache | None = None  # while it runs
         self.cached = 0
-        self.scores = 0  # of the prompt's tokens, told
+        self.scores = 0  # how many of the prompt's tokens have been reported as Scored events
         self.arrived = time.monotonic()
         self.admitted = self.first_token = 0.0
 
@@ -102,7 +104,7 @@ class _Sequence:
 
     @property
     def scoring(self) -> bool:
-        """Whether its next tokens are a prompt's whose log probabilities are reported: then each row makes logits."""
+        """Whether the next tokens are of a prompt whose log probabilities are reported; then each row needs logits."""
         return self.generation.request.scored and not self.answering
 
     @property
@@ -111,7 +113,7 @@ class _Sequence:
         return not self.answering or self.pending > 1
 
     def tell(self, event: Event) -> None:
-        """An exception of the listener ends its own request and no other."""
+        """Pass an event to the listener. An exception of the listener ends its own request and no other."""
         try:
             self._listener(event)
         except Exception:
@@ -127,7 +129,7 @@ class _Sequence:
 
 
 def shares(needs: Sequence[int], room: int) -> list[int]:
-    """Rows of a pass for prompts that arrived in this order and have so many tokens pending.
+    """The rows of a pass that each prompt gets. needs: their pending tokens, in the order of arrival.
 
     Half of the room is for the one that arrived first, so that none waits for ever; the rest is for the shortest.
     """
@@ -140,7 +142,7 @@ def shares(needs: Sequence[int], room: int) -> list[int]:
 
 
 class Scheduler:
-    """Owns the engine's time from a thread of its own. Close it before the engine."""
+    """Runs all passes of an engine from a thread of its own. Close it before the engine."""
 
     def __init__(
         self,
@@ -170,7 +172,7 @@ class Scheduler:
         self._trouble: WorkerError | None = None  # why the last pass failed, until one succeeds
         self._stepped = time.monotonic()  # when the last step ended, or the first request arrived after none
         self._request_seconds = 1.0  # running average
-        # Used by the scheduler's thread alone:
+        # Used by the scheduler's thread only:
         self._prefixes = PrefixCache(engine.config, engine.kv_type, prefix_bytes)
         self._passes = self._failed = self._computed = 0
         self._row_seconds = 1 / 64  # running average over passes with prompts; a guess at first
@@ -200,7 +202,7 @@ class Scheduler:
         return sequence.ticket
 
     def _kv_bytes(self, generation: Generation) -> int:
-        """What its keys and values may take."""
+        """The most bytes that the request's keys and values may need."""
         prompt, new = len(generation.prompt), generation.max_tokens
         size = self.engine.cache_bytes(prompt + new, BLOCK_TOKENS)
         if size > self.kv_bytes:
@@ -236,7 +238,7 @@ class Scheduler:
             )  # fmt: skip
 
     def drain(self, deadline: float) -> int:
-        """Accept no more requests and wait until all have ended; those left after so many seconds are cancelled, and counted."""
+        """Accept no more requests and wait until all have ended. Returns how many were cancelled after `deadline` seconds."""
         with self._changed:
             self._open = False
             self._changed.wait_for(self._idle, max(0.0, deadline))
@@ -244,7 +246,7 @@ class Scheduler:
             for sequence in left:
                 sequence.ticket.cancelled = True
             self._changed.notify_all()
-            # This takes one more step, or the engine's own deadline for a pass that hangs.
+            # The end takes one more step, or the engine's deadline if the pass hangs.
             self._changed.wait_for(self._idle, _SLOWEST_STEP)
             return len(left)
 
@@ -286,22 +288,22 @@ class Scheduler:
         """Remove cancelled requests, admit waiting ones, compute one pass, choose tokens."""
         self._remove_cancelled()
         self._admit()
-        sequences, parts = self._plan()
-        if not parts:
+        sequences, inputs = self._plan()
+        if not inputs:
             return
         try:
-            results = self._pass(parts)
+            results = self._pass(inputs)
         except WorkerError as error:
             again, self._trouble = self._trouble is not None, error
             if again:
                 raise
             self._failed += 1
-            if not error.settled:  # the stalled worker may still write to these caches, and keeps them as long
+            if not error.settled:  # the stalled worker may still write to these caches, so new ones are allocated
                 for sequence in sequences:
-                    self._allocate(sequence)  # it begins again: what is computed twice has the same bits
+                    self._allocate(sequence)  # the request is computed again, with the same bits
             return  # the next step tries again
         self._trouble = None
-        for sequence, part, logits in zip(sequences, parts, results, strict=True):
+        for sequence, part, logits in zip(sequences, inputs, results, strict=True):
             self._prefixes.insert(part.cache, part.cache.position - len(part.tokens))
             if not sequence.answering:
                 sequence.tell(PrefillProgress(sequence.position, len(sequence.prompt), sequence.cached))
@@ -320,7 +322,7 @@ class Scheduler:
             self._finish(sequence, Finished("cancelled", sequence.usage()))
 
     def _finish(self, sequence: _Sequence, last: Finished | Failed) -> None:
-        """Remove the request and tell its listener; its place is free before that."""
+        """Remove the request and tell its listener. Its place is free before the listener is called."""
         sequence.cache = None
         with self._changed:
             if sequence in self._running:
@@ -331,7 +333,7 @@ class Scheduler:
         sequence.tell(last)
 
     def _admit(self) -> None:
-        """Waiting requests run, in the order in which they arrived, while there are places and memory."""
+        """Start waiting requests, in the order of their arrival, while there are places and memory."""
         for sequence in list(self._waiting):
             used = sum(running.kv_bytes for running in self._running)
             if len(self._running) == self.parallel or used + sequence.kv_bytes > self.kv_bytes:
@@ -344,7 +346,7 @@ class Scheduler:
                 self._running.append(sequence)
 
     def _allocate(self, sequence: _Sequence) -> int:
-        """Give it a KV cache for all the tokens that it may have, with what the prefix cache holds of them: how many."""
+        """Allocate the request's KV cache and copy its longest cached prefix into it. Returns the number of tokens copied."""
         cache = self.engine.new_cache(BLOCK_TOKENS)
         cache.prepare(len(sequence.prompt) + sequence.generation.max_tokens, CHUNK)
         hit = 0 if sequence.scoring else self._prefixes.restore(cache, sequence.ids)
@@ -352,7 +354,7 @@ class Scheduler:
         return hit
 
     def _being_computed(self, sequence: _Sequence) -> bool:
-        """Whether a running request is computing a prefix that this one shares: then waiting for it costs less."""
+        """Whether a running request is computing a prefix that this one shares; waiting for it then takes less time."""
         if self._prefixes.capacity == 0:
             return False
         for other in self._running:
@@ -364,13 +366,13 @@ class Scheduler:
         return False
 
     def _plan(self) -> tuple[list[_Sequence], list[SequenceInput]]:
-        """The next pass: one token of every answer, and as many of the prompts as there is time for."""
+        """The next pass: one token of every answer, and as many tokens of prompts as there is time for."""
         answers = [s for s in self._running if not s.prefilling]
         prompts = [s for s in self._running if s.prefilling]
         seconds = _PASS_SECONDS_BESIDE if answers else _PASS_SECONDS
         room = max(_FEWEST_ROWS, min(CHUNK, int(seconds / self._row_seconds)) - len(answers))
         counts = [1] * len(answers) + (shares([s.pending for s in prompts], room) if prompts else [])
-        sequences, parts, scored = [], [], 0
+        sequences, inputs, scored = [], [], 0
         for sequence, count in zip((*answers, *prompts), counts, strict=True):
             if sequence.scoring:
                 count = min(count, ROWS_AT_ONCE - scored)
@@ -379,33 +381,35 @@ class Scheduler:
                 tokens = sequence.ids[sequence.position : sequence.position + count]
                 logits = count if sequence.scoring else 1 if count == sequence.pending else 0
                 sequences.append(sequence)
-                parts.append(SequenceInput(sequence.cache, tokens, logits))
-        return sequences, parts
+                inputs.append(SequenceInput(sequence.cache, tokens, logits))
+        return sequences, inputs
 
-    def _pass(self, parts: list[SequenceInput]) -> list[np.ndarray]:
-        """The logits of each part."""
+    def _pass(self, inputs: list[SequenceInput]) -> list[np.ndarray]:
+        """Run one pass. Returns the logits of each input."""
         start = time.monotonic()
-        results = self.engine.run_together(parts)
-        rows = sum(len(part.tokens) for part in parts)
-        if rows > len(parts):  # else it says nothing of prompts: weights are read for few rows as for many
+        results = self.engine.run_together(inputs)
+        rows = sum(len(part.tokens) for part in inputs)
+        if rows > len(
+            inputs
+        ):  # a pass without prompts does not show the time of a row: most of its time is reading the weights
             self._row_seconds += 0.8 * ((time.monotonic() - start) / rows - self._row_seconds)
         self._passes += 1
         self._computed += rows
         return results
 
     def _score(self, sequence: _Sequence, logits: np.ndarray) -> None:
-        """Tell the scores of the prompt's tokens that follow those of the pass.    logits: [tokens, V]"""
+        """Report the scores of the prompt's tokens that follow those of the pass.    logits: [tokens, V]"""
         if sequence.scores == 0:
             sequence.tell(Scored(sequence.ids[0], None, ()))
             sequence.scores = 1
-        # What was told before a sequence had to begin again is not told twice; no token follows the prompt's last.
+        # Scores that were reported before the request had to be computed again are not repeated.
         for at in range(sequence.scores, min(sequence.position + 1, len(sequence.ids))):
             row, token = logits[at - 1 - sequence.position], sequence.ids[at]
             sequence.tell(Scored(token, *sequence.generation.score(row, token)))
             sequence.scores += 1
 
     def _choose(self, sequence: _Sequence, logits: np.ndarray) -> None:
-        """The next token of an answer."""
+        """Choose the next token of an answer and report it."""
         if sequence.generation.max_tokens == 0:
             self._finish(sequence, Finished("length", sequence.usage()))
             return

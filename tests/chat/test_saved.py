@@ -56,7 +56,7 @@ def test_what_was_taken_back_is_not_saved(tiny_engine: gemma_py.Engine, tmp_path
         talk(conversation, "hello")
         kept = None if take_back is Conversation.clear else conversation.messages.copy()
         secret = talk(conversation, "the password is a fish").strip()
-        assert secret and secret in conversation._known
+        assert secret and secret in conversation._answer_ids
         take_back(conversation)
         if kept is None:
             assert conversation.ids == []
@@ -75,9 +75,9 @@ def test_a_retried_answer_is_not_saved_with_the_words_of_the_one_before(
     conversation = new(tiny_engine)
     first = talk(conversation, "hello").strip()
     second = "".join(token.text for token in conversation.retry()).strip()
-    assert first != second and first in conversation._known
+    assert first != second and first in conversation._answer_ids
     conversation.save(tmp_path / "c")
-    assert set(conversation._known) == {second}
+    assert set(conversation._answer_ids) == {second}
 
 
 def test_an_empty_conversation_is_saved_too(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:
