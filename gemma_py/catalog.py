@@ -1,4 +1,4 @@
-"""Model names: what they stand for, and where the file of one is."""
+"""The catalogue of models: names, and how a name becomes a file or directory."""
 
 import difflib
 import tomllib
@@ -42,8 +42,8 @@ def catalogue() -> list[CatalogEntry]:
 
 
 def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:
-    """A path that exists as it is; a name, of the catalogue or `hf:...`, to its file or directory, which is put together from
-    a package's parts or downloaded if need be."""
+    """The path of a model's file or directory. model: a path, a name of the catalogue, or `hf:...`. It is assembled from a package's
+    parts or downloaded first if needed."""
     try:
         path = Path(model).expanduser()
         if path.exists():

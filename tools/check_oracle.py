@@ -4,7 +4,7 @@
 
 Needs the extra `oracle` (torch, transformers). transformers dequantises the GGUF itself and computes in float32. Texts are
 Python's own documentation strings, so nothing is downloaded. --write stores ids and transformers' NLL as a golden file
-that the test suite uses. The last line is one JSON object; exit code 1 if a bar is missed.
+that the test suite uses. The last line is one JSON object; exit code 1 if a limit is exceeded.
 """
 
 import argparse

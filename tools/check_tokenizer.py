@@ -1,4 +1,4 @@
-"""Compare the tokenizer built from the demo GGUF with Gemma's own tokenizer.json, on texts made to break it.
+"""Compare the tokenizer built from the demo GGUF with Gemma's own tokenizer.json, on difficult texts.
 
     python tools/check_tokenizer.py TOKENIZER_JSON [--write]
 

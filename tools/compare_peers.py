@@ -1,14 +1,14 @@
-"""Our figures beside llama.cpp, torch and CTranslate2: same file, same ids, same threads, in turn.
+"""Compare the speed with llama.cpp, torch and CTranslate2: same file, same ids, same threads, in turn.
 
     python tools/compare_peers.py [MODEL] [--threads 2] [--rounds 5] [--peers llama.cpp,torch,CTranslate2]
 
-Wants a quiet machine, a GGUF file (the demo model if left out), and the peers, of which it installs none and skips those that
-are missing, saying so. Each runtime lives in a process of its own; one works at a time. A round takes every runtime
-through every test, so that a ratio compares neighbours in time; the first round warms up and does not count. llama.cpp
+Needs an idle machine and a GGUF file (by default the demo model). It installs no peer, and reports and skips missing ones.
+Each runtime is in a process of its own; one works at a time. A round takes every runtime
+through every test, so that ratios compare runs close in time; the first round is a warm-up and does not count. llama.cpp
 takes part with several settings, and the best of them for a test counts. torch computes in float32 on the dequantised
-weights, and its NLL is taken for the truth; CTranslate2 quantises those again to int8, a scale a row.
+weights, and its NLL is the reference; CTranslate2 quantises those again to int8, a scale a row.
 
-Prints a markdown table; the last line is one JSON object. Exit code 1 if a runtime failed; a missing one is no failure.
+Prints a markdown table; the last line is one JSON object. Exit code 1 if a runtime failed; a missing one is not a failure.
 """
 
 import argparse

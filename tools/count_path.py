@@ -1,10 +1,10 @@
-"""Which of the package's files one token passes: the Python functions of a traced run, and the kernels that they name.
+"""Count the package's files that one token passes: the Python functions of a traced run, and the kernels that they name.
 
     python tools/count_path.py [decode | stream | both] [MODEL] [--functions] [--json]
 
 decode: a token of `Engine.generate` after the first. stream: a token of a streamed chat completion, from the logits to the socket
-of the server. A run is cut into windows of a few tokens, and a function counts that is called in half of them: those of timers are
-not. A kernel is compiled and cannot be traced; the names in its Python source are followed instead, through all the kernels
+of the server. A run is cut into windows of a few tokens, and a function counts if it is called in half of them, which excludes
+timers. A kernel is compiled and cannot be traced; the names in its Python source are followed instead, through all the kernels
 that it calls. With --json each mode is one line, a JSON object.
 """
 

@@ -1,4 +1,4 @@
-"""From Enter to the first token of an answer, in a conversation that has gone on for a while.
+"""The time to the first token of an answer, in a long conversation.
 
     python tools/first_token.py [MODEL] [--tokens 500,10000,30000] [--turns 5] [--template FORM] [--threads N]
 
@@ -58,10 +58,10 @@ def main() -> None:
                 stats = conversation.stats
                 assert stats is not None
                 new.append(stats.prompt_tokens - stats.cached_tokens)
-            held, turns = len(conversation.ids), len(conversation.messages) // 2
+            present, turns = len(conversation.ids), len(conversation.messages) // 2
             figures = (statistics.median(waits), max(waits), statistics.median(before_model), max(before_model))
-            rows.append([f"{held:,}", f"{turns:,}", f"{max(new)}", *(f"{figure:.1f}" for figure in figures)])
-    header = ["tokens held", "turns", "new tokens", "ms", "largest", "before the model, ms", "largest"]
+            rows.append([f"{present:,}", f"{turns:,}", f"{max(new)}", *(f"{figure:.1f}" for figure in figures)])
+    header = ["tokens", "turns", "new tokens", "ms", "largest", "before the model, ms", "largest"]
     print(markdown(header, rows, left=0))
 
 

@@ -1,8 +1,8 @@
-"""How cost grows with the context: prefill speed, time of a decoded token, memory; a table, a figure, and JSON.
+"""How the cost grows with the context: prefill speed, time of a decoded token, memory; a table, a figure, and JSON.
 
     python tools/growth.py [MODEL] [--threads N] [--tokens 128,256,...,16384] [--decode 16] [--rounds 3] [--plot FILE.png]
 
-Each round reads a prompt of each length into a new session and then makes some tokens. Wants a quiet machine and, with the
+Each round runs a prompt of each length in a new session and then decodes some tokens. Needs an idle machine and, with the
 defaults, some minutes. The last line is one JSON object. The figure needs matplotlib (extra `plot`).
 """
 

@@ -1,4 +1,4 @@
-"""Load a server as many clients do, and as bad clients do; optionally compare llama.cpp's server under the same clients.
+"""Load tests of a server, with well-behaved and misbehaving clients; optionally compares llama.cpp's server.
 
     python tools/load.py [SCENARIO ...] [--model gemma-3-270m] [--peer [COMMAND]] [--threads N] [--count N] [--minutes N]
 

@@ -1,4 +1,4 @@
-"""The HTTP clients of load.py: honest ones, which measure, and bad ones, which leave, stall or send nonsense."""
+"""The HTTP clients of load.py: well-behaved ones, which measure, and misbehaving ones, which disconnect, stall or send invalid data."""
 
 import asyncio
 import contextlib

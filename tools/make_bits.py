@@ -2,7 +2,7 @@
 
     python tools/make_bits.py
 
-To be run only when an order of arithmetic was changed on purpose; every other machine must give the same digests.
+Run it only when an order of arithmetic was changed on purpose; every other machine must give the same digests.
 """
 
 import json

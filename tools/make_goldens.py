@@ -2,7 +2,7 @@
 
     python tools/make_goldens.py [--seed 1] [--check SEED ...]
 
-The checkpoints themselves are made anew by tests from the same seed, so only ids and logits are stored. With --check,
+The tests create the checkpoints from the same seed, so only ids and logits are stored. With --check,
 nothing is written: checkpoints of the given seeds are compared with gemma_py, and the largest error in units of the
 logits' standard deviation is printed for each; exit code 1 above 1e-3.
 """

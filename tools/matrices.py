@@ -1,13 +1,13 @@
-"""Each kind of matrix of a model times a chunk of rows, beside the machine's float limit in the same moment.
+"""The speed of each kind of matrix product of a model, with the machine's float limit at the same moment.
 
     python tools/matrices.py [MODEL] [--type f32] [--threads 1,2] [--rows 512] [--rounds 5]
 
-A processor that multiplies wide vectors lowers its clock, by a fifth on some, and raises it again within milliseconds. So
+A processor lowers its clock while it multiplies wide vectors, by a fifth on some, and raises it again within milliseconds. So
 the limit (multiply-adds in registers, nothing else) is sampled by the same workers right after each product, as `bench`
 cannot do in the middle of a pass. Every product is of another layer, so weights come from memory, as in a pass. With --type,
 MODEL names a shape of the catalogue, and the weights are random.
 
-Medians, with the smallest and the largest share. Wants a quiet machine.
+Prints medians, with the smallest and the largest share. Needs an idle machine.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Runtimes behind one small surface, each alone in a process that compare_peers.py drives over pipes.
+"""Runtimes behind one interface, each in a process that compare_peers.py controls over pipes.
 
     python tools/peers.py prepare MODEL.gguf DIRECTORY         # the weights dequantised, for torch and CTranslate2
     python tools/peers.py serve NAME MODEL.gguf DIRECTORY THREADS [SETTINGS]

@@ -1,8 +1,8 @@
-"""Shake the schedule: forward passes with random delays, and faults at every phase; every result is compared.
+"""Stress test: forward passes with random delays, and faults at every phase; every result is compared.
 
     python tools/stress.py [--passes 10000] [--faults 100] [--threads 4] [--seed 1]
 
-Uses a tiny quantised model, on which every barrier and wait stands. A pass that hangs is broken by its deadline and counts
+Uses a tiny quantised model, whose pass has every kind of barrier and wait. A pass that hangs is broken by its deadline and counts
 as a failure; a failing seed is printed and can be given again. The last line is one JSON object; exit code 1 on failures.
 """
 

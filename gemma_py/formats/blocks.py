@@ -52,7 +52,8 @@ def scales_of(block_scales: np.ndarray, sub_scales: np.ndarray | None) -> np.nda
     wide = block_scales.astype(np.float32)
     if sub_scales is None:
         return wide
-    with np.errstate(invalid="ignore"):  # a hostile file holds infinite scales: who needs finite ones checks for them
+    # Scales of a malicious file may be infinite; callers that need finite ones check for them.
+    with np.errstate(invalid="ignore"):
         return wide.repeat(sub_scales.shape[1] // block_scales.shape[1], 1) * sub_scales.astype(np.float32)
 
 
@@ -80,7 +81,7 @@ class BlockType:
         if self.widen is not None:
             return self.widen(blocks)
         assert self.unpack is not None
-        with np.errstate(invalid="ignore", over="ignore"):  # hostile scales; who needs finite ones checks for them
+        with np.errstate(invalid="ignore", over="ignore"):  # scales may be infinite, see scales_of
             unpacked = self.unpack(blocks)
             codes, scales, minimums = unpacked.codes, unpacked.scales, unpacked.minimums
             values = scales[..., None] * codes.reshape(len(codes), -1, self.group).astype(np.float32)
@@ -124,7 +125,7 @@ def _inverse(scales: np.ndarray) -> np.ndarray:
 
 
 def _scaled_block(scales: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # a scale beyond f16 becomes infinite, which whoever loads it must refuse
+    with np.errstate(over="ignore"):  # a scale too large for f16 becomes infinite, which the caller must refuse
         stored = scales.astype(np.float16).view(np.uint8)
     return np.concatenate([stored, codes], axis=1)
 
@@ -246,4 +247,6 @@ _QUANTISED = (
     BlockType("IQ4_XS", 256, 136, 32, 8, 0, unpack=_iq4_xs),
 )
 TYPES = {kind.name: kind for kind in (F32, F16, BF16, *_QUANTISED)}
-QUANTS = {kind.name.lower(): kind for kind in TYPES.values() if kind.pack is not None}  # what floats can be packed to
+QUANTS = {
+    kind.name.lower(): kind for kind in TYPES.values() if kind.pack is not None
+}  # types that floats can be quantised to

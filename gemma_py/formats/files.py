@@ -1,4 +1,4 @@
-"""Files as read-only memory, and JSON that cannot surprise."""
+"""Files as read-only memory, and strict JSON."""
 
 import json
 import mmap
@@ -19,7 +19,7 @@ _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def map_file(path: Path) -> np.ndarray:
     """The whole file as read-only uint8 [size], mapped, not read.
 
-    Hazard: a file truncated by somebody else while it is mapped ends the process with SIGBUS at the next read;
+    Hazard: a file that another process truncates while it is mapped ends this process with SIGBUS at the next read;
     no runtime that maps its weights can prevent that. Replacing the file (rename) is safe.
     """
     _check_regular(path)
@@ -36,7 +36,7 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def drop_pages(array: np.ndarray) -> None:
-    """Release the memory that holds an array of a mapped file; the next read brings it back from the file."""
+    """Release the memory of an array of a mapped file; the next read loads it from the file again."""
     base: object = array
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj
@@ -59,9 +59,9 @@ def _check_regular(path: Path) -> None:
 
 
 def present(path: Path) -> bool:
-    """Whether an optional file is there. A link to nothing is a broken download, not an absent file."""
+    """Whether an optional file exists. A dangling link is an error, because it means a broken download."""
     if path.is_symlink() and not path.exists():
-        raise FormatError(f"{path}: a link to nothing")
+        raise FormatError(f"{path}: a dangling link")
     return path.exists()
 
 
@@ -74,7 +74,7 @@ def parse_json(data: bytes | str, where: str) -> Any:
             seen: set[str] = set()
             for key, _ in pairs:
                 if key in seen:
-                    raise FormatError(f"{where}: the key {key!r:.80} stands twice")
+                    raise FormatError(f"{where}: the key {key!r:.80} is there twice")
                 seen.add(key)
         return table
 
@@ -89,7 +89,7 @@ def parse_json(data: bytes | str, where: str) -> Any:
             json.dumps(document, ensure_ascii=False).encode("utf-8")
         return document
     except UnicodeEncodeError:
-        raise FormatError(f"{where}: half a surrogate pair, which is no character") from None
+        raise FormatError(f"{where}: half a surrogate pair, which is not a character") from None
     except UnicodeDecodeError as error:
         raise FormatError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:

@@ -1,7 +1,7 @@
-"""GGUF: a memory-mapped reader that believes nothing.
+"""GGUF: a memory-mapped reader that validates everything it reads.
 
 Layout: magic, version, counts, metadata (key, type, value)*, tensor records (name, dims, type, offset)*, padding, data.
-Every count is compared with the bytes that are left before anything of its size is made.
+Every count is compared with the remaining bytes of the file before memory of that size is allocated.
 """
 
 import re
@@ -48,7 +48,7 @@ class GGUFFile:
 
 
 class Texts(Sequence[str]):
-    """Strings that stay in the file until somebody asks for one: a vocabulary has 262,144."""
+    """Strings that stay in the file and are decoded on access: a vocabulary has 262,144."""
 
     def __init__(self, data: memoryview, places: np.ndarray, lengths: np.ndarray) -> None:
         self._data, self._places, self._lengths = data, places, lengths
@@ -234,7 +234,7 @@ def _join(shards: list[GGUFFile]) -> GGUFFile:
             raise FormatError(f"{path}: split.no should be {number}, found {shard.metadata.get('split.no')}")
         for name, tensor in shard.tensors.items():
             if name in tensors:
-                raise FormatError(f"{path}: tensor {name!r} stands in {tensors[name].path} too")
+                raise FormatError(f"{path}: tensor {name!r} is in {tensors[name].path} too")
             tensors[name] = tensor
     expected = _integer(first.metadata, "split.tensors.count", first.paths[0], len(tensors))
     if expected != len(tensors):
@@ -252,8 +252,8 @@ def _read_one(path: Path) -> GGUFFile:
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         if swapped in (2, 3):
-            raise UnsupportedError(f"{path}: a big-endian GGUF file; only little-endian ones are read")
-        raise UnsupportedError(f"{path}: GGUF version {version}; 2 and 3 are read")
+            raise UnsupportedError(f"{path}: a big-endian GGUF file; only little-endian ones are supported")
+        raise UnsupportedError(f"{path}: GGUF version {version}; 2 and 3 are supported")
     tensor_count = cursor.scalar("<Q", "the number of tensors")
     field_count = cursor.scalar("<Q", "the number of metadata fields")
     cursor.need(field_count * _SMALLEST_FIELD, f"metadata of {field_count} fields")
@@ -261,7 +261,7 @@ def _read_one(path: Path) -> GGUFFile:
     for number in range(field_count):
         key = cursor.text(f"the key of metadata field {number}")
         if key in metadata:
-            cursor.fail(f"the metadata field {key!r:.80} stands twice")
+            cursor.fail(f"the metadata field {key!r:.80} is there twice")
         kind = cursor.scalar("<I", f"the type of {key!r:.80}")
         metadata[key] = cursor.value(kind, f"the metadata field {key!r:.80}")
     alignment = _integer(metadata, "general.alignment", path, 32)
@@ -279,10 +279,10 @@ def _read_tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int)
         name = cursor.text(f"the name of tensor {number}")
         what = f"tensor {name!r:.80}"
         if name in records:
-            cursor.fail(f"{what} stands twice")
+            cursor.fail(f"{what} is there twice")
         rank = cursor.scalar("<I", f"the rank of {what}")
         if not 1 <= rank <= 4:
-            cursor.fail(f"{what} has rank {rank}; 1 to 4 are possible")
+            cursor.fail(f"{what} has rank {rank}; 1 to 4 are allowed")
         dims = [cursor.scalar("<Q", f"dimension {axis} of {what}") for axis in range(rank)]
         number_of_type = cursor.scalar("<I", f"the type of {what}")
         offset = cursor.scalar("<Q", f"the offset of {what}")
@@ -315,5 +315,5 @@ def _read_tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int)
             cursor.fail(f"tensor {name!r:.80} ends at byte {start + end}, but the file ends at {len(data)}")
         tensors[name] = StoredTensor(name, kind, shape, data[start + offset : start + end], cursor.path)
     if len(data) - start - end > alignment:
-        cursor.fail(f"{len(data) - start - end} bytes stand after the last tensor")
+        cursor.fail(f"{len(data) - start - end} bytes follow the last tensor")
     return {name: tensors[name] for name in records}

@@ -101,7 +101,7 @@ class Engine:
         return self.runner.kv
 
     def reference_weights(self) -> Weights:
-        """The weights as the specification takes them, read anew: the engine itself keeps only the packed form."""
+        """The weights for the specification. They are read again, because the engine has only the packed ones."""
         return self.checkpoint.weights(self.quant)
 
     @property

@@ -2,7 +2,7 @@
 
 A request waits in a bounded queue until fewer than `parallel` are running and the memory for all the keys and values that it
 may need is free. Once admitted, it has a part in every pass: a token of its answer, or as much of its prompt as the pass has
-rows for. What it gets does not depend on the requests beside it, by a bit. Before every pass, cancelled requests leave and
+rows for. Its results do not depend on the other requests, not by a bit. Before every pass, cancelled requests leave and
 waiting ones are admitted.
 """
 
@@ -24,7 +24,7 @@ from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
 
-# How long a pass should take: alone, prompts can be stopped that often; beside answers, these stutter no more than that.
+# How long a pass should take: with prompts alone, as a request can be cancelled between passes; with answers, which pause so long.
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
 _FEWEST_ROWS = 8  # of prompts in a pass; with fewer, a pass takes as long
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
@@ -46,7 +46,7 @@ class Health:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """running, waiting: requests. kv_bytes: reserved by running ones; prefix_bytes: held by the prefix cache. The others count
+    """running, waiting: requests. kv_bytes: reserved by running ones; prefix_bytes: in the prefix cache. The others count
     since the start: requests that hit or missed the prefix cache, and the tokens of the hits; passes, those that failed and
     were tried again, and the tokens computed in them."""
 
@@ -152,7 +152,7 @@ class Scheduler:
         kv_bytes: int | None = None,
         prefix_bytes: int | None = None,
     ) -> None:
-        """parallel: requests that run at once and share passes. queue: those that may wait beside them. kv_bytes: for keys and
+        """parallel: requests that run at once and share passes. queue: requests that may wait. kv_bytes: for keys and
         values of running requests; a third of the free memory if left out. prefix_bytes: of the prefix cache, 0 for none; a
         sixth of the free memory, and a gigabyte at most, if left out."""
         free = machine.memory() or _UNKNOWN_MEMORY

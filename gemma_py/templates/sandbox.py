@@ -1,6 +1,6 @@
-"""Renders chat templates in a process of its own. Run by templates.py as a program; it imports nothing of gemma_py.
+"""Renders chat templates in a process of its own. template.py runs this file as a program; it imports nothing of gemma_py.
 
-A template is a program that somebody else wrote. jinja2's sandbox keeps it from attributes and files, but not from loops
+A template is an untrusted program. jinja2's sandbox keeps it from attributes and files, but not from loops
 and from memory (`'a' * 10**9`, `range` within `range`): only a process can be bounded and killed. So this one takes a line
 of JSON, {"template", "globals", "conversations": [messages, ...]}, and answers with one, {"texts": [...]} or {"error"}.
 """
@@ -83,7 +83,7 @@ def _line(answer: dict[str, Any]) -> bytes:
 
 
 def _limit() -> None:
-    """No new files, no growth beyond MEMORY; processor time anew for each request."""
+    """Forbid new files and memory beyond MEMORY; each request has its own limit of processor time."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
 

@@ -1,13 +1,14 @@
-"""Messages to token ids: the checkpoint's chat template, Gemma's turns, or a plain transcript; and nobody forges a turn.
+"""Chat templates: from messages to token ids, by the checkpoint's template, Gemma's turns or a plain transcript.
 
-Text of the template may hold control tokens, text of a message never: the two are encoded apart. Which is which cannot be
-seen in the rendered text, so a template is given messages in which every character that is not white space is replaced by
-one of Unicode's private planes, where no other text is; a character that comes out of there is a message's. A template may
-trim, cut, count and join such messages as it likes. It is rendered with the plain messages too, and if that is not the
-same text it depends on their letters; then it is refused, because nobody could tell what is whose.
+No message can forge a turn: the template's text may contain control tokens, and a message's text may not, so the two are
+encoded separately. The rendered text does not show which is which. Therefore the template gets messages in which each
+character that is not white space is replaced by one of Unicode's private planes, which no other text uses; such a character in
+the output belongs to a message. A template may trim, cut, count and join these messages. It is also rendered with the plain
+messages. If the two outputs differ, the template depends on the messages' letters, and it is refused, because its own text
+could not be told from theirs.
 
-A space between the two goes to what follows it, as Gemma's pieces have theirs in front; so ids come out as if the whole
-text had been encoded at once, but where a template puts letters directly beside those of a message.
+A space between the two is encoded with the text after it, because Gemma's pieces begin with their space. So the ids are those of
+the whole text encoded at once, except where a template puts letters directly next to those of a message.
 """
 
 import atexit
@@ -33,15 +34,15 @@ from gemma_py.formats.files import parse_json, read_text
 from gemma_py.tokenizer import Tokenizer
 
 Message = dict[str, Any]  # role and content; where there are tools, also tool_calls and name
-Tools = Sequence[Mapping[str, Any]]  # in OpenAI's form
+Tools = Sequence[Mapping[str, Any]]  # in OpenAI's format
 ROLES = ("system", "user", "assistant")
-_SECONDS = 5.0  # for a template to render, beside what starting Python takes
+_SECONDS = 5.0  # the time limit of rendering, without the start of the process
 _STARTING = 30.0
 _LARGEST_ANSWER = 1 << 30  # bytes; sandbox.py has its own limit on characters
 
 
 class Piece(NamedTuple):
-    """Text, and where it comes from: `control` is the template's, which may hold control tokens; `answer` is the model's."""
+    """A piece of a prompt. control: it is text of the template, which may contain control tokens. answer: the model wrote it."""
 
     text: str
     control: bool
@@ -49,7 +50,7 @@ class Piece(NamedTuple):
 
 
 def checked_messages(messages: Any, roles: Sequence[str] = ROLES) -> list[Message]:
-    """Messages in OpenAI's form as role and text; the system's, if there is one, first."""
+    """Validate messages in OpenAI's format and reduce them to role and text. Only the first may be the system message."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InputError("messages should be a list of at least one {role, content}")
     made = []
@@ -66,24 +67,26 @@ def checked_messages(messages: Any, roles: Sequence[str] = ROLES) -> list[Messag
 
 
 def _text(content: Any, number: int) -> str:
-    """A string, or a list of parts of text."""
+    """The text of a content, which is a string or a list of text parts."""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise UnsupportedError(f"message {number}: content holds {part!r:.60}; only parts of text are read")
+                raise UnsupportedError(
+                    f"message {number}: content has the part {part!r:.60}; only text parts are supported"
+                )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise InputError(f"message {number}: content should be text, found {content!r:.60}")
     try:
         content.encode("utf-8")
     except UnicodeEncodeError:
-        raise InputError(f"message {number}: content holds half a surrogate pair, which is no character") from None
+        raise InputError(f"message {number}: content has half a surrogate pair, which is not a character") from None
     return content
 
 
 @dataclass(frozen=True)
 class Template:
-    """name: for people. note: a line that they should see. stop, ends: strings and control tokens at which an answer ends."""
+    """name, note: for display; the note is a line that the user should see. stop, ends: strings and control tokens that end an answer."""
 
     name: str
     note: str | None = None
@@ -91,7 +94,7 @@ class Template:
     ends: tuple[str, ...] = ()
 
     def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
-        """Of checked messages, up to where the answer begins."""
+        """The pieces of the prompt for checked messages, up to the beginning of the answer."""
         raise NotImplementedError
 
     @property
@@ -101,7 +104,7 @@ class Template:
 
 @dataclass(frozen=True)
 class GemmaTurns(Template):
-    """Gemma 1 to 3. There is no system role: its text goes in front of the first user's."""
+    """The turns of Gemma 1 to 3. There is no system role: a system message becomes the beginning of the first user message."""
 
     def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
         pieces = []
@@ -114,7 +117,7 @@ class GemmaTurns(Template):
 
 
 def _system_in_user(messages: Sequence[Message]) -> list[Message]:
-    """The system's text in front of the first user's; alone, it is a user's."""
+    """Put the system message in front of the first user message; without one, it becomes a user message."""
     if not messages or messages[0]["role"] != "system":
         return list(messages)
     system, *rest = messages
@@ -130,9 +133,9 @@ _TURN_IN_TEXT = re.compile(rf"([{_BREAKS}])(?=[^\S{_BREAKS}]*(?:User|Assistant)\
 
 @dataclass(frozen=True)
 class Transcript(Template):
-    """For a base model, to which turn markers mean nothing: lines that it has seen in plain text.
+    """A plain transcript, for a base model, which does not know turn markers.
 
-    A line of a message that would look like a turn gets a mark of quotation in front.
+    A line of a message that would look like a turn gets a quotation mark in front.
     """
 
     def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
@@ -160,8 +163,8 @@ BUILT_IN: dict[str, Template] = {"gemma": GEMMA, "transcript": TRANSCRIPT}
 def choose(
     tokenizer: Tokenizer, own: str | None, eos_token_ids: Sequence[int], wanted: str | Path | None = None
 ) -> Template:
-    """The one wanted (`gemma`, `transcript` or a file), else the checkpoint's own, else Gemma's turns if its tokens end at
-    <end_of_turn>, else a transcript: then it is a base model."""
+    """The template that was asked for (`gemma`, `transcript` or a file), else the checkpoint's own, else Gemma's turns if
+    <end_of_turn> ends an answer, else a transcript, for a base model."""
     if isinstance(wanted, str) and wanted in BUILT_IN:
         return BUILT_IN[wanted]
     if wanted is not None:
@@ -178,11 +181,11 @@ def choose(
 def encode(
     pieces: Sequence[Piece], tokenizer: Tokenizer, known: Mapping[str, list[int]], encoded: dict[Piece, list[int]]
 ) -> list[int]:
-    """Ids of the pieces, with the begin token once.
+    """The ids of the pieces, with one bos token in front.
 
     known: answers as the model wrote them, by their text without white space around. Encoding that text again may give
     other ids, and all that was computed after them would be lost. encoded: what earlier calls found, so that a long
-    conversation is not encoded anew at every turn.
+    conversation is not encoded again at every turn.
     """
     ids: list[int] = []
     for piece in pieces:
@@ -198,7 +201,7 @@ def encode(
 
 # --- templates in jinja2 ----------------------------------------------------------------------------------------------
 
-_ENDS = ("<end_of_turn>", "<turn|>", "<start_function_response>")  # after which somebody else speaks
+_ENDS = ("<end_of_turn>", "<turn|>", "<start_function_response>")  # tokens that end the model's turn
 # The private planes: 15 for others' messages, 16 for answers.
 _OTHERS, _ANSWERS, _PLANES_END = 0xF0000, 0x100000, 0x110000
 _ROOM = 0xFFFE  # characters in one of them
@@ -226,14 +229,14 @@ class Jinja(Template):
         return re.search(r"\btools\b", self.source) is not None
 
     def _rendered(self, messages: Sequence[Message], tools: Tools) -> list[Piece]:
-        masked, meant = _masked(messages)
+        masked, originals = _masked(messages)
         given = {**dict(self.globals), "tools": list(tools) or None}
         text, plain = RENDERER.render(self.name, self.source, given, [masked, list(messages)])
         codes = _codes(text)
-        unmasked = np.where(codes < _OTHERS, codes, meant[np.maximum(codes, _OTHERS) - _OTHERS])
+        unmasked = np.where(codes < _OTHERS, codes, originals[np.maximum(codes, _OTHERS) - _OTHERS])
         if not np.array_equal(unmasked, _codes(plain)):
             raise TemplateError(
-                f"{self.name}: it changes the words of messages, so nobody could tell its control tokens from theirs; "
+                f"{self.name}: it changes the words of messages, so its control tokens cannot be told from theirs; "
                 f"choose another, or one of {', '.join(BUILT_IN)}"
             )
         pieces, at = [], 0
@@ -255,7 +258,7 @@ def _masked(messages: Sequence[Message]) -> tuple[list[Message], np.ndarray]:
     [those of both planes], themselves where nothing else. All of a plane at once: a history is long, and a turn is not to wait.
     """
     masked = [dict(message) for message in messages]
-    meant = np.arange(_OTHERS, _PLANES_END, dtype="<u4")
+    originals = np.arange(_OTHERS, _PLANES_END, dtype="<u4")
     for plane in (_OTHERS, _ANSWERS):
         mine = [message for message in masked if (message["role"] == "assistant") == (plane == _ANSWERS)]
         codes = _codes("".join(message["content"] for message in mine))
@@ -264,7 +267,7 @@ def _masked(messages: Sequence[Message]) -> tuple[list[Message], np.ndarray]:
         count = np.count_nonzero(letters)
         if count > _ROOM:
             raise InputError("the messages hold more different characters than can be told apart")
-        meant[plane - _OTHERS :][:count] = distinct[letters]
+        originals[plane - _OTHERS :][:count] = distinct[letters]
         mask = distinct.copy()
         mask[letters] = np.arange(plane, plane + count)
         text = mask[np.searchsorted(distinct, codes)].tobytes().decode("utf-32-le")
@@ -273,7 +276,7 @@ def _masked(messages: Sequence[Message]) -> tuple[list[Message], np.ndarray]:
             size = len(message["content"])
             message["content"] = text[at : at + size]
             at += size
-    return masked, meant
+    return masked, originals
 
 
 def _from_source(source: str, name: str, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Template:
@@ -289,7 +292,7 @@ def _from_source(source: str, name: str, tokenizer: Tokenizer, eos_token_ids: Se
 
 
 class _Renderer:
-    """The process that renders, one for all templates: started early, kept, and killed when it takes too long."""
+    """The process that renders all templates. It is started early, used again, and killed when it takes too long."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -304,7 +307,7 @@ class _Renderer:
         if self._process is None or self._process.poll() is not None:
             self.kill()
             program = str(Path(__file__).with_name("sandbox.py"))
-            # -P: the directory of the program is no place to import from. A group of its own: Ctrl-C is not for it.
+            # -P: do not import from the program's directory. A process group of its own, so that Ctrl-C does not reach it.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, process_group=0,
@@ -322,7 +325,7 @@ class _Renderer:
                 if isinstance(error, TimeoutError):
                     raise TemplateError(f"{name}: it does not end; stopped after {_SECONDS:g} seconds") from None
                 if isinstance(error, OSError):
-                    raise TemplateError(f"{name}: the process that renders it died of it") from None
+                    raise TemplateError(f"{name}: the process that renders it has died") from None
                 raise
         document = parse_json(answer, name)
         if "error" in document:
@@ -359,10 +362,10 @@ class _Renderer:
             process.wait()
 
     def forget(self) -> None:
-        """In a forked child: the rendering process is the parent's, and the thread that holds the lock may be too."""
+        """In a forked child: the rendering process belongs to the parent, and so may the thread that holds the lock."""
         self._lock = threading.Lock()
         if self._process is not None:
-            self._process.returncode = 0  # nobody here waits for it
+            self._process.returncode = 0  # it is not a child of this process, so do not wait for it
         self._process = None
 
 

@@ -26,7 +26,7 @@ _DEEPEST = 64
 
 @dataclass(frozen=True)
 class Call:
-    """id: what its result will refer to. arguments: JSON, as OpenAI has it."""
+    """A tool call. id: the result refers to it. arguments: JSON, as in OpenAI's format."""
 
     id: str
     name: str
@@ -37,7 +37,7 @@ class Call:
 
 
 class CallConstraint:
-    """Makes an answer begin with a call of this function, or of any. What follows is the model's choice."""
+    """Forces an answer to begin with a call of this function, or of any function. The rest is the model's choice."""
 
     finished = False
 
@@ -58,7 +58,7 @@ class CallConstraint:
 
 
 class CallReader:
-    """Splits an answer's tokens into text and calls. What begins like a call and is none stays text."""
+    """Splits an answer's tokens into text and calls. Text that begins like a call but is not a valid one stays text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._start, self._end = tokenizer.token_id(START), tokenizer.token_id(END)
@@ -67,7 +67,7 @@ class CallReader:
         self.calls: list[Call] = []
 
     def take(self, token: int, text: str) -> tuple[str, list[Call]]:
-        """The text and the calls that are complete with this token.
+        """The text and the calls that this token completes.
 
         The token's text may begin with what was held back before it, and may lack characters with which a stop string begins,
         even those of a mark.
@@ -94,13 +94,13 @@ class CallReader:
         return before + after, [] if call is None else [call]
 
     def finish(self) -> str:
-        """The text of a call that never ended."""
+        """The text of a call that is not complete."""
         pieces, self._pieces = self._pieces, None
         return "".join(pieces or [])
 
 
 def read_call(text: str) -> Call | None:
-    """The call that stands between the marks; None if the text is not one."""
+    """Parse the text between the markers of a call; None if it is not a valid call."""
     named = _CALL.match(text)
     if named is None:
         return None
@@ -173,7 +173,7 @@ class _Reader:
 
 
 def _bare(word: str) -> Any:
-    """A number, true, false or null; else the word itself, which NaN and 1e999 are: JSON has no number for them."""
+    """A number, true, false or null; else the word itself, also for NaN and 1e999, which are not JSON numbers."""
     try:
         value = json.loads(word)
     except ValueError:
@@ -181,11 +181,11 @@ def _bare(word: str) -> Any:
     return value if value is None or (isinstance(value, bool | int | float) and abs(value) < math.inf) else word
 
 
-# --- what a template is given -----------------------------------------------------------------------------------------
+# --- the input of a template ------------------------------------------------------------------------------------------
 
 
 def declarations(functions: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Functions in OpenAI's form ({name, description, parameters}) as templates take them.
+    """Functions in OpenAI's format ({name, description, parameters}) as templates expect them.
 
     A template puts their words among its own, where a control token would be one: such a function is a ToolError.
     """
@@ -203,8 +203,8 @@ def declarations(functions: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -
 
 
 def calls_and_results(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Of each message in OpenAI's form, what a template takes beside role and content: the calls, or the name of the function
-    whose result it is. ToolError where that is invalid."""
+    """For each message in OpenAI's format, what a template expects in addition to role and content: the calls, or the name of the
+    function whose result it is. ToolError if that is invalid."""
     names: dict[str | None, str] = {}
     made: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
@@ -241,11 +241,11 @@ def _refuse_control(value: Any, tokenizer: Tokenizer, field: str) -> None:
         ids = tokenizer.encode(text, bos=False, control=True)
         found = next((token for token in ids if token in tokenizer.control_ids), None)
         if found is not None:
-            raise ToolError(f"{field} holds the control token {tokenizer.piece(found)}.", field)
+            raise ToolError(f"{field} contains the control token {tokenizer.piece(found)}.", field)
 
 
 def _strings(value: Any) -> list[str]:
-    """All strings of a document, its keys too."""
+    """All strings of a document, including its keys."""
     made, left = [], [value]
     while left:
         at = left.pop()

@@ -1,4 +1,4 @@
-"""Texts made to break a tokenizer. They are the same on every machine, and every vocabulary is certified on them."""
+"""Difficult texts for tokenizers. They are the same on every machine; every vocabulary is certified with them."""
 
 import random
 

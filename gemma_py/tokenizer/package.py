@@ -1,8 +1,8 @@
-"""The `tokenizers` package, which says what ids a vocabulary gives: it reads tokenizer.json, and it certifies our tables.
+"""The `tokenizers` package: it reads tokenizer.json, and our tables are certified against it.
 
 It takes 1.4 s and 350 MB to load Gemma's vocabulary, so it is imported only while tables are made, at the first start with a
-model. What reaches it was compared with what Gemma's files have had (see sources.py): other settings may end the process
-inside the package, past any `except`.
+model. It only gets settings that Gemma's files have (see sources.py): others may end the process inside the package, where no
+`except` helps.
 """
 
 import json
@@ -47,7 +47,7 @@ def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
 
 
 def certified(tables: Tables, package: Any, where: str) -> Tables:
-    """The tables, if they give the package's ids for the corpus and for every added token; else a TokenizerError."""
+    """Return the tables; TokenizerError unless they give the package's ids for the corpus and for every added token."""
     ours = Tokenizer(tables)
     added = [content for _, content, _ in tables.added]
     for text in certification_texts(added):

@@ -25,8 +25,8 @@ _DECODERS = [
     {"type": "Fuse"},
 ]
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-# The pipelines that Gemma's tokenizer.json files have had, to the letter; all of them mean what tokenizer.py does. (The
-# normalizer leaves no space at which a text could be split.) Anything else is refused before the package sees it.
+# The exact pipelines of Gemma's tokenizer.json files; all of them are equivalent to tokenizer.py. (After the normalizer, a text
+# has no space at which it could be split.) Any other pipeline is refused before the package reads it.
 _PIPELINES: dict[str, tuple[Any, ...]] = {
     "normalizer": (_REPLACE, {"type": "Sequence", "normalizers": [_REPLACE]}),
     "pre_tokenizer": (None, _SPLIT),
@@ -35,11 +35,11 @@ _PIPELINES: dict[str, tuple[Any, ...]] = {
 
 
 def tokenizer_from_gguf(path: Path, metadata: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer in a GGUF's metadata; None where there is none."""
+    """The tokenizer in a GGUF's metadata; None if there is none."""
     if "tokenizer.ggml.tokens" not in metadata:
         return None
     model = metadata.get("tokenizer.ggml.model")
-    if model not in ("llama", "gemma4"):  # both mean: SentencePiece-like pieces
+    if model not in ("llama", "gemma4"):  # both have SentencePiece-like pieces
         raise UnsupportedError(f"{path}: tokenizer.ggml.model {model!r:.40}; Gemma files say 'llama'")
     if model == "gemma4":
         raise UnsupportedError(f"{path}: tokenizer.ggml.model 'gemma4' is not supported yet")
@@ -55,7 +55,7 @@ def _tables_of_gguf(path: Path, metadata: dict[str, Any]) -> Tables:
 
 
 def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
-    """Pieces, types and scores to merges, as the converters from SentencePiece do it.
+    """Compute merges from pieces, types and scores, as the converters from SentencePiece do.
 
     A merge is any split of a piece into two pieces. Better scores come first, user-defined pieces (runs of white space)
     before all; of one score, longer left halves first.
@@ -129,7 +129,7 @@ def _tables_of_json(path: Path) -> Tables:
 
 
 def _known_settings(path: Path) -> dict[str, Any]:
-    """The document without the fields that say nothing about ids; UnsupportedError unless all settings are Gemma's."""
+    """The document without the fields that do not affect ids; UnsupportedError unless all settings are Gemma's."""
     document = read_json(path, _LARGEST_JSON)
     model = document.get("model") if isinstance(document, dict) else None
     if not isinstance(model, dict):
@@ -155,7 +155,7 @@ def _known_settings(path: Path) -> dict[str, Any]:
 
 
 def _check_listed(path: Path, listed: Any) -> None:
-    """Added tokens have an id and a content, and match wherever they stand."""
+    """Check that added tokens have an id and a content, and match anywhere in a text."""
     if not isinstance(listed, list):
         raise TokenizerError(f"{path}: added_tokens should be a list, found {listed!r:.80}")
     for token in listed:
@@ -166,7 +166,7 @@ def _check_listed(path: Path, listed: Any) -> None:
 
 
 def _vocabulary_of_package(package: Any, path: Path) -> Vocabulary:
-    """What the package has read, in its own words."""
+    """The vocabulary as the package has read it."""
     document = json.loads(package.to_str())
     vocab = document["model"]["vocab"]
     if not vocab or sorted(vocab.values()) != list(range(len(vocab))):

@@ -1,4 +1,4 @@
-"""The tokenizer that the engine shows: Gemma's byte pair encoding, control tokens only on request.
+"""The tokenizer: Gemma's byte pair encoding. Control tokens are encoded only on request.
 
 A text is cut at its added tokens, the leftmost and there the longest first. What lies between has its spaces written as "▁",
 is cut into characters (a character without a piece of its own into bytes), and neighbours merge; see kernels/bpe.py.
@@ -29,7 +29,7 @@ class _Added:
         self._first = re.compile("[" + "".join(map(re.escape, self._lengths)) + "]" if tokens else "(?!)")
 
     def split(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """What lies in front of each token, and the token; None at the end."""
+        """Yield (the text before the next added token, that token), and (the rest, None) at the end."""
         done = at = 0
         while found := self._first.search(text, at):
             at = found.start()
@@ -45,7 +45,7 @@ class _Added:
 
 
 class Tokenizer:
-    """encode and decode."""
+    """Encodes text to ids and decodes ids to text."""
 
     def __init__(self, tables: Tables, bos_id: int | None = None, bos_token: str | None = None) -> None:
         self._tables = tables
@@ -59,7 +59,7 @@ class Tokenizer:
         self.bos_id = bos_id if bos_id is not None else self.token_id(bos_token or "<bos>")
 
     def token_id(self, piece: str) -> int | None:
-        """The id of a piece or added token; None where there is none."""
+        """The id of a piece or added token; None if there is none."""
         beyond = next((number for number, content in self._beyond.items() if content == piece), None)
         return self._tables.find(piece.encode("utf-8", "surrogatepass")) if beyond is None else beyond
 
@@ -71,7 +71,7 @@ class Tokenizer:
         return self._tables.piece(token_id) if beyond is None else beyond.encode("utf-8")
 
     def encode(self, text: str, bos: bool = True, control: bool = False) -> list[int]:
-        """Ids of the text. control=False: no part of it becomes a control token. bos: exactly one in front."""
+        """The ids of a text. control=False: no part of it becomes a control token. bos: the ids begin with exactly one bos token."""
         ids: list[int] = []
         for part, token in (self._all if control else self._plain).split(text):
             ids += self._merged(part)
@@ -107,7 +107,7 @@ class Tokenizer:
         return made
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included as they are written. A run of bytes that is no UTF-8 shows as such."""
+        """The text of ids, including control tokens. Bytes that are not UTF-8 become replacement characters."""
         text: list[str] = []
         run = bytearray()
 

@@ -23,8 +23,8 @@ _PLAIN = re.compile(rf"[\s▁]+|</?({'|'.join(_HTML.split())})>")
 _GEMMA_CONTROL = re.compile(
     r"<unused\d+>|<(start|end)_of_(turn|image)>|<(bos|eos|pad|unk|mask|image_soft_token)>|\[multimodal\]"
 )
-_LAYOUT = 5  # of the cache file; a new number leaves old files behind
-OLD_SUFFIX = ".vocab"  # of files of a format that is not read any more
+_LAYOUT = 5  # the version of the cache file; files of other versions are not read
+OLD_SUFFIX = ".vocab"  # files of a former format, which is not read any more
 
 
 def is_control(content: str, special: bool) -> bool:
@@ -33,7 +33,7 @@ def is_control(content: str, special: bool) -> bool:
 
 
 def is_gemma_control(content: str) -> bool:
-    """Control by its name. Some official GGUF files say "normal" of <start_of_turn>."""
+    """Whether the token is a control token by its name. Some official GGUF files have <start_of_turn> as "normal"."""
     return _GEMMA_CONTROL.fullmatch(content) is not None
 
 
@@ -47,7 +47,7 @@ class Vocabulary:
 
 
 class Tables(NamedTuple):
-    """A vocabulary of V pieces as arrays, which are mapped from the cache and searched there; no piece becomes an object.
+    """A vocabulary of V pieces as arrays, which are mapped from the cache and searched without creating Python objects.
 
     A merge stands under its left half, those of one left half by their right one.
     """
@@ -61,7 +61,7 @@ class Tables(NamedTuple):
     starts: np.ndarray  # int64 [V + 1], the first merge of each left half
     rights: np.ndarray  # int32 [M]
     ranks: np.ndarray  # int32 [M]
-    made: np.ndarray  # int32 [M], what the pair becomes
+    made: np.ndarray  # int32 [M], the merged piece
     added: list[tuple[int, str, bool]]
 
     def piece(self, number: int) -> bytes:
@@ -93,7 +93,9 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
     order = np.lexsort((np.arange(len(made)), right, left))
     order = order[~np.isin(made[order], forged)]
     pair = left[order].astype(np.int64) << 32 | right[order]
-    last = np.append(pair[1:] != pair[:-1], [True] * min(1, len(pair)))  # of a pair that stands twice, the later counts
+    last = np.append(
+        pair[1:] != pair[:-1], [True] * min(1, len(pair))
+    )  # of a pair that is there twice, the later one counts
     order = order[last]
     return Tables(
         np.frombuffer(b"".join(encoded), np.uint8),
@@ -129,7 +131,7 @@ def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: s
 
 
 def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
-    """The tables from the cache; made and stored at first use. The cache is optional: on any trouble tables are made.
+    """The tables from the cache; they are built and stored at first use. If the cache cannot be used, they are built in memory.
 
     The key holds the file's size and time of change, as reading 33 MB only to hash it would cost what the cache saves.
     """
@@ -148,8 +150,8 @@ def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
         with atomic_write(path) as file:
             _write(file, made)
     except OSError:
-        return made  # a read-only home or a full disk: the next start makes them again
-    return _read(path) or made  # mapped, so that the memory of what was made can be freed
+        return made  # a read-only home directory or a full disk: the next start builds them again
+    return _read(path) or made  # mapped, so that the memory of the built tables can be freed
 
 
 def _write(file: BinaryIO, made: Tables) -> None:
@@ -162,7 +164,7 @@ def _write(file: BinaryIO, made: Tables) -> None:
 
 
 def _read(path: Path) -> Tables | None:
-    """None where there are no tables, or damaged ones, which are written anew."""
+    """The tables in a file; None if it is missing, or damaged, and then it is written again."""
     try:
         arrays, _ = read_arrays(path)
     except GemmaError:

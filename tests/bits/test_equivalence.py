@@ -1,4 +1,4 @@
-"""The promise: the same bits for any threads, chunks, schedules and company; and checks that see when it is broken."""
+"""Equivalence with the specification: the same bits for any threads, chunks, schedules and other requests of a pass."""
 
 import random
 from pathlib import Path
@@ -6,7 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from equivalence import PARTS, SHARED, TOKENS, WIDE, Expected, bits, company, expected, opened, prompt, together
+from equivalence import (
+    PARTS,
+    SHARED,
+    TOKENS,
+    WIDE,
+    Expected,
+    bits,
+    expected,
+    expected_of_several,
+    opened,
+    prompt,
+    together,
+)
 from gguf_files import write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,7 +145,7 @@ def test_bfloat16_rows_match_their_reference(checkpoints: dict[str, Path], name:
             assert want.same(engine, sizes)
 
 
-def test_sessions_in_random_company(checkpoints: dict[str, Path]) -> None:
+def test_sessions_in_shared_use(checkpoints: dict[str, Path]) -> None:
     rng = random.Random(3)
     with opened(checkpoints["gemma3"], 2) as engine:
         wants = [Expected(engine, prompt(engine.config, length, seed=length)) for length in (20, 50, 77)]
@@ -152,7 +164,7 @@ def test_sessions_in_random_company(checkpoints: dict[str, Path]) -> None:
 @pytest.mark.parametrize("name", tiny.VARIANTS)
 def test_shared_passes_match_the_reference(checkpoints: dict[str, Path], name: str) -> None:
     with opened(checkpoints[name], 3) as engine:
-        wants = company(name, engine)
+        wants = expected_of_several(name, engine)
         for seed in range(12):
             engine.instruments.fault_plan = FaultPlan(seed=seed)
             assert together(engine, wants, seed), f"seed {seed}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from equivalence import PARTS, SHARED, TOKENS, WIDE, Expected, company, expected, opened, prompt, together
+from equivalence import PARTS, SHARED, TOKENS, WIDE, Expected, expected, expected_of_several, opened, prompt, together
 from gguf_files import write_model
 
 import gemma_py
@@ -45,9 +45,9 @@ def test_control_rows_read_or_published_out_of_order(checkpoints: dict[str, Path
 
 
 @pytest.mark.parametrize("omitted", ["await", "order"])
-def test_control_rows_of_one_sequence_out_of_order_in_company(checkpoints: dict[str, Path], omitted: str) -> None:
+def test_control_rows_of_one_sequence_out_of_order_in_shared_passes(checkpoints: dict[str, Path], omitted: str) -> None:
     with opened(checkpoints["gemma3"], 4) as engine:
-        wants = company("gemma3", engine)
+        wants = expected_of_several("gemma3", engine)
 
         def seen(seed: int) -> bool:
             engine.instruments.fault_plan = FaultPlan(seed=seed, omit=omitted)
@@ -79,7 +79,7 @@ def test_control_what_belongs_to_another_sequence(
         return batch
 
     with opened(checkpoints["gemma3"], 2) as engine:
-        wants = company("gemma3", engine)[:3]
+        wants = expected_of_several("gemma3", engine)[:3]
         assert together(engine, wants, 1)
         monkeypatch.setattr(runners, "_batch", confused)
         try:

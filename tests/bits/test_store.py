@@ -303,7 +303,7 @@ def test_a_directory_that_others_may_write_is_not_used(
     expected = bits(packed(checkpoint))
     folder.chmod(0o777)
     monkeypatch.setattr(store, "_mapped", lambda *_: pytest.fail("trusted"))
-    with pytest.warns(GemmaWarning, match="others may write"):
+    with pytest.warns(GemmaWarning, match="other users may write"):
         assert bits(packed(checkpoint)) == expected
 
 

@@ -30,12 +30,12 @@ from small_pass import (
     count_up,
     forward,
     hold,
-    labour,
     leave_early,
     make_arrays,
     passed,
     publish_twice,
     refuse,
+    work_slowly,
 )
 
 from gemma_py.errors import InputError, WorkerError
@@ -262,7 +262,7 @@ def test_rows_with_two_owners_are_reported(team: Team) -> None:
 
 def test_long_work_is_no_stall() -> None:
     with Team(2, deadline=1.0) as team:
-        team.run(labour, 60)  # three deadlines long
+        team.run(work_slowly, 60)  # three deadlines long
 
 
 def test_late_worker_cannot_disturb_later_runs(expected: np.ndarray) -> None:
@@ -302,12 +302,12 @@ def test_dead_thread_is_reported_and_replaced(team: Team, expected: np.ndarray) 
 def test_interrupt_in_the_caller_passes_on(expected: np.ndarray) -> None:
     script = """
 import os, signal, sys, threading
-from small_pass import Team, labour, passed
+from small_pass import Team, work_slowly, passed
 team = Team(2)
-team.run(labour, 0)
+team.run(work_slowly, 0)
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
-    team.run(labour, 10_000)
+    team.run(work_slowly, 10_000)
 except KeyboardInterrupt:
     passed(team)
     print("interrupted, and well")
@@ -401,8 +401,8 @@ def test_forked_child_gets_threads_of_its_own(team: Team, expected: np.ndarray) 
 
 def test_fork_in_the_middle_of_a_run(team: Team, expected: np.ndarray) -> None:
     passed(team)
-    team.run(labour, 0)
-    user = threading.Thread(target=team.run, args=(labour, 20))
+    team.run(work_slowly, 0)
+    user = threading.Thread(target=team.run, args=(work_slowly, 20))
     user.start()
     time.sleep(0.2)  # the run holds the team's lock in the parent; it must not in the child
     in_child(lambda: np.array_equal(passed(team), expected))
@@ -412,18 +412,18 @@ def test_fork_in_the_middle_of_a_run(team: Team, expected: np.ndarray) -> None:
 
 def test_closed_team_says_so_and_leaves_no_threads() -> None:
     team = Team(3)
-    team.run(labour, 1)
+    team.run(work_slowly, 1)
     assert len(team_threads()) == 3
     team.close()
     team.close()
     assert not team_threads()
     with pytest.raises(InputError, match="closed"):
-        team.run(labour, 1)
+        team.run(work_slowly, 1)
 
 
 def test_forgotten_team_leaves_no_threads() -> None:
     team = Team(3)
-    team.run(labour, 1)
+    team.run(work_slowly, 1)
     threads = team_threads()
     del team
     gc.collect()

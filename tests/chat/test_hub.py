@@ -207,9 +207,9 @@ NO_NETWORK = OSError("Name or service not known\nand much more")
         (lambda: error("RepositoryNotFoundError"), "no such repository on the hub, or a private one"),
         (lambda: error("RevisionNotFoundError"), "no such revision"),
         (lambda: error("OfflineModeIsEnabled"), "HF_HUB_OFFLINE forbids"),
-        (lambda: error("HfHubHTTPError", "502 Bad Gateway\nx"), r"nothing came from the hub \(HfHubHTTPError: 502 Bad Gateway\)$"),
-        (lambda: NO_NETWORK, r"nothing came from the hub \(OSError: Name or service not known\)$"),
-        (lambda: RuntimeError(), r"nothing came from the hub \(RuntimeError\)$"),
+        (lambda: error("HfHubHTTPError", "502 Bad Gateway\nx"), r"the hub did not answer \(HfHubHTTPError: 502 Bad Gateway\)$"),
+        (lambda: NO_NETWORK, r"the hub did not answer \(OSError: Name or service not known\)$"),
+        (lambda: RuntimeError(), r"the hub did not answer \(RuntimeError\)$"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line(

@@ -1,4 +1,4 @@
-"""Requests in company: each gets what it would get alone, whoever comes, goes or fails beside it."""
+"""The scheduler: each request gets what it would get alone, whichever requests arrive, leave or fail at the same time."""
 
 import math
 import random
@@ -53,7 +53,7 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
 
 
-def in_company(crowd: Crowd, seed: int) -> bool:
+def same_in_shared_passes(crowd: Crowd, seed: int) -> bool:
     crowd.engine.instruments.fault_plan = FaultPlan(seed=seed)
     scheduler = Scheduler(crowd.engine, parallel=8, queue=40, prefix_bytes=600_000)
     try:
@@ -65,11 +65,11 @@ def in_company(crowd: Crowd, seed: int) -> bool:
 
 @pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("seed", [1, 2])
-def test_company_matches_generate(crowd: Crowd, seed: int) -> None:
-    assert in_company(crowd, seed)
+def test_shared_passes_match_generate(crowd: Crowd, seed: int) -> None:
+    assert same_in_shared_passes(crowd, seed)
 
 
-def test_company_shares_passes_and_prefixes(crowd: Crowd) -> None:
+def test_requests_share_passes_and_prefixes(crowd: Crowd) -> None:
     scheduler = Scheduler(crowd.engine, parallel=8, queue=40)
     assert crowd.same(scheduler)
     scheduler.close()
@@ -122,7 +122,7 @@ def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(runners, "_batch", batch)
     monkeypatch.setattr(PrefixCache, "_rows_of", stored)
-    assert not in_company(crowd, 1)
+    assert not same_in_shared_passes(crowd, 1)
 
 
 def test_usage_and_progress_are_told(scheduler: Scheduler, tiny_engine: gemma_py.Engine) -> None:

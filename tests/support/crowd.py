@@ -1,4 +1,4 @@
-"""Many requests at once, and whether each gets, bit by bit, what it gets alone."""
+"""Many requests at once: does each get, bit by bit, what it gets alone?"""
 
 import math
 import queue
@@ -19,7 +19,7 @@ WAIT = 120  # seconds, for what takes one
 
 
 class Client:
-    """Hears the events of one request."""
+    """Receives the events of one request."""
 
     def __init__(self, scheduler: Scheduler, request: Request) -> None:
         self.request = request
@@ -51,7 +51,7 @@ def drawn(rng: random.Random, length: int, vocabulary: int = 1536) -> list[int]:
 
 
 def options(sampling: Sampling) -> dict[str, Any]:
-    """As `generate` takes them: what is left out of a draw, it would take from the checkpoint."""
+    """The sampling as options of `generate`, which would take missing ones from the checkpoint."""
     if sampling.temperature == 0:
         return {}
     return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
@@ -71,8 +71,8 @@ def scores_told(client: Client) -> Scores:
 
 
 class Crowd:
-    """Requests of many kinds, and what each gets alone: prompts of any length, some that begin alike, greedy and drawn; the
-    tokens of some tell how likely they are."""
+    """Requests of many kinds, and what each gets alone: prompts of any length, some with a common prefix, greedy and sampled, some
+    with the scores of the prompt."""
 
     def __init__(self, engine: gemma_py.Engine, count: int, seed: int, longest: int = 60) -> None:
         self.engine, self.rng, V = engine, random.Random(seed), engine.config.vocab_size
@@ -91,7 +91,7 @@ class Crowd:
         self.scores = [scores_of(engine, list(request.ids)) if request.scored else [] for request in self.requests]
 
     def same(self, scheduler: Scheduler) -> bool:
-        """Whether each gets the same in company. They come now and then, and some go early."""
+        """Whether each request gets the same in shared passes. They arrive at random times, and some are cancelled."""
         clients, leaving = [], {}
         rng, longest = random.Random(self.rng.random()), max(request.max_tokens for request in self.requests)
         for number, request in enumerate(self.requests):
@@ -110,7 +110,7 @@ class Crowd:
         return all(map(self._right, clients, self.alone, self.scores))
 
     def same_over_http(self, server: Running) -> bool:
-        """The same for streams of a server, each of which is asked for alone in the end."""
+        """The same for streams of a server; in the end, each request is sent alone too."""
         rng, count = random.Random(self.rng.random()), len(self.requests)
         most = [rng.choice((math.inf, math.inf, rng.randint(0, 20))) for _ in range(count)]
         late = [rng.random() * 0.002 * count for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What the specification says of a prompt, the models that it is asked about, and the comparison with a fast pass."""
+"""The specification's results for a prompt, models to compare it with, and the comparison with fast passes."""
 
 import itertools
 import random
@@ -42,7 +42,7 @@ def bits(logits: np.ndarray) -> np.ndarray:
 
 
 def cut(ids: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """ids in pieces of these sizes, again and again."""
+    """Cut ids into pieces of these sizes, repeated."""
     at = 0
     for size in itertools.cycle(sizes):
         if at >= len(ids):
@@ -52,7 +52,7 @@ def cut(ids: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 class Expected:
-    """What the specification says of a prompt."""
+    """The specification's results for a prompt."""
 
     def __init__(self, engine: gemma_py.Engine, ids: list[int]) -> None:
         self.ids = ids
@@ -102,7 +102,7 @@ def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> b
     return all(cache.digest() == want.digest for cache, want in zip(caches_, wants, strict=True))
 
 
-def company(name: str, engine: gemma_py.Engine) -> list[Expected]:
+def expected_of_several(name: str, engine: gemma_py.Engine) -> list[Expected]:
     return [expected(name, engine, length) for length in (20, 50, 77, 33, 1, 64)]
 
 

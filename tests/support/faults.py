@@ -1,4 +1,4 @@
-"""Where a fault is planted: every phase of the pass."""
+"""Where a fault is injected: every phase of the pass."""
 
 LAYER = 1
 # (layer, phase) of every phase of the pass; the last layer's number belongs to the head.

@@ -1,4 +1,4 @@
-"""A forward pass in small, with every kind of wait that the real one has, for tests of the worker team."""
+"""A small forward pass with every kind of wait of the real one, for tests of the worker team."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def _scramble(a, b):
 
 @inlined
 def _mix(cells, worker, workers, layer, x, y):
-    """y[t] from any row of x: needs the barrier before and, for those who read y, the one after."""
+    """y[t] from any row of x: needs the barrier before it and, for reads of y, the one after it."""
     if not sync.enter(cells, worker, layer, MIX):
         return False
     tile = sync.claim_any(cells, worker, 3 * layer, TILES)
@@ -40,7 +40,7 @@ def _mix(cells, worker, workers, layer, x, y):
 
 @inlined
 def _store(cells, worker, layer, y, kv, start):
-    """Rows made in any order in time, and published in order."""
+    """Rows that are computed at any time and published in order."""
     if not sync.enter(cells, worker, layer, PRODUCE):
         return False
     tile = sync.claim(cells, worker, 3 * layer + 1, TILES)
@@ -77,7 +77,7 @@ def _attend(cells, worker, workers, layer, x, kv, start):
 
 @kernel
 def forward(worker, workers, cells, x, y, kv, start):
-    """A forward pass in small, with every kind of wait. x: [LAYERS + 1, ROWS]; y, kv: [LAYERS, ROWS]."""
+    """A small forward pass with every kind of wait. x: [LAYERS + 1, ROWS]; y, kv: [LAYERS, ROWS]."""
     for layer in range(LAYERS):
         if not _mix(cells, worker, workers, layer, x, y):
             return False
@@ -90,7 +90,7 @@ def forward(worker, workers, cells, x, y, kv, start):
 
 @kernel
 def hold(worker, workers, cells, gate, who, written):
-    """`who` ignores the world until gate[0] opens, then writes; the others wait for it."""
+    """Worker `who` stalls until gate[0] opens, and then writes; the others wait for it."""
     sync.enter(cells, worker, 1, 2)
     if worker == who:
         while load_acquire(gate, 0) == 0:
@@ -100,7 +100,7 @@ def hold(worker, workers, cells, gate, who, written):
 
 
 @kernel
-def labour(worker, workers, cells, steps):
+def work_slowly(worker, workers, cells, steps):
     """Worker 0 is slow and steps; the others wait for it."""
     sync.enter(cells, worker, 0, 0)
     for _ in range(steps if worker == 0 else 0):
@@ -120,7 +120,7 @@ def refuse(worker, workers, cells, who):
 
 @kernel
 def leave_early(worker, workers, cells):
-    """Worker 1 skips the barrier, so nobody can ever pass it."""
+    """Worker 1 skips the barrier, so no other worker can pass it."""
     sync.enter(cells, worker, 6, 0)
     return worker == 1 or sync.barrier(cells, worker, workers)
 

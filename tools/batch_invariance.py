@@ -1,11 +1,11 @@
-"""Requests in company: does each get, bit by bit, what it gets alone?
+"""Batch invariance: does each request get, bit by bit, the same in shared passes as alone?
 
-    python tools/company.py [MODEL] [--http] [--tokens 10000] [--streams 32] [--parallel 8] [--longest 200] [--threads N]
+    python tools/batch_invariance.py [MODEL] [--http] [--tokens 10000] [--streams 32] [--parallel 8] [--longest 200] [--threads N]
                             [--seed 1]
 
-Rounds of requests of random lengths, greedy and drawn, that come now and then, begin alike or not, and some of which are
-cancelled. Each is generated alone first; tokens, texts and log probabilities are compared. With --http they are streams of a
-server, whose clients leave, and each is asked for alone there too. The last line is one JSON object;
+Each round has requests of random lengths, greedy and sampled, which arrive at random times; some have a common prefix, and some
+are cancelled. Each is generated alone first; tokens, texts and log probabilities are compared. With --http they are streams of
+a server, some clients disconnect, and each request is also sent alone. The last line is one JSON object;
 exit code 1 if any differed.
 """
 
