@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import quickstart
 from pages import PAGES, fences
 from repository import ROOT
 
+from gemma_py import errors
 from gemma_py.cli.main import parser
+from gemma_py.models.program import KIND_NAMES
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
@@ -134,6 +137,17 @@ def test_the_commands_of_a_chat_are_documented() -> None:
     ] + [("exit", "")]
 
 
+def test_the_extras_are_those_of_the_package() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    section = (ROOT / "docs" / "cli.md").read_text().partition("**Extras.**")[2].partition("**Completion.**")[0]
+    assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == set(extras)
+
+
+def test_the_kinds_of_operations_are_those_of_a_program() -> None:
+    text = " ".join((ROOT / "docs" / "design.md").read_text().split())
+    assert f"The kinds are: {', '.join(KIND_NAMES)}." in text
+
+
 def test_python_snippets_compile(page: Path) -> None:
     for number, snippet in enumerate(fences(page.read_text(), "python")):
         compile(snippet, f"{page.name}, snippet {number}", "exec")
@@ -145,10 +159,10 @@ def test_the_snippet_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert re.search(r"\b[1-9]\d* [0-9a-f]{64}$", capsys.readouterr().out.strip())
 
 
-def test_snippets_that_need_no_extra_run() -> None:
-    for name, number in (("docs/python.md", 1), ("CONTRIBUTING.md", 0)):
-        snippet = fences((ROOT / name).read_text(), "python")[number]
-        exec(compile(snippet, f"{name}, snippet {number}", "exec"), {})
+def test_all_errors_are_documented() -> None:
+    section = (ROOT / "docs" / "python.md").read_text().partition("## Errors")[2]
+    classes = {name for name, thing in vars(errors).items() if isinstance(thing, type) and name != "GemmaError"}
+    assert set(re.findall(r"`([A-Z]\w+)`", section)) == classes
 
 
 def test_the_readme_is_short() -> None:
