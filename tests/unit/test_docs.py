@@ -21,10 +21,11 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of every command in fenced blocks; comments and the `$` of a prompt are left out."""
-    for block in fences(text, ""):
+    """The words of every command in fenced blocks and in prose; comments and the `$` of a prompt are left out."""
+    prose = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+    for block in (*fences(text, ""), *prose):
         for line in block.splitlines():
-            if re.match(r"(\$ )?(python|gemma_py|pip)", line):
+            if re.match(r"(\$ )?(python3? |gemma_py |pip )", line) and line != "python -m gemma_py":
                 yield [
                     word for word in shlex.split(line.removeprefix("$ "), comments=True) if word[0] + word[-1] != "[]"
                 ]
@@ -146,6 +147,18 @@ def test_the_extras_are_those_of_the_package() -> None:
 def test_the_kinds_of_operations_are_those_of_a_program() -> None:
     text = " ".join((ROOT / "docs" / "design.md").read_text().split())
     assert f"The kinds are: {', '.join(KIND_NAMES)}." in text
+
+
+def test_the_private_parts_of_numba_are_documented() -> None:
+    found = set()
+    for file in (ROOT / "gemma_py").rglob("*.py"):
+        for module, name in re.findall(
+            r"^from (numba\.(?:core|np)[\w.]*) import (\w+)$", file.read_text(), re.MULTILINE
+        ):
+            found.add((str(file.relative_to(ROOT / "gemma_py")), f"{module}.{name}"))
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = set(re.findall(r"^\| `([\w/.]+)` \| `(numba[\w.]+)`", text, re.MULTILINE))
+    assert rows == {(file, name) for file, name in found if not name.endswith(".cgutils")}
 
 
 def test_python_snippets_compile(page: Path) -> None:
