@@ -26,14 +26,14 @@ LONG = 300.0  # seconds, on any machine
 KERNELS = [kernel for share in (*compiling.SHARES, (compiling.forward,)) for kernel in share]
 linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are looked for in /proc")
 
-# Three phases instead of all. Prints how many were compiled elsewhere, and how many here.
+# Three small phases instead of all. Prints how many were compiled elsewhere, and how many here.
 PROGRAM = """
 import sys, time
 from gemma_py.cli.progress import LoadProgress, shown_warnings
 from gemma_py.runtime import compiling
-from gemma_py.runtime.phases import matmul_phase, rows_phase, scores_phase
+from gemma_py.runtime.phases import rows_phase, scores_phase, trace_phase
 
-few = (rows_phase, scores_phase, matmul_phase)
+few = (trace_phase, scores_phase, rows_phase)
 with shown_warnings(), compiling.Compilation("float32", LoadProgress(), (few[:1], few[1:2]), few[2]) as compilation:
     print("begun", flush=True)
     if "die" in sys.argv:
