@@ -30,14 +30,14 @@ from gemma_py.runtime.batch import Batch, new_scratch
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.cells import make_cells
 from gemma_py.runtime.forward import forward
-from gemma_py.runtime.phases import attention_phase, matmul_phase, rows_phase, scores_phase
+from gemma_py.runtime.phases import attention_phase, matmul_phase, rows_phase, scores_phase, trace_phase
 from gemma_py.runtime.program import Model, Sizes
 from gemma_py.runtime.trace import NO_TRACE
 from gemma_py.weights.pack import Packed
 
 # What is compiled, the longest first: each share by one process, for its kernels have helpers in common. `forward` is
 # made of them all.
-SHARES = ((attention_phase, scores_phase), (matmul_phase,), (rows_phase,))
+SHARES = ((attention_phase, scores_phase), (matmul_phase,), (rows_phase, trace_phase))
 _KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kernel in share}
 _PATIENCE = 300.0  # seconds for one kernel, which takes ten
 _TICK = 0.2

@@ -401,12 +401,13 @@ def attention_phase(worker, workers, cells, m, s, batch, trace, at, end):
 # --- traces -----------------------------------------------------------------------------------------------------------
 
 
-@inlined
-def trace_phase(worker, workers, m, s, batch, trace, at, end):
-    """What phases other than those on rows wrote: after their barrier, every worker takes a share of the rows."""
+@phase
+def trace_phase(worker, workers, cells, m, s, batch, trace, at, end):
+    """Trace what phases other than those on rows wrote: after their barrier, every worker takes a share of the rows."""
     for number in range(at, end):
         op = m.ops[number]
         count, width = batch.counts[op[p.ROWS_OF], ROWS], op[p.HEADS] * op[p.WIDTH]
         (made,) = _buffer(batch, s, op[p.TARGET], width)
         first, last = worker * count // workers, (worker + 1) * count // workers
         trace_rows(trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], made, width, first, last)
+    return True

@@ -53,11 +53,7 @@ class Linked:
     sizes: Sizes
     labels: tuple[str, ...]
     layers: int  # numbers that errors and traces give to layers: those of the model, and one for its head
-
-    @property
-    def phases(self) -> int:
-        """How many there are, and so how many counters tiles are claimed from."""
-        return int(self.model.ops[:, COUNTER].max()) + 1
+    phases: int  # how many there are, and so how many counters tiles are claimed from
 
     @property
     def storing(self) -> int:
@@ -104,7 +100,8 @@ def link(program: Program, weights: PackedWeights) -> Linked:
     )  # fmt: skip
     widest = max((op.width for op in ops if op.kind == QUANTISE), default=0)
     heads = max((op.width for op in ops if op.kind == ATTEND), default=0)
-    return Linked(made, Sizes(np.array(places, np.int64), floats, codes, widest, heads), labels, layers)
+    sizes = Sizes(np.array(places, np.int64), floats, codes, widest, heads)
+    return Linked(made, sizes, labels, layers, phases=int(table[:, COUNTER].max()) + 1)
 
 
 def _needed(program: Program, weights: PackedWeights) -> list[Op]:

@@ -406,7 +406,7 @@ def test_control_another_order_of_a_sum(
 def phase_of(model: program.Model, kind: int, layer: int) -> tuple[int, int]:
     """The first operation of the layer's phase in which one of this kind stands, and the end of the phase."""
     ops = model.ops
-    (at,) = np.flatnonzero((ops[:, program.OP] == kind) & (ops[:, program.LAYER] == layer))
+    at = np.flatnonzero((ops[:, program.OP] == kind) & (ops[:, program.LAYER] == layer))[0]
     first = np.flatnonzero(ops[:, program.COUNTER] == ops[at, program.COUNTER])[0]
     return int(first), int(ops[at, program.NEXT])
 
