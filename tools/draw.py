@@ -125,7 +125,7 @@ def _phases() -> list[_Phase]:
     return made
 
 
-_WIDTH, _GAP, _LEFT = 174, 20, 24
+_WIDTH, _GAP, _LEFT, _COLUMNS = 174, 20, 24, 4
 
 
 def _box(phase: _Phase, x: int, y: int, height: int) -> list[str]:
@@ -140,26 +140,29 @@ def _box(phase: _Phase, x: int, y: int, height: int) -> list[str]:
 
 def pass_picture() -> str:
     phases = _phases()
-    first = next(n for n, phase in enumerate(phases) if phase.name.startswith("query"))
+    start = next(n for n, phase in enumerate(phases) if phase.name.startswith("query"))
     middle = next(n for n, phase in enumerate(phases) if phase.name == "middle")
     end = next(n for n, phase in enumerate(phases) if phase.name == "end") + 1
     bands = (
-        ("Before the layers", phases[:first]),
-        ("Every layer: attention", phases[first:middle]),
+        ("Before the layers", phases[:start]),
+        ("Every layer: attention", phases[start:middle]),
         ("Every layer: feed-forward", phases[middle:end]),
         ("After the layers, for the rows whose logits are wanted", phases[end:]),
     )
     parts: list[str] = []
-    y, widest = 20, max(len(band) for _, band in bands)
-    width = 2 * _LEFT + widest * (_WIDTH + _GAP)
+    y, width = 20, 2 * _LEFT + _COLUMNS * (_WIDTH + _GAP)
     for title, band in bands:
-        height = 40 + 18 * max(len(phase.lines) for phase in band)
         parts.append(_text(_LEFT, y + 8, title, "note"))
-        for number, phase in enumerate(band):
-            parts += _box(phase, _LEFT + number * (_WIDTH + _GAP), y + 20, height)
-        y += height + 44
+        y += 20
+        for first in range(0, len(band), _COLUMNS):
+            row = band[first : first + _COLUMNS]
+            height = 40 + 18 * max(len(phase.lines) for phase in row)
+            for number, phase in enumerate(row):
+                parts += _box(phase, _LEFT + number * (_WIDTH + _GAP), y, height)
+            y += height + 14
+        y += 10
     bottom = y
-    x, y = 2 * _LEFT + 3 * (_WIDTH + _GAP), 30
+    x, y = 2 * _LEFT + _WIDTH + _GAP, 30
     parts += [
         _line(x, y, x, y + 22, "bar"), _text(x + 14, y + 16, "barrier: every worker has arrived before any goes on"),
         _line(x, y + 30, x, y + 52, "wait"),
@@ -206,7 +209,7 @@ def layers_picture() -> str:
     width, height = left + cell * len(order) + 30, top + 26 * len(order) + 24
     parts = [_text(24, 34, "A dot: the folder of this row imports the folder of that column.", "title")]
     parts += [_text(24, 56, "Each imports only folders below it.", "note")]
-    parts += [_text(24, 76, f"{', '.join(_BASICS)} are imported by all.", "note")]
+    parts += [_text(24, 76, f"{', '.join(_BASICS)} may be imported by all.", "note")]
     for column, name in enumerate(order):
         x = left + cell * column + cell // 2
         parts.append(f'<text transform="translate({x + 4} {top - 12}) rotate(-50)">{name}</text>')

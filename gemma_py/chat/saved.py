@@ -20,8 +20,8 @@ from gemma_py.errors import FormatError, InputError
 from gemma_py.formats.container import Spec, read_arrays, write_arrays
 from gemma_py.formats.files import drop_pages, parse_json
 from gemma_py.generate.engine import Engine, Session
-from gemma_py.models.digest import first_readable
 from gemma_py.paths import atomic_write
+from gemma_py.runtime.cache import first_readable
 
 _FORMAT, _VERSION = "gemma_py conversation", "3"
 _OLD_MAGIC = b"gemma_py conversation "  # versions 1 and 2 had a container of their own

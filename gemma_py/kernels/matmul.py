@@ -28,7 +28,7 @@ from gemma_py.kernels.panels import (
     load_block_scales,
     load_run_scales,
     quads_to_pairs,
-    run_scale_bytes,
+    sub_scale_bytes_of,
     unpack_panel,
 )
 from gemma_py.kernels.simd.codes import words_xor
@@ -268,31 +268,35 @@ def _make_row_functions(quads: Any, width: int) -> Any:
     def one_row(x, row, w, panel, y):
         """A row times a panel, whose bytes are read from first to last."""
         at, codes_at, total = w.start + panel * w.panel_bytes, row * w.K, zero()
+        sub_scale_bytes = sub_scale_bytes_of(w)
+        run_scale_bytes = sub_scale_bytes * (1 + w.minimums)
         for _ in range(w.K // w.block):
             block_scales, block_minimums, at = load_block_scales(w, at)
             for _ in range(w.block // INPUT_BLOCK):
-                run = load_run(w, at + run_scale_bytes(w))
-                scales, minimums = load_run_scales(w, block_scales, block_minimums, at)
+                run = load_run(w, at + run_scale_bytes)
+                scales, minimums = load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes)
                 total = add_run(x, codes_at, w, run, scales, minimums, total)
-                at, codes_at = at + run_scale_bytes(w) + 64 * width, codes_at + INPUT_BLOCK
+                at, codes_at = at + run_scale_bytes + 64 * width, codes_at + INPUT_BLOCK
         _store_columns(y, row * w.N + panel * COLUMNS, total, w.N - panel * COLUMNS)
 
     @inlined
     def few_rows(x, first_row, rows, w, panel, unpacked, y):
         """The same for `rows` rows at once: each run is read once. Their totals are kept in the unpack buffer."""
         at, k, totals = w.start + panel * w.panel_bytes, first_row * w.K, unpacked.scales
+        sub_scale_bytes = sub_scale_bytes_of(w)
+        run_scale_bytes = sub_scale_bytes * (1 + w.minimums)
         for row in range(rows):
             store(totals, row * COLUMNS, zero())
         for _ in range(w.K // w.block):
             block_scales, block_minimums, at = load_block_scales(w, at)
             for _ in range(w.block // INPUT_BLOCK):
-                run = load_run(w, at + run_scale_bytes(w))
-                scales, minimums = load_run_scales(w, block_scales, block_minimums, at)
+                run = load_run(w, at + run_scale_bytes)
+                scales, minimums = load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes)
                 for row in range(rows):
                     total = load(totals, row * COLUMNS)
                     total = add_run(x, k + row * w.K, w, run, scales, minimums, total)
                     store(totals, row * COLUMNS, total)
-                at, k = at + run_scale_bytes(w) + 64 * width, k + INPUT_BLOCK
+                at, k = at + run_scale_bytes + 64 * width, k + INPUT_BLOCK
         for row in range(rows):
             column = panel * COLUMNS
             _store_columns(y, (first_row + row) * w.N + column, load(totals, row * COLUMNS), w.N - column)

@@ -199,15 +199,9 @@ def load_block_scales(w, at):
 
 
 @force_inlined
-def _sub_scale_bytes(w):
-    """Bytes of a run's sub-scales of the scales; those of the minimums take as many."""
+def sub_scale_bytes_of(w):
+    """Bytes of a run's sub-scales; those of the minimums take as many. To be computed once: LLVM does not hoist a division."""
     return INPUT_BLOCK // w.group * COLUMNS if w.block > INPUT_BLOCK else 0
-
-
-@force_inlined
-def run_scale_bytes(w):
-    """Bytes of all sub-scales of a run, which stand before its codes."""
-    return _sub_scale_bytes(w) * (1 + w.minimums)
 
 
 @force_inlined
@@ -217,10 +211,10 @@ def _group_scales(w, block_scales, at, group):
 
 
 @force_inlined
-def load_run_scales(w, block_scales, block_minimums, at):
+def load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes):
     """The scales of the run at `at`, for both of its groups of 16, and the minimums. Groups of 32 use the first alone."""
     scales = _group_scales(w, block_scales, at, 0), _group_scales(w, block_scales, at, 1)
-    at += _sub_scale_bytes(w)
+    at += sub_scale_bytes
     return scales, (_group_scales(w, block_minimums, at, 0), _group_scales(w, block_minimums, at, 1))
 
 
@@ -230,16 +224,17 @@ def _make_unpack(quads: Any, width: int) -> Any:
     @inlined
     def unpack(w, panel, unpacked, column, columns):
         at, stride, g = w.start + panel * w.panel_bytes, columns * _PAIRS, column
+        sub_scale_bytes = sub_scale_bytes_of(w)
         for first in range(0, w.K, w.block):
             block_scales, block_minimums, at = load_block_scales(w, at)
             for k in range(first, first + w.block, INPUT_BLOCK):
                 for group in range(INPUT_BLOCK // w.group):
                     store(unpacked.scales, g * COLUMNS, _group_scales(w, block_scales, at, group))
                     if w.minimums:
-                        minimums_at = at + _sub_scale_bytes(w)
+                        minimums_at = at + sub_scale_bytes
                         store(unpacked.minimums, g * COLUMNS, _group_scales(w, block_minimums, minimums_at, group))
                     g += columns
-                at += run_scale_bytes(w)
+                at += sub_scale_bytes * (1 + w.minimums)
                 out_at = (k // 2 * columns + column) * _PAIRS
                 for v in range(w.quads):
                     low, high = quads(w.arena, at, v)

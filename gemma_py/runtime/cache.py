@@ -6,6 +6,7 @@ more rows allow a session to rewind by so many tokens without computing rows aga
 """
 
 import copy
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -13,8 +14,7 @@ import numpy as np
 
 from gemma_py.errors import ContextError, InputError
 from gemma_py.kernels.memory import aligned
-from gemma_py.models.config import Config
-from gemma_py.models.digest import digest, first_readable
+from gemma_py.models.config import Config, Layer
 
 KEYS, VALUES, ROWS = range(3)  # columns of Cache.addresses
 # The dtypes of KV rows. bfloat16 takes half the memory; a row is rounded once, when it is stored.
@@ -37,6 +37,19 @@ def check_context(context: int, tokens: int, after: int | None = None, new: int 
     else:
         what = f"{tokens} prompt tokens and {new} new ones exceed"
     raise ContextError(f"{what} the context of {context} tokens")
+
+
+def first_readable(layer: Layer, position: int) -> int:
+    """The first position whose row the token at `position` may read, when all before it are committed."""
+    return 0 if layer.sliding_window is None else max(0, position - layer.sliding_window + 1)
+
+
+def digest(keys: np.ndarray, values: np.ndarray) -> str:
+    """sha256 of little-endian float32, keys before values, each [positions, G, E]."""
+    made = hashlib.sha256()
+    for rows in (keys, values):
+        made.update(np.ascontiguousarray(rows, "<f4").tobytes())
+    return made.hexdigest()
 
 
 def rows_needed(config: Config, tokens: int, chunk: int, keep: int = 0) -> list[int]:

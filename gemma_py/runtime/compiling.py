@@ -30,14 +30,14 @@ from gemma_py.runtime.batch import Batch, new_scratch
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.cells import make_cells
 from gemma_py.runtime.forward import forward
-from gemma_py.runtime.phases import attention_phase, matmul_phase, rows_phase, scores_phase
+from gemma_py.runtime.phases import attention_phase, matmul_phase, rows_phase, scores_phase, trace_phase
 from gemma_py.runtime.program import ModelTables, Sizes
 from gemma_py.runtime.trace import NO_TRACE
 from gemma_py.weights.pack import PackedArrays
 
 # What each process compiles, the longest first; the kernels of a share have helper functions in common. `forward` calls all
 # of them, and so is compiled last.
-SHARES = ((attention_phase, scores_phase), (matmul_phase,), (rows_phase,))
+SHARES = ((attention_phase, scores_phase), (matmul_phase,), (rows_phase, trace_phase))
 _KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kernel in share}
 _TIMEOUT = 300.0  # seconds for one kernel, which takes ten
 _TICK = 0.2

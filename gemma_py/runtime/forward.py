@@ -48,7 +48,7 @@ def forward(worker, workers, cells, model, scratch, batch, trace):
         if op[p.BARRIER] and not barrier(cells, worker, workers):
             return False
         if is_traced(trace) and (op[p.OP] == MATMUL or op[p.OP] == ATTEND):
-            trace_phase(worker, workers, model, scratch, batch, trace, at, end)
+            trace_phase(worker, workers, cells, model, scratch, batch, trace, at, end)
             if not barrier(cells, worker, workers):  # the next phase may overwrite what is being traced
                 return False
         at = end

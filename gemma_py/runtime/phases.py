@@ -411,8 +411,8 @@ def attention_phase(worker, workers, cells, model, scratch, batch, trace, at, en
 # --- traces -----------------------------------------------------------------------------------------------------------
 
 
-@inlined
-def trace_phase(worker, workers, model, scratch, batch, trace, at, end):
+@phase
+def trace_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     """Trace what a matmul or attention phase wrote. It runs after the phase's barrier; every worker traces a share of the rows."""
     for number in range(at, end):
         op = model.ops[number]
@@ -420,3 +420,4 @@ def trace_phase(worker, workers, model, scratch, batch, trace, at, end):
         (made,) = _buffer(batch, scratch, op[p.TARGET], width)
         first, last = worker * count // workers, (worker + 1) * count // workers
         trace_rows(trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], made, width, first, last)
+    return True

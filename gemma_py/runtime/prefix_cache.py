@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.models.config import Config
-from gemma_py.models.digest import first_readable
-from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed
+from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed, first_readable
 
 BLOCK_TOKENS = 16  # tokens
 _ROOT = 0

@@ -52,11 +52,7 @@ class LinkedProgram:
     sizes: Sizes
     labels: tuple[str, ...]
     layers: int  # how many layer numbers there are in errors and traces: the model's layers, and one more for the head
-
-    @property
-    def phases(self) -> int:
-        """The number of phases, which is also the number of tile counters."""
-        return int(self.model.ops[:, COUNTER].max()) + 1
+    phases: int  # the number of phases, which is also the number of tile counters
 
     @property
     def store_label(self) -> int:
@@ -103,7 +99,8 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
     )  # fmt: skip
     widest = max((op.width for op in ops if op.kind == QUANTISE), default=0)
     heads = max((op.width for op in ops if op.kind == ATTEND), default=0)
-    return LinkedProgram(model, Sizes(np.array(offsets, np.int64), floats, codes, widest, heads), labels, layers)
+    sizes = Sizes(np.array(offsets, np.int64), floats, codes, widest, heads)
+    return LinkedProgram(model, sizes, labels, layers, phases=int(table[:, COUNTER].max()) + 1)
 
 
 def _needed(program: Program, weights: PackedWeights) -> list[Op]:

@@ -31,9 +31,9 @@ PROGRAM = """
 import sys, time
 from gemma_py.cli.progress import LoadProgress, shown_warnings
 from gemma_py.runtime import compiling
-from gemma_py.runtime.forward import input_phase, residual_phase, rope_kv_phase
+from gemma_py.runtime.phases import rows_phase, scores_phase, trace_phase
 
-few = (residual_phase, input_phase, rope_kv_phase)
+few = (trace_phase, scores_phase, rows_phase)
 with shown_warnings(), compiling.Compilation("float32", LoadProgress(), (few[:1], few[1:2]), few[2]) as compilation:
     print("begun", flush=True)
     if "die" in sys.argv:

@@ -194,7 +194,7 @@ def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path]) -> None
 def phase_of(model: program.ModelTables, kind: int, layer: int) -> tuple[int, int]:
     """The first operation of the layer's phase in which one of this kind stands, and the end of the phase."""
     ops = model.ops
-    (at,) = np.flatnonzero((ops[:, program.OP] == kind) & (ops[:, program.LAYER] == layer))
+    at = np.flatnonzero((ops[:, program.OP] == kind) & (ops[:, program.LAYER] == layer))[0]
     first = np.flatnonzero(ops[:, program.COUNTER] == ops[at, program.COUNTER])[0]
     return int(first), int(ops[at, program.NEXT])
 

@@ -27,3 +27,10 @@ def test_generate_gives_the_text_of_its_page(run: Run) -> None:
     )
     code, out, _ = run(*shlex.split(line)[4:])
     assert (code, out.splitlines()) == (0, recording("docs/cli.md", "generate"))
+
+
+def test_snippets_that_compare_with_the_specification() -> None:
+    for name, number in (("docs/python.md", 1), ("CONTRIBUTING.md", 0)):
+        snippet = fences((ROOT / name).read_text(), "python")[number]
+        assert "reference.logits" in snippet
+        exec(compile(snippet, f"{name}, snippet {number}", "exec"), {})

@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,16 +13,19 @@ import quickstart
 from pages import PAGES, fences
 from repository import ROOT
 
+from gemma_py import errors
 from gemma_py.cli.main import parser
+from gemma_py.models.program import KIND_NAMES
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of every command in fenced blocks; comments and the `$` of a prompt are left out."""
-    for block in fences(text, ""):
+    """The words of every command in fenced blocks and in prose; comments and the `$` of a prompt are left out."""
+    prose = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
+    for block in (*fences(text, ""), *prose):
         for line in block.splitlines():
-            if re.match(r"(\$ )?(python|gemma_py|pip)", line):
+            if re.match(r"(\$ )?(python3? |gemma_py |pip )", line) and line != "python -m gemma_py":
                 yield [
                     word for word in shlex.split(line.removeprefix("$ "), comments=True) if word[0] + word[-1] != "[]"
                 ]
@@ -134,6 +138,29 @@ def test_the_commands_of_a_chat_are_documented() -> None:
     ] + [("exit", "")]
 
 
+def test_the_extras_are_those_of_the_package() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    section = (ROOT / "docs" / "cli.md").read_text().partition("**Extras.**")[2].partition("**Completion.**")[0]
+    assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == set(extras)
+
+
+def test_the_kinds_of_operations_are_those_of_a_program() -> None:
+    text = " ".join((ROOT / "docs" / "design.md").read_text().split())
+    assert f"The kinds are: {', '.join(KIND_NAMES)}." in text
+
+
+def test_the_private_parts_of_numba_are_documented() -> None:
+    found = set()
+    for file in (ROOT / "gemma_py").rglob("*.py"):
+        for module, name in re.findall(
+            r"^from (numba\.(?:core|np)[\w.]*) import (\w+)$", file.read_text(), re.MULTILINE
+        ):
+            found.add((str(file.relative_to(ROOT / "gemma_py")), f"{module}.{name}"))
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = set(re.findall(r"^\| `([\w/.]+)` \| `(numba[\w.]+)`", text, re.MULTILINE))
+    assert rows == {(file, name) for file, name in found if not name.endswith(".cgutils")}
+
+
 def test_python_snippets_compile(page: Path) -> None:
     for number, snippet in enumerate(fences(page.read_text(), "python")):
         compile(snippet, f"{page.name}, snippet {number}", "exec")
@@ -145,10 +172,10 @@ def test_the_snippet_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     assert re.search(r"\b[1-9]\d* [0-9a-f]{64}$", capsys.readouterr().out.strip())
 
 
-def test_snippets_that_need_no_extra_run() -> None:
-    for name, number in (("docs/python.md", 1), ("CONTRIBUTING.md", 0)):
-        snippet = fences((ROOT / name).read_text(), "python")[number]
-        exec(compile(snippet, f"{name}, snippet {number}", "exec"), {})
+def test_all_errors_are_documented() -> None:
+    section = (ROOT / "docs" / "python.md").read_text().partition("## Errors")[2]
+    classes = {name for name, thing in vars(errors).items() if isinstance(thing, type) and name != "GemmaError"}
+    assert set(re.findall(r"`([A-Z]\w+)`", section)) == classes
 
 
 def test_the_readme_is_short() -> None:

@@ -85,7 +85,7 @@ HOSTILE = {
     "offset 2^63": (assemble([], [record("t", [8], 0, HUGE)], b"\0" * 64), "'t'"),
     "unaligned offset": (assemble([], [record("t", [8], 0, 0), record("u", [4], 0, 33)], b"\0" * 64), "'u'"),
     "past the end": (assemble([], [record("t", [64], 0, 0)], b"\0" * 128), "tensor 't'"),
-    "bytes left over": (small() + b"\0" * 100, "after the last tensor"),
+    "bytes left over": (small() + b"\0" * 100, "follow the last tensor"),
     "empty": (b"", "empty"),
 }  # fmt: skip
 
