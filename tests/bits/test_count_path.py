@@ -1,6 +1,7 @@
 """tools/count_path.py sees what a token passes, in Python and in kernels, and nothing else."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,13 @@ PASSED = {
 }
 
 
+def documented(mode: str) -> tuple[int, int]:
+    """The counts in CONTRIBUTING.md: files whose Python runs, and files of kernels alone."""
+    row = re.search(rf"^\| {mode} \| (\d+) \| (\d+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert row is not None
+    return int(row[1]), int(row[2])
+
+
 def test_the_files_of_a_token() -> None:
     command = [sys.executable, "tools/count_path.py", "both", "tiny-gemma3", "--json"]
     done = subprocess.run(
@@ -27,6 +35,8 @@ def test_the_files_of_a_token() -> None:
         assert "matmul_codes" in found["functions"]["kernels/matmul.py"]  # called by kernels alone
         assert "Generation.next" in found["functions"]["generate/core.py"]
         assert not any(file.startswith(("weights/", "chat/", "cli/", "templates/")) for file in files)  # done before
+        python, kernels = documented(found["mode"])
+        assert found["python"] <= python and found["files"] - found["python"] <= kernels
     assert "generate/scheduler.py" in stream["functions"] and "server/events.py" in stream["functions"]
     assert not any(file.startswith("server/") or file == "generate/scheduler.py" for file in decode["functions"])
     assert "server/process.py" not in stream["functions"]  # its timer runs beside all tokens

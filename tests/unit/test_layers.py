@@ -102,7 +102,7 @@ def test_the_specification_stands_alone() -> None:
     [
         ("reference.operations", "from gemma_py.kernels.elementary import exp", "imports kernels.elementary"),
         ("reference.gemma", "from gemma_py.kernels import intrinsics", "imports kernels.intrinsics"),
-        ("reference", "from gemma_py.runtime.cache import digest", "imports models.digest"),
+        ("reference", "from gemma_py.runtime.cache import digest", "imports runtime.cache"),
         ("formats.blocks", "import gemma_py.kernels.panels", "the specification reaches kernels.panels"),
         ("weights.pack", "from gemma_py.reference.operations import rope_frequencies", "imports reference.operations"),
         ("generate.sampling", "from gemma_py import reference", "imports reference"),
