@@ -121,7 +121,7 @@ def test_a_copy_that_fails_leaves_its_place_free(tiny_engine: gemma_py.Engine, m
     computed(tiny_engine, prompt(tiny_engine, 16), measure)
     prefixes, ids = kept(tiny_engine, 2 * measure.nbytes), prompt(tiny_engine, 40)
     with monkeypatch.context() as patch:
-        patch.setattr(Cache, "block", Mock(side_effect=MemoryError))
+        patch.setattr(Cache, "copy_block", Mock(side_effect=MemoryError))
         for _ in range(3):
             with pytest.raises(MemoryError):
                 computed(tiny_engine, ids, prefixes)

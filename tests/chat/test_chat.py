@@ -55,7 +55,7 @@ def test_a_turn_finds_its_room_made(tiny_engine: gemma_py.Engine, monkeypatch: p
         moved.append(self.position)
         honest(self, number, capacity)
 
-    monkeypatch.setattr(Cache, "_move", move)
+    monkeypatch.setattr(Cache, "_reallocate", move)
     for number in range(18):
         answer = conversation.send(f"question {number}")
         before = len(moved)
@@ -108,7 +108,7 @@ def test_undo_retry_and_edit_reuse_what_is_common(tiny_engine: gemma_py.Engine) 
 
 def test_going_back_further_than_the_rings_hold(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is computed anew, and says so in its figures; the bits are the same."""
-    monkeypatch.setattr("gemma_py.chat.conversation._KEPT_BYTES", 1 << 13)
+    monkeypatch.setattr("gemma_py.chat.conversation._REWIND_BYTES", 1 << 13)
     conversation = new(tiny_engine)
     assert conversation._keep() < 10
     first = talk(conversation, "question one")
