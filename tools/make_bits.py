@@ -2,7 +2,8 @@
 
     python tools/make_bits.py
 
-Run it only when an order of arithmetic was changed on purpose; every other machine must give the same digests.
+Run it when tiny models were added, where only new lines may appear in the file's diff, or when an order of arithmetic was changed
+on purpose. Every other machine must give the same digests.
 """
 
 import json
