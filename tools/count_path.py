@@ -25,7 +25,11 @@ import gemma_py
 
 PACKAGE = Path(gemma_py.__file__).parent
 WINDOWS, TOKENS = 20, 4  # of a window
-OFF = {"runtime/fault_injection.py", "runtime/profile.py", "runtime/trace.py"}  # kernels name them in branches that are not taken
+OFF = {
+    "runtime/fault_injection.py",
+    "runtime/profile.py",
+    "runtime/trace.py",
+}  # kernels name them in branches that are not taken
 Place = tuple[str, str]  # file within the package, function
 
 
