@@ -1,4 +1,4 @@
-"""bench and sweep: what they count, what they print, what they keep when they are stopped."""
+"""bench and sweep: what they count, what they print, and their results when they are interrupted."""
 
 import csv
 import io
@@ -34,7 +34,7 @@ SHORT = ("-p", 40, "-n", 3, "-r", 2)
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_limits() -> Iterator[None]:
-    """Less memory read, and shorter loops: here nobody wants the figures."""
+    """Less memory to read and shorter loops, because these tests do not use the figures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "_MEMORY", 1 << 22)
         patch.setattr(limits, "_LEAST_SECONDS", 1e-4)

@@ -1,4 +1,4 @@
-"""What is kept, listed and removed: ours and nothing else."""
+"""`cache`: it lists and removes our own files, and no others."""
 
 import json
 import os

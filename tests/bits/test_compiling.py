@@ -1,4 +1,4 @@
-"""The first start: several processes compile, what dies or is interrupted leaves nothing behind, and what is there is used."""
+"""The first start: several processes compile; after an interrupt or a death no process is left, and finished kernels are used."""
 
 import os
 import signal
@@ -188,6 +188,6 @@ def _allocating(n):
 
 
 def test_what_allocates_is_not_compiled() -> None:
-    """References are not counted, so nobody would ever free it."""
+    """References are not counted, so it would never be freed."""
     with pytest.raises(numba.TypingError, match="Only accept returning of array passed into the function"):
         _allocating.compile((numba.int64,))

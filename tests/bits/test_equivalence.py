@@ -53,7 +53,7 @@ def test_every_chunk_size_matches_the_reference(checkpoints: dict[str, Path], na
 
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 9, 10, 31, 32, 33, 63, 64, 65])
 def test_lengths_around_the_borders(checkpoints: dict[str, Path], length: int) -> None:
-    """Of tiles of attention (32), of rings (window 9), of tiles of norms (8)."""
+    """The borders are those of attention tiles (32), rings (window 9) and tiles of rows (8)."""
     with opened(checkpoints["gemma3"], 3) as engine:
         want = expected("gemma3", engine, length)
         assert want.same(engine, [length])

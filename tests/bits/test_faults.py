@@ -1,4 +1,4 @@
-"""Workers that fail, stall or die in the forward pass: reported with worker, layer and phase, and the engine goes on."""
+"""Workers that fail, stall or die in the forward pass: reported with worker, layer and phase, and the engine can be used again."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""Machine code on disk: private, shared by processes, mended when damaged, done without where it cannot be kept."""
+"""The cache of machine code: private, shared by processes, repaired when damaged, and optional."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The kernels have the bits of the specification, whatever the shape, the cut of the work and the machine."""
+"""The kernels have the bits of the specification, for any shape, any tiles and any machine."""
 
 import hashlib
 import subprocess
@@ -144,7 +144,7 @@ def coded(x):
 
 
 def in_parts(rng, T, N, multiply):
-    """Every row and panel once, in ranges that are cut at random and come in random order."""
+    """Every row and panel once, in random ranges and in random order."""
 
     def cut(count, step):
         inner = rng.integers(0, count // step + 1, rng.integers(0, 3)) * step

@@ -1,4 +1,4 @@
-"""Speed guarded by counts, which are the same on every machine, and not by seconds, which never are."""
+"""Speed, tested by counts, which are the same on every machine, and not by seconds."""
 
 import json
 import subprocess

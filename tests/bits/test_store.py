@@ -1,4 +1,4 @@
-"""Packed weights on disk: written once, mapped at the next start, private, repaired, dispensable; never another bit."""
+"""The cache of packed weights: written once, mapped at the next start, private, repaired, optional; always the same bits."""
 
 import contextlib
 import errno

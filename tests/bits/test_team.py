@@ -1,4 +1,4 @@
-"""The worker team: waits that hold, waits that end, and a team that can be used after anything."""
+"""The worker team: synchronisation, faults, stalls, and a team that can be used again after each of them."""
 
 import contextlib
 import ctypes

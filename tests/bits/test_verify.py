@@ -1,4 +1,4 @@
-"""`verify`: what it says when all is well, and that it finds, and places, whatever is not."""
+"""`verify`: what it prints, and that it finds and locates every difference."""
 
 import io
 import json
@@ -178,7 +178,7 @@ def test_a_changed_weight_is_located(monkeypatch: pytest.MonkeyPatch, phase: str
 
 
 def test_agreement_on_no_numbers_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every way read something that nobody had written."""
+    """Every run reads something that no worker has written."""
     tamper(monkeypatch, before=repacked(changed_number("attention", np.nan)))
     code, out, err = run("verify", TINY, "--threads", 2, *SMALL[2:])
     assert (code, out) == (1, "")
@@ -192,7 +192,7 @@ def test_the_next_layers_norm_belongs_to_the_end(monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_read_too_early_are_located(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real race: nobody waits for rows. Whether it shows is chance, so it is run until it does."""
+    """A real race: no worker waits for rows. It does not show in every run, so it is run until it does."""
     seeds = count(1)
 
     def race(runner: Runner, cache: Cache) -> None:

@@ -1,4 +1,4 @@
-"""A conversation: what it keeps, what it computes again, and that the bits are those of a fresh start."""
+"""Conversations: what is computed again in each turn, and that the bits are those of a fresh session."""
 
 import dataclasses
 import itertools

@@ -43,7 +43,7 @@ def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], nam
 
 
 def test_rows_that_moved_are_the_same(checkpoints: dict[str, Path]) -> None:
-    """From rings that have gone round to larger ones, because a larger chunk comes."""
+    """Rings that have wrapped around are reallocated for a larger chunk."""
     ids = [number % 96 for number in range(128)]
     with gemma_py.load(checkpoints["gemma3"]) as engine:
         engine.instruments.poison = True

@@ -1,4 +1,4 @@
-"""Chat templates: what transformers makes of ordinary messages, nothing of hostile templates, and no message forges a turn."""
+"""Chat templates: the same prompts as transformers', malicious templates that are stopped, and messages that forge no turn."""
 
 import itertools
 import os
@@ -286,7 +286,7 @@ def test_a_renderer_that_dies_is_replaced(tokenizer: Tokenizer) -> None:
 
 
 def test_the_sandbox_can_open_nothing_and_ends_with_its_master() -> None:
-    """Even code that has escaped from jinja2: it has no more files and a bounded memory; and nobody is left behind."""
+    """Even code that has escaped from jinja2: it has no more files and a bounded memory; and no process is left."""
     file = str(sandbox.__file__)
     program = f"import runpy; runpy.run_path({file!r})['_limit'](); open('/etc/passwd')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

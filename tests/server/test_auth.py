@@ -1,4 +1,4 @@
-"""Who may ask: keys, hosts, origins, on every route."""
+"""Authorisation: keys, hosts and origins, on every route."""
 
 import errno
 import os
@@ -116,7 +116,7 @@ def test_a_key_file_holds_keys(tmp_path: Path) -> None:
 
 
 def test_a_key_may_have_any_letters(locked: Running) -> None:
-    """As bytes, which is how headers come."""
+    """As bytes, as headers arrive."""
     given = {"Authorization": "Bearer " + LETTERS.encode().decode("latin-1")}
     assert locked.request("GET", "/v1/models", headers=given)[0] == 200
 

@@ -1,4 +1,4 @@
-"""Requests from a file: answers, errors a row, and what a kill leaves."""
+"""Batches: answers, an error for each invalid row, and the output after a kill."""
 
 import json
 import random

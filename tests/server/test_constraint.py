@@ -1,4 +1,4 @@
-"""Answers held to a JSON schema, and schemas that ask for too much."""
+"""Answers constrained to a JSON schema, and schemas that are refused."""
 
 import json
 from typing import Any

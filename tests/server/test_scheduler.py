@@ -87,7 +87,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
     honest = EventQueue._put
 
     def before(queue: EventQueue, index: int, event: Event) -> None:
-        """The control: everybody is told what was made for whoever came before."""
+        """The negative control: each client gets the events of another one."""
         if isinstance(event, Generated) and event.token.finish_reason is None:
             made.append(event)
             event = made[-2:][0]
@@ -102,7 +102,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
 @pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("what", ["tables", "logits", "a bit of a prefix", "a prefix of another"])
 def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Two sequences' caches or logits change places, or what is kept of a prefix is not right: somebody must notice."""
+    """Two sequences' caches or logits are exchanged, or a cached prefix is wrong: the comparison must find it."""
     honest_batch, honest_stored = runners._batch, PrefixCache._rows_of
 
     def batch(parts: Sequence[SequenceInput], buffers: np.ndarray) -> Batch:
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_being_computed_is_not_computed_twice(scheduler: Schedu
 def test_prompts_tell_how_likely_they_are(
     tiny_engine: gemma_py.Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same whether somebody has asked before or not, with few rows of logits at a time, and without an answer too."""
+    """The same with a prefix cache hit and without, with few rows of logits at a time, and without an answer."""
     honest, rows = tiny_engine.run_together, []
 
     def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
@@ -170,7 +170,7 @@ def test_prompts_tell_how_likely_they_are(
         for event, logits in zip(told, tiny_engine.session().prefill(ids, all_logits=True), strict=False):
             assert [token for token, _ in event.top] == likeliest(logits, 2)[1].tolist()
             assert [logprob for _, logprob in event.top] == [log_probability(logits, token) for token, _ in event.top]
-    assert max(rows) <= ROWS_AT_ONCE + 1  # and one of whoever asks for nothing
+    assert max(rows) <= ROWS_AT_ONCE + 1  # and one of the request without scores
 
 
 def test_rows_of_a_pass_are_shared_out() -> None:

@@ -91,7 +91,7 @@ def test_every_piece_tells_the_tokens_so_far_on_request(client: Any) -> None:
 
 
 def test_answers_do_not_end_where_ends_are_ignored(client: Any, server: Running) -> None:
-    """By nothing that a model or a template ends them with: whoever measures asks for so many tokens."""
+    """Neither a model's nor a template's end ends them, so that a benchmark gets the tokens that it asked for."""
     bias = {str(token): 100 for token in server.app.service.ends}
     asked = {"model": "tiny", "messages": ASKED, "max_tokens": 9, "logit_bias": bias}
     assert client.chat.completions.create(**asked).usage.completion_tokens == 1

@@ -1,4 +1,4 @@
-"""Clients that leave, stall, lie and flood; signals; an engine that fails. Large counts: tools/load.py."""
+"""Clients that disconnect, stall, send invalid data or too many requests; signals; an engine that fails. See also tools/load.py."""
 
 import contextlib
 import json
@@ -154,7 +154,7 @@ def test_what_is_no_http(server: Running, nonsense: bytes) -> None:
 
 
 def test_a_body_that_turns_to_nonsense_after_its_answer(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """Ends the connection; whoever sends it often should not fill the log."""
+    """Ends the connection, and a client that repeats it does not fill the log."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(b"POST /none HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
         assert b" 404 " in connection.recv(4096)
@@ -219,7 +219,7 @@ def test_ctrl_c_ends_it_as_interrupted() -> None:
 
 
 def goes_on_after_silent(process: Process, count: int) -> None:
-    """More connections than it can take come, say nothing and leave; then it serves, has complained once, and ends well."""
+    """More connections than the server can open arrive and disconnect; then it serves, has logged one warning, and ends with 0."""
     held = [socket.create_connection(("127.0.0.1", process.port)) for _ in range(count)]
     time.sleep(0.2)
     for connection in held:
@@ -304,7 +304,7 @@ sys.exit(main(sys.argv[1:]))
     ("fault", "said"), [("raise", "worker 1 of 2"), ("stall", "worker 1 of 2"), ("hang", "no step for"), ("", "")]
 )
 def test_an_engine_that_stops_working_ends_the_process_after_telling_all(fault: str, said: str) -> None:
-    """From the moment when two requests run and two wait; with no fault, as the control, all get what they asked for."""
+    """From the moment when two requests run and two wait; without a fault, as the control, all get their answers."""
     arguments = ("--threads", "2", "--parallel", "2", fault)
     with Process(*arguments, program=["-c", FAULTY]) as process, contextlib.ExitStack() as stack:
         streams = [stack.enter_context(process.open_stream(2000 if fault else 60)) for _ in range(4)]

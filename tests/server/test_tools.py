@@ -1,4 +1,4 @@
-"""Calls of functions: the template's side, the model's side, and no way to forge either."""
+"""Tool calls: in prompts, in answers, and no way to forge either."""
 
 import json
 from typing import Any
@@ -77,7 +77,7 @@ def test_what_is_no_call_is_not_read(text: str) -> None:
 
 
 class _Marked(Tokenizer):
-    """Of the tiny model's, with two tokens that stand for the marks."""
+    """The tiny model's tokenizer, with two tokens that stand for the markers of a call."""
 
     def token_id(self, piece: str) -> int | None:
         return {"<start_function_call>": START, "<end_function_call>": END}.get(piece, super().token_id(piece))

@@ -1,4 +1,4 @@
-"""GGUF files put together byte by byte, sound ones and hostile ones. Does not need the gguf package."""
+"""GGUF files assembled byte by byte, valid and malicious ones. Does not need the gguf package."""
 
 import struct
 from collections.abc import Sequence

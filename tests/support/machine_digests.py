@@ -1,4 +1,4 @@
-"""Digests that every machine must give alike. As a program: prints them, for a process with another instruction set."""
+"""Digests that must be the same on every machine. As a program: prints them, for a process with another instruction set."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""An engine of any family with random weights, and the product of threads and chunks that its bits must not depend on."""
+"""An engine of any family with random weights, and its bits for all combinations of threads and chunks."""
 
 import itertools
 from collections.abc import Callable, Mapping

@@ -60,7 +60,7 @@ def reading(runner: Runner, layer: int, label: str) -> np.ndarray:
 
 
 def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
-    """Of the phase's norms, counted from 0."""
+    """Changes a gain of the phase's norm of this number, from 0."""
 
     def change(runner: Runner) -> ModelTables:
         m, ops = runner.program.model, reading(runner, layer, label)
@@ -73,7 +73,7 @@ def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], 
 
 
 def changed_matrix(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
-    """Of the phase's matrices, counted from 0."""
+    """Changes the phase's matrix of this number, from 0."""
 
     def change(runner: Runner) -> ModelTables:
         weights = runner.program.model.weights

@@ -1,4 +1,4 @@
-"""Descriptions of models: old and new files say the same, and a wrong field is named."""
+"""Configs: old and new files give the same one, and errors name the wrong field."""
 
 import copy
 from typing import Any

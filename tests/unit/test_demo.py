@@ -1,4 +1,4 @@
-"""The demo model: assembled once, checked, never half; and right about real text."""
+"""The demo model: assembled once, checked, never incomplete; and correct on real text."""
 
 import hashlib
 import subprocess

@@ -1,4 +1,4 @@
-"""The GGUF reader: sound files read right, every broken one refused with a typed error, nothing allocated on its word."""
+"""The GGUF reader: valid files are read, every broken one is a typed error, and no count of a file is trusted for an allocation."""
 
 import resource
 import struct

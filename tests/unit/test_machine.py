@@ -1,4 +1,4 @@
-"""What the machine offers, from made-up /sys and /proc trees."""
+"""Cores, quotas and memory, from artificial /sys and /proc trees."""
 
 import os
 from collections.abc import Callable

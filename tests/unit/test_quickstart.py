@@ -1,4 +1,4 @@
-"""What quickstart says before it installs; that it does install is seen by whoever runs it."""
+"""What quickstart prints before it installs; the installation itself is tested by running it."""
 
 import subprocess
 from pathlib import Path

@@ -38,7 +38,7 @@ def write(tmp_path: Path, data: bytes, name: str = "model.safetensors") -> Path:
 
 def test_a_sound_file_is_read(tmp_path: Path) -> None:
     tensors = read_safetensors(write(tmp_path, SMALL))
-    assert set(tensors) == {"a", "b"}  # integers are nobody's text weights
+    assert set(tensors) == {"a", "b"}  # integers are not text weights
     assert tensors["a"].to_float32().tolist() == [[0, 1, 2], [3, 4, 5]]
     assert tensors["b"].to_float32().tolist() == [1.0] * 4
 
@@ -103,7 +103,7 @@ def test_broken_files_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_what_the_package_accepts_beyond_the_format_does_no_harm(tmp_path: Path) -> None:
-    """A field that nobody knows is ignored, and a tensor that is described twice in one place is one tensor."""
+    """An unknown field is ignored, and a tensor that is described twice in one place is one tensor."""
     for header in (
         json.dumps({"a": entry("F32", [2], 0, 8) | {"more": 1}}),
         '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',

@@ -1,4 +1,4 @@
-"""Choosing tokens: filters as transformers has them, draws that depend on seed and position alone, clear refusals."""
+"""Sampling: filters as in transformers, random draws that depend on seed and position only, and errors."""
 
 import collections
 import json
