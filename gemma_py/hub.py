@@ -23,7 +23,7 @@ _BESIDE_WEIGHTS = (
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
-_SECONDS = 10.0  # for the hub to say what a repository holds
+_SECONDS = 10.0  # how long to wait for the list of a repository's files
 
 
 def fetched(reference: str, progress: ReportProgress = no_report) -> Path:

@@ -207,7 +207,7 @@ def read_gguf(path: Path) -> GGUFFile:
         return file
     count = int(match[3])
     if not 1 <= int(match[2]) <= count <= _LARGEST_SHARD_COUNT:
-        raise FormatError(f"{path}: no such shard as {match[2]} of {match[3]}")
+        raise FormatError(f"{path}: its name says shard {match[2]} of {match[3]}, which is not a possible number")
     names = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)]
     for name in names:
         if not name.exists():

@@ -109,7 +109,8 @@ class _Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether more is pending than one token of an answer: the prompt, or everything again after a failed pass."""
+        """Whether it still has tokens to prefill: its prompt, or prompt and answer again after a failed pass. A sequence that
+        decodes has one token pending."""
         return not self.answering or self.pending > 1
 
     def tell(self, event: Event) -> None:

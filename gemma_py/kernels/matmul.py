@@ -79,7 +79,7 @@ class FloatPanels(NamedTuple):
     """A matrix of float weights."""
 
     arena: np.ndarray  # f32, or uint16 that hold bfloat16
-    start: int  # index of the first panel
+    start: int  # where the first panel begins in the arena, in elements
     N: int
     K: int
 
@@ -281,7 +281,8 @@ def _make_row_functions(quads: Any, width: int) -> Any:
 
     @inlined
     def few_rows(x, first_row, rows, w, panel, unpacked, y):
-        """The same for `rows` rows at once: each run is read once. Their totals are kept in the unpack buffer."""
+        """one_row for `rows` rows at once: each run of the panel is read once for all of them. Running totals are kept in the unpack
+        buffer."""
         at, k, totals = w.start + panel * w.panel_bytes, first_row * w.K, unpacked.scales
         sub_scale_bytes = sub_scale_bytes_of(w)
         run_scale_bytes = sub_scale_bytes * (1 + w.minimums)

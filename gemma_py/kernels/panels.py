@@ -177,7 +177,8 @@ def _quads_6(arena, at, v):
 
 
 def for_each_width(make: Callable[..., Any]) -> tuple[Any, ...]:
-    """make(quads, width) for each width of codes: a loop that chose among them would hold the constants of all in registers."""
+    """make(quads, width) once for each width of codes. One loop that chose among the widths would keep the constants of all of
+    them in registers."""
     return tuple(make(quads, width) for quads, width in ((_quads_4, 4), (_quads_5, 5), (_quads_6, 6), (_quads_8, 8)))
 
 

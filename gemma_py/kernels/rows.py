@@ -82,7 +82,7 @@ def _load_four(x, at, offsets):
 
 @inlined
 def _store_block(coded, at, low, high):
-    """The codes of a block: its first sixteen and its last sixteen."""
+    """Store the 32 codes of a block, its first and its last sixteen, as codes and as byte planes."""
     store_codes(coded.codes, at, low)
     store_codes(coded.codes, at + COLUMNS, high)
     store_byte_planes(coded.byte_planes, 2 * at, low)

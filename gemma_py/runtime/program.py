@@ -14,10 +14,10 @@ from gemma_py.weights.pack import CODES, KIND, PackedArrays, PackedWeights
 
 # Columns of `ops`. The first ones place an operation in the pass:
 #   NEXT: the first operation of the next phase. COUNTER: the number of the phase, whose counter tiles are claimed from.
-#   TRACE: the row of the trace that its output is hashed into, negative where a later operation of the phase writes the
-#   same rows. BARRIER: whether a barrier follows the phase. ROWS_OF: ALL or WANTED.
-# The others are the operation's own; see models/program.py. TARGET, SOURCE and SECOND are numbers of buffers, and GAIN,
-# NUMBER and SLOT are indices into `gains`, `numbers` and the codes.
+#   TRACE: the row of the trace that takes the hash of its output, or -1 where a later operation of the phase overwrites
+#   that output. BARRIER: whether a barrier follows the phase. ROWS_OF: ALL or WANTED.
+# The others are the operation's own; see models/program.py. TARGET, SOURCE and SECOND are numbers of buffers; GAIN is an
+# index into `gains`, NUMBER one into `numbers`, and SLOT is where its codes begin in a row of codes.
 (OP, LAYER, LABEL, NEXT, COUNTER, TRACE, BARRIER, ROWS_OF, TARGET, SOURCE, SECOND, MATRIX, GAIN, HEADS, WIDTH, KV_HEADS,
  KV, WINDOW, ROPE_ROW, NUMBER, SLOT) = range(21)  # fmt: skip
 _COLUMNS = 21

@@ -204,7 +204,7 @@ def encode(
 _ENDS = ("<end_of_turn>", "<turn|>", "<start_function_response>")  # tokens that end the model's turn
 # The private planes: 15 for others' messages, 16 for answers.
 _OTHERS, _ANSWERS, _PLANES_END = 0xF0000, 0x100000, 0x110000
-_ROOM = 0xFFFE  # characters in one of them
+_ROOM = 0xFFFE  # code points in one plane
 _MASKED = f"[{chr(_OTHERS)}-{chr(_PLANES_END - 1)}]"
 _MESSAGE = re.compile(rf"( ?{_MASKED}(?:[\s{_MASKED[1:-1]}]*{_MASKED})?)")
 _OF_OTHERS = re.compile(f"[{chr(_OTHERS)}-{chr(_ANSWERS - 1)}]")

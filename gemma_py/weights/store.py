@@ -161,7 +161,7 @@ def _mapped(path: Path, plan: PackingPlan, key: bytes) -> list[np.ndarray]:
         if data[: header.size].tobytes() != _header(plan, key, source, _checksums(data, plan)):
             raise _DamagedError("damaged")
         with contextlib.suppress(OSError):
-            os.utime(handle)  # `gemma_py cache` shows when the file was last used
+            os.utime(handle)  # set the time of last use, which `gemma_py cache` shows
     finally:
         os.close(handle)
     return _arenas(data, plan)

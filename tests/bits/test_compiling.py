@@ -103,7 +103,9 @@ def test_a_process_that_dies_is_done_without(tmp_path: Path) -> None:
     out, err = start(tmp_path, "-c", PROGRAM, "die").communicate(timeout=LONG)
     _, elsewhere, here, left = out.split()
     assert int(here) >= 1 and int(elsewhere) + int(here) == 3 and left == "0"
-    assert err.splitlines()[1:] == ["gemma_py: a process that compiled has ended early; the rest takes longer"]
+    assert err.splitlines()[1:] == [
+        "gemma_py: a process that compiles kernels has ended early; compiling the rest takes longer"
+    ]
 
 
 @linux

@@ -324,7 +324,7 @@ def max_of_four(typing, a, b, c, d):
 
 @intrinsic
 def splat_first_four(typing, a):
-    """Lanes 0, 1, 2 and 3, each in all 16 lanes."""
+    """Four vectors: vector i has lane i of the argument in all of its 16 lanes, for i from 0 to 3."""
 
     def codegen(context, builder, sig, args):
         splats = [shuffle(builder, args[0], args[0], [lane] * 16) for lane in range(4)]

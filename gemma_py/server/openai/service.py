@@ -188,7 +188,7 @@ class Service:
 
     @staticmethod
     def _choices(request: Request, n: int | None, constraint: Callable[[], Constraint | None]) -> list[Request]:
-        """One request for each choice, with seeds that count up and a constraint of its own."""
+        """One request for each choice: choice i draws with seed + i and has a constraint of its own."""
         made = []
         for number in range(n or 1):
             sampling = request.sampling
