@@ -30,10 +30,13 @@ class CatalogEntry:
     sha256: str = ""
 
 
+INSTALLED = "checkpoints"  # where an installed package keeps the checkout's folder `models`
+
+
 def models_dir() -> Path:
     """In an installed package beside the code, in a checkout one level up."""
     package = Path(__file__).parent
-    return next(folder for folder in (package / "checkpoints", package.parent / "models") if folder.is_dir())
+    return next(folder for folder in (package / INSTALLED, package.parent / "models") if folder.is_dir())
 
 
 def catalogue() -> list[CatalogEntry]:

@@ -1,11 +1,14 @@
 """What quickstart prints before it installs; the installation itself is tested by running it."""
 
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 import quickstart
 from repository import ROOT
+
+from gemma_py.catalog import INSTALLED
 
 
 def test_it_says_what_is_downloaded(
@@ -39,3 +42,11 @@ def test_tests_import_nothing_from_each_other() -> None:
     """What several share lives in tests/support, under a plain name."""
     lines = [line for path in (ROOT / "tests").rglob("*.py") for line in path.read_text().splitlines()]
     assert [line for line in lines if line.strip().startswith(("from test_", "import test_", "from conftest"))] == []
+
+
+def test_an_installed_package_finds_the_catalogue() -> None:
+    """A wheel carries the folder `models` under the name that the catalogue looks for, beside the package `gemma_py.models`."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert build["targets"]["wheel"]["force-include"] == {"models": f"gemma_py/{INSTALLED}"}
+    assert (ROOT / "models" / "catalog.toml").is_file()
+    assert not (ROOT / "gemma_py" / INSTALLED).exists()
