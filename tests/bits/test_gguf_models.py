@@ -81,5 +81,5 @@ def test_quant_has_the_bits_of_a_gguf_with_these_codes(tmp_path: Path, quant: st
 
 def test_quant_of_codes_is_refused(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", VARIANT, seed=2, kinds={"up_proj": "Q8_0"})
-    with pytest.raises(InputError, match=r"blk.0.ffn_up.weight': quant 'q4_0' wants float weights, found Q8_0"):
+    with pytest.raises(InputError, match=r"blk.0.ffn_up.weight': quant 'q4_0' needs float weights, found Q8_0"):
         gemma_py.load(path, quant="q4_0")
