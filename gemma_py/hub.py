@@ -33,7 +33,9 @@ def fetched(reference: str, progress: ReportProgress = no_report) -> Path:
     hub = _library(reference)
     try:
         info = hub.model_info(repository, revision=revision, timeout=_SECONDS, files_metadata=True)
-    except Exception as error:  # its own, and those of its transport, which differ from version to version
+    except (
+        Exception
+    ) as error:  # the hub library's own errors and those of its HTTP library, which differ from version to version
         copy = _copy(reference)
         if copy is None:
             raise ModelNotFoundError(f"{reference}: {_why(error)}") from error

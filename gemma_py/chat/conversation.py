@@ -22,7 +22,10 @@ TokenStream = Generator[Token, None, None]  # an answer, token by token; `close`
 
 _REWIND_BYTES = 256 << 20  # of KV rows that are kept only for rewinding
 _COMPARED = 1024  # tokens that are compared at a time
-_FIRST_CHUNK, _SECONDS_A_CHUNK = 32, 0.5  # of a long prompt, so that progress is reported and the user can interrupt it
+_FIRST_CHUNK, _SECONDS_A_CHUNK = (
+    32,
+    0.5,
+)  # tokens of the first chunk of a long prompt, and seconds of later ones: progress is reported between chunks
 
 
 @dataclass

@@ -98,7 +98,8 @@ def _blank(kind: BlockType, count: int) -> np.ndarray:
 
 
 def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tuple[int, int]:
-    """The bytes of (packed weights, everything else: the random bytes, the KV rows and a chunk's scratch)."""
+    """Two numbers of bytes: of the packed weights, and of everything else, which is the random weights that they are packed
+    from, the KV rows, and the scratch of a chunk."""
     blank = _checkpoint("", family, config, kind, _blank)
     random = {(tensor.type.name, tensor.shape): tensor.data.nbytes for tensor in blank.tensors.values()}
     rows = sum(

@@ -126,7 +126,7 @@ class Terminal:
                 self._answer.disturb()
 
         def leave(number: int, frame: FrameType | None) -> None:
-            self._give_back(keys)  # the shell uses the terminal now
+            self._give_back(keys)  # while this process is suspended, the shell uses the terminal
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)  # the kernel ignores it where no shell could resume this process
             signal.signal(number, leave)

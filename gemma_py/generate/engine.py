@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def kept_float(self) -> list[str]:
-        """Matrices that quant left as they are, because their rows are not whole blocks."""
+        """The names of the matrices that stayed float despite `quant`, because their rows are not whole blocks."""
         tensors = self.checkpoint.tensors.values()
         return [] if self.quant is None else [tensor.name for tensor in tensors if stays_float(self.quant, tensor)]
 
@@ -271,7 +271,7 @@ class Engine:
         return self.runner.cache(keep)
 
     def cache_bytes(self, tokens: int, keep: int = 0) -> int:
-        """The bytes of such a cache for so many tokens, in passes of the default chunk size."""
+        """The bytes that a cache of `new_cache(keep)` needs for so many tokens, in passes of the default chunk size."""
         return bytes_needed(self.config, self.kv_type, tokens, CHUNK, keep)
 
     def run_together(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
@@ -365,7 +365,8 @@ class Session:
         return self._cache.can_rewind_to(position)
 
     def raw_kv_rows(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Layer by layer, the KV rows that tokens after `since` may read, in the type of the cache: [G, positions, E]."""
+        """Keys and values of each layer that has KV rows of its own, [G, positions, E] in the cache's type: the rows that
+        tokens after `since` may read."""
         if not self.can_rewind_to(since):
             raise InputError(f"position {since} cannot be rewound to from {self.position}: its rows are overwritten")
         return (self._cache.raw_rows(number, since) for number in range(len(self.engine.config.kv_owners)))

@@ -56,7 +56,7 @@ class CodePanels(NamedTuple):
     block: int  # inputs that share a block scale: 32 or 256
     minimums: int  # 1 in formats with minimums, else 0
     panel_bytes: int
-    quads: int  # always 4, but not known to LLVM, which would unroll the loop that unpacks
+    quads: int  # always 4, but a value at run time: LLVM would unroll the unpacking loop if it knew
 
 
 class UnpackBuffer(NamedTuple):

@@ -10,7 +10,7 @@ from gemma_py.kernels.simd.builders import LANES
 from gemma_py.kernels.simd.tiles import add_dots, row_offsets, zero_dots
 from gemma_py.kernels.simd.vectors import add, bitcast, fma, load, load_splat, store, sum_lanes, to_f32, zero, zero_ints
 
-CHAINS = (6, 12)  # so many fill the registers of AVX2, and so many hide the latency of AVX-512
+CHAINS = (6, 12)  # independent chains: 6 fill the registers of AVX2, 12 hide the latency of AVX-512
 PAIRS = 128  # pairs of codes in the loop of `multiply_pairs`: 20 KB of the first cache
 
 

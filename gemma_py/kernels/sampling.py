@@ -85,7 +85,7 @@ def softmax_weights(x, largest, weights):
 
 @kernel
 def count_until(weights, limit):
-    """How many weights, in order, have a sum that reaches the limit; one more than there are, if all of them do not.
+    """The smallest k so that the first k weights sum to at least the limit; n + 1 if all n of them sum to less.
 
     weights: [n] f32, read
     """

@@ -160,7 +160,8 @@ def widen_row(row):
 
 @jit
 def dequantise_row(codes, scales, minimums):
-    """y[k] = scale * code, rounded; then - minimum where the format has one, rounded again.    codes: [K] int8"""
+    """y[k] = scale * code, rounded to float32. Where the format has minimums, the minimum is subtracted and the
+    result rounded again.    codes: [K] int8"""
     width = codes.shape[0] // scales.shape[0]
     y = np.empty(codes.shape[0], np.float32)
     for k in range(codes.shape[0]):

@@ -98,7 +98,9 @@ def unpack_buffer_of(scratch, worker, workers):
 
 @inlined
 def kv_rows_of(op, ring, kv_type):
-    """A layer's keys and values of one sequence: [G * capacity * E] each. ring: its row of the batch's tables."""
+    """Views of one layer's KV rows of one sequence: keys and values, [G * capacity * E] each.
+
+    ring: the row of the batch's tables that says where they are."""
     size = op[p.KV_HEADS] * ring[c.ROWS] * op[p.WIDTH]
     return array_from_address(ring[c.KEYS], size, kv_type), array_from_address(ring[c.VALUES], size, kv_type)
 

@@ -311,7 +311,8 @@ def _scores_of(scratch, workers, pair):
 
 @phase
 def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Attention scores of single positions. Each tile computes the scores of some keys, and first waits for the position's own KV row.
+    """Attention scores, one position at a time. Each tile scores some of the keys, once the KV row of the position itself
+    is published.
 
     Scores are not traced; the attention that is computed from them is.
     """

@@ -148,7 +148,8 @@ def _fill_phase_columns(table: np.ndarray, ops: Sequence[Op]) -> None:
 
 
 def _offsets(widths: Sequence[int], step: int) -> tuple[list[int], int]:
-    """Where parts of these widths begin, each at a multiple of `step` after the one before, and where the last one ends."""
+    """The offset of each part when parts of these widths lie one after another, each rounded up to a multiple of `step`;
+    and the size of all."""
     ends = np.cumsum([0, *(-(-width // step) * step for width in widths)])
     return [int(end) for end in ends[:-1]], int(ends[-1])
 

@@ -148,7 +148,9 @@ class Runner:
         if self._scratch is None or self._rows < T:
             # Both change together: if the allocation fails, the old scratch and its size stay.
             self._scratch, self._rows = new_scratch(self.program.sizes, T, self.team.workers), T
-        shared = self.team.workers - 1  # fewer positions than workers are shared by some of them
+        shared = (
+            self.team.workers - 1
+        )  # with fewer positions than workers, several workers compute one position together
         if len(self._scratch.scores) < shared * keys * LANES:
             self._scratch = self._scratch._replace(scores=aligned(shared * keys * 3 // 2 * LANES))
         if self.instruments.poison:

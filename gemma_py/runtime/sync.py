@@ -106,7 +106,7 @@ def claim_any(cells, worker, index, tiles):
 
 @inlined
 def _wait_above(cells, worker, why, line, index, bound):
-    """Wait until a cell that only grows is above `bound`.
+    """Wait until a cell whose value only grows exceeds `bound`.
 
     WAITING is written only after some spinning: nearly all waits are short, and cost no stores to a shared cache line.
     """

@@ -336,7 +336,8 @@ class Team:
         self.close()
 
     def _forget_threads(self) -> None:
-        """In a forked child: the threads exist in the parent only, and so may the thread that holds the lock."""
+        """Run in the child after a fork: the worker threads exist only in the parent, and so may the thread that holds the
+        lock, which is therefore made anew."""
         self._lock = threading.Lock()
         self._threads[:] = [None] * self.workers
         self._stalled = []

@@ -95,7 +95,9 @@ def _allow(seconds: int) -> None:
 
 
 def main() -> None:
-    _compiled("{{ 'a' | trim }}").render()  # the rest of what is imported late
+    _compiled(
+        "{{ 'a' | trim }}"
+    ).render()  # modules that Jinja imports at its first rendering are loaded before the limits apply
     _limit()
     for line in sys.stdin.buffer:
         _allow(SECONDS)

@@ -21,7 +21,9 @@ class _Added:
 
     def __init__(self, tokens: dict[str, int]) -> None:
         self._ids = tokens
-        self._lengths: dict[str, list[int]] = {}  # by first character, longest first
+        self._lengths: dict[
+            str, list[int]
+        ] = {}  # of each first character, the lengths of the added tokens that begin with it, longest first
         for content in sorted(tokens, key=len, reverse=True):
             lengths = self._lengths.setdefault(content[0], [])
             if not lengths or lengths[-1] != len(content):
