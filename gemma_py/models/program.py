@@ -74,9 +74,9 @@ class Program:
     ropes: list[tuple[Rope, int]] = field(default_factory=list)  # (rope, head width)
     widths: dict[str, int] = field(default_factory=dict)  # the widest row that each buffer ever holds
     _widths_now: dict[str, int] = field(default_factory=dict)  # the width of each buffer's rows at this point
-    _coded: dict[str, Op] = field(
-        default_factory=dict
-    )  # the operation that made a buffer's codes, while they are up to date
+    _rows_now: dict[str, int] = field(default_factory=dict)  # ALL or WANTED: which rows each buffer holds at this point
+    # The operation that made a buffer's codes, while they are up to date.
+    _coded: dict[str, Op] = field(default_factory=dict)
     _phase: Phase = field(default_factory=lambda: Phase("embedding", 0, ALL))
 
     def phase(self, name: str, layer: int, rows: int = ALL) -> None:
@@ -108,6 +108,7 @@ class Program:
 
     def add(self, target: str, source: str, gain: str = "") -> None:
         """target += source. With a gain: target += RMS norm of source times gain, and source is overwritten."""
+        self._check_rows(target)
         width = self._same_width(target, source)
         self._write(target, width)
         self._add(ADD, source=source, target=target, tensor=gain, width=width)
@@ -115,18 +116,24 @@ class Program:
     def scale(self, target: str, tensor: str) -> None:
         """target *= the only value of the tensor."""
         self._shape(tensor, 1)
+        self._check_rows(target)
         width = self._widths_now[target]
         self._write(target, width)
         self._add(SCALE, target=target, tensor=tensor, width=width)
 
     def gelu_gate(self, gate: str, up: str) -> None:
         """gate = gelu(gate) * up"""
+        self._check_rows(gate)
         width = self._same_width(gate, up)
         self._write(gate, width)
         self._add(GELU_GATE, source=up, target=gate, width=width)
 
     def take(self, source: str, target: str) -> None:
         """target = the rows of source whose logits are wanted; in a phase of WANTED rows."""
+        if self._phase.rows != WANTED or self._rows_now[source] != ALL:
+            raise ValueError(
+                f"{source} cannot be taken: take wanted rows of a buffer of all rows, in a phase of wanted rows"
+            )
         width = self._widths_now[source]
         self._write(target, width)
         self._add(TAKE, source=source, target=target, width=width)
@@ -134,6 +141,8 @@ class Program:
     def rope(self, target: str, layer: int, heads: int) -> None:
         """Apply rotary position embedding to each head of target, in place."""
         y = self.config.layers[layer]
+        self._check_rows(target)
+        self._check_width(target, heads * y.head_dim)
         number = self.ropes.index((y.rope, y.head_dim))
         cosines, sines = self._angles(number, self._phase.rows)
         self._write(target, heads * y.head_dim)
@@ -144,13 +153,16 @@ class Program:
         y, kv = self.config.layers[layer], self.config.kv_numbers[layer]
         if y.kv_source != layer:
             raise ValueError(f"layer {layer} shares the KV rows of layer {y.kv_source} and must not write them")
+        if self._phase.rows != ALL:
+            raise ValueError("KV rows are stored for all tokens of a pass, not for wanted rows alone")
+        for rows in (keys, values):
+            self._check_width(rows, y.num_key_value_heads * y.head_dim)
         self._add(STORE, source=keys, second=values, kv_heads=y.num_key_value_heads, width=y.head_dim, kv=kv)
 
     def matmul(self, source: str, target: str, tensor: str, cap: float | None = None) -> None:
         """target = source times the matrix, soft-capped where there is a cap."""
         N, K = self._shape(tensor, 2)
-        if self._widths_now[source] != K:
-            raise ValueError(f"{tensor} reads rows of {K}, and those of {source} have {self._widths_now[source]}")
+        self._check_width(source, K)
         op = self._add(MATMUL, source=source, target=target, tensor=tensor, width=N, numbers=(cap or 0.0, 0.0))
         if source not in self._coded:
             self._quantise(source, before=op.phase)
@@ -163,6 +175,7 @@ class Program:
         y = self.config.layers[layer]
         H, E = y.num_attention_heads, y.head_dim
         rows = self._phase.rows
+        self._check_width(source, H * E)
         self._write(target, H * E)
         for kind, name in ((SCORES, "scores"), (ATTEND, "attention")):
             self.phase(name, layer, rows)
@@ -171,6 +184,9 @@ class Program:
 
     def _add(self, kind: int, **fields: object) -> Op:
         op = Op(kind, self._phase, **fields)  # type: ignore[arg-type]
+        if kind != TAKE:
+            self._check_rows(op.source)
+            self._check_rows(op.second)
         if not self._shares_phase(op):
             op.phase = self._phase = replace(self._phase)
         self.ops.append(op)
@@ -191,12 +207,13 @@ class Program:
         others = [other for other in self.ops if other.phase is op.phase]
         if op.kind < MATMUL:
             return all(other.kind < STORE for other in others)  # rows are published when their phase ends
-        return all(other.kind == op.kind == MATMUL and other.target != op.source for other in others)
+        return all(other.kind == op.kind == MATMUL and _independent(op, other) for other in others)
 
     def _write(self, target: str, width: int) -> None:
         """The rows of target are this wide from here on. Codes that were made of them are out of date."""
         self._widths_now[target] = width
         self.widths[target] = max(self.widths.get(target, 0), width)
+        self._rows_now[target] = self._phase.rows
         self._coded.pop(target, None)
 
     def _shape(self, tensor: str, dimensions: int) -> tuple[int, ...]:
@@ -204,6 +221,17 @@ class Program:
         if len(shape) != dimensions:
             raise ValueError(f"{tensor} should have {dimensions} dimensions, found {list(shape)}")
         return shape
+
+    def _check_rows(self, buffer: str) -> None:
+        """A buffer that an operation of this phase reads or changes holds the rows that the phase computes."""
+        if self._rows_now.get(buffer, self._phase.rows) != self._phase.rows:
+            raise ValueError(
+                f"{buffer} holds other rows than phase {self._phase.name!r} computes; take the wanted ones first"
+            )
+
+    def _check_width(self, buffer: str, width: int) -> None:
+        if self._widths_now[buffer] != width:
+            raise ValueError(f"rows of {buffer} should have {width} numbers, found {self._widths_now[buffer]}")
 
     def _same_width(self, target: str, source: str) -> int:
         if self._widths_now[target] != self._widths_now[source]:
@@ -216,3 +244,8 @@ class Program:
         """The buffers of a rope's cosines and sines."""
         of = "" if rows == ALL else " of wanted rows"
         return f"cosines {rope}{of}", f"sines {rope}{of}"
+
+
+def _independent(a: Op, b: Op) -> bool:
+    """Whether two products may be computed at the same time: neither writes what the other one reads or writes."""
+    return a.target not in (b.source, b.target) and b.target != a.source

@@ -1,0 +1,73 @@
+"""A program refuses what would compute wrong rows or race, and puts a barrier where one product depends on another."""
+
+from collections.abc import Callable
+
+import pytest
+
+from gemma_py.models.config import Config, Layer, Rope, checked
+from gemma_py.models.program import LOGITS, MATMUL, WANTED, Program, Tensor
+
+OWNER = Layer(None, Rope(1e4), 2, 1, 32, 64, 0)
+CONFIG = checked(Config("made up", 40, 64, 200, 1e-6, 16.0, None, None, True, None, (), (OWNER, OWNER)), "here")
+SHAPES = {"embed": (40, 64), "square": (64, 64), "keys": (32, 64), "wide": (96, 64), "gain": (64,), "scalar": (1,)}
+
+
+def program() -> Program:
+    """With x, the embedding, and q, k and v, made of it."""
+    p = Program(CONFIG, {name: Tensor(shape, name, name) for name, shape in SHAPES.items()})
+    p.embed("embed", "x")
+    p.rope_tables()
+    for target, tensor in (("q", "square"), ("k", "keys"), ("v", "keys")):
+        p.matmul("x", target, tensor)
+    return p
+
+
+def take_twice(p: Program) -> None:
+    p.take("x", "last")
+    p.take("last", "again")
+
+
+def in_wanted_phase(call: Callable[[Program], None]) -> Callable[[Program], None]:
+    def begun(p: Program) -> None:
+        p.phase("head", 2, WANTED)
+        call(p)
+
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: p.store("k", "v", 1), "must not write them"),
+        (lambda p: p.store("k", "q", 0), "rows of q should have 32 numbers, found 64"),
+        (lambda p: p.rope("k", 0, 2), "rows of k should have 64 numbers, found 32"),
+        (lambda p: p.attend("k", "a", 0, 1.0), "rows of k should have 64 numbers, found 32"),
+        (lambda p: p.matmul("k", "y", "square"), "rows of k should have 64 numbers, found 32"),
+        (lambda p: p.add("x", "k"), "rows of x have 64 numbers, those of k 32"),
+        (lambda p: p.norm("k", "n", "gain"), "not as wide"),
+        (lambda p: p.scale("x", "square"), "should have 1 dimensions"),
+        (lambda p: p.take("x", "last"), "cannot be taken"),
+        (in_wanted_phase(lambda p: p.store("k", "v", 0)), "not for wanted rows alone"),
+        (in_wanted_phase(lambda p: p.norm("x", "n", "gain")), "x holds other rows"),
+        (in_wanted_phase(lambda p: p.scale("x", "scalar")), "x holds other rows"),
+        (in_wanted_phase(lambda p: p.matmul("x", LOGITS, "embed")), "x holds other rows"),
+        (in_wanted_phase(take_twice), "last cannot be taken"),
+    ],
+)  # fmt: skip
+def test_what_would_compute_wrong_rows_is_refused(call: Callable[[Program], None], message: str) -> None:
+    p = program()
+    p.phase("next", 0)
+    with pytest.raises(ValueError, match=message):
+        call(p)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "together"),
+    [("x", "y", True), ("q", "y", False), ("q", "x", False), ("x", "q", False)],
+    ids=["another product of x", "reads what another writes", "writes what others read", "writes what another writes"],
+)
+def test_products_share_a_phase_only_where_they_are_independent(source: str, target: str, together: bool) -> None:
+    p = program()
+    before = [op for op in p.ops if op.kind == MATMUL]
+    p.matmul(source, target, "square")
+    assert (p.ops[-1].phase is before[0].phase) == together
