@@ -13,10 +13,11 @@ SHAPES = {"embed": (40, 64), "square": (64, 64), "keys": (32, 64), "wide": (96, 
 
 
 def program() -> Program:
-    """With x, the embedding, and q, k and v, made of it."""
+    """With x, the embedding, n, its norm, and q, k and v, products of x."""
     p = Program(CONFIG, {name: Tensor(shape, name, name) for name, shape in SHAPES.items()})
     p.embed("embed", "x")
     p.rope_tables()
+    p.norm("x", "n", "gain")
     for target, tensor in (("q", "square"), ("k", "keys"), ("v", "keys")):
         p.matmul("x", target, tensor)
     return p
@@ -44,11 +45,11 @@ def in_wanted_phase(call: Callable[[Program], None]) -> Callable[[Program], None
         (lambda p: p.attend("k", "a", 0, 1.0), "rows of k should have 64 numbers, found 32"),
         (lambda p: p.matmul("k", "y", "square"), "rows of k should have 64 numbers, found 32"),
         (lambda p: p.add("x", "k"), "rows of x have 64 numbers, those of k 32"),
-        (lambda p: p.norm("k", "n", "gain"), "not as wide"),
+        (lambda p: p.norm("k", "m", "gain"), "not as wide"),
         (lambda p: p.scale("x", "square"), "should have 1 dimensions"),
         (lambda p: p.take("x", "last"), "cannot be taken"),
         (in_wanted_phase(lambda p: p.store("k", "v", 0)), "not for wanted rows alone"),
-        (in_wanted_phase(lambda p: p.norm("x", "n", "gain")), "x holds other rows"),
+        (in_wanted_phase(lambda p: p.norm("x", "m", "gain")), "x holds other rows"),
         (in_wanted_phase(lambda p: p.scale("x", "scalar")), "x holds other rows"),
         (in_wanted_phase(lambda p: p.matmul("x", LOGITS, "embed")), "x holds other rows"),
         (in_wanted_phase(take_twice), "last cannot be taken"),
@@ -63,7 +64,7 @@ def test_what_would_compute_wrong_rows_is_refused(call: Callable[[Program], None
 
 @pytest.mark.parametrize(
     ("source", "target", "together"),
-    [("x", "y", True), ("q", "y", False), ("q", "x", False), ("x", "q", False)],
+    [("x", "y", True), ("q", "y", False), ("n", "x", False), ("x", "q", False)],
     ids=["another product of x", "reads what another writes", "writes what others read", "writes what another writes"],
 )
 def test_products_share_a_phase_only_where_they_are_independent(source: str, target: str, together: bool) -> None:
