@@ -9,10 +9,18 @@ from gemma_py.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: the pair (i, i + E / 2) turns by position * theta^(-2i / E) / factor."""
+    """Rotary position embedding: the pair (i, i + E / 2) turns by position * theta^(-2i / E) / factor.
+
+    share: only the first share * E / 2 pairs turn; the frequency of the others is 0 (transformers' "proportional" rope).
+    """
 
     theta: float
     factor: float = 1.0
+    share: float = 1.0
+
+    def turning(self, width: int) -> int:
+        """The number of pairs that turn in a head of this width."""
+        return int(self.share * width // 2)
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class Config:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     layers: tuple[Layer, ...]
+    hidden_size_per_layer_input: int = 0  # P; 0: the layers have no inputs of their own
+    vocab_size_per_layer_input: int = 0  # rows of the table of per-layer inputs
 
     @property
     def attention_scale(self) -> float:

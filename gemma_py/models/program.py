@@ -15,9 +15,10 @@ from gemma_py.models.config import Config, Rope
 
 # Kinds of operations. Those before MATMUL work on rows, and several of them may share a phase: a worker takes some rows
 # through all of them. The others have phases of their own.
-EMBED, ROPE_TABLE, NORM, ADD, SCALE, GELU_GATE, QUANTISE, TAKE, ROPE, STORE, MATMUL, SCORES, ATTEND = range(13)
-KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "gelu gate", "quantise", "take", "rope", "store", "matmul",
-              "scores", "attend")  # fmt: skip
+(EMBED, ROPE_TABLE, NORM, ADD, SCALE, MULTIPLY, GELU_GATE, QUANTISE, TAKE, TAKE_COLUMNS, ROPE, STORE, MATMUL, SCORES,
+ ATTEND) = range(15)  # fmt: skip
+KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu gate", "quantise", "take", "take columns",
+              "rope", "store", "matmul", "scores", "attend")  # fmt: skip
 ALL, WANTED = range(2)  # which rows an operation computes: those of every token, or those whose logits are wanted
 LOGITS = "logits"  # the buffer that a pass returns
 
@@ -27,12 +28,14 @@ class Tensor:
     """A tensor of a family: a matrix [N, K] or a norm's gain [width], with its names in the two formats.
 
     hugging_face: the name after the checkpoint's prefix. plus_one: Hugging Face stores the gain without its 1.
+    gathered: the matrix is never packed; a pass reads the rows of its tokens from the checkpoint's file.
     """
 
     shape: tuple[int, ...]
     hugging_face: str
     gguf: str
     plus_one: bool = False
+    gathered: bool = False
 
 
 @dataclass
@@ -51,6 +54,8 @@ class Op:
     kv: int = -1  # place in config.kv_layers
     window: int = 0  # 0: none
     rope: int = -1
+    first: int = 0  # for TAKE_COLUMNS: the first column, and the width of the source's rows
+    stride: int = 0
     numbers: tuple[float, float] = (0.0, 0.0)
     codes: "Op | None" = None  # for a matmul: the operation that turns its input into codes
 
@@ -72,6 +77,9 @@ class Program:
     tensors: Mapping[str, Tensor]
     ops: list[Op] = field(default_factory=list)
     ropes: list[tuple[Rope, int]] = field(default_factory=list)  # (rope, head width)
+    gathers: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # (tensor, the buffer that gets its rows before the pass)
     widths: dict[str, int] = field(default_factory=dict)  # the widest row that each buffer ever holds
     _widths_now: dict[str, int] = field(default_factory=dict)  # the width of each buffer's rows at this point
     _rows_now: dict[str, int] = field(default_factory=dict)  # ALL or WANTED: which rows each buffer holds at this point
@@ -83,11 +91,22 @@ class Program:
         """Begin a phase: the operations up to the next call belong to it."""
         self._phase = Phase(name, layer, rows)
 
-    def embed(self, tensor: str, target: str) -> None:
-        """target = the token's row of the matrix times sqrt(D)."""
+    def embed(self, tensor: str, target: str, factor: float | None = None) -> None:
+        """target = the token's row of the matrix times the factor, which is sqrt(D) where none is given. A token that the
+        matrix has no row for gets row 0. Of a gathered tensor, the rows are put into target before the pass begins."""
         D = self._shape(tensor, 2)[1]
+        gathered = self.tensors[tensor].gathered
+        if gathered and (target in self.widths or self._phase.rows != ALL):
+            raise ValueError(
+                f"rows of {tensor} are gathered for all tokens, into a buffer that nothing was written to: {target}"
+            )
         self._write(target, D)
-        self._add(EMBED, target=target, tensor=tensor, width=D, numbers=(math.sqrt(D), 0.0))
+        numbers = (math.sqrt(D) if factor is None else factor, 0.0)
+        if gathered:
+            self.gathers.append((tensor, target))
+            self._add(MULTIPLY, target=target, width=D, numbers=numbers)
+        else:
+            self._add(EMBED, target=target, tensor=tensor, width=D, numbers=numbers)
 
     def rope_tables(self) -> None:
         """Cosines and sines of every position of the pass, for each rope and head width that the layers have."""
@@ -120,6 +139,21 @@ class Program:
         width = self._widths_now[target]
         self._write(target, width)
         self._add(SCALE, target=target, tensor=tensor, width=width)
+
+    def multiply(self, target: str, factor: float) -> None:
+        """target *= the factor, rounded to float32."""
+        self._check_rows(target)
+        width = self._widths_now[target]
+        self._write(target, width)
+        self._add(MULTIPLY, target=target, width=width, numbers=(factor, 0.0))
+
+    def columns(self, source: str, target: str, first: int, width: int) -> None:
+        """target = the columns first .. first + width - 1 of source."""
+        stride = self._widths_now[source]
+        if not 0 <= first < first + width <= stride or source == target:
+            raise ValueError(f"{source} has {stride} columns, and {target} cannot get {width} of them from {first} on")
+        self._write(target, width)
+        self._add(TAKE_COLUMNS, source=source, target=target, width=width, first=first, stride=stride)
 
     def gelu_gate(self, gate: str, up: str) -> None:
         """gate = gelu(gate) * up"""

@@ -11,6 +11,7 @@ from gemma_py.kernels.rows import rope_frequencies
 from gemma_py.models.config import Rope
 from gemma_py.models.program import ADD, ATTEND, LOGITS, MATMUL, NORM, QUANTISE, SCORES, STORE, Op, Program
 from gemma_py.weights.pack import CODES, KIND, PackedArrays, PackedWeights
+from gemma_py.weights.tensors import GatheredTable
 
 # Columns of `ops`. The first ones place an operation in the pass:
 #   NEXT: the first operation of the next phase. COUNTER: the number of the phase, whose counter tiles are claimed from.
@@ -19,8 +20,8 @@ from gemma_py.weights.pack import CODES, KIND, PackedArrays, PackedWeights
 # The others are the operation's own; see models/program.py. TARGET, SOURCE and SECOND are numbers of buffers; GAIN is an
 # index into `gains`, NUMBER one into `numbers`, and SLOT is where its codes begin in a row of codes.
 (OP, LAYER, LABEL, NEXT, COUNTER, TRACE, BARRIER, ROWS_OF, TARGET, SOURCE, SECOND, MATRIX, GAIN, HEADS, WIDTH, KV_HEADS,
- KV, WINDOW, ROPE_ROW, NUMBER, SLOT) = range(21)  # fmt: skip
-_COLUMNS = 21
+ KV, WINDOW, ROPE_ROW, FIRST_COLUMN, STRIDE, NUMBER, SLOT) = range(23)  # fmt: skip
+_COLUMNS = 23
 NO_BUFFER = -1
 
 
@@ -30,7 +31,7 @@ class ModelTables(NamedTuple):
     weights: PackedArrays  # its gains are followed by ones, for norms without a gain
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
     numbers: np.ndarray  # f32: epsilons, scales, caps and factors
-    ops: np.ndarray  # int64 [operations, 21]
+    ops: np.ndarray  # int64 [operations, 23]
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,21 @@ class Sizes:
     widest_head: int
 
 
+class Gather(NamedTuple):
+    """Before a pass, the table's rows of its tokens are put into the buffer, whose rows have this width."""
+
+    table: GatheredTable
+    buffer: int
+    width: int
+
+
 @dataclass(frozen=True)
 class LinkedProgram:
     """A program that can be run. labels: the names of phases; the column LABEL has their numbers."""
 
     model: ModelTables
     sizes: Sizes
+    gathers: tuple[Gather, ...]
     labels: tuple[str, ...]
     layers: int  # how many layer numbers there are in errors and traces: the model's layers, and one more for the head
     phases: int  # the number of phases, which is also the number of tile counters
@@ -86,8 +96,8 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
         row[[TARGET, SOURCE, SECOND]] = [buffers.get(name, NO_BUFFER) for name in (op.target, op.source, op.second)]
         row[MATRIX] = weights.matrices.get(op.tensor, -1)
         row[GAIN] = ones if op.kind == NORM and not op.tensor else weights.gains.get(op.tensor, -1)
-        row[[HEADS, WIDTH, KV_HEADS, KV, WINDOW, ROPE_ROW]] = (
-            op.heads, op.width, op.kv_heads, op.kv, op.window, op.rope,
+        row[[HEADS, WIDTH, KV_HEADS, KV, WINDOW, ROPE_ROW, FIRST_COLUMN, STRIDE]] = (
+            op.heads, op.width, op.kv_heads, op.kv, op.window, op.rope, op.first, op.stride,
         )  # fmt: skip
         row[NUMBER] = 2 * numbers.setdefault(pair, len(numbers))
         row[SLOT] = slots.get(id(op if op.kind == QUANTISE else op.codes), 0)
@@ -100,7 +110,11 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
     widest = max((op.width for op in ops if op.kind == QUANTISE), default=0)
     heads = max((op.width for op in ops if op.kind == ATTEND), default=0)
     sizes = Sizes(np.array(offsets, np.int64), floats, codes, widest, heads)
-    return LinkedProgram(model, sizes, labels, layers, phases=int(table[:, COUNTER].max()) + 1)
+    gathers = tuple(
+        Gather(weights.tables[tensor], buffers[target], program.tensors[tensor].shape[1])
+        for tensor, target in program.gathers
+    )
+    return LinkedProgram(model, sizes, gathers, labels, layers, phases=int(table[:, COUNTER].max()) + 1)
 
 
 def _needed(program: Program, weights: PackedWeights) -> list[Op]:
@@ -163,7 +177,7 @@ def _frequencies(ropes: Sequence[tuple[Rope, int]]) -> np.ndarray:
     """f32 [ropes, widest E / 2]. Of each row, the first E / 2 are used, where E is the width of the rope's heads."""
     made = np.zeros((len(ropes), max((width // 2 for _, width in ropes), default=0)), np.float32)
     for row, (rope, width) in zip(made, ropes, strict=True):
-        rope_frequencies(rope.theta, np.float32(rope.factor), row[: width // 2])
+        rope_frequencies(rope.theta, np.float32(rope.factor), rope.turning(width), row[: width // 2])
     return _read_only(made)
 
 
