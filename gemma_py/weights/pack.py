@@ -30,8 +30,8 @@ class PackedArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """The packed arrays, and where each tensor of the family is: a matrix's row in `matrices`, a gain's index in `gains`,
-    and a gathered table in the checkpoint's file."""
+    """The packed arrays, and the place of each tensor of the family: a matrix's row in `matrices`, a gain's index in `gains`,
+    and the gathered tables, which stay in the checkpoint's file."""
 
     arrays: PackedArrays
     matrices: Mapping[str, int]
