@@ -373,7 +373,7 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
         ("/export /proc/none/file", "cannot be written"),
         ("/export /proc/none/file xml", "as markdown or json, found 'xml'"),
         ("/stats", "there is no answer yet"),
-        ("/verify", "nothing to verify"),
+        ("/verify", "no tokens to verify"),
         ("function " * 4200, "leaves no room for an answer"),
         (b"\xff\n", "not UTF-8"),
     ],

@@ -271,7 +271,7 @@ def test_an_endless_template_is_killed(tokenizer: Tokenizer, monkeypatch: pytest
     ids_of(jinja(OWN), tokenizer, dialogue("a"))
     process = RENDERER._process
     assert process is not None
-    with pytest.raises(TemplateError, match="does not end"):
+    with pytest.raises(TemplateError, match="rendering did not end"):
         ids_of(jinja(LOOP), tokenizer, dialogue("a"))
     assert process.returncode == -signal.SIGKILL
     assert ids_of(jinja(OWN), tokenizer, dialogue("a"))
