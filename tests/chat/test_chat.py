@@ -268,7 +268,7 @@ def test_stop_strings(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:
     assert conversation.messages[-1]["content"] == whole[: whole.index(whole[5:9])].rstrip()
     conversation.save(tmp_path / "talk")
     assert Conversation.load(tiny_engine, tmp_path / "talk").stop == (whole[5:9], "never said")
-    with pytest.raises(InputError, match="none of them empty"):
+    with pytest.raises(InputError, match="a non-empty string"):
         new(tiny_engine, stop="")
 
 
