@@ -117,11 +117,14 @@ _RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
-    """The base with the given options (those that are not None) replaced. Where the base is greedy, an option of random sampling
-    sets the temperature to 1."""
+    """Return `base` with the given options replaced. An option that is None is ignored.
+
+    If `base` is BASE_MODEL, a given top_k, top_p, min_p or seed sets the temperature to 1. A checkpoint that recommends
+    greedy decoding stays greedy unless a temperature is given.
+    """
     chosen = {name: value for name, value in given.items() if value is not None}
-    if base.temperature == 0 and any(name in chosen for name in _RANDOM):
-        chosen.setdefault("temperature", 1.0)
+    if base is BASE_MODEL and any(name in chosen for name in _RANDOM):
+        chosen.setdefault("temperature", GEMMA.temperature)
     return replace(base, **chosen)
 
 
