@@ -27,7 +27,7 @@ class Limits:
 
     threads: int
     samples: dict[str, list[float]] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)  # for each kernel, the loop steps that take _LEAST_SECONDS
+    steps: dict[str, int] = field(default_factory=dict)  # for each kernel, the number of loop steps in a sample
 
     @property
     def f32(self) -> float:
@@ -50,7 +50,7 @@ class Limits:
     def sample(self, run: Run, values: np.ndarray) -> None:
         """Take one more sample of each limit.
 
-        run: `Engine.run_kernel` of an engine with this number of threads   values: the array from `memory_to_read`
+        run: the method `Engine.run_kernel`. values: the array from `memory_to_read`.
         """
         out = np.empty(self.threads * peak.LANES, np.float32)
         x = np.array([0.5, 0.25], np.float32)

@@ -221,7 +221,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def phases(engine: Engine, row: BenchRow, limit: Limits) -> list[dict[str, Any]]:
-    """Return the profile: for each group of phases, the seconds of the average worker in all rounds, and the rates.
+    """Return the profile: for each group of phases, the mean seconds per worker in all rounds, and the rates.
 
     "waiting" is the time that workers wait at barriers and for KV rows. "waking, Python" is the rest of the elapsed
     time.

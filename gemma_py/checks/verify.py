@@ -21,7 +21,7 @@ from gemma_py.generate.engine import Engine, Session
 from gemma_py.runtime.cache import check_context
 from gemma_py.runtime.trace import Trace
 
-OpenEngine = Callable[[int], Engine]  # opens the model with this number of threads
+OpenEngine = Callable[[int], Engine]  # called with the number of threads, returns an engine
 ReportFraction = Callable[[str, float], None]  # called with (current step, fraction of the work that is done)
 
 TOKENS, REFERENCE = 256, 16

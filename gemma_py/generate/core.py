@@ -65,8 +65,8 @@ class Request:
     trim: remove white space at the beginning of the answer.
     logprobs: compute the log probability of each token.
     top_logprobs: the number of likeliest tokens to report at each position.
-    scored: report log probabilities for the prompt's tokens too. The prefix cache is not used then, because it has no
-    logits.
+    scored: report log probabilities for the prompt's tokens too. The prefix cache is not used then, because
+    cached tokens have no logits.
     """
 
     ids: Sequence[int]
@@ -206,7 +206,7 @@ class TextStream:
         if stop and tokenizer is None:
             raise InputError("stop strings need a tokenizer, but the checkpoint has none")
         self._tokenizer, self._stop, self._trim = tokenizer, tuple(stop), trim
-        self._run: list[int] = []  # ids held back, because a later byte token may change their text
+        self._run: list[int] = []  # ids held back, because a later byte token may change the text
         self._held_back = ""
         self.stopped = False
 

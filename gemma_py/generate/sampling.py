@@ -92,7 +92,9 @@ class Sampler:
         return chosen if ids is None else int(ids[chosen])
 
     def _penalised(self, logits: np.ndarray, made: Sequence[int]) -> np.ndarray:
-        """Return a copy of the logits with bias and penalties applied, or the logits themselves if there are none."""
+        """Apply logit bias and penalties to a copy of the logits. Without bias and penalties, return the logits
+        themselves.
+        """
         s, x = self.sampling, logits
         if s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
             x = logits.copy()
@@ -142,7 +144,7 @@ class Sampler:
 
 
 def log_probabilities(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
-    """Return the natural logarithm of each token's probability. Raise ComputationError if one is NaN."""
+    """Return the natural logarithm of each token's probability. Raise ComputationError if a probability is NaN."""
     largest, log_sum = log_sum_exp(logits, np.empty(len(logits)))
     values = [float(np.float64(logits[token]) - largest - log_sum) for token in tokens]
     if any(math.isnan(value) for value in values):

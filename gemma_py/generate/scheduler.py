@@ -257,8 +257,8 @@ class Scheduler:
             )  # fmt: skip
 
     def drain(self, deadline: float) -> int:
-        """Accept no more requests, and cancel those still running after `deadline` seconds. Return the number of
-        cancelled ones.
+        """Accept no more requests, wait `deadline` seconds, then cancel the rest. Return the number of cancelled
+        requests.
         """
         with self._changed:
             self._open = False
@@ -417,7 +417,7 @@ class Scheduler:
         start = time.monotonic()
         results = self.engine.run_together(inputs)
         rows = sum(len(part.tokens) for part in inputs)
-        # A pass that only decodes is not counted: most of its time is spent on reading the weights.
+        # Skip passes that only decode, because reading the weights takes most of the time of such a pass.
         if rows > len(inputs):
             self._row_seconds += 0.8 * ((time.monotonic() - start) / rows - self._row_seconds)
         self._passes += 1

@@ -1,7 +1,7 @@
-"""Renders chat templates in a separate process. template.py runs this file as a program without importing gemma_py.
+"""Render chat templates in a separate process. template.py runs this file as a program without importing gemma_py.
 
 A chat template is untrusted code. jinja2's sandbox blocks attributes and files, but not endless loops or huge strings
-such as `'a' * 10**9`. The limits that the operating system sets for a process stop those too.
+such as `'a' * 10**9`. The operating system's limits for a process stop such loops and strings.
 
 Each line of input is a JSON object {"template", "globals", "conversations": [messages, ...]}, and each line of output
 is {"texts": [...]} or {"error"}.

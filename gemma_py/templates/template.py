@@ -183,9 +183,10 @@ BUILT_IN: dict[str, Template] = {"gemma": GEMMA, "transcript": TRANSCRIPT}
 def choose(
     tokenizer: Tokenizer, own: str | None, eos_token_ids: Sequence[int], wanted: str | Path | None = None
 ) -> Template:
-    """Return the wanted template (`gemma`, `transcript` or a file), or else the checkpoint's own template.
+    """Return the wanted template: `gemma`, `transcript` or a file. If none is wanted, return the checkpoint's own
+    template.
 
-    Without either, return Gemma's turns if <end_of_turn> is an eos token, and a transcript otherwise, for a base model.
+    If the checkpoint has no template, return Gemma's turns if <end_of_turn> is an eos token, else a transcript.
     """
     if isinstance(wanted, str) and wanted in BUILT_IN:
         return BUILT_IN[wanted]
