@@ -371,7 +371,7 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
         ("/save", "/save needs a file name: /save FILE"),
         ("/load /nowhere/file", "/nowhere/file"),
         ("/export /proc/none/file", "cannot be written"),
-        ("/export /proc/none/file xml", "as markdown or json, found 'xml'"),
+        ("/export /proc/none/file xml", "form should be markdown or json, found 'xml'"),
         ("/stats", "there is no answer yet"),
         ("/verify", "no tokens to verify"),
         ("function " * 4200, "leaves no room for an answer"),

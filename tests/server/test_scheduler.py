@@ -232,7 +232,7 @@ def test_what_cannot_be_is_refused_at_once(scheduler: Scheduler) -> None:
 def test_a_full_queue_is_said(tiny_engine: gemma_py.Engine) -> None:
     scheduler = Scheduler(tiny_engine, parallel=1, queue=1)
     clients = [Client(scheduler, Request([2], 4000)) for _ in range(2)]
-    with pytest.raises(Overloaded, match="waiting already") as caught:
+    with pytest.raises(Overloaded, match="requests are waiting") as caught:
         for _ in range(2):
             clients.append(Client(scheduler, Request([2], 4000)))
     assert caught.value.retry_after >= 1
