@@ -238,7 +238,7 @@ def test_a_full_queue_is_said(tiny_engine: gemma_py.Engine) -> None:
     assert caught.value.retry_after >= 1
     scheduler.close()
     assert [client.end() for client in clients]
-    with pytest.raises(Overloaded, match="ending"):
+    with pytest.raises(Overloaded, match="shutting down"):
         scheduler.submit(Request([2], 1), print)
 
 
