@@ -115,14 +115,14 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
 def _fields(packed: np.ndarray, width: int, run: int) -> np.ndarray:
     """Return the bit fields of `width` bits in every block: uint8 [blocks, values].
 
-    Each run of `run` bytes gives first the lowest field of every byte, then the next higher field of every byte, ...
+    Each run of `run` bytes gives the lowest field of every byte first, then the next higher fields, and so on.
     """
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     return ((packed.reshape(len(packed), -1, 1, run) >> shifts) & np.uint8((1 << width) - 1)).reshape(len(packed), -1)
 
 
 def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
-    """Return the fifth bit of each of 32 codes as 0 or 16. Bit i of the four bytes from byte `at` on belongs to code i."""
+    """Return the fifth bits of 32 codes, as 0 or 16. Bit i of the four bytes at byte `at` is that of code i."""
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
@@ -150,9 +150,9 @@ def _scaled_block(scales: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def _to_q4_0(values: np.ndarray) -> np.ndarray:
-    """Quantise values to Q4_0. The value of largest magnitude, the first of several, gets the code -8.
+    """Quantise values to Q4_0, such that the value of largest magnitude gets the code -8.
 
-    A value halfway between two codes is rounded up.
+    If several values have that magnitude, the first one gets -8. A value halfway between two codes is rounded up.
     """
     largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
     scales = largest / np.float32(-8)
@@ -179,7 +179,10 @@ def _q8_0(b: np.ndarray) -> Unpacked:
 
 
 def _to_q8_0(values: np.ndarray) -> np.ndarray:
-    """Quantise values to Q8_0. The largest magnitude gets the code 127 or -127, and halves are rounded away from zero."""
+    """Quantise values to Q8_0. The value of largest magnitude gets the code 127 or -127.
+
+    A value halfway between two codes is rounded away from zero.
+    """
     scales = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
     with np.errstate(invalid="ignore"):
         codes = values * _inverse(scales)

@@ -51,17 +51,14 @@ def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str], alignmen
 
 
 def with_digest(header: bytes, digest: str) -> bytes:
-    """Return the header with the digest of zeros replaced.
-
-    digest: 64 hexadecimal digits
-    """
+    """Return the header with `digest`, 64 hexadecimal digits, in place of the digest of zeros."""
     return header.replace(_digest_field(_NO_DIGEST), _digest_field(digest), 1)
 
 
 def without_digest(header: bytes, metadata: Mapping[str, str]) -> bytes:
     """Return the header with the digest replaced by zeros, as it was when the digest was computed.
 
-    metadata: the metadata in the header
+    metadata: the metadata of the header, which contains the digest
     """
     return header.replace(_digest_field(metadata.get(_DIGEST, "")), _digest_field(_NO_DIGEST), 1)
 

@@ -21,15 +21,13 @@ from gemma_py.formats.tensor import StoredTensor
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-_SMALLEST_FIELD = 8 + 4 + 1  # bytes of a metadata field: length of an empty key, type, one byte
-_SMALLEST_RECORD = (
-    8 + 4 + 8 + 4 + 8
-)  # bytes of a tensor record: length of an empty name, rank, one dimension, type, offset
+_SMALLEST_FIELD = 8 + 4 + 1  # bytes: length of an empty key, type, a value of one byte
+_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes: length of an empty name, rank, one dimension, type, offset
 _LARGEST_ALIGNMENT = 1 << 16
 _MOST_STRINGS = 1 << 24  # largest number of strings in an array; Gemma 3's vocabulary has 2^18
-_FAST_SEARCH_MINIMUM = 1000  # shorter arrays of strings are read one by one
-_FAST_SEARCH_BYTES = 20  # bytes searched per string; a vocabulary's strings take fewer, with their lengths
-_MOST_FALSE_LENGTHS = 64  # the fast search gives up after removing so many false lengths
+_SEARCH_MINIMUM = 1000  # arrays with fewer strings are read one by one, without `_find_strings`
+_SEARCH_BYTES = 20  # bytes that `_find_strings` searches per string; a vocabulary's strings and lengths take fewer
+_MOST_FALSE_LENGTHS = 64  # `_find_strings` gives up after removing false lengths so many times
 _LARGEST_SHARD_COUNT = 99_999
 
 # GGML's type numbers. Unsupported types are included, so that an error message can name them.
@@ -77,8 +75,8 @@ class Texts(Sequence[str]):
         return str(self._data[first : first + int(self._lengths[number])], "utf-8")
 
 
-def _chain(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (starts, lengths) of `count` strings stored one after the other, or None if the fast search fails.
+def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return (starts, lengths) of `count` strings stored one after the other, or None if the search fails.
 
     Each string follows its length, an int64. A length below 256 is one byte and seven zeros, so the search looks for
     seven zeros. Zeros inside a string may look like a length. Such a false length does not begin where the previous
@@ -134,13 +132,13 @@ class _Cursor:
 
     def texts(self, count: int, what: str) -> Sequence[str]:
         """Read and check many strings: all at once if they are short and valid, as in a vocabulary, else one by one."""
-        window = np.frombuffer(self.bytes, np.uint8)[self.at : self.at + _FAST_SEARCH_BYTES * count]
-        found = _chain(window, count) if count >= _FAST_SEARCH_MINIMUM else None
+        window = np.frombuffer(self.bytes, np.uint8)[self.at : self.at + _SEARCH_BYTES * count]
+        found = _find_strings(window, count) if count >= _SEARCH_MINIMUM else None
         if found is not None:
             places, lengths = found
             end = int(places[-1]) + int(lengths[-1])
             try:
-                # Strings and lengths are decoded together. A length below 128 is ASCII, and a larger one makes this fail.
+                # Decode the strings together with their lengths. A length of 128 or more is not ASCII and fails.
                 str(window[:end].data, "utf-8")
             except UnicodeDecodeError:
                 found = None
@@ -218,7 +216,9 @@ def read_gguf(path: Path) -> GGUFFile:
         return file
     count = int(match[3])
     if not 1 <= int(match[2]) <= count <= _LARGEST_SHARD_COUNT:
-        raise FormatError(f"{path}: the file name says shard {match[2]} of {match[3]}; shards are numbered from 1")
+        raise FormatError(
+            f"{path}: the file name says shard {match[2]} of {match[3]}; the numbers should be 1 to {_LARGEST_SHARD_COUNT}"
+        )
     names = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)]
     for name in names:
         if not name.exists():
@@ -229,7 +229,7 @@ def read_gguf(path: Path) -> GGUFFile:
 def _integer(metadata: dict[str, Any], key: str, path: Path, default: int) -> int:
     value = metadata.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise FormatError(f"{path}: {key} should be an integer that is not negative, found {value!r:.60}")
+        raise FormatError(f"{path}: {key} should be a non-negative integer, found {value!r:.60}")
     return value
 
 

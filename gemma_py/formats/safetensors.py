@@ -90,8 +90,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 def _read(path: Path) -> dict[str, StoredTensor | None]:
     """Return the tensors of one file by name.
 
-    The value None stands for a tensor that cannot be a weight: a tensor of integers, a mask, or a tensor without
-    values.
+    The value is None for a tensor that cannot be a weight: a tensor of integers, a mask, or a tensor without values.
     """
     data = map_file(path)
     tensors: dict[str, StoredTensor | None] = {}

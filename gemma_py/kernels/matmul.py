@@ -99,7 +99,7 @@ class CodedRows(NamedTuple):
 
 
 def unpack_buffer_sizes(K: int) -> tuple[int, int]:
-    """Return how many codes and how many scales (or minimums) an unpack buffer holds for matrices of at most K inputs."""
+    """Return how many codes and how many scales (or minimums) an unpack buffer needs for matrices of K inputs."""
     return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * CODE_PANELS) * COLUMNS
 
 
@@ -267,7 +267,7 @@ def _make_row_functions(quads: Any, width: int) -> Any:
         """
         block, offset = codes_at // INPUT_BLOCK, np.int32(w.offset)
         sx, (high, low, high_2, low_2) = load_scalar(x.scales, block), zero_ints(4)
-        # For VNNI, `_add_quad_dots` adds 128 to each signed 8-bit weight code. The excess is subtracted here in advance.
+        # With VNNI, `_add_quad_dots` adds 128 to each 8-bit weight code. The excess is subtracted here in advance.
         if USES_VNNI and width == 8:
             high = splat(np.int32(np.int32(load_scalar(x.high_byte_sums, block)) * _LEAST_BYTE))
         for v, (first, second) in enumerate(run):

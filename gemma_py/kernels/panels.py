@@ -282,7 +282,7 @@ _unpack_4, _unpack_5, _unpack_6, _unpack_8 = for_each_width(_make_unpack)
 
 @inlined
 def unpack_panel(w, panel, unpacked, column, columns):
-    """Unpack a panel's codes, scales and minimums into an unpack buffer, as panel `column` of `columns` side by side."""
+    """Unpack the codes, scales and minimums of a panel into column `column` of an unpack buffer of `columns` panels."""
     if w.width == 4:
         _unpack_4(w, panel, unpacked, column, columns)
     elif w.width == 5:

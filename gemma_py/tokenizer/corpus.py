@@ -1,4 +1,4 @@
-"""Texts that are difficult to tokenize, and are equal on every machine.
+"""Difficult texts for a tokenizer, identical on every machine.
 
 The tables of a vocabulary are accepted only if they encode these texts as the `tokenizers` package does.
 """

@@ -21,7 +21,7 @@ def package_from_document(document: dict[str, Any], where: str) -> Any:
 
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(document))
-    except Exception as error:  # the package raises plain Exception
+    except Exception as error:  # the package raises no more specific exception
         raise TokenizerError(
             f"{where}: the tokenizers package cannot load the file: {' '.join(str(error).split()):.200}"
         ) from None

@@ -15,9 +15,7 @@ from gemma_py.tokenizer.vocabulary import Tables, Vocabulary, cached, is_gemma_c
 
 _GEMMA3_PIECES = 262_144
 _LARGEST_JSON = 256 << 20  # bytes; Gemma 3's tokenizer.json has 33 MB
-_LARGEST_PIECE = (
-    4096  # characters; `_vocabulary_of_gguf` tries every split of a piece, which takes long for a long piece
-)
+_LARGEST_PIECE = 4096  # characters; `_vocabulary_of_gguf` tries every split of a piece in two
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
 
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -27,8 +25,9 @@ _DECODERS = [
     {"type": "Fuse"},
 ]
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-# The pipelines in Gemma's tokenizer.json files, which tokenizer.py implements. The pre-tokenizer _SPLIT has no effect, because
-# the normalizer leaves no space to split at. A file with another pipeline is rejected before the tokenizers package reads it.
+# The pipelines in Gemma's tokenizer.json files, which tokenizer.py implements. The pre-tokenizer _SPLIT has no effect,
+# because the normalizer leaves no space to split at. A file with another pipeline is rejected before the tokenizers
+# package reads the file.
 _PIPELINES: dict[str, tuple[Any, ...]] = {
     "normalizer": (_REPLACE, {"type": "Sequence", "normalizers": [_REPLACE]}),
     "pre_tokenizer": (None, _SPLIT),
@@ -181,7 +180,7 @@ def _check_listed(path: Path, listed: Any) -> None:
             )
         if any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip")):
             raise UnsupportedError(
-                f"{path}: added token {token['content']!r:.60} has lstrip, rstrip or single_word set, which is not supported"
+                f"{path}: added token {token['content']!r:.60} has the unsupported flag lstrip, rstrip or single_word"
             )
 
 

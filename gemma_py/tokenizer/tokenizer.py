@@ -1,8 +1,8 @@
 """Gemma's byte pair encoding. Control tokens are encoded only on request.
 
-A text is first split at its added tokens, the leftmost first, and the longest of those that begin at one place. The
-text in between is normalised (" " becomes "▁") and cut into characters; a character without a piece is cut into bytes.
-Then neighbouring pieces are merged (see kernels/bpe.py).
+A text is first split at its added tokens. Where several added tokens begin at one character, the longest is taken. The
+text between added tokens is normalised (" " becomes "▁") and cut into characters; a character without a piece is cut
+into bytes. Then neighbouring pieces are merged (see kernels/bpe.py).
 """
 
 import re
@@ -22,7 +22,7 @@ class _Added:
 
     def __init__(self, tokens: dict[str, int]) -> None:
         self._ids = tokens
-        # For each first character of an added token, the lengths of the added tokens with that character, longest first.
+        # For each first character, the lengths of the added tokens that begin with that character, longest first.
         self._lengths: dict[str, list[int]] = {}
         for content in sorted(tokens, key=len, reverse=True):
             lengths = self._lengths.setdefault(content[0], [])
@@ -31,9 +31,7 @@ class _Added:
         self._first = re.compile("[" + "".join(map(re.escape, self._lengths)) + "]" if tokens else "(?!)")
 
     def split(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Yield (text before an added token, id of that token) for each added token, and at the end (remaining text,
-        None).
-        """
+        """Yield (text before an added token, id of the token) for each added token, then (the remaining text, None)."""
         done = at = 0
         while found := self._first.search(text, at):
             at = found.start()
@@ -77,8 +75,8 @@ class Tokenizer:
     def encode(self, text: str, bos: bool = True, control: bool = False) -> list[int]:
         """Return the ids of a text.
 
-        bos: the ids begin with exactly one bos token
-        control: control tokens in the text are encoded as control tokens, not as ordinary text
+        bos: whether the ids begin with exactly one bos token
+        control: whether control tokens in the text are encoded as control tokens or as ordinary text
         """
         ids: list[int] = []
         for part, token in (self._all if control else self._plain).split(text):

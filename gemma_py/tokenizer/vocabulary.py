@@ -107,7 +107,7 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
     order = np.lexsort((np.arange(len(made)), right, left))
     order = order[~np.isin(made[order], forged)]
     pair = left[order].astype(np.int64) << 32 | right[order]
-    # If a pair has several merges, keep the last one in the file, as the tokenizers package does.
+    # If the file lists a pair several times, keep only the last merge.
     last = np.append(pair[1:] != pair[:-1], [True] * min(1, len(pair)))
     order = order[last]
     return Tables(
@@ -126,7 +126,7 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
 
 
 def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: str) -> None:
-    """Raise an error unless each added token is a piece or has the next id after the pieces, without gaps."""
+    """Raise an error unless every added token has the id of an equal piece or the next free id after the pieces."""
     following = len(pieces)
     known = set(pieces)
     for number, content, special in added:
@@ -138,11 +138,13 @@ def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: s
         )
         if not right or number < 0:
             raise TokenizerError(
-                f"{where}: added token {content!r:.60} has id {number}, which is neither its piece nor the next free id"
+                f"{where}: added token {content!r:.60} has id {number}, neither that of its piece nor the next free id"
             )
         following += number >= len(pieces)
         if len(content) < 2 and is_control(content, special):
-            raise TokenizerError(f"{where}: control token {content!r} should have more than one character")
+            raise TokenizerError(
+                f"{where}: control token {content!r} is a single character, which ordinary text may contain"
+            )
 
 
 def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
