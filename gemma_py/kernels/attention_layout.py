@@ -1,4 +1,4 @@
-"""Data structures of attention: the ring of keys and values, blocks of queries, the layout of a worker's scratch."""
+"""Data structures of attention: the ring of keys and values, query blocks, and the layout of a worker's scratch."""
 
 from typing import NamedTuple
 

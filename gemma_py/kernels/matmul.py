@@ -1,13 +1,13 @@
 """Matrix products with weights in panels of 16 outputs. Each output is one chain of additions, with k ascending.
 
-   T rows   K inputs   N outputs
+    T rows   K inputs   N outputs
 
 All panels of a kind lie in one flat array (an arena), so that one compiled function serves every matrix of a model.
 Each matrix records the index of its first panel. A matrix has a multiple of four panels; the padding is zero and is
 never written to a result.
 
-   float panel   [K, 16] of f32, or of uint16 that hold bfloat16
-   code panel    codes and scales as bytes, see panels.py
+    float panel   [K, 16] of f32, or of uint16 that hold bfloat16
+    code panel    codes and scales as bytes, see panels.py
 
 For many rows, code panels are unpacked to int16 once and then used by all rows. For few rows, codes are read as they
 are stored: decoding a token is limited by the speed of memory, and the stored codes are smaller.

@@ -47,7 +47,7 @@ class _Added:
 
 
 class Tokenizer:
-    """Encodes text to ids and decodes ids to text."""
+    """A tokenizer, which encodes text to ids and decodes ids to text."""
 
     def __init__(self, tables: Tables, bos_id: int | None = None, bos_token: str | None = None) -> None:
         self._tables = tables
