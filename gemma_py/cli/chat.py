@@ -83,7 +83,7 @@ def open_screen(args: argparse.Namespace) -> Screen:
 
 
 class Chat:
-    """Reads messages and commands from a screen, and shows the answers of a conversation on it."""
+    """Reads messages and commands from a screen, and shows the answers of a conversation on the screen."""
 
     def __init__(self, conversation: Conversation, screen: Screen) -> None:
         self.conversation, self.screen = conversation, screen

@@ -88,7 +88,7 @@ class LoadProgress:
 
 @contextmanager
 def shown_warnings() -> Iterator[None]:
-    """Print gemma_py's warnings to stderr, in one line each and without repetition."""
+    """Print gemma_py's warnings to stderr, each on one line and only once."""
     with warnings.catch_warnings():
         default = warnings.showwarning
 

@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_WARNINGS = 60.0
 
 
 def max_connections() -> int:
-    """Raise the process's limit on file descriptors as far as needed, and return how many connections it allows."""
+    """Raise the process's limit on file descriptors if needed, and return how many connections the limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(list(Path("/dev/fd").iterdir())) + _SPARE_FILES
     wanted = MAX_CONNECTIONS + used
@@ -75,7 +75,7 @@ class Acceptor:
             connecting.add_done_callback(self._connecting.discard)
 
     def _wait(self, why: str) -> None:
-        """Stop watching the listening socket for a moment: while connections wait, the socket would wake the event loop endlessly."""
+        """Stop watching the listening socket for a moment, because waiting connections would wake the event loop endlessly."""
         self._loop.remove_reader(self._listening)
         self._pause = self._loop.call_later(_PAUSE, self.open)
         if self._loop.time() > self._warned + _SECONDS_BETWEEN_WARNINGS:

@@ -58,7 +58,7 @@ class Keys:
         return bool(self._digests)
 
     def hold(self, key: bytes) -> bool:
-        """Return whether a key is valid. The check takes equally long for all invalid keys, so timing reveals nothing."""
+        """Return whether a key is valid. The check takes equally long for all invalid keys, so response times reveal no key."""
         given = _digest(key)
         return sum(hmac.compare_digest(given, digest) for digest in self._digests) > 0
 

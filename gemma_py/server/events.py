@@ -41,7 +41,7 @@ class EventQueue:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
     def fail(self, error: GemmaError) -> None:
-        """Queue an error that the scheduler itself can no longer report. Must be called in the event loop."""
+        """Queue an error on behalf of a scheduler that has failed or hangs. Must be called in the event loop."""
         self._queue.put_nowait((0, Failed(error)))
 
     async def get(self, seconds: float | None = None) -> list[ChoiceEvent]:

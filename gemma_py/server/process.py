@@ -24,8 +24,10 @@ from gemma_py.server.protocol import LimitedProtocol
 MAX_HEADERS = 32 << 10  # bytes
 _SEND_BUFFER = 256 << 10  # size of each connection's send buffer in the kernel, in bytes
 _SPARE_CONNECTIONS = 8  # connections beyond the admitted requests, to answer /health and to refuse requests with 429
-_UNHEALTHY_TICKS = 20  # failed health checks in a row, 0.1 s apart, that count as a failure; after SIGSTOP, a few fail
-_LAST_SECONDS = 5.0  # after the deadline of a shutdown, for sending errors to clients
+# Failed health checks in a row, 0.1 s apart, that count as an engine failure. A few checks also fail when the process is
+# resumed after SIGSTOP.
+_UNHEALTHY_TICKS = 20
+_LAST_SECONDS = 5.0  # seconds after the deadline of a shutdown, for sending errors to clients
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -126,7 +128,7 @@ class Server(uvicorn.Server):
         stats = scheduler.stats()
         self._ending(stats.running + stats.waiting)
         drained = asyncio.to_thread(scheduler.drain, self._drain)
-        # Every request has ended before this timer fires, unless the engine hangs and reports no error itself.
+        # This timer fires only if the engine hangs; otherwise every request has ended before.
         late = ComputationError("the engine did not finish the request before the server shut down")
         failing = asyncio.get_running_loop().call_later(self._drain + _LAST_SECONDS / 2, self._app.fail, late)
         self.cut_off, _ = await asyncio.gather(drained, super().shutdown(sockets))

@@ -9,8 +9,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEADER_SECONDS = 10.0  # the longest time that receiving the headers of a request may take
-WRITE_SECONDS = 20.0  # the longest time that the send buffer may stay full
+HEADER_SECONDS = 10.0  # time limit for receiving the headers of a request
+WRITE_SECONDS = 20.0  # time limit for a client that does not read, from when the send buffer is full
 
 
 class LimitedProtocol(H11Protocol):

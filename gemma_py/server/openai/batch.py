@@ -27,7 +27,7 @@ from gemma_py.server.openai.errors import ApiError, api_error, checked
 from gemma_py.server.openai.service import Service
 
 _MAX_ROW = 64 << 20  # bytes
-_HEALTH_SECONDS = 1.0  # without an event, after which the engine's health is checked
+_HEALTH_SECONDS = 1.0  # seconds to wait for an event before checking the engine's health
 
 
 @dataclass(frozen=True)

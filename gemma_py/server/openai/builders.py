@@ -124,7 +124,7 @@ class ResponseBuilder:
             self._readers = [CallReader(self.service.tokenizer) for _ in self.choices]
 
     def _split_calls(self, index: int, event: Generated) -> tuple[str, list[Call]]:
-        """Return the text of an event without tool calls, and the tool calls that the event completes."""
+        """Return the plain text of an event, and the tool calls that are complete after the event."""
         if not self._readers:
             return event.token.text, []
         text, calls = self._readers[index].take(event.token.id, event.token.text)
@@ -254,7 +254,7 @@ class CompletionBuilder(ResponseBuilder):
             yield self._text(index, event.token.text, entry)
 
     def _entry(self, index: int, token: int, logprob: float | None, top: TopLogprobs) -> Document:
-        """Return the log-probabilities of one token. They are null for the first token of a prompt, which no token precedes."""
+        """Return the log-probabilities of one token. The first token of a prompt has none, because no token precedes it."""
         text, as_bytes = self._token(token)
         entry: Document = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}
         if logprob is not None:

@@ -16,8 +16,8 @@ from gemma_py.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MAX_SIZE, _MAX_DEPTH = 64 << 10, 64  # the largest schema, in characters and in levels of nesting
-# Limits on llguidance's work. Measured, they stop compiling a schema after some 20 ms, and a token after some 15 ms.
+_MAX_SIZE, _MAX_DEPTH = 64 << 10, 64  # limits on a schema: characters, and levels of nesting
+# Limits on llguidance's work: they allow about 20 ms to compile a schema, and about 15 ms for each token.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -32,7 +32,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class JsonConstraint:
-    """The constraint of one response to a JSON schema. Responses cannot share a constraint, because it keeps the parser's state."""
+    """Keeps one response within a JSON schema. Each response needs its own instance, which holds the state of the parser."""
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
@@ -67,7 +67,7 @@ class JsonConstraints:
         self._tables: LLTokenizer | None = None
 
     def prepare(self) -> None:
-        """Build llguidance's tables if it is installed. Building takes about a second and blocks all other Python threads."""
+        """Build the tables if llguidance is installed. Building takes about a second and blocks all other Python threads."""
         if importlib.util.find_spec("llguidance") is not None and self._ends:
             self._llguidance()
 
@@ -106,7 +106,7 @@ class JsonConstraints:
 
 
 class _Vocabulary:
-    """The interface of a tokenizer that llguidance expects."""
+    """An adapter that gives a tokenizer the interface that llguidance expects."""
 
     def __init__(self, tokenizer: Tokenizer, end: int) -> None:
         self._tokenizer = tokenizer

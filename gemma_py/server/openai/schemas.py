@@ -24,7 +24,7 @@ def _ranged(option: str) -> Any:
 
 
 def _length(least: int | None = None, most: int | None = None) -> Any:
-    """Return a pydantic field that checks a list's length. Checking stops at the first error, because a list may have a million."""
+    """Return a pydantic field that checks a list's length. Checking stops at the first error, because a long list may have a million."""
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
@@ -127,7 +127,7 @@ class Ignored(Strict):
 
 
 class Sampled(Ignored):
-    """The fields that the requests of all generating endpoints have."""
+    """The fields that requests to all endpoints which generate text have in common."""
 
     model: str | None = None
     stream: bool | None = False
@@ -174,7 +174,7 @@ class Penalised(Sampled):
             (token for token in bias or {} if not (token.isascii() and token.isdigit() and len(token) < 10)), None
         )
         if wrong is not None:
-            raise ValueError(f"token ids should be whole numbers, found {wrong!r:.40}")
+            raise ValueError(f"the keys should be token ids (whole numbers), found {wrong!r:.40}")
         return bias
 
     def sampling(self) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class ResultItem(Loose):
     output: str | Annotated[list[ContentPart], _length()]
 
 
-class FlatTool(Function, OfFunctions):  # pydantic checks the fields of the last base class first
+class FlatTool(Function, OfFunctions):  # pydantic checks `type` first, because OfFunctions is the last base class
     pass
 
 

@@ -31,7 +31,7 @@ from gemma_py.server.openai.schemas import Message as GivenMessage
 from gemma_py.templates.template import ROLES, Message, Tools, checked_messages, encode
 from gemma_py.templates.tools import START, CallConstraint, calls_and_results, declarations
 
-DEFAULT_TOKENS = 1024  # max_tokens of a request that does not set it
+DEFAULT_TOKENS = 1024  # the limit for a chat response if the request sets none
 _SEEDS = 1 << 63
 _NO_TOOLS = "This model's chat template does not support tools."
 
@@ -48,7 +48,7 @@ class Job:
 
 
 class Service:
-    """The served model. model: its name in requests. Several threads may call methods at once."""
+    """Converts requests for the served model, from several threads at once. model: the name of the model in requests."""
 
     def __init__(self, engine: Engine, scheduler: Scheduler, model: str, template: str | None = None) -> None:
         self.engine, self.scheduler, self.model = engine, scheduler, model
