@@ -5,7 +5,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -131,14 +131,22 @@ def add_quant(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def note_kept_float(engine: "Engine") -> None:
-    """Warn about the weights that --quant could not quantise."""
+def note_exceptions(engine: "Engine") -> None:
+    """Name the parts of the checkpoint that are left out, and warn about weights that --quant could not quantise."""
+    left_out = engine.checkpoint.left_out
+    if left_out:
+        notify(f"only the text model is used; tensors left out: {parts(left_out)}")
     names = engine.kept_float
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         notify(
             f"not quantised, because the row length is not a multiple of the block size of {engine.quant}: {names[0]!r:.80}{more}"
         )
+
+
+def parts(left_out: Mapping[str, int]) -> str:
+    """Return the left-out parts of a multimodal checkpoint, each with its number of tensors, as text."""
+    return ", ".join(f"{name} {count}" for name, count in left_out.items())
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
