@@ -301,7 +301,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("raise", "worker 1 of 2"), ("stall", "worker 1 of 2"), ("hang", "no step for"), ("", "")]
+    ("fault", "said"),
+    [("raise", "worker 1 of 2"), ("stall", "worker 1 of 2"), ("hang", "no step has ended for"), ("", "")],
 )
 def test_an_engine_that_stops_working_ends_the_process_after_telling_all(fault: str, said: str) -> None:
     """From the moment when two requests run and two wait; without a fault, as the control, all get their answers."""
@@ -353,7 +354,9 @@ def test_a_worker_that_stalls_once_costs_nobody_an_answer() -> None:
         assert process.end() == (0, "")
 
 
-@pytest.mark.parametrize(("fault", "drain", "said"), [("raise", "60", "worker 1 of 2"), ("hang", "0", "no step for")])
+@pytest.mark.parametrize(
+    ("fault", "drain", "said"), [("raise", "60", "worker 1 of 2"), ("hang", "0", "no step has ended for")]
+)
 def test_an_engine_that_stops_working_while_the_server_ends(fault: str, drain: str, said: str) -> None:
     program = FAULTY.replace("len(self._waiting) >= 2", "not self._open")
     with Process("--threads", "2", "--drain", drain, fault, program=["-c", program]) as process:
