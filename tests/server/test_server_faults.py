@@ -190,7 +190,7 @@ def test_sigterm_lets_streams_end_until_the_deadline(drain: str) -> None:
             assert (b'"error":{' in text) == (drain == "0")
             assert (b'"finish_reason":"length"' in text) == (drain == "60")
         assert process.end() == (0, "")
-        assert process.said.startswith(f"ending: waiting up to {drain} s for running requests: 3;")
+        assert process.said.startswith(f"shutting down: waiting up to {drain} s for running requests: 3;")
         assert process.said.endswith(f"ended; requests cut off: {0 if drain == '60' else 3}\n")
         with pytest.raises(ConnectionRefusedError):
             process.send("GET", "/health", b"")
@@ -261,12 +261,12 @@ def test_with_few_file_descriptors_it_serves_as_many_as_it_can() -> None:
         (["--host", "203.0.113.1", "--open"], "cannot listen on 203.0.113.1"),
         (["--api-key-file", "nowhere"], "nowhere: cannot be read"),
         (["--port", "-1"], "whole number"),
-        (["--port", "65536"], "should be a port, 65535 at most, found '65536'"),
-        (["--host", ""], "should be a name or an address alone"),
-        (["--host", "[::1"], "should be a name or an address alone"),
+        (["--port", "65536"], "should be a port number of at most 65535, found '65536'"),
+        (["--host", ""], "should be a host name or an IP address, without a port"),
+        (["--host", "[::1"], "should be a host name or an IP address, without a port"),
         (["--host", "[::]"], "other machines can connect to ::"),
-        (["--allowed-host", "http://x"], "should be a name or an address alone, found 'http://x'"),
-        (["--allowed-host", "x:80"], "should be a name or an address alone"),
+        (["--allowed-host", "http://x"], "should be a host name or an IP address, without a port, found 'http://x'"),
+        (["--allowed-host", "x:80"], "should be a host name or an IP address, without a port"),
         (["--cors", "*"], "should be an origin such as https://example.org, found '*'"),
         (["--cors", "example.org"], "should be an origin"),
         (["--cors", "https://Example.org"], "should be an origin"),
