@@ -23,6 +23,8 @@ _PLAIN = re.compile(rf"[\s▁]+|</?({'|'.join(_HTML.split())})>")
 _GEMMA_CONTROL = re.compile(
     r"<unused\d+>|<(start|end)_of_(turn|image)>|<(bos|eos|pad|unk|mask|image_soft_token)>|\[multimodal\]"
 )
+# The control tokens of Gemma 4: <|turn>, <turn|>, <|think|>, <|"|> and others of these three forms.
+_GEMMA4_CONTROL = re.compile(r'<\|([a-z_]+|")>|<[a-z_]+\|>|<\|([a-z_]+|")\|>|<(bos|eos|pad|unk|mask)>')
 _LAYOUT = 5  # the version of the cache file; files of other versions are not read
 OLD_SUFFIX = ".vocab"  # files of a former format, which is not read any more
 
@@ -37,13 +39,20 @@ def is_gemma_control(content: str) -> bool:
     return _GEMMA_CONTROL.fullmatch(content) is not None
 
 
+def is_gemma4_control(content: str) -> bool:
+    """Whether the token is a control token of Gemma 4 by its name; its <unused> tokens are ordinary pieces."""
+    return _GEMMA4_CONTROL.fullmatch(content) is not None
+
+
 @dataclass(frozen=True)
 class Vocabulary:
-    """pieces: by id. merges: int32 [M, 2], ids of the halves, best first. added: (id, content, special), by id."""
+    """pieces: by id. merges: int32 [M, 2], ids of the halves, best first. added: (id, content, special), by id. split_newlines:
+    a text is split at its runs of newlines before neighbours merge."""
 
     pieces: list[str]
     merges: np.ndarray
     added: list[tuple[int, str, bool]]
+    split_newlines: bool = False
 
 
 class Tables(NamedTuple):
@@ -89,9 +98,12 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
     if made.size and made.min() < 0:
         raise TokenizerError(f"{where}: merge {int(made.argmin())} makes a piece that the vocabulary does not have")
     # No merge may lead to a control token, whatever the file says: plain text would turn into it.
-    forged = [number for number, content, special in added if is_control(content, special)]
+    dropped = [number for number, content, special in added if is_control(content, special)]
+    if vocabulary.split_newlines:
+        # A split text never merges a newline with another character, so dropping such merges gives the ids of a split text.
+        dropped += [number for number, piece in enumerate(pieces) if "\n" in piece and piece.strip("\n")]
     order = np.lexsort((np.arange(len(made)), right, left))
-    order = order[~np.isin(made[order], forged)]
+    order = order[~np.isin(made[order], dropped)]
     pair = left[order].astype(np.int64) << 32 | right[order]
     last = np.append(
         pair[1:] != pair[:-1], [True] * min(1, len(pair))
