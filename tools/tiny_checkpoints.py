@@ -46,6 +46,17 @@ def _gemma2(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _vaultgemma(**changes: Any) -> dict[str, Any]:
+    """As current transformers write it."""
+    config = _gemma2(model_type="vaultgemma", architectures=["VaultGemmaForCausalLM"], **changes)
+    del config["rope_theta"]
+    types = [
+        "full_attention" if n in (2, 3) else "sliding_attention" for n in range(1, config["num_hidden_layers"] + 1)
+    ]
+    rope = {"rope_type": "default", "rope_theta": 20000.0}
+    return config | {"layer_types": types, "rope_parameters": rope}
+
+
 def _gemma3(**changes: Any) -> dict[str, Any]:
     """As current transformers write it."""
     layers = changes.get("num_hidden_layers", 7)
@@ -97,6 +108,9 @@ VARIANTS = {
     "gemma2-no-caps": Variant(
         _gemma2(attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=5, num_attention_heads=6,
                 num_key_value_heads=2, hidden_size=36), dtype="F16", shards=3),
+    "vaultgemma": Variant(_vaultgemma()),
+    "vaultgemma-no-caps": Variant(
+        _vaultgemma(attn_logit_softcapping=None, final_logit_softcapping=None, num_key_value_heads=1), dtype="BF16"),
     "gemma3": Variant(_gemma3()),
     "gemma3-old-config": Variant(_old_gemma3(rope_scaling={"rope_type": "linear", "factor": 4.0}), dtype="BF16"),
     "gemma3-scaled-untied": Variant(
@@ -111,6 +125,19 @@ VARIANTS = {
         _multimodal(_old_gemma3(rope_scaling={"rope_type": "linear", "factor": 8.0})), dtype="F16",
         prefix="language_model.model.", extra=_VISION_TENSORS),
 }  # fmt: skip
+
+
+# A layer's norms of width D, by model type; those of other types have all four.
+_NORMS = {
+    "gemma": ("input_layernorm", "post_attention_layernorm"),
+    "vaultgemma": ("input_layernorm", "pre_feedforward_layernorm"),
+}
+_FOUR_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 def gaussians(seed: int, count: int) -> np.ndarray:
@@ -131,9 +158,7 @@ def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
     H, G = c["num_attention_heads"], c["num_key_value_heads"]
     p = variant.prefix
     table: dict[str, tuple[int, ...]] = {f"{p}embed_tokens.weight": (c["vocab_size"], D), f"{p}norm.weight": (D,)}
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if c["model_type"] != "gemma":
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    norms = _NORMS.get(c["model_type"], _FOUR_NORMS)
     for n in range(c["num_hidden_layers"]):
         layer = f"{p}layers.{n}."
         table |= {f"{layer}self_attn.{x}_proj.weight": (rows * E, D) for x, rows in (("q", H), ("k", G), ("v", G))}

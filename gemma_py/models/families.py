@@ -9,7 +9,7 @@ from gemma_py.models.family import Family, ModelDescription
 from gemma_py.models.fields import Fields
 
 FAMILIES = (gemma.FAMILY,)
-_LATER = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "vaultgemma", "t5gemma")
+_LATER = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "t5gemma")
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 

@@ -1,6 +1,7 @@
-"""Gemma 1, 2 and 3: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
+"""Gemma 1, 2 and 3 and VaultGemma: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
 
 Gemma 2 adds to Gemma 1 norms of the outputs of attention and feed-forward, soft caps, and sliding windows.
+VaultGemma is Gemma 2 without these two norms.
 Gemma 3 adds to Gemma 2 norms of queries and keys, and a separate rope for sliding layers.
 """
 
@@ -43,7 +44,12 @@ _HEAD_NORMS = (
     ("q_norm", "self_attn.q_norm", "attn_q_norm", "E"),
     ("k_norm", "self_attn.k_norm", "attn_k_norm", "E"),
 )
-_NORMS = {"gemma": _GEMMA1_NORMS, "gemma2": _GEMMA2_NORMS, "gemma3": _GEMMA2_NORMS + _HEAD_NORMS}
+_NORMS = {
+    "gemma": _GEMMA1_NORMS,
+    "gemma2": _GEMMA2_NORMS,
+    "vaultgemma": tuple(norm for norm in _GEMMA2_NORMS if not norm[0].startswith("post_")),
+    "gemma3": _GEMMA2_NORMS + _HEAD_NORMS,
+}
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
@@ -101,7 +107,7 @@ def write(p: Program) -> None:
         p.matmul("a", "y", f"{of}o_proj")
 
         p.phase("middle", number)
-        p.add("x", "y", "" if config.model_type == "gemma" else f"{of}post_attention_norm")
+        p.add("x", "y", _present(p, f"{of}post_attention_norm"))
         p.norm("x", "n", f"{of}pre_feedforward_norm")
         p.phase("gate and up", number)
         p.matmul("n", "gate", f"{of}gate_proj")
@@ -111,12 +117,17 @@ def write(p: Program) -> None:
         p.phase("down", number)
         p.matmul("gate", "y", f"{of}down_proj")
         p.phase("end", number)
-        p.add("x", "y", "" if config.model_type == "gemma" else f"{of}post_feedforward_norm")
+        p.add("x", "y", _present(p, f"{of}post_feedforward_norm"))
         p.norm("x", "n", "norm" if number == last else f"layers.{number + 1}.input_norm")
     p.phase("end", last, WANTED)
     p.take("n", "last")
     p.phase("head", last + 1, WANTED)
     p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
+
+
+def _present(p: Program, gain: str) -> str:
+    """The gain's name, or "" where the model type has no such norm."""
+    return gain if gain in p.tensors else ""
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
@@ -129,13 +140,15 @@ _DEFAULTS = {
               "max_position_embeddings": 8192},
     "gemma2": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
                "max_position_embeddings": 8192},
+    "vaultgemma": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+                   "max_position_embeddings": 8192},
     "gemma3": {"vocab_size": 262_208, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
                "max_position_embeddings": 131_072},
 }  # fmt: skip
 # The default soft caps by model type. For a model type without an entry, the field is ignored, as in transformers.
 _CAPS: dict[str, dict[str, float | None]] = {
-    "attn_logit_softcapping": {"gemma2": 50.0},
-    "final_logit_softcapping": {"gemma2": 30.0, "gemma3": None},
+    "attn_logit_softcapping": {"gemma2": 50.0, "vaultgemma": 50.0},
+    "final_logit_softcapping": {"gemma2": 30.0, "vaultgemma": 30.0, "gemma3": None},
 }
 
 
@@ -216,7 +229,7 @@ def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
     window = fields.integer("sliding_window", 4096)
     types = fields.values.get("layer_types")
     if types is None:
-        pattern = fields.integer("sliding_window_pattern", 2 if kind == "gemma2" else 6)
+        pattern = fields.integer("sliding_window_pattern", 6 if kind == "gemma3" else 2)
         types = [_SLIDING if number % pattern else _FULL for number in range(1, count + 1)]
     if not isinstance(types, list) or len(types) != count or not all(entry in (_SLIDING, _FULL) for entry in types):
         fields.fail("layer_types", f"a list of {count} entries, each {_SLIDING} or {_FULL}")
@@ -335,8 +348,11 @@ def _ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
     return full, Rope(fields.number("rope.freq_base_swa", 10_000.0))
 
 
+# ShieldGemma 1 has the model type of Gemma 2; MedGemma and FunctionGemma have those of Gemma 3.
+_MODEL_TYPES = {"gemma": "gemma", "gemma2": "gemma2", "vaultgemma": "vaultgemma", "gemma3": "gemma3",
+                "gemma3_text": "gemma3", "shieldgemma2": "gemma3"}  # fmt: skip
 FAMILY = Family(
-    model_types={"gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3", "gemma3_text": "gemma3"},
+    model_types=_MODEL_TYPES,
     architectures=("gemma", "gemma2", "gemma3"),
     config_from_hf=config_from_hf,
     config_from_gguf=config_from_gguf,
