@@ -147,7 +147,7 @@ def test_control_tokens_are_known_by_name_whatever_a_gguf_calls_them(tmp_path: P
     ({"tokenizer.ggml.merges": ["e t", "et"]}, r"merges\[1\] should be two tokens"),
     ({"tokenizer.ggml.merges": ["e nothing"]}, r"merges\[0\] should be two tokens"),
     ({"tokenizer.ggml.merges": ["e t h"]}, r"merges\[0\] should be two tokens"),
-    ({"tokenizer.ggml.merges": ["<|turn> <|turn>"]}, "makes a piece that the vocabulary does not have"),
+    ({"tokenizer.ggml.merges": ["<|turn> <|turn>"]}, "produces a piece that is not in the vocabulary"),
     ({"tokenizer.ggml.token_type": np.ones(3, np.int32)}, "token_type should have"),
     ({"tokenizer.ggml.token_type": None}, "token_type should have"),
     ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": np.ones(2, np.int32)}, "twice"),
