@@ -1,6 +1,6 @@
-"""Tiny random checkpoints of every family and file layout, for tests and goldens. Library; needs numpy and safetensors.
+"""Tiny random checkpoints of every model family and file layout, for tests. A library; needs numpy and safetensors.
 
-The weights come from splitmix64 and integer arithmetic, so a seed gives the same file with any version of numpy.
+The weights are computed with splitmix64 and integer arithmetic, so a seed gives equal files with any version of numpy.
 """
 
 import json
@@ -15,14 +15,16 @@ import safetensors.numpy
 
 @dataclass(frozen=True)
 class Variant:
-    """config: as config.json has it. dtype: F32, F16 or BF16. shards: files. prefix: of all text tensors."""
+    """A kind of checkpoint. config: the content of config.json. dtype: F32, F16 or BF16. shards: number of files.
+    prefix: of all text tensors.
+    """
 
     config: dict[str, Any]
     dtype: str = "F32"
     shards: int = 1
     prefix: str = "model."
-    head: str | None = None  # name of an untied head
-    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tensors of other parts
+    head: str | None = None  # the name of an output head that is not tied to the embedding
+    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of tensors outside the text model
 
 
 def _gemma1(**changes: Any) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def _vaultgemma(**changes: Any) -> dict[str, Any]:
 
 
 def _gemma3(**changes: Any) -> dict[str, Any]:
-    """As current transformers write it."""
+    """Return a Gemma 3 config as current versions of transformers write configs."""
     layers = changes.get("num_hidden_layers", 7)
     return {
         "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 96, "hidden_size": 32,
@@ -76,7 +78,7 @@ def _gemma3(**changes: Any) -> dict[str, Any]:
 
 
 def _old_gemma3(**changes: Any) -> dict[str, Any]:
-    """As transformers 4.50 wrote it."""
+    """Return a Gemma 3 config as transformers 4.50 wrote configs."""
     config = _gemma3(rope_theta=1000000.0, rope_local_base_freq=10000.0, sliding_window_pattern=3, **changes)
     del config["rope_parameters"], config["layer_types"]
     return config
@@ -141,7 +143,7 @@ _FOUR_NORMS = (
 
 
 def gaussians(seed: int, count: int) -> np.ndarray:
-    """Nearly normal f32 numbers: sums of four uniform 16-bit fields of splitmix64, of variance 1."""
+    """Return almost normal f32 numbers of variance 1: sums of four uniform 16-bit fields of splitmix64."""
     with np.errstate(over="ignore"):
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed * 1_000_003)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -152,7 +154,7 @@ def gaussians(seed: int, count: int) -> np.ndarray:
 
 
 def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's tensors of the text model."""
+    """Return the shapes of the text model's tensors, by Hugging Face name."""
     c = variant.config.get("text_config", variant.config)
     D, F, E = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     H, G = c["num_attention_heads"], c["num_key_value_heads"]
@@ -174,7 +176,7 @@ def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
 
 
 def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
-    """f32 values that the variant's dtype holds exactly."""
+    """Return random f32 values that the variant's dtype represents exactly."""
     made = {}
     for number, (name, shape) in enumerate(shapes(variant).items()):
         spread = 0.3 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
@@ -188,7 +190,9 @@ def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
 
 
 def save_safetensors(path: Path, values: dict[str, np.ndarray], dtype: str) -> None:
-    """safetensors' numpy side has no bfloat16, so the halves are stored as uint16 and renamed in the header."""
+    """Write a safetensors file. Stores bfloat16 as uint16 and renames the type in the header, because numpy has no
+    bfloat16.
+    """
     if dtype == "F16":
         values = {name: value.astype(np.float16) for name, value in values.items()}
     elif dtype == "BF16":
