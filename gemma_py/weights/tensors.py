@@ -39,7 +39,7 @@ class CodeMatrix:
 
     codes: np.ndarray  # int8 [N, K]
     block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: for scales and, if the format has them, for minimums
-    sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group]: for scales and minimums; empty if the format has no sub-scales
+    sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group]: for scales and minimums; empty without sub-scales
     width: int  # the number of bits of code + offset
     offset: int  # code + offset is not negative
 
