@@ -24,7 +24,7 @@ from gemma_py.reference.elementary import exp, exp64, log64, sine_cosine64, tanh
 from gemma_py.weights.tensors import FloatMatrix, Matrix, StoredMatrix
 
 BLOCK = 32  # the number of input values that share a scale in `quantise`
-TILE = 32  # the number of keys after which `attend` updates the running maximum
+TILE = 32  # the number of keys in a tile of `attend`
 
 _F = np.float32
 _ZERO, _ONE, _HALF, _INFINITY = _F(0.0), _F(1.0), _F(0.5), _F(np.inf)

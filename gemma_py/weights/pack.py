@@ -22,12 +22,12 @@ FLOATS, BF16_FLOATS, CODES = range(3)  # values of KIND: float32, bfloat16, quan
 class PackedArrays(NamedTuple):
     """The arenas and tables of packed weights.
 
-    The arrays are read-only. To numba, writable arrays are another type, for which the forward pass would be compiled again.
+    The arrays are read-only. numba would compile the forward pass again for writable arrays, which have another type.
     """
 
     floats: np.ndarray  # f32 panels
     bf16: np.ndarray  # bfloat16 panels, as uint16
-    codes: np.ndarray  # int8: the bytes of code panels
+    codes: np.ndarray  # int8: the bytes of panels of quantised matrices
     gains: np.ndarray  # f32: the gains of all norms, one after another
     matrices: np.ndarray  # int64 [matrices, 11]
 

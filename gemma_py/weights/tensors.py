@@ -40,7 +40,7 @@ class CodeMatrix:
 
     codes: np.ndarray  # int8 [N, K]
     block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: for scales and, if the format has them, for minimums
-    sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group]: likewise; empty if the format has no sub-scales
+    sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group]: for scales and minimums; empty without sub-scales
     width: int  # the number of bits of code + offset
     offset: int  # code + offset is not negative
 
@@ -285,7 +285,7 @@ def stays_float(quant: str, tensor: StoredTensor) -> bool:
 
 
 def quantised_to(quant: str | None, tensor: StoredTensor) -> StoredTensor:
-    """Return the matrix quantised to the type `quant`, or unchanged if quant is None or the matrix stays float."""
+    """Return the matrix quantised to the type `quant`, or unchanged if quant is None or if `stays_float`."""
     if quant is None:
         return tensor
     if tensor.type.quantised:
