@@ -50,6 +50,17 @@ def _gemma2(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _vaultgemma(**changes: Any) -> dict[str, Any]:
+    """As current transformers write it."""
+    config = _gemma2(model_type="vaultgemma", architectures=["VaultGemmaForCausalLM"], **changes)
+    del config["rope_theta"]
+    types = [
+        "full_attention" if n in (2, 3) else "sliding_attention" for n in range(1, config["num_hidden_layers"] + 1)
+    ]
+    rope = {"rope_type": "default", "rope_theta": 20000.0}
+    return config | {"layer_types": types, "rope_parameters": rope}
+
+
 def _gemma3(**changes: Any) -> dict[str, Any]:
     """As current transformers write it."""
     layers = changes.get("num_hidden_layers", 7)
@@ -101,6 +112,9 @@ VARIANTS = {
     "gemma2-no-caps": Variant(
         _gemma2(attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=5, num_attention_heads=6,
                 num_key_value_heads=2, hidden_size=36), dtype="F16", shards=3),
+    "vaultgemma": Variant(_vaultgemma()),
+    "vaultgemma-no-caps": Variant(
+        _vaultgemma(attn_logit_softcapping=None, final_logit_softcapping=None, num_key_value_heads=1), dtype="BF16"),
     "gemma3": Variant(_gemma3()),
     "gemma3-old-config": Variant(_old_gemma3(rope_scaling={"rope_type": "linear", "factor": 4.0}), dtype="BF16"),
     "gemma3-scaled-untied": Variant(

@@ -1,11 +1,11 @@
-"""Tiny variants of Gemma 3n, Gemma 4, VaultGemma and the embedding models, fixed ones and ones of drawn shape. Library."""
+"""Tiny variants of Gemma 3n, Gemma 4 and the embedding models, and variants of drawn shape. Library."""
 
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tiny_checkpoints import Variant, _gemma3
+from tiny_checkpoints import Variant, _gemma3, _vaultgemma
 from tiny_shapes import FULL, SLIDING, Config, Shapes, unused_kv
 
 _MINUS_INFINITY: Shapes = {"audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()}  # as clipped layers store it
@@ -102,14 +102,6 @@ def gemma3n(types: list[str] = _MIXED, **changes: Any) -> Config:
     }  # fmt: skip
 
 
-def vaultgemma(types: list[str], **changes: Any) -> Config:
-    return {
-        **_common("vaultgemma", types), "architectures": ["VaultGemmaForCausalLM"], "query_pre_attn_scalar": 20,
-        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, **changes,
-    }  # fmt: skip
-
-
 def embedding_gemma(**changes: Any) -> Config:
     """The backbone of EmbeddingGemma: Gemma 3 with attention in two directions."""
     bidirectional = {"use_bidirectional_attention": True, "architectures": ["Gemma3TextModel"], "vocab_size": 64}
@@ -168,10 +160,6 @@ VARIANTS = {
     "gemma3n-wrapped": wrapped(
         gemma3n(altup_active_idx=1, altup_num_inputs=3, altup_correct_scale=False, num_key_value_heads=1,
                 intermediate_size=[40 + 4 * n for n in range(7)]), dtype="BF16"),
-    "vaultgemma": Variant(vaultgemma([SLIDING, FULL] * 2)),
-    "vaultgemma-no-caps": Variant(
-        vaultgemma([FULL, SLIDING, SLIDING], attn_logit_softcapping=None, final_logit_softcapping=None,
-                   sliding_window=5, num_key_value_heads=1), dtype="BF16"),
     "embeddinggemma": Variant(embedding_gemma(), prefix="", dense=(40, 32)),
     "embeddinggemma-backbone": Variant(
         embedding_gemma(num_key_value_heads=1, sliding_window=6), prefix="", dtype="BF16"),
@@ -262,9 +250,10 @@ def _drawn_gemma3n(rng: random.Random) -> Variant:
 
 
 def _drawn_vaultgemma(rng: random.Random) -> Variant:
-    types = [rng.choice([FULL, SLIDING]) for _ in range(rng.randint(1, 6))]
     caps = {name: rng.choice([None, 2.0, 50.0]) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-    config = vaultgemma(types, **_drawn_sizes(rng), **caps, query_pre_attn_scalar=rng.choice([7, 16, 64]))
+    types = [rng.choice([FULL, SLIDING]) for _ in range(rng.randint(1, 6))]
+    own = caps | {"num_hidden_layers": len(types), "query_pre_attn_scalar": rng.choice([7, 16, 64])}
+    config = _vaultgemma(**(_drawn_sizes(rng) | own)) | {"layer_types": types}
     return Variant(config, dtype=rng.choice(["F32", "BF16"]))
 
 

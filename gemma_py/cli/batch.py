@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gemma_py
-from gemma_py.cli.common import add_model, note_kept_float, print_json
+from gemma_py.cli.common import add_model, note_exceptions, print_json
 from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.cli.serve import add_service, model_name, needs_extra
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
             args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
         ) as engine,
     ):
-        note_kept_float(engine)
+        note_exceptions(engine)
         scheduler = Scheduler(engine, args.parallel)
         try:
             service = Service(engine, scheduler, args.name or model_name(args.model), args.template)

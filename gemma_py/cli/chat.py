@@ -17,7 +17,7 @@ from collections.abc import Callable
 import gemma_py
 from gemma_py.chat.conversation import AnswerStats, Conversation, TokenStream
 from gemma_py.cli.chat_commands import COMMANDS, arguments, run_command
-from gemma_py.cli.common import add_engine, add_model, positive, read_standard_input
+from gemma_py.cli.common import add_engine, add_model, note_exceptions, positive, read_standard_input
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.cli.sampling import add_sampling, sampling_options
 from gemma_py.cli.screen import PlainScreen, Screen, Stopped
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
         sampling = engine.chat_sampling(sampling_options(args))
         conversation = Conversation(engine, args.system, sampling, args.template, args.max_tokens, args.stop)
         screen.waiting("")
+        note_exceptions(engine)
         chat = Chat(conversation, screen)
         if prompt is not None:
             chat.answer(lambda: conversation.send(prompt))

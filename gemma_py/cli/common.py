@@ -5,7 +5,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -131,12 +131,20 @@ def add_quant(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def note_kept_float(engine: "Engine") -> None:
-    """Warns about the weights that --quant could not quantise."""
+def note_exceptions(engine: "Engine") -> None:
+    """Says which parts of the checkpoint are not used, and warns about the weights that --quant could not quantise."""
+    left_out = engine.checkpoint.left_out
+    if left_out:
+        notify(f"only the text model is used; tensors left out: {parts(left_out)}")
     names = engine.kept_float
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         notify(f"rows are not whole blocks of {engine.quant}, left as floats: {names[0]!r:.80}{more}")
+
+
+def parts(left_out: Mapping[str, int]) -> str:
+    """The parts of a multimodal checkpoint that are left out, each with its number of tensors."""
+    return ", ".join(f"{name} {count}" for name, count in left_out.items())
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:

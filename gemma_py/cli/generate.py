@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import gemma_py
-from gemma_py.cli.common import add_engine, add_input, add_model, note_kept_float, positive, print_json, read_input
+from gemma_py.cli.common import add_engine, add_input, add_model, note_exceptions, positive, print_json, read_input
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.cli.sampling import add_sampling, sampling_options
 from gemma_py.errors import InputError
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     with gemma_py.load(
         args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
     ) as engine:
-        note_kept_float(engine)
+        note_exceptions(engine)
         ids = read_input(args, engine)
         if engine.tokenizer is None and not args.json:
             raise InputError(f"{args.model}: the checkpoint has no tokenizer; use --json to get token ids")

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from gemma_py.catalog import resolve
-from gemma_py.cli.common import add_model, print_json, size
+from gemma_py.cli.common import add_model, parts, print_json, size
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -53,6 +53,7 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
             }
             for number, layer in enumerate(config.layers)
         ],
+        "left_out": dict(checkpoint.left_out),
         "types": {name: {"tensors": counts[name], "bytes": types[name]} for name in types},
         "tokenizer": None
         if tokenizer is None
@@ -120,6 +121,7 @@ def run(args: argparse.Namespace) -> None:
             f"{tokenizer['size']} pieces, {tokenizer['control_tokens']} control tokens, bos {tokenizer['bos']}, "
             f"end {', '.join(map(str, made['eos_token_ids']))}"),
         ("template", "none" if template is None else f"{len(template)} characters"),
+        ("left out", parts(made["left_out"]) or "nothing"),
     ]  # fmt: skip
     for name, text in rows:
         print(f"{name:10} {text}")

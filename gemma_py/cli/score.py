@@ -7,7 +7,7 @@ import argparse
 import math
 
 import gemma_py
-from gemma_py.cli.common import add_engine, add_input, add_model, note_kept_float, print_json, read_input
+from gemma_py.cli.common import add_engine, add_input, add_model, note_exceptions, print_json, read_input
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.generate.sampling import perplexity
 
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> None:
     with gemma_py.load(
         args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
     ) as engine:
-        note_kept_float(engine)
+        note_exceptions(engine)
         ids = read_input(args, engine)
         values = []
         for number, value in enumerate(engine.score(ids), 1):

@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import gemma_py
-from gemma_py.cli.common import add_engine, add_model, natural, note_kept_float, notify, positive
+from gemma_py.cli.common import add_engine, add_model, natural, note_exceptions, notify, positive
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.errors import InputError
 
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
             args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
         ) as engine,
     ):
-        note_kept_float(engine)
+        note_exceptions(engine)
         url = address(listening)
         scheduler = Scheduler(engine, args.parallel, args.queue)
         try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import gemma_py
 from gemma_py.checks import trace_file, verify
-from gemma_py.cli.common import add_model, add_quant, counts, natural, note_kept_float, positive, print_json
+from gemma_py.cli.common import add_model, add_quant, counts, natural, note_exceptions, positive, print_json
 from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.errors import MismatchError
 from gemma_py.generate.engine import Engine
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
     with ProgressBar("checking", wanted=not args.json) as progress:
         with open_engine(max(args.threads)) as engine:  # invalid arguments are errors before the long computation
-            note_kept_float(engine)
+            note_exceptions(engine)
             wanted, theirs = args.tokens, None
             if args.against is not None:
                 theirs = trace_file.read_trace(args.against)

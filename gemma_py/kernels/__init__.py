@@ -1,1 +1,1 @@
-"""Numba kernels: pure functions of arrays and scalars. They know no files, no config and no engine."""
+"""Numba kernels: functions of arrays and scalars, without access to files, configuration or the engine."""

@@ -1,8 +1,9 @@
-"""What threads need of the machine: atomic access to int64 cells, a spin hint, a clock, and a check for IEEE arithmetic.
+"""Atomic access to int64 cells, a spin-loop hint, a clock, and a check for IEEE arithmetic.
 
-A cell is one element of a contiguous int64 array. A load acquires and a store releases: a thread that loads a value sees
-everything that was written before that value was stored. So a plain array can be handed from one thread to another; the
-runtime relies on nothing else.
+A cell is one element of a contiguous int64 array. Loads have acquire ordering and stores have release ordering: a
+thread that loads a value from a cell also sees everything that the storing thread wrote before it stored that value.
+One thread can therefore hand a plain array to another thread through a cell. The runtime relies on no other memory
+ordering.
 """
 
 import time
@@ -16,7 +17,7 @@ from numba.extending import intrinsic
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.intrinsics import bits_of_f32
 
-_WORD = 8  # bytes; numpy aligns to 16, so no cell is ever torn
+_WORD = 8  # size and alignment of a cell in bytes; numpy aligns arrays to 16 bytes
 
 
 def _is_cells(array):
@@ -30,7 +31,9 @@ def _pointer(context, builder, sig, args):
 
 @intrinsic
 def load_acquire(typing, array, index):
-    """The cell's value. What its writer wrote before storing it is visible from here on."""
+    """Return a cell's value, with acquire ordering: everything written before the matching `store_release` is visible
+    afterwards.
+    """
     if not _is_cells(array):
         return None
 
@@ -42,7 +45,9 @@ def load_acquire(typing, array, index):
 
 @intrinsic
 def store_release(typing, array, index, value):
-    """Set the cell. What this thread wrote before is visible to every thread that loads the value."""
+    """Set a cell, with release ordering: a thread that loads this value sees everything that the calling thread wrote
+    before.
+    """
     if not _is_cells(array):
         return None
 
@@ -55,7 +60,7 @@ def store_release(typing, array, index, value):
 
 @intrinsic
 def fetch_add(typing, array, index, value):
-    """Add to the cell and return its value before, in one atomic step that acquires and releases."""
+    """Add `value` to a cell atomically, with acquire and release ordering, and return the cell's previous value."""
     if not _is_cells(array):
         return None
 
@@ -67,7 +72,7 @@ def fetch_add(typing, array, index, value):
 
 @intrinsic
 def compare_exchange(typing, array, index, expected, value):
-    """Set the cell if it holds `expected`, in one atomic step; return its value before."""
+    """Set a cell to `value` atomically if the cell holds `expected`, and return the cell's previous value."""
     if not _is_cells(array):
         return None
 
@@ -85,19 +90,23 @@ def _call_libc(builder, name, operands):
 
 @intrinsic
 def yield_cpu(typing):
-    """Let another thread run on this core, if one is waiting. POSIX, so the same on Linux and macOS."""
+    """Call POSIX `sched_yield`, which lets another waiting thread run on this core."""
     return types.int32(), lambda context, builder, sig, args: _call_libc(builder, "sched_yield", args)
 
 
 @intrinsic
 def sleep_microseconds(typing, duration):
-    """Sleep for less than a second. Only tests do: nothing on the normal path sleeps."""
+    """Call POSIX `usleep` for less than a second. Only tests call this function."""
     return types.int32(types.uint32), lambda context, builder, sig, args: _call_libc(builder, "usleep", args)
 
 
 @intrinsic
 def nanoseconds(typing):
-    """libc's monotonic clock. (Cycle counters differ between machines, and some machines forbid reading them.)"""
+    """Return libc's monotonic clock in nanoseconds.
+
+    The processor's cycle counter is not used, because its rate differs between machines and some machines forbid
+    reading it.
+    """
 
     def codegen(context, builder, sig, args):
         second_and_rest = cgutils.alloca_once(builder, ir.LiteralStructType([ir.IntType(64), ir.IntType(64)]))
@@ -110,7 +119,7 @@ def nanoseconds(typing):
 
 @intrinsic
 def spin_hint(typing):
-    """Tell the core that it is in a spin loop: x86's pause, ARM's yield, nothing elsewhere."""
+    """Tell the core that this thread is in a spin loop: `pause` on x86, `yield` on ARM, no instruction elsewhere."""
 
     def codegen(context, builder, sig, args):
         machine = binding.get_process_triple().split("-")[0]
@@ -126,30 +135,33 @@ def spin_hint(typing):
     return types.void(), codegen
 
 
-# Passed as an array, so that no compiler computes the answers in advance.
+# Operands of `_is_ieee`, passed in an array so that the compiler cannot compute the results at compile time.
 _PROBE = np.array([2.0**-140, 1.0, 2.0**-126, 0.5, 2.0**-24, 1.5 * 2.0**-24, 0.5 * 2.0**-24], np.float32)
 
 
 @inlined
 def _product_is_not_zero(a, b):
-    """Judged by its bits: a comparison of floats could itself treat a subnormal as zero."""
+    """Return whether a * b is nonzero, judged by its bits because a float comparison could treat a subnormal as zero."""
     return bits_of_f32(a * b) != 0
 
 
 @kernel
 def _is_ieee(probe):
     small, one, least, half, tie, above, below = probe[0], probe[1], probe[2], probe[3], probe[4], probe[5], probe[6]
-    subnormal = _product_is_not_zero(small, one) and _product_is_not_zero(least, half)  # as an operand, and as a result
+    subnormal = _product_is_not_zero(small, one) and _product_is_not_zero(
+        least, half
+    )  # subnormal operand, subnormal result
     up = bits_of_f32(one + above) == bits_of_f32(one) + 1 and bits_of_f32(-one - above) == bits_of_f32(-one) + 1
     down = bits_of_f32(one + below) == bits_of_f32(one) and bits_of_f32(-one - below) == bits_of_f32(-one)
     return subnormal and up and down and bits_of_f32(one + tie) == bits_of_f32(one)
 
 
 def is_ieee() -> bool:
-    """Whether the calling thread keeps subnormals and rounds to nearest even.
+    """Return whether the calling thread keeps subnormal floats and rounds to nearest even.
 
-    Both are switches of a thread, which a new thread inherits. Some libraries flush subnormals to zero for speed
-    (those compiled with -ffast-math when they are loaded, and torch.set_flush_denormal); the bits would then depend on
-    which libraries a program has loaded.
+    Subnormals and rounding are modes of each thread, and a new thread inherits the modes of its creator. Some libraries
+    make a thread flush subnormals to zero for speed: those compiled with -ffast-math do so when they are loaded, and
+    torch.set_flush_denormal does so on request. The computed bits would then depend on which libraries a program has
+    loaded.
     """
     return bool(_is_ieee(_PROBE))

@@ -1,13 +1,12 @@
-"""Attention of a block of queries to a ring of keys, with the same bits as `reference.operations.attend`.
+"""Attention of a block of queries to a ring of keys and values, bit-identical to `reference.operations.attend`.
 
-A query is one head at one position. The query heads that share a key/value head form, together with some neighbouring
-positions, a block of queries; each query sees its own range of keys. Vector lanes hold different queries while scores
-are computed, and different columns of a head while values are added up, so that every sum stays one chain: e ascending
-for a score, t ascending for an output.
+A query is one head at one position. A block of queries holds the query heads that share one key/value head, at some
+neighbouring positions. Each query sees its own range of keys. Each vector lane computes the score of one query and one
+key, or one column of an output, so every sum is one chain: e ascending for a score, t ascending for an output.
 
-Position t is row t % capacity of the ring. A key outside a query's range never enters its sums: its score is discarded by
-a select, not multiplied by 0, because the row may hold anything, even NaN. Rows that no query of the block sees are not
-read.
+Position t is stored in row t % capacity of the ring. If a query does not see a key, a select discards the key's score.
+Multiplying the score by 0 would be wrong, because a row may hold anything, even NaN. Rows that no query of the block
+sees are not read.
 """
 
 import numpy as np
@@ -55,9 +54,9 @@ _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 
 @inlined
 def _prefetch_rows(array, ring, base, t, stop, left, right):
-    """Prefetch columns left .. right - 1 of positions t .. stop - 1.
+    """Prefetch columns left .. right - 1 of the rows of positions t .. stop - 1.
 
-    A few queries compute little with each row, so the hardware prefetcher would come too late.
+    A block of few queries computes little with each row, so the hardware prefetcher would come too late.
     """
     for position in range(t, stop):
         row = base + position % ring.capacity * ring.row_stride
@@ -70,10 +69,10 @@ def _prefetch_rows(array, ring, base, t, stop, left, right):
 
 @inlined
 def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
-    """out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for neighbouring keys and COLUMNS queries.
+    """Compute out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for COLUMNS queries.
 
-    Queries are in the lanes, so a key's element is loaded once and multiplied with all of them. A tile with fewer than
-    ROWS keys left repeats the last key; those results go to padding rows of `out`.
+    The lanes hold queries, so each element of a key is loaded once and multiplied with all queries. Where fewer than
+    ROWS keys are left, the last key is computed repeatedly, and the repeated results go to padding rows of `out`.
     """
     for key in range(0, keys, ROWS):
         k = row_offsets(row + key * ring.row_stride, ring.row_stride, keys - key, ROWS)
@@ -85,9 +84,10 @@ def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
 
 @inlined
 def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
-    """The same sums for sixteen keys, which are in the lanes here, and four queries from `lane` on. E is a multiple of 4.
+    """Compute the scores of sixteen keys and four queries, the first of which is query `lane`.
 
-    A decoded token has few queries, which would leave most lanes of the other form empty.
+    The lanes hold keys. A decoded token has few queries, which would leave most lanes empty in
+    `_scores_by_query_lanes`. E must be a multiple of 4.
     """
     s0, s1, s2, s3 = zero(), zero(), zero(), zero()
     for e in range(0, ring.E, 4):
@@ -105,9 +105,9 @@ def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
 
 @inlined
 def _make_scores(ring, base, begin, end, block, scratch, layout):
-    """The scores of keys begin .. end - 1 of a tile, for all queries of the block.
+    """Compute the scores of keys begin .. end - 1 of a tile for all queries of the block.
 
-    Keys that none of COLUMNS neighbouring queries sees are skipped.
+    For each group of COLUMNS queries, keys that no query of the group sees are skipped.
     """
     for lane in range(0, block.used, COLUMNS):
         first, last = keys_of_any(block, lane, min(lane + COLUMNS, block.used))
@@ -129,18 +129,20 @@ def _make_scores(ring, base, begin, end, block, scratch, layout):
 
 
 def _make_add_values(rows):
-    """The function that adds values for `rows` queries at a time."""
+    """Return the function that adds values to `rows` queries at a time."""
 
     @inlined
     def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right):
-        """out[query, e] = out * rescale[query] + sum over keys of weight[key, query] * v[key, e], for `used` queries.
+        """Compute out[query, e] = out[query, e] * rescale[query] + sum over keys of weight[key, query] * v[key, e].
 
-        The keys are positions t .. t + keys - 1, the columns e are left .. right - 1. weights, rescale and out are indices
-        into scratch, of the first query. Columns are the outer loop, so that the values of a few columns stay in the first
-        cache for all queries; columns that do not fill a vector are computed one by one.
+        The queries are the `used` ones from the first on, the keys are positions t .. t + keys - 1, and the columns e
+        are left .. right - 1. The arguments weights, rescale and out are the first query's indices into `scratch`.
+
+        The outer loop runs over columns, so that the values of a few columns stay in the L1 cache for all queries.
+        Columns that do not fill a vector are computed one by one.
         """
         E, stride, slot, values = ring.E, ring.row_stride, t % ring.capacity, ring.values
-        until_wrap = min(keys, ring.capacity - slot)  # keys until the end of the ring, which then continues at row 0
+        until_wrap = min(keys, ring.capacity - slot)  # keys before the ring wraps around to row 0
         first, wrapped = base + slot * stride, base - until_wrap * stride
         whole = right - (right - left) % COLUMNS
         for e in range(left, whole, COLUMNS):
@@ -173,7 +175,10 @@ _add_values_of_many, _add_values_of_one = _make_add_values(ROWS), _make_add_valu
 
 @inlined
 def _add_values_of_queries(ring, base, begin, t, stop, lane, used, block, scratch, layout):
-    """Add the values of keys t .. stop - 1 to `used` queries that all see them. The tile of keys begins at `begin`."""
+    """Add the values of keys t .. stop - 1 to `used` queries that all see these keys.
+
+    begin: the first position of the tile of keys
+    """
     weights, out = layout.scores + (t - begin) * QUERY_BLOCK + lane, layout.out + lane * ring.E
     left, right = block.left, block.right
     _add_values_of_many(ring, base, t, stop - t, scratch, weights, layout.rescale + lane, out, used, left, right)
@@ -183,7 +188,7 @@ def _add_values_of_queries(ring, base, begin, t, stop, lane, used, block, scratc
 
 @inlined
 def _add_values_of_query(ring, base, begin, t, stop, query, block, scratch, layout):
-    """The same for one query; the range of keys may be empty."""
+    """Add the values of keys t .. stop - 1 to one query. The range of keys may be empty."""
     if t < stop:
         weights, out = layout.scores + (t - begin) * QUERY_BLOCK + query, layout.out + query * ring.E
         left, right = block.left, block.right
@@ -193,11 +198,12 @@ def _add_values_of_query(ring, base, begin, t, stop, query, block, scratch, layo
 
 @inlined
 def _add_values(ring, base, begin, end, block, scratch, layout):
-    """Add the values of keys begin .. end - 1 of a tile, t ascending for each query.
+    """Add the values of keys begin .. end - 1 of a tile to the queries that see them, t ascending for each query.
 
-    If all queries see all keys, they go together. Otherwise ROWS queries go together for the keys that all of them see,
-    and each goes alone for the keys before and after that not all of them see. The first call for a query multiplies its
-    sums by `rescale` and sets that to 1; a query that sees no key of this tile is not touched.
+    If every query sees every key, one call adds all values to all queries. Otherwise ROWS queries are computed together
+    for the keys that each of them sees, and one by one for the keys before and after that range. The first call for a
+    query multiplies the query's sums by `rescale` and sets `rescale` to 1. A query that sees no key of this tile is not
+    changed.
     """
     first, last = keys_of_all(block, 0, block.used)
     if first <= begin and end <= last:
@@ -224,7 +230,7 @@ def _add_values(ring, base, begin, end, block, scratch, layout):
 
 @inlined
 def _sees_any(starts, positions, begin, last):
-    """A mask of the queries that see at least one key of begin .. last."""
+    """Return the mask of the queries that see at least one of the keys begin .. last."""
     return mask_and(less(splat(np.int32(begin - 1)), positions), less(starts, splat(np.int32(last + 1))))
 
 
@@ -235,8 +241,8 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
         score  = soft_cap(scale * score)
         weight = exp(score - maximum)
 
-    A new maximum gives rescale = exp(old maximum - maximum). A key that a query does not see changes neither its maximum
-    nor its sum of weights.
+    If the maximum grows, rescale = exp(old maximum - new maximum) is the factor for all earlier sums. A key that a
+    query does not see changes neither the query's maximum nor the query's sum of weights.
     """
     maximum, s = load(scratch, layout.maximum + lane), layout.scores + lane
     starts, positions = bitcast(load(scratch, layout.starts + lane)), bitcast(load(scratch, layout.positions + lane))
@@ -250,7 +256,7 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
         if not all_seen:
             larger = mask_and(larger, _sees_any(starts, positions, begin + key, begin + key))
         maximum = select(larger, score, maximum)
-    # A query that sees no key of this tile keeps its sums. (Its old maximum may be -infinity: the difference is NaN.)
+    # A query that sees no key of this tile gets rescale 1: the maximum may still be -infinity, and the difference NaN.
     seen = _sees_any(starts, positions, begin, begin + keys - 1)
     rescale = select(seen, exp(sub(before, maximum)), splat(_ONE))
     weight_sum = mul(load(scratch, layout.weight_sum + lane), rescale)
@@ -271,16 +277,17 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
 
 @inlined
 def _row_of(query, heads, H, g, E):
-    """The index at which a query's row of q and of out begins."""
+    """Return the index at which a query's row begins in q and in out."""
     return (query // heads * H + g * heads + query % heads) * E
 
 
 @inlined
 def _load_queries(q, E, H, g, block, scratch, layout):
-    """Transpose the queries into lanes and reset all sums. Unused lanes of the last vectors hold zeros and see no key.
+    """Transpose the queries of a block into lanes, and reset all sums.
 
-    The rows of `out` serve as the buffer from which the queries are transposed. With few queries, the scores of unused
-    lanes are never written, so they are set to zero: leftover subnormal floats would slow down all lanes.
+    Each query is first copied to its row of `out` in the scratch, which serves as the source of the transposition.
+    Unused lanes of the last vectors hold zeros and see no key. In a block of few queries, no score of an unused lane is
+    ever computed, so these scores are set to zero: subnormal floats left in the scratch would slow down every lane.
     """
     if block.used <= FEW_QUERIES:
         for key in range(TILE):
@@ -314,16 +321,19 @@ def _load_queries(q, E, H, g, block, scratch, layout):
 
 @inlined
 def _copy_scores(scores, source, keys, scratch, layout):
-    """Scores that `score_keys` made before.    scores: [keys * 16] f32, read"""
+    """Copy the scores of `keys` keys, which `score_keys` computed, to the scratch.
+
+    scores: [keys * 16] f32, read from index `source` on
+    """
     for key in range(keys):
         store(scratch, layout.scores + key * QUERY_BLOCK, load(scores, source + key * LANES))
 
 
 @inlined
 def _attend_block(q, ring, params, g, block, scores, scratch, out):
-    """out = softmax(scores) * values, for the queries of a block, tile of keys by tile of keys.
+    """Compute out = softmax(scores) * values for the queries of a block, one tile of keys at a time.
 
-    scores: those of a single position if they were made by `score_keys`, or [0]
+    scores: the scores that `score_keys` computed for a single position, or an empty array to compute the scores here
     """
     E, H, base, few = ring.E, params.H, ring.start + g * ring.head_stride, block.used <= FEW_QUERIES
     layout = scratch_layout(E)
@@ -354,12 +364,16 @@ def _attend_block(q, ring, params, g, block, scores, scratch, out):
 
 @inlined
 def attend(q, ring, params, g, origin, first, last, scratch, out):
-    """out[t, h] = sum over s of softmax(soft_cap(scale * q[t, h] . k[s, g]))[s] * v[s, g], s ascending.
+    """Compute out[t, h] = sum over s of softmax(soft_cap(scale * q[t, h] . k[s, g]))[s] * v[s, g], s ascending.
 
-    Computes positions first .. last - 1 and all query heads h that share key/value head g; s are the positions that t sees.
+    One call computes positions first .. last - 1 and all query heads h that share key/value head g. The sum runs over
+    the positions s that position t sees.
 
-    q: [T * H * E] f32, read; row 0 is position `origin`   ring: Ring, read; holds all keys up to the last position
-    params: AttentionParams   scratch: [scratch_size(E)] f32   out: [T * H * E] f32, written for these positions and heads
+    q: [T * H * E] f32, read; row 0 is position `origin`
+    ring: Ring, read; holds all keys and values up to position last - 1
+    params: AttentionParams
+    scratch: [scratch_size(E)] f32, written
+    out: [T * H * E] f32, written for these positions and heads
     """
     heads = params.H // ring.G
     end = (last - origin) * heads
@@ -368,30 +382,35 @@ def attend(q, ring, params, g, origin, first, last, scratch, out):
         _attend_block(q, ring, params, g, block, scratch[:0], scratch, out)
 
 
-# --- one position shared by several workers: first the scores, divided by keys, then the values, divided by columns ----
+# --- one position, computed by several workers: each scores a part of the keys, then adds values for a part of columns
 
 
 @inlined
 def _block_of_one(ring, params, origin, row, left, right):
-    """The queries of position origin + row alone."""
+    """Return the block of the queries at position origin + row."""
     heads = params.H // ring.G
     return Block(row * heads, heads, heads, origin, params.window, left, right)
 
 
 @inlined
 def columns_of_part(part, parts, E):
-    """(first, last + 1) of the columns of one part of E columns; a whole tile of columns belongs to one part."""
+    """Return (first, last + 1) of the columns in one of `parts` parts of E columns.
+
+    A part begins at a multiple of COLUMNS.
+    """
     left, right = E // COLUMNS * part // parts * COLUMNS, E // COLUMNS * (part + 1) // parts * COLUMNS
     return left, right if part < parts - 1 else E
 
 
 @inlined
 def score_keys(q, ring, params, g, origin, row, part, parts, scratch, scores):
-    """scores[s, h] = q[row, h] . k[s, g], before scale and soft cap, for one of `parts` parts of the keys s.
+    """Compute scores[s, h] = q[row, h] . k[s, g], before scale and soft cap, for one of `parts` parts of the keys s.
 
-    The position is origin + row; at most sixteen query heads h share key/value head g.
+    The query position is origin + row. At most sixteen query heads h share key/value head g.
 
-    q: [T * H * E] f32, read   ring: Ring, read   scratch: [scratch_size(E)] f32
+    q: [T * H * E] f32, read
+    ring: Ring, read
+    scratch: [scratch_size(E)] f32, written
     scores: [keys that the position sees * 16] f32, written for the keys of this part
     """
     block, layout = _block_of_one(ring, params, origin, row, 0, ring.E), scratch_layout(ring.E)
@@ -412,9 +431,10 @@ def score_keys(q, ring, params, g, origin, row, part, parts, scratch, scores):
 
 @inlined
 def attend_columns(q, ring, params, g, origin, row, left, right, scores, scratch, out):
-    """`attend` for position origin + row, whose scores are complete, and columns left .. right - 1 of each head.
+    """Compute `attend` for position origin + row and columns left .. right - 1 of each head, from complete scores.
 
-    scores: what `score_keys` wrote, read   out: [T * H * E] f32, written for these columns
+    scores: the scores that `score_keys` computed, read
+    out: [T * H * E] f32, written for these columns
     """
     block = _block_of_one(ring, params, origin, row, left, right)
     _attend_block(q, ring, params, g, block, scores, scratch, out)

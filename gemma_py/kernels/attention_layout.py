@@ -1,4 +1,4 @@
-"""What attention works on: the ring of keys and values, blocks of queries and the keys that they see, and its scratch."""
+"""Data structures of attention: the ring of keys and values, blocks of queries, and the layout of a worker's scratch."""
 
 from typing import NamedTuple
 
@@ -7,26 +7,26 @@ import numpy as np
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.simd.target import USES_ZMM
 
-TILE = 32  # keys between two updates of the running maximum; tiles begin at multiples of it
+TILE = 32  # keys between two updates of the running softmax maximum; a tile begins at a multiple of 32
 LANES = 16
-QUERY_BLOCK = 64  # queries of a block, at most
-FEW_QUERIES = 8  # a block of at most so many computes its scores with keys in the lanes
-ROWS, VECTORS = (8, 2) if USES_ZMM else (4, 1)  # of a tile of totals: as many chains as the machine has registers for
+QUERY_BLOCK = 64  # largest number of queries in a block
+FEW_QUERIES = 8  # in a block of at most 8 queries, vector lanes hold keys while scores are computed
+ROWS, VECTORS = (8, 2) if USES_ZMM else (4, 1)  # size of a tile of accumulators that fits in the vector registers
 COLUMNS = VECTORS * LANES
 
 
 class Ring(NamedTuple):
-    """The keys and values of a layer. Element e of head g at position t has the index
+    """The keys and values of a layer in a ring buffer. Element e of head g at position t has the index
 
         start + t % capacity * row_stride + g * head_stride + e
 
-    A layout of [capacity, G, E] has row_stride = G * E and head_stride = E; one of [G, capacity, E] has row_stride = E and
-    head_stride = capacity * E. The latter is faster: rows that lie a multiple of 4 KiB apart evict each other from the
-    first cache.
+    A layout of [capacity, G, E] has row_stride = G * E and head_stride = E. A layout of [G, capacity, E] has row_stride
+    = E and head_stride = capacity * E. The second layout is faster: in the first one, the rows of a head are G * E
+    elements apart, and rows at a distance of a multiple of 4 KiB evict each other from the L1 cache.
     """
 
-    keys: np.ndarray  # flat arena, f32, or uint16 holding bfloat16
-    values: np.ndarray  # the same
+    keys: np.ndarray  # flat arena: f32, or uint16 that holds bfloat16
+    values: np.ndarray  # flat arena of the dtype of `keys`
     start: int
     capacity: int  # rows
     row_stride: int
@@ -36,27 +36,28 @@ class Ring(NamedTuple):
 
 
 class AttentionParams(NamedTuple):
-    """What turns a dot product q * k into a score, and which keys a query sees."""
+    """The parameters that turn a dot product q . k into a score and determine which keys a query sees."""
 
     H: int  # query heads
-    window: int  # keys that a query sees, its own included; a huge number: all
+    window: int  # number of keys that a query sees, its own key included; a huge number means no limit
     scale: np.float32
-    cap: np.float32  # soft cap of scores, 0 for none
+    cap: np.float32  # soft cap of scores; 0 means no cap
 
 
 class ScratchLayout(NamedTuple):
-    """Where each part of a worker's scratch begins. The last five parts have one number a query."""
+    """The indices at which the parts of a worker's scratch begin.
 
-    q: int  # [QUERY_BLOCK / COLUMNS, E, COLUMNS]: the queries, transposed
-    out: int  # [QUERY_BLOCK, E]: the weighted sum of values so far
-    scores: (
-        int  # [TILE + ROWS, QUERY_BLOCK]: scores of a tile of keys, then their weights; the last ROWS rows are padding
-    )
-    starts: int  # the first key that a query sees, as the bits of an int32
-    positions: int  # a query's own position, as the bits of an int32
-    maximum: int  # of the scores so far
-    weight_sum: int  # of the weights so far
-    rescale: int  # factor by which the sums so far shrink because the maximum grew
+    Each part from `starts` to `rescale` holds one number per query.
+    """
+
+    q: int  # [QUERY_BLOCK / COLUMNS, E, COLUMNS]: the transposed queries
+    out: int  # [QUERY_BLOCK, E]: the weighted sum of the values so far
+    scores: int  # [TILE + ROWS, QUERY_BLOCK]: scores of a tile, later weights; the last ROWS rows are padding
+    starts: int  # first key that each query sees, stored as the bits of an int32
+    positions: int  # position of each query, stored as the bits of an int32
+    maximum: int  # running maximum of each query's scores
+    weight_sum: int  # running sum of each query's weights
+    rescale: int  # exp(old maximum - new maximum), the factor for each query's earlier sums
     end: int
 
 
@@ -71,25 +72,28 @@ def scratch_layout(E):
 
 
 def scratch_size(E: int) -> int:
-    """How many floats of scratch a worker needs for heads of at most this width."""
+    """Return how many f32 numbers of scratch a worker needs for heads of at most E columns."""
     return scratch_layout.py_func(E).end
 
 
 class Block(NamedTuple):
-    """A block of queries, as a range of numbers: query n is head n % heads at position origin + n // heads."""
+    """A block of queries, numbered so that query n is head n % heads at position origin + n // heads."""
 
     first: int
-    used: int  # queries first .. first + used - 1
-    heads: int  # query heads that share the key/value head
-    origin: int  # position of row 0
-    window: int  # keys that a query sees
+    used: int  # number of queries; the block is queries first .. first + used - 1
+    heads: int  # number of query heads that share the key/value head
+    origin: int  # position of row 0 of q and out
+    window: int  # number of keys that a query sees, its own key included
     left: int  # columns left .. right - 1 of each head are computed
     right: int
 
 
 @inlined
 def keys_of_all(block, lane, end):
-    """(first, last + 1) of the keys that every query of lane .. end - 1 sees; none if last + 1 <= first."""
+    """Return (first, last + 1) of the keys that every query in lanes lane .. end - 1 sees.
+
+    The range is empty if last + 1 <= first.
+    """
     first = block.origin + (block.first + lane) // block.heads
     last = block.origin + (block.first + end - 1) // block.heads
     return max(np.int64(0), last - block.window + 1), first + 1
@@ -97,7 +101,10 @@ def keys_of_all(block, lane, end):
 
 @inlined
 def keys_of_any(block, lane, end):
-    """(first, last + 1) of the keys that at least one query of lane .. end - 1 sees. There always is one: its own."""
+    """Return (first, last + 1) of the keys that at least one query in lanes lane .. end - 1 sees.
+
+    The range is never empty, because a query sees the key at its own position.
+    """
     first = block.origin + (block.first + lane) // block.heads
     last = block.origin + (block.first + end - 1) // block.heads
     return max(np.int64(0), first - block.window + 1), last + 1

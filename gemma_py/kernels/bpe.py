@@ -1,4 +1,4 @@
-"""Byte pair encoding: neighbours merge, the best ranked pair first; of equally ranked pairs, the leftmost."""
+"""Byte pair encoding: repeatedly merge the neighbouring pair with the best rank, the leftmost of equally ranked pairs."""
 
 from gemma_py.kernels.decorator import inlined, kernel
 
@@ -7,7 +7,10 @@ _NONE = -1
 
 @inlined
 def _find_merge(left, right, starts, rights):
-    """The number of a pair in the table of merges, or -1. Pairs with the same left half are sorted by their right half."""
+    """Return the index of the pair (left, right) in the table of merges, or -1.
+
+    The search is binary, because pairs with one left half are sorted by right half.
+    """
     low, high = starts[left], starts[left + 1]
     while low < high:
         middle = (low + high) // 2
@@ -20,7 +23,10 @@ def _find_merge(left, right, starts, rights):
 
 @inlined
 def _push(heap, size, key, pair):
-    """Add an entry to the heap and return its new size.    heap: int64 [slots, 2] of (key, number of the pair), smallest key first"""
+    """Add an entry to the binary heap and return the heap's new size.
+
+    heap: int64 [slots, 2] of (key, index of the pair), with the smallest key at the root
+    """
     at = size
     while at > 0 and heap[(at - 1) // 2, 0] > key:
         heap[at, 0], heap[at, 1] = heap[(at - 1) // 2, 0], heap[(at - 1) // 2, 1]
@@ -31,7 +37,7 @@ def _push(heap, size, key, pair):
 
 @inlined
 def _pop(heap, size):
-    """Remove the root and return the new size."""
+    """Remove the root of the heap and return the heap's new size."""
     size -= 1
     key, pair, at = heap[size, 0], heap[size, 1], 0
     while 2 * at + 1 < size:
@@ -48,7 +54,7 @@ def _pop(heap, size):
 
 @inlined
 def _push_pair(ids, at, following, starts, rights, ranks, heap, size):
-    """Push the pair that begins at `at`, if it is one that merges, and return the heap's new size."""
+    """Push the pair of the piece at `at` and the next piece, if the pair can merge, and return the heap's new size."""
     if at < 0 or following[at] < 0:
         return size
     pair = _find_merge(ids[at], ids[following[at]], starts, rights)
@@ -57,10 +63,12 @@ def _push_pair(ids, at, following, starts, rights, ranks, heap, size):
 
 @kernel
 def merge(ids, starts, rights, ranks, made, following, before, heap):
-    """Merge until no pair merges any more; returns how many ids are left, at the front of `ids`.
+    """Merge pairs until no pair can merge, and return how many ids are left at the front of `ids`.
 
-    ids: [n] int64, read and written   following, before: [n] int64, scratch   heap: [3 n, 2] int64, scratch
-    starts: [V + 1] int64, read: pairs starts[v] .. starts[v + 1] - 1 have left half v
+    ids: [n] int64, read and written
+    following, before: [n] int64, scratch
+    heap: [3 n, 2] int64, scratch
+    starts: [V + 1] int64, read: pairs starts[v] .. starts[v + 1] - 1 have the left half v
     rights, ranks, made: [M] int64, read: right half, rank and merged id of each pair
     """
     n, size = ids.shape[0], 0
@@ -71,7 +79,7 @@ def merge(ids, starts, rights, ranks, made, following, before, heap):
     while size > 0:
         at, pair = heap[0, 0] & 0xFFFFFFFF, heap[0, 1]
         size = _pop(heap, size)
-        # An entry may be stale: its halves may have merged with others since it was pushed.
+        # Skip a heap entry whose left or right piece has merged with another piece since the entry was pushed.
         if ids[at] < 0 or following[at] < 0:
             continue
         right = following[at]

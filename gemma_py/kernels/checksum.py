@@ -1,4 +1,4 @@
-"""A checksum as fast as memory is read. It detects damage, not tampering."""
+"""A 64-bit checksum as fast as memory can be read. The checksum detects accidental damage, not tampering."""
 
 import numpy as np
 
@@ -10,14 +10,21 @@ _HALF = np.uint64(32)
 
 @inlined
 def _mixed(digest, word):
-    """Two bijections, so words that differ give digests that differ. The shift moves high bits down, which products cannot."""
+    """Return the digest after mixing in one word.
+
+    The multiplication and the shift with xor are bijections, so different words give different digests. The shift moves
+    high bits down, because a multiplication moves bits only up.
+    """
     digest = (digest ^ word) * _PRIME
     return digest ^ (digest >> _HALF)
 
 
 @kernel
 def checksum(words):
-    """A checksum of 64 bits.    words: [8 n] uint64, read. Eight chains, so that the processor does not wait for a product."""
+    """Return a 64-bit checksum. Eight independent chains hide the latency of the multiplication.
+
+    words: [8 n] uint64, read
+    """
     a, b, c, d = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
     e, f, g, h = np.uint64(5), np.uint64(6), np.uint64(7), np.uint64(8)
     for i in range(0, words.shape[0], 8):

@@ -1,7 +1,8 @@
-"""The decorators of all compiled code, and the directory in which its machine code is cached.
+"""Decorators for all compiled code, and the directory in which the machine code is cached.
 
-Three things here lean on numba's internals, because numba 0.68 has no public option that does the same. Each says what it
-saves. pyproject.toml pins the version for their sake.
+This module overrides internals of numba, because numba 0.68 has no public options for the purpose. The docstring of
+each override says how much time or memory the override saves. pyproject.toml pins numba's version because internals may
+change.
 """
 
 import hashlib
@@ -18,7 +19,8 @@ from numba.core.registry import CPUDispatcher
 
 from gemma_py.paths import cache_dir, private_dir
 
-# numba's own cache key sees neither edits in other files nor the optimiser's switches, so the directory's name holds both.
+# numba's own cache key covers neither edits in other files nor these settings of numba, so the name of the cache directory
+# contains a hash of all kernel sources and of the settings.
 _SWITCHES = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "CPU_NAME", "CPU_FEATURES", "BOUNDSCHECK")
 
 
@@ -30,14 +32,14 @@ def _sources() -> list[Path]:
 
 
 def _cache_path() -> Path | None:
-    """A private directory for exactly this code; None where none can be written, and then nothing is cached."""
+    """Return a private cache directory for exactly these sources and settings, or None if no directory is writable."""
     key = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     for switch in _SWITCHES:
         key.update(f"{switch}={getattr(numba.config, switch, None)!r}".encode())
     for source in _sources():
         key.update(source.read_bytes())
     try:
-        # Machine code is loaded from this directory, so no other user may write to it.
+        # The cache directory must be private: whoever can write to it can make this process run any machine code.
         path = private_dir(cache_dir() / "kernels" / key.hexdigest()[:24])
         with tempfile.TemporaryFile(dir=path):
             return path
@@ -49,14 +51,15 @@ CACHE = _cache_path()
 
 
 class _SelfRepairingCache(FunctionCache):
-    """numba's cache of one kernel on disk, which loads faster and survives a damaged file.
+    """numba's on-disk cache of one kernel, changed to load faster and to survive a damaged file.
 
-    It leaves out `target_context.refresh()`, by which numba imports and registers everything that it can compile before
-    it loads what is compiled already: 0.25 s and 20 MB of every start. Machine code that counts no references needs none of
-    that, and a compilation refreshes the context itself.
+    numba's own `load_overload` first calls `target_context.refresh()`, which registers everything that numba can
+    compile and takes 0.25 s and 20 MB at every start. This class leaves out that call: machine code without reference
+    counts does not need the registrations, and every compilation calls `refresh()` by itself.
 
-    numba handles files that are missing or of another version, but a truncated one (a full disk, a crash) raises
-    whatever error unpickling half of it gives. Then the kernel's index is emptied and the kernel is compiled anew.
+    numba handles cache files that are missing or of another version. A truncated file (full disk, crash) makes the
+    unpickling raise an arbitrary exception. This class then empties the kernel's index, and the kernel is compiled
+    again.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -68,13 +71,13 @@ class _SelfRepairingCache(FunctionCache):
 
 
 class _Dispatcher(CPUDispatcher):
-    """numba's dispatcher, made to compile less."""
+    """numba's dispatcher, changed to compile fewer functions and to use `_SelfRepairingCache`."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """Treat a constant argument as a value of its type.
+        """Treat the type of a constant argument as the type of any value.
 
-        numba would compile a function once more for every constant that it is called with: 226 functions for a forward pass
-        instead of 150, in 70 s of CPU time instead of 51.
+        numba would otherwise compile a function again for every constant argument: 226 functions instead of 150 for a
+        forward pass, in 70 s of CPU time instead of 51 s.
         """
         return super().get_call_template([types.unliteral(kind) for kind in args], kws)
 
@@ -83,26 +86,29 @@ class _Dispatcher(CPUDispatcher):
 
 
 class _InnerDispatcher(_Dispatcher):
-    """For functions that only kernels call. They have no entry for Python, which would take half of their compile time."""
+    """A dispatcher for functions that only kernels call.
+
+    Such a function has no entry point for Python, because compiling one would take half of the compile time.
+    """
 
     def __call__(self, *args: Any) -> Any:
         raise TypeError(f"{self.py_func.__name__} can only be called by a kernel")
 
 
 def _compiled(kind: type[_Dispatcher], function: Callable[..., Any], cached: bool = False, **options: Any) -> Any:
-    """A dispatcher that compiles `function` without the GIL, without fastmath, and with IEEE division.
+    """Return a dispatcher that compiles `function` without the GIL, without fastmath, and with IEEE division by zero.
 
-    `_nrt=False` turns off reference counting. The caller of a kernel holds the arrays and kernels allocate nothing, so
-    nothing has to be counted; numba would count, by atomic additions, at every use of an array in a tuple: a call of
-    runtime/sync.py would take 60 ns instead of 6. The price: no function may return an array that is not one of its
-    arguments. (Within a tuple it may.)
+    `_nrt=False` turns off reference counting. Kernels allocate nothing, and their callers hold the arrays, so nothing
+    has to be counted. numba would count with an atomic addition at every use of an array in a tuple: a call of
+    runtime/sync.py would take 60 ns instead of 6 ns. Hazard: without reference counting, a function must not return an
+    array other than one of its arguments, except as an element of a tuple.
 
-    `no_cfunc_wrapper` leaves out an entry for C, which nothing calls.
+    `no_cfunc_wrapper` leaves out an entry point for C, which nothing calls.
     """
     options |= {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
     dispatcher = kind(function, targetoptions={**options, "no_cfunc_wrapper": True})
     if cached and CACHE is not None:
-        before = numba.config.CACHE_DIR  # set for these kernels alone: other packages' functions are cached elsewhere
+        before = numba.config.CACHE_DIR  # restored below, so that numba caches other packages' functions elsewhere
         numba.config.CACHE_DIR = str(CACHE)
         try:
             dispatcher.enable_caching()
@@ -112,23 +118,27 @@ def _compiled(kind: type[_Dispatcher], function: Callable[..., Any], cached: boo
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Decorates a function that Python calls. Its machine code is cached on disk."""
+    """Compile a function that Python calls, and cache the machine code on disk."""
     return _compiled(_Dispatcher, function, cached=True)
 
 
 def phase(function: Callable[..., Any]) -> Any:
-    """Decorates a large part of a kernel. Cached on disk, so that another process can compile it (runtime/compiling.py)."""
+    """Compile a large part of a kernel, and cache the machine code on disk.
+
+    The separate cache entry lets another process compile the part (see runtime/compiling.py).
+    """
     return _compiled(_InnerDispatcher, function, cached=True, no_cpython_wrapper=True)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Decorates a small helper. It is compiled into the kernels that call it and is not cached by itself."""
+    """Compile a small helper as part of the kernels that call it. The helper has no cache entry."""
     return _compiled(_InnerDispatcher, function, no_cpython_wrapper=True)
 
 
 def force_inlined(function: Callable[..., Any]) -> Any:
-    """Decorates a helper of the innermost loops: `inlined`, and LLVM must inline it at every call, however large it is.
+    """Compile a helper of an innermost loop, and make LLVM inline the helper at every call, however large it is.
 
-    Otherwise LLVM calls some of them, and each tuple of arrays that they take goes through memory as some thirty numbers.
+    LLVM would otherwise leave some calls, each of which passes every tuple of arrays through memory as some thirty
+    numbers.
     """
     return _compiled(_InnerDispatcher, function, no_cpython_wrapper=True, forceinline=True)

@@ -1,7 +1,7 @@
-"""exp, tanh, log, sine and cosine from add, mul, fma and div alone: the same bits on every IEEE machine.
+"""exp, tanh, log, sine and cosine made of add, mul, fma and div alone, so that every IEEE machine gives the same bits.
 
-f32 where the forward pass uses them, f64 for RoPE's tables and for log probabilities. A float is turned into an integer
-without a cast: adding 1.5 * 2^p leaves the rounded integer in the low bits of the mantissa.
+The forward pass uses the f32 functions. RoPE's tables and log probabilities use the f64 functions. A float is converted
+to an integer without a cast: adding 1.5 * 2^p leaves the rounded integer in the low bits of the mantissa.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ _LEAST, _MOST, _INFINITY = _F(-87.0), _F(88.0), _F(np.inf)
 
 @inlined
 def exp(x):
-    """e^x in f32, error below 1.1 ulp. Below -87 it is 0, above 88 infinite; NaN stays NaN."""
+    """Return e^x in f32, with an error below 1.1 ulp. The result is 0 below -87, infinity above 88, and NaN for NaN."""
     if x < _LEAST:
         return _ZERO
     if x > _MOST:
@@ -45,7 +45,7 @@ _T4, _T3, _T2, _T1, _T0 = _F(-5.7049887e-3), _F(2.0639088e-2), _F(-5.3739715e-2)
 
 @inlined
 def tanh(x):
-    """tanh in f32, error below 2 ulp."""
+    """Return tanh x in f32, with an error below 2 ulp."""
     if x < _ZERO:
         return -_tanh_of_positive(-x)
     return _tanh_of_positive(x)
@@ -73,7 +73,7 @@ _HALF_PI_LOW = 6.123233995736766e-17
 
 @inlined
 def log64(x):
-    """ln x in f64 for normal x > 0: the exponent, and 2 atanh((m - 1) / (m + 1)) of the mantissa m."""
+    """Return ln x in f64 for normal x = m * 2^e > 0, computed as e * ln 2 + 2 atanh((m - 1) / (m + 1))."""
     bits = bits_of_f64(x)
     exponent = (bits >> np.int64(52)) - np.int64(1023)
     m = f64_of_bits((bits & np.int64(0x000FFFFFFFFFFFFF)) | np.int64(0x3FF0000000000000))
@@ -91,7 +91,7 @@ def log64(x):
 
 @inlined
 def exp64(x):
-    """e^x in f64, 0 below -700; x up to 700."""
+    """Return e^x in f64 for x up to 700. The result is 0 below -700."""
     if x < -700.0:
         return 0.0
     shifted = fma(x, 1.4426950408889634, _ROUND64)
@@ -106,7 +106,11 @@ def exp64(x):
 
 @inlined
 def sine_cosine64(x):
-    """(sin x, cos x) in f64 for |x| up to 2^26: quarter turns taken off in two parts, then Taylor's series."""
+    """Return (sin x, cos x) in f64 for |x| up to 2^26.
+
+    The nearest multiple of pi / 2 is subtracted in two parts (high and low bits of pi / 2), and Taylor series give the
+    result.
+    """
     shifted = fma(x, 0.6366197723675814, _ROUND64)
     n = shifted - _ROUND64
     quarter = bits_of_f64(shifted) & np.int64(3)

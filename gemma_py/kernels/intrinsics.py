@@ -1,4 +1,4 @@
-"""Scalar operations that Python has no notation for, each one LLVM instruction; simd/ has those of vectors."""
+"""Numba intrinsics for scalar operations that Python has no notation for. simd/ has the vector operations."""
 
 from llvmlite import ir
 from numba import types
@@ -14,7 +14,7 @@ def _call(builder, name, result, operands):
 
 @intrinsic
 def fma(typing, a, b, c):
-    """a * b + c, rounded once; all f32 or all f64."""
+    """Return a * b + c, rounded once. The arguments are all f32 or all f64."""
     if not (a == b == c and a in (types.float32, types.float64)):
         return None
     name = f"llvm.fma.f{a.bitwidth}"
@@ -23,7 +23,7 @@ def fma(typing, a, b, c):
 
 @intrinsic
 def sqrt(typing, x):
-    """The square root, rounded correctly as IEEE asks."""
+    """Return the square root, correctly rounded."""
     if x not in (types.float32, types.float64):
         return None
     name = f"llvm.sqrt.f{x.bitwidth}"
@@ -48,7 +48,7 @@ bits_of_f64 = _cast(types.float64, types.int64, ir.IntType(64))
 
 @intrinsic
 def widen(typing, x):
-    """A stored float weight as f32: f32 as it is, uint16 as the upper half of an f32 (bfloat16)."""
+    """Return a stored weight as f32. A uint16 holds a bfloat16, which is the upper half of an f32."""
     if x == types.float32:
         return x(x), lambda context, builder, sig, args: args[0]
     if x != types.uint16:
@@ -63,7 +63,10 @@ def widen(typing, x):
 
 @intrinsic
 def array_from_address(typing, address, count, like):
-    """An array of `count` numbers from an address on, of the type of `like`. The caller keeps the memory alive."""
+    """Return an array of `count` numbers, of the dtype of `like`, at a memory address.
+
+    The caller must keep the memory alive.
+    """
     kind = types.Array(like.dtype, 1, "C")
 
     def codegen(context, builder, sig, args):

@@ -1,18 +1,18 @@
-"""Matrix products of panels of 16 outputs and rows: every output is one chain, over k or the groups of k, ascending.
+"""Matrix products with weights in panels of 16 outputs. Each output is one chain of additions, with k ascending.
 
-    T rows   K inputs   N outputs
+   T rows   K inputs   N outputs
 
-All panels of a kind lie in one flat array (an arena), so that one compiled function serves every matrix of a model; a
-matrix says where its own panels begin. The number of panels is a multiple of four; the padding is zero and is never
-written to a result.
+All panels of a kind lie in one flat array (an arena), so that one compiled function serves every matrix of a model.
+Each matrix records the index of its first panel. A matrix has a multiple of four panels; the padding is zero and is
+never written to a result.
 
-    float panel   [K, 16] of f32, or of uint16 that hold bfloat16
-    code panel    bytes, at the width of the stored format: see panels.py
+   float panel   [K, 16] of f32, or of uint16 that hold bfloat16
+   code panel    codes and scales as bytes, see panels.py
 
-Many rows share the work of unpacking a pair of code panels to int16. A few rows read the codes as they are stored, because
-decoding waits for memory and nothing else.
+For many rows, code panels are unpacked to int16 once and then used by all rows. For few rows, codes are read as they
+are stored: decoding a token is limited by the speed of memory, and the stored codes are smaller.
 
-A call computes the given rows of the given panels, each output by itself, so any worker can do any part.
+One call computes the given rows of the given panels. Outputs are independent, so any worker can compute any part.
 """
 
 from typing import Any, NamedTuple
@@ -63,46 +63,49 @@ from gemma_py.kernels.simd.vectors import (
     zero_ints,
 )
 
-# Rows and panels of a tile of outputs: enough chains to hide the latency of an FMA, few enough for the registers.
+# Rows and panels in a tile of outputs: enough chains to hide the latency of an FMA, few enough to fit in the registers.
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
 CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (5, 1)
-MATVEC_PANELS = 4  # float panels that a single row is multiplied with at once
-FEW_ROWS = 16  # at most so many rows read codes as they are stored: unpacking them would take longer
-# How many rows a call should be given: a multiple of 30, which the rows of every tile divide. Fewer than the minimum do
-# not pay for unpacking, more than the maximum gain nothing.
+MATVEC_PANELS = 4  # float panels that a single row is multiplied with at a time
+FEW_ROWS = 16  # for at most 16 rows, codes are not unpacked, because that would take longer
+# How many rows one call of a matmul should compute: a multiple of 30, so that tiles of 5 and of 6 rows fit without a
+# remainder; at least 120, because fewer rows do not repay the unpacking; at most 540, because more rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
-_AHEAD = 2048  # bytes by which codes are prefetched: the hardware's prefetcher stops at the end of every page
+_AHEAD = 2048  # prefetch distance in bytes, because the hardware prefetcher stops at the end of every page
 _SIGN_BITS, _LEAST_BYTE = 0x8080, np.int32(-128)
 
 
 class FloatPanels(NamedTuple):
-    """A matrix of float weights."""
+    """A matrix of float weights in panels."""
 
-    arena: np.ndarray  # f32, or uint16 that hold bfloat16
-    start: int  # where the first panel begins in the arena, in elements
+    arena: np.ndarray  # f32, or uint16 that holds bfloat16
+    start: int  # index of the first panel's first element in the arena
     N: int
     K: int
 
 
 class CodedRows(NamedTuple):
-    """The input of a matrix product, quantised to 16 bits: x is about scale * code. Every sum is an exact integer."""
+    """The input of a matrix product, quantised to 16-bit codes in blocks of 32: x is about scale * code.
 
-    codes: np.ndarray  # int16 [T * K], in every four numbers in the order 0, 2, 1, 3
-    byte_planes: np.ndarray  # int8 [T * K / 4, 2, 4]: of four codes the high bytes, signed, then the low ones, unsigned
+    All sums are exact integers, stored as floats.
+    """
+
+    codes: np.ndarray  # int16 [T * K]; every four codes are stored in the order 0, 2, 1, 3
+    byte_planes: np.ndarray  # int8 [T * K / 4, 2, 4]: of every four codes, signed high bytes, then unsigned low bytes
     scales: np.ndarray  # f32 [T * K / 32]
-    sums: np.ndarray  # f32 [T * K / 32]: of 32 codes
-    high_byte_sums: np.ndarray  # f32 [T * K / 32]: of the high bytes of 32 codes
-    sums_of_16: np.ndarray  # f32 [T * K / 16]: of 16 codes
+    sums: np.ndarray  # f32 [T * K / 32]: sum of each block of 32 codes
+    high_byte_sums: np.ndarray  # f32 [T * K / 32]: sum of the high bytes in each block of 32 codes
+    sums_of_16: np.ndarray  # f32 [T * K / 16]: sum of each half block of 16 codes
 
 
 def unpack_buffer_sizes(K: int) -> tuple[int, int]:
-    """How many codes, and how many scales (and minimums), an unpack buffer holds for matrices of at most K inputs."""
+    """Return how many codes and how many scales (or minimums) an unpack buffer holds for matrices of at most K inputs."""
     return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * CODE_PANELS) * COLUMNS
 
 
 @force_inlined
 def _store_columns(y, at, value, columns):
-    """y[at : at + 16] = value, of which only the first `columns` exist, if they are fewer."""
+    """Store the first `columns` lanes of value to y[at : at + 16], or all 16 lanes if `columns` is larger."""
     if columns >= COLUMNS:
         store(y, at, value)
     elif columns > 0:
@@ -114,7 +117,10 @@ def _store_columns(y, at, value, columns):
 
 @inlined
 def _float_tile(x, t, rows, w, panel, y):
-    """FLOAT_ROWS rows from t on, of which only `rows` exist if they are fewer, times FLOAT_PANELS panels."""
+    """Multiply FLOAT_ROWS rows, from row t on, with FLOAT_PANELS panels.
+
+    If `rows` is smaller than FLOAT_ROWS, only that many rows exist, and the last one is computed repeatedly.
+    """
     N, K, column = w.N, w.K, panel * COLUMNS
     at, values = w.start + column * K, row_offsets(t * K, K, rows, FLOAT_ROWS)
     outputs = row_offsets(t * N + column, N, rows, FLOAT_ROWS)
@@ -130,7 +136,7 @@ def _float_tile(x, t, rows, w, panel, y):
 
 @inlined
 def _float_row(x, t, w, panel, y):
-    """Row t times MATVEC_PANELS panels."""
+    """Multiply row t with MATVEC_PANELS panels."""
     K, column = w.K, panel * COLUMNS
     at, values = w.start + column * K, row_offsets(t * K, K, 1, 1)
     totals = zero_totals(values, MATVEC_PANELS)
@@ -141,11 +147,14 @@ def _float_row(x, t, w, panel, y):
 
 @inlined
 def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
-    """y[t, n] = sum over k of x[t, k] * w[n, k], k ascending, each product and sum rounded once together.
+    """Compute y[t, n] = sum over k of x[t, k] * w[n, k], k ascending, one fused multiply-add per product.
 
-    Computes rows first_row .. last_row - 1 and the outputs of panels first_panel .. last_panel - 1, multiples of 4.
+    One call computes rows first_row .. last_row - 1 and the outputs of panels first_panel .. last_panel - 1. Both panel
+    numbers are multiples of 4.
 
-    x: [T * K] f32, read   w: FloatPanels, read   y: [T * N] f32, written for these rows and outputs
+    x: [T * K] f32, read
+    w: FloatPanels, read
+    y: [T * N] f32, written for these rows and outputs
     """
     if last_row - first_row == 1:
         for panel in range(first_panel, last_panel, MATVEC_PANELS):
@@ -161,9 +170,10 @@ def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
 
 @inlined
 def _code_tile(x, t, rows, w, panel, unpacked, y):
-    """CODE_ROWS rows from t on, of which only `rows` exist if they are fewer, times the panels in the unpack buffer.
+    """Multiply CODE_ROWS rows, from row t on, with the panels in the unpack buffer.
 
-    A group's dot product is an exact integer; then one fused multiply-add adds it to the total.
+    If `rows` is smaller than CODE_ROWS, only that many rows exist, and the last one is computed repeatedly. The dot
+    product of a group of codes is an exact integer, which one fused multiply-add scales and adds to the total.
     """
     K, N, group, column = w.K, w.N, w.group, panel * COLUMNS
     codes = row_offsets(t * K, K, rows, CODE_ROWS)
@@ -195,21 +205,22 @@ def _code_tile(x, t, rows, w, panel, unpacked, y):
 
 @force_inlined
 def _add_scaled_dot(total, sx, sw, dot):
-    """total + (sx * sw) * dot, for the scale sx of a row's block and the scales sw of 16 outputs."""
+    """Return total + (sx * sw) * dot, for the scale sx of an input block and the weight scales sw of 16 outputs."""
     return fma(mul(splat(sx), sw), to_f32(dot), total)
 
 
 @force_inlined
 def _subtract_minimum(total, sx, minimum, code_sum):
-    """total - (sx * minimum) * code_sum"""
+    """Return total - (sx * minimum) * code_sum."""
     return fma(mul(splat(-sx), minimum), splat(code_sum), total)
 
 
 @force_inlined
 def _add_group(total, w, dot, offset, sx, scales, minimums, code_sum):
-    """Add a group to the total.
+    """Return the total plus the contribution of one group of weights.
 
-    dot: its dot product with weight codes that are `offset` too large   code_sum: the sum of the input's codes
+    dot: dot product of the group, in which each weight code is too large by `offset`
+    code_sum: sum of the group's input codes
     """
     total = _add_scaled_dot(total, sx, scales, sub(dot, splat(np.int32(np.int32(code_sum) * offset))))
     return _subtract_minimum(total, sx, minimums, code_sum) if w.minimums else total
@@ -217,10 +228,11 @@ def _add_group(total, w, dot, offset, sx, scales, minimums, code_sum):
 
 @force_inlined
 def _add_quad_dots(x, at, quads, width, high, low):
-    """Add the dot products of a quad of weights and four codes of the input; returns (high, low), for `_join_dots`.
+    """Add the dot products of four input codes and a quad of weights of each output, and return the new (high, low).
 
-    VNNI multiplies bytes that are unsigned with bytes that are signed. So the input's high bytes are multiplied with
-    unsigned weights, and its low bytes, which are unsigned, with signed ones. Elsewhere all goes to `low`.
+    VNNI multiplies unsigned bytes with signed bytes. So `high` accumulates products of the input's signed high bytes
+    with unsigned weights, and `low` products of the input's unsigned low bytes with signed weights. Without VNNI, `low`
+    accumulates products of whole 16-bit codes.
     """
     if USES_VNNI:
         unsigned = words_xor(quads, _SIGN_BITS) if width == 8 else quads
@@ -232,26 +244,31 @@ def _add_quad_dots(x, at, quads, width, high, low):
 
 @force_inlined
 def _join_dots(high, low):
-    """256 * high + low where the two bytes of a code were multiplied apart."""
+    """Combine the results of `_add_quad_dots`: return 256 * high + low if the machine has VNNI, else low."""
     return add(shift_left(high, splat(np.int32(8))), low) if USES_VNNI else low
 
 
 def _make_row_functions(quads: Any, width: int) -> Any:
-    """(one_row, few_rows) for one width of codes, whose quads `quads` loads."""
+    """Return the functions (one_row, few_rows) for codes of `width` bits, which the function `quads` loads."""
 
     @force_inlined
     def load_run(w, at):
-        """All eight quads of a run of 32 inputs, in four pairs (v, v + 4)."""
+        """Load the eight quads of a run of 32 inputs, as four pairs of quads (v, v + 4), and prefetch a later run."""
         for line in range(_AHEAD, _AHEAD + 64 * (width + 1), 64):
             prefetch(w.arena, at + line)
         return quads(w.arena, at, 0), quads(w.arena, at, 1), quads(w.arena, at, 2), quads(w.arena, at, 3)
 
     @force_inlined
     def add_run(x, codes_at, w, run, scales, minimums, total):
-        """Add 32 inputs of a row, whose codes begin at `codes_at`, to its total; scales, minimums: of both groups."""
+        """Return the total of a row plus the products of 32 inputs with a run of weights.
+
+        codes_at: index of the first of the 32 input codes
+        scales, minimums: pairs, with one element for each group of 16 inputs
+        """
         block, offset = codes_at // INPUT_BLOCK, np.int32(w.offset)
         sx, (high, low, high_2, low_2) = load_scalar(x.scales, block), zero_ints(4)
-        if USES_VNNI and width == 8:  # these codes are signed: 128 is added to each, and subtracted here in advance
+        # For VNNI, `_add_quad_dots` adds 128 to each signed 8-bit weight code. The excess is subtracted here in advance.
+        if USES_VNNI and width == 8:
             high = splat(np.int32(np.int32(load_scalar(x.high_byte_sums, block)) * _LEAST_BYTE))
         for v, (first, second) in enumerate(run):
             high, low = _add_quad_dots(x, codes_at + 4 * v, first, width, high, low)
@@ -266,7 +283,7 @@ def _make_row_functions(quads: Any, width: int) -> Any:
 
     @inlined
     def one_row(x, row, w, panel, y):
-        """A row times a panel, whose bytes are read from first to last."""
+        """Multiply one row with one panel, reading the panel's bytes from first to last."""
         at, codes_at, total = w.start + panel * w.panel_bytes, row * w.K, zero()
         sub_scale_bytes = sub_scale_bytes_of(w)
         run_scale_bytes = sub_scale_bytes * (1 + w.minimums)
@@ -281,8 +298,10 @@ def _make_row_functions(quads: Any, width: int) -> Any:
 
     @inlined
     def few_rows(x, first_row, rows, w, panel, unpacked, y):
-        """one_row for `rows` rows at once: each run of the panel is read once for all of them. Running totals are kept in the unpack
-        buffer."""
+        """Multiply `rows` rows with one panel, loading each run of the panel once for all rows.
+
+        The rows' totals are kept in the unpack buffer.
+        """
         at, k, totals = w.start + panel * w.panel_bytes, first_row * w.K, unpacked.scales
         sub_scale_bytes = sub_scale_bytes_of(w)
         run_scale_bytes = sub_scale_bytes * (1 + w.minimums)
@@ -336,11 +355,14 @@ def _few_rows(x, first_row, rows, w, panel, unpacked, y):
 
 @inlined
 def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked):
-    """y[t, n] = sum over groups of (sx * sw) * dot(codes of x and w) - (sx * minimum) * sum(codes of x), k ascending.
+    """Compute y[t, n] = sum over groups of (sx * sw) * dot(x codes, w codes) - (sx * minimum) * sum(x codes).
 
-    Computes rows first_row .. last_row - 1 and the outputs of panels first_panel .. last_panel - 1, multiples of 4.
+    The groups of k are summed in ascending order. One call computes rows first_row .. last_row - 1 and the outputs of
+    panels first_panel .. last_panel - 1. Both panel numbers are multiples of 4.
 
-    x: CodedRows, read   w: CodePanels, read   y: [T * N] f32, written for these rows and outputs
+    x: CodedRows, read
+    w: CodePanels, read
+    y: [T * N] f32, written for these rows and outputs
     unpacked: UnpackBuffer, the worker's own scratch
     """
     rows = last_row - first_row

@@ -1,17 +1,19 @@
-"""Arrays for kernels."""
+"""Allocation of arrays that are aligned to cache lines."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-LINE = 64  # bytes of a cache line, and of the widest vector
+LINE = 64  # bytes in a cache line, and in the widest vector register
 
 
 def aligned(count: int, kind: Any = np.float32, make: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
-    """An array of `count` numbers that begins at a cache line: loading a vector across two lines takes twice as long.
+    """Return an array of `count` numbers that begins at a cache line.
 
-    make: np.zeros, to get zeros; that takes time where memory has been in use before.
+    Loading a vector that crosses two cache lines would take twice as long.
+
+    make: np.empty, or np.zeros, which takes longer
     """
     size = count * np.dtype(kind).itemsize
     bytes_ = make(size + LINE, np.uint8)

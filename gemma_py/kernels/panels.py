@@ -1,18 +1,22 @@
-"""Panels of 16 quantised outputs, with codes as narrow as the file has them: how they are packed and how they are read.
+"""Panels of 16 quantised outputs, with codes as narrow as in the model file: the layout, packing and unpacking.
 
-    panel    blocks, one after the other, each of 32 inputs, or of 256 in formats with sub-scales (K-quants, IQ4_XS)
-    block    16 block scales (f16), then 16 block minimums (f16) in formats with minimums, then runs of 32 inputs
-    run      in formats with sub-scales first these (int8), 16 for each group, then as many for the minimums; then codes
-    codes    8 bits: [8 quads, 16 outputs, 4] int8
-             else the low 4 bits: [4 quads, 16 outputs, 4] bytes, quad v in the low half, quad v + 4 in the high half;
-             for 5 bits then the fifth: [16 outputs, 4] bytes, bit v of a byte belongs to quad v;
-             for 6 bits then the fifth and sixth: two of these, two bits a quad, for quads 0 .. 3 and quads 4 .. 7
+   panel    blocks of 32 inputs each, or of 256 in formats with sub-scales (K-quants, IQ4_XS)
+   block    16 block scales (f16); in formats with minimums 16 block minimums (f16); then runs of 32 inputs
+   run      in formats with sub-scales, 16 sub-scales (int8) a group and, in formats with minimums, 16 sub-minimums
+            (int8) a group; then codes
+   codes    8 bits: [8 quads, 16 outputs, 4] int8
+            4 bits: [4 quads, 16 outputs, 4] bytes, with quad v in the low half and quad v + 4 in the high half
+            5 bits: the low 4 bits as above, then the fifth bits: [16 outputs, 4] bytes, with bit v for quad v
+            6 bits: the low 4 bits as above, then the upper bits: two arrays of [16 outputs, 4] bytes, the first
+                    with two bits for each of quads 0 .. 3, the second for quads 4 .. 7
 
-A weight is scale * (code - offset) - minimum. A scale is the block's scale, times its group's sub-scale in formats that
-have them, and a minimum likewise: a product of 11 bits and 8 bits, exact in f32. Codes of 4, 5 and 6 bits are unsigned.
+A weight is scale * (code - offset) - minimum. In formats with sub-scales, a group's scale is the block scale times the
+sub-scale of the group, and a group's minimum is the block minimum times the sub-minimum. These products of 11-bit and
+8-bit numbers are exact in f32. Stored codes of 4, 5 and 6 bits are unsigned.
 
-A quad is four neighbours in k, which VNNI multiplies at once. Unpacked to int16 it becomes two pairs, elements 0 and 2 and
-elements 1 and 3, because that takes only a mask and a shift. The codes of an input are stored in that order too.
+A quad is four weights of one output at neighbouring k, which VNNI multiplies in one instruction. A mask and a shift
+unpack a quad to two int16 pairs: elements 0 and 2, and elements 1 and 3. Input codes are stored in the order 0, 2, 1, 3
+to match.
 """
 
 from collections.abc import Callable
@@ -36,44 +40,47 @@ from gemma_py.kernels.simd.codes import (
 from gemma_py.kernels.simd.vectors import mul, store
 
 COLUMNS = 16  # outputs of a panel
-INPUT_BLOCK = 32  # codes of an input that share a scale
-SMALL_GROUP = 16  # weights that share a scale: 32 of them, or so many
-_PAIRS = 2 * COLUMNS  # int16 that one pair of inputs takes in a panel
-_QUADS = 4 * COLUMNS  # bytes that one quad of inputs takes in a panel
-_BLOCK_SCALE_BYTES = 2 * COLUMNS  # of 16 f16
+INPUT_BLOCK = 32  # input codes that share a scale
+SMALL_GROUP = 16  # weights that share a scale in formats with small groups; 32 in the others
+_PAIRS = 2 * COLUMNS  # int16 elements in a panel for each pair of inputs
+_QUADS = 4 * COLUMNS  # bytes in a panel for each quad of inputs
+_BLOCK_SCALE_BYTES = 2 * COLUMNS  # bytes in a panel for the 16 block scales (f16)
 
 
 class CodePanels(NamedTuple):
-    """A matrix of quantised weights."""
+    """A matrix of quantised weights in panels."""
 
     arena: np.ndarray  # int8
-    start: int  # index of the first panel
+    start: int  # index of the first panel's first byte in the arena
     N: int
     K: int
     width: int  # bits of a code: 4, 5, 6 or 8
-    offset: int  # a stored code is the code plus this
+    offset: int  # number that was added to each code to make it unsigned
     group: int  # inputs that share a scale: 32 or 16
     block: int  # inputs that share a block scale: 32 or 256
     minimums: int  # 1 in formats with minimums, else 0
     panel_bytes: int
-    quads: int  # always 4, but a value at run time: LLVM would unroll the unpacking loop if it knew
+    quads: int  # always 4, but not a constant, because LLVM would unroll the unpacking loop
 
 
 class UnpackBuffer(NamedTuple):
-    """A worker's scratch, into which it unpacks `columns` panels side by side."""
+    """A worker's scratch, which holds `columns` unpacked panels side by side."""
 
-    codes: np.ndarray  # int16 [K / 2, columns, 16, 2]: pairs, without the offset
+    codes: np.ndarray  # int16 [K / 2, columns, 16, 2]: pairs of codes, offset removed
     scales: np.ndarray  # f32 [K / group, columns, 16]
     minimums: np.ndarray  # f32 [K / group, columns, 16]
 
 
 def panel_count(N: int) -> int:
-    """A multiple of four, because a single row takes four panels of a float matrix at once."""
+    """Return how many panels a matrix of N outputs has.
+
+    The count is a multiple of four, because a single row is multiplied with four float panels at a time.
+    """
     return (N + 4 * COLUMNS - 1) // (4 * COLUMNS) * 4
 
 
 def panel_bytes(K: int, width: int, group: int, block: int, minimums: int) -> int:
-    """The size of a panel."""
+    """Return the size of a code panel in bytes."""
     sub_scale_bytes = INPUT_BLOCK // group * COLUMNS * (1 + minimums) if block > INPUT_BLOCK else 0
     run_bytes = sub_scale_bytes + 64 * width
     return K // block * (_BLOCK_SCALE_BYTES * (1 + minimums) + block // INPUT_BLOCK * run_bytes)
@@ -83,7 +90,11 @@ def panel_bytes(K: int, width: int, group: int, block: int, minimums: int) -> in
 
 
 def pack_floats(values: np.ndarray, out: np.ndarray) -> None:
-    """Lay out a matrix of floats in panels.    values: [N, K]   out: [panels * K * 16] of the same type, written"""
+    """Pack a float matrix into panels.
+
+    values: [N, K]
+    out: [panels * K * 16] of the same dtype as values, written
+    """
     N, K = values.shape
     panels = out.reshape(-1, K, COLUMNS)
     whole = N // COLUMNS
@@ -101,10 +112,12 @@ def pack_codes(
     offset: int,
     out: np.ndarray,
 ) -> None:
-    """Lay out a quantised matrix in panels, or rows of it that begin at a multiple of 64.
+    """Pack a quantised matrix into panels, or rows of a matrix that begin at a multiple of 64.
 
-    codes: int8 [N, K], signed   block_scales: f16 [N, K / block], then those of the minimums in formats that have them
-    sub_scales: int8 [N, K / group] of each, or ()   out: int8 [panels * panel_bytes], written
+    codes: int8 [N, K], signed
+    block_scales: f16 [N, K / block] scales, then an equal array of minimums in formats with minimums
+    sub_scales: int8 [N, K / group] for each array of block_scales, or () in formats without sub-scales
+    out: int8 [panels * panel_bytes], written
     """
     N, K = codes.shape
     blocks = block_scales[0].shape[1]
@@ -120,7 +133,7 @@ def pack_codes(
         size = values.shape[1] * INPUT_BLOCK // K * COLUMNS
         inner[..., at : at + size] = _by_panel(values, panels).view(np.uint8).reshape(panels, blocks, runs, size)
         at += size
-    # [panels, blocks, runs, 8 quads, 16 outputs * 4]
+    # The shape of `quads` is [panels, blocks, runs, 8 quads, 16 outputs * 4].
     quads = _by_panel((codes + np.int8(offset)).view(np.uint32), panels).view(np.uint8)
     quads = quads.reshape(panels, blocks, runs, INPUT_BLOCK // 4, _QUADS)
     place = inner[..., at:]
@@ -138,7 +151,10 @@ def pack_codes(
 
 
 def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
-    """[N, X] transposed to [panels, X, 16], with zeros where there is no row; contiguous, so that it can be viewed as bytes."""
+    """Transpose [N, X] to [panels, X, 16], with zeros for rows beyond N.
+
+    The result is contiguous, so that it can be viewed as bytes.
+    """
     out = np.empty((panels, values.shape[1], COLUMNS), values.dtype)
     pack_floats(values, out.reshape(-1))
     return out
@@ -149,7 +165,7 @@ def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
 
 @force_inlined
 def _quads_8(arena, at, v):
-    """Quads v and v + 4 of the codes at `at`, with their offset, for v = 0 .. 3."""
+    """Load quads v and v + 4 of the codes that begin at `at`, for v = 0 .. 3. The codes still include the offset."""
     return load_words(arena, at + v * _QUADS), load_words(arena, at + (v + 4) * _QUADS)
 
 
@@ -177,14 +193,16 @@ def _quads_6(arena, at, v):
 
 
 def for_each_width(make: Callable[..., Any]) -> tuple[Any, ...]:
-    """make(quads, width) once for each width of codes. One loop that chose among the widths would keep the constants of all of
-    them in registers."""
+    """Return make(quads, width) for each width of codes.
+
+    A loop that handled every width would keep the constants of every width in registers.
+    """
     return tuple(make(quads, width) for quads, width in ((_quads_4, 4), (_quads_5, 5), (_quads_6, 6), (_quads_8, 8)))
 
 
 @force_inlined
 def quads_to_pairs(quads, width):
-    """Elements 0 and 2 of every quad as int16, and elements 1 and 3."""
+    """Return two vectors of int16: elements 0 and 2 of every quad, and elements 1 and 3 of every quad."""
     if width == 8:
         return words_ashr(words_shl(quads, 8), 8), words_ashr(quads, 8)
     return words_and(quads, 0x00FF), words_lshr(quads, 8)
@@ -192,7 +210,10 @@ def quads_to_pairs(quads, width):
 
 @force_inlined
 def load_block_scales(w, at):
-    """(scales, minimums, where the runs begin) of the block at `at`. Without minimums, the scales stand in for them."""
+    """Return (scales, minimums, index of the first run) of the block that begins at `at`.
+
+    In formats without minimums, the scales are also returned as minimums, and the caller ignores them.
+    """
     block_scales = load_f16(w.arena, at)
     if w.minimums:
         return block_scales, load_f16(w.arena, at + _BLOCK_SCALE_BYTES), at + 2 * _BLOCK_SCALE_BYTES
@@ -201,26 +222,32 @@ def load_block_scales(w, at):
 
 @force_inlined
 def sub_scale_bytes_of(w):
-    """Bytes of a run's sub-scales; those of the minimums take as many. To be computed once: LLVM does not hoist a division."""
+    """Return the size of a run's sub-scales in bytes. A run's sub-minimums have an equal size.
+
+    Call this function outside of loops, because LLVM does not hoist the division.
+    """
     return INPUT_BLOCK // w.group * COLUMNS if w.block > INPUT_BLOCK else 0
 
 
 @force_inlined
 def _group_scales(w, block_scales, at, group):
-    """The scales (or minimums) of a group of a run, whose sub-scales begin at `at`."""
+    """Return the scales (or minimums) of one group of a run whose sub-scales (or sub-minimums) begin at `at`."""
     return mul(block_scales, load_bytes(w.arena, at + group * COLUMNS)) if w.block > INPUT_BLOCK else block_scales
 
 
 @force_inlined
 def load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes):
-    """The scales of the run at `at`, for both of its groups of 16, and the minimums. Groups of 32 use the first alone."""
+    """Return (scales, minimums) of the run that begins at `at`, as pairs with one element for each group of 16 inputs.
+
+    In formats with groups of 32, callers use only the first element of each pair.
+    """
     scales = _group_scales(w, block_scales, at, 0), _group_scales(w, block_scales, at, 1)
     at += sub_scale_bytes
     return scales, (_group_scales(w, block_minimums, at, 0), _group_scales(w, block_minimums, at, 1))
 
 
 def _make_unpack(quads: Any, width: int) -> Any:
-    """The unpack function for one width of codes, whose quads `quads` loads."""
+    """Return the unpack function for codes of `width` bits, which the function `quads` loads."""
 
     @inlined
     def unpack(w, panel, unpacked, column, columns):
@@ -255,7 +282,7 @@ _unpack_4, _unpack_5, _unpack_6, _unpack_8 = for_each_width(_make_unpack)
 
 @inlined
 def unpack_panel(w, panel, unpacked, column, columns):
-    """Unpack a panel's codes, scales and minimums into the unpack buffer, as one of `columns` panels side by side."""
+    """Unpack a panel's codes, scales and minimums into an unpack buffer, as panel `column` of `columns` side by side."""
     if w.width == 4:
         _unpack_4(w, panel, unpacked, column, columns)
     elif w.width == 5:

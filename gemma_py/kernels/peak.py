@@ -1,7 +1,8 @@
-"""The machine's peak rates: loops that do one thing only. Other kernels are reported as a share of them.
+"""Kernels that measure the machine's peak rates, of which other kernels' speeds are reported as a percentage.
 
-A team calls them on every worker as `kernel(worker, workers, cells, ...)`. They neither wait nor claim tiles, so `cells` is
-not used. Each writes its sums to `out`, or the compiler would remove the work.
+A team of threads calls each kernel on every worker as `kernel(worker, workers, cells, ...)`. These kernels neither wait
+for each other nor claim tiles, so they do not use `cells`. Each kernel writes its sums to `out`, because the compiler
+would otherwise remove the computation.
 """
 
 from gemma_py.kernels.decorator import kernel
@@ -10,13 +11,17 @@ from gemma_py.kernels.simd.builders import LANES
 from gemma_py.kernels.simd.tiles import add_dots, row_offsets, zero_dots
 from gemma_py.kernels.simd.vectors import add, bitcast, fma, load, load_splat, store, sum_lanes, to_f32, zero, zero_ints
 
-CHAINS = (6, 12)  # independent chains: 6 fill the registers of AVX2, 12 hide the latency of AVX-512
-PAIRS = 128  # pairs of codes in the loop of `multiply_pairs`: 20 KB of the first cache
+CHAINS = (6, 12)  # independent chains: 6 fill the registers of AVX2, 12 hide the FMA latency of AVX-512
+PAIRS = 128  # pairs of codes per step of `multiply_pairs`; the operands take 20 KB and fit in the L1 cache
 
 
 @kernel
 def multiply_floats_6(worker, workers, cells, steps, x, out):
-    """6 * 16 multiply-adds a step.    x: [2] f32, read   out: [workers * 16] f32, written"""
+    """Compute 6 * 16 multiply-adds per step, in six independent chains.
+
+    x: [2] f32, read
+    out: [workers * 16] f32, written
+    """
     a, b = load_splat(x, 0), load_splat(x, 1)
     y0, y1, y2, y3, y4, y5 = zero(), zero(), zero(), zero(), zero(), zero()
     for _ in range(steps):
@@ -34,7 +39,7 @@ def multiply_floats_6(worker, workers, cells, steps, x, out):
 
 @kernel
 def multiply_floats_12(worker, workers, cells, steps, x, out):
-    """12 * 16 multiply-adds a step, for machines on which six chains do not hide the latency."""
+    """Compute 12 * 16 multiply-adds per step, for machines on which six chains do not hide the latency of an FMA."""
     a, b = load_splat(x, 0), load_splat(x, 1)
     y0, y1, y2, y3, y4, y5 = zero(), zero(), zero(), zero(), zero(), zero()
     z0, z1, z2, z3, z4, z5 = zero(), zero(), zero(), zero(), zero(), zero()
@@ -62,11 +67,14 @@ def multiply_floats_12(worker, workers, cells, steps, x, out):
 
 @kernel
 def multiply_pairs(worker, workers, cells, steps, x, w, out):
-    """Multiply-adds of int16 from the first cache, in tiles as large as those of a matmul.
+    """Compute int16 multiply-adds from the L1 cache, in tiles as large as those of a matmul.
 
-    x: [CODE_ROWS * PAIRS * 2] int16, read   w: [PAIRS * CODE_PANELS * 32] int16, read   out: [workers * 16] f32, written
+    x: [CODE_ROWS * PAIRS * 2] int16, read
+    w: [PAIRS * CODE_PANELS * 32] int16, read
+    out: [workers * 16] f32, written
 
-    Operands are loaded again in every step, as a matmul must: the compiler would move a constant product out of the loop.
+    Every step loads the operands again, as a matmul does. The compiler would move products of constant operands out of
+    the loop.
     """
     offsets = row_offsets(0, 2 * PAIRS, CODE_ROWS, CODE_ROWS)
     tile = zero_dots(offsets, CODE_PANELS)
@@ -82,9 +90,10 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
 
 @kernel
 def read_memory(worker, workers, cells, values, out):
-    """Each worker reads its share of the values once, in four streams.
+    """Read each worker's share of the values once, in four streams.
 
-    values: [n * 64 * workers] f32, read   out: [workers * 16] f32, written
+    values: [n * 64 * workers] f32, read
+    out: [workers * 16] f32, written
     """
     share = values.shape[0] // workers
     quarter, (y0, y1, y2, y3) = share // 4, zero_ints(4)
@@ -98,5 +107,5 @@ def read_memory(worker, workers, cells, values, out):
 
 
 def multiply_adds_of_pairs(steps: int) -> int:
-    """Multiply-adds of one worker."""
+    """Return how many multiply-adds one worker computes in `steps` steps of `multiply_pairs`."""
     return steps * PAIRS * CODE_ROWS * CODE_PANELS * 2 * LANES

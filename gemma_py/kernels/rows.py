@@ -1,7 +1,7 @@
-"""Everything between matrices, on rows of flat arrays: row t of width D is x[t * D : (t + 1) * D].
+"""The operations between matrix products, on flat arrays in which row t of width D is x[t * D : (t + 1) * D].
 
-The same operations in the same order as `reference.operations`, sixteen numbers at a time. A call computes rows first ..
-last - 1 (or numbers first .. last - 1 where the operation knows no rows), each by itself.
+Each function computes the operations of `reference.operations` in the order used there, on sixteen numbers at a time.
+One call computes rows first .. last - 1, or elements first .. last - 1 in elementwise functions. Rows are independent.
 """
 
 import numpy as np
@@ -51,7 +51,10 @@ _GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)
 
 @inlined
 def _larger_magnitude(a, b):
-    """The bits of the larger magnitude. As integers, magnitudes have the same order, and infinity and NaN lie above all."""
+    """Return the bits of the larger of |a| and |b| in each lane.
+
+    As integers, the bits of magnitudes are in the order of the floats, with infinity and then NaN above finite numbers.
+    """
     mask = splat(_MAGNITUDE)
     low, high = bit_and(bitcast(a), mask), bit_and(bitcast(b), mask)
     return select(less(low, high), high, low)
@@ -59,7 +62,7 @@ def _larger_magnitude(a, b):
 
 @inlined
 def _codes_of(x, scale):
-    """Sixteen values divided by scale and rounded to the nearest integer, ties to even; 0 where scale is not above 0."""
+    """Return x / scale rounded to the nearest integer, ties to even, in each lane, or 0 where scale is not positive."""
     valid = less(splat(_ZERO), scale)
     code = div(x, select(valid, scale, splat(_ONE)))
     code = sub(add(code, splat(_ROUND)), splat(_ROUND))
@@ -70,7 +73,10 @@ def _codes_of(x, scale):
 
 @inlined
 def _block_offset(block, number, blocks):
-    """The offset of block + number; of the last block where there are fewer, which is then computed twice."""
+    """Return the offset of block + number, or of the last block if there are fewer blocks.
+
+    The caller then computes the last block more than once.
+    """
     return min(block + number, blocks - 1) * INPUT_BLOCK
 
 
@@ -82,7 +88,10 @@ def _load_four(x, at, offsets):
 
 @inlined
 def _store_block(coded, at, low, high):
-    """Store the 32 codes of a block, its first and its last sixteen, as codes and as byte planes."""
+    """Store the 32 codes of a block, as int16 and as byte planes.
+
+    low, high: the first and the last sixteen codes
+    """
     store_codes(coded.codes, at, low)
     store_codes(coded.codes, at + COLUMNS, high)
     store_byte_planes(coded.byte_planes, 2 * at, low)
@@ -91,19 +100,20 @@ def _store_block(coded, at, low, high):
 
 @inlined
 def _sum_high_bytes(low, high):
-    """The high bytes of both, added."""
+    """Return (low >> 8) + (high >> 8), the sum of the high bytes of two codes, in each lane."""
     return add(shift_right(low, splat(_BYTE_BITS)), shift_right(high, splat(_BYTE_BITS)))
 
 
 @inlined
 def quantise_rows(x, K, coded, first, last, shift):
-    """scale = max|x| / 32767 of each block of 32, code = round(x / scale); rows first .. last - 1.
+    """Quantise rows first .. last - 1 in blocks of 32 numbers: scale = max|x| / 32767, code = round(x / scale).
 
-    Row t of x becomes row t - shift of `coded`. A block that holds NaN or infinity gets the scale NaN.
+    Row t of x becomes row t - shift of `coded`. A block with a NaN or an infinity gets the scale NaN.
 
-    x: [T * K] f32, read   coded: CodedRows, written for these rows
+    x: [T * K] f32, read
+    coded: CodedRows, written for these rows
 
-    Four blocks at a time, so that one division makes four scales and reductions of four vectors share their steps.
+    The loop takes four blocks at a time, so that one division gives four scales and reductions share shuffles.
     """
     blocks, target = (last - first) * (K // INPUT_BLOCK), (first - shift) * K
     for block in range(0, blocks, 4):
@@ -146,7 +156,7 @@ def quantise_rows(x, K, coded, first, last, shift):
 
 @inlined
 def _normalise(x, at, gain, D, total, eps, y):
-    """One row, whose squares sum to `total`."""
+    """Normalise one row, whose squares have the sum `total`."""
     factor = splat(_ONE / sqrt(total / _F(D) + eps))
     for d in range(0, D, COLUMNS):
         store_up_to(y, at + d, at + D, mul(mul(load_up_to(x, at + d, at + D), factor), load_up_to(gain, d, D)))
@@ -154,11 +164,14 @@ def _normalise(x, at, gain, D, total, eps, y):
 
 @inlined
 def rms_norm_rows(x, gain, D, eps, y, first, last):
-    """y[t, d] = x[t, d] / sqrt(mean(x[t]^2) + eps) * gain[d]; the mean's sum has d ascending.
+    """Compute y[t, d] = x[t, d] / sqrt(mean(x[t]^2) + eps) * gain[d], where the mean's sum has d ascending.
 
-    x: [T * D] f32, read   gain: [D] f32, read   y: [T * D] f32, written; may be x
+    x: [T * D] f32, read
+    gain: [D] f32, read
+    y: [T * D] f32, written; may be x
 
-    The sum of a row is one chain, so eight rows are summed side by side. Norms of heads have T * H rows of width E.
+    The sum of a row is one chain of additions, so eight rows are summed side by side. To normalise heads, the caller
+    passes T * H rows of width E.
     """
     t = first
     while t + 8 <= last:
@@ -197,7 +210,7 @@ def rms_norm_rows(x, gain, D, eps, y, first, last):
 
 @kernel
 def rope_frequencies(theta, factor, frequencies):
-    """frequencies[i] = theta^(-2i / E) / factor, rounded to f32 before and after the division.
+    """Compute frequencies[i] = theta^(-2i / E) / factor, rounded to f32 before and after the division.
 
     frequencies: [E / 2] f32, written
     """
@@ -208,9 +221,10 @@ def rope_frequencies(theta, factor, frequencies):
 
 @inlined
 def rope_table(frequencies, first_position, cosines, sines, first, last):
-    """cosines[t, i], sines[t, i] = cos, sin of (first_position + t) * frequencies[i].
+    """Compute cosines[t, i] and sines[t, i] of the angle (first_position + t) * frequencies[i].
 
-    frequencies: [E / 2] f32, read   cosines, sines: [T * E / 2] f32, written for rows first .. last - 1
+    frequencies: [E / 2] f32, read
+    cosines, sines: [T * E / 2] f32, written for rows first .. last - 1
     """
     half = frequencies.shape[0]
     for t in range(first, last):
@@ -223,9 +237,10 @@ def rope_table(frequencies, first_position, cosines, sines, first, last):
 
 @inlined
 def rope_rows(x, heads, E, cosines, sines, first, last):
-    """Rotate each pair (x[t, head, i], x[t, head, i + E / 2]) by the angle of position t and frequency i.
+    """Rotate each pair (x[t, head, i], x[t, head, i + E / 2]) by the angle of row t and frequency i.
 
-    x: [T * heads * E] f32, read and written   cosines, sines: [T * E / 2] f32, read
+    x: [T * heads * E] f32, read and written
+    cosines, sines: [T * E / 2] f32, read
     """
     half = E // 2
     for t in range(first, last):
@@ -243,9 +258,10 @@ def rope_rows(x, heads, E, cosines, sines, first, last):
 
 @inlined
 def gelu_gate(gate, up, first, last):
-    """gate[f] = gelu(gate[f]) * up[f], with gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+    """Compute gate[f] = gelu(gate[f]) * up[f], where gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
 
-    gate: [T * F] f32, read and written   up: [T * F] f32, read
+    gate: [T * F] f32, read and written
+    up: [T * F] f32, read
     """
     for f in range(first, last, COLUMNS):
         x = load_up_to(gate, f, last)
@@ -256,21 +272,21 @@ def gelu_gate(gate, up, first, last):
 
 @inlined
 def add_to(x, y, first, last):
-    """x[d] = x[d] + y[d]"""
+    """Compute x[d] = x[d] + y[d]."""
     for d in range(first, last, COLUMNS):
         store_up_to(x, d, last, add(load_up_to(x, d, last), load_up_to(y, d, last)))
 
 
 @inlined
 def scale_rows(x, factor, first, last):
-    """x[d] = x[d] * factor"""
+    """Compute x[d] = x[d] * factor."""
     for d in range(first, last, COLUMNS):
         store_up_to(x, d, last, mul(load_up_to(x, d, last), splat(factor)))
 
 
 @inlined
 def soft_cap(x, cap, first, last):
-    """x[n] = cap * tanh(x[n] / cap), for a cap above 0"""
+    """Compute x[n] = cap * tanh(x[n] / cap), for cap > 0."""
     for n in range(first, last, COLUMNS):
         store_up_to(x, n, last, vector_math.soft_cap(load_up_to(x, n, last), cap))
 
@@ -280,7 +296,11 @@ def soft_cap(x, cap, first, last):
 
 @inlined
 def embed_floats(w, token, factor, y, at):
-    """y[at + k] = w[token, k] * factor.    w: FloatPanels, read   y: f32, K numbers written from `at` on"""
+    """Compute y[at + k] = w[token, k] * factor.
+
+    w: FloatPanels, read
+    y: f32, written from y[at] to y[at + K - 1]
+    """
     column = w.start + token // COLUMNS * w.K * COLUMNS + token % COLUMNS
     for k in range(w.K):
         y[at + k] = widen(w.arena[column + k * COLUMNS]) * factor
@@ -288,9 +308,11 @@ def embed_floats(w, token, factor, y, at):
 
 @inlined
 def embed_codes(w, token, factor, y, at, unpacked):
-    """y[at + k] = (scale * code - minimum) * factor, each operation rounded.
+    """Compute y[at + k] = (scale * code - minimum) * factor for row `token` of w, rounding after each operation.
 
-    w: CodePanels, read   y: f32, K numbers written from `at` on   unpacked: UnpackBuffer, the worker's own scratch
+    w: CodePanels, read
+    y: f32, written from y[at] to y[at + K - 1]
+    unpacked: UnpackBuffer, the worker's own scratch
     """
     unpack_panel(w, token // COLUMNS, unpacked, np.int64(0), np.int64(1))
     lane = token % COLUMNS

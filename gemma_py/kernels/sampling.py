@@ -1,7 +1,7 @@
-"""The parts of sampling that read every logit: top-k, softmax weights, top-p and the draw.
+"""Sampling kernels that read every logit: top-k, softmax weights, top-p and the draw.
 
-V is the size of the vocabulary. Every sum is one chain in float64 in a stated order, so a token has the same probability
-on every machine. Where logits are equal, the smaller id comes first.
+V is the size of the vocabulary. Every sum is one chain of float64 additions in a fixed order, so a token has the same
+probability on every machine. Equal logits are ranked by token id, the smaller id first.
 """
 
 import numpy as np
@@ -9,19 +9,19 @@ import numpy as np
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp
 
-_BLOCK = 64  # logits that are compared with the worst of the top k by one decision
-BINS = 1024  # of logits, each 1/16 wide, downwards from the largest; the last one holds all that lie below
+_BLOCK = 64  # logits that one branch of `top_k` accepts or skips together
+BINS = 1024  # bins of logits, each 1/16 wide, down from the largest logit; the last bin also holds all lower logits
 
 
 @inlined
 def _ranks_before(a, a_id, b, b_id):
-    """Whether logit a of token a_id comes before logit b of token b_id."""
+    """Return whether logit a of token a_id ranks before logit b of token b_id."""
     return a > b or (a == b and a_id < b_id)
 
 
 @inlined
 def _sift_down(values, ids, at, size):
-    """Move the entry `at` down to where the heap is a heap again; the root is the entry that ranks last."""
+    """Move entry `at` down until the arrays are a heap again. The root of the heap is the entry that ranks last."""
     value, token = values[at], ids[at]
     while 2 * at + 1 < size:
         child = 2 * at + 1
@@ -36,12 +36,14 @@ def _sift_down(values, ids, at, size):
 
 @kernel
 def top_k(x, values, ids):
-    """The k largest of x, the largest first; k is the length of `values`.
+    """Find the k largest logits of x, in descending order, where k is the length of `values`.
 
-    x: [V] f32, read   values: [k] f32, written   ids: [k] int64, written
+    x: [V] f32, read
+    values: [k] f32, written
+    ids: [k] int64, written
 
-    The k best so far are a heap whose root is the worst of them. Nearly every logit is only compared with the root, and
-    most of them 64 at a time: counting those that are larger needs no branch for each.
+    The k best logits so far form a heap, with the worst of them at the root. Most blocks of 64 logits have none above
+    the root: a loop without branches counts the larger ones, and a block with a count of 0 is skipped.
     """
     k = values.shape[0]
     for v in range(k):
@@ -69,11 +71,12 @@ def top_k(x, values, ids):
 
 @kernel
 def softmax_weights(x, largest, weights):
-    """weights[v] = exp(x[v] - largest); returns their sum, v ascending, in f64.
+    """Compute weights[v] = exp(x[v] - largest), and return the sum of the weights in f64, v ascending.
 
-    x: [V] f32, read   weights: [V] f32, written
+    x: [V] f32, read
+    weights: [V] f32, written
 
-    Two loops, because the exponentials are independent of each other and the sum is one chain.
+    The sum has its own loop, because a chain of dependent additions would slow down the independent exponentials.
     """
     total = 0.0
     for v in range(x.shape[0]):
@@ -85,7 +88,7 @@ def softmax_weights(x, largest, weights):
 
 @kernel
 def count_until(weights, limit):
-    """The smallest k so that the first k weights sum to at least the limit; n + 1 if all n of them sum to less.
+    """Return the smallest k such that the first k weights sum to at least `limit`, or n + 1 if all n sum to less.
 
     weights: [n] f32, read
     """
@@ -105,11 +108,13 @@ def _bin_of(x, largest):
 
 @kernel
 def find_edge_bin(x, largest, weights, limit, masses):
-    """(the bin in which the sum of weights, from the largest logit down, reaches the limit; the sum of the bins before it)
+    """Return (edge bin, sum of the weights in the bins before it).
 
-    x, weights: [V] f32, read   masses: [BINS] f64, all 0, written: the sum of each bin's weights, v ascending
+    Bins go down from the largest logit. The edge bin is the one in which the sum of weights reaches `limit`. Top-p then
+    has to sort only the few logits in the edge bin, not the whole vocabulary.
 
-    Top-p over a whole vocabulary: with the bin known, only the few logits within it have to be sorted.
+    x, weights: [V] f32, read
+    masses: [BINS] f64, zeros on entry, written: the sum of each bin's weights, v ascending
     """
     for v in range(x.shape[0]):
         masses[_bin_of(x[v], largest)] += np.float64(weights[v])
@@ -123,9 +128,11 @@ def find_edge_bin(x, largest, weights, limit, masses):
 
 @kernel
 def zero_below_bin(x, largest, edge, weights, members):
-    """Set the weights of all bins below the bin `edge` to 0; returns how many logits lie in that bin.
+    """Set the weights of all bins below bin `edge` to 0, and return how many logits lie in bin `edge`.
 
-    x: [V] f32, read   weights: [V] f32, written   members: [V] int64, written: the ids in the bin, at the front
+    x: [V] f32, read
+    weights: [V] f32, written
+    members: [V] int64, written: the token ids in bin `edge`, at the front
     """
     count = 0
     for v in range(x.shape[0]):
@@ -140,9 +147,11 @@ def zero_below_bin(x, largest, edge, weights, members):
 
 @kernel
 def draw(weights, least, u):
-    """The index at which the sum of the weights, in order, exceeds the share u of their whole sum.
+    """Return the first index at which the running sum of the weights exceeds u * (sum of all weights).
 
-    Weights below `least` do not count.    weights: [n] f32, read
+    Weights below `least` are ignored.
+
+    weights: [n] f32, read
     """
     total = 0.0
     for v in range(weights.shape[0]):
@@ -160,6 +169,6 @@ def draw(weights, least, u):
 
 @kernel
 def divide(x, temperature):
-    """x[v] = x[v] / temperature.    x: [V] f32, read and written"""
+    """Compute x[v] = x[v] / temperature.    x: [V] f32, read and written"""
     for v in range(x.shape[0]):
         x[v] = x[v] / temperature

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, in float64 and in a fixed order."""
+"""Log probabilities of tokens, computed in float64 in a fixed order."""
 
 import numpy as np
 
@@ -8,7 +8,10 @@ from gemma_py.kernels.elementary import exp64, log64
 
 @inlined
 def _maximum(x):
-    """The largest of x: [V] f32. Four chains, because each comparison waits for the one before it."""
+    """Return the largest number of x, in four independent chains that hide the latency of a comparison.
+
+    x: [V] f32, read
+    """
     a = b = c = d = x[0]
     whole = x.shape[0] // 4 * 4
     for v in range(0, whole, 4):
@@ -23,11 +26,12 @@ def _maximum(x):
 
 @kernel
 def log_sum_exp(logits, terms):
-    """(max, ln(sum over v of exp(logits[v] - max))), v ascending, in f64.
+    """Return (max, ln(sum over v of exp(logits[v] - max))) in f64, where the sum has v ascending.
 
-    logits: [V] f32, read   terms: [V] f64, written: the exponentials
+    logits: [V] f32, read
+    terms: [V] f64, written: the exponentials
 
-    Two loops, because the exponentials are independent of each other and the sum is one chain.
+    The sum has its own loop, because a chain of dependent additions would slow down the independent exponentials.
     """
     largest = np.float64(_maximum(logits))
     for v in range(logits.shape[0]):

@@ -1,4 +1,4 @@
-"""exp, tanh and the soft cap, sixteen at a time: the operations of elementary.py, with selects in place of branches."""
+"""exp, tanh and the soft cap on sixteen lanes: the operations of elementary.py, with selects instead of branches."""
 
 import numpy as np
 
@@ -35,7 +35,7 @@ _LEAST, _MOST, _INFINITY = scalar._LEAST, scalar._MOST, scalar._INFINITY
 
 @inlined
 def exp(x):
-    """e^x in every lane. Whatever an x out of range computes on the way is discarded by the selects at the end."""
+    """Return e^x in every lane. For x below -87 or above 88, selects replace the meaningless result by 0 or infinity."""
     shifted = fma(x, splat(_LOG2E), splat(_ROUND))
     n = sub(shifted, splat(_ROUND))
     r = fma(n, splat(_MINUS_LN2_LOW), fma(n, splat(_MINUS_LN2_HIGH), x))
@@ -53,7 +53,7 @@ def exp(x):
 
 @inlined
 def tanh(x):
-    """tanh in every lane."""
+    """Return tanh x in every lane."""
     negative = less(x, zero())
     a = select(negative, neg(x), x)
     s = mul(a, a)
@@ -69,13 +69,13 @@ def tanh(x):
 
 @inlined
 def soft_cap(x, cap):
-    """cap * tanh(x / cap), for a cap above 0."""
+    """Return cap * tanh(x / cap) in every lane, for cap > 0."""
     return mul(splat(cap), tanh(div(x, splat(cap))))
 
 
 @inlined
 def load_up_to(x, at, end):
-    """x[at : at + 16], with zeros in place of x[end :], which is not read."""
+    """Load x[at : at + 16]. Elements from x[end] on are not read, and their lanes are zero."""
     if at + 16 <= end:
         return load(x, at)
     return load_partial(x, at, end - at)
@@ -83,7 +83,7 @@ def load_up_to(x, at, end):
 
 @inlined
 def store_up_to(x, at, end, value):
-    """x[at : at + 16] = value; nothing at `end` and beyond is written."""
+    """Store value to x[at : at + 16], without writing x[end] or any later element."""
     if at + 16 <= end:
         store(x, at, value)
     else:

@@ -1,1 +1,1 @@
-"""What a model is: its config, one file a family."""
+"""Model families: how a config is read, what the tensors are called, and the program of a forward pass."""

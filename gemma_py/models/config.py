@@ -1,4 +1,4 @@
-"""The config of a model: one dataclass for all families, with one entry for each layer."""
+"""The config dataclass that all model families share."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from gemma_py.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: the pair (i, i + E / 2) turns by position * theta^(-2i / E) / factor."""
+    """Rotary position embedding: elements i and i + E / 2 are rotated by position * theta^(-2i / E) / factor."""
 
     theta: float
     factor: float = 1.0
@@ -17,8 +17,11 @@ class Rope:
 
 @dataclass(frozen=True)
 class Layer:
-    """sliding_window: how many keys a query sees, its own included; None means all.
-    kv_source: the number of the layer whose KV rows this one reads: its own, or that of an earlier layer."""
+    """The shape of one transformer layer.
+
+    sliding_window: a query at position i attends to positions i - sliding_window + 1 .. i; None means full attention.
+    kv_source: the number of the layer whose KV rows this layer reads, which is this layer or an earlier one.
+    """
 
     sliding_window: int | None
     rope: Rope
@@ -31,9 +34,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Config:
-    """Field names are Hugging Face's where it has one."""
+    """The config of a text model. A field that also occurs in Hugging Face's config.json has the name used there."""
 
-    model_type: str  # of the family, see models/families.py
+    model_type: str  # for example "gemma2"
     vocab_size: int  # V
     hidden_size: int  # D
     max_position_embeddings: int
@@ -48,28 +51,27 @@ class Config:
 
     @property
     def attention_scale(self) -> float:
-        return 1.0 / math.sqrt(
-            self.query_pre_attn_scalar
-        )  # sqrt is exactly rounded (IEEE 754); a power would depend on libm
+        # math.sqrt is correctly rounded on every machine; `** -0.5` would call pow, which differs between C libraries.
+        return 1.0 / math.sqrt(self.query_pre_attn_scalar)
 
     @cached_property
     def kv_owners(self) -> tuple[int, ...]:
-        """The numbers of the layers that have KV rows of their own, which are the layers of a KV cache."""
+        """The numbers of the layers that store KV rows. Every other layer reads the KV rows of one of these layers."""
         return tuple(number for number, layer in enumerate(self.layers) if layer.kv_source == number)
 
     @cached_property
     def kv_layers(self) -> tuple[Layer, ...]:
-        """The layers of `kv_owners`."""
+        """The layers that store KV rows, in the order of `kv_owners`."""
         return tuple(self.layers[number] for number in self.kv_owners)
 
     @cached_property
     def kv_numbers(self) -> tuple[int, ...]:
-        """For each layer, the index in `kv_layers` of the layer whose KV rows it reads."""
+        """For each layer of the model, the index of the layer's `kv_source` in `kv_owners`."""
         return tuple(self.kv_owners.index(layer.kv_source) for layer in self.layers)
 
 
 def checked(config: Config, where: str) -> Config:
-    """Return the config, after the checks that do not depend on its format."""
+    """Return the config. Raise ConfigError if there are no layers or if the shapes of the layers are inconsistent."""
     if not config.layers:
         raise ConfigError(f"{where}: the model has no layers")
     for number, layer in enumerate(config.layers):
@@ -81,11 +83,15 @@ def checked(config: Config, where: str) -> Config:
         if layer.head_dim % 2:
             raise ConfigError(f"{where}: head_dim should be even, found {layer.head_dim}")
         if not 0 <= layer.kv_source <= number or config.layers[layer.kv_source].kv_source != layer.kv_source:
-            raise ConfigError(f"{where}: layer {number} cannot share the KV rows of layer {layer.kv_source}")
+            raise ConfigError(
+                f"{where}: layer {number} cannot read the KV rows of layer {layer.kv_source}, "
+                f"which is not an earlier layer that stores KV rows"
+            )
         source = config.layers[layer.kv_source]
         shapes = [(y.num_key_value_heads, y.head_dim, y.sliding_window) for y in (layer, source)]
         if shapes[0] != shapes[1]:
             raise ConfigError(
-                f"{where}: layer {number} shares the KV rows of layer {layer.kv_source}, whose heads or window differ"
+                f"{where}: layer {number} reads the KV rows of layer {layer.kv_source}, "
+                f"but the two layers differ in num_key_value_heads, head_dim or sliding_window"
             )
     return config

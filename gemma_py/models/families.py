@@ -1,4 +1,4 @@
-"""The registry of model families: finds the family of a description and reads its config."""
+"""The registry of model families, which selects the family that a config.json or GGUF file names."""
 
 from typing import Any
 
@@ -9,36 +9,42 @@ from gemma_py.models.family import Family, ModelDescription
 from gemma_py.models.fields import Fields
 
 FAMILIES = (gemma.FAMILY,)
-_LATER = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "vaultgemma", "t5gemma")
+_LATER = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "t5gemma")
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
 
 def config_from_hf(document: Any, where: str, generation: Any = None) -> tuple[Family, Config]:
-    """Read a config from config.json (document) and generation_config.json (generation; None if there is none), both parsed."""
+    """Read the config of a Hugging Face checkpoint.
+
+    document: the parsed config.json. generation: the parsed generation_config.json, or None if the file is missing.
+    """
     if not isinstance(document, dict):
         raise ConfigError(f"{where}: should be a JSON object")
     if generation is not None and not isinstance(generation, dict):
-        raise ConfigError(f"{where}: generation_config.json beside it should be a JSON object")
+        raise ConfigError(f"{where}: generation_config.json in this directory should be a JSON object")
     outer = Fields(where, document)
     fields = outer.table("text_config") or outer
     written = fields.text("model_type", outer.text("model_type", ""))
     if written not in _BY_MODEL_TYPE:
         what = "is not supported yet" if written in _LATER else "is not a Gemma model"
         known = ", ".join(_BY_MODEL_TYPE)
-        raise UnsupportedError(f"{where}: model_type {written!r:.40} {what}; supported are {known}")
+        raise UnsupportedError(f"{where}: model_type {written!r:.40} {what}; supported model types: {known}")
     family = _BY_MODEL_TYPE[written]
     tokens = Fields(f"{where}: generation_config", generation or {})
     return family, family.config_from_hf(ModelDescription(family.model_types[written], fields, outer, tokens))
 
 
 def config_from_gguf(metadata: dict[str, Any], where: str, vocab_size: int, tied: bool) -> tuple[Family, Config]:
-    """Read a config from GGUF metadata. vocab_size: rows of the embedding. tied: the file has no output matrix."""
+    """Read the config of a GGUF file.
+
+    vocab_size: the number of rows of the embedding matrix. tied: whether the embedding matrix is also the output matrix.
+    """
     outer = Fields(where, metadata)
     name = outer.text("general.architecture")
     if name not in _BY_ARCHITECTURE:
         known = ", ".join(_BY_ARCHITECTURE)
-        raise UnsupportedError(f"{where}: architecture {name!r:.40} is not supported; supported are {known}")
+        raise UnsupportedError(f"{where}: architecture {name!r:.40} is not supported; supported architectures: {known}")
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     family = _BY_ARCHITECTURE[name]
     description = ModelDescription(name, Fields(where, own), outer, Fields(where, {}), vocab_size, tied)

@@ -1,4 +1,4 @@
-"""The interface of a model family: four functions, which the family's file under models/ defines."""
+"""The interface that every model family implements."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,10 +10,14 @@ from gemma_py.models.program import Program, Tensor
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """The description of a model in its checkpoint: Hugging Face's config.json or GGUF's metadata.
+    """The metadata of a checkpoint, from Hugging Face's JSON files or from a GGUF file.
 
-    name: Config.model_type. outer: the whole document; fields: the part that describes the text model. tokens: Hugging Face's
-    generation_config.json. vocab_size, tied: for GGUF, the rows of the embedding, and whether it is the head too.
+    name: the value for Config.model_type.
+    fields: the fields of the text model, for example those of text_config in config.json.
+    outer: the whole config.json, or all GGUF metadata.
+    tokens: the fields of generation_config.json; empty for GGUF.
+    vocab_size: the number of rows of the embedding matrix; set for GGUF only.
+    tied: whether the embedding matrix is also the output matrix; set for GGUF only.
     """
 
     name: str
@@ -26,14 +30,18 @@ class ModelDescription:
 
 @dataclass(frozen=True)
 class Family:
-    """model_types: Hugging Face's model_type to Config.model_type. architectures: GGUF's names, which equal Config.model_type."""
+    """A model family.
+
+    model_types: maps the model_type of a config.json to Config.model_type.
+    architectures: the values of general.architecture in GGUF files. They equal Config.model_type.
+    """
 
     model_types: Mapping[str, str]
     architectures: tuple[str, ...]
     config_from_hf: Callable[[ModelDescription], Config]
     config_from_gguf: Callable[[ModelDescription], Config]
     tensors: Callable[[Config], dict[str, Tensor]]
-    write: Callable[[Program], None]  # writes the forward pass, operation by operation
+    write: Callable[[Program], None]  # appends the operations of a forward pass to the program
 
     def program(self, config: Config) -> Program:
         program = Program(config, self.tensors(config))

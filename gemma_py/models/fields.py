@@ -1,4 +1,4 @@
-"""Typed access to a model's description: every field is checked, and errors name the field."""
+"""Typed access to the fields of a config document. A wrong value raises ConfigError with the name of the field."""
 
 import math
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ import numpy as np
 from gemma_py.errors import ConfigError
 
 _MISSING: Any = object()
-LARGEST = 1 << 31  # far above any dimension, id or count of a real model
+LARGEST = 1 << 31  # exclusive upper bound of integers, far above any dimension or token id of a real model
 
 
 class Fields:
-    """A mapping with typed getters. None counts as missing, as in Hugging Face's files."""
+    """A mapping with typed getters. A value of None counts as missing, because Hugging Face writes null for unset fields."""
 
     def __init__(self, where: str, values: Mapping[str, Any]) -> None:
         self.where, self.values = where, values
@@ -27,7 +27,7 @@ class Fields:
         if isinstance(value, np.generic):
             value = value.item()
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # GGUF may have one value for each layer, all of them equal
+            value = value[0].item()  # some GGUF files repeat a value that applies to all layers, once per layer
         if value is not None:
             return value
         if default is _MISSING:
@@ -41,11 +41,11 @@ class Fields:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
-            self.fail(name, f"a whole number from {least}")
+            self.fail(name, f"an integer from {least} to {LARGEST - 1}")
         return value
 
     def number(self, name: str, default: Any = _MISSING) -> Any:
-        """A positive number."""
+        """Return the field as a float. Raise ConfigError unless the value is positive and finite."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -67,7 +67,7 @@ class Fields:
         return value
 
     def table(self, name: str) -> "Fields | None":
-        """A nested object; None where it is missing."""
+        """Return the nested object of this name, or None if it is missing."""
         value = self._get(name, None)
         if value is None:
             return None
@@ -76,9 +76,9 @@ class Fields:
         return Fields(f"{self.where}: {name}", value)
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """One token id or a list of them; empty where the field is missing."""
+        """Return the token ids of a field that holds one id or a list of ids. A missing field gives an empty tuple."""
         value = self._get(name, None)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < LARGEST for v in values):
-            self.fail(name, "a token id or a list of them")
+            self.fail(name, "a token id or a list of token ids")
         return tuple(values)

@@ -1,7 +1,8 @@
-"""Gemma 1, 2 and 3: their tensors, the program of a pass, and how a config is read from Hugging Face and from GGUF.
+"""Gemma 1, 2 and 3 and VaultGemma: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
 
-The differences are small. Gemma 2 also normalises the outputs of attention and feed-forward, caps logits, and has sliding
-windows; Gemma 3 also normalises queries and keys, and its sliding layers have a rope of their own.
+Gemma 2 adds to Gemma 1 norms of the outputs of attention and feed-forward, soft caps, and sliding windows.
+VaultGemma is Gemma 2 without these two norms.
+Gemma 3 adds to Gemma 2 norms of queries and keys, and a separate rope for sliding layers.
 """
 
 from typing import Any
@@ -16,7 +17,8 @@ from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
-# A layer's matrices: our name, Hugging Face's, GGUF's, and the letters of its shape [N, K].
+# The matrices of a layer. Columns: name in this package, name in Hugging Face, name in GGUF, N and K of the shape [N, K].
+# A size of two letters is a product: "HE" is the number of query heads times the head width.
 _MATRICES = (
     ("q_proj", "self_attn.q_proj", "attn_q", "HE", "D"),
     ("k_proj", "self_attn.k_proj", "attn_k", "GE", "D"),
@@ -26,7 +28,8 @@ _MATRICES = (
     ("up_proj", "mlp.up_proj", "ffn_up", "F", "D"),
     ("down_proj", "mlp.down_proj", "ffn_down", "D", "F"),
 )
-# A layer's norms, by model type. Gemma 1 calls the norm in front of the feed-forward by its place after attention.
+# The norms of a layer. Columns: name in this package, name in Hugging Face, name in GGUF, width.
+# In Gemma 1, post_attention_layernorm is Hugging Face's name of the norm before the feed-forward.
 _GEMMA1_NORMS = (
     ("input_norm", "input_layernorm", "attn_norm", "D"),
     ("pre_feedforward_norm", "post_attention_layernorm", "ffn_norm", "D"),
@@ -41,11 +44,16 @@ _HEAD_NORMS = (
     ("q_norm", "self_attn.q_norm", "attn_q_norm", "E"),
     ("k_norm", "self_attn.k_norm", "attn_k_norm", "E"),
 )
-_NORMS = {"gemma": _GEMMA1_NORMS, "gemma2": _GEMMA2_NORMS, "gemma3": _GEMMA2_NORMS + _HEAD_NORMS}
+_NORMS = {
+    "gemma": _GEMMA1_NORMS,
+    "gemma2": _GEMMA2_NORMS,
+    "vaultgemma": tuple(norm for norm in _GEMMA2_NORMS if not norm[0].startswith("post_")),
+    "gemma3": _GEMMA2_NORMS + _HEAD_NORMS,
+}
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
-    """The family's tensors by our names, in the order of the packed weights."""
+    """Return the family's tensors by name, in the order in which the weights are packed."""
     D, V = config.hidden_size, config.vocab_size
     made = {
         "embed_tokens": Tensor((V, D), "embed_tokens.weight", "token_embd.weight"),
@@ -71,7 +79,11 @@ def tensors(config: Config) -> dict[str, Tensor]:
 
 
 def write(p: Program) -> None:
-    """Write the forward pass. x: the residual stream, n: a norm's output, y: the output of attention or of the feed-forward."""
+    """Append the operations of a forward pass to the program.
+
+    Buffers: x is the residual stream, n the output of a norm, a the output of the attention heads, y the output of
+    o_proj or down_proj.
+    """
     config, last = p.config, len(p.config.layers) - 1
     p.embed("embed_tokens", "x")
     p.rope_tables()
@@ -95,7 +107,7 @@ def write(p: Program) -> None:
         p.matmul("a", "y", f"{of}o_proj")
 
         p.phase("middle", number)
-        p.add("x", "y", "" if config.model_type == "gemma" else f"{of}post_attention_norm")
+        p.add("x", "y", _present(p, f"{of}post_attention_norm"))
         p.norm("x", "n", f"{of}pre_feedforward_norm")
         p.phase("gate and up", number)
         p.matmul("n", "gate", f"{of}gate_proj")
@@ -105,7 +117,7 @@ def write(p: Program) -> None:
         p.phase("down", number)
         p.matmul("gate", "y", f"{of}down_proj")
         p.phase("end", number)
-        p.add("x", "y", "" if config.model_type == "gemma" else f"{of}post_feedforward_norm")
+        p.add("x", "y", _present(p, f"{of}post_feedforward_norm"))
         p.norm("x", "n", "norm" if number == last else f"layers.{number + 1}.input_norm")
     p.phase("end", last, WANTED)
     p.take("n", "last")
@@ -113,28 +125,35 @@ def write(p: Program) -> None:
     p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
 
 
+def _present(p: Program, gain: str) -> str:
+    """The gain's name, or "" where the model type has no such norm."""
+    return gain if gain in p.tensors else ""
+
+
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 10_000
-# transformers writes only what differs from its defaults in a multimodal checkpoint's text_config.
+# The defaults of transformers. A multimodal checkpoint's text_config leaves out the fields that have these values.
 _DEFAULTS = {
     "gemma": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 16,
               "max_position_embeddings": 8192},
     "gemma2": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
                "max_position_embeddings": 8192},
+    "vaultgemma": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+                   "max_position_embeddings": 8192},
     "gemma3": {"vocab_size": 262_208, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
                "max_position_embeddings": 131_072},
 }  # fmt: skip
-# Caps where a file does not say, by model type; a type that is not listed ignores the field, as transformers does.
+# The default soft caps by model type. For a model type without an entry, the field is ignored, as in transformers.
 _CAPS: dict[str, dict[str, float | None]] = {
-    "attn_logit_softcapping": {"gemma2": 50.0},
-    "final_logit_softcapping": {"gemma2": 30.0, "gemma3": None},
+    "attn_logit_softcapping": {"gemma2": 50.0, "vaultgemma": 50.0},
+    "final_logit_softcapping": {"gemma2": 30.0, "vaultgemma": 30.0, "gemma3": None},
 }
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config as old and current versions of transformers write it."""
+    """Read a config.json that an old or a current version of transformers wrote."""
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
     _check_supported(description)
@@ -174,20 +193,24 @@ def config_from_hf(description: ModelDescription) -> Config:
 def _check_supported(description: ModelDescription) -> None:
     fields, outer, where = description.fields, description.outer, description.outer.where
     if fields.flag("use_bidirectional_attention", False):
-        raise UnsupportedError(f"{where}: an embedding model (EmbeddingGemma) is not supported yet")
+        raise UnsupportedError(
+            f"{where}: use_bidirectional_attention is set; embedding models (EmbeddingGemma) are not supported yet"
+        )
     if fields.flag("attention_bias", False):
-        raise UnsupportedError(f"{where}: attention_bias is set, which no Gemma has")
-    # Gemma 1 was released with "gelu" in hidden_act and meant the tanh form.
+        raise UnsupportedError(f"{where}: attention_bias should be false, found true")
+    # Gemma 1 checkpoints have "gelu" in hidden_act although the models were trained with gelu_pytorch_tanh.
     for name in ("hidden_activation", "hidden_act") if description.name == "gemma" else ("hidden_activation",):
         activation = fields.text(name, "gelu_pytorch_tanh")
         if activation not in ("gelu_pytorch_tanh", "gelu" if name == "hidden_act" else ""):
-            raise UnsupportedError(f"{where}: {name} {activation!r:.40}; Gemma's is gelu_pytorch_tanh")
+            raise UnsupportedError(f"{where}: {name} should be 'gelu_pytorch_tanh', found {activation!r:.40}")
     if fields.values.get("quantization_config") or outer.values.get("quantization_config"):
-        raise UnsupportedError(f"{where}: quantization_config: only unquantised safetensors are read; try the GGUF")
+        raise UnsupportedError(
+            f"{where}: quantization_config is set, but only unquantised safetensors are supported; use a GGUF file"
+        )
 
 
 def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
-    """null means "no cap", while a missing field means the model type's default."""
+    """Return the soft cap of this name, or None. In the file, null means no cap; a missing field means the default."""
     if kind not in _CAPS[name]:
         return None
     if name in fields.values and fields.values[name] is None:
@@ -197,7 +220,7 @@ def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
 
 
 def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
-    """A window for each layer, None for full attention."""
+    """Return the sliding window of each layer; None for a layer with full attention."""
     count = fields.integer("num_hidden_layers")
     if count > _MOST_LAYERS:
         fields.fail("num_hidden_layers", f"at most {_MOST_LAYERS}")
@@ -206,23 +229,23 @@ def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
     window = fields.integer("sliding_window", 4096)
     types = fields.values.get("layer_types")
     if types is None:
-        pattern = fields.integer("sliding_window_pattern", 2 if kind == "gemma2" else 6)
+        pattern = fields.integer("sliding_window_pattern", 6 if kind == "gemma3" else 2)
         types = [_SLIDING if number % pattern else _FULL for number in range(1, count + 1)]
     if not isinstance(types, list) or len(types) != count or not all(entry in (_SLIDING, _FULL) for entry in types):
-        fields.fail("layer_types", f"{count} times {_SLIDING} or {_FULL}")
+        fields.fail("layer_types", f"a list of {count} entries, each {_SLIDING} or {_FULL}")
     return [window if entry == _SLIDING else None for entry in types]
 
 
 def _ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
-    """The rope of full and of sliding layers.
+    """Return the rope of full layers and the rope of sliding layers.
 
-    Current transformers write rope_parameters (Gemma 3: one object a layer type); older ones wrote rope_theta,
-    rope_local_base_freq and rope_scaling, which Gemma 3 applies to full layers only.
+    Current versions of transformers write rope_parameters, which holds one object per layer type for Gemma 3. Older
+    versions wrote rope_theta, rope_local_base_freq and rope_scaling. For Gemma 3, rope_scaling applies to full layers.
     """
     parameters = fields.table("rope_parameters") or Fields(f"{fields.where}: rope_parameters", {})
     scaling = fields.table("rope_scaling")
     if kind != "gemma3":
-        table = parameters if scaling is None else scaling  # where both stand, the old name wins in transformers
+        table = parameters if scaling is None else scaling  # transformers too prefers rope_scaling to rope_parameters
         rope = _rope(table, table.number("rope_theta", fields.number("rope_theta", 10_000.0)))
         return {_FULL: rope, _SLIDING: rope}
     full = parameters.table(_FULL) or Fields(parameters.where, {})
@@ -238,18 +261,18 @@ def _rope(fields: Fields, theta: float) -> Rope:
         return Rope(theta)
     if kind == "linear":
         return Rope(theta, fields.number("factor"))
-    raise UnsupportedError(f"{fields.where}: rope_type {kind!r:.40}; 'default' and 'linear' are supported")
+    raise UnsupportedError(f"{fields.where}: rope_type should be 'default' or 'linear', found {kind!r:.40}")
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------------------
 
 
 def config_from_gguf(description: ModelDescription) -> Config:
-    """Read a config from GGUF metadata. Fields that the format does not have get the values that llama.cpp uses."""
+    """Read a config from GGUF metadata. Fields that the metadata lack get the values that llama.cpp uses."""
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
     if fields.values.get("attention.causal") is False:
-        raise UnsupportedError(f"{where}: an embedding model is not supported yet")
+        raise UnsupportedError(f"{where}: attention.causal is false; embedding models are not supported yet")
     layer_count = fields.integer("block_count")
     if layer_count > _MOST_LAYERS:
         fields.fail("block_count", f"at most {_MOST_LAYERS}")
@@ -258,14 +281,15 @@ def config_from_gguf(description: ModelDescription) -> Config:
     kv_heads = fields.integer("attention.head_count_kv", heads)
     head_dim = fields.integer("attention.key_length", max(1, hidden // heads))
     if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedError(f"{where}: attention.value_length differs from attention.key_length {head_dim}")
+        raise UnsupportedError(f"{where}: attention.value_length should equal attention.key_length, {head_dim}")
     full, sliding = _ropes_from_gguf(fields, kind)
     layers = tuple(
         Layer(window, full if window is None else sliding, heads, kv_heads, head_dim,
               fields.integer("feed_forward_length"), number)
         for number, window in enumerate(_windows_from_gguf(fields, kind, layer_count))
     )  # fmt: skip
-    # The 27B models of Gemma 2 and 3 scale by hidden / heads instead of the head width; GGUF does not say so.
+    # Gemma 2 27B (46 layers) and Gemma 3 27B (62 layers) scale attention by (hidden / heads)^-0.5 instead of
+    # head_dim^-0.5. GGUF metadata do not record the scale, so the number of layers identifies these models.
     wide = (kind, layer_count) in (("gemma2", 46), ("gemma3", 62))
     ends = {*outer.ids("tokenizer.ggml.eos_token_id"), *outer.ids("tokenizer.ggml.eot_token_id")}
     bos = outer.ids("tokenizer.ggml.bos_token_id")
@@ -300,22 +324,23 @@ def _windows_from_gguf(fields: Fields, kind: str, count: int) -> list[int | None
     if window is None:
         raise ConfigError(f"{fields.where}: {kind}.attention.sliding_window is missing")
     pattern: Any = fields.values.get("attention.sliding_window_pattern")
-    if pattern is not None and not isinstance(pattern, int):  # newer converters write one flag a layer
+    if pattern is not None and not isinstance(pattern, int):  # a list of one flag per layer
         flags = pattern.tolist() if isinstance(pattern, np.ndarray) else pattern
         if not isinstance(flags, list) or len(flags) != count or not all(type(flag) in (bool, int) for flag in flags):
-            fields.fail("attention.sliding_window_pattern", f"{count} flags or one number")
+            fields.fail("attention.sliding_window_pattern", f"an integer or a list of {count} flags")
         return [window if flag else None for flag in flags]
     period = fields.integer("attention.sliding_window_pattern", 2 if kind == "gemma2" else 6)
     return [window if number % period else None for number in range(1, count + 1)]
 
 
 def _ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
-    """The ropes of full and of sliding layers. Gemma 3 scales the full layers only."""
+    """Return the rope of full layers and the rope of sliding layers. For Gemma 3, scaling applies to full layers only."""
     scaling = fields.text("rope.scaling.type", None)
     named = next((name for name in ("rope.scaling.factor", "rope.scale_linear") if fields.values.get(name)), None)
-    factor = 1.0 if named is None else fields.number(named)  # 0 means: not scaled
+    # A stored factor of 0 counts as missing.
+    factor = 1.0 if named is None else fields.number(named)
     if scaling not in (None, "none", "linear"):
-        raise UnsupportedError(f"{fields.where}: rope.scaling.type {scaling!r:.40}; 'none' and 'linear' are supported")
+        raise UnsupportedError(f"{fields.where}: rope.scaling.type should be 'none' or 'linear', found {scaling!r:.40}")
     theta = fields.number("rope.freq_base", 1e6 if kind == "gemma3" else 1e4)
     full = Rope(theta, 1.0 if scaling == "none" else factor)
     if kind != "gemma3":
@@ -323,8 +348,11 @@ def _ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
     return full, Rope(fields.number("rope.freq_base_swa", 10_000.0))
 
 
+# ShieldGemma 1 has the model type of Gemma 2; MedGemma and FunctionGemma have those of Gemma 3.
+_MODEL_TYPES = {"gemma": "gemma", "gemma2": "gemma2", "vaultgemma": "vaultgemma", "gemma3": "gemma3",
+                "gemma3_text": "gemma3", "shieldgemma2": "gemma3"}  # fmt: skip
 FAMILY = Family(
-    model_types={"gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3", "gemma3_text": "gemma3"},
+    model_types=_MODEL_TYPES,
     architectures=("gemma", "gemma2", "gemma3"),
     config_from_hf=config_from_hf,
     config_from_gguf=config_from_gguf,

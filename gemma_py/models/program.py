@@ -1,10 +1,13 @@
-"""A forward pass as data: the list of operations that a family's file writes down and that runtime/forward.py interprets.
+"""The forward pass of a model as a list of operations, which a model family writes and runtime/forward.py interprets.
 
-A program names buffers, tensors and layers. Buffers are rows of float32, one row a token of the pass; an operation
-that writes a buffer determines how wide its rows are from then on. Operations are grouped into phases: a phase is what workers do
-between two barriers, and errors, traces and profiles say its name. Where an operation cannot share the phase of the one
-before, a new phase of the same name begins. Inputs of matrices of codes are quantised automatically; a program does not
-mention it.
+Operations read and write named buffers. A buffer holds one row of float32 for each token of the pass. An operation that
+writes a buffer sets the width of the buffer's rows until the next operation writes that buffer.
+
+Operations are grouped into phases. Workers wait for each other at a barrier after a phase, but not between the operations
+of a phase. Errors, traces and profiles name the phase. `Program` splits a phase where operations need a barrier between
+them; the parts have the same name.
+
+A matrix product with a quantised matrix needs a quantised input. `Program.matmul` inserts the QUANTISE operation.
 """
 
 import math
@@ -13,20 +16,23 @@ from dataclasses import dataclass, field, replace
 
 from gemma_py.models.config import Config, Rope
 
-# Kinds of operations. Those before MATMUL work on rows, and several of them may share a phase: a worker takes some rows
-# through all of them. The others have phases of their own.
+# Kinds of operations. The kinds before MATMUL compute each row by itself, so several of these operations can share a
+# phase, in which a worker takes a few rows through all the operations.
 EMBED, ROPE_TABLE, NORM, ADD, SCALE, GELU_GATE, QUANTISE, TAKE, ROPE, STORE, MATMUL, SCORES, ATTEND = range(13)
 KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "gelu gate", "quantise", "take", "rope", "store", "matmul",
               "scores", "attend")  # fmt: skip
-ALL, WANTED = range(2)  # which rows an operation computes: those of every token, or those whose logits are wanted
-LOGITS = "logits"  # the buffer that a pass returns
+# The rows that a phase computes: the rows of all tokens, or the rows of the tokens whose logits are wanted.
+ALL, WANTED = range(2)
+LOGITS = "logits"  # the name of the buffer that receives the logits
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a family: a matrix [N, K] or a norm's gain [width], with its names in the two formats.
+    """A tensor of a model family: a matrix [N, K], or a vector such as the gain of a norm.
 
-    hugging_face: the name after the checkpoint's prefix. plus_one: Hugging Face stores the gain without its 1.
+    hugging_face: the tensor's name in safetensors, without a prefix such as "model.".
+    gguf: the tensor's name in GGUF.
+    plus_one: whether safetensors store gain - 1 instead of gain.
     """
 
     shape: tuple[int, ...]
@@ -37,7 +43,7 @@ class Tensor:
 
 @dataclass
 class Op:
-    """One operation. Which fields are used depends on the kind; see the methods of `Program`."""
+    """One operation. The methods of `Program` set the fields that each kind of operation uses."""
 
     kind: int
     phase: "Phase"
@@ -45,19 +51,22 @@ class Op:
     second: str = ""
     target: str = ""
     tensor: str = ""
-    heads: int = 1  # rows of `width` that a token's row consists of
+    heads: int = 1  # a row of the buffer has heads * width elements
     width: int = 0
     kv_heads: int = 0
-    kv: int = -1  # place in config.kv_layers
-    window: int = 0  # 0: none
-    rope: int = -1
+    kv: int = -1  # index into config.kv_layers
+    window: int = 0  # sliding window; 0 means full attention
+    rope: int = -1  # index into Program.ropes
     numbers: tuple[float, float] = (0.0, 0.0)
-    codes: "Op | None" = None  # for a matmul: the operation that turns its input into codes
+    codes: "Op | None" = None  # for MATMUL: the QUANTISE operation of `source`
 
 
 @dataclass(eq=False)
 class Phase:
-    """What workers do between two barriers. layer: the layer number in errors and traces."""
+    """A group of operations that workers run without a barrier between them.
+
+    name, layer: identify the phase in errors and traces. rows: ALL or WANTED.
+    """
 
     name: str
     layer: int
@@ -66,31 +75,35 @@ class Phase:
 
 @dataclass
 class Program:
-    """The operations of a pass. A family's `write` calls one method for each operation, in the order of the computation."""
+    """The forward pass of a model. A model family builds the program by calling one method for each operation, in order."""
 
     config: Config
     tensors: Mapping[str, Tensor]
     ops: list[Op] = field(default_factory=list)
-    ropes: list[tuple[Rope, int]] = field(default_factory=list)  # (rope, head width)
-    widths: dict[str, int] = field(default_factory=dict)  # the widest row that each buffer ever holds
-    _widths_now: dict[str, int] = field(default_factory=dict)  # the width of each buffer's rows at this point
-    _rows_now: dict[str, int] = field(default_factory=dict)  # ALL or WANTED: which rows each buffer holds at this point
-    # The operation that made a buffer's codes, while they are up to date.
+    ropes: list[tuple[Rope, int]] = field(
+        default_factory=list
+    )  # each rope with the width of the heads it is applied to
+    widths: dict[str, int] = field(default_factory=dict)  # by buffer: the largest width in the whole program
+    # The state of each buffer after the operations appended so far: the width of the rows, and whether the rows are those
+    # of ALL tokens or of WANTED tokens.
+    _widths_now: dict[str, int] = field(default_factory=dict)
+    _rows_now: dict[str, int] = field(default_factory=dict)
+    # By buffer: the QUANTISE operation whose codes match the buffer's content. Writing the buffer removes the entry.
     _coded: dict[str, Op] = field(default_factory=dict)
     _phase: Phase = field(default_factory=lambda: Phase("embedding", 0, ALL))
 
     def phase(self, name: str, layer: int, rows: int = ALL) -> None:
-        """Begin a phase: the operations up to the next call belong to it."""
+        """Begin a phase, which contains the following operations up to the next call of `phase`."""
         self._phase = Phase(name, layer, rows)
 
     def embed(self, tensor: str, target: str) -> None:
-        """target = the token's row of the matrix times sqrt(D)."""
+        """Compute target = sqrt(D) * (row of the embedding matrix), for each token."""
         D = self._shape(tensor, 2)[1]
         self._write(target, D)
         self._add(EMBED, target=target, tensor=tensor, width=D, numbers=(math.sqrt(D), 0.0))
 
     def rope_tables(self) -> None:
-        """Cosines and sines of every position of the pass, for each rope and head width that the layers have."""
+        """Compute the cosines and sines that `rope` reads, for every position of the pass and every rope of the layers."""
         self.ropes = list(dict.fromkeys((layer.rope, layer.head_dim) for layer in self.config.layers))
         for number, (_, width) in enumerate(self.ropes):
             cosines, sines = self._angles(number, self._phase.rows)
@@ -99,22 +112,24 @@ class Program:
             self._add(ROPE_TABLE, target=cosines, second=sines, width=width // 2, rope=number)
 
     def norm(self, source: str, target: str, gain: str, heads: int = 1) -> None:
-        """target = RMS norm of source times gain; each head of a row is normalised by itself. gain: "" means a gain of ones."""
+        """Compute target = RMSNorm(source) * gain, separately for each head of a row. gain: "" means a gain of ones."""
         width = self._widths_now[source] // heads
         if gain and self._shape(gain, 1) != (width,):
-            raise ValueError(f"{gain} is not as wide as the rows of {source}, {width}")
+            raise ValueError(
+                f"{gain} should have shape [{width}], the head width of {source}, found {list(self._shape(gain, 1))}"
+            )
         self._write(target, heads * width)
         self._add(NORM, source=source, target=target, tensor=gain, heads=heads, width=width)
 
     def add(self, target: str, source: str, gain: str = "") -> None:
-        """target += source. With a gain: target += RMS norm of source times gain, and source is overwritten."""
+        """Compute target += source, or target += RMSNorm(source) * gain. With a gain, source is overwritten."""
         self._check_rows(target)
         width = self._same_width(target, source)
         self._write(target, width)
         self._add(ADD, source=source, target=target, tensor=gain, width=width)
 
     def scale(self, target: str, tensor: str) -> None:
-        """target *= the only value of the tensor."""
+        """Compute target *= tensor[0], in place. The tensor has one element."""
         self._shape(tensor, 1)
         self._check_rows(target)
         width = self._widths_now[target]
@@ -122,18 +137,16 @@ class Program:
         self._add(SCALE, target=target, tensor=tensor, width=width)
 
     def gelu_gate(self, gate: str, up: str) -> None:
-        """gate = gelu(gate) * up"""
+        """Compute gate = gelu(gate) * up, in place."""
         self._check_rows(gate)
         width = self._same_width(gate, up)
         self._write(gate, width)
         self._add(GELU_GATE, source=up, target=gate, width=width)
 
     def take(self, source: str, target: str) -> None:
-        """target = the rows of source whose logits are wanted; in a phase of WANTED rows."""
+        """Copy the wanted rows of source to target. The phase computes WANTED rows, and source holds ALL rows."""
         if self._phase.rows != WANTED or self._rows_now[source] != ALL:
-            raise ValueError(
-                f"{source} cannot be taken: take wanted rows of a buffer of all rows, in a phase of wanted rows"
-            )
+            raise ValueError(f"{source} cannot be taken: take needs a source of ALL rows in a phase of WANTED rows")
         width = self._widths_now[source]
         self._write(target, width)
         self._add(TAKE, source=source, target=target, width=width)
@@ -149,18 +162,18 @@ class Program:
         self._add(ROPE, target=target, source=cosines, second=sines, heads=heads, width=y.head_dim)
 
     def store(self, keys: str, values: str, layer: int) -> None:
-        """Keys and values become the layer's KV rows, and are published in position order."""
+        """Store keys and values as KV rows of the layer. The rows are published to attention in position order."""
         y, kv = self.config.layers[layer], self.config.kv_numbers[layer]
         if y.kv_source != layer:
-            raise ValueError(f"layer {layer} shares the KV rows of layer {y.kv_source} and must not write them")
+            raise ValueError(f"layer {layer} reads the KV rows of layer {y.kv_source} and must not store KV rows")
         if self._phase.rows != ALL:
-            raise ValueError("KV rows are stored for all tokens of a pass, not for wanted rows alone")
+            raise ValueError("KV rows must be stored in a phase of ALL rows, found a phase of WANTED rows")
         for rows in (keys, values):
             self._check_width(rows, y.num_key_value_heads * y.head_dim)
         self._add(STORE, source=keys, second=values, kv_heads=y.num_key_value_heads, width=y.head_dim, kv=kv)
 
     def matmul(self, source: str, target: str, tensor: str, cap: float | None = None) -> None:
-        """target = source times the matrix, soft-capped where there is a cap."""
+        """Compute target = source @ tensor.T. With a cap, target = cap * tanh(target / cap) follows."""
         N, K = self._shape(tensor, 2)
         self._check_width(source, K)
         op = self._add(MATMUL, source=source, target=target, tensor=tensor, width=N, numbers=(cap or 0.0, 0.0))
@@ -170,8 +183,11 @@ class Program:
         self._write(target, N)
 
     def attend(self, source: str, target: str, layer: int, scale: float, cap: float | None = None) -> None:
-        """target = attention of the queries in source to the layer's KV rows. Two phases, "scores" and "attention": the
-        first one is for positions that several workers share, and is skipped where there are none."""
+        """Compute target = attention of the queries in source to the layer's KV rows.
+
+        Appends two phases, "scores" and "attention". A pass runs the scores phase only if several workers share one
+        position; otherwise the attention phase computes the scores as well.
+        """
         y = self.config.layers[layer]
         H, E = y.num_attention_heads, y.head_dim
         rows = self._phase.rows
@@ -193,7 +209,11 @@ class Program:
         return op
 
     def _quantise(self, source: str, before: Phase) -> None:
-        """Insert a QUANTISE of source: into the phase before if that one works on rows, else as a phase of its own."""
+        """Insert a QUANTISE operation of source in front of the phase `before`.
+
+        QUANTISE joins the preceding phase if that phase consists of row operations on the same rows. Otherwise QUANTISE
+        gets a phase of its own.
+        """
         at = next(number for number, op in enumerate(self.ops) if op.phase is before)
         phase = self.ops[at - 1].phase
         if self.ops[at - 1].kind >= STORE or phase.rows != before.rows:
@@ -203,14 +223,15 @@ class Program:
         self._coded[source] = op
 
     def _shares_phase(self, op: Op) -> bool:
-        """Whether the operation can be in the current phase: it needs no barrier between it and the others there."""
+        """Return whether the operation can join the current phase without a barrier in front of the operation."""
         others = [other for other in self.ops if other.phase is op.phase]
         if op.kind < MATMUL:
-            return all(other.kind < STORE for other in others)  # rows are published when their phase ends
+            # STORE is the last operation of a phase, because the KV rows of a tile are published after the last operation.
+            return all(other.kind < STORE for other in others)
         return all(other.kind == op.kind == MATMUL and _independent(op, other) for other in others)
 
     def _write(self, target: str, width: int) -> None:
-        """The rows of target are this wide from here on. Codes that were made of them are out of date."""
+        """Record that the current phase writes rows of this width to target, which outdates codes made from target."""
         self._widths_now[target] = width
         self.widths[target] = max(self.widths.get(target, 0), width)
         self._rows_now[target] = self._phase.rows
@@ -219,15 +240,13 @@ class Program:
     def _shape(self, tensor: str, dimensions: int) -> tuple[int, ...]:
         shape = self.tensors[tensor].shape
         if len(shape) != dimensions:
-            raise ValueError(f"{tensor} should have {dimensions} dimensions, found {list(shape)}")
+            raise ValueError(f"{tensor} should have {dimensions} dimensions, found shape {list(shape)}")
         return shape
 
     def _check_rows(self, buffer: str) -> None:
-        """A buffer that an operation of this phase reads or changes holds the rows that the phase computes."""
+        """Raise ValueError if the buffer holds WANTED rows and the phase computes ALL rows, or the other way round."""
         if self._rows_now.get(buffer, self._phase.rows) != self._phase.rows:
-            raise ValueError(
-                f"{buffer} holds other rows than phase {self._phase.name!r} computes; take the wanted ones first"
-            )
+            raise ValueError(f"{buffer} holds other rows (ALL or WANTED) than phase {self._phase.name!r} computes")
 
     def _check_width(self, buffer: str, width: int) -> None:
         if self._widths_now[buffer] != width:
@@ -236,16 +255,17 @@ class Program:
     def _same_width(self, target: str, source: str) -> int:
         if self._widths_now[target] != self._widths_now[source]:
             raise ValueError(
-                f"rows of {target} have {self._widths_now[target]} numbers, those of {source} {self._widths_now[source]}"
+                f"rows of {target} and rows of {source} should have equally many numbers, "
+                f"found {self._widths_now[target]} and {self._widths_now[source]}"
             )
         return self._widths_now[target]
 
     def _angles(self, rope: int, rows: int) -> tuple[str, str]:
-        """The buffers of a rope's cosines and sines."""
+        """Return the names of the buffers that hold the cosines and sines of a rope."""
         of = "" if rows == ALL else " of wanted rows"
         return f"cosines {rope}{of}", f"sines {rope}{of}"
 
 
 def _independent(a: Op, b: Op) -> bool:
-    """Whether two products may be computed at the same time: neither writes what the other one reads or writes."""
+    """Return whether two matrix products can run at the same time: neither writes a buffer that the other one uses."""
     return a.target not in (b.source, b.target) and b.target != a.source

@@ -19,6 +19,7 @@ from gemma_py.reference.cache import ReferenceCache
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, int], np.ndarray]] = {
     "gemma": gemma.logits,
     "gemma2": gemma.logits,
+    "vaultgemma": gemma.logits,
     "gemma3": gemma.logits,
 }
 

@@ -1,8 +1,9 @@
-"""Gemma 1, 2 and 3: one token at a time through the operations of operations.py, which also explains the letters D, H, G, E.
+"""Gemma 1, 2 and 3 and VaultGemma: one token at a time through the operations of operations.py, which also explains the
+letters D, H, G, E.
 
-The three families differ in which norms a layer has: Gemma 2 and 3 also normalise what attention and the feed-forward
-give, and Gemma 3 every query head and every key head. A norm is there where the weights hold a gain for it. Windows, soft
-caps and the angles of rope are numbers in the config.
+They differ in which norms a layer has: Gemma 2 and 3 also normalise what attention and the feed-forward give, and Gemma 3
+every query head and every key head. A norm is there where the weights hold a gain for it. Windows, soft caps and the
+angles of rope are numbers in the config.
 """
 
 import math

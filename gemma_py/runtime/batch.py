@@ -1,6 +1,6 @@
-"""The arguments of the forward pass beside the model: the rows that it computes, and its scratch memory.
+"""The arguments of the forward pass apart from the model: the batch of tokens and the scratch memory.
 
-T rows of the pass   S sequences that they belong to   R rows whose logits are wanted
+T tokens of the batch   S sequences   R tokens whose logits are wanted
 """
 
 from typing import NamedTuple
@@ -21,36 +21,37 @@ ROWS, LONGEST = range(2)  # columns of the counts
 
 
 class Batch(NamedTuple):
-    """Tokens of one sequence or of several, one after the other.
+    """The tokens of a pass, those of the first sequence before those of the second one, and so on.
 
-    An operation computes every row (ALL), or only the rows whose logits are wanted (WANTED), which are then stored side by
-    side; so there are two tables of rows, positions, segments and counts. The rows of one sequence are a segment.
+    A phase computes the rows of ALL tokens or the rows of WANTED tokens, those whose logits are wanted. `rows`,
+    `positions`, `segments` and `counts` therefore have one entry for ALL and one for WANTED. The rows of a sequence are
+    contiguous and are called a segment.
     """
 
     tokens: np.ndarray  # int64 [T]
-    rows: np.ndarray  # int64 [2, T]: the index in `tokens` of each row; of WANTED, only the first R are used
+    rows: np.ndarray  # int64 [2, T]: the index in `tokens` of each row; for WANTED, R of the T entries are used
     positions: np.ndarray  # int64 [2, T]
-    segments: (
+    segments: np.ndarray  # int64 [2, S, 3]: first row, last row + 1, origin; row r is at position origin + r
+    counts: np.ndarray  # int64 [2, 2]: the number of rows (T or R), and the number of rows of the longest segment
+    tables: np.ndarray  # int64 [S, kv layers, 3]: the addresses and the capacity of the KV rows, see cache.py
+    kv_type: np.ndarray  # an empty array with the dtype of the KV rows
+    buffers: (
         np.ndarray
-    )  # int64 [2, S, 3]: first row, last row + 1, and the position that row 0 of the batch would have
-    counts: np.ndarray  # int64 [2, 2]: the number of rows, T and R, and the number of rows of the longest segment
-    tables: np.ndarray  # int64 [S, kv layers, 3]: the addresses of each sequence's KV rows, see cache.py
-    kv_type: np.ndarray  # empty; its dtype is that of the KV rows
-    buffers: np.ndarray  # int64 [buffers + 1]: the addresses of the program's buffers, and of the logits [R * V]
+    )  # int64 [buffers + 1]: the addresses of the program's buffers; the last one is the logits [R * V]
 
 
 class Scratch(NamedTuple):
-    """What a pass writes beside KV rows and logits. All workers share it, except that `attention` and `unpacked` have a part for each."""
+    """The scratch memory of a pass. Workers share the arrays, but `attention` and `unpacked` have a part for each worker."""
 
-    floats: np.ndarray  # all buffers of the program
-    coded: CodedRows  # the codes of all inputs that are quantised
+    floats: np.ndarray  # the buffers of the program
+    coded: CodedRows  # the quantised inputs of matrix products
     unpacked: UnpackBuffer  # [workers * unpack_buffer_sizes(widest)]
     attention: np.ndarray  # [workers * scratch_size(E)]
-    scores: np.ndarray  # [(workers - 1) * keys * 16], attention scores of single positions that several workers share
+    scores: np.ndarray  # [(workers - 1) * keys * 16]: attention scores of positions that several workers share
 
 
 def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
-    """Scratch for passes of up to T rows; `scores` is empty."""
+    """Allocate scratch memory for passes of up to T rows. `scores` is empty; the runner allocates it when needed."""
 
     def floats(count: int) -> np.ndarray:
         return aligned(max(1, count))
@@ -70,7 +71,7 @@ def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
 
 @inlined
 def codes_of(scratch, batch, slot):
-    """The codes in a slot, row by row."""
+    """Return views of the codes in a slot."""
     at = slot * batch.tokens.shape[0]
     blocks = at // INPUT_BLOCK
     return CodedRows(
@@ -81,7 +82,7 @@ def codes_of(scratch, batch, slot):
 
 @inlined
 def own_part(part, worker, workers):
-    """The slice of an array that belongs to this worker, where each worker has an equal part."""
+    """Return the slice of an array that belongs to this worker. Every worker has an equal part of the array."""
     size = part.shape[0] // workers
     return slice(worker * size, (worker + 1) * size)
 
@@ -98,16 +99,17 @@ def unpack_buffer_of(scratch, worker, workers):
 
 @inlined
 def kv_rows_of(op, ring, kv_type):
-    """Views of one layer's KV rows of one sequence: keys and values, [G * capacity * E] each.
+    """Return views of the keys and the values of one sequence and layer, [G * capacity * E] each.
 
-    ring: the row of the batch's tables that says where they are."""
+    ring: the entry of `Batch.tables` for this sequence and layer.
+    """
     size = op[p.KV_HEADS] * ring[c.ROWS] * op[p.WIDTH]
     return array_from_address(ring[c.KEYS], size, kv_type), array_from_address(ring[c.VALUES], size, kv_type)
 
 
 @inlined
 def tiles_of(segments, number, rows):
-    """How many tiles of up to `rows` rows a segment has. No tile has rows of two segments."""
+    """Return the number of tiles of up to `rows` rows in a segment."""
     return (segments[number, END_ROW] - segments[number, FIRST] + rows - 1) // rows
 
 
@@ -121,7 +123,7 @@ def tiles_in(segments, rows):
 
 @inlined
 def rows_of_tile(segments, tile, rows):
-    """(segment, first row, last row + 1)"""
+    """Return the segment, the first row, and the last row + 1 of a tile. A tile has rows of only one segment."""
     number = 0
     while tile >= tiles_of(segments, number, rows):
         tile -= tiles_of(segments, number, rows)

@@ -1,8 +1,9 @@
-"""The KV cache of one sequence: a ring for each sliding layer, and arrays that grow for each full layer.
+"""The KV cache of one sequence. A layer with a sliding window has a ring buffer; a layer with full attention has arrays
+that grow.
 
-Each layer has its keys and its values, [G, capacity, E]: a head's rows are contiguous, and position t is in row t % capacity.
-A ring has at least window + chunk - 1 rows, so a chunk never overwrites a row that a query of the same chunk reads. `keep`
-more rows allow a session to rewind by so many tokens without computing rows again.
+The keys and the values of a layer are [G, capacity, E] each. Position t is stored in row t % capacity of every head. A ring
+has at least window + chunk - 1 rows, so that a chunk never overwrites a row that a query of this chunk reads. With `keep`
+additional rows, a session can remove its last `keep` tokens without computing any KV rows again.
 """
 
 import copy
@@ -17,35 +18,38 @@ from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config, Layer
 
 KEYS, VALUES, ROWS = range(3)  # columns of Cache.addresses
-# The dtypes of KV rows. bfloat16 takes half the memory; a row is rounded once, when it is stored.
+# The dtypes of KV rows. bfloat16 is stored as its bit pattern in uint16.
 KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
 NAN: dict[type, float | int] = {np.float32: np.nan, np.uint16: 0x7FC0}
-_SPARE = 512  # rows
+_SPARE = 512  # rows to add when a layer with full attention is reallocated
 
 
 def check_context(context: int, tokens: int, after: int | None = None, new: int = 0) -> None:
-    """ContextError unless these tokens, the `after` ones in the cache and the `new` ones to generate fit into the context."""
+    """Raise ContextError if a request exceeds the context.
+
+    tokens: tokens of the prompt. after: tokens in the KV cache, or None. new: tokens to generate.
+    """
     present = (after or 0) + tokens
     if present + new <= context:
         return
     if not new:
-        what = f"{tokens} tokens exceed" if after is None else f"{tokens} tokens after {after} exceed"
+        what = f"{tokens} tokens exceed" if after is None else f"{tokens} tokens after {after} cached tokens exceed"
     elif present >= context:
         raise ContextError(
             f"the prompt of {tokens} tokens leaves no room for an answer in the context of {context} tokens"
         )
     else:
-        what = f"{tokens} prompt tokens and {new} new ones exceed"
+        what = f"{tokens} prompt tokens and {new} new tokens exceed"
     raise ContextError(f"{what} the context of {context} tokens")
 
 
 def first_readable(layer: Layer, position: int) -> int:
-    """The first position whose row the token at `position` may read, when all before it are committed."""
+    """Return the first position that the token at `position` attends to in this layer."""
     return 0 if layer.sliding_window is None else max(0, position - layer.sliding_window + 1)
 
 
 def digest(keys: np.ndarray, values: np.ndarray) -> str:
-    """sha256 of little-endian float32, keys before values, each [positions, G, E]."""
+    """Return the sha256 of the keys followed by the values, each as little-endian float32 [positions, G, E]."""
     made = hashlib.sha256()
     for rows in (keys, values):
         made.update(np.ascontiguousarray(rows, "<f4").tobytes())
@@ -53,13 +57,13 @@ def digest(keys: np.ndarray, values: np.ndarray) -> str:
 
 
 def rows_needed(config: Config, tokens: int, chunk: int, keep: int = 0) -> list[int]:
-    """How many rows each layer needs for so many tokens, in passes of up to `chunk` tokens."""
+    """Return the number of KV rows that each layer needs for `tokens` tokens in passes of up to `chunk` tokens."""
     windows = [layer.sliding_window for layer in config.kv_layers]
     return [tokens if window is None else min(tokens, window + chunk - 1 + keep) for window in windows]
 
 
 def bytes_needed(config: Config, kv: str, tokens: int, chunk: int, keep: int = 0) -> int:
-    """The bytes that `Cache.prepare` allocates."""
+    """Return the number of bytes that `Cache.prepare` allocates."""
     rows = zip(config.kv_layers, rows_needed(config, tokens, chunk, keep), strict=True)
     numbers = sum(2 * layer.num_key_value_heads * layer.head_dim * count for layer, count in rows)
     return numbers * np.dtype(KV_TYPES[kv]).itemsize
@@ -70,7 +74,7 @@ def _as_f32(rows: np.ndarray) -> np.ndarray:
 
 
 def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
-    """Positions as runs (first, count), each of which is contiguous in all rings of these capacities."""
+    """Split positions first .. end - 1 into runs (first, count) that do not wrap around in rings of these capacities."""
     while first < end:
         count = min(end - first, *(ring - first % ring for ring in rings))
         yield first, count
@@ -78,7 +82,7 @@ def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
 
 
 class Rows(NamedTuple):
-    """The KV rows of one layer: [G, capacity, E] each."""
+    """The KV rows of one layer. Keys and values are [G, capacity, E] each."""
 
     keys: np.ndarray
     values: np.ndarray
@@ -89,19 +93,22 @@ class Rows(NamedTuple):
 
 
 class Cache:
-    """The KV rows of one sequence. Rows below `position` are committed; the others are undefined, or NaN where `poison` is set."""
+    """The KV cache of one sequence.
+
+    Rows of positions below `position` are committed. The content of other rows is undefined, or NaN if `poison` is set.
+    """
 
     def __init__(self, config: Config, poison: bool = False, kv: str = "float32", keep: int = 0) -> None:
-        """keep: how many tokens a rewind must be able to remove."""
+        """Create an empty cache. keep: the number of tokens that `rewind` can remove at any time."""
         self.config, self.poison, self.keep = config, poison, keep
         self.dtype = KV_TYPES[kv]
-        self.ids: list[int] = []  # of the committed tokens
-        self._oldest = [0] * len(config.kv_layers)  # of each layer, the first position whose row is not overwritten
+        self.ids: list[int] = []  # the committed tokens
+        self._oldest = [0] * len(config.kv_layers)  # for each layer, the first position whose row is still stored
         layers = [
             Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
             for layer in config.kv_layers
         ]
-        # One tuple, so that an interrupt never leaves arrays with the addresses of others.
+        # The arrays and the table of their addresses are one attribute, so that Ctrl-C cannot leave a table of old addresses.
         self._allocation = layers, np.zeros((len(layers), 3), np.int64)
         self.abandoned = False
 
@@ -118,16 +125,18 @@ class Cache:
         return len(self.ids)
 
     def reserve(self, tokens: int, ahead: int = 0) -> None:
-        """Make room for a chunk of so many tokens after the committed ones; a pass may write to their rows from now on.
+        """Make room for the KV rows of a chunk of `tokens` tokens.
 
-        ahead: how many more tokens will follow the chunk.
+        ahead: the number of tokens that will follow the chunk.
         """
         if self.abandoned:
-            raise InputError("this session was left in an unknown state by a stalled worker; start a new one")
+            raise InputError(
+                "this session is unusable after a failed pass, because a stalled worker may still write to it"
+            )
         self._make_room(self.position, tokens, ahead)
 
     def prepare(self, tokens: int, chunk: int) -> None:
-        """Make room for so many tokens in all, in passes of up to `chunk` tokens. `reserve` then never reallocates."""
+        """Make room for `tokens` tokens in total, in passes of up to `chunk` tokens, so that `reserve` never reallocates."""
         for number, rows in enumerate(rows_needed(self.config, tokens, chunk, self.keep)):
             self._reallocate(number, rows)
 
@@ -136,34 +145,40 @@ class Cache:
             capacity = self.layers[number].capacity
             spare = ahead + _SPARE if self.config.kv_layers[number].sliding_window is None else 0
             if rows > capacity:
-                # Growth by half keeps the cost of copying linear in a long decode. Pages that are never written use no memory.
+                # Growing by half keeps the total cost of copying linear in the number of tokens. Rows that are never
+                # written take no physical memory.
                 self._reallocate(number, max(rows + spare, capacity * 3 // 2, 64))
 
     def commit(self, tokens: list[int]) -> None:
-        """Add these tokens, whose rows are written in every layer."""
+        """Append tokens to the sequence, after a pass has written their KV rows in every layer."""
         position = self.position + len(tokens)
-        # Every ring is long enough that a pass, even one that fails, does not overwrite these rows.
+        # The rows from these positions on are never overwritten by the next pass, even if that pass fails: the rings have
+        # enough rows for the window, a chunk and `keep`.
         intact = (first_readable(layer, position) - self.keep for layer in self.config.kv_layers)
         oldest = [max(pair) for pair in zip(self._oldest, intact, strict=True)]
-        # No function is called between these two statements, so no interrupt can separate them.
+        # Python handles Ctrl-C at function calls and jumps. There is none between the next two statements, so that
+        # `_oldest` and `ids` always match.
         self._oldest = oldest
         self.ids += tokens
 
     def can_rewind_to(self, position: int) -> bool:
-        """Whether `rewind(position)` is possible: no row that the next token would read is overwritten."""
+        """Return whether the KV rows that a token at this position attends to are still stored."""
         return 0 <= position <= self.position and all(
             first_readable(layer, position) >= oldest
             for layer, oldest in zip(self.config.kv_layers, self._oldest, strict=True)
         )
 
     def rewind(self, position: int) -> None:
-        """Remove the tokens from this position on. The rows before it are unchanged, so later results are those of a new session."""
+        """Remove the tokens from this position on. Later logits are bit-identical to those of a new session."""
         if not self.can_rewind_to(position):
-            raise InputError(f"position {position} cannot be rewound to from {self.position}: its rows are overwritten")
+            raise InputError(
+                f"cannot rewind from position {self.position} to position {position}: "
+                f"the KV rows that a token at position {position} attends to are not stored"
+            )
         del self.ids[position:]
 
     def _reallocate(self, number: int, capacity: int) -> None:
-        """Move a layer's rows to new arrays. Layers move one by one, so at most one layer is in memory twice."""
+        """Copy a layer's rows to new arrays of this capacity. The old arrays of one layer are freed before the next layer."""
         old, oldest = self.layers[number], self._oldest[number]
         G, _, E = old.keys.shape
         new = Rows(*(aligned(G * capacity * E, self.dtype).reshape(G, capacity, E) for _ in range(2)))
@@ -173,15 +188,13 @@ class Cache:
             for first, count in _runs(oldest, self.position, old.capacity, capacity):
                 at = first % old.capacity
                 rows[:, first % capacity :][:, :count] = source[:, at : at + count]
-        layers, addresses = (
-            self._allocation[0].copy(),
-            self._allocation[1].copy(),
-        )  # a pass may still use the former ones
+        # The list and the table are copied, because a running pass may still use the old ones.
+        layers, addresses = self._allocation[0].copy(), self._allocation[1].copy()
         layers[number], addresses[number] = new, (new.keys.ctypes.data, new.values.ctypes.data, capacity)
         self._allocation = layers, addresses
 
     def copy(self) -> "Cache":
-        """A copy, for another sequence with the same tokens."""
+        """Return a copy of the cache, for a second sequence that begins with the tokens of this one."""
         twin = copy.copy(self)
         twin.ids, twin._oldest = list(self.ids), list(self._oldest)
         for number, layer in enumerate(self.layers):
@@ -189,26 +202,26 @@ class Cache:
         return twin
 
     def _committed(self, number: int) -> np.ndarray:
-        """Positions whose rows a later query may read: the last window - 1 of a sliding layer, else all."""
+        """Return the positions that a later query attends to: the last window - 1 positions, or all with full attention."""
         first = first_readable(self.config.kv_layers[number], self.position)
         return np.arange(first, self.position)
 
     def _intact(self, number: int) -> np.ndarray:
-        """Positions whose rows are not overwritten: the committed ones, and up to `keep` before them."""
+        """Return the positions whose rows are still stored, including up to `keep` positions before the window."""
         return np.arange(self._oldest[number], self.position)
 
     def rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a layer that a later query may read, by position: f32 [positions, G, E]."""
+        """Return the keys and values of a layer that a later query attends to, as f32 [positions, G, E] each."""
         layer = self.layers[number]
         slots = self._committed(number) % max(1, layer.capacity)
         return _as_f32(layer.keys[:, slots].transpose(1, 0, 2)), _as_f32(layer.values[:, slots].transpose(1, 0, 2))
 
     def digest(self) -> list[str]:
-        """The digest of each layer's `rows`."""
+        """Return the digest of the `rows` of each layer."""
         return [digest(*self.rows(number)) for number in range(len(self.config.kv_layers))]
 
     def copy_block(self, first: int, last: int, copy: np.ndarray) -> None:
-        """Copy positions first .. last - 1 into `copy`: of each layer the keys, then the values, [G, positions, E]."""
+        """Copy the rows of positions first .. last - 1 to `copy`, layer by layer: keys, then values, [G, positions, E]."""
         at = 0
         for layer in self.layers:
             assert self.position - first <= layer.capacity
@@ -219,16 +232,19 @@ class Cache:
                 at += part.size
 
     def raw_rows(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a layer that a token after `since` may read, in the dtype of the cache: [G, positions, E]."""
+        """Return the keys and values of a layer that tokens from position `since` on attend to.
+
+        The arrays are [G, positions, E], in the dtype of the cache.
+        """
         positions = np.arange(first_readable(self.config.kv_layers[number], since), self.position)
         layer = self.layers[number]
         slots = positions % max(1, layer.capacity)
         return layer.keys[:, slots], layer.values[:, slots]
 
     def restore(self, ids: list[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Fill an empty cache with the tokens of another cache and its `raw_rows` of each layer.
+        """Fill an empty cache with the tokens of another cache and with that cache's `raw_rows` of each layer.
 
-        The cache stays empty if there are fewer layers than the model has.
+        If kv_rows does not have one entry per layer, ValueError is raised and the cache stays empty.
         """
         self._make_room(len(ids), 1)
         oldest = []
@@ -242,18 +258,18 @@ class Cache:
         self._oldest, self.ids = oldest, ids
 
     def addresses(self) -> np.ndarray:
-        """For kernels: the addresses of each layer's keys and values, and its capacity. int64 [kv layers, 3]
+        """Return int64 [kv layers, 3]: for each layer, the address of the keys, the address of the values, and the capacity.
 
-        They are valid until the next `reserve`, while the caller has a reference to `layers`.
+        The addresses are valid while the caller holds a reference to `layers`.
         """
         return self._allocation[1]
 
     def abandon(self) -> None:
-        """Make the cache unusable: a pass failed and one of its workers may still write to these rows."""
+        """Mark the cache as unusable, after a failed pass of which a stalled worker may still write to the cache."""
         self.abandoned = True
 
     def poison_uncommitted(self) -> None:
-        """For tests: set all other rows than the committed ones to NaN again, so that reading one shows in the results."""
+        """Set rows without a stored position to NaN if `poison` is set, so that tests notice a kernel that reads one."""
         if not self.poison:
             return
         for number, layer in enumerate(self.layers):

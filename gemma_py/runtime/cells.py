@@ -1,7 +1,6 @@
-"""The shared cells of one run of the team: which worker waits, how far each one is, and whether the run is broken.
+"""The cells: the int64 variables that the workers of one run share, such as tile counters, watermarks and progress.
 
-Every run has its own cells. A stalled worker that wakes late finds its own run broken and leaves it; it cannot reach the
-cells of a later run.
+Every run has cells of its own. A stalled worker that continues later therefore cannot change the cells of a later run.
 """
 
 from collections.abc import Sequence
@@ -12,11 +11,12 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.int64]
 
-LINE = 16  # cells; 128 bytes: Apple's line, and the pair of lines that x86 fetches together
+# 16 cells are 128 bytes: a cache line on Apple's processors, and two lines that x86 processors prefetch together.
+LINE = 16
 
-# `shared`, first line: written at most once in a run, so every core has it in its L1 cache.
-BROKEN = 0  # 0, or 1 + the worker at fault
-FAULT_PLAN = 1  # 1 where a test injects faults (see fault_injection.py), whose settings follow
+# Cells of `shared`, first line. They change at most once in a run, so every core keeps this line in its L1 cache.
+BROKEN = 0  # 0, or 1 + the number of the worker that broke the run
+FAULT_PLAN = 1  # 1 if a test injects faults; the next cells hold the FaultPlan of fault_injection.py
 (
     SEED,
     FAULT,
@@ -29,36 +29,36 @@ FAULT_PLAN = 1  # 1 where a test injects faults (see fault_injection.py), whose 
     OMISSION_LAYER,
     OMISSION_PHASE,
 ) = range(2, 12)
-# The barrier's cells, on a line each: all workers write the first one and poll the second one.
+# Cells of the barrier. Every worker writes ARRIVED and polls GENERATION, so each has a cache line of its own.
 ARRIVED, GENERATION = LINE, 2 * LINE
 _SHARED_LINES = 3
 
-# `own`, one line a worker, written by that worker alone.
+# Cells of `own`, one line per worker, which only that worker writes.
 PROGRESS, WAITING, LAYER, PHASE, RANDOM = range(5)
 
-# Why a worker waits: values of WAITING.
+# Values of the cell WAITING.
 COMPUTES, AT_BARRIER, TO_PUBLISH, FOR_ROWS = range(4)
 WAITS = ("computes", "waits at a barrier", "waits to publish rows", "waits for rows")
 
-NOWHERE = -1  # layer and phase before a worker has entered any
+NOWHERE = -1  # value of LAYER and PHASE before the worker's first phase
 
 
 class Cells(NamedTuple):
-    """What a kernel gets as `cells`; watermarks and counters are numbered from 0, and each is on a cache line of its own."""
+    """The cells of one run. Each watermark and each counter is on a cache line of its own."""
 
     shared: Array
     own: Array
     watermarks: Array
-    counters: Array  # the next tile to claim
-    times: Array  # nanoseconds by phase, see profile.py; empty: off
+    counters: Array  # for each phase, the next tile to claim
+    times: Array  # nanoseconds by worker and phase, see profile.py; empty unless profiling is on
 
 
 def make_cells(workers: int, watermarks: Sequence[int] = (), counters: int = 0, times: int = 0) -> Cells:
-    """Cells of a new run. watermarks: their first values, usually the positions of the sequences. counters, times: how many tile
-    counters, and how many lines of `times` a worker.
+    """Allocate the cells of a new run, with at least one watermark and one counter.
 
-    They are one allocation, since this is done for every token, aligned to cache lines. There is always at least one
-    watermark and one counter.
+    watermarks: the initial values. counters: the number of tile counters. times: the number of lines of `times` per worker.
+
+    The cells are one allocation, because a run begins for every generated token and several allocations would take longer.
     """
     sizes = (_SHARED_LINES, workers, max(len(watermarks), 1), max(counters, 1), workers * times)
     memory = np.zeros((sum(sizes) + 1) * LINE, np.int64)

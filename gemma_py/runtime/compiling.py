@@ -1,8 +1,8 @@
-"""Compile the forward pass in several processes the first time, because numba compiles one kernel at a time in a process.
+"""Compilation of the forward pass in several processes, because numba compiles only one kernel at a time in a process.
 
-Each process is this module run as a program. It reads names of kernels, a line each, compiles them without data into the
-cache on disk, and writes the name back when done. If a process dies or the cache cannot be written, the main process
-compiles the kernels when it needs them: only the time depends on these processes.
+Each process runs this module as a program. The process reads names of kernels from stdin, one per line, compiles each
+kernel into the cache on disk, and writes the name to stdout when done. If a process dies or the cache cannot be written,
+the main process compiles the missing kernels itself.
 """
 
 import contextlib
@@ -35,16 +35,16 @@ from gemma_py.runtime.program import ModelTables, Sizes
 from gemma_py.runtime.trace import NO_TRACE
 from gemma_py.weights.pack import PackedArrays
 
-# What each process compiles, the longest first; the kernels of a share have helper functions in common. `forward` calls all
-# of them, and so is compiled last.
+# Kernels that one process compiles one after another, because they call common helper functions. The share that takes
+# longest comes first. `forward` calls every kernel of the shares, so `forward` is compiled last.
 SHARES = ((attention_phase, scores_phase), (matmul_phase,), (rows_phase, trace_phase))
 _KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kernel in share}
-_TIMEOUT = 300.0  # seconds for one kernel, which takes ten
+_TIMEOUT = 300.0  # seconds for one kernel; a kernel usually takes about ten seconds
 _TICK = 0.2
 
 
 def first_time(kv: str) -> bool:
-    """Whether the pass for KV rows of this type is not in the cache yet, or there is no cache."""
+    """Return whether the cache on disk lacks the forward pass for KV rows of this type."""
     return CACHE is None or not (CACHE / f"compiled-{kv}").exists()
 
 
@@ -55,7 +55,7 @@ def mark_compiled(kv: str) -> None:
 
 
 def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
-    """The types of a kernel's arguments: all phases take the same ones, and `forward` takes the first of these."""
+    """Return the types of a kernel's arguments. `forward` takes all arguments of a phase except the last two."""
     i64 = np.empty(0, np.int64)
     arguments = (
         0, 0, make_cells(1),
@@ -76,16 +76,16 @@ def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
 
 
 def _read_only(kind: type, dimensions: int = 1) -> np.ndarray:
-    """An empty read-only array, as weights are read-only."""
+    """Return an empty read-only array. Weights are read-only, which is part of an array's type in numba."""
     array: np.ndarray = np.empty((0,) * dimensions, kind)
     array.flags.writeable = False
     return array
 
 
 class Compilation:
-    """A context manager that runs the compiling processes; leaving it ends them.
+    """A context manager that starts the compiling processes, and kills them on exit.
 
-    It does nothing where all is compiled already. Where nothing can be cached, it only reports that compiling begins.
+    No process is started if the kernels are in the cache on disk, or if there is no cache on disk.
     """
 
     def __init__(
@@ -108,9 +108,10 @@ class Compilation:
         self._progress("compiling kernels", 0, self._total, "kernels")
         if CACHE is not None and sys.executable:
             command = [sys.executable, "-P", "-m", "gemma_py.runtime.compiling", str(CACHE), self._kv]
-            with contextlib.suppress(OSError):  # if no process can be started, this one compiles
-                # The processes can import the same modules, and have a process group of their own, so Ctrl-C does not reach them.
-                paths = [path or str(Path.cwd()) for path in sys.path if isinstance(path, str)]  # as Python does
+            with contextlib.suppress(OSError):  # if no process starts, the main process compiles the kernels
+                # PYTHONPATH lets the processes find the modules of the main process; "" stands for the current directory.
+                # Ctrl-C does not reach the processes, because they have a process group of their own.
+                paths = [path or str(Path.cwd()) for path in sys.path if isinstance(path, str)]
                 environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
                 for _ in range(min(machine.threads(), len(self._shares))):
                     self.processes.append(
@@ -127,7 +128,7 @@ class Compilation:
         return self
 
     def _feed(self, process: "subprocess.Popen[bytes]") -> None:
-        """Give shares to a process until none is left. The last process to finish then compiles `forward`."""
+        """Send shares to a process until no share is left. The process that finishes last also compiles `forward`."""
         alive = True
         while alive and (share := self._next()) is not None:
             for kernel in share:
@@ -143,7 +144,7 @@ class Compilation:
             return self._shares.pop(0) if self._shares else None
 
     def _compiled(self, process: "subprocess.Popen[bytes]", kernel: Any) -> bool:
-        """Have the process compile a kernel; False if the process has died."""
+        """Have the process compile a kernel. Return False if the process has died."""
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(f"{kernel.__name__}\n".encode())
@@ -155,7 +156,7 @@ class Compilation:
         return done
 
     def wait(self) -> None:
-        """Wait until all is compiled or every process has ended."""
+        """Wait until every kernel is compiled or every process has ended."""
         if not self._feeders:
             return
         seen, since = -1, 0.0
@@ -168,7 +169,7 @@ class Compilation:
             time.sleep(_TICK)
         self._progress("compiling kernels", self._total, self._total, "kernels")
         if self._done < self._total:
-            message = "a process that compiles kernels has ended early; compiling the rest takes longer"
+            message = "a process that compiles kernels ended early; the main process compiles the remaining kernels"
             warnings.warn(message, GemmaWarning, stacklevel=2)
 
     def _kill(self) -> None:
@@ -181,14 +182,14 @@ class Compilation:
             feeder.join()
         for process in self.processes:
             with process:
-                pass  # closes its pipes and waits for it
+                pass  # leaving the `with` statement closes the pipes and waits for the process
 
 
 def main() -> None:
     cache, kv = sys.argv[1:]
     wanted: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(wanted,), daemon=True).start()
-    while str(CACHE) == cache:  # else the cache key differs, and the parent process would not find the result
+    while str(CACHE) == cache:  # with another cache key, the parent process would not find the kernels
         kernel = _KERNELS[wanted.get()]
         kernel.compile(signature(kernel, kv))
         print(kernel.__name__, flush=True)
@@ -197,7 +198,7 @@ def main() -> None:
 def _listen(wanted: "queue.SimpleQueue[str]") -> None:
     for line in sys.stdin:
         wanted.put(line.strip())
-    os._exit(0)  # the parent has ended, perhaps in the middle of a compilation
+    os._exit(0)  # the parent process has ended, so end at once, even in the middle of a compilation
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Fault injection for tests: random delays, faults, and synchronisation that is left out. Switched off, it costs a branch.
+"""Fault injection for tests: random delays, injected faults, and omitted synchronisation.
 
-It is switched by a cell and not at compile time, so that the machine code under test is the machine code that ships. The
-cell is on the cache line of BROKEN, which every worker reads anyway and none writes: the read hits the L1 cache and the
-branch is always predicted. Measured: a call of sync.py takes 6 ns with it and 3 ns without. A forward pass makes a thousand
-calls, so it costs three microseconds a pass.
+Every function of sync.py checks the cell FAULT_PLAN at run time, so that tests run the same machine code as users.
+The check adds 3 ns to a call that takes 3 ns without it, which is about 3 microseconds for the thousand calls of a forward
+pass. The check is this cheap because FAULT_PLAN is on the cache line of BROKEN, which stays in the L1 cache of every core.
 """
 
 from dataclasses import dataclass
@@ -26,14 +25,18 @@ _OMISSIONS = {"": _NOTHING, "barrier": OMIT_BARRIER, "order": OMIT_ORDER, "await
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """What to inject into a run. The seed fixes each worker's random numbers, but not the schedule that results from them.
+    """The faults to inject into a run.
 
-    seed: unless it is 0, there are random delays and yields at each enter, claim, publish, await and barrier, and the tiles of
-        `claim_any` are shuffled.
-    fault: "stall" or "raise", by `worker` (one number), in `layer` and `phase` (ANY matches all), at `place`: "enter",
-        "claim" (holding a tile), "publish", "await" or "barrier" (before it), or "anywhere" (whichever comes first).
-    omit: a synchronisation that is left out, as a negative control. "barrier": barriers of that layer and phase let every
-        worker pass. "order": rows are published at once, whatever the watermark. "await": no worker waits for rows.
+    seed: if not 0, every call of sync.py begins with a random delay, and `claim_any` returns the tiles in a random order. The
+        seed determines the random numbers, but not the schedule of the threads.
+    fault: "stall", "raise", or "" for no fault.
+    worker, layer, phase: the worker that has the fault, and the layer and phase in which it occurs. ANY matches every
+        layer or phase.
+    place: the call of sync.py in which the fault occurs: "enter", "claim" (after a tile is claimed), "publish", "await",
+        "barrier" (before the worker arrives), or "anywhere" for the first of these calls.
+    omit: the synchronisation to leave out, as a negative control. "barrier": workers do not wait at barriers. "order": rows
+        are published without waiting for earlier rows. "await": workers do not wait for published rows. "": none.
+    omit_layer, omit_phase: the layer and phase in which synchronisation is left out. ANY matches every layer or phase.
     """
 
     seed: int = 0
@@ -52,7 +55,7 @@ class FaultPlan:
             raise InputError(f"invalid fault plan {self}: expected {known}")
 
     def apply(self, cells: c.Cells) -> None:
-        """Write the settings into the cells of a run that has not begun."""
+        """Write the plan into the cells of a run, before the workers start."""
         values = {c.FAULT_PLAN: 1, c.SEED: self.seed, c.FAULT: _FAULTS[self.fault], c.FAULT_WORKER: self.worker}
         values |= {c.FAULT_LAYER: self.layer, c.FAULT_PHASE: self.phase, c.FAULT_PLACE: _PLACES[self.place]}
         values |= {
@@ -69,7 +72,7 @@ class FaultPlan:
 
 @inlined
 def _draw(cells, worker):
-    """31 random bits. A linear congruence is enough: only its high bits are used, and only to vary schedules."""
+    """Return 31 random bits from a linear congruential generator, whose weak low bits are dropped."""
     at = worker * c.LINE + c.RANDOM
     cells.own[at] = cells.own[at] * 6364136223846793005 + 1442695040888963407
     return (cells.own[at] >> 32) & 0x7FFFFFFF
@@ -77,7 +80,11 @@ def _draw(cells, worker):
 
 @inlined
 def _delay(cells, worker):
-    """Half of the time no delay; else some yields, a spin, or (rarely) a sleep in which the other workers get far ahead."""
+    """Delay this worker by a random time.
+
+    Half of the calls do not delay. The others yield the core, spin, or sleep; one call in 1024 sleeps for 2 ms, in which the
+    other workers get far ahead.
+    """
     kind, length = _draw(cells, worker) & 1023, _draw(cells, worker)
     if kind == 0:
         sleep_microseconds(np.uint32(2000))
@@ -99,7 +106,7 @@ def _is_at(cells, worker, layer, phase):
 
 @inlined
 def inject(cells, worker, place):
-    """Delay this worker or inject a fault, as the plan says for this place. Call it only where FAULT_PLAN is set."""
+    """Delay this worker or inject the fault if the plan says so for this place. The caller has checked FAULT_PLAN."""
     shared = cells.shared
     if shared[c.SEED] != 0:
         _delay(cells, worker)
@@ -112,33 +119,36 @@ def inject(cells, worker, place):
         return
     if fault == _RAISE:
         raise RuntimeError("an injected fault")
-    # A real stall reacts to nothing, so this one does not look at BROKEN. It ends when the team is closed.
+    # A stalled worker does not react to a broken run, so this loop ignores BROKEN. It ends when the team is closed.
     while load_acquire(shared, c.END_STALLS) == 0:
         sleep_microseconds(np.uint32(1000))
 
 
 @inlined
 def omits(cells, worker, what):
-    """Whether the plan leaves this synchronisation out."""
+    """Return whether the plan leaves out the synchronisation `what` in the worker's current layer and phase."""
     shared = cells.shared
     return shared[c.OMISSION] == what and _is_at(cells, worker, shared[c.OMISSION_LAYER], shared[c.OMISSION_PHASE])
 
 
 @inlined
 def shuffle(cells, index, tile, tiles):
-    """A permutation of the tiles, drawn from the seed and the counter: times a unit modulo `tiles`, plus a shift."""
+    """Return the tile to compute instead of `tile`, by a permutation of the tiles that depends on the seed and the counter.
+
+    The permutation is (tile * factor + shift) % tiles, where factor has no common divisor with `tiles`.
+    """
     seed = cells.shared[c.SEED]
     if seed == 0 or tiles < 3:
         return tile
     mixed = ((seed * 2654435761 + index * 40503) >> 3) & 0x3FFFFFFF
     factor = 1 + mixed % tiles
-    while _divisor(factor, tiles) != 1:
+    while _greatest_common_divisor(factor, tiles) != 1:
         factor += 1
     return (tile * factor + (mixed >> 7)) % tiles
 
 
 @inlined
-def _divisor(a, b):
+def _greatest_common_divisor(a, b):
     while b != 0:
         a, b = b, a % b
     return a

@@ -1,7 +1,7 @@
-"""The forward pass: one kernel call on each worker, which interprets the program phase by phase.
+"""The forward pass: a kernel that every worker runs once, and that interprets the program phase by phase.
 
-Keys and values become visible in position order only (`publish`), and attention waits for the last row that its tile
-reads (`await_rows`), so there is no barrier between the two phases. Every other phase ends with a barrier.
+A barrier follows every phase, except between a phase that stores KV rows and the attention to these rows. KV rows are
+published in position order (`publish`), and an attention tile waits for the last KV row that it reads (`await_rows`).
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ from gemma_py.runtime.trace import is_traced
 
 @kernel
 def forward(worker, workers, cells, model, scratch, batch, trace):
-    """Compute the logits of a batch. Returns False where the run is broken, by this worker or by another.
+    """Compute the logits of a batch. Return False if the run is broken, by this worker or by another one.
 
     model: ModelTables   scratch: Scratch   batch: Batch   trace: Trace
     """
@@ -49,7 +49,7 @@ def forward(worker, workers, cells, model, scratch, batch, trace):
             return False
         if is_traced(trace) and (op[p.OP] == MATMUL or op[p.OP] == ATTEND):
             trace_phase(worker, workers, cells, model, scratch, batch, trace, at, end)
-            if not barrier(cells, worker, workers):  # the next phase may overwrite what is being traced
+            if not barrier(cells, worker, workers):  # the next phase may overwrite the traced rows
                 return False
         at = end
     return True

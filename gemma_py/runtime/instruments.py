@@ -1,4 +1,4 @@
-"""The settings of a pass that only tests and diagnosis use, in one object; all of them are off in normal use."""
+"""Settings of a forward pass that only tests and diagnosis use. They are off by default."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,13 @@ from gemma_py.runtime.trace import Trace
 
 @dataclass
 class Instruments:
-    """fault_plan: delays, faults and omitted synchronisation, see fault_injection.py. poison: scratch and uncommitted KV rows are
-    set to NaN before every pass, so that reading them shows in the results. profile: the times of every pass are added to it.
-    traces: the trace of every pass is appended to it."""
+    """The instruments of a runner.
+
+    fault_plan: the faults to inject, see fault_injection.py.
+    poison: whether scratch memory and unused KV rows are set to NaN before every pass, which exposes reads of stale data.
+    profile: the object that sums up the times of every pass.
+    traces: the list to which the trace of every pass is appended.
+    """
 
     fault_plan: FaultPlan | None = None
     poison: bool = False

@@ -1,9 +1,12 @@
-"""The phases of a pass: each divides the outputs of one or more operations among tiles that workers claim from a counter.
+"""The phases of a forward pass. A phase divides its outputs into tiles, and workers claim the tiles from a counter.
 
     T rows   D model width   H query heads   G key/value heads   E head width   N outputs and K inputs of a matrix
 
-A tile never has a part of a sum. So the bits do not depend on which worker computes a tile, on its size, or on other rows in it.
-`at` is the number of a phase's first operation in `model.ops`, `end` that of the next phase's first one.
+Every sum is computed within one tile. The bits of an output therefore do not depend on the number of workers, on the size
+of the tiles, or on the other rows of a tile.
+
+Arguments of a phase: `at` is the index in `model.ops` of the phase's first operation, and `end` is the index of the next
+phase's first operation.
 """
 
 import numpy as np
@@ -55,8 +58,8 @@ from gemma_py.runtime.sync import await_rows, claim, claim_any, publish
 from gemma_py.runtime.trace import is_traced, trace_codes, trace_rows, trace_worker
 from gemma_py.weights import pack as w
 
-_TILE_ROWS = 8  # of operations on rows
-_EVERYTHING = 1 << 40  # a window that never ends
+_TILE_ROWS = 8  # rows of a tile in `rows_phase`
+_FULL_WINDOW = 1 << 40  # the sliding window that stands for full attention, larger than any context
 
 
 # --- operations on rows -----------------------------------------------------------------------------------------------
@@ -73,7 +76,7 @@ def _panels_of_codes(model, number):
 
 @inlined
 def _embed(model, op, token, y, at, unpacked):
-    """y[at .. at + D - 1] = the token's row of the embedding times the operation's number."""
+    """Compute y[at : at + D] = factor * (row of the embedding matrix for the token)."""
     number, factor = op[p.MATRIX], model.numbers[op[p.NUMBER]]
     row = model.weights.matrices[number]
     N, K = row[w.ROWS], row[w.INPUTS]
@@ -87,7 +90,7 @@ def _embed(model, op, token, y, at, unpacked):
 
 @inlined
 def _store_row(op, keys, values, capacity, position, k, v, t):
-    """Copy row t of k and v, [T, G, E], into the ring, [G, capacity, E]."""
+    """Copy row t of k and v, [T, G, E], to the position's row of `keys` and `values`, [G, capacity, E]."""
     G, E = op[p.KV_HEADS], op[p.WIDTH]
     for g in range(G):
         to, source = (g * capacity + position % capacity) * E, (t * G + g) * E
@@ -98,13 +101,16 @@ def _store_row(op, keys, values, capacity, position, k, v, t):
 
 @inlined
 def _buffer(batch, scratch, number, width):
-    """(the rows of a buffer, of this width each,): a tuple, because no compiled function here may return an array."""
+    """Return a tuple of one array, the buffer of this number with rows of this width.
+
+    The array is in a tuple, because without numba's reference counting a compiled function must not return a new array.
+    """
     return (array_from_address(batch.buffers[number], batch.tokens.shape[0] * width, scratch.floats),)
 
 
 @inlined
 def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, last):
-    """Apply one operation to rows first .. last - 1. Where the operation stores KV rows, they belong to one sequence."""
+    """Apply one row operation to rows first .. last - 1. For STORE, these rows must belong to the sequence `sequence`."""
     kind, heads, width = op[p.OP], op[p.HEADS], op[p.WIDTH]
     rows, positions = batch.rows[op[p.ROWS_OF]], batch.positions[op[p.ROWS_OF]]
     (x,) = _buffer(batch, scratch, op[p.SOURCE], heads * width)
@@ -145,24 +151,24 @@ def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, 
 
 @inlined
 def _trace_operation(op, scratch, batch, trace, first, last):
-    """Trace what the operation wrote. For STORE these are the values, because ROPE has traced the keys."""
+    """Trace the output of a row operation. For STORE, only the values are traced, because ROPE has traced the keys."""
     rows, width = batch.rows[op[p.ROWS_OF]], op[p.HEADS] * op[p.WIDTH]
     if op[p.OP] == QUANTISE:
         trace_codes(trace, op[p.TRACE], rows, codes_of(scratch, batch, op[p.SLOT]), op[p.WIDTH], first, last)
     elif op[p.OP] == STORE:
         (values,) = _buffer(batch, scratch, op[p.SECOND], op[p.KV_HEADS] * op[p.WIDTH])
         trace_rows(trace, op[p.TRACE], rows, values, op[p.KV_HEADS] * op[p.WIDTH], first, last)
-    elif (
-        op[p.OP] != ROPE_TABLE and op[p.OP] != TAKE
-    ):  # tables follow from positions; the rows that TAKE copies are traced already
+    elif op[p.OP] != ROPE_TABLE and op[p.OP] != TAKE:  # cosines and sines are not traced, and TAKE copies traced rows
         (made,) = _buffer(batch, scratch, op[p.TARGET], width)
         trace_rows(trace, op[p.TRACE], rows, made, width, first, last)
 
 
 @phase
 def rows_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Each tile of rows goes through all operations of the phase. Where one of them stores KV rows, tiles are claimed and
-    published in position order, and no tile has rows of two sequences."""
+    """Run a phase of row operations. A worker takes a tile of rows through the operations of the phase.
+
+    In a phase with STORE, tiles are claimed and published in position order, and a tile has rows of only one sequence.
+    """
     last_op = model.ops[end - 1]
     stores, segments = last_op[p.OP] == STORE, batch.segments[last_op[p.ROWS_OF]]
     count, unpacked = batch.counts[last_op[p.ROWS_OF], ROWS], unpack_buffer_of(scratch, worker, workers)
@@ -194,7 +200,7 @@ def rows_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
 
 @inlined
 def _matmul(model, op, scratch, batch, unpacked, first_row, last_row, first_panel, last_panel):
-    """target[t, n] for rows t and panels of outputs n. The matrix's format determines the order of the sum."""
+    """Compute target[t, n] for rows t in first_row .. last_row - 1 and outputs n in panels first_panel .. last_panel - 1."""
     row = model.weights.matrices[op[p.MATRIX]]
     N, K = row[w.ROWS], row[w.INPUTS]
     (x,) = _buffer(batch, scratch, op[p.SOURCE], K)
@@ -225,7 +231,11 @@ def _panels_for(model, op):
 
 @inlined
 def _rows_together(panels, T, workers):
-    """Rows of a tile: as many as possible, because each tile unpacks its panels again, but several tiles a worker."""
+    """Return the number of rows of a tile.
+
+    Larger tiles are better, because every tile unpacks its panels anew. But the rows are cut into enough blocks that
+    blocks * panels >= 32 * workers, which gives each worker 8 tiles of 4 panels.
+    """
     blocks = max((T + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS, (32 * workers + panels - 1) // panels)
     rows = (T + blocks - 1) // blocks
     return max(MIN_TILE_ROWS, (rows + TILE_ROWS_MULTIPLE - 1) // TILE_ROWS_MULTIPLE * TILE_ROWS_MULTIPLE)
@@ -233,10 +243,12 @@ def _rows_together(panels, T, workers):
 
 @inlined
 def _panels_together(panels, blocks, T, workers):
-    """Panels of a tile, a multiple of 4. panels: of all matrices of the phase together. blocks: tiles that the rows are cut into.
+    """Return the number of panels of a tile, a multiple of 4.
 
-    With many rows, every worker gets several tiles, however small the matrices are. With few rows, memory bandwidth is the
-    limit, and long contiguous reads matter: a tile has at least 16 panels, and a small matrix one tile for each worker.
+    panels: the number of panels of the phase's matrices. blocks: the number of blocks that `_rows_together` cuts rows into.
+
+    With many rows, each worker gets about 8 tiles, for balance. With few rows, memory bandwidth is the limit, and long
+    contiguous reads are faster: each worker gets up to 8 tiles of at least 16 panels, or one smaller tile.
     """
     if T > FEW_ROWS:
         return max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
@@ -246,7 +258,7 @@ def _panels_together(panels, blocks, T, workers):
 
 @phase
 def matmul_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """The matrix products of the phase, whose tiles are numbered one matrix after the other."""
+    """Run a phase of matrix products. Tiles are numbered through the first matrix, then through the next one."""
     counter, T, unpacked = (
         model.ops[at, p.COUNTER],
         batch.counts[model.ops[at, p.ROWS_OF], ROWS],
@@ -289,13 +301,16 @@ def _ring_of(op, keys, values, capacity):
 
 @inlined
 def _params_of(model, op):
-    window = op[p.WINDOW] if op[p.WINDOW] > 0 else _EVERYTHING
+    window = op[p.WINDOW] if op[p.WINDOW] > 0 else _FULL_WINDOW
     return AttentionParams(op[p.HEADS], window, model.numbers[op[p.NUMBER]], model.numbers[op[p.NUMBER] + 1])
 
 
 @inlined
 def workers_a_position(op, batch, workers):
-    """How many workers share one position and key/value head: more than one when fewer tokens are decoded than there are workers."""
+    """Return the number of workers that share each pair of a position and a key/value head.
+
+    The number exceeds 1 only in a decoding pass with fewer such pairs than workers.
+    """
     S, G, H, E = batch.tables.shape[0], op[p.KV_HEADS], op[p.HEADS], op[p.WIDTH]
     if batch.counts[op[p.ROWS_OF], LONGEST] > 1 or H // G > LANES or workers <= G * S:
         return np.int64(1)
@@ -304,17 +319,17 @@ def workers_a_position(op, batch, workers):
 
 @inlined
 def _scores_of(scratch, workers, pair):
-    """The slice of scratch.scores for one pair of a position and a key/value head. pair: the number of that pair."""
+    """Return the slice of scratch.scores for one pair of a position and a key/value head, numbered `pair`."""
     size = scratch.scores.shape[0] // (workers - 1) // LANES * LANES
     return slice(pair * size, (pair + 1) * size)
 
 
 @phase
 def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Attention scores, one position at a time. Each tile scores some of the keys, once the KV row of the position itself
-    is published.
+    """Compute attention scores in a decoding pass in which several workers share a position.
 
-    Scores are not traced; the attention that is computed from them is.
+    A tile scores a range of the keys of one position, after waiting until that position's KV row is published. Scores are
+    not traced, because the attention outputs computed from scores are.
     """
     op = model.ops[at]
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
@@ -343,7 +358,7 @@ def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
 
 @inlined
 def _columns(worker, workers, cells, model, scratch, batch, trace, op, parts):
-    """Attention of single positions from scores that are computed already. Each tile computes some of the columns."""
+    """Compute attention from the scores of `scores_phase`. A tile computes a range of output columns of one position."""
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
     (q,) = _buffer(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
@@ -371,7 +386,10 @@ def _columns(worker, workers, cells, model, scratch, batch, trace, op, parts):
 
 @inlined
 def attend_tile(model, op, scratch, batch, workspace, number, g, first, last):
-    """Attention of rows first .. last - 1 of a sequence with one key/value head. The KV rows up to `last - 1` are published."""
+    """Compute attention of rows first .. last - 1 of a sequence for one key/value head.
+
+    The caller has waited until the KV rows up to the position of row last - 1 are published.
+    """
     H, kv_entry, origin = op[p.HEADS], batch.tables[number, op[p.KV]], batch.segments[op[p.ROWS_OF], number, ORIGIN]
     keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
     (q,) = _buffer(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
@@ -382,7 +400,10 @@ def attend_tile(model, op, scratch, batch, workspace, number, g, first, last):
 
 @inlined
 def _attend_tiles(worker, workers, cells, model, scratch, batch, trace, op):
-    """Attention in tiles of neighbouring positions and one key/value head. Each tile first waits for the last KV row that it reads."""
+    """Compute attention in tiles of neighbouring positions and one key/value head.
+
+    A worker first waits until the last KV row that the tile reads is published.
+    """
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
     rows = max(1, QUERY_BLOCK // (H // G))
@@ -401,7 +422,7 @@ def _attend_tiles(worker, workers, cells, model, scratch, batch, trace, op):
 
 @phase
 def attention_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Attention of all rows. Where workers share a position, scores_phase has computed the scores already."""
+    """Run an attention phase. If several workers share a position, `scores_phase` has already computed the scores."""
     op = model.ops[at]
     parts = workers_a_position(op, batch, workers)
     if parts > 1:
@@ -414,7 +435,7 @@ def attention_phase(worker, workers, cells, model, scratch, batch, trace, at, en
 
 @phase
 def trace_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Trace what a matmul or attention phase wrote. It runs after the phase's barrier; every worker traces a share of the rows."""
+    """Trace the outputs of a matmul or attention phase, after the phase's barrier. Each worker traces a share of the rows."""
     for number in range(at, end):
         op = model.ops[number]
         count, width = batch.counts[op[p.ROWS_OF], ROWS], op[p.HEADS] * op[p.WIDTH]

@@ -1,10 +1,13 @@
-"""The prefix cache: keys and values of earlier requests, for those that begin with the same tokens.
+"""The prefix cache, which stores the KV rows of earlier requests for later requests that begin with the same tokens.
 
-They are stored in blocks of a few tokens. The key of a block is its tokens and the block before it, so a prefix that several requests
-share is stored once. A block holds the rows of all layers, sliding ones too: the window before any end of a block lies in that
-block and the ones before it, so a request can resume there. (Storing windows by themselves, one at each end of a block, would
-take more memory as long as blocks are shorter than windows.) Rows are copied bit by bit, so a hit differs from a miss by
-nothing but the time.
+Rows are stored in blocks of BLOCK_TOKENS tokens. The key of a block is the number of the preceding block together with the
+block's tokens, so requests with a common prefix share the blocks of the prefix.
+
+A block holds the rows of every layer, including layers with a sliding window. A request can resume at the end of any block,
+because that block and the preceding blocks contain the window. Storing a whole window at the end of each block would take
+more memory, because a window is longer than a block.
+
+Rows are copied bit by bit, so the logits after a hit are bit-identical to the logits after a miss.
 """
 
 from array import array
@@ -17,30 +20,34 @@ import numpy as np
 from gemma_py.models.config import Config
 from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed, first_readable
 
-BLOCK_TOKENS = 16  # tokens
+BLOCK_TOKENS = 16
 _ROOT = 0
 
 
 class _Block(NamedTuple):
-    number: int  # unique: never used for another block
-    slot: int  # its row of the storage
+    number: int  # part of the keys of the blocks that follow this block; never used again for another block
+    slot: int  # index into `PrefixCache._rows`
 
 
 class PrefixCache:
-    """Holds at most `budget` bytes. The least recently used block is evicted first; of one text, its end before its beginning."""
+    """A prefix cache of at most `budget` bytes.
+
+    The least recently used block is evicted first. The blocks of one request are evicted from the last to the first.
+    """
 
     def __init__(self, config: Config, kv: str, budget: int) -> None:
-        self.hits = self.misses = self.hit_tokens = 0  # requests, and the tokens of the hits
-        self._blocks: OrderedDict[tuple[int, bytes], _Block] = OrderedDict()  # the most recently used last
+        self.hits = self.misses = self.hit_tokens = 0  # hits and misses are numbers of requests
+        self._blocks: OrderedDict[tuple[int, bytes], _Block] = OrderedDict()  # from least to most recently used
         self._last_number = _ROOT
         self._block_bytes = bytes_needed(config, kv, BLOCK_TOKENS, BLOCK_TOKENS)
-        # Allocated once: memory that is never written costs none, and blocks allocated one by one would fragment it.
+        # One allocation for the whole budget, because many small ones would fragment memory. Slots that are never written
+        # take no physical memory.
         self._rows: np.ndarray = np.empty((budget // self._block_bytes, self._block_bytes), np.uint8).view(KV_TYPES[kv])
         self._free = list(range(len(self._rows) - 1, -1, -1))
 
     @property
     def capacity(self) -> int:
-        """How many tokens there is room for."""
+        """The maximum number of tokens in the cache."""
         return len(self._rows) * BLOCK_TOKENS
 
     @property
@@ -48,7 +55,10 @@ class PrefixCache:
         return len(self._blocks) * self._block_bytes
 
     def restore(self, cache: Cache, ids: Sequence[int]) -> int:
-        """Copy the longest cached prefix of these ids, without the last id, into an empty KV cache. Returns its number of tokens."""
+        """Copy the longest cached prefix of `ids` into an empty KV cache, and return the prefix's number of tokens.
+
+        The prefix never includes the last id, because the request needs the logits of the last id.
+        """
         path = self._find(ids[: len(ids) - 1])
         if not path:
             self.misses += 1
@@ -61,19 +71,22 @@ class PrefixCache:
         return count
 
     def insert(self, cache: Cache, since: int) -> None:
-        """Store the blocks that the pass from position `since` on has completed, while all its rows are in the KV cache.
+        """Store the blocks that a pass from position `since` on has completed.
 
-        If a text is longer than the budget, only its beginning is stored.
+        Call this before the next pass, which may overwrite rows of sliding layers. If a sequence is longer than the budget,
+        only the first blocks of the sequence are stored.
         """
         first, last = since // BLOCK_TOKENS, min(cache.position // BLOCK_TOKENS, len(self._rows))
         if first >= last:
             return
         path = self._find(cache.ids[: last * BLOCK_TOKENS])
         if len(path) < first:
-            return  # blocks before these are evicted already
+            return  # an earlier block of the sequence is evicted, and later blocks cannot be found without that block
         self._touch(cache.ids, path)
         for index in range(len(path), last):
-            if not self._free:  # then there are blocks of other texts, which were used before this one's
+            if (
+                not self._free
+            ):  # this sequence has fewer blocks than there are slots, so blocks of others can be evicted
                 self._evict()
             slot = self._free.pop()
             try:
@@ -92,7 +105,7 @@ class PrefixCache:
         self._free.append(self._blocks.popitem(last=False)[1].slot)
 
     def _find(self, ids: Sequence[int]) -> list[_Block]:
-        """The cached blocks that these ids begin with."""
+        """Return the longest chain of cached blocks with which `ids` begins."""
         path: list[_Block] = []
         parent = _ROOT
         for index in range(len(ids) // BLOCK_TOKENS):
@@ -104,14 +117,16 @@ class PrefixCache:
         return path
 
     def _touch(self, ids: Sequence[int], path: Sequence[_Block]) -> None:
-        """Mark these blocks of ids as used now, the first as the most recently used."""
+        """Mark the blocks of `path` as recently used, the first block as the most recently used one."""
         parents = [_ROOT, *(block.number for block in path)]
         for index in range(len(path) - 1, -1, -1):
             self._blocks.move_to_end((parents[index], _tokens(ids, index)))
 
     def _rows_of(self, config: Config, path: Sequence[_Block]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Layer by layer, keys and values [G, positions, E] that a token after these blocks may read, and at most a block's rows
-        before those."""
+        """Yield the keys and values of each layer, [G, positions, E], from the blocks of `path`.
+
+        The positions are those that a token after the path attends to, rounded down to the beginning of a block.
+        """
         at = 0
         for layer in config.kv_layers:
             G, E = layer.num_key_value_heads, layer.head_dim

@@ -1,8 +1,8 @@
-"""Where a pass spends its time: each worker's nanoseconds by phase, working and waiting. Switched off, it costs a branch.
+"""The profile of passes: how long each worker works and waits in each phase.
 
-A worker reads the clock where it enters a phase and where a wait begins and ends; the time since it last read it is counted
-as work or as waiting. Profiling is switched on by giving `times` a size, not at compile time, so the machine code that is
-measured is the machine code that ships.
+A worker reads the clock when the worker enters a phase, and when a wait begins or ends. The time since the previous reading
+is counted as work or as waiting. Profiling is on if `cells.times` is not empty. Kernels check this at run time, so the
+profiled machine code is the machine code that users run.
 """
 
 import numpy as np
@@ -11,14 +11,18 @@ from gemma_py.kernels.atomics import nanoseconds
 from gemma_py.kernels.decorator import inlined
 from gemma_py.runtime import cells as c
 
-_SINCE = 0  # when this worker last read the clock
-_FIRST = 1  # the first phase's two numbers; the others follow
+# Layout of a worker's part of `times`: the time of the last clock reading, then WORK and WAIT of each phase.
+_SINCE = 0
+_FIRST = 1
 WORK, WAIT = 0, 1
 
 
 @inlined
 def account(cells, worker, what):
-    """Count the time since the last reading as `what`, WORK or WAIT, of this worker's phase. Call it only where profiling is on."""
+    """Add the time since the worker's last clock reading to the worker's current phase. what: WORK or WAIT.
+
+    The caller has checked that profiling is on.
+    """
     size = cells.times.shape[0] // (cells.own.shape[0] // c.LINE)
     at, phase, now = worker * size, cells.own[worker * c.LINE + c.PHASE], nanoseconds()
     if phase != c.NOWHERE:
@@ -27,14 +31,14 @@ def account(cells, worker, what):
 
 
 def lines_needed(phases: int) -> int:
-    """How many lines of `times` a worker needs."""
+    """Return the number of cache lines of `times` that a worker needs."""
     return -(-(_FIRST + 2 * phases) // c.LINE)
 
 
 class Profile:
-    """Sums over passes.
+    """Times and counts, summed over passes.
 
-    nanoseconds: int64 [workers, phases, 2], the last axis being WORK and WAIT. barriers, passes: their numbers.
+    nanoseconds: int64 [workers, phases, 2]; the last axis is WORK, WAIT. barriers, passes: the number of barriers and passes.
     """
 
     def __init__(self, workers: int, phases: int) -> None:

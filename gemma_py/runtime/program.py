@@ -1,4 +1,4 @@
-"""Linking: a family's program and its packed weights become the tables of integers that the forward pass interprets."""
+"""The linker, which turns a program and packed weights into the integer tables that the forward pass interprets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,14 @@ from gemma_py.models.config import Rope
 from gemma_py.models.program import ADD, ATTEND, LOGITS, MATMUL, NORM, QUANTISE, SCORES, STORE, Op, Program
 from gemma_py.weights.pack import CODES, KIND, PackedArrays, PackedWeights
 
-# Columns of `ops`. The first ones place an operation in the pass:
-#   NEXT: the first operation of the next phase. COUNTER: the number of the phase, whose counter tiles are claimed from.
-#   TRACE: the row of the trace that takes the hash of its output, or -1 where a later operation of the phase overwrites
-#   that output. BARRIER: whether a barrier follows the phase. ROWS_OF: ALL or WANTED.
-# The others are the operation's own; see models/program.py. TARGET, SOURCE and SECOND are numbers of buffers; GAIN is an
-# index into `gains`, NUMBER one into `numbers`, and SLOT is where its codes begin in a row of codes.
+# Columns of the table `ops`, which has one row per operation. These columns describe the operation's phase:
+#   LAYER, LABEL: the layer number and the index of the name.  NEXT: the index of the next phase's first operation.
+#   COUNTER: the number of the phase and of the phase's tile counter.  BARRIER: whether a barrier follows the phase.
+#   ROWS_OF: ALL or WANTED.
+# TRACE is the trace's row for the hash of the output, or -1 if a later operation of the phase overwrites the output.
+# The remaining columns are the fields of `Op` in models/program.py, with names replaced by numbers:
+#   TARGET, SOURCE, SECOND: buffers.  MATRIX, GAIN: indices into the weights' `matrices` and `gains`.
+#   NUMBER: an index into `numbers`.  SLOT: the codes of a pass of T rows begin at SLOT * T.
 (OP, LAYER, LABEL, NEXT, COUNTER, TRACE, BARRIER, ROWS_OF, TARGET, SOURCE, SECOND, MATRIX, GAIN, HEADS, WIDTH, KV_HEADS,
  KV, WINDOW, ROPE_ROW, NUMBER, SLOT) = range(21)  # fmt: skip
 _COLUMNS = 21
@@ -25,38 +27,41 @@ NO_BUFFER = -1
 
 
 class ModelTables(NamedTuple):
-    """What every pass reads. All arrays are read-only: for writable ones, numba would compile the pass again."""
+    """The arrays that every pass reads.
 
-    weights: PackedArrays  # its gains are followed by ones, for norms without a gain
+    The arrays are read-only. To numba, writable arrays are another type, for which the forward pass would be compiled again.
+    """
+
+    weights: PackedArrays  # `gains` ends with a vector of ones, for norms without a gain
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
-    numbers: np.ndarray  # f32: epsilons, scales, caps and factors
+    numbers: np.ndarray  # f32: the epsilons, scales, caps and factors of the operations
     ops: np.ndarray  # int64 [operations, 21]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much scratch memory a pass needs. Buffer b of a pass of T rows begins at offsets[b] * T."""
+    """The scratch memory that a pass needs. Buffer b of a pass of T rows begins at offsets[b] * T."""
 
     offsets: np.ndarray  # int64 [buffers]
-    floats: int  # in all buffers together, for each row
-    codes: int  # in all slots together, for each row
+    floats: int  # the number of floats per row of the pass, summed over buffers
+    codes: int  # the number of codes per row of the pass, summed over slots
     widest_input: int  # K of the widest matrix of codes
     widest_head: int
 
 
 @dataclass(frozen=True)
 class LinkedProgram:
-    """A program that can be run. labels: the names of phases; the column LABEL has their numbers."""
+    """A program that is linked to weights and ready to run. labels: the names of the phases, indexed by the column LABEL."""
 
     model: ModelTables
     sizes: Sizes
     labels: tuple[str, ...]
-    layers: int  # how many layer numbers there are in errors and traces: the model's layers, and one more for the head
-    phases: int  # the number of phases, which is also the number of tile counters
+    layers: int  # the number of the model's layers plus one, because the head counts as a layer in errors and traces
+    phases: int  # every phase has a tile counter
 
     @property
     def store_label(self) -> int:
-        """The label of the phases that store KV rows."""
+        """The index in `labels` of the name of the phases that store KV rows."""
         return int(self.model.ops[self.model.ops[:, OP] == STORE, LABEL][0])
 
     def label(self, name: str) -> int:
@@ -64,13 +69,13 @@ class LinkedProgram:
 
 
 def link(program: Program, weights: PackedWeights) -> LinkedProgram:
-    """Replace names by numbers, and leave out QUANTISE operations whose codes no matrix reads."""
+    """Link a program to packed weights: replace names by numbers, and drop QUANTISE operations whose codes are not read."""
     ops = _needed(program, weights)
     names = [name for name in program.widths if name != LOGITS]
     offsets, floats = _offsets([program.widths[name] for name in names], COLUMNS)
     buffers = {name: number for number, name in enumerate([*names, LOGITS])}
     slots, codes = _slots(ops)
-    ones = len(weights.arrays.gains)  # where the gain of ones begins
+    ones = len(weights.arrays.gains)  # the index in `gains` of the vector of ones that `_with_ones` appends
     frequencies = _frequencies(program.ropes)
     numbers: dict[tuple[float, float], int] = {}
     labels = tuple(dict.fromkeys(op.phase.name for op in ops))
@@ -104,7 +109,7 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
 
 
 def _needed(program: Program, weights: PackedWeights) -> list[Op]:
-    """The operations without QUANTISE where only matrices of floats would read the codes."""
+    """Return the operations, except each QUANTISE whose output is multiplied with float matrices only."""
     matrices = weights.arrays.matrices
     reading = [op for op in program.ops if op.kind == MATMUL and matrices[weights.matrices[op.tensor], KIND] == CODES]
     wanted = {id(op.codes) for op in reading}
@@ -112,14 +117,15 @@ def _needed(program: Program, weights: PackedWeights) -> list[Op]:
 
 
 def _slots(ops: Sequence[Op]) -> tuple[dict[int, int], int]:
-    """Where in a row of codes each QUANTISE operation's codes begin, by the operation's `id`, and the length of such a row.
+    """Return the offset of each QUANTISE operation's slot, by the operation's `id`, and the total size of the slots.
 
-    A slot is used again once no later operation reads its codes.
+    A slot holds the codes of one QUANTISE operation until the last operation that reads these codes. Then the slot is
+    free for the next QUANTISE operation.
     """
     last_read = {id(op.codes): number for number, op in enumerate(ops) if op.codes is not None}
     slots: dict[int, int] = {}
     widths: list[int] = []
-    busy: list[int] = []  # the number of the last operation that reads each slot
+    busy: list[int] = []  # for each slot, the index of the last operation that reads the slot
     for number, op in enumerate(ops):
         if op.kind == QUANTISE:
             slot = next((slot for slot, until in enumerate(busy) if until < number), len(busy))
@@ -137,7 +143,8 @@ def _fill_phase_columns(table: np.ndarray, ops: Sequence[Op]) -> None:
     for counter, (first, end) in enumerate(zip(starts, [*starts[1:], len(ops)], strict=True)):
         rows, kinds = table[first:end], {op.kind for op in ops[first:end]}
         rows[:, NEXT], rows[:, COUNTER] = end, counter
-        # No barrier before attention: it waits for the KV rows that it reads, and so for all that was written before they were published.
+        # There is no barrier between STORE and attention to the stored KV rows, because every attention tile waits until
+        # the KV rows that the tile reads are published.
         follows = ops[end].kind if end < len(ops) else -1
         rows[:, BARRIER] = not (STORE in kinds and follows in (SCORES, ATTEND) and ops[end].kv == int(rows[-1, KV]))
         for at in range(first, end):
@@ -148,8 +155,10 @@ def _fill_phase_columns(table: np.ndarray, ops: Sequence[Op]) -> None:
 
 
 def _offsets(widths: Sequence[int], step: int) -> tuple[list[int], int]:
-    """The offset of each part when parts of these widths lie one after another, each rounded up to a multiple of `step`;
-    and the size of all."""
+    """Place parts of these widths one after another, each width rounded up to a multiple of `step`.
+
+    Returns the offset of each part, and the total size.
+    """
     ends = np.cumsum([0, *(-(-width // step) * step for width in widths)])
     return [int(end) for end in ends[:-1]], int(ends[-1])
 
@@ -160,7 +169,7 @@ def _with_ones(program: Program, arrays: PackedArrays) -> np.ndarray:
 
 
 def _frequencies(ropes: Sequence[tuple[Rope, int]]) -> np.ndarray:
-    """f32 [ropes, widest E / 2]. Of each row, the first E / 2 are used, where E is the width of the rope's heads."""
+    """Return the rope frequencies, f32 [ropes, widest E / 2]. A rope of head width E uses the first E / 2 columns."""
     made = np.zeros((len(ropes), max((width // 2 for _, width in ropes), default=0)), np.float32)
     for row, (rope, width) in zip(made, ropes, strict=True):
         rope_frequencies(rope.theta, np.float32(rope.factor), row[: width // 2])

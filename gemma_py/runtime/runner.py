@@ -1,4 +1,4 @@
-"""The runner: it owns the worker team and the scratch memory, and runs passes of one sequence or of several."""
+"""The runner, which owns the worker team and the scratch memory and runs forward passes."""
 
 import os
 import threading
@@ -21,12 +21,12 @@ from gemma_py.runtime.program import LinkedProgram
 from gemma_py.runtime.team import Team
 from gemma_py.runtime.trace import NO_TRACE, new_trace
 
-CHUNK = 512  # the default number of tokens of a pass
+CHUNK = 512  # the default number of prompt tokens per pass
 
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """The input of a pass for one sequence: its next tokens. logits: of how many of the last of them logits are wanted."""
+    """The tokens of one sequence in a pass. logits: the number of tokens, counted from the last one, whose logits to return."""
 
     cache: Cache
     tokens: list[int]
@@ -34,7 +34,7 @@ class SequenceInput:
 
 
 class Runner:
-    """Runs one pass at a time; several Python threads may call it. The state of a sequence is its KV cache alone."""
+    """Runs one forward pass at a time. Several Python threads may call a runner; their passes run one after another."""
 
     def __init__(
         self, program: LinkedProgram, config: Config, workers: int, deadline: float = 5.0, kv: str = "float32"
@@ -51,10 +51,11 @@ class Runner:
     def run(
         self, cache: Cache, tokens: list[int], all_logits: bool, limit: int | None = None, ahead: int = 0
     ) -> np.ndarray:
-        """Logits [V] of the last token or [T, V] of all tokens. The tokens are added to the cache only if the pass succeeds.
+        """Run a pass of one sequence, and return the logits [V] of the last token or [T, V] of all tokens.
 
-        limit: the most positions that the cache may have, checked under the lock.
-        ahead: tokens that the caller will run next.
+        The tokens are added to the cache only if the pass succeeds.
+        limit: the context; ContextError is raised if the cache would have more tokens than this.
+        ahead: the number of tokens that the caller will run in later passes.
         """
         T = len(tokens)
         with self._lock:
@@ -65,14 +66,17 @@ class Runner:
         return logits if all_logits else logits[0]
 
     def run_together(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
-        """One pass for several sequences: the logits of each, [logits, V]. The tokens are added to all of the caches, or to none."""
+        """Run one pass of several sequences, and return the logits [logits, V] of each sequence.
+
+        The tokens are added to the caches only if the pass succeeds.
+        """
         with self._lock:
             for entry in inputs:
                 entry.cache.reserve(len(entry.tokens))
             return self._pass(inputs)
 
     def _pass(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
-        """Run one pass. The caches have room for its tokens."""
+        """Run one pass. The caller has reserved room for the tokens in the caches."""
         if self.instruments.poison:
             for entry in inputs:
                 entry.cache.poison_uncommitted()
@@ -91,7 +95,7 @@ class Runner:
             )  # fmt: skip
         except BaseException:
             if not self.team.settled:
-                self._scratch = None  # a stalled worker may still write to it
+                self._scratch = None  # a stalled worker may still write to the scratch memory
                 for entry in inputs:
                     entry.cache.abandon()
             raise
@@ -103,7 +107,7 @@ class Runner:
         return np.split(logits.reshape(-1, self.config.vocab_size), ends[:-1])
 
     def _addresses(self, scratch: Scratch, T: int, logits: np.ndarray) -> np.ndarray:
-        """The addresses of the program's buffers in a pass of T rows, and of the logits."""
+        """Return the addresses of the program's buffers in a pass of T rows, followed by the address of the logits."""
         offsets, size = self.program.sizes.offsets, scratch.floats.itemsize
         addresses = np.empty(len(offsets) + 1, np.int64)
         addresses[:-1] = scratch.floats.ctypes.data + size * T * offsets
@@ -111,46 +115,45 @@ class Runner:
         return addresses
 
     def set_workers(self, workers: int) -> None:
-        """Replace the team, between two passes."""
+        """Replace the team by a team of this size. A running pass finishes first."""
         with self._lock:
             former, self.team = self.team, Team(workers, self.team.deadline, self.program.labels)
-            self._scratch = None  # its size depends on the number of workers
+            self._scratch = None  # the size of the scratch memory depends on the number of workers
         former.close()
 
     def _compile(self) -> None:
-        """Compile the forward pass in the calling thread, or load it from the cache on disk, before any worker starts."""
+        """Load the forward pass from the kernel cache on disk, or compile the forward pass if the cache lacks it."""
         scratch, logits = self._scratch_for(1, 1), np.empty(0, np.float32)
         batch = _batch([SequenceInput(self.cache(), [])], self._addresses(scratch, 0, logits))
         self.team.compile(forward, self.program.model, scratch, batch, NO_TRACE)
         mark_compiled(self.kv)
 
     def digest(self, cache: Cache) -> list[str]:
-        """`Cache.digest` while no pass is running."""
+        """Call `Cache.digest` while no pass is running."""
         with self._lock:
             return cache.digest()
 
     def rewind(self, cache: Cache, position: int) -> None:
-        """`Cache.rewind` while no pass is running."""
+        """Call `Cache.rewind` while no pass is running."""
         with self._lock:
             cache.rewind(position)
 
     def reserve(self, cache: Cache, tokens: int) -> None:
-        """`Cache.reserve` while no pass is running."""
+        """Call `Cache.reserve` while no pass is running."""
         with self._lock:
             cache.reserve(tokens)
 
     def cache(self, keep: int = 0) -> Cache:
-        """An empty KV cache, for a new session."""
+        """Return an empty KV cache for a new session."""
         return Cache(self.config, self.instruments.poison, self.kv, keep)
 
     def _scratch_for(self, T: int, keys: int) -> Scratch:
-        """Scratch for T rows, and for the scores of single positions with so many keys. It is used again by later passes."""
+        """Return scratch memory for T rows and for attention scores of `keys` keys. Later passes reuse the memory."""
         if self._scratch is None or self._rows < T:
-            # Both change together: if the allocation fails, the old scratch and its size stay.
+            # If the allocation fails, neither attribute changes, so `_rows` always matches `_scratch`.
             self._scratch, self._rows = new_scratch(self.program.sizes, T, self.team.workers), T
-        shared = (
-            self.team.workers - 1
-        )  # with fewer positions than workers, several workers compute one position together
+        # Workers share positions only if there are more workers than pairs of a position and a key/value head.
+        shared = self.team.workers - 1
         if len(self._scratch.scores) < shared * keys * LANES:
             self._scratch = self._scratch._replace(scores=aligned(shared * keys * 3 // 2 * LANES))
         if self.instruments.poison:
@@ -163,7 +166,7 @@ class Runner:
 
 
 def _batch(inputs: Sequence[SequenceInput], buffers: np.ndarray) -> Batch:
-    """The inputs as the kernel takes them. Rows are numbered through all inputs, and so are the rows whose logits are wanted."""
+    """Return the arguments of the kernel for these inputs. The rows of the first input come before those of the second."""
     T = sum(len(entry.tokens) for entry in inputs)
     rows, positions = np.zeros((2, T), np.int64), np.zeros((2, T), np.int64)
     segments, counts = np.empty((2, len(inputs), 3), np.int64), np.zeros((2, 2), np.int64)
@@ -188,7 +191,7 @@ _runners: "weakref.WeakSet[Runner]" = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """In a forked child: the thread that held the lock does not exist there, and a pass that was running will never end."""
+    """Reset the runners in a forked child, where the thread that held a lock or ran a pass does not exist."""
     for runner in list(_runners):
         runner._lock = threading.Lock()
         runner._scratch = None
@@ -198,7 +201,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _floats_of(part: object) -> Iterator[np.ndarray]:
-    """All arrays of float32 in the scratch."""
+    """Yield the float32 arrays of a nested tuple of arrays."""
     if isinstance(part, tuple):
         for inner in part:
             yield from _floats_of(inner)

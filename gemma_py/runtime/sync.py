@@ -1,15 +1,19 @@
-"""How the workers of one run synchronise, from inside their kernels.
+"""Synchronisation of the workers of one run. Kernels call these functions.
 
-A kernel is `kernel(worker, workers, cells, ...)`, is called once on every worker, and returns True when it is done.
-Each function here returns a status: False means that the run is broken, and the kernel must return False at once.
-(`claim` then returns no tile, and the next wait returns False.) No wait hangs: it ends when its condition holds or when the
-run is broken, and the team breaks a run in which a worker has failed or stalled (see team.py).
+A kernel has the signature `kernel(worker, workers, cells, ...)`. Every worker calls the kernel once, and the kernel returns
+True when done. If a function here returns False, the run is broken and the kernel must return False at once. In a broken
+run, `claim` returns -1, and the next wait returns False.
 
-Kernels follow two rules. Between two calls of this module (a tile, or `progress`) they do a bounded amount of work, some
-milliseconds: these calls tell a slow worker from a stalled one. And they claim tiles that end in `publish` in order, by
-`claim`: the worker that has the earliest tile then waits for no other, so there is no deadlock.
+A wait never hangs. It ends when the awaited condition holds or when the run is broken, and the team breaks the run if a
+worker fails or stalls (see team.py).
 
-The usual loop (numba does not take `:=` in a while):
+Kernels must follow two rules:
+- Between two calls of this module, a kernel works for at most some milliseconds. The team takes a worker that makes no
+  calls for long for a stalled one.
+- A kernel that publishes tiles claims them with `claim`, in ascending order. The worker with the lowest unpublished tile
+  then waits for no other worker, so there is no deadlock.
+
+The usual loop, without `:=`, which numba does not support in a while statement:
     tile = claim(cells, worker, index, tiles)
     while tile >= 0:
         ...
@@ -37,7 +41,8 @@ from gemma_py.runtime.cells import (
     WAITING,
 )
 
-_SPINS = 256  # some microseconds; then yield, so that more workers than cores make progress
+# Spins of a wait, some microseconds. After that the worker yields, so that another worker can use the core.
+_SPINS = 256
 _NO_TILE = -1
 
 
@@ -49,27 +54,27 @@ def _advance(cells, worker):
 
 @inlined
 def is_intact(cells):
-    """Whether the run is not broken."""
+    """Return True unless the run is broken."""
     return load_acquire(cells.shared, BROKEN) == 0
 
 
 @inlined
 def progress(cells, worker):
-    """Count a step of this worker; for long work that neither claims nor waits."""
+    """Count a step of this worker. A kernel calls this in long work without claims and waits, so as not to look stalled."""
     _advance(cells, worker)
     return is_intact(cells)
 
 
 @inlined
 def fail(cells, worker):
-    """Break the run for all, with this worker at fault. Always False: `return fail(cells, worker)`."""
+    """Break the run, with this worker at fault. Always returns False, for `return fail(cells, worker)` in a kernel."""
     compare_exchange(cells.shared, BROKEN, 0, worker + 1)
     return False
 
 
 @inlined
 def enter(cells, worker, layer, phase):
-    """Record where this worker is from now on, for error messages and fault injection."""
+    """Record that this worker begins the phase, for error messages and fault injection."""
     if cells.times.shape[0] > 0:
         profile.account(cells, worker, profile.WORK)
     at = worker * LINE
@@ -83,7 +88,10 @@ def enter(cells, worker, layer, phase):
 
 @inlined
 def claim(cells, worker, index, tiles):
-    """The next tile of counter `index`, ascending; -1 when none of the `tiles` is left or the run is broken."""
+    """Claim and return the next tile of counter `index`, in ascending order.
+
+    Returns -1 if none of the `tiles` tiles is left or if the run is broken.
+    """
     if not is_intact(cells):
         return _NO_TILE
     tile = fetch_add(cells.counters, index * LINE, 1)
@@ -97,7 +105,7 @@ def claim(cells, worker, index, tiles):
 
 @inlined
 def claim_any(cells, worker, index, tiles):
-    """`claim` for tiles that need no order; fault plans with a seed shuffle them, to show that the order does not matter."""
+    """Claim a tile of a phase whose result does not depend on the order of tiles. Fault injection may shuffle the tiles."""
     tile = claim(cells, worker, index, tiles)
     if tile >= 0 and load_acquire(cells.shared, FAULT_PLAN):
         return fault_injection.shuffle(cells, index, tile, tiles)
@@ -106,9 +114,9 @@ def claim_any(cells, worker, index, tiles):
 
 @inlined
 def _wait_above(cells, worker, why, line, index, bound):
-    """Wait until a cell whose value only grows exceeds `bound`.
+    """Wait until the cell line[index], whose value never decreases, exceeds `bound`. why: the value for the cell WAITING.
 
-    WAITING is written only after some spinning: nearly all waits are short, and cost no stores to a shared cache line.
+    WAITING is set only after `_SPINS` spins. Most waits are shorter, and then need no store to a cell that the team reads.
     """
     if cells.times.shape[0] > 0:
         profile.account(cells, worker, profile.WORK)
@@ -133,12 +141,12 @@ def _wait_above(cells, worker, why, line, index, bound):
 
 @inlined
 def barrier(cells, worker, workers):
-    """Wait for all workers. What each of them wrote before the barrier is visible to all of them after it."""
+    """Wait until every worker has arrived. Writes before the barrier are visible to every worker after the barrier."""
     if load_acquire(cells.shared, FAULT_PLAN):
         fault_injection.inject(cells, worker, fault_injection.BARRIER)
         if fault_injection.omits(cells, worker, fault_injection.OMIT_BARRIER):
             return is_intact(cells)
-    # Read before arriving: afterwards, the last worker to arrive may already have incremented it.
+    # GENERATION is read before this worker arrives, because the last worker to arrive increments GENERATION.
     generation = load_acquire(cells.shared, GENERATION)
     if fetch_add(cells.shared, ARRIVED, 1) == workers - 1:
         store_release(cells.shared, ARRIVED, 0)
@@ -152,10 +160,11 @@ def barrier(cells, worker, workers):
 
 @inlined
 def publish(cells, worker, mark, first, last):
-    """Make rows first .. last - 1 visible: wait until the watermark stands at `first`, then move it to `last`.
+    """Publish rows first .. last - 1: wait until the watermark is `first`, then set the watermark to `last`.
 
-    The wait acquires and the store releases, so a worker that sees `last` sees all earlier rows too, whichever worker wrote them.
-    A watermark that is past `first` already means that two workers own one row: the run is broken.
+    The wait has acquire semantics and the store has release semantics. A worker that reads `last` from the watermark
+    therefore sees all earlier rows, including the rows of other workers. A watermark above `first` breaks the run, because
+    two workers have published one row.
     """
     at = mark * LINE
     if load_acquire(cells.shared, FAULT_PLAN):
@@ -174,7 +183,7 @@ def publish(cells, worker, mark, first, last):
 
 @inlined
 def await_rows(cells, worker, mark, position):
-    """Wait until the row at `position` and all rows before it are published."""
+    """Wait until the row at `position` and all earlier rows are published."""
     if load_acquire(cells.shared, FAULT_PLAN):
         fault_injection.inject(cells, worker, fault_injection.AWAIT)
         if fault_injection.omits(cells, worker, fault_injection.OMIT_AWAIT):

@@ -1,20 +1,19 @@
-"""The worker team: the one place that starts threads for arithmetic.
+"""The worker team, which starts and watches the threads that run kernels.
 
-`run` calls one kernel once on every worker, without the GIL, and returns when all are done. The calling thread does not
-compute; it watches the workers, so Ctrl-C works in the middle of a long prefill and every stall is noticed.
+`Team.run` calls a kernel on every worker, without the GIL, and returns when every worker is done. The calling thread does
+not compute. It watches the workers, so that Ctrl-C works during a long prefill and stalls are detected.
 
-How a stall is recognised: elapsed time alone does not show one, because a phase may take minutes on a slow machine. Each
-worker counts its steps (a tile claimed, a wait that ended, a phase entered), and the team fails the run in two cases:
-- A worker neither steps nor waits for longer than the patience, while another worker waits or has finished (or, with one
-  worker, at any time). A long computation steps at every tile; one that no other worker waits for may take any time.
-- No worker steps, and all of them wait or have finished: a deadlock.
-The patience is counted in the watcher's own ticks and not read off a clock, so stopping, swapping out or suspending the
-whole process is not taken for a stall. Compiling is not a stall either.
+The duration of a phase does not show a stall, because a phase may take minutes on a slow machine. Instead, every worker
+counts steps: claimed tiles, finished waits and entered phases. The team fails a run in two cases:
+- Stall: one worker makes no step and does not wait for longer than the patience, while another worker waits or has
+  finished. A team of one worker needs no other worker that waits.
+- Deadlock: every worker waits or has finished, and no worker makes a step for longer than the patience.
+The patience is the fraction _PATIENCE of the deadline, counted in ticks of the watching thread. A suspended process is
+therefore not taken for a stalled one, because the watching thread is suspended too. Compilation does not count as a stall.
 
-A thread cannot be killed, so a stalled worker is replaced by a new thread. The stalled thread continues until its next
-wait, claim or phase, finds its run broken, and ends. Until then it may write to the arrays of the failed run (see
-`WorkerError.settled`); it cannot reach the cells of another run. If it never wakes, it stays as a daemon thread, and its
-memory with it.
+A thread cannot be killed, so the team replaces a stalled thread by a new one. If the stalled thread continues, its next
+call of sync.py reports the broken run, and the thread ends. Until then the thread may write to the arrays of the failed run
+(see `WorkerError.settled`), but not to the cells of another run. A thread that never continues stays as a daemon thread.
 """
 
 import contextlib
@@ -51,11 +50,11 @@ from gemma_py.runtime.cells import (
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.profile import lines_needed
 
-# Shares of the deadline: how long a stall is watched before it counts, then how long the other workers have to leave the run.
-# The rest allows for a watcher that is scheduled late.
+# Fractions of the deadline: the time without a step that counts as a stall, the time that the other workers then have to
+# leave the run, and the interval at which the calling thread looks at the workers.
 _PATIENCE, _GRACE, _TICK = 0.7, 0.2, 0.02
 _NO_INSTRUMENTS = Instruments()
-_NOT_IEEE = "its thread, like the thread that started it, flushes subnormals to zero or does not round to nearest"
+_NOT_IEEE = "the thread inherited a floating-point mode that flushes subnormals to zero or does not round to nearest"
 
 
 @dataclass(frozen=True)
@@ -67,19 +66,22 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _Run:
-    """One kernel call on every worker. Each run has its own cells and queue, so a late worker cannot disturb another run."""
+    """A call of one kernel on every worker.
+
+    Each run has cells and a queue of its own, so that a late worker cannot disturb a later run.
+    """
 
     kernel: Callable[..., Any]
     args: tuple[Any, ...]
     workers: int
     cells: Cells
     outcomes: "queue.SimpleQueue[_Outcome]"
-    keep_alive: object  # the memory that addresses among the arguments point to; referenced while any worker may use it
+    keep_alive: object  # owns the memory behind addresses in `args`
 
     def perform(self, worker: int) -> _Outcome:
         try:
             done = self.kernel(worker, self.workers, self.cells, *self.args)
-        except BaseException as error:  # of any kind: the other workers must stop waiting for this one
+        except BaseException as error:  # even KeyboardInterrupt, because the other workers must stop waiting
             self.break_run(worker)
             return _Outcome(worker, error)
         if done is not None and not done:
@@ -90,7 +92,7 @@ class _Run:
         return int(self.cells.shared[BROKEN]) - 1 if self.cells.shared[BROKEN] else None
 
     def break_run(self, worker: int) -> None:
-        """Break the run. The first worker that does so is reported as the one at fault; of two at the same time, either is."""
+        """Break the run, with this worker at fault unless another worker has already broken the run."""
         if not self.cells.shared[BROKEN]:
             self.cells.shared[BROKEN] = worker + 1
 
@@ -104,7 +106,7 @@ class _Run:
 
 
 class _WorkerThread(threading.Thread):
-    """A thread and its inbox. It holds no reference to its team, so that an unused team can be garbage-collected."""
+    """A worker thread with an inbox of runs. The thread does not refer to the team, so that the team can be collected."""
 
     def __init__(self, number: int) -> None:
         self.inbox: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
@@ -112,7 +114,7 @@ class _WorkerThread(threading.Thread):
         self.start()
 
     def stop(self) -> None:
-        """Let the thread end after its current run, if it is in one."""
+        """Make the thread end after the runs in its inbox."""
         self.inbox.put(None)
 
 
@@ -125,15 +127,15 @@ def _work(number: int, inbox: "queue.SimpleQueue[_Run | None]") -> None:
             run.break_run(number)
             outcome = _Outcome(number, ComputationError(_NOT_IEEE))
         outcomes = run.outcomes
-        del run  # an idle worker must not keep a session's arrays alive
+        del run  # an idle worker must not hold references to the arrays of the run
         outcomes.put(outcome)
         del outcome, outcomes
-        if not ieee:  # inherited from the thread that started this one; the next run gets a new thread
+        if not ieee:  # the next run starts a new thread, which may inherit the right mode
             return
 
 
 class _Watch:
-    """Tells slow workers from stalled ones; the rules are at the top of this file."""
+    """Detects stalled workers and deadlocks, by the rules in the docstring of this module."""
 
     def __init__(self, own: Array, workers: int, patience: float) -> None:
         self._own, self._workers, self._patience = own, workers, patience
@@ -143,10 +145,8 @@ class _Watch:
         self.left: set[int] = set()
 
     def tick(self, elapsed: float) -> tuple[int, str] | None:
-        """Account for one more tick: the stalled worker and a description of the stall, or None while there is no stall."""
-        if (
-            global_compiler_lock.is_locked()
-        ):  # a kernel is being compiled or loaded from the cache, which takes no steps
+        """Look at the workers after `elapsed` seconds. Return the stalled worker and a description of the stall, or None."""
+        if global_compiler_lock.is_locked():  # workers make no steps while a kernel is compiled or loaded
             return None
         steps = [int(self._own[worker * LINE + PROGRESS]) for worker in range(self._workers)]
         waits = [int(self._own[worker * LINE + WAITING]) for worker in range(self._workers)]
@@ -167,7 +167,7 @@ class _Watch:
         return None
 
     def _rearmost(self) -> int:
-        """The waiting worker that is furthest behind: the cause of the deadlock is what this one waits for."""
+        """Return the unfinished worker in the earliest phase, whose wait is the cause of a deadlock."""
         present = [worker for worker in range(self._workers) if worker not in self.left]
         return min(present, key=lambda w: (self._own[w * LINE + LAYER], self._own[w * LINE + PHASE], w))
 
@@ -179,11 +179,13 @@ def _stop_all(threads: "list[_WorkerThread | None]") -> None:
 
 
 class Team:
-    """Worker threads for kernels `kernel(worker, workers, cells, *args) -> bool`, see sync.py. Use as a context manager, or `close`.
+    """A team of worker threads, which run kernels `kernel(worker, workers, cells, *args) -> bool` (see sync.py).
 
-    Several Python threads may call `run`; the runs are executed one after the other. deadline: the longest time, in seconds,
-    in which a failure or a stall is reported to the caller. phases: the names of phase numbers, for error messages. A forked
-    child process starts threads of its own at its first run.
+    Use the team as a context manager, or call `close`. Several Python threads may call `run`; the runs are executed one after
+    another. After a fork, the team in the child process starts new threads at the first run.
+
+    deadline: the maximum time in seconds until `run` reports a failure or a stall.
+    phases: the names of the phase numbers, for error messages.
     """
 
     def __init__(self, workers: int, deadline: float = 5.0, phases: Sequence[str] = ()) -> None:
@@ -192,12 +194,12 @@ class Team:
         self.workers, self.deadline, self.phases = workers, deadline, tuple(phases)
         self._tick = min(0.1, deadline * _TICK)
         self._closed = False
-        self.settled = True  # as WorkerError.settled, of the latest failed run, whatever its error
+        self.settled = True  # whether every worker has left the latest failed run
         self._lock = threading.Lock()
         self._threads: list[_WorkerThread | None] = [None] * workers
         self._stalled: list[tuple[_WorkerThread, Cells]] = []
         self._finalizer = weakref.finalize(self, _stop_all, self._threads)
-        is_ieee()  # compiled here once, so that not all workers compile it at the same time
+        is_ieee()  # compiles the kernel `is_ieee`, so that the worker threads find it compiled
         _teams.add(self)
 
     def run(
@@ -211,13 +213,13 @@ class Team:
     ) -> list[int]:
         """Call the kernel on every worker and return the final watermarks.
 
-        watermarks: their first values. counters: how many tile counters the kernel claims from.
+        watermarks: the initial values. counters: the number of tile counters that the kernel claims from.
+        keep_alive: an object that stays referenced while any worker, even a stalled one, may use its memory.
 
-        keep_alive: an object that is referenced as long as any worker, even a stalled one, may use its memory.
-
-        Raises WorkerError, chained to the exception that a worker raised, if any; the team can be used again afterwards.
-        The results of a failed run are invalid, and its arrays may be reused only if the error says `settled`. An exception
-        in the calling thread (Ctrl-C) breaks the run too, and propagates.
+        Raises WorkerError if a worker fails or stalls. The error is chained to the worker's exception, if there is one. The
+        team can be used again afterwards. The results of a failed run are invalid, and the arrays of the run may be used
+        again only if `WorkerError.settled` is True. An exception in the calling thread, such as KeyboardInterrupt, also
+        breaks the run.
         """
         with self._lock:
             if self._closed:
@@ -239,7 +241,7 @@ class Team:
                 self._watch(run, threads, watch)
             except BaseException as error:
                 run.break_run(0)
-                self.settled = False  # stays so if the wait below is interrupted
+                self.settled = False  # in case an exception interrupts the next line
                 self.settled = self._wait_for_workers(run, watch.left, error)
                 raise
             if profile is not None:
@@ -247,13 +249,13 @@ class Team:
             return [int(mark) for mark in run.cells.watermarks[: len(watermarks) * LINE : LINE]]
 
     def compile(self, kernel: Any, *args: Any) -> None:
-        """Compile the kernel for arguments of these types, in the calling thread, unless it is compiled already."""
+        """Compile the kernel for arguments of these types, unless that version exists. The calling thread compiles."""
         types = tuple(numba.typeof(value) for value in (0, self.workers, make_cells(1), *args))
         if types not in kernel.overloads:
             kernel.compile(types)
 
     def _start_threads(self) -> list[_WorkerThread]:
-        """All worker threads. They are started at the first run, and replaced here after a fork, a death or a stall."""
+        """Return the worker threads, after starting those that do not exist yet, have ended or were replaced after a stall."""
         for number, thread in enumerate(self._threads):
             if thread is None or not thread.is_alive():
                 self._threads[number] = _WorkerThread(number)
@@ -261,13 +263,14 @@ class Team:
         return [thread for thread in self._threads if thread is not None]
 
     def _watch(self, run: _Run, threads: list[_WorkerThread], watch: _Watch) -> None:
-        """Return when all workers have finished the run; raise for the first one that failed."""
+        """Return when every worker has finished the run. Raise WorkerError for the first worker that fails or stalls."""
         before = time.monotonic()
         while len(watch.left) < self.workers:
             try:
                 outcome = run.outcomes.get(timeout=self._tick)
             except queue.Empty:
-                # At most two ticks count at a time: when the watcher was suspended, the workers may have been, too.
+                # A longer time than two ticks means that this thread, and perhaps every worker, was suspended. Only two
+                # ticks are counted, so that the workers do not look stalled.
                 now = time.monotonic()
                 self._look(run, threads, watch, min(now - before, 2 * self._tick))
                 before = now
@@ -279,12 +282,12 @@ class Team:
             if outcome.at_fault:
                 raise run.error(outcome.worker, "reported a failure", self.phases)
         culprit = run.culprit()
-        if culprit is not None:  # it broke the run and then returned True
+        if culprit is not None:  # a kernel called `fail` and then returned True
             raise run.error(culprit, "reported a failure", self.phases)
 
     def _look(self, run: _Run, threads: list[_WorkerThread], watch: _Watch, elapsed: float) -> None:
         for number, thread in enumerate(threads):
-            # The queue is checked again, because a thread may put its outcome there and only then end.
+            # A thread that has ended may have put its outcome into the queue, so only an empty queue shows that it died.
             if number not in watch.left and not thread.is_alive() and run.outcomes.empty():
                 run.break_run(number)
                 watch.left.add(number)
@@ -295,7 +298,7 @@ class Team:
             raise run.error(*fault, self.phases)
 
     def _wait_for_workers(self, run: _Run, left: set[int], error: BaseException) -> bool:
-        """Wait for the other workers to leave a broken run, and replace those that do not in time. Whether all have left."""
+        """Wait until the other workers leave a broken run, and replace those that are late. Return whether all have left."""
         settled = True
         until = time.monotonic() + _GRACE * self.deadline
         with contextlib.suppress(queue.Empty):
@@ -313,12 +316,12 @@ class Team:
         return settled
 
     def close(self) -> None:
-        """End the threads, after the run that another Python thread may have started. Closing twice does nothing more."""
+        """End the worker threads. If another Python thread is in `run`, that run finishes first. A second call does nothing."""
         with self._lock:
             self._closed = True
             leaving = [thread for thread in self._threads if thread is not None]
             for thread, cells in self._stalled:
-                cells.shared[END_STALLS] = 1  # ends the stalls that fault injection caused, and no others
+                cells.shared[END_STALLS] = 1  # ends stalls that fault injection caused
                 leaving.append(thread)
             self._finalizer()
             self._threads[:] = [None] * self.workers
@@ -336,8 +339,7 @@ class Team:
         self.close()
 
     def _forget_threads(self) -> None:
-        """Run in the child after a fork: the worker threads exist only in the parent, and so may the thread that holds the
-        lock, which is therefore made anew."""
+        """Reset the team in a forked child, where neither the worker threads nor the thread that held the lock exist."""
         self._lock = threading.Lock()
         self._threads[:] = [None] * self.workers
         self._stalled = []

@@ -1,6 +1,6 @@
-"""A trace of a pass: a hash of every row that each phase wrote, and which worker wrote it. Used to find where two passes differ.
+"""The trace of a pass, which shows where two passes differ: a hash of every row that each phase wrote.
 
-A trace has a row for each layer and each name of a phase. Phases of the same name and layer share a row.
+The hash arrays have one row for each pair of a layer and a phase name, and one column for each token of the pass.
 """
 
 from typing import NamedTuple
@@ -11,22 +11,24 @@ from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.intrinsics import bits_of_f32
 from gemma_py.kernels.panels import INPUT_BLOCK
 
-UNTRACED = -3750763034362895579  # FNV-1a's first value, as a signed number
+UNTRACED = -3750763034362895579  # the offset basis of 64-bit FNV-1a, as a signed integer
 
 
 class Trace(NamedTuple):
-    """Empty arrays switch tracing off. A row of a matmul or of attention has several tiles; `workers` names the worker that claimed
-    the last of them."""
+    """The hashes of a pass, and the workers that computed the hashed rows. Empty arrays switch tracing off.
+
+    If several workers compute parts of a row, `workers` has the number of the worker that was recorded last.
+    """
 
     hashes: np.ndarray  # int64 [layers * labels, T], UNTRACED before the pass
-    workers: np.ndarray  # int64, the same shape; -1: no worker
+    workers: np.ndarray  # int64 [layers * labels, T]; -1 before the pass
 
 
 NO_TRACE = Trace(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
 
 
 def new_trace(rows: int, T: int) -> Trace:
-    """For one pass of T tokens."""
+    """Return an empty trace for a pass of T tokens. rows: the number of layers times the number of phase names."""
     return Trace(np.full((rows, T), UNTRACED, np.int64), np.full((rows, T), -1, np.int64))
 
 
@@ -37,13 +39,16 @@ def is_traced(trace):
 
 @inlined
 def hash_word(digest, word):
-    """FNV-1a, 32 bits at a time: every step is a bijection, so rows that differ in one word have different hashes."""
+    """Return the FNV-1a hash `digest` after one more word of 32 bits.
+
+    FNV-1a is a bijection of `digest` for every word, so two rows that differ in only one word have different hashes.
+    """
     return np.int64((np.uint64(digest) ^ np.uint64(np.uint32(word))) * np.uint64(1099511628211))
 
 
 @inlined
 def trace_rows(trace, at, tokens, x, width, first, last):
-    """Add the bits of rows first .. last - 1 of x to the hashes of their tokens.    tokens: [rows], each row's token"""
+    """Add the bits of rows first .. last - 1 of x to the trace's row `at`. Row t of x belongs to the token tokens[t]."""
     for t in range(first, last):
         token = tokens[t]
         for i in range(t * width, (t + 1) * width):
@@ -52,7 +57,10 @@ def trace_rows(trace, at, tokens, x, width, first, last):
 
 @inlined
 def trace_codes(trace, at, tokens, coded, K, first, last):
-    """The same for an input's codes and scales; the sums follow from the codes."""
+    """Add the codes and scales of rows first .. last - 1 of a quantised input to the trace's row `at`.
+
+    Sums of codes are not traced, because the codes determine the sums.
+    """
     for t in range(first, last):
         token = tokens[t]
         for k in range(t * K, (t + 1) * K):
@@ -63,6 +71,6 @@ def trace_codes(trace, at, tokens, coded, K, first, last):
 
 @inlined
 def trace_worker(worker, trace, at, tokens, first, last):
-    """Record that this worker computes these rows."""
+    """Record this worker as the one that computed rows first .. last - 1."""
     for t in range(first, last):
         trace.workers[at, tokens[t]] = worker

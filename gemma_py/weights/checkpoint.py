@@ -1,7 +1,8 @@
 """Opening a checkpoint, a GGUF file or a Hugging Face directory: its config, tensors, tokenizer and chat template."""
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from gemma_py.weights.tensors import (
     Stored,
     gguf_source,
     hugging_face_source,
-    is_text_tensor,
+    other_part,
     read_weights,
     stored_weights,
 )
@@ -39,6 +40,7 @@ class Checkpoint:
     source: Source
     chat_template: str | None
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
+    left_out: Mapping[str, int] = field(default_factory=dict)  # parts for images and sound: how many tensors each has
     cacheable: bool = True  # whether its packed weights may be cached for later starts
 
     @property
@@ -84,8 +86,9 @@ def _open_gguf(path: Path) -> Checkpoint:
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise ConfigError(f"{path}: tokenizer.chat_template should be a string")
-    source = gguf_source(file.tensors, family.tensors(config), tied, str(path))
-    return Checkpoint(path, "GGUF", family, config, source, template, file.metadata)
+    tensors, left_out = _text_model(file.tensors)
+    source = gguf_source(tensors, family.tensors(config), tied, str(path))
+    return Checkpoint(path, "GGUF", family, config, source, template, file.metadata, left_out)
 
 
 def _open_directory(path: Path) -> Checkpoint:
@@ -104,9 +107,16 @@ def _open_directory(path: Path) -> Checkpoint:
         tensors = read_index(index)
     else:
         raise ModelNotFoundError(f"{path}: neither model.safetensors nor model.safetensors.index.json")
-    tensors = {name: tensor for name, tensor in tensors.items() if is_text_tensor(name)}
+    tensors, left_out = _text_model(tensors)
     source = hugging_face_source(tensors, family.tensors(config), config.tie_word_embeddings, str(path))
-    return Checkpoint(path, "safetensors", family, config, source, _template(path), {})
+    return Checkpoint(path, "safetensors", family, config, source, _template(path), {}, left_out)
+
+
+def _text_model(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], Counter[str]]:
+    """The tensors of the text model, and how many there are of each other part of a multimodal checkpoint."""
+    parts = {name: other_part(name) for name in tensors}
+    text = {name: tensor for name, tensor in tensors.items() if parts[name] is None}
+    return text, Counter(part for part in parts.values() if part is not None)
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A checkpoint's tensors as the weights of a model: names, shapes and values are checked, codes are unpacked."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,9 +106,10 @@ class StoredMatrix:
 Stored = StoredMatrix | np.ndarray  # a matrix in its file, or a gain, f32 [width]
 Weights = Mapping[str, Matrix | np.ndarray]  # by the family's names; lm_head is embed_tokens itself where they are tied
 StoredWeights = Mapping[str, Stored]
-_HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
-_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
+_WRAPPERS = re.compile(r"((?:language_)?model\.)*")  # what a multimodal checkpoint has in front of a tensor's name
 _IGNORED = (".rotary_emb.inv_freq",)  # endings of tensors that are not used
+_OTHER_PARTS = ("vision_tower", "vision_model", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio", "v",
+                "a", "mm")  # fmt: skip
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
@@ -133,21 +135,26 @@ def gguf_source(tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor]
 def hugging_face_source(
     tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor], tied: bool, where: str
 ) -> Source:
-    """In a multimodal checkpoint, the names of the text model have a prefix; it is found by the embedding's name."""
+    """The names of the text model have a prefix, which is found by the embedding's name; the head may have another one."""
+    by_own_name = {_without_wrappers(name): name for name in tensors}
     embedding = specs[EMBEDDING].hugging_face
-    prefix = next((prefix for prefix in _PREFIXES if prefix + embedding in tensors), None)
-    if prefix is None:
+    if embedding not in by_own_name:
         raise ConfigError(f"{where}: no tensor {embedding} under any known prefix")
+    prefix = by_own_name[embedding].removesuffix(embedding)
     names = {name: prefix + spec.hugging_face for name, spec in specs.items()}
     if HEAD in specs:
-        names[HEAD] = next((name for name in _HEADS if name in tensors), _HEADS[0])
+        names[HEAD] = by_own_name.get(specs[HEAD].hugging_face, specs[HEAD].hugging_face)
     return Source(tensors, specs, names, True, tied, where)
 
 
-def is_text_tensor(name: str) -> bool:
-    """False for tensors of the other parts of a multimodal checkpoint."""
-    others = ("vision_tower.", "multi_modal_projector.", "vision_model.", "embed_vision.", "v.", "mm.")
-    return not name.removeprefix("model.").startswith(others)
+def _without_wrappers(name: str) -> str:
+    return _WRAPPERS.sub("", name, count=1)
+
+
+def other_part(name: str) -> str | None:
+    """The part of a multimodal checkpoint that the tensor belongs to, for instance "vision_tower"; None for the text model."""
+    part = _without_wrappers(name).split(".")[0]
+    return part if part in _OTHER_PARTS else None
 
 
 def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored]:
@@ -168,7 +175,7 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
             weights[name] = _gain(tensor, source.plus_one and spec.plus_one)
     used = {*source.names.values()}  # the head too: some files store the shared matrix twice
     for name in source.tensors:
-        if name not in used and is_text_tensor(name) and not name.endswith(_IGNORED):
+        if name not in used and not name.endswith(_IGNORED):
             raise ConfigError(f"{source.where}: tensor {name!r:.80} is not part of the model that the config describes")
     return weights
 

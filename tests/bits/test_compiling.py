@@ -104,7 +104,7 @@ def test_a_process_that_dies_is_done_without(tmp_path: Path) -> None:
     _, elsewhere, here, left = out.split()
     assert int(here) >= 1 and int(elsewhere) + int(here) == 3 and left == "0"
     assert err.splitlines()[1:] == [
-        "gemma_py: a process that compiles kernels has ended early; compiling the rest takes longer"
+        "gemma_py: a process that compiles kernels ended early; the main process compiles the remaining kernels"
     ]
 
 
@@ -144,7 +144,7 @@ def test_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: 
     compilation._done = 2
     compilation._feeders = [threading.Thread(target=time.sleep, args=(0.5,))]
     compilation._feeders[0].start()
-    with pytest.warns(GemmaWarning, match="has ended early"):
+    with pytest.warns(GemmaWarning, match="kernels ended early"):
         compilation.wait()
     first, shown = capsys.readouterr().err.split("\n")
     assert first == "compiling kernels, once per machine: about half a minute"

@@ -1,4 +1,4 @@
-"""Tiny variants of Gemma 3n, Gemma 4, VaultGemma and the embedding models against the results of transformers."""
+"""Tiny variants of Gemma 3n, Gemma 4 and the embedding models against the results of transformers."""
 
 import numpy as np
 import pytest

@@ -128,7 +128,7 @@ def test_closing_ends_the_threads() -> None:
 def test_the_context_is_checked_before_work_starts(checkpoints: dict[str, Path]) -> None:
     with gemma_py.load(checkpoints["gemma3"], threads=2) as opened:
         session = opened.session()
-        with pytest.raises(ContextError, match="129 tokens after 0 exceed the context of 128"):
+        with pytest.raises(ContextError, match="129 tokens after 0 cached tokens exceed the context of 128"):
             session.prefill([5] * 129)
         assert session.position == 0
 

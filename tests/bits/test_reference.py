@@ -41,6 +41,8 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "no attention cap": ("gemma2", {"attn_logit_softcapping": None}),
     "no final cap": ("gemma2", {"final_logit_softcapping": None}),
     "query scalar": ("gemma2", {"query_pre_attn_scalar": 12}),
+    "no final cap of VaultGemma": ("vaultgemma", {"final_logit_softcapping": None}),
+    "windows of VaultGemma elsewhere": ("vaultgemma", {"layer_types": None}),
     "rope theta": ("gemma1-multi-head", {"rope_theta": 20000.0}),
     "local rope theta": ("gemma3-old-config", {"rope_local_base_freq": 20000.0}),
     "rope scale": ("gemma3-old-config", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),

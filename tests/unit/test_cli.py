@@ -91,6 +91,7 @@ def test_inspect(run: Run, checkpoints: dict[str, Path]) -> None:
         report = json.loads(out)
         assert report["bytes"] == sum(tensor["bytes"] for tensor in report["tensors"])
         assert report["model_type"] in name.replace("gemma1", "gemma")
+        assert report["left_out"] == ({"vision_tower": 1} if "multimodal" in name else {})
         assert run("inspect", path)[0] == 0
     report = json.loads(run("inspect", TINY, "--json")[1])
     assert [layer["window"] for layer in report["layers"]] == [16] * 5 + [None, 16]

@@ -85,6 +85,44 @@ def test_gemma_3_inside_a_multimodal_config_that_leaves_defaults_out() -> None:
     }  # fmt: skip
 
 
+def test_vaultgemma_obeys_the_config() -> None:
+    new = tiny.VARIANTS["vaultgemma"].config
+    config = config_from_hf(new, "c")
+    assert windows(config) == [8, None, None, 8]
+    assert config.layers[0].rope == Rope(2e4)
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (5.0, 3.0)
+    assert norms(config) == {"input_norm", "pre_feedforward_norm"}
+    shorter = {key: value for key, value in new.items() if "softcapping" not in key and key != "layer_types"}
+    defaults = config_from_hf(shorter, "c")
+    assert windows(defaults) == [8, None, 8, None]
+    assert (defaults.attn_logit_softcapping, defaults.final_logit_softcapping) == (50.0, 30.0)
+
+
+SHIELDGEMMA_2 = GEMMA_3_4B_IT | {
+    "architectures": ["ShieldGemma2ForImageClassification"], "model_type": "shieldgemma2", "yes_token_index": 10_784,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("document", "kind", "base"),
+    [
+        (GEMMA_2_27B | {"architectures": ["Gemma2ForSequenceClassification"]}, "gemma2", GEMMA_2_27B),  # ShieldGemma 1
+        (SHIELDGEMMA_2, "gemma3", GEMMA_3_4B_IT),
+        (GEMMA_3_4B_IT | {"mm_tokens_per_image": 256}, "gemma3", GEMMA_3_4B_IT),  # MedGemma
+    ],
+    ids=["ShieldGemma 1", "ShieldGemma 2", "MedGemma"],
+)  # fmt: skip
+def test_derived_models_are_what_they_are(document: dict[str, Any], kind: str, base: dict[str, Any]) -> None:
+    config = config_from_hf(document, "c")
+    assert config.model_type == kind
+    assert config == config_from_hf(base, "c")
+
+
+def test_shieldgemma_2_whose_text_config_names_no_model_type() -> None:
+    text = {key: value for key, value in GEMMA_3_4B_IT["text_config"].items() if key != "model_type"}  # type: ignore[attr-defined]
+    assert config_from_hf(SHIELDGEMMA_2 | {"text_config": text}, "c") == config_from_hf(GEMMA_3_4B_IT, "c")
+
+
 def test_old_and_new_forms_say_the_same() -> None:
     new = dict(tiny.VARIANTS["gemma3"].config)
     old = {key: value for key, value in new.items() if key not in ("layer_types", "rope_parameters")}

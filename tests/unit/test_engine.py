@@ -111,7 +111,7 @@ def test_the_context_is_kept_before_any_work() -> None:
     with gemma_py.load(TINY, context=10) as engine:
         session = engine.session()
         session.prefill(IDS[:8])
-        with pytest.raises(ContextError, match="3 tokens after 8 exceed the context of 10"):
+        with pytest.raises(ContextError, match="3 tokens after 8 cached tokens exceed the context of 10"):
             session.prefill(IDS[:3])
         assert session.position == 8
         session.prefill(IDS[:2])

@@ -10,6 +10,7 @@ import pytest
 import tiny_checkpoints as tiny
 
 import gemma_py
+from gemma_py.cli.common import note_exceptions
 from gemma_py.errors import ConfigError, FormatError, GemmaError, InputError, ModelNotFoundError
 
 VARIANT = tiny.VARIANTS["gemma3"]
@@ -97,6 +98,46 @@ def test_harmless_leftovers_are_accepted(tmp_path: Path) -> None:
         values["lm_head.weight"] = values["model.embed_tokens.weight"].copy()
 
     gemma_py.load(rewritten(tmp_path, change)).close()
+
+
+# Where the text model, its head and the other parts stand: in MedGemma and Gemma 3 of old and of current transformers, and in
+# ShieldGemma 2 of the hub and of current transformers.
+LAYOUTS = [
+    ("language_model.model.", "language_model.", ""),
+    ("model.language_model.", "", "model."),
+    ("model.language_model.model.", "model.language_model.", "model."),
+    ("model.model.language_model.model.", "", "model.model."),
+]
+
+
+@pytest.mark.parametrize(("text", "head", "others"), LAYOUTS)
+def test_the_text_model_of_a_multimodal_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, head: str, others: str
+) -> None:
+    plain, wrapped = tmp_path / "plain", tmp_path / "wrapped"
+    name = "model.embed_tokens.weight"
+    rewritten(plain, lambda values: values.__setitem__("lm_head.weight", values[name] * np.float32(2)))
+
+    def wrap(values: dict[str, np.ndarray]) -> None:
+        for old in list(values):
+            values[text + old.removeprefix("model.")] = values.pop(old)
+        values[f"{head}lm_head.weight"] = values[f"{text}embed_tokens.weight"] * np.float32(2)
+        for other in (
+            "vision_tower.encoder.norm.weight",
+            "vision_tower.norm.weight",
+            "multi_modal_projector.norm.weight",
+        ):
+            values[others + other] = np.ones(3, np.float32)
+
+    rewritten(wrapped, wrap)
+    with gemma_py.load(plain) as a, gemma_py.load(wrapped) as b:
+        np.testing.assert_array_equal(a.session().prefill([2, 3]), b.session().prefill([2, 3]))
+        assert a.checkpoint.left_out == {}
+        assert b.checkpoint.left_out == {"vision_tower": 2, "multi_modal_projector": 1}
+        note_exceptions(a)
+        assert capsys.readouterr().err == ""
+        note_exceptions(b)
+        assert "tensors left out: multi_modal_projector 1, vision_tower 2" in capsys.readouterr().err
 
 
 def directory(tmp_path: Path, files: dict[str, bytes]) -> Path:

@@ -1,14 +1,16 @@
-"""SIMD values as numba types: every operation is one explicit LLVM instruction on 16 lanes.
+"""SIMD vectors as numba types. Each operation is an explicit LLVM operation on 16 lanes.
 
-    vectors     loads, stores, arithmetic, comparisons
-    codes       the bytes and 16-bit words of quantised weights and inputs
-    dots        exact dot products of codes
-    tiles       the same operations on R rows by C vectors of totals
-    target      which instructions the machine has
-    builders    the vector types, and the pieces of LLVM IR that the others are made of
+   vectors     loads, stores, arithmetic, comparisons, reductions
+   codes       operations on the bytes and 16-bit words of quantised weights and inputs
+   dots        exact dot products of integer codes
+   tiles       operations on tiles of R rows by C vectors
+   target      detection of the machine's instructions
+   builders    the vector types, and helpers that build LLVM IR
 
-LLVM splits 16 lanes into one AVX-512 register, two of AVX2 or four of NEON: neither the optimiser nor the machine's
-width decides the order of a sum. Nothing here adds floats across lanes; whatever adds or compares across lanes works on
-integers, exactly. Loads and stores take an array of one dimension and an index that is not checked: numba's own check
-for negative indices halves the speed of an inner loop.
+LLVM maps 16 lanes to one AVX-512 register, two AVX2 registers or four NEON registers, so neither the optimiser nor the
+register width changes the order of a sum. No operation adds floats across lanes. Sums and maximums across lanes use
+integers, which are exact.
+
+Loads and stores take a one-dimensional array and an index that is not checked, because numba's check for negative
+indices halves the speed of an inner loop.
 """

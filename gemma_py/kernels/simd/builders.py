@@ -1,6 +1,6 @@
-"""The vector types, and the pieces of LLVM IR that the operations of this package are made of.
+"""The vector types, and helpers that build LLVM IR for the other modules of this package.
 
-f32x16   sixteen floats          i32x16   sixteen integers
+f32x16   sixteen float32         i32x16   sixteen int32
 i16x32   sixteen pairs of int16  b1x16    sixteen booleans, the result of a comparison
 """
 
@@ -34,23 +34,23 @@ b1x16 = Vector(B1, 16, "b1x16")
 
 
 def is_flat(array, *dtypes):
-    """Whether a numba type is a contiguous array of one dimension with one of these dtypes."""
+    """Return whether a numba type is a contiguous one-dimensional array of one of the given dtypes."""
     return isinstance(array, types.Array) and array.ndim == 1 and array.layout == "C" and array.dtype in dtypes
 
 
 def element_pointer(context, builder, array_type, array, index, kind):
-    """A pointer to array[index], as a pointer to the LLVM type `kind`. The index is not checked."""
+    """Return a pointer to array[index], cast to a pointer to the LLVM type `kind`. The index is not checked."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
 
 
 def load_value(context, builder, sig, args, kind, align):
-    """`load_value_at` for an intrinsic whose first arguments are (array, index)."""
+    """Call `load_value_at` for an intrinsic whose first two arguments are (array, index)."""
     return load_value_at(context, builder, sig.args[0], args[0], args[1], kind, align)
 
 
 def load_value_at(context, builder, array_type, array, index, kind, align):
-    """What lies at array[index], as the LLVM type `kind`."""
+    """Return the IR that loads a value of the LLVM type `kind` from array[index]."""
     value = builder.load(element_pointer(context, builder, array_type, array, index, kind))
     value.align = align
     return value
@@ -65,26 +65,26 @@ def shuffle(builder, a, b, lanes):
 
 
 def splat_scalar(builder, scalar, kind):
-    """A vector of the LLVM type `kind` with the scalar in every lane."""
+    """Return a vector of the LLVM type `kind` with the scalar in every lane."""
     undefined = ir.Constant(kind, ir.Undefined)
     one = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return shuffle(builder, one, undefined, [0] * kind.count)
 
 
 def call_llvm(builder, name, result, operands):
-    """A call of one of LLVM's own functions, which becomes an instruction."""
+    """Return the IR that calls an intrinsic function of LLVM."""
     kind = ir.FunctionType(result, [operand.type for operand in operands])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
 
 
 def widen_bf16(builder, bf16, lanes):
-    """Lanes of bfloat16 as f32: a bfloat16 is the high half of an f32."""
+    """Return bfloat16 lanes converted to f32. A bfloat16 is the high half of an f32."""
     words, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
     return builder.bitcast(builder.shl(builder.zext(bf16, words), vector_constant(words, [16] * lanes)), floats)
 
 
 def load_f32(context, builder, sig, args):
-    """array[index] as f32."""
+    """Return the IR that loads array[index] as f32."""
     if sig.args[0].dtype == types.float32:
         return load_value(context, builder, sig, args, F32, 4)
     word = builder.zext(load_value(context, builder, sig, args, I16, 2), I32)
@@ -92,29 +92,28 @@ def load_f32(context, builder, sig, args):
 
 
 def load_f32_vector(context, builder, sig, args):
-    """array[index : index + 16] as f32."""
+    """Return the IR that loads array[index : index + 16] as f32."""
     if sig.args[0].dtype == types.float32:
         return load_value(context, builder, sig, args, f32x16.llvm, 4)
     return widen_bf16(builder, load_value(context, builder, sig, args, ir.VectorType(I16, 16), 2), 16)
 
 
 def lane_mask(builder, count):
-    """A mask of the first `count` of 16 lanes."""
+    """Return the mask that selects the first `count` of 16 lanes."""
     lanes = vector_constant(i32x16.llvm, range(16))
     return builder.icmp_signed("<", lanes, splat_scalar(builder, builder.trunc(count, I32), i32x16.llvm))
 
 
 def masked_store(builder, value, pointer, mask):
-    """Store the lanes of a vector of floats that the mask selects."""
+    """Store those lanes of a float vector that the mask selects."""
     kind = ir.FunctionType(ir.VoidType(), [f32x16.llvm, pointer.type, I32, b1x16.llvm])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16f32.p0")
     builder.call(function, [value, pointer, ir.Constant(I32, 4), mask])
 
 
 def prefetch_line(builder, pointer, writing):
-    """A hint that the cache line at the pointer will be read, or written where `writing` is 1."""
+    """Prefetch the cache line at a pointer, for writing if `writing` is 1, for reading if it is 0."""
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(
-        function, [pointer, *(ir.Constant(I32, value) for value in (writing, 3, 1))]
-    )  # 3: keep it in all caches; 1: it is data
+    # The argument 3 of llvm.prefetch keeps the line in all cache levels; 1 selects the data cache.
+    builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (writing, 3, 1))])

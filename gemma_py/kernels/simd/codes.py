@@ -1,4 +1,4 @@
-"""The bytes and 16-bit words of quantised weights and inputs."""
+"""Operations on the bytes and 16-bit words of quantised weights and inputs."""
 
 from llvmlite import ir
 from numba import types
@@ -21,7 +21,7 @@ from gemma_py.kernels.simd.builders import (
 
 @intrinsic
 def load_words(typing, array, index):
-    """The 64 bytes from index on, as 32 words of 16 bits."""
+    """Load the 64 bytes from array[index] on, as 32 words of 16 bits."""
     if not is_flat(array, types.int8):
         return None
     return i16x32(array, types.intp), lambda context, builder, sig, args: load_value(
@@ -31,7 +31,7 @@ def load_words(typing, array, index):
 
 @intrinsic
 def store_words(typing, array, index, value):
-    """array[index : index + 32] = value"""
+    """Store value to array[index : index + 32]."""
     if not is_flat(array, types.int16) or value != i16x32:
         return None
 
@@ -45,7 +45,7 @@ def store_words(typing, array, index, value):
 
 @intrinsic
 def store_codes(typing, array, index, value):
-    """Store sixteen integers as int16 in the order of panels: of every four, numbers 0, 2, 1, 3."""
+    """Store sixteen integers as int16, every four in the order 0, 2, 1, 3 that matches the code panels."""
     if not is_flat(array, types.int16):
         return None
     order = [4 * quad + number for quad in range(4) for number in (0, 2, 1, 3)]
@@ -62,7 +62,7 @@ def store_codes(typing, array, index, value):
 
 @intrinsic
 def store_byte_planes(typing, array, index, value):
-    """Store sixteen 16-bit integers as bytes: of every four the high bytes, then the low bytes."""
+    """Store sixteen 16-bit integers as bytes: for every four, the high bytes, then the low bytes."""
     if not is_flat(array, types.int8):
         return None
     order = [8 * quad + 2 * number + high for quad in range(4) for high in (1, 0) for number in range(4)]
@@ -79,10 +79,10 @@ def store_byte_planes(typing, array, index, value):
 
 @intrinsic
 def load_f16(typing, array, index):
-    """The sixteen float16 in the 32 bytes from index on, as f32. None of them may be infinite or NaN.
+    """Load the sixteen float16 in the 32 bytes from array[index] on, as f32. Each must be finite.
 
-    Done with integers and one exact subtraction, so it needs no float16 instructions, and no subnormal float occurs on
-    the way: those cost a hundred cycles, and block scales are often subnormal as float16.
+    The conversion uses integer operations and one exact subtraction. It needs no float16 instructions and never
+    computes with a subnormal float, which would take a hundred cycles. Block scales are often subnormal as float16.
     """
     if not is_flat(array, types.int8):
         return None
@@ -105,7 +105,7 @@ def load_f16(typing, array, index):
 
 @intrinsic
 def load_bytes(typing, array, index):
-    """array[index : index + 16] of int8, as f32."""
+    """Load array[index : index + 16] of int8, as f32."""
     if not is_flat(array, types.int8):
         return None
     return f32x16(array, types.intp), lambda context, builder, sig, args: builder.sitofp(
@@ -114,7 +114,7 @@ def load_bytes(typing, array, index):
 
 
 def _on_words(name):
-    """An intrinsic that combines each of 32 words with the same number."""
+    """Return an intrinsic that applies the LLVM instruction `name` to each of 32 words and one number."""
 
     @intrinsic
     def operation(typing, a, number):

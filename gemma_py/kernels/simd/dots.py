@@ -1,4 +1,4 @@
-"""Exact dot products of codes: products of int16 pairs, or of bytes in fours, added to int32 lanes."""
+"""Exact dot products of codes (pairs of int16, or quads of bytes), added to int32 lanes."""
 
 from llvmlite import ir
 from numba import types
@@ -21,7 +21,7 @@ from gemma_py.kernels.simd.target import pair_instruction, uses_vnni
 
 @intrinsic
 def load_splat_pair(typing, array, index):
-    """The pair array[index], array[index + 1] in all sixteen pairs."""
+    """Load the int16 pair array[index], array[index + 1] into each of the sixteen lanes."""
     if not is_flat(array, types.int16):
         return None
     return i16x32(array, types.intp), lambda context, builder, sig, args: load_splat_pair_value(
@@ -35,14 +35,17 @@ def load_splat_pair_value(context, builder, array_type, array, index):
 
 
 def vnni_instruction(builder, instruction, a, b, total):
-    """total + a * b, as an instruction in assembly: LLVM would replace a chain of them by twice as many others."""
+    """Return total + a * b, computed by a VNNI instruction in inline assembly.
+
+    LLVM would replace a chain of VNNI intrinsics by twice as many other instructions.
+    """
     kind = ir.FunctionType(i32x16.llvm, [i32x16.llvm] * 3)
     assembly = ir.InlineAsm(kind, f"{instruction} $2, $1, $0", "=v,v,v,0")
     return builder.call(assembly, [builder.bitcast(a, i32x16.llvm), builder.bitcast(b, i32x16.llvm), total])
 
 
 def dot_pairs_value(context, builder, a, b, total):
-    """The IR of `dot_pairs`, by what the target has: nothing, pmaddwd on 256 or 512 bits, or VNNI."""
+    """Return the IR of `dot_pairs`: VNNI, pmaddwd on 512 or 256 bits, or plain products, as the target supports."""
     undefined = ir.Constant(i16x32.llvm, ir.Undefined)
     instruction = pair_instruction(*context.codegen().magic_tuple())
     if instruction is None:
@@ -70,16 +73,17 @@ def dot_pairs_value(context, builder, a, b, total):
 
 @intrinsic
 def dot_pairs(typing, a, b, total):
-    """total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]
+    """Return total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] in each lane i.
 
-    Uses x86's pmaddwd by name where there is one: LLVM does not recognise the plain form, which is four times slower.
+    On x86, the instruction pmaddwd is selected by name: LLVM does not recognise it in the plain products and sums,
+    which are four times slower.
     """
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: dot_pairs_value(context, builder, *args)
 
 
 @intrinsic
 def load_splat_quad(typing, array, index):
-    """The four bytes from array[index] on, in all sixteen lanes of 32 bits."""
+    """Load the four bytes from array[index] on into each of the sixteen 32-bit lanes."""
     if not is_flat(array, types.int8):
         return None
 
@@ -92,7 +96,7 @@ def load_splat_quad(typing, array, index):
 
 @intrinsic
 def dot_quads(typing, unsigned, signed, total):
-    """total[i] + the dot product of four unsigned and four signed bytes. Only for machines with USES_VNNI."""
+    """Return total[i] plus the dot product of four unsigned and four signed bytes in each lane i. Requires USES_VNNI."""
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: vnni_instruction(
         builder, "vpdpbusd", *args
     )

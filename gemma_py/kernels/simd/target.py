@@ -1,4 +1,7 @@
-"""Which instructions this machine has. Only LLVM knows what a target's name implies, so a line is compiled to find out."""
+"""Detection of the machine's vector instructions.
+
+Only LLVM knows which instructions a CPU name implies, so each check compiles a small function and reads the result.
+"""
 
 from functools import cache
 
@@ -7,11 +10,11 @@ from numba.core.registry import cpu_target
 
 from gemma_py.kernels.simd.builders import LANES
 
-llvm.initialize_native_asmparser()  # `vnni_instruction` in dots.py is written in assembly
+llvm.initialize_native_asmparser()  # needed by the inline assembly of `vnni_instruction` in dots.py
 
 
 def assembly_of(target, source):
-    """The assembly that LLVM compiles `source` to for this target."""
+    """Return the assembly that LLVM generates from `source` for a target."""
     triple, cpu, features = target
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
     return machine.emit_assembly(llvm.parse_assembly(source))
@@ -19,7 +22,10 @@ def assembly_of(target, source):
 
 @cache
 def pair_instruction(triple, cpu, features):
-    """(name, lanes) of x86's pmaddwd on the widest register in which this target adds integers; None where it has none."""
+    """Return (name, lanes) of the pmaddwd intrinsic for this target, or None on targets without pmaddwd.
+
+    The register width is the widest one in which LLVM adds integers on this target.
+    """
     if not triple.startswith("x86_64"):
         return None
     kind = "<LANES x i16>"
@@ -33,7 +39,10 @@ def pair_instruction(triple, cpu, features):
 
 @cache
 def uses_vnni(triple, cpu, features):
-    """Whether the target has AVX-512 VNNI: vpdpwssd and vpdpbusd, which multiply codes and add the products at once."""
+    """Return whether the target has AVX-512 VNNI.
+
+    The VNNI instructions vpdpwssd and vpdpbusd multiply codes and add the products in one step.
+    """
     name, lanes = pair_instruction(triple, cpu, features) or ("", 0)
     if lanes != LANES:
         return False
@@ -49,7 +58,10 @@ def uses_vnni(triple, cpu, features):
 
 @cache
 def uses_zmm(triple, cpu, features):
-    """Whether sixteen floats are one register (zmm) on this target. It has 32 of them then, else 16 of half the width."""
+    """Return whether sixteen floats fit in one register (zmm) of this target.
+
+    Targets with zmm have 32 such registers. AVX2 has 16 registers of half the width.
+    """
     source = "define <16 x float> @f(<16 x float> %a) { %b = fadd <16 x float> %a, %a\n ret <16 x float> %b }"
     return "zmm" in assembly_of((triple, cpu, features), source)
 

@@ -1,7 +1,7 @@
-"""A tile of totals: R rows by C vectors of 16 lanes, as a tuple of R * C vectors, row after row.
+"""Operations on a tile of totals: R rows by C vectors of 16 lanes, as a tuple of R * C vectors in row-major order.
 
-An operation on a tile is one instruction for each of its vectors; a tile has as many vectors as the machine has registers
-for. `offsets` says where each of its rows begins in an array.
+Each operation is one instruction per vector of the tile. Callers choose R and C such that a tile fits in the machine's
+registers. The argument `offsets` contains the array index at which each row of the tile begins.
 """
 
 from llvmlite import ir
@@ -30,7 +30,7 @@ from gemma_py.kernels.simd.dots import dot_pairs_value, load_splat_pair_value
 
 
 def _tuple_values(builder, values):
-    """The elements of an LLVM tuple, as a list."""
+    """Return the elements of an LLVM tuple as a list."""
     return [builder.extract_value(values, number) for number in range(values.type.count)]
 
 
@@ -39,7 +39,7 @@ def _add_constant(builder, at, offset):
 
 
 def _vectors_from(context, builder, kind, array, at, count, stride=None):
-    """`count` vectors of array as f32, `stride` elements apart; contiguous without a stride."""
+    """Load `count` vectors from an array as f32, `stride` elements apart, or contiguous if stride is None."""
     stride = ir.Constant(at.type, LANES) if stride is None else stride
     sig = f32x16(kind, types.intp)
     offsets = [builder.mul(stride, ir.Constant(at.type, number)) for number in range(count)]
@@ -56,7 +56,10 @@ def _splat_from(context, builder, kind, array, at):
 
 @intrinsic(prefer_literal=True)
 def row_offsets(typing, at, stride, rows, R):
-    """The offsets at which R rows begin, at + r * stride. If there are fewer `rows`, the last one repeats."""
+    """Return the offsets of R rows, at + r * stride.
+
+    If `rows` is smaller than R, only that many rows exist, and the offset of the last one repeats.
+    """
     if not isinstance(R, types.IntegerLiteral):
         return None
 
@@ -74,7 +77,7 @@ def row_offsets(typing, at, stride, rows, R):
 
 def _zero_tile(kind, name):
     def zero_tile(typing, offsets, C):
-        """A tile of zeros: C vectors for each of the offsets."""
+        """Return a tile of zeros, with C vectors for each of the offsets."""
         if not isinstance(C, types.IntegerLiteral):
             return None
         result = types.UniTuple(kind, offsets.count * C.literal_value)
@@ -93,7 +96,7 @@ zero_totals, zero_dots = _zero_tile(f32x16, "zero_totals"), _zero_tile(i32x16, "
 
 @intrinsic
 def add_products(typing, a, offsets, step, b, at, stride, totals):
-    """totals[r, c] += a[offsets[r] + step] * b[at + c * stride : ... + 16], rounded once."""
+    """Compute totals[r, c] += a[offsets[r] + step] * b[at + c * stride : ... + 16], rounded once."""
     if not (is_flat(a, types.float32, types.uint16) and is_flat(b, types.float32, types.uint16)):
         return None
 
@@ -114,10 +117,12 @@ def add_products(typing, a, offsets, step, b, at, stride, totals):
 
 @intrinsic
 def add_dots(typing, codes, offsets, step, weights, at, dots):
-    """dots[r, c] += the dot products of 16 inputs with 16 C outputs, exactly.
+    """Add the exact dot products of 16 inputs and 16 C outputs to dots[r, c].
 
-    codes[offsets[r] + step : ... + 16] are the inputs; weights[at + 32 (c + C pair) : ... + 32] hold pair 0 .. 7 of them
-    for 16 outputs. Unrolled, because the branch predictor misses the end of a loop as short as this every time.
+    codes[offsets[r] + step : ... + 16]: the inputs
+    weights[at + 32 (c + C pair) : ... + 32]: pair 0 .. 7 of the weights, for 16 outputs
+
+    The loop over pairs is unrolled, because the branch predictor misses the end of so short a loop every time.
     """
     if not (is_flat(codes, types.int16) and is_flat(weights, types.int16)):
         return None
@@ -145,7 +150,7 @@ def add_dots(typing, codes, offsets, step, weights, at, dots):
 
 @intrinsic
 def add_scaled(typing, scales, offsets, step, weights, at, dots, totals):
-    """totals[r, c] += (scales[offsets[r] + step] * weights[at + 16 c : ... + 16]) * dots[r, c]"""
+    """Compute totals[r, c] += (scales[offsets[r] + step] * weights[at + 16 c : ... + 16]) * dots[r, c]."""
     if not (is_flat(scales, types.float32) and is_flat(weights, types.float32)):
         return None
 
@@ -167,7 +172,11 @@ def add_scaled(typing, scales, offsets, step, weights, at, dots, totals):
 
 @intrinsic
 def subtract_minimums(typing, scales, offsets, step, sums, sum_offsets, sum_step, weights, at, totals):
-    """totals[r, c] -= (scales[offsets[r] + step] * weights[at + 16 c : ... + 16]) * sums[sum_offsets[r] + sum_step]"""
+    """Compute totals[r, c] -= (scale[r] * weights[at + 16 c : ... + 16]) * sum[r].
+
+    scale[r]: scales[offsets[r] + step]
+    sum[r]: sums[sum_offsets[r] + sum_step]
+    """
     if not (is_flat(scales, types.float32) and is_flat(sums, types.float32) and is_flat(weights, types.float32)):
         return None
 
@@ -192,7 +201,7 @@ def subtract_minimums(typing, scales, offsets, step, sums, sum_offsets, sum_step
 
 @intrinsic
 def scale_totals(typing, a, offsets, totals):
-    """totals[r, c] *= a[offsets[r]]"""
+    """Compute totals[r, c] *= a[offsets[r]]."""
     if not is_flat(a, types.float32):
         return None
 
@@ -209,7 +218,7 @@ def scale_totals(typing, a, offsets, totals):
 
 @intrinsic(prefer_literal=True)
 def load_totals(typing, y, offsets, step, C):
-    """totals[r, c] = y[offsets[r] + step + 16 c : ... + 16]"""
+    """Load totals[r, c] from y[offsets[r] + step + 16 c : ... + 16]."""
     if not (is_flat(y, types.float32) and isinstance(C, types.IntegerLiteral)):
         return None
     result = types.UniTuple(f32x16, offsets.count * C.literal_value)
@@ -225,7 +234,10 @@ def load_totals(typing, y, offsets, step, C):
 
 @intrinsic(prefer_literal=True)
 def prefetch_totals(typing, y, offsets, C):
-    """A hint that y[offsets[r] : ... + 16 C] will be written: fetching a line from memory takes as long as half a tile."""
+    """Prefetch y[offsets[r] : ... + 16 C] for writing.
+
+    Without the prefetch, fetching a cache line from memory would take half as long as computing a tile.
+    """
     if not isinstance(C, types.IntegerLiteral):
         return None
 
@@ -244,7 +256,7 @@ def prefetch_totals(typing, y, offsets, C):
 
 @intrinsic
 def store_totals(typing, y, offsets, step, totals):
-    """y[offsets[r] + step + 16 c : ... + 16] = totals[r, c]"""
+    """Store totals[r, c] to y[offsets[r] + step + 16 c : ... + 16]."""
     if not is_flat(y, types.float32):
         return None
 
@@ -262,7 +274,7 @@ def store_totals(typing, y, offsets, step, totals):
 
 @intrinsic
 def store_partial_totals(typing, y, offsets, columns, totals):
-    """y[offsets[r] : ... + columns] = the first `columns` lanes of totals[r]"""
+    """Store the first `columns` lanes of each row totals[r] to y[offsets[r] : ... + columns]."""
     if not is_flat(y, types.float32):
         return None
 

@@ -30,7 +30,10 @@ from gemma_py.kernels.simd.builders import (
 
 @intrinsic
 def load(typing, array, index):
-    """array[index : index + 16] as f32.    array: f32, or uint16 that hold bfloat16"""
+    """Load array[index : index + 16] as f32.
+
+    array: f32, or uint16 that holds bfloat16
+    """
     if not is_flat(array, types.float32, types.uint16):
         return None
 
@@ -39,7 +42,7 @@ def load(typing, array, index):
 
 @intrinsic
 def store(typing, array, index, value):
-    """array[index : index + 16] = value"""
+    """Store value to array[index : index + 16]."""
     if not is_flat(array, types.float32) or value != f32x16:
         return None
 
@@ -53,7 +56,7 @@ def store(typing, array, index, value):
 
 @intrinsic
 def load_partial(typing, array, index, count):
-    """array[index : index + count] for count <= 16, zero in the other lanes, whose memory is not touched."""
+    """Load array[index : index + count], count <= 16. The other lanes are zero, and their memory is not read."""
     if not is_flat(array, types.float32):
         return None
 
@@ -69,7 +72,7 @@ def load_partial(typing, array, index, count):
 
 @intrinsic
 def store_partial(typing, array, index, value, count):
-    """array[index : index + count] = the first count <= 16 lanes of value."""
+    """Store the first count <= 16 lanes of value to array[index : index + count]."""
     if not is_flat(array, types.float32):
         return None
 
@@ -83,7 +86,10 @@ def store_partial(typing, array, index, value, count):
 
 @intrinsic
 def load_scalar(typing, array, index):
-    """array[index] as f32.    array: f32, or uint16 that hold bfloat16"""
+    """Load array[index] as f32.
+
+    array: f32, or uint16 that holds bfloat16
+    """
     if not is_flat(array, types.float32, types.uint16):
         return None
     return types.float32(array, types.intp), load_f32
@@ -91,7 +97,10 @@ def load_scalar(typing, array, index):
 
 @intrinsic
 def store_scalar(typing, array, index, value):
-    """array[index] = value.    array: f32, or uint16: as bfloat16, rounded to nearest, ties to even, NaN to a quiet NaN"""
+    """Store a float to array[index].
+
+    array: f32, or uint16 that holds bfloat16 (rounded to nearest, ties to even; NaN becomes a quiet NaN)
+    """
     if not is_flat(array, types.float32, types.uint16) or value != types.float32:
         return None
 
@@ -114,7 +123,10 @@ def store_scalar(typing, array, index, value):
 
 @intrinsic
 def load_splat(typing, array, index):
-    """array[index] in all 16 lanes, as f32.    array: f32, or uint16 that hold bfloat16"""
+    """Load array[index] as f32 into all 16 lanes.
+
+    array: f32, or uint16 that holds bfloat16
+    """
     if not is_flat(array, types.float32, types.uint16):
         return None
 
@@ -126,7 +138,7 @@ def load_splat(typing, array, index):
 
 @intrinsic
 def load_columns(typing, array, index, stride):
-    """Four vectors, one a column 0 .. 3: lane `row` of each holds array[index + row * stride + column]."""
+    """Return four vectors: lane `row` of vector `column` is array[index + row * stride + column]."""
     if not is_flat(array, types.float32, types.uint16):
         return None
     stored, align = (F32, 4) if array.dtype == types.float32 else (I16, 2)
@@ -138,7 +150,7 @@ def load_columns(typing, array, index, stride):
             value.align = align
             return value if stored == F32 else widen_bf16(builder, value, 4)
 
-        # Rows k and k + 4 share 8 lanes, so that the shuffles after this stay within 128 bits each.
+        # Rows k and k + 4 are joined to a vector of 8 lanes, so that no later shuffle moves a lane across 128 bits.
         by_eight = []
         for first in (0, 8):
             a, b, c, d = (shuffle(builder, row(first + k), row(first + k + 4), range(8)) for k in range(4))
@@ -156,7 +168,7 @@ def load_columns(typing, array, index, stride):
 
 @intrinsic
 def prefetch(typing, array, index):
-    """A hint that array[index] is needed soon; an index outside the array does no harm."""
+    """Prefetch array[index] for reading. An index outside the array does no harm."""
 
     def codegen(context, builder, sig, args):
         prefetch_line(builder, element_pointer(context, builder, sig.args[0], args[0], args[1], I8), 0)
@@ -167,7 +179,7 @@ def prefetch(typing, array, index):
 
 @intrinsic
 def splat(typing, value):
-    """A float or an int32 in all 16 lanes."""
+    """Return a vector with a float or an int32 in all 16 lanes."""
     result = {types.float32: f32x16, types.int32: i32x16}.get(value)
     if result is None:
         return None
@@ -181,14 +193,17 @@ def zero(typing):
 
 @intrinsic(prefer_literal=True)
 def zero_ints(typing, count):
-    """A tuple of `count` vectors of integers, all zero."""
+    """Return a tuple of `count` vectors of int32 zeros."""
     kind = types.UniTuple(i32x16, count.literal_value)
     value = vector_constant(i32x16.llvm, [0] * 16)
     return kind(count), lambda context, builder, sig, args: context.make_tuple(builder, kind, [value] * kind.count)
 
 
 def _operation(float_name, integer_name, arguments=2):
-    """An intrinsic for vectors of one type: the LLVM instruction for floats or for integers; None where there is none."""
+    """Return an intrinsic that applies an LLVM instruction to vectors of one type.
+
+    The instruction is `float_name` for f32x16 and `integer_name` for i32x16. The name None rejects a type.
+    """
 
     def signature(operands):
         kind = operands[0]
@@ -223,7 +238,7 @@ shift_right = _operation(None, "ashr")  # keeps the sign
 
 @intrinsic
 def fma(typing, a, b, c):
-    """a * b + c, rounded once, in every lane."""
+    """Return a * b + c, rounded once, in every lane."""
     return f32x16(f32x16, f32x16, f32x16), lambda context, builder, sig, args: call_llvm(
         builder, "llvm.fma.v16f32", f32x16.llvm, args
     )
@@ -236,7 +251,7 @@ def sqrt(typing, x):
 
 @intrinsic
 def less(typing, a, b):
-    """a < b, false where one is NaN."""
+    """Return the mask of a < b, which is false where a or b is NaN."""
     if a != b or a not in (f32x16, i32x16):
         return None
     if a == f32x16:
@@ -251,7 +266,7 @@ def mask_and(typing, a, b):
 
 @intrinsic
 def select(typing, mask, a, b):
-    """a where the mask is true, else b."""
+    """Return a where the mask is true, else b."""
     if a != b or a not in (f32x16, i32x16):
         return None
     return a(b1x16, a, b), lambda context, builder, sig, args: builder.select(*args)
@@ -259,7 +274,7 @@ def select(typing, mask, a, b):
 
 @intrinsic
 def bitcast(typing, a):
-    """The bits of floats as integers, and of integers as floats."""
+    """Return the bits of floats as int32, or the bits of int32 as floats."""
     result = {f32x16: i32x16, i32x16: f32x16}.get(a)
     if result is None:
         return None
@@ -273,7 +288,7 @@ def to_f32(typing, a):
 
 @intrinsic
 def to_i32(typing, a):
-    """Floats as integers. They must be whole numbers within the range of int32."""
+    """Convert floats to int32. The floats must be whole numbers in the range of int32."""
     return i32x16(f32x16), lambda context, builder, sig, args: builder.fptosi(args[0], i32x16.llvm)
 
 
@@ -285,14 +300,15 @@ def sum_lanes(typing, a):
 
 
 def _reduced(builder, vectors, combine):
-    """Combine all lanes of each of four vectors: lanes 0, 4, 8 and 12 have the result of the first, lanes 1, 5, 9 and 13
-    that of the second, and so on.
+    """Reduce the lanes of each of four vectors with `combine`.
 
-    The order is free, because the operations know no rounding. Four vectors at once take a third of the time of four alone.
+    Lanes 0, 4, 8 and 12 of the result hold the reduction of the first vector, lanes 1, 5, 9 and 13 that of the second,
+    and so on. The order is free, because integer sums and maximums have no rounding. Four vectors together take a third
+    of the time of four separate reductions.
     """
 
     def joined(x, y, firsts, seconds):
-        """From every four lanes of x and y together: combine the lanes `firsts` with the lanes `seconds`."""
+        """Combine the lanes `firsts` with the lanes `seconds` of (x, y), in every group of four lanes."""
         lanes = ([lane + 4 * part for part in range(4) for lane in chosen] for chosen in (firsts, seconds))
         return combine(*(shuffle(builder, x, y, each) for each in lanes))
 
@@ -306,7 +322,10 @@ def _reduced(builder, vectors, combine):
 
 @intrinsic
 def sums_of_four(typing, a, b, c, d):
-    """The sums of the lanes of a, b, c and d: a's in lanes 0, 4, 8 and 12, b's in lanes 1, 5, 9 and 13, ..."""
+    """Return the lane sums of a, b, c and d.
+
+    The sum of a is in lanes 0, 4, 8 and 12, the sum of b in lanes 1, 5, 9 and 13, and so on.
+    """
     return i32x16(i32x16, i32x16, i32x16, i32x16), lambda context, builder, sig, args: _reduced(
         builder, args, builder.add
     )
@@ -314,7 +333,10 @@ def sums_of_four(typing, a, b, c, d):
 
 @intrinsic
 def max_of_four(typing, a, b, c, d):
-    """The largest of the lanes of a, b, c and d, in the same lanes."""
+    """Return the largest lane of each of a, b, c and d.
+
+    The maximum of a is in lanes 0, 4, 8 and 12, the maximum of b in lanes 1, 5, 9 and 13, and so on.
+    """
 
     def codegen(context, builder, sig, args):
         return _reduced(builder, args, lambda x, y: call_llvm(builder, "llvm.smax.v16i32", i32x16.llvm, [x, y]))
@@ -324,7 +346,7 @@ def max_of_four(typing, a, b, c, d):
 
 @intrinsic
 def splat_first_four(typing, a):
-    """Four vectors: vector i has lane i of the argument in all of its 16 lanes, for i from 0 to 3."""
+    """Return four vectors: vector i has lane i of `a` in all 16 lanes, for i = 0 .. 3."""
 
     def codegen(context, builder, sig, args):
         splats = [shuffle(builder, args[0], args[0], [lane] * 16) for lane in range(4)]
@@ -335,7 +357,7 @@ def splat_first_four(typing, a):
 
 @intrinsic
 def interleave(typing, a, b):
-    """a[0], b[0], a[1], b[1], ..., a[7], b[7]"""
+    """Return a[0], b[0], a[1], b[1], ..., a[7], b[7]."""
     return f32x16(f32x16, f32x16), lambda context, builder, sig, args: shuffle(
         builder, args[0], args[1], [lane // 2 + 16 * (lane % 2) for lane in range(16)]
     )
