@@ -3,12 +3,15 @@
     python tools/make_goldens.py [--seed 1]
     python tools/make_goldens.py --check SEED ... [--only TEXT]
 
-The tests create the checkpoints from the same seed, so only ids and results are stored. With --check, nothing is written:
-for each seed, checkpoints of the fixed variants and one of drawn shape of each kind are compared with gemma_py, as the
-tool writes them and as transformers saves them again. --only: variants whose name contains the text. The error of logits is
-the largest difference in units of the logits' standard deviation, that of embeddings the largest cosine distance; exit code
-1 above 1e-4 and 1e-5. Where the error of transformers itself, from float32 to float64, is more than a third of that, the bar
-is three times as high as this error.
+Only ids and results are stored, because the tests create the checkpoints from the seed. With --check nothing is written:
+for each seed, gemma_py and transformers are compared for every fixed variant and for one variant of each kind with random
+shapes. Each checkpoint is loaded as this tool writes it, and again as transformers saves it, which must give equal bits.
+--only TEXT: compare only variants whose name contains TEXT.
+
+The error of logits is the largest difference in units of the logits' standard deviation; the error of embeddings is the
+largest cosine distance. Exit code 1 above 1e-4 for logits or 1e-5 for embeddings. A badly conditioned checkpoint, whose
+float32 results by transformers are themselves more than a third of that limit from transformers' float64 results, has three
+times this difference as its limit instead.
 """
 
 import argparse
@@ -28,9 +31,9 @@ from sentence_transformers.sentence_transformer.modules import Dense, Pooling
 import gemma_py
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
-TOKENS = 45  # longer than every window and than a tile of attention
-LENGTHS = (1, 7, TOKENS)  # of the texts of an embedding model
-LOGITS_BAR, COSINE_BAR = 1e-4, 1e-5
+TOKENS = 45  # more than every fixed variant's sliding window and every attention tile
+LENGTHS = (1, 7, TOKENS)  # lengths of the texts for an embedding model
+LOGITS_LIMIT, COSINE_LIMIT = 1e-4, 1e-5
 VARIANTS = tiny.VARIANTS | tiny_families.VARIANTS
 
 
@@ -39,17 +42,17 @@ def token_ids(seed: int, vocab_size: int, count: int = TOKENS) -> list[int]:
 
 
 def texts_of(variant: tiny.Variant, seed: int) -> list[list[int]]:
-    """Token ids: one text, or several of an embedding model."""
+    """Return token ids: of one text, or of several texts for an embedding model."""
     lengths = LENGTHS if tiny.is_embedding(variant) else (TOKENS,)
     vocab_size = tiny.text_config(variant)["vocab_size"]
     return [token_ids(seed + 100 * number, vocab_size, count) for number, count in enumerate(lengths)]
 
 
 def their_model(directory: Path, variant: tiny.Variant, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    # "eager" is transformers' plain form: its sdpa has no soft caps, its grouped experts need widths that are multiples of 4.
+    # "eager", because transformers' sdpa attention ignores logit soft-capping, and its grouped experts need aligned widths.
     options = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
     text, kind = tiny.text_config(variant), variant.config["model_type"]
-    if kind == "gemma3n":  # the whole model needs a further package for its images
+    if kind == "gemma3n":  # its vision tower would need the package timm
         config = transformers.Gemma3nTextConfig(**{key: value for key, value in text.items() if key != "model_type"})
         options |= {"config": config, "key_mapping": {r"^model\.language_model\.": "model."}}
     loader = transformers.AutoModel if tiny.is_embedding(variant) else transformers.AutoModelForCausalLM
@@ -102,10 +105,10 @@ def error_of(ours: np.ndarray, theirs: np.ndarray, variant: tiny.Variant) -> flo
 
 
 def check(name: str, variant: tiny.Variant, seed: int, scratch: Path) -> float:
-    """The error in units of its bar."""
+    """Compare one checkpoint; return the error in units of its limit."""
     written, saved = scratch / "written", scratch / "saved"
     tiny.write(variant, written, seed)
-    texts, bar = texts_of(variant, seed), COSINE_BAR if tiny.is_embedding(variant) else LOGITS_BAR
+    texts, limit = texts_of(variant, seed), COSINE_LIMIT if tiny.is_embedding(variant) else LOGITS_LIMIT
     model = their_model(written, variant, torch.float32)
     theirs = their_result(model, written, variant, texts)
     exact = their_result(their_model(written, variant, torch.float64), written, variant, texts)
@@ -117,16 +120,16 @@ def check(name: str, variant: tiny.Variant, seed: int, scratch: Path) -> float:
     )
     model.save_pretrained(saved)
     if variant.dense:
-        return error / max(bar, 3 * own)
+        return error / max(limit, 3 * own)
     if not np.array_equal(our_result(saved, variant, texts), ours):
         raise SystemExit(f"seed {seed} {name}: other bits from the checkpoint that transformers saved")
-    return error / max(bar, 3 * own)
+    return error / max(limit, 3 * own)
 
 
 def checked_variants(seed: int) -> Iterator[tuple[str, tiny.Variant]]:
     yield from VARIANTS.items()
     for kind in tiny_families.KINDS:
-        yield f"{kind} of drawn shape", tiny_families.drawn(kind, seed)
+        yield f"{kind} with random shapes", tiny_families.drawn(kind, seed)
 
 
 def write(seed: int) -> None:
@@ -161,7 +164,7 @@ def main() -> int:
             if args.only in name:
                 with tempfile.TemporaryDirectory() as scratch:
                     worst = max(worst, check(name, variant, seed, Path(scratch)))
-    print(json.dumps({"largest_error_in_bars": worst}))
+    print(json.dumps({"largest_error_in_limits": worst}))
     return 0 if worst <= 1 else 1
 
 

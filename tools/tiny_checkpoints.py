@@ -1,6 +1,6 @@
-"""Tiny random checkpoints of every family and file layout, for tests and goldens. Library; needs numpy and safetensors.
+"""Tiny random checkpoints of every model family and file layout, for tests. A library; needs numpy and safetensors.
 
-The weights come from splitmix64 and integer arithmetic, so a seed gives the same file with any version of numpy.
+The weights are computed with splitmix64 and integer arithmetic, so a seed gives equal files with any version of numpy.
 """
 
 import json
@@ -17,15 +17,17 @@ from tiny_shapes import text_shapes
 
 @dataclass(frozen=True)
 class Variant:
-    """config: as config.json has it. dtype: F32, F16 or BF16. shards: files. prefix: of all text tensors. dense: widths of
-    the layers behind the mean of the hidden states, which an embedding model has as modules of sentence-transformers."""
+    """A kind of checkpoint. config: the content of config.json. dtype: F32, F16 or BF16. shards: number of files.
+    prefix: of all text tensors. dense: the output widths of an embedding model's dense layers after mean pooling, which are
+    stored as modules of sentence-transformers.
+    """
 
     config: dict[str, Any]
     dtype: str = "F32"
     shards: int = 1
     prefix: str = "model."
-    head: str | None = None  # name of an untied head
-    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tensors of other parts
+    head: str | None = None  # the name of an output head that is not tied to the embedding
+    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of tensors outside the text model
     dense: tuple[int, ...] = ()
 
 
@@ -62,7 +64,7 @@ def _vaultgemma(**changes: Any) -> dict[str, Any]:
 
 
 def _gemma3(**changes: Any) -> dict[str, Any]:
-    """As current transformers write it."""
+    """Return a Gemma 3 config as current versions of transformers write configs."""
     layers = changes.get("num_hidden_layers", 7)
     return {
         "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 96, "hidden_size": 32,
@@ -80,7 +82,7 @@ def _gemma3(**changes: Any) -> dict[str, Any]:
 
 
 def _old_gemma3(**changes: Any) -> dict[str, Any]:
-    """As transformers 4.50 wrote it."""
+    """Return a Gemma 3 config as transformers 4.50 wrote configs."""
     config = _gemma3(rope_theta=1000000.0, rope_local_base_freq=10000.0, sliding_window_pattern=3, **changes)
     del config["rope_parameters"], config["layer_types"]
     return config
@@ -132,7 +134,7 @@ VARIANTS = {
 
 
 def gaussians(seed: int, count: int) -> np.ndarray:
-    """Nearly normal f32 numbers: sums of four uniform 16-bit fields of splitmix64, of variance 1."""
+    """Return almost normal f32 numbers of variance 1: sums of four uniform 16-bit fields of splitmix64."""
     with np.errstate(over="ignore"):
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed * 1_000_003)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -143,7 +145,7 @@ def gaussians(seed: int, count: int) -> np.ndarray:
 
 
 def largest_cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Of the rows of a from those of b."""
+    """Return the largest cosine distance between a row of a and the row of b with the same number."""
     x, y = (table.astype(np.float64) for table in (a, b))
     lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     return float((1 - (x * y).sum(1) / lengths).max())
@@ -160,7 +162,7 @@ def is_embedding(variant: Variant) -> bool:
 
 
 def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """Tensors of the text model, and those of other parts, by Hugging Face's names."""
+    """Return the shapes of the variant's tensors, by Hugging Face name."""
     c = text_config(variant)
     table = {variant.prefix + name: shape for name, shape in text_shapes(c).items()}
     if variant.head:
@@ -173,20 +175,20 @@ _SCALES = ("layer_scalar", "router.scale", "per_expert_scale", "correct_output_s
 
 
 def _distribution(name: str, shape: tuple[int, ...], plus_one: bool) -> tuple[float, float]:
-    """Mean and standard deviation of a tensor's values. Nothing is left at the value that a model has before training,
-    because an operation that is skipped would then not show."""
+    """Return the mean and the standard deviation of a tensor's values. No gain or scale is left at 1 or 0, because then a
+    test could not see that gemma_py ignores the tensor."""
     if name.endswith(_SCALES) or (len(shape) == 1 and "norm" in name and not plus_one):
-        # These families do not divide scores by the square root of the head width: their gains keep scores moderate.
+        # Gains below 1 keep attention scores moderate, because these families do not divide scores by sqrt(head_dim).
         return (0.5, 0.15) if name.endswith(("q_norm.weight", "k_norm.weight")) else (1.0, 0.3)
     return 0.0, 0.3 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
 
 
 def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
-    """f32 values that the variant's dtype holds exactly."""
+    """Return random f32 values that the variant's dtype represents exactly."""
     made = {}
     plus_one = text_config(variant)["model_type"] in _PLUS_ONE
     for number, (name, shape) in enumerate(shapes(variant).items()):
-        mean, spread = _distribution(name, shape, plus_one) if shape else (-np.inf, 0.0)  # a bound of clipping
+        mean, spread = _distribution(name, shape, plus_one) if shape else (-np.inf, 0.0)  # a scalar is a clipping bound
         values = gaussians(seed * 1000 + number, int(np.prod(shape))) * np.float32(spread) + np.float32(mean)
         if variant.dtype == "F16":
             values = values.astype(np.float16).astype(np.float32)
@@ -197,7 +199,9 @@ def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
 
 
 def save_safetensors(path: Path, values: dict[str, np.ndarray], dtype: str) -> None:
-    """safetensors' numpy side has no bfloat16, so the halves are stored as uint16 and renamed in the header."""
+    """Write a safetensors file. Stores bfloat16 as uint16 and renames the type in the header, because numpy has no
+    bfloat16.
+    """
     if dtype == "F16":
         values = {name: value.astype(np.float16) for name, value in values.items()}
     elif dtype == "BF16":
@@ -232,7 +236,7 @@ def write(variant: Variant, directory: Path, seed: int) -> None:
 
 
 def dense_layers(variant: Variant, seed: int) -> list[np.ndarray]:
-    """The matrices [out, in] behind the mean, f32."""
+    """Return the f32 matrices [out, in] of the dense layers after mean pooling."""
     widths = (text_config(variant)["hidden_size"], *variant.dense)
     return [
         (gaussians(seed * 1000 + 900 + n, into * out) * np.float32(into**-0.5)).reshape(out, into)
@@ -241,7 +245,7 @@ def dense_layers(variant: Variant, seed: int) -> list[np.ndarray]:
 
 
 def _write_modules(variant: Variant, directory: Path, seed: int) -> None:
-    """Files of sentence-transformers beside the backbone: mean pooling, the dense layers, normalisation."""
+    """Write the modules of sentence-transformers that follow the transformer: pooling, dense layers, normalisation."""
     layers = dense_layers(variant, seed)
     names = ["Pooling", *["Dense"] * len(layers), "Normalize"]
     modules = [("", "Transformer"), *((f"{n}_{name}", name) for n, name in enumerate(names, 1))]

@@ -1,4 +1,4 @@
-"""Tiny variants of Gemma 3n, Gemma 4 and the embedding models, and variants of drawn shape. Library."""
+"""Tiny variants of Gemma 3n, Gemma 4 and the embedding models, and variants with random shapes. Library."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,9 @@ from typing import Any
 from tiny_checkpoints import Variant, _gemma3, _vaultgemma
 from tiny_shapes import FULL, SLIDING, Config, Shapes, unused_kv
 
-_MINUS_INFINITY: Shapes = {"audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()}  # as clipped layers store it
+_MINUS_INFINITY: Shapes = {
+    "audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()
+}  # the bound of a layer that does not clip
 _GEMMA4_PARTS: Shapes = {
     "vision_tower.patch_embedder.position_embedding_table": (2, 16, 16),
     "vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight": (16, 16),
@@ -65,7 +67,8 @@ def _common(model_type: str, types: list[str]) -> Config:
 
 
 def gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = None, **changes: Any) -> Config:
-    """As current transformers write it: what full layers have of their own, head width `wide`, stands in per_layer_config."""
+    """Return a config as transformers from 5.22.2 on writes it: per_layer_config has the head width and the number of KV
+    heads of the full layers, here `wide` and `wide_kv`."""
     own = {"head_dim": wide} | ({} if wide_kv is None else {"num_key_value_heads": wide_kv})
     return {
         **_common("gemma4_text", types), "architectures": ["Gemma4ForCausalLM"], "rope_parameters": _PROPORTIONAL_ROPES,
@@ -77,14 +80,14 @@ def gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = None
 
 
 def old_gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = None, **changes: Any) -> Config:
-    """As transformers before 5.22.2 wrote it."""
+    """Return a config as transformers before 5.22.2 wrote it, with global_head_dim instead of per_layer_config."""
     config = gemma4(types, **changes)
     del config["per_layer_config"]
     return config | {"global_head_dim": wide, "num_global_key_value_heads": wide_kv}
 
 
 def unified(text: Config) -> Config:
-    """A text config of Gemma 4 as one of Gemma 4 unified, which has no field for per-layer inputs and experts."""
+    """Return the config of Gemma 4 unified for a text config of Gemma 4, without fields that the unified config lacks."""
     absent = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block", "num_experts",
               "top_k_experts", "moe_intermediate_size")  # fmt: skip
     kept = {key: value for key, value in text.items() if key not in absent}
@@ -103,7 +106,7 @@ def gemma3n(types: list[str] = _MIXED, **changes: Any) -> Config:
 
 
 def embedding_gemma(**changes: Any) -> Config:
-    """The backbone of EmbeddingGemma: Gemma 3 with attention in two directions."""
+    """Return the config of EmbeddingGemma's transformer, which is Gemma 3 with bidirectional attention."""
     bidirectional = {"use_bidirectional_attention": True, "architectures": ["Gemma3TextModel"], "vocab_size": 64}
     return _gemma3(**(bidirectional | changes))
 
@@ -118,7 +121,7 @@ def embedding_gemma2(types: list[str] = _MIXED, wide: int = 24, wide_kv: int = 1
 
 
 def wrapped(text: Config, **changes: Any) -> Variant:
-    """The text model as part of a checkpoint for images and sound. Some tensors of the other parts are there too."""
+    """Return a multimodal checkpoint with this text model and some tensors of the vision and audio parts."""
     outer, names, parts = {
         "gemma4_text": ("gemma4", "Gemma4ForConditionalGeneration", _GEMMA4_PARTS),
         "gemma4_unified_text": ("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", _UNIFIED_PARTS),
@@ -168,17 +171,18 @@ VARIANTS = {
 }  # fmt: skip
 
 
-# --- drawn shapes -----------------------------------------------------------------------------------------------------
+# --- random shapes ----------------------------------------------------------------------------------------------------
 
 
 def drawn(kind: str, seed: int) -> Variant:
-    """A variant of this kind with shapes that the seed determines: odd sizes, one head, a window of one, tied or not."""
+    """Return a variant of this kind with random shapes, which the seed determines."""
     rng = random.Random(f"{kind} {seed}")
     return _DRAWN[kind](rng) if kind in _DRAWN else _drawn_gemma4(rng, kind)
 
 
 def _drawn_types(rng: random.Random, shared: bool) -> tuple[list[str], int]:
-    """Layer types, the last one full, and how many layers share KV rows: each of their types is there before them."""
+    """Return layer types, of which the last one is full, and a number of KV-sharing layers such that each of their types
+    also occurs in a layer before them."""
     count = rng.randint(2, 11)
     types = [rng.choice([FULL, SLIDING, SLIDING]) for _ in range(count - 1)] + [FULL]
     possible = [n for n in range(count) if set(types[: count - n]) == set(types)]

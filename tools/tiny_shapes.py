@@ -1,6 +1,6 @@
 """Names and shapes of the text tensors of every family, as Hugging Face stores them. Library.
 
-Each function takes a text config and gives the names after the checkpoint's prefix.
+Each function takes a text config; names are without the prefix that all text tensors of a checkpoint have.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ _SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_lay
 _NORMS = {
     "gemma": ("input_layernorm", "post_attention_layernorm"),
     "vaultgemma": ("input_layernorm", "pre_feedforward_layernorm"),
-}  # of a layer, where they are not those around attention and feed-forward
+}  # norms of width D in a layer, by model type; other types have _SANDWICH
 
 
 def text_shapes(c: Config) -> Shapes:
@@ -38,7 +38,7 @@ def text_shapes(c: Config) -> Shapes:
 
 
 def heads_of(c: Config, number: int) -> tuple[int, int, int]:
-    """Query heads, key and value heads, and head width of a layer, from old and new forms of a config."""
+    """Return a layer's number of query heads, number of KV heads and head width, from either form of a config."""
     G, E = c["num_key_value_heads"], c["head_dim"]
     if "per_layer_config" in c:
         own = c["per_layer_config"].get(str(number), {})
@@ -51,12 +51,12 @@ def heads_of(c: Config, number: int) -> tuple[int, int, int]:
 
 
 def shares(c: Config, number: int) -> bool:
-    """Whether the layer reads the KV rows of an earlier one."""
+    """Return whether the layer reads the KV rows of an earlier layer."""
     return number >= c["num_hidden_layers"] - c.get("num_kv_shared_layers", 0)
 
 
 def unused_kv(c: Config, prefix: str) -> Shapes:
-    """Tensors of keys and values that published checkpoints store for layers that share the KV rows of others."""
+    """Return the unused key and value tensors that published checkpoints store for KV-sharing layers."""
     table: Shapes = {}
     for number in (n for n in range(c["num_hidden_layers"]) if shares(c, n)):
         _, G, E = heads_of(c, number)

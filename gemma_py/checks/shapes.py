@@ -1,4 +1,4 @@
-"""Models with random weights in the shape of released ones: as fast as the real ones, and nothing has to be downloaded."""
+"""Checkpoints with random weights in the shapes of released models, for benchmarks without a download."""
 
 import math
 from collections.abc import Callable
@@ -21,17 +21,17 @@ from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.pack import PackingPlan
 from gemma_py.weights.tensors import EMBEDDING, HEAD, gguf_source
 
-Make = Callable[[BlockType, int], np.ndarray]  # (type, count) -> the bytes of so many values
+Make = Callable[[BlockType, int], np.ndarray]  # (type, count) -> the bytes of `count` values
 _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "G": "num_key_value_heads",
              "E": "head_dim", "F": "intermediate_size", "V": "vocab_size", "W": "sliding_window",
              "context": "max_position_embeddings"}  # fmt: skip
 
 
 def config_of(name: str) -> tuple[Family, Config]:
-    """The family and config of a model in the catalogue."""
+    """Return the family and the config of a model in the catalogue."""
     entry = next((entry for entry in catalogue() if entry.name == name), None)
     if entry is None:
-        raise InputError(f"{name}: no model of that name; `gemma_py models` lists those whose shapes are known")
+        raise InputError(f"{name}: unknown model; `gemma_py models` lists the models with known shapes")
     shape = dict(entry.shape)
     document: dict[str, Any] = {"model_type": shape.pop("family")}
     document |= {_BY_SHAPE[letter]: value for letter, value in shape.items()}
@@ -39,10 +39,11 @@ def config_of(name: str) -> tuple[Family, Config]:
 
 
 def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
-    """A checkpoint with random matrices of that type. If it is quantised, the embedding, which is the head too, is Q8_0.
+    """Return a checkpoint with random matrices of a type. For quantised types, the embedding is Q8_0.
 
-    Matrices of one shape share their bytes here. Packed, each has its own copy; otherwise they would fit into a processor's cache.
-    tokens: the length of the session. InputError if weights and session do not fit into memory.
+    Matrices of one shape share memory in the checkpoint. Packing gives each matrix memory that is not shared, so that a
+    benchmark does not read weights from the processor's cache. tokens: the length of the session. Raise InputError if
+    weights and session do not fit into memory.
     """
     family, config = config_of(name)
     kind = TYPES.get(type_name.upper())
@@ -51,7 +52,7 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     for label, spec in _specs(family, config).items():
         if len(spec.shape) == 2 and spec.shape[1] % kind.block and label != EMBEDDING:
             raise InputError(
-                f"{name} in {kind.name}: rows should be a multiple of {kind.block} values, {label} has {spec.shape[1]}"
+                f"{name} in {kind.name}: row lengths should be multiples of {kind.block}, found {spec.shape[1]} in {label}"
             )
     _check_memory(name, family, config, kind, tokens)
     return _checkpoint(name, family, config, kind, _random)
@@ -75,15 +76,15 @@ def _checkpoint(name: str, family: Family, config: Config, kind: BlockType, make
 
 
 def _specs(family: Family, config: Config) -> dict[str, Tensor]:
-    """All tensors but the head, which is the embedding."""
+    """Return the tensors of a model without the output head, which is the embedding."""
     return {label: spec for label, spec in family.tensors(config).items() if label != HEAD}
 
 
 def _random(kind: BlockType, count: int) -> np.ndarray:
-    """The bytes of so many values of moderate size; subnormal and infinite ones might be slower."""
+    """Return the bytes of `count` random values, without subnormals and infinities, which might be slower."""
     rng = np.random.default_rng(count)
     if kind.quantised:
-        # Without the highest exponent bit, a float16 is below 2: so all scales are finite, wherever they are in a block.
+        # Bit 6 of each byte is cleared, so that every float16 scale in a block is below 2 and therefore finite.
         return rng.integers(0, 256, count // kind.block * kind.bytes, np.uint8) & np.uint8(0xBF)
     values = rng.standard_normal(count, np.float32)
     values *= np.float32(0.05)
@@ -93,13 +94,15 @@ def _random(kind: BlockType, count: int) -> np.ndarray:
 
 
 def _blank(kind: BlockType, count: int) -> np.ndarray:
-    """Bytes of the same length that use no memory."""
+    """Return zeros of the length of `count` values, without allocating memory."""
     return np.broadcast_to(np.uint8(0), count // kind.block * kind.bytes)
 
 
 def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tuple[int, int]:
-    """Two numbers of bytes: of the packed weights, and of everything else, which is the random weights that they are packed
-    from, the KV rows, and the scratch of a chunk."""
+    """Return the bytes of the packed weights, and the bytes of everything else.
+
+    Everything else is the random weights before packing, the KV cache and the scratch memory of a chunk.
+    """
     blank = _checkpoint("", family, config, kind, _blank)
     random = {(tensor.type.name, tensor.shape): tensor.data.nbytes for tensor in blank.tensors.values()}
     rows = sum(
@@ -116,6 +119,6 @@ def _check_memory(name: str, family: Family, config: Config, kind: BlockType, to
     if free is not None and weights + rest > free:
         gib = 1 << 30
         raise InputError(
-            f"{name} in {kind.name} would take {(weights + rest) / gib:.1f} GiB here, {weights / gib:.1f} of them for the "
-            f"weights; {free / gib:.1f} GiB are free"
+            f"{name} in {kind.name} needs {(weights + rest) / gib:.1f} GiB of memory ({weights / gib:.1f} GiB for the "
+            f"weights), but only {free / gib:.1f} GiB are free"
         )
