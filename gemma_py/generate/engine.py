@@ -48,6 +48,7 @@ class Engine:
         kv: str = "float32",
         quant: str | None = None,
         progress: ReportProgress = no_report,
+        pack: bool = True,
     ) -> None:
         if not is_ieee():
             raise ComputationError(
@@ -73,7 +74,7 @@ class Engine:
         # The tokenizer loads and the kernels compile in the background while the weights are packed.
         with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside, Compilation(kv, progress) as compilation:
             tokenizer = aside.submit(checkpoint.tokenizer)
-            packed = packed_weights(checkpoint, quant, progress)
+            packed = packed_weights(checkpoint, quant, progress, pack)
             self.tokenizer = tokenizer.result()
             if first_time(kv):
                 self._warm_up()
@@ -432,6 +433,7 @@ def load(
     kv: str = "float32",
     quant: str | None = None,
     progress: ReportProgress = no_report,
+    pack: bool = True,
 ) -> Engine:
     """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
@@ -442,7 +444,9 @@ def load(
     quant: "q8_0" or "q4_0" quantises float matrices while loading, to the same values as in a GGUF file of that type.
     progress: called as `progress(what, done, total, unit)` while the first start downloads, compiles and packs, which
     may take minutes; see `gemma_py.progress`.
+    pack: without it, packed weights are kept in memory instead of a file, which takes no disk space, but is repeated at
+    every start.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
-    return Engine(open_checkpoint(resolve(model, progress)), threads, context, deadline, kv, quant, progress)
+    return Engine(open_checkpoint(resolve(model, progress)), threads, context, deadline, kv, quant, progress, pack)

@@ -14,17 +14,8 @@ import numpy as np
 from gemma_py.kernels.attention import attend, attend_columns, columns_of_part, score_keys
 from gemma_py.kernels.attention_layout import LANES, QUERY_BLOCK, AttentionParams, Ring
 from gemma_py.kernels.decorator import inlined, phase
-from gemma_py.kernels.intrinsics import array_from_address
-from gemma_py.kernels.matmul import (
-    FEW_ROWS,
-    MAX_TILE_ROWS,
-    MIN_TILE_ROWS,
-    TILE_ROWS_MULTIPLE,
-    FloatPanels,
-    matmul_codes,
-    matmul_floats,
-)
-from gemma_py.kernels.panels import COLUMNS, CodePanels
+from gemma_py.kernels.experts import mix_rows, route_rows
+from gemma_py.kernels.matmul import FloatPanels
 from gemma_py.kernels.rows import (
     add_to,
     copy_columns,
@@ -36,18 +27,19 @@ from gemma_py.kernels.rows import (
     rope_rows,
     rope_table,
     scale_rows,
-    soft_cap,
 )
 from gemma_py.kernels.simd.vectors import store_scalar
 from gemma_py.models.program import (
     ADD,
     EMBED,
     GELU_GATE,
+    MIX,
     MULTIPLY,
     NORM,
     QUANTISE,
     ROPE,
     ROPE_TABLE,
+    ROUTE,
     SCALE,
     STORE,
     TAKE,
@@ -61,6 +53,7 @@ from gemma_py.runtime.batch import (
     LONGEST,
     ORIGIN,
     ROWS,
+    buffer_of,
     codes_of,
     kv_rows_of,
     own_part,
@@ -68,6 +61,7 @@ from gemma_py.runtime.batch import (
     tiles_in,
     unpack_buffer_of,
 )
+from gemma_py.runtime.products import panels_of_codes
 from gemma_py.runtime.sync import await_rows, claim, claim_any, publish
 from gemma_py.runtime.trace import is_traced, trace_codes, trace_rows, trace_worker
 from gemma_py.weights import pack as w
@@ -80,15 +74,6 @@ _FULL_WINDOW = 1 << 40  # the sliding window that stands for full attention, lar
 
 
 @inlined
-def _panels_of_codes(model, number):
-    row = model.weights.matrices[number]
-    return CodePanels(
-        model.weights.codes, row[w.AT], row[w.ROWS], row[w.INPUTS], row[w.WIDTH], row[w.OFFSET], row[w.GROUP], row[w.BLOCK],
-        row[w.MINIMUMS], row[w.BYTES], row[w.QUADS],
-    )  # fmt: skip
-
-
-@inlined
 def _embed(model, op, token, y, at, unpacked):
     """Compute y[at : at + D] = factor * (row of the matrix for the token, or row 0 if the matrix has no row for the token)."""
     number, factor = op[p.MATRIX], model.numbers[op[p.NUMBER]]
@@ -96,7 +81,7 @@ def _embed(model, op, token, y, at, unpacked):
     N, K = row[w.ROWS], row[w.INPUTS]
     token = token if token < N else np.int64(0)
     if row[w.KIND] == w.CODES:
-        embed_codes(_panels_of_codes(model, number), token, factor, y, at, unpacked)
+        embed_codes(panels_of_codes(model, number), token, factor, y, at, unpacked)
     elif row[w.KIND] == w.BF16_FLOATS:
         embed_floats(FloatPanels(model.weights.bf16, row[w.AT], N, K), token, factor, y, at)
     else:
@@ -115,22 +100,13 @@ def _store_row(op, keys, values, capacity, position, k, v, t):
 
 
 @inlined
-def _buffer(batch, scratch, number, width):
-    """Return a tuple of one array, the buffer of this number with rows of this width.
-
-    The array is in a tuple, because without numba's reference counting a compiled function must not return a new array.
-    """
-    return (array_from_address(batch.buffers[number], batch.tokens.shape[0] * width, scratch.floats),)
-
-
-@inlined
 def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, last):
     """Apply one row operation to rows first .. last - 1. For STORE, these rows must belong to the sequence `sequence`."""
     kind, heads, width = op[p.OP], op[p.HEADS], op[p.WIDTH]
     rows, positions = batch.rows[op[p.ROWS_OF]], batch.positions[op[p.ROWS_OF]]
-    (x,) = _buffer(batch, scratch, op[p.SOURCE], heads * width)
-    (second,) = _buffer(batch, scratch, op[p.SECOND], heads * width)
-    (y,) = _buffer(batch, scratch, op[p.TARGET], heads * width)
+    (x,) = buffer_of(batch, scratch, op[p.SOURCE], heads * width)
+    (second,) = buffer_of(batch, scratch, op[p.SECOND], heads * width)
+    (y,) = buffer_of(batch, scratch, op[p.TARGET], heads * width)
     if kind == EMBED:
         for t in range(first, last):
             _embed(model, op, batch.tokens[rows[t]], y, t * width, unpacked)
@@ -158,10 +134,19 @@ def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, 
             for d in range(width):
                 y[t * width + d] = x[rows[t] * width + d]
     elif kind == TAKE_COLUMNS:
-        (wide,) = _buffer(batch, scratch, op[p.SOURCE], op[p.STRIDE])
+        (wide,) = buffer_of(batch, scratch, op[p.SOURCE], op[p.STRIDE])
         copy_columns(wide, op[p.STRIDE], op[p.FIRST_COLUMN], y, width, first, last)
     elif kind == ROPE:
         rope_rows(y, heads, width, x, second, first, last)
+    elif kind == ROUTE:
+        X, C, gain = op[p.STRIDE], width // 2, op[p.GAIN]
+        (logits,) = buffer_of(batch, scratch, op[p.SOURCE], X)
+        route_rows(logits, X, model.numbers[op[p.NUMBER]], model.weights.gains[gain : gain + X], C, y, first, last)
+    elif kind == MIX:
+        C = op[p.STRIDE] // width
+        (parts,) = buffer_of(batch, scratch, op[p.SOURCE], op[p.STRIDE])
+        (routes,) = buffer_of(batch, scratch, op[p.SECOND], 2 * C)
+        mix_rows(parts, routes, C, width, y, first, last)
     elif kind == STORE:
         kv_entry = batch.tables[sequence, op[p.KV]]
         keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
@@ -176,10 +161,10 @@ def _trace_operation(op, scratch, batch, trace, first, last):
     if op[p.OP] == QUANTISE:
         trace_codes(trace, op[p.TRACE], rows, codes_of(scratch, batch, op[p.SLOT]), op[p.WIDTH], first, last)
     elif op[p.OP] == STORE:
-        (values,) = _buffer(batch, scratch, op[p.SECOND], op[p.KV_HEADS] * op[p.WIDTH])
+        (values,) = buffer_of(batch, scratch, op[p.SECOND], op[p.KV_HEADS] * op[p.WIDTH])
         trace_rows(trace, op[p.TRACE], rows, values, op[p.KV_HEADS] * op[p.WIDTH], first, last)
     elif op[p.OP] != ROPE_TABLE and op[p.OP] != TAKE:  # cosines and sines are not traced, and TAKE copies traced rows
-        (made,) = _buffer(batch, scratch, op[p.TARGET], width)
+        (made,) = buffer_of(batch, scratch, op[p.TARGET], width)
         trace_rows(trace, op[p.TRACE], rows, made, width, first, last)
 
 
@@ -213,101 +198,6 @@ def rows_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
             origin = segments[sequence, ORIGIN]
             if not publish(cells, worker, watermark, origin + first, origin + last):
                 return False
-
-
-# --- products with matrices -------------------------------------------------------------------------------------------
-
-
-@inlined
-def _matmul(model, op, scratch, batch, unpacked, first_row, last_row, first_panel, last_panel):
-    """Compute target[t, n] for rows t in first_row .. last_row - 1 and outputs n in panels first_panel .. last_panel - 1."""
-    row = model.weights.matrices[op[p.MATRIX]]
-    N, K = row[w.ROWS], row[w.INPUTS]
-    (x,) = _buffer(batch, scratch, op[p.SOURCE], K)
-    (y,) = _buffer(batch, scratch, op[p.TARGET], N)
-    if row[w.KIND] == w.CODES:
-        coded = codes_of(scratch, batch, op[p.SLOT])
-        matmul_codes(
-            coded, _panels_of_codes(model, op[p.MATRIX]), y, first_row, last_row, first_panel, last_panel, unpacked
-        )
-    elif row[w.KIND] == w.BF16_FLOATS:
-        matmul_floats(
-            x, FloatPanels(model.weights.bf16, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
-        )
-    else:
-        matmul_floats(
-            x, FloatPanels(model.weights.floats, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
-        )
-    cap = model.numbers[op[p.NUMBER]]
-    if cap > 0:
-        for t in range(first_row, last_row):
-            soft_cap(y, cap, t * N + first_panel * COLUMNS, t * N + min(last_panel * COLUMNS, N))
-
-
-@inlined
-def _panels_for(model, op):
-    return (model.weights.matrices[op[p.MATRIX], w.ROWS] + COLUMNS - 1) // COLUMNS
-
-
-@inlined
-def _rows_together(panels, T, workers):
-    """Return the number of rows of a tile.
-
-    Larger tiles are better, because every tile unpacks its panels anew. But the rows are cut into enough blocks that
-    blocks * panels >= 32 * workers, which gives each worker 8 tiles of 4 panels.
-    """
-    blocks = max((T + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS, (32 * workers + panels - 1) // panels)
-    rows = (T + blocks - 1) // blocks
-    return max(MIN_TILE_ROWS, (rows + TILE_ROWS_MULTIPLE - 1) // TILE_ROWS_MULTIPLE * TILE_ROWS_MULTIPLE)
-
-
-@inlined
-def _panels_together(panels, blocks, T, workers):
-    """Return the number of panels of a tile, a multiple of 4.
-
-    panels: the number of panels of the phase's matrices. blocks: the number of blocks that `_rows_together` cuts rows into.
-
-    With many rows, each worker gets about 8 tiles, for balance. With few rows, memory bandwidth is the limit, and long
-    contiguous reads are faster: each worker gets up to 8 tiles of at least 16 panels, or one smaller tile.
-    """
-    if T > FEW_ROWS:
-        return max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
-    tiles = workers * max(1, min(8, panels // (16 * workers)))
-    return min(64, (panels + 4 * tiles - 1) // (4 * tiles) * 4)
-
-
-@phase
-def matmul_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Run a phase of matrix products. Tiles are numbered through the first matrix, then through the next one."""
-    counter, T, unpacked = (
-        model.ops[at, p.COUNTER],
-        batch.counts[model.ops[at, p.ROWS_OF], ROWS],
-        unpack_buffer_of(scratch, worker, workers),
-    )
-    panels = tiles = np.int64(0)
-    for number in range(at, end):
-        panels += _panels_for(model, model.ops[number])
-    together = _rows_together(panels, T, workers)
-    blocks = (T + together - 1) // together
-    width = _panels_together(panels, blocks, T, workers)
-    for number in range(at, end):
-        tiles += blocks * ((_panels_for(model, model.ops[number]) + width - 1) // width)
-    tile = claim_any(cells, worker, counter, tiles)
-    while tile >= 0:
-        number, local = at, tile
-        columns = (_panels_for(model, model.ops[number]) + width - 1) // width
-        while local >= blocks * columns:
-            local -= blocks * columns
-            number += 1
-            columns = (_panels_for(model, model.ops[number]) + width - 1) // width
-        op = model.ops[number]
-        row, panel = local % blocks * together, local // blocks * width
-        row_end, panel_end = min(row + together, T), min(panel + width, _panels_for(model, op))
-        _matmul(model, op, scratch, batch, unpacked, row, row_end, panel, panel_end)
-        if is_traced(trace):
-            trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], row, row_end)
-        tile = claim_any(cells, worker, counter, tiles)
-    return True
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -355,7 +245,7 @@ def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
     S, parts = segments.shape[0], workers_a_position(op, batch, workers)
-    (q,) = _buffer(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
+    (q,) = buffer_of(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
     tiles = G * S * parts
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:
@@ -381,8 +271,8 @@ def _columns(worker, workers, cells, model, scratch, batch, trace, op, parts):
     """Compute attention from the scores of `scores_phase`. A tile computes a range of output columns of one position."""
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
-    (q,) = _buffer(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
-    (out,) = _buffer(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
+    (q,) = buffer_of(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
+    (out,) = buffer_of(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
     tiles = G * segments.shape[0] * parts
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:
@@ -412,8 +302,8 @@ def attend_tile(model, op, scratch, batch, workspace, number, g, first, last):
     """
     H, kv_entry, origin = op[p.HEADS], batch.tables[number, op[p.KV]], batch.segments[op[p.ROWS_OF], number, ORIGIN]
     keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
-    (q,) = _buffer(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
-    (out,) = _buffer(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
+    (q,) = buffer_of(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
+    (out,) = buffer_of(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
     ring = _ring_of(op, keys, values, kv_entry[c.ROWS])
     attend(q, ring, _params_of(model, op), g, origin, origin + first, origin + last, workspace, out)
 
@@ -459,7 +349,7 @@ def trace_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     for number in range(at, end):
         op = model.ops[number]
         count, width = batch.counts[op[p.ROWS_OF], ROWS], op[p.HEADS] * op[p.WIDTH]
-        (made,) = _buffer(batch, scratch, op[p.TARGET], width)
+        (made,) = buffer_of(batch, scratch, op[p.TARGET], width)
         first, last = worker * count // workers, (worker + 1) * count // workers
         trace_rows(trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], made, width, first, last)
     return True

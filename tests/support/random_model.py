@@ -19,10 +19,10 @@ from gemma_py.weights.tensors import gguf_source
 
 
 def random_checkpoint(family: Family, config: Config, kind: str, seed: int = 1) -> Checkpoint:
-    """Every tensor of the family is drawn; matrices are stored in the type `kind`."""
+    """Every tensor of the family is drawn; matrices, also those of experts, are stored in the type `kind`."""
     rng, made, specs, path = np.random.default_rng(seed), {}, family.tensors(config), Path(f"random {kind}")
     for name, spec in specs.items():
-        values, stored = rng.standard_normal(spec.shape, np.float32), TYPES[kind if len(spec.shape) == 2 else "F32"]
+        values, stored = rng.standard_normal(spec.shape, np.float32), TYPES[kind if len(spec.shape) > 1 else "F32"]
         data = values.view(np.uint8) if stored.pack is None else stored.pack(values.reshape(-1, stored.block))
         if stored.name == "BF16":
             data = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
