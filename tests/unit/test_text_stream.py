@@ -8,7 +8,7 @@ from repository import TINY
 
 import gemma_py
 from gemma_py.errors import InputError
-from gemma_py.generate.core import TextStream, stop_strings
+from gemma_py.generate.answer import TextStream, stop_strings
 from gemma_py.tokenizer import Tokenizer
 
 
