@@ -62,7 +62,7 @@ class ComputationError(GemmaError):
 
 
 class MismatchError(GemmaError):
-    """Two computations that should give the same bits differ. The message names the first difference."""
+    """Two computations that should give the same bits differ. The message says where the results differ."""
 
 
 class WorkerError(ComputationError):

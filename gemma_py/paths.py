@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"  # the ending of a file that is being written
-_YOUNG = 60.0  # a partial file is not abandoned in the first seconds, when its writer may not have locked it yet
+_YOUNG = 60.0  # seconds; a younger partial file may not be locked yet, and does not count as abandoned
 
 
 def cache_dir() -> Path:

@@ -21,7 +21,7 @@ _ROUND = _F(12582912.0)  # 1.5 * 2^23
 _ROUND64 = 6755399441055744.0  # 1.5 * 2^52
 
 _LOG2_E = _F(1.44269504)
-_LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-0.000212194440)  # the sum of the two is ln 2
+_LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-0.000212194440)  # _LN2_HIGH + _LN2_LOW is ln 2
 # Coefficients of p in e^r = 1 + r + r^2 * p(r), the highest power first. The Taylor series has 1/5040, ..., 1/6, 1/2.
 _EXP = (_F(0.00019875691), _F(0.0013981999), _F(0.0083334519), _F(0.041665795), _F(0.16666665), _F(0.5))
 # Coefficients of q in tanh(x) = x + x^3 * q(x^2), the highest power first. The Taylor series has ..., 2/15, -1/3.
@@ -69,8 +69,8 @@ def _tanh_of_positive(x):
     return _ONE - _TWO / (exp(_TWO * x) + _ONE)
 
 
-_LN2_HIGH64, _LN2_LOW64 = 0.6931471805599453, 2.3190468138462996e-17  # the sum of the two is ln 2
-_HALF_PI_HIGH64, _HALF_PI_LOW64 = 1.5707963267948966, 6.123233995736766e-17  # the sum of the two is pi / 2
+_LN2_HIGH64, _LN2_LOW64 = 0.6931471805599453, 2.3190468138462996e-17  # _LN2_HIGH64 + _LN2_LOW64 is ln 2
+_HALF_PI_HIGH64, _HALF_PI_LOW64 = 1.5707963267948966, 6.123233995736766e-17  # the two sum up to pi / 2
 
 
 @jit

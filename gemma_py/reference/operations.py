@@ -21,10 +21,10 @@ import numpy as np
 
 from gemma_py.reference.arithmetic import bfloat16_of, float32_of, fma, jit
 from gemma_py.reference.elementary import exp, exp64, log64, sine_cosine64, tanh
-from gemma_py.weights.tensors import FloatMatrix, Matrix
+from gemma_py.weights.tensors import FloatMatrix, Matrix, StoredMatrix
 
 BLOCK = 32  # the number of input values that share a scale in `quantise`
-TILE = 32  # the number of keys after which `attend` updates the running maximum
+TILE = 32  # the number of keys in a tile of `attend`
 
 _F = np.float32
 _ZERO, _ONE, _HALF, _INFINITY = _F(0.0), _F(1.0), _F(0.5), _F(np.inf)
@@ -134,9 +134,11 @@ def _exact_sum(x, group):
     return total
 
 
-def matrix_row(matrix: Matrix, n: int) -> np.ndarray:
-    """Return row n of the matrix, as float32 [K]."""
+def matrix_row(matrix: Matrix | StoredMatrix, n: int) -> np.ndarray:
+    """Return row n of the matrix, as float32 [K]. The row of a StoredMatrix is read from the file."""
     row: np.ndarray
+    if isinstance(matrix, StoredMatrix):
+        matrix, n = matrix.rows(n, n + 1), 0
     if isinstance(matrix, FloatMatrix):
         row = widen_row(matrix.values[n])
     else:
@@ -169,9 +171,14 @@ def dequantise_row(codes, scales, minimums):
     return y
 
 
-def embed(matrix: Matrix, token: int) -> np.ndarray:
-    """Return the token's row of the embedding matrix, multiplied by sqrt(D).    [D]"""
-    x: np.ndarray = scale_row(matrix_row(matrix, token), _F(math.sqrt(matrix.shape[1])))
+def embed(matrix: Matrix | StoredMatrix, token: int, factor: float | None = None) -> np.ndarray:
+    """Return the token's row of the matrix, multiplied by the factor. The default factor is sqrt(D).    [D]
+
+    A token id beyond the last row selects row 0.
+    """
+    rows, D = matrix.shape
+    row = matrix_row(matrix, token if token < rows else 0)
+    x: np.ndarray = scale_row(row, _F(math.sqrt(D) if factor is None else factor))
     return x
 
 
@@ -185,6 +192,11 @@ def scale_row(x, factor):
     for d in range(x.shape[0]):
         y[d] = x[d] * factor
     return y
+
+
+def columns(x: np.ndarray, first: int, width: int) -> np.ndarray:
+    """Return y[d] = x[first + d].    y: [width]"""
+    return x[first : first + width].copy()
 
 
 @jit
@@ -259,11 +271,14 @@ def round_to_bfloat16(x):
 
 
 @jit
-def rope_frequencies(width, theta, factor):
-    """Return y[i] = theta^(-2i / E) / factor. The power and the quotient are rounded to float32.    E: width   y: [E / 2]"""
-    half = width // 2
-    y = np.empty(half, np.float32)
-    for i in range(half):
+def rope_frequencies(width, theta, factor, share=1.0):
+    """Return y[i] = theta^(-2i / E) / factor for i < share * E / 2, and y[i] = 0 for the other i.    E: width   y: [E / 2]
+
+    The power and the quotient are rounded to float32.
+    """
+    half, turning = width // 2, int(share * width // 2)
+    y = np.zeros(half, np.float32)
+    for i in range(turning):
         y[i] = _F(exp64(-(np.float64(i) / np.float64(half)) * log64(theta))) / factor
     return y
 

@@ -21,6 +21,7 @@ from gemma_py.weights.tensors import (
     Matrix,
     Source,
     Stored,
+    StoredMatrix,
     gguf_source,
     hugging_face_source,
     other_part,
@@ -40,15 +41,15 @@ class Checkpoint:
     source: Source
     chat_template: str | None
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
-    left_out: Mapping[str, int] = field(default_factory=dict)  # parts for images and sound: how many tensors each has
+    left_out: Mapping[str, int] = field(default_factory=dict)  # the number of tensors of each part for images or sound
     cacheable: bool = True  # whether the packed weights may be written to the cache on disk
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         return self.source.tensors
 
-    def weights(self, quant: str | None = None) -> dict[str, Matrix | np.ndarray]:
-        """Read and return all weights. Only the specification (reference/) needs them in this form."""
+    def weights(self, quant: str | None = None) -> dict[str, Matrix | StoredMatrix | np.ndarray]:
+        """Read and return all weights but gathered tables. Only the specification (reference/) needs them in this form."""
         return read_weights(self.stored_weights(quant))
 
     def stored_weights(self, quant: str | None = None) -> dict[str, Stored]:
@@ -115,7 +116,7 @@ def _open_directory(path: Path) -> Checkpoint:
 
 
 def _text_model(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], Counter[str]]:
-    """The tensors of the text model, and how many there are of each other part of a multimodal checkpoint."""
+    """Return the tensors of the text model, and the number of tensors of each other part of a multimodal checkpoint."""
     parts = {name: other_part(name) for name in tensors}
     text = {name: tensor for name, tensor in tensors.items() if parts[name] is None}
     return text, Counter(part for part in parts.values() if part is not None)

@@ -12,7 +12,7 @@ import numpy as np
 
 from gemma_py.formats.blocks import BF16, Minimum
 from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panel_count
-from gemma_py.weights.tensors import FloatMatrix, Matrix, StoredMatrix, StoredWeights, matrices_of
+from gemma_py.weights.tensors import FloatMatrix, GatheredTable, Matrix, StoredMatrix, StoredWeights, matrices_of
 
 # Columns of `PackedArrays.matrices`. WIDTH and the columns after WIDTH are 0 for float matrices.
 KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, BLOCK, MINIMUMS, BYTES, QUADS = range(11)
@@ -22,12 +22,12 @@ FLOATS, BF16_FLOATS, CODES = range(3)  # values of KIND: float32, bfloat16, quan
 class PackedArrays(NamedTuple):
     """The arenas and tables of packed weights.
 
-    The arrays are read-only. To numba, writable arrays are another type, for which the forward pass would be compiled again.
+    The arrays are read-only. numba would compile the forward pass again for writable arrays, which have another type.
     """
 
     floats: np.ndarray  # f32 panels
     bf16: np.ndarray  # bfloat16 panels, as uint16
-    codes: np.ndarray  # int8: the bytes of code panels
+    codes: np.ndarray  # int8: the bytes of panels of quantised matrices
     gains: np.ndarray  # f32: the gains of all norms, one after another
     matrices: np.ndarray  # int64 [matrices, 11]
 
@@ -37,11 +37,13 @@ class PackedWeights:
     """Packed weights.
 
     matrices: the row of `arrays.matrices` for each matrix, by name. gains: the index in `arrays.gains` of each gain, by name.
+    tables: the gathered tables, which stay in the checkpoint's file, by name.
     """
 
     arrays: PackedArrays
     matrices: Mapping[str, int]
     gains: Mapping[str, int]
+    tables: Mapping[str, GatheredTable]
 
 
 def matrix_bytes(arrays: PackedArrays, number: int) -> int:
@@ -69,6 +71,7 @@ class PackingPlan:
         self._sizes = [0] * len(_TYPES)
         self._rows = {id(matrix): (number, self._place(matrix)) for number, matrix in enumerate(self.matrices)}
         self._numbers = {name: self._rows[id(part)][0] for name, part in weights.items() if id(part) in self._rows}
+        self._gathered = {name: part for name, part in weights.items() if isinstance(part, GatheredTable)}
         gains = {name: part for name, part in weights.items() if isinstance(part, np.ndarray)}
         offsets = np.cumsum([0, *(len(gain) for gain in gains.values())])
         self._gains = dict(zip(gains, (int(offset) for offset in offsets), strict=False))
@@ -99,7 +102,8 @@ class PackingPlan:
         for array in (*arenas, *self._tables):
             array.flags.writeable = False
         floats, bf16, codes = arenas
-        return PackedWeights(PackedArrays(floats, bf16, codes, *self._tables), self._numbers, self._gains)
+        arrays = PackedArrays(floats, bf16, codes, *self._tables)
+        return PackedWeights(arrays, self._numbers, self._gains, self._gathered)
 
     def _place(self, matrix: StoredMatrix) -> list[int]:
         """Reserve room for a matrix in an arena, and return the matrix's row of the table `matrices`."""

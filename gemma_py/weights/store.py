@@ -41,9 +41,8 @@ FOLDER, RECORDS = "weights", "records"
 OLD_SUFFIX = ".packed"  # suffix of files that older versions wrote, which are no longer read
 _PAGE = 4096
 _LONGEST_SOURCE = 1024  # maximum length of the checkpoint's path in the header
-_SMALLEST = (
-    8 << 20
-)  # smaller weights, in bytes, are not cached, because packing them is about as fast as checking a file
+# The minimum size in bytes of cached weights. Packing smaller weights is about as fast as checking a cached file.
+_SMALLEST = 8 << 20
 _MARGIN = 1 << 30  # bytes that must stay free on the disk
 _BLOCK = 1 << 22
 _FRESH = 2_000_000_000  # nanoseconds; some file systems round times of change to two seconds
@@ -228,7 +227,7 @@ def _fill(plan: PackingPlan, arenas: Sequence[np.ndarray], source: Path, progres
 
 
 def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> bytes:
-    """Return the sha256 of the plan's matrices. If their files have not changed since, the sha256 comes from a record."""
+    """Return the sha256 of the plan's matrices, from a record on disk if the checkpoint's files are unchanged."""
     tensors = [matrix.tensor for matrix in plan.matrices]
     shapes = [(tensor.name, tensor.type.name, tensor.shape, str(tensor.path)) for tensor in tensors]
     paths = sorted({tensor.path for tensor in tensors})

@@ -10,6 +10,7 @@ import numpy as np
 
 from gemma_py.errors import ConfigError, FormatError, InputError
 from gemma_py.formats.blocks import QUANTS, Minimum, scales_of
+from gemma_py.formats.files import FileState, advise_random, file_state
 from gemma_py.formats.tensor import QuantisedTensor, StoredTensor
 from gemma_py.models.program import Tensor
 
@@ -39,7 +40,7 @@ class CodeMatrix:
 
     codes: np.ndarray  # int8 [N, K]
     block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: for scales and, if the format has them, for minimums
-    sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group]: likewise; empty if the format has no sub-scales
+    sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group]: for scales and minimums; empty without sub-scales
     width: int  # the number of bits of code + offset
     offset: int  # code + offset is not negative
 
@@ -106,8 +107,44 @@ class StoredMatrix:
         return CodeMatrix(codes, block_scales, sub_scales, self.tensor.type.width, self.tensor.type.offset)
 
 
-Stored = StoredMatrix | np.ndarray  # an array is the gain of a norm, f32 [width]
-Weights = Mapping[str, Matrix | np.ndarray]  # by name; tied embeddings are one matrix under two names
+@dataclass(frozen=True)
+class GatheredTable:
+    """A matrix that stays in the checkpoint's file. A pass reads only the rows of the tokens, in the type of the file.
+
+    The table of per-layer inputs is as large as all other weights together, and a token needs one row, so packing the table
+    would waste memory and disk space. If the file was changed since loading, `gather` raises FormatError.
+    """
+
+    matrix: StoredMatrix
+    state: FileState | None  # None if there is no such file, as for the random weights of a benchmark
+
+    @classmethod
+    def of(cls, tensor: StoredTensor) -> "GatheredTable":
+        advise_random(tensor.data)
+        return cls(StoredMatrix(tensor), file_state(tensor.path))
+
+    def gather(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Copy row ids[t] of the table to rows[t], or row 0 if ids[t] is beyond the last row.
+
+        ids: int64 [T], read   rows: f32 [T, K], written
+        """
+        tensor, (N, K) = self.matrix.tensor, self.matrix.shape
+        found = file_state(tensor.path)
+        if self.state and found and found.file == self.state.file and found != self.state:
+            raise FormatError(f"{tensor.where}: the file was changed while it was in use; load the model again")
+        blocks = tensor.data.reshape(N, -1)
+        ids = np.where(ids < N, ids, 0)
+        step = max(1, _CHUNK // K)
+        for first in range(0, len(ids), step):
+            part = blocks[ids[first : first + step]].reshape(-1, tensor.type.bytes)
+            rows[first : first + step] = tensor.type.dequantise(part).reshape(-1, K)
+        if not np.isfinite(rows).all():
+            _not_finite(tensor)
+
+
+Stored = StoredMatrix | GatheredTable | np.ndarray  # an array is the gain of a norm, f32 [width]
+# By name. Tied embeddings are one matrix under two names. A gathered table is a StoredMatrix.
+Weights = Mapping[str, Matrix | StoredMatrix | np.ndarray]
 StoredWeights = Mapping[str, Stored]
 _WRAPPERS = re.compile(r"((?:language_)?model\.)*")  # prefixes of tensor names in multimodal checkpoints
 _IGNORED = (".rotary_emb.inv_freq",)  # endings of the names of tensors that the model does not use
@@ -178,7 +215,9 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
             weights[HEAD] = weights[EMBEDDING]
             continue
         tensor = _take(source, source.names[name], spec.shape)
-        if len(spec.shape) == 2:
+        if spec.gathered:
+            weights[name] = GatheredTable.of(tensor)
+        elif len(spec.shape) == 2:
             weights[name] = StoredMatrix(quantised_to(quant, tensor))
         else:
             weights[name] = _gain(tensor, source.plus_one and spec.plus_one)
@@ -189,12 +228,14 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
     return weights
 
 
-def read_weights(stored: StoredWeights) -> dict[str, Matrix | np.ndarray]:
-    """Read and return all weights, for the specification."""
+def read_weights(stored: StoredWeights) -> dict[str, Matrix | StoredMatrix | np.ndarray]:
+    """Read and return all weights, for the specification. Gathered tables stay in the file."""
     whole: dict[int, Matrix] = {}
-    made: dict[str, Matrix | np.ndarray] = {}
+    made: dict[str, Matrix | StoredMatrix | np.ndarray] = {}
     for name, part in stored.items():
-        if isinstance(part, StoredMatrix):
+        if isinstance(part, GatheredTable):
+            made[name] = part.matrix
+        elif isinstance(part, StoredMatrix):
             made[name] = whole[id(part)] = whole.get(id(part)) or part.whole()
         else:
             made[name] = part
@@ -243,7 +284,7 @@ def stays_float(quant: str, tensor: StoredTensor) -> bool:
 
 
 def quantised_to(quant: str | None, tensor: StoredTensor) -> StoredTensor:
-    """Return the matrix quantised to the type `quant`, or unchanged if quant is None or the matrix stays float."""
+    """Return the matrix quantised to the type `quant`, or unchanged if quant is None or if `stays_float`."""
     if quant is None:
         return tensor
     if tensor.type.quantised:
