@@ -104,7 +104,7 @@ def places(text: str) -> Iterator[tuple[list[dict[str, Any]], list[Any]]]:
     schema = {"type": "object", "properties": {"place": {"type": "string", "description": "where", "enum": ["a"]}},
               "required": ["place"]}  # fmt: skip
     tool = {"type": "function", "function": {"name": "weather", "description": "of a place", "parameters": schema}}
-    whole = [
+    whole: list[dict[str, Any]] = [
         {"role": "system", "content": "be brief"}, *ASK,
         {"role": "assistant", "content": "look", "reasoning_content": "hm", "tool_calls": [call]}, result,
         {"role": "assistant", "content": "sunny"}, {"role": "user", "content": "and now?"},
@@ -281,10 +281,12 @@ def test_generate_splits_nothing(engine: gemma_py.Engine, tokenizer: Tokenizer) 
 
 
 def test_tools_that_make_no_sense_are_refused(engine: gemma_py.Engine) -> None:
-    for tools in ("weather", [1], [{}], [{"function": {}}], [{"function": {"name": 1}}]):
+    wrong: list[Any] = ["weather", [1], [{}], [{"function": {}}], [{"function": {"name": 1}}]]
+    for tools in wrong:
         with pytest.raises(ToolError):
-            engine.chat(ASK, tools=tools)  # type: ignore[arg-type]
-    for calls in ([1], [{}], [{"function": {}}], [{"function": {"name": "f", "arguments": "["}}]):
+            engine.chat(ASK, tools=tools)
+    wrong = [[1], [{}], [{"function": {}}], [{"function": {"name": "f", "arguments": "["}}]]
+    for calls in wrong:
         with pytest.raises(ToolError):
             engine.chat([{"role": "assistant", "tool_calls": calls}])
 

@@ -114,7 +114,7 @@ def test_stop_strings_are_checked() -> None:
     for bad in ("", [""], [1]):
         with pytest.raises(InputError, match="stop"):
             stop_strings(bad)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="no tokenizer"):
+    with pytest.raises(InputError, match="need a tokenizer"):
         TextStream(None, ["a"])
 
 
