@@ -161,7 +161,7 @@ class Generation:
 
 
 def check_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Return the ids as a list of int. Raise InputError if there are none or one is outside the vocabulary."""
+    """Return the ids as a list of int. Raise InputError if the list is empty or an id is outside the vocabulary."""
     try:
         checked = [int(token) for token in ids]
         exact = all(not isinstance(token, bool) and token == n for token, n in zip(ids, checked, strict=True))
@@ -248,5 +248,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text that is the beginning, but not the whole, of the stop string."""
+    """Return the length of the longest suffix of the text that is an incomplete prefix of the stop string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

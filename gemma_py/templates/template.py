@@ -279,9 +279,10 @@ def _codes(text: str) -> np.ndarray:
 def _masked(messages: Sequence[Message]) -> tuple[list[Message], np.ndarray]:
     """Replace each character of the messages, except white space, by a code point of the private-use planes.
 
-    Return the messages, and an array with the original character of each private-use code point, or with the code point
-    itself where no character was replaced. The messages of a plane are converted in one numpy call, because a Python
-    loop over the characters of a long conversation would delay each turn.
+    Return the changed messages, and an array with one element for each private-use code point: the character that the
+    code point replaces, or the code point itself if it replaces no character. All system and user messages are joined
+    and converted by numpy at once, and so are all answers, because a Python loop over the characters of a long
+    conversation would delay each turn.
     """
     masked = [dict(message) for message in messages]
     originals = np.arange(_OTHERS, _PLANES_END, dtype="<u4")

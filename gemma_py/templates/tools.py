@@ -73,8 +73,8 @@ class CallReader:
     def take(self, token: int, text: str) -> tuple[str, list[Call]]:
         """Return the text and the calls that this token completes.
 
-        text: what `TextStream.push` returned for the token, which may begin with text held back before, and may lack an
-        end that could be the beginning of a stop string
+        text: the text that `TextStream.push` returned for the token. This text may begin with text of earlier tokens
+        that was held back, and may lack text of this token that is still held back.
         """
         if self._pieces is None:
             if token != self._start:
