@@ -190,7 +190,7 @@ class Conversation:
                     made = []
                 yield token
         finally:
-            if made and text.strip():  # closed or interrupted in the middle
+            if made and text.strip():  # the answer was interrupted before its last token
                 self._keep_answer(messages, made, _message(text, thought), attempt, stats)
 
     def _keep_answer(

@@ -163,7 +163,7 @@ def _token(token: int, part: Part, logprob: float, reason: str | None) -> Token:
 
 
 def check_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Return the ids as a list of int. Raise InputError if there are none or one is outside the vocabulary."""
+    """Return the ids as a list of int. Raise InputError if the list is empty or an id is outside the vocabulary."""
     try:
         checked = [int(token) for token in ids]
         exact = all(not isinstance(token, bool) and token == n for token, n in zip(ids, checked, strict=True))

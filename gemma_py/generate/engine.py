@@ -107,8 +107,9 @@ class Engine:
         return self.runner.kv
 
     def reference_weights(self) -> Weights:
-        """Read the weights from the checkpoint again, because the engine has only packed ones and the reference needs
-        plain ones.
+        """Return the weights for the reference implementation, read from the checkpoint again.
+
+        The engine keeps only packed weights, and the reference implementation needs weights that are not packed.
         """
         return self.checkpoint.weights(self.quant)
 
@@ -310,8 +311,9 @@ class Engine:
         return self.runner.cache(keep)
 
     def cache_bytes(self, tokens: int, keep: int = 0) -> int:
-        """Return the size of a cache from `new_cache(keep)` with this many tokens, computed in chunks of the default
-        size.
+        """Return the size in bytes that a cache from `new_cache(keep)` has after `tokens` tokens were prefilled.
+
+        The size is that for chunks of the default size.
         """
         return bytes_needed(self.config, self.kv_type, tokens, CHUNK, keep)
 

@@ -145,7 +145,7 @@ class Tokenizer:
         return "".join(text)
 
     def final_prefix(self, ids: Sequence[int]) -> int:
-        """Return how many of the ids have text that no later id can change.
+        """Return how many ids, counted from the first, have text that no later id can change.
 
         A run of byte tokens is decoded as a whole: one more byte can turn the whole run into replacement characters.
         """
