@@ -155,7 +155,7 @@ def _columns_for(model, op, width):
 
 @inlined
 def _expert_tiles(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Run a phase of products with experts' matrices. Tiles are numbered by operation, then by expert."""
+    """Run a phase of products with experts' matrices. The tile numbers of each expert follow those of the expert before it."""
     op = model.ops[at]
     T, X, C = batch.counts[op[p.ROWS_OF], ROWS], op[p.EXPERTS], op[p.HEADS]
     (routes,) = buffer_of(batch, scratch, op[p.SECOND], 2 * C)
@@ -197,7 +197,7 @@ def _expert_tiles(worker, workers, cells, model, scratch, batch, trace, at, end)
 
 @phase
 def matmul_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Run a phase of matrix products. Tiles are numbered through the first matrix, then through the next one."""
+    """Run a phase of matrix products. The tile numbers of each matrix follow those of the matrix before it."""
     if model.ops[at, p.OP] == EXPERT_MATMUL:
         return _expert_tiles(worker, workers, cells, model, scratch, batch, trace, at, end)
     counter, T, unpacked = (
