@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from gemma_py.runtime.runner import SequenceInput
 from gemma_py.weights.tensors import GatheredTable
 
 # Rows are whole blocks of Q4_K, the widest block, in every matrix and in the table.
-_WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 70}
+_WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 70}
 CONFIGS = {
     "per-layer inputs": tiny_families.gemma4(
         wide=128, hidden_size_per_layer_input=256, vocab_size_per_layer_input=50, num_kv_shared_layers=3,
@@ -40,14 +41,14 @@ def engine_of(name: str, kind: str, write: Callable[[Program], None] = gemma4.wr
     return engine
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "BF16", "F16"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_way_matches_the_reference(name: str, kind: str) -> None:
     """The table has rows for 50 of the 70 tokens."""
     with engine_of(name, kind) as engine:
         want = Expected(engine, prompt(engine.config, 40))
         assert max(want.ids) >= 50
-        for threads in (1, 2, 3):
+        for threads in (1, 3):
             engine.set_threads(threads)
             for sizes in ([40], [1], [7, 12]):
                 assert want.same(engine, sizes) and want.same(engine, sizes, all_logits=False)
