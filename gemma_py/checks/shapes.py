@@ -50,16 +50,16 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     if kind is None:
         raise InputError(f"{type_name}: unknown type; expected one of {', '.join(TYPES).lower()}")
     for label, spec in _specs(family, config).items():
-        if len(spec.shape) == 2 and spec.shape[1] % kind.block and label != EMBEDDING:
+        if len(spec.shape) > 1 and spec.shape[-1] % kind.block and label != EMBEDDING:
             raise InputError(
-                f"{name} in {kind.name}: row lengths should be multiples of {kind.block}, found {spec.shape[1]} in {label}"
+                f"{name} in {kind.name}: row lengths should be multiples of {kind.block}, found {spec.shape[-1]} in {label}"
             )
     _check_memory(name, family, config, kind, tokens)
     return _checkpoint(name, family, config, kind, _random)
 
 
 def _checkpoint(name: str, family: Family, config: Config, kind: BlockType, make: Make) -> Checkpoint:
-    made: dict[tuple[str, tuple[int, int]], np.ndarray] = {}
+    made: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
     tensors, specs, path = {}, _specs(family, config), Path(f"{name} random {kind.name}")
     for label, spec in specs.items():
         if len(spec.shape) == 1:
@@ -67,10 +67,9 @@ def _checkpoint(name: str, family: Family, config: Config, kind: BlockType, make
             tensors[spec.gguf] = StoredTensor(spec.gguf, F32, spec.shape, ones, path)
             continue
         stored = TYPES["Q8_0"] if kind.quantised and label == EMBEDDING else kind
-        shape = (spec.shape[0], spec.shape[1])
-        if (stored.name, shape) not in made:
-            made[stored.name, shape] = make(stored, math.prod(shape))
-        tensors[spec.gguf] = StoredTensor(spec.gguf, stored, shape, made[stored.name, shape], path)
+        if (stored.name, spec.shape) not in made:
+            made[stored.name, spec.shape] = make(stored, math.prod(spec.shape))
+        tensors[spec.gguf] = StoredTensor(spec.gguf, stored, spec.shape, made[stored.name, spec.shape], path)
     source = gguf_source(tensors, family.tensors(config), True, name)
     return Checkpoint(path, f"random {kind.name}", family, config, source, None, {}, cacheable=False)
 
@@ -110,6 +109,7 @@ def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tu
         for y in config.kv_layers
     )
     widest = 2 * max(y.intermediate_size for y in config.layers) + 6 * config.hidden_size
+    widest += config.top_k_experts * (2 * config.moe_intermediate_size + config.hidden_size)
     return PackingPlan(blank.stored_weights()).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
 
 

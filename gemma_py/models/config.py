@@ -59,6 +59,9 @@ class Config:
     layers: tuple[Layer, ...]
     hidden_size_per_layer_input: int = 0  # P; 0 for models without per-layer inputs
     vocab_size_per_layer_input: int = 0  # the number of rows of the table of per-layer inputs
+    num_experts: int = 0  # X; 0 for models without a mixture of experts
+    top_k_experts: int = 0  # the number of experts that are chosen for a token
+    moe_intermediate_size: int = 0  # the feed-forward width of an expert
 
     @property
     def attention_scale(self) -> float:
