@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,7 +51,6 @@ class Engine:
         kv: str = "float32",
         quant: str | None = None,
         progress: ReportProgress = no_report,
-        pack: bool = True,
     ) -> None:
         if not is_ieee():
             raise ComputationError(
@@ -76,7 +76,7 @@ class Engine:
         # The tokenizer loads and the kernels compile in the background while the weights are packed.
         with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside, Compilation(kv, progress) as compilation:
             tokenizer = aside.submit(checkpoint.tokenizer)
-            packed = packed_weights(checkpoint, quant, progress, pack)
+            packed = packed_weights(checkpoint, quant, progress)
             self.tokenizer = tokenizer.result()
             if first_time(kv):
                 self._warm_up()
@@ -455,6 +455,7 @@ def load(
     kv: str = "float32",
     quant: str | None = None,
     progress: ReportProgress = no_report,
+    *,
     pack: bool = True,
 ) -> Engine:
     """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
@@ -471,4 +472,5 @@ def load(
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
-    return Engine(open_checkpoint(resolve(model, progress)), threads, context, deadline, kv, quant, progress, pack)
+    checkpoint = replace(open_checkpoint(resolve(model, progress)), cacheable=pack)
+    return Engine(checkpoint, threads, context, deadline, kv, quant, progress)

@@ -42,7 +42,9 @@ class Checkpoint:
     chat_template: str | None
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
     left_out: Mapping[str, int] = field(default_factory=dict)  # the number of tensors of each part for images or sound
-    cacheable: bool = True  # whether the packed weights may be written to the cache on disk
+    cacheable: bool = (
+        True  # whether the packed weights may be in the cache on disk; otherwise, they are packed into memory
+    )
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:

@@ -65,20 +65,18 @@ class _DamagedError(Exception):
 
 
 def packed_weights(
-    checkpoint: Checkpoint, quant: str | None = None, progress: ReportProgress = no_report, pack: bool = True
+    checkpoint: Checkpoint, quant: str | None = None, progress: ReportProgress = no_report
 ) -> PackedWeights:
     """Return the checkpoint's packed weights, memory-mapped from the cache on disk.
 
     If the cache does not have the weights, they are packed into the cache first. If the cache cannot be written, the weights
     are packed into memory, and a GemmaWarning gives the reason. Names and shapes of tensors are checked at every start.
     Values are checked for NaN and infinity when the weights are packed.
-
-    pack: without it, the weights are packed into memory, and the cache on disk is neither read nor written.
     """
     plan = PackingPlan(checkpoint.stored_weights(quant))
     for tensor in checkpoint.tensors.values():  # frees the pages that reading the gains has loaded
         drop_pages(tensor.data)
-    if not pack or not checkpoint.cacheable or sum(section.bytes for section in _sections(plan)) < _SMALLEST:
+    if not checkpoint.cacheable or sum(section.bytes for section in _sections(plan)) < _SMALLEST:
         return plan.packed(_in_memory(plan, checkpoint.path, progress))
     try:
         arenas = _cached(plan, checkpoint.path, progress)

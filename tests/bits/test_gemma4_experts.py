@@ -10,7 +10,7 @@ import pytest
 import tiny_checkpoints as tiny
 import tiny_families
 from equivalence import TOKENS, Expected, bits, expected, opened, prompt
-from gemma4_gguf import gguf_tensors, write_gemma4
+from gguf_files import write_model
 from random_model import random_engine
 
 import gemma_py
@@ -47,24 +47,19 @@ def test_safetensors_and_both_forms_of_gguf_give_equal_bits(tmp_path: Path) -> N
     values = tiny.tensors(VARIANT, SEED)
     tiny.write(VARIANT, tmp_path / "hf", SEED)
     wanted = logits(tmp_path / "hf")
-    for fused in (True, False):
-        path = write_gemma4(tmp_path / f"{fused}.gguf", VARIANT, gguf_tensors(VARIANT, values, fused))
+    for split in (True, False):
+        path = write_model(tmp_path / f"{split}.gguf", VARIANT, SEED, split_experts=split)
         np.testing.assert_array_equal(logits(path), wanted)
-    other = gguf_tensors(VARIANT, values, fused=False)
-    other["blk.3.ffn_gate_exps.weight"], other["blk.3.ffn_up_exps.weight"] = (
-        other["blk.3.ffn_up_exps.weight"],
-        other["blk.3.ffn_gate_exps.weight"],
-    )
-    assert (logits(write_gemma4(tmp_path / "other.gguf", VARIANT, other)) != wanted).any()
+    gate, up = np.split(values["model.layers.3.experts.gate_up_proj"], 2, axis=1)
+    exchanged = values | {"model.layers.3.experts.gate_up_proj": np.concatenate([up, gate], axis=1)}
+    assert (logits(write_model(tmp_path / "other.gguf", VARIANT, SEED, values=exchanged)) != wanted).any()
 
 
 @pytest.mark.parametrize("quant", ["Q8_0", "Q4_0"])
 def test_quantised_experts_match_the_reference(tmp_path: Path, quant: str) -> None:
-    values = tiny.tensors(WIDE, SEED)
     tiny.write(WIDE, tmp_path / "hf", SEED)
     paths = [
-        write_gemma4(tmp_path / f"{fused}.gguf", WIDE, gguf_tensors(WIDE, values, fused), quant)
-        for fused in (True, False)
+        write_model(tmp_path / f"{split}.gguf", WIDE, SEED, quant=quant, split_experts=split) for split in (True, False)
     ]
     wanted = logits(tmp_path / "hf", quant.lower())
     for path in paths:
@@ -146,17 +141,17 @@ def test_control_a_barrier_dropped(phase: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"expert_used_count": 7}, "expert_used_count should be at most expert_count, 6, found 7"),
-        ({"expert_used_count": 0}, "expert_used_count should be an integer from 1"),
-        ({"expert_count": 0}, "blk.0.ffn_.*' is not part of the model"),
-        ({"expert_count": 2**31 - 1}, "the shape should be"),
-        ({"expert_count": 5}, "the shape should be"),
-        ({"expert_feed_forward_length": 11}, r"ffn_gate_up_exps.weight': the shape should be \[6, 22, 32\]"),
+        ({"top_k_experts": 7}, "expert_used_count should be at most expert_count, 6, found 7"),
+        ({"top_k_experts": 0}, "expert_used_count should be an integer from 1"),
+        ({"num_experts": 0}, "blk.0.*' is not part of the model"),
+        ({"num_experts": 2**31 - 1}, "the shape should be"),
+        ({"num_experts": 5}, "the shape should be"),
+        ({"moe_intermediate_size": 11}, r"ffn_gate_up_exps.weight': the shape should be \[6, 22, 32\]"),
     ],
 )
 def test_wrong_numbers_of_experts_in_gguf_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    tensors = gguf_tensors(VARIANT, tiny.tensors(VARIANT, SEED))
-    path = write_gemma4(tmp_path / "m.gguf", VARIANT, tensors, changes=changes)
+    changed = replace(VARIANT, config=VARIANT.config | changes)
+    path = write_model(tmp_path / "m.gguf", changed, SEED, values=tiny.tensors(VARIANT, SEED))
     with pytest.raises(ConfigError, match=message):
         open_checkpoint(path).stored_weights()
 
