@@ -170,8 +170,8 @@ class Engine:
     def fingerprint(self) -> str:
         """Return the sha256 of the model's logits for eight fixed tokens, which identifies a model in any file format.
 
-        The logits depend on every matrix, so models differ in their fingerprints. Threads, chunk size and machine do
-        not matter.
+        The logits depend on every matrix, except on experts that none of the tokens is routed to, so models differ in
+        their fingerprints. Threads, chunk size and machine do not matter.
         """
         if self._fingerprint is None:
             probe = [number * (self.config.vocab_size - 1) // 7 for number in range(8)]
