@@ -255,9 +255,7 @@ class CompletionRequest(Penalised):
     @classmethod
     def _something(cls, prompt: object) -> object:
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
-            raise ValueError(
-                "should be a text, a list of texts, a list of token ids, or a list of such lists; a list must not be empty"
-            )
+            raise ValueError("should be a text, or a non-empty list of texts, of token ids, or of lists of token ids")
         return prompt
 
 
