@@ -116,6 +116,7 @@ def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tu
         for y in config.kv_layers
     )
     widest = 2 * max(y.intermediate_size for y in config.layers) + 6 * config.hidden_size
+    widest += 3 * len(config.layers) * config.hidden_size_per_layer_input
     return PackingPlan(blank.stored_weights()).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
 
 
