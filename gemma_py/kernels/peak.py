@@ -41,7 +41,7 @@ def multiply_floats_6(worker, workers, cells, steps, x, out):
 def multiply_floats_12(worker, workers, cells, steps, x, out):
     """Compute 12 * 16 multiply-adds per step, in 12 chains that do not wait for each other.
 
-    On some machines, the six chains of `multiply_floats` do not hide the latency of an FMA.
+    On some machines, the six chains of `multiply_floats_6` do not hide the latency of an FMA.
     """
     a, b = load_splat(x, 0), load_splat(x, 1)
     y0, y1, y2, y3, y4, y5 = zero(), zero(), zero(), zero(), zero(), zero()
