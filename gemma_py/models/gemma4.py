@@ -265,7 +265,8 @@ def _head_shapes(fields: Fields, types: list[str]) -> list[tuple[int, int]]:
         heads = fields.integer("num_global_key_value_heads", None) if fields.flag("attention_k_eq_v", False) else None
         full = (heads or usual[0], fields.integer("global_head_dim", 512))
         return [full if kind == FULL else usual for kind in types]
-    shapes, set_by = [usual] * len(types), {}
+    shapes = [usual] * len(types)
+    set_by: dict[int, str] = {}
     digits = len(str(len(types)))
     names = {str(n).zfill(width): n for n in range(len(types)) for width in range(1, digits + 1)}  # as "3", or "03"
     for key in per_layer.values:
