@@ -5,7 +5,7 @@ import mmap
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,15 +35,41 @@ def map_file(path: Path) -> np.ndarray:
         raise FormatError(f"{path}: cannot be read: {error}") from error
 
 
+class FileState(NamedTuple):
+    """file: (device, inode). Two states of one file are equal unless its content has changed in between."""
+
+    file: tuple[int, int]
+    size: int
+    modified: int  # nanoseconds
+
+
+def file_state(path: Path) -> FileState | None:
+    """None where there is no such file; a file that was mapped and then deleted or replaced stays mapped as it was."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return FileState((status.st_dev, status.st_ino), status.st_size, status.st_mtime_ns)
+
+
 def drop_pages(array: np.ndarray) -> None:
     """Release the memory of an array of a mapped file; the next read loads it from the file again."""
+    _advise(array, mmap.MADV_DONTNEED)
+
+
+def advise_random(array: np.ndarray) -> None:
+    """Tell the system that reads of this array of a mapped file are scattered, because it otherwise reads ahead."""
+    _advise(array, mmap.MADV_RANDOM)
+
+
+def _advise(array: np.ndarray, advice: int) -> None:
     base: object = array
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj
     if isinstance(base, mmap.mmap) and array.nbytes:
         first = array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
         start = first // mmap.PAGESIZE * mmap.PAGESIZE
-        base.madvise(mmap.MADV_DONTNEED, start, first + array.nbytes - start)
+        base.madvise(advice, start, first + array.nbytes - start)
 
 
 def _check_regular(path: Path) -> None:

@@ -209,13 +209,14 @@ def rms_norm_rows(x, gain, D, eps, y, first, last):
 
 
 @kernel
-def rope_frequencies(theta, factor, frequencies):
-    """Compute frequencies[i] = theta^(-2i / E) / factor, rounded to f32 before and after the division.
+def rope_frequencies(theta, factor, turning, frequencies):
+    """Compute frequencies[i] = theta^(-2i / E) / factor, rounded to f32 before and after the division; 0 for i >= turning.
 
     frequencies: [E / 2] f32, written
     """
     half = frequencies.shape[0]
-    for i in range(half):
+    frequencies[turning:] = _ZERO
+    for i in range(turning):
         frequencies[i] = _F(exp64(-(np.float64(i) / np.float64(half)) * log64(theta))) / factor
 
 
@@ -282,6 +283,15 @@ def scale_rows(x, factor, first, last):
     """Compute x[d] = x[d] * factor."""
     for d in range(first, last, COLUMNS):
         store_up_to(x, d, last, mul(load_up_to(x, d, last), splat(factor)))
+
+
+@inlined
+def copy_columns(x, stride, column, y, width, first, last):
+    """Compute y[t, d] = x[t, column + d].    x: [T * stride] f32, read   y: [T * width] f32, written"""
+    for t in range(first, last):
+        source, to, end = t * stride + column, t * width, (t + 1) * width
+        for d in range(0, width, COLUMNS):
+            store_up_to(y, to + d, end, load_up_to(x, source + d, source + width))
 
 
 @inlined

@@ -9,10 +9,18 @@ from gemma_py.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: elements i and i + E / 2 are rotated by position * theta^(-2i / E) / factor."""
+    """Rotary position embedding: elements i and i + E / 2 are rotated by position * theta^(-2i / E) / factor.
+
+    share: the pairs with i < share * E / 2 are rotated, the others are not (transformers' rope_type "proportional").
+    """
 
     theta: float
     factor: float = 1.0
+    share: float = 1.0
+
+    def turning(self, width: int) -> int:
+        """The number of pairs that turn in a head of this width."""
+        return int(self.share * width // 2)
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class Config:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     layers: tuple[Layer, ...]
+    hidden_size_per_layer_input: int = 0  # P; 0: the layers have no inputs of their own
+    vocab_size_per_layer_input: int = 0  # rows of the table of per-layer inputs
 
     @property
     def attention_scale(self) -> float:

@@ -18,9 +18,10 @@ from gemma_py.models.config import Config, Rope
 
 # Kinds of operations. The kinds before MATMUL compute each row by itself, so several of these operations can share a
 # phase, in which a worker takes a few rows through all the operations.
-EMBED, ROPE_TABLE, NORM, ADD, SCALE, GELU_GATE, QUANTISE, TAKE, ROPE, STORE, MATMUL, SCORES, ATTEND = range(13)
-KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "gelu gate", "quantise", "take", "rope", "store", "matmul",
-              "scores", "attend")  # fmt: skip
+(EMBED, ROPE_TABLE, NORM, ADD, SCALE, MULTIPLY, GELU_GATE, QUANTISE, TAKE, TAKE_COLUMNS, ROPE, STORE, MATMUL, SCORES,
+ ATTEND) = range(15)  # fmt: skip
+KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu gate", "quantise", "take", "take columns",
+              "rope", "store", "matmul", "scores", "attend")  # fmt: skip
 # The rows that a phase computes: the rows of all tokens, or the rows of the tokens whose logits are wanted.
 ALL, WANTED = range(2)
 LOGITS = "logits"  # the name of the buffer that receives the logits
@@ -33,12 +34,14 @@ class Tensor:
     hugging_face: the tensor's name in safetensors, without a prefix such as "model.".
     gguf: the tensor's name in GGUF.
     plus_one: whether safetensors store gain - 1 instead of gain.
+    gathered: whether the matrix stays in the checkpoint's file, from which a pass reads the rows of its tokens.
     """
 
     shape: tuple[int, ...]
     hugging_face: str
     gguf: str
     plus_one: bool = False
+    gathered: bool = False
 
 
 @dataclass
@@ -57,6 +60,8 @@ class Op:
     kv: int = -1  # index into config.kv_layers
     window: int = 0  # sliding window; 0 means full attention
     rope: int = -1  # index into Program.ropes
+    first: int = 0  # for TAKE_COLUMNS: the first column
+    stride: int = 0  # for TAKE_COLUMNS: the width of the source's rows
     numbers: tuple[float, float] = (0.0, 0.0)
     codes: "Op | None" = None  # for MATMUL: the QUANTISE operation of `source`
 
@@ -83,6 +88,8 @@ class Program:
     ropes: list[tuple[Rope, int]] = field(
         default_factory=list
     )  # each rope with the width of the heads it is applied to
+    # Each gathered tensor with the buffer that its rows are copied to before the pass begins.
+    gathers: list[tuple[str, str]] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)  # by buffer: the largest width in the whole program
     # The state of each buffer after the operations appended so far: the width of the rows, and whether the rows are those
     # of ALL tokens or of WANTED tokens.
@@ -96,11 +103,26 @@ class Program:
         """Begin a phase, which contains the following operations up to the next call of `phase`."""
         self._phase = Phase(name, layer, rows)
 
-    def embed(self, tensor: str, target: str) -> None:
-        """Compute target = sqrt(D) * (row of the embedding matrix), for each token."""
+    def embed(self, tensor: str, target: str, factor: float | None = None) -> None:
+        """Compute target = factor * (row of the matrix), for each token. The default factor is sqrt(D).
+
+        A token id beyond the last row selects row 0. The rows of a gathered tensor are copied to target before the pass.
+        """
         D = self._shape(tensor, 2)[1]
+        gathered = self.tensors[tensor].gathered
+        if gathered and self._phase.rows != ALL:
+            raise ValueError(f"{tensor} should be gathered for ALL rows, found a phase of WANTED rows")
+        if gathered and target in self.widths:
+            raise ValueError(
+                f"the rows of {tensor} are copied to {target} before the pass, but {target} is written before"
+            )
         self._write(target, D)
-        self._add(EMBED, target=target, tensor=tensor, width=D, numbers=(math.sqrt(D), 0.0))
+        numbers = (math.sqrt(D) if factor is None else factor, 0.0)
+        if gathered:
+            self.gathers.append((tensor, target))
+            self._add(MULTIPLY, target=target, width=D, numbers=numbers)
+        else:
+            self._add(EMBED, target=target, tensor=tensor, width=D, numbers=numbers)
 
     def rope_tables(self) -> None:
         """Compute the cosines and sines that `rope` reads, for every position of the pass and every rope of the layers."""
@@ -135,6 +157,23 @@ class Program:
         width = self._widths_now[target]
         self._write(target, width)
         self._add(SCALE, target=target, tensor=tensor, width=width)
+
+    def multiply(self, target: str, factor: float) -> None:
+        """Compute target *= factor, in place. The factor is rounded to float32."""
+        self._check_rows(target)
+        width = self._widths_now[target]
+        self._write(target, width)
+        self._add(MULTIPLY, target=target, width=width, numbers=(factor, 0.0))
+
+    def columns(self, source: str, target: str, first: int, width: int) -> None:
+        """Copy the columns first .. first + width - 1 of source to target."""
+        stride = self._widths_now[source]
+        if not 0 <= first < first + width <= stride:
+            raise ValueError(f"{source} has {stride} columns, found columns {first} to {first + width - 1}")
+        if source == target:
+            raise ValueError(f"{source} cannot be its own target, because its rows would change their width")
+        self._write(target, width)
+        self._add(TAKE_COLUMNS, source=source, target=target, width=width, first=first, stride=stride)
 
     def gelu_gate(self, gate: str, up: str) -> None:
         """Compute gate = gelu(gate) * up, in place."""

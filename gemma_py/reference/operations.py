@@ -22,7 +22,7 @@ import numpy as np
 
 from gemma_py.reference.arithmetic import bfloat16_of, float32_of, fma, jit
 from gemma_py.reference.elementary import exp, exp64, log64, sine_cosine64, tanh
-from gemma_py.weights.tensors import FloatMatrix, Matrix
+from gemma_py.weights.tensors import FloatMatrix, Matrix, StoredMatrix
 
 BLOCK = 32  # values that share a scale when an input is quantised
 TILE = 32  # key positions that share a maximum in attention
@@ -138,9 +138,11 @@ def _exact_sum(x, group):
     return total
 
 
-def matrix_row(matrix: Matrix, n: int) -> np.ndarray:
-    """The weights matrix[n], as float32.    [K]"""
+def matrix_row(matrix: Matrix | StoredMatrix, n: int) -> np.ndarray:
+    """The weights matrix[n], as float32. Of a matrix that stays in its file, only this row is read.    [K]"""
     row: np.ndarray
+    if isinstance(matrix, StoredMatrix):
+        matrix, n = matrix.rows(n, n + 1), 0
     if isinstance(matrix, FloatMatrix):
         row = widen_row(matrix.values[n])
     else:
@@ -171,9 +173,12 @@ def dequantise_row(codes, scales, minimums):
     return y
 
 
-def embed(matrix: Matrix, token: int) -> np.ndarray:
-    """The token's row of the embedding, times sqrt(D).    [D]"""
-    x: np.ndarray = scale_row(matrix_row(matrix, token), _F(math.sqrt(matrix.shape[1])))
+def embed(matrix: Matrix | StoredMatrix, token: int, factor: float | None = None) -> np.ndarray:
+    """The token's row of the matrix, or row 0 where it has no such row, times the factor, which is sqrt(D) where none is
+    given.    [D]"""
+    rows, D = matrix.shape
+    row = matrix_row(matrix, token if token < rows else 0)
+    x: np.ndarray = scale_row(row, _F(math.sqrt(D) if factor is None else factor))
     return x
 
 
@@ -187,6 +192,11 @@ def scale_row(x, factor):
     for d in range(x.shape[0]):
         y[d] = x[d] * factor
     return y
+
+
+def columns(x: np.ndarray, first: int, width: int) -> np.ndarray:
+    """y[d] = x[first + d]    [width]"""
+    return x[first : first + width].copy()
 
 
 @jit
@@ -276,11 +286,12 @@ def round_to_bfloat16(x):
 
 
 @jit
-def rope_frequencies(width, theta, factor):
-    """y[i] = theta^(-2i / E) / factor, rounded to float32 before and after the division.    E = width   y: [E / 2]"""
-    half = width // 2
-    y = np.empty(half, np.float32)
-    for i in range(half):
+def rope_frequencies(width, theta, factor, share=1.0):
+    """y[i] = theta^(-2i / E) / factor, rounded to float32 before and after the division, for the first share * E / 2
+    pairs, and 0 for the others.    E = width   y: [E / 2]"""
+    half, turning = width // 2, int(share * width // 2)
+    y = np.zeros(half, np.float32)
+    for i in range(turning):
         y[i] = _F(exp64(-(np.float64(i) / np.float64(half)) * log64(theta))) / factor
     return y
 

@@ -27,6 +27,7 @@ from gemma_py.kernels.matmul import (
 from gemma_py.kernels.panels import COLUMNS, CodePanels
 from gemma_py.kernels.rows import (
     add_to,
+    copy_columns,
     embed_codes,
     embed_floats,
     gelu_gate,
@@ -38,7 +39,20 @@ from gemma_py.kernels.rows import (
     soft_cap,
 )
 from gemma_py.kernels.simd.vectors import store_scalar
-from gemma_py.models.program import ADD, EMBED, GELU_GATE, NORM, QUANTISE, ROPE, ROPE_TABLE, SCALE, STORE, TAKE
+from gemma_py.models.program import (
+    ADD,
+    EMBED,
+    GELU_GATE,
+    MULTIPLY,
+    NORM,
+    QUANTISE,
+    ROPE,
+    ROPE_TABLE,
+    SCALE,
+    STORE,
+    TAKE,
+    TAKE_COLUMNS,
+)
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
 from gemma_py.runtime.batch import (
@@ -76,10 +90,11 @@ def _panels_of_codes(model, number):
 
 @inlined
 def _embed(model, op, token, y, at, unpacked):
-    """Compute y[at : at + D] = factor * (row of the embedding matrix for the token)."""
+    """Compute y[at : at + D] = factor * (row of the matrix for the token, or row 0 if the matrix has no row for the token)."""
     number, factor = op[p.MATRIX], model.numbers[op[p.NUMBER]]
     row = model.weights.matrices[number]
     N, K = row[w.ROWS], row[w.INPUTS]
+    token = token if token < N else np.int64(0)
     if row[w.KIND] == w.CODES:
         embed_codes(_panels_of_codes(model, number), token, factor, y, at, unpacked)
     elif row[w.KIND] == w.BF16_FLOATS:
@@ -132,6 +147,8 @@ def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, 
             add_to(y, x, first * width, last * width)
     elif kind == SCALE:
         scale_rows(y, model.weights.gains[op[p.GAIN]], first * width, last * width)
+    elif kind == MULTIPLY:
+        scale_rows(y, model.numbers[op[p.NUMBER]], first * width, last * width)
     elif kind == GELU_GATE:
         gelu_gate(y, x, first * width, last * width)
     elif kind == QUANTISE:
@@ -140,6 +157,9 @@ def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, 
         for t in range(first, last):
             for d in range(width):
                 y[t * width + d] = x[rows[t] * width + d]
+    elif kind == TAKE_COLUMNS:
+        (wide,) = _buffer(batch, scratch, op[p.SOURCE], op[p.STRIDE])
+        copy_columns(wide, op[p.STRIDE], op[p.FIRST_COLUMN], y, width, first, last)
     elif kind == ROPE:
         rope_rows(y, heads, width, x, second, first, last)
     elif kind == STORE:

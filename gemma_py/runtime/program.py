@@ -11,6 +11,7 @@ from gemma_py.kernels.rows import rope_frequencies
 from gemma_py.models.config import Rope
 from gemma_py.models.program import ADD, ATTEND, LOGITS, MATMUL, NORM, QUANTISE, SCORES, STORE, Op, Program
 from gemma_py.weights.pack import CODES, KIND, PackedArrays, PackedWeights
+from gemma_py.weights.tensors import GatheredTable
 
 # Columns of the table `ops`, which has one row per operation. These columns describe the operation's phase:
 #   LAYER, LABEL: the layer number and the index of the name.  NEXT: the index of the next phase's first operation.
@@ -21,8 +22,8 @@ from gemma_py.weights.pack import CODES, KIND, PackedArrays, PackedWeights
 #   TARGET, SOURCE, SECOND: buffers.  MATRIX, GAIN: indices into the weights' `matrices` and `gains`.
 #   NUMBER: an index into `numbers`.  SLOT: the codes of a pass of T rows begin at SLOT * T.
 (OP, LAYER, LABEL, NEXT, COUNTER, TRACE, BARRIER, ROWS_OF, TARGET, SOURCE, SECOND, MATRIX, GAIN, HEADS, WIDTH, KV_HEADS,
- KV, WINDOW, ROPE_ROW, NUMBER, SLOT) = range(21)  # fmt: skip
-_COLUMNS = 21
+ KV, WINDOW, ROPE_ROW, FIRST_COLUMN, STRIDE, NUMBER, SLOT) = range(23)  # fmt: skip
+_COLUMNS = 23
 NO_BUFFER = -1
 
 
@@ -35,7 +36,7 @@ class ModelTables(NamedTuple):
     weights: PackedArrays  # `gains` ends with a vector of ones, for norms without a gain
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
     numbers: np.ndarray  # f32: the epsilons, scales, caps and factors of the operations
-    ops: np.ndarray  # int64 [operations, 21]
+    ops: np.ndarray  # int64 [operations, 23]
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,21 @@ class Sizes:
     widest_head: int
 
 
+class Gather(NamedTuple):
+    """A copy of table rows, one for each token of the pass, to a buffer of this width before the pass begins."""
+
+    table: GatheredTable
+    buffer: int
+    width: int
+
+
 @dataclass(frozen=True)
 class LinkedProgram:
     """A program that is linked to weights and ready to run. labels: the names of the phases, indexed by the column LABEL."""
 
     model: ModelTables
     sizes: Sizes
+    gathers: tuple[Gather, ...]
     labels: tuple[str, ...]
     layers: int  # the number of the model's layers plus one, because the head counts as a layer in errors and traces
     phases: int  # every phase has a tile counter
@@ -91,8 +101,8 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
         row[[TARGET, SOURCE, SECOND]] = [buffers.get(name, NO_BUFFER) for name in (op.target, op.source, op.second)]
         row[MATRIX] = weights.matrices.get(op.tensor, -1)
         row[GAIN] = ones if op.kind == NORM and not op.tensor else weights.gains.get(op.tensor, -1)
-        row[[HEADS, WIDTH, KV_HEADS, KV, WINDOW, ROPE_ROW]] = (
-            op.heads, op.width, op.kv_heads, op.kv, op.window, op.rope,
+        row[[HEADS, WIDTH, KV_HEADS, KV, WINDOW, ROPE_ROW, FIRST_COLUMN, STRIDE]] = (
+            op.heads, op.width, op.kv_heads, op.kv, op.window, op.rope, op.first, op.stride,
         )  # fmt: skip
         row[NUMBER] = 2 * numbers.setdefault(pair, len(numbers))
         row[SLOT] = slots.get(id(op if op.kind == QUANTISE else op.codes), 0)
@@ -105,7 +115,11 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
     widest = max((op.width for op in ops if op.kind == QUANTISE), default=0)
     heads = max((op.width for op in ops if op.kind == ATTEND), default=0)
     sizes = Sizes(np.array(offsets, np.int64), floats, codes, widest, heads)
-    return LinkedProgram(model, sizes, labels, layers, phases=int(table[:, COUNTER].max()) + 1)
+    gathers = tuple(
+        Gather(weights.tables[tensor], buffers[target], program.tensors[tensor].shape[1])
+        for tensor, target in program.gathers
+    )
+    return LinkedProgram(model, sizes, gathers, labels, layers, phases=int(table[:, COUNTER].max()) + 1)
 
 
 def _needed(program: Program, weights: PackedWeights) -> list[Op]:
@@ -172,7 +186,7 @@ def _frequencies(ropes: Sequence[tuple[Rope, int]]) -> np.ndarray:
     """Return the rope frequencies, f32 [ropes, widest E / 2]. A rope of head width E uses the first E / 2 columns."""
     made = np.zeros((len(ropes), max((width // 2 for _, width in ropes), default=0)), np.float32)
     for row, (rope, width) in zip(made, ropes, strict=True):
-        rope_frequencies(rope.theta, np.float32(rope.factor), row[: width // 2])
+        rope_frequencies(rope.theta, np.float32(rope.factor), rope.turning(width), row[: width // 2])
     return _read_only(made)
 
 

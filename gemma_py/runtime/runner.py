@@ -84,6 +84,9 @@ class Runner:
         scratch, program = self._scratch_for(T, longest), self.program
         logits = np.empty(sum(entry.logits for entry in inputs) * self.config.vocab_size, np.float32)
         batch = _batch(inputs, self._addresses(scratch, T, logits))
+        for table, buffer, width in program.gathers:
+            at = int(program.sizes.offsets[buffer]) * T
+            table.gather(batch.tokens, scratch.floats[at : at + T * width].reshape(T, width))
         trace = NO_TRACE
         if self.instruments.traces is not None:
             trace = new_trace(program.layers * len(program.labels), T)

@@ -21,6 +21,7 @@ from gemma_py.weights.tensors import (
     Matrix,
     Source,
     Stored,
+    StoredMatrix,
     gguf_source,
     hugging_face_source,
     other_part,
@@ -47,8 +48,8 @@ class Checkpoint:
     def tensors(self) -> Mapping[str, StoredTensor]:
         return self.source.tensors
 
-    def weights(self, quant: str | None = None) -> dict[str, Matrix | np.ndarray]:
-        """All weights in memory, for the specification."""
+    def weights(self, quant: str | None = None) -> dict[str, Matrix | StoredMatrix | np.ndarray]:
+        """All weights in memory, for the specification; gathered tables stay in their file."""
         return read_weights(self.stored_weights(quant))
 
     def stored_weights(self, quant: str | None = None) -> dict[str, Stored]:

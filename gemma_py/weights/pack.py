@@ -11,7 +11,7 @@ import numpy as np
 
 from gemma_py.formats.blocks import BF16, Minimum
 from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panel_count
-from gemma_py.weights.tensors import FloatMatrix, Matrix, StoredMatrix, StoredWeights, matrices_of
+from gemma_py.weights.tensors import FloatMatrix, GatheredTable, Matrix, StoredMatrix, StoredWeights, matrices_of
 
 # Columns of `matrices`; WIDTH and those after it are for CODES only.
 KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, BLOCK, MINIMUMS, BYTES, QUADS = range(11)
@@ -30,11 +30,13 @@ class PackedArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """The packed arrays, and where each tensor of the family is: a matrix's row in `matrices`, a gain's index in `gains`."""
+    """The packed arrays, and the place of each tensor of the family: a matrix's row in `matrices`, a gain's index in `gains`,
+    and the gathered tables, which stay in the checkpoint's file."""
 
     arrays: PackedArrays
     matrices: Mapping[str, int]
     gains: Mapping[str, int]
+    tables: Mapping[str, GatheredTable]
 
 
 def matrix_bytes(arrays: PackedArrays, number: int) -> int:
@@ -63,6 +65,7 @@ class PackingPlan:
         self._sizes = [0] * len(_TYPES)
         self._rows = {id(matrix): (number, self._place(matrix)) for number, matrix in enumerate(self.matrices)}
         self._numbers = {name: self._rows[id(part)][0] for name, part in weights.items() if id(part) in self._rows}
+        self._gathered = {name: part for name, part in weights.items() if isinstance(part, GatheredTable)}
         gains = {name: part for name, part in weights.items() if isinstance(part, np.ndarray)}
         offsets = np.cumsum([0, *(len(gain) for gain in gains.values())])
         self._gains = dict(zip(gains, (int(offset) for offset in offsets), strict=False))
@@ -93,7 +96,8 @@ class PackingPlan:
         for array in (*arenas, *self._tables):
             array.flags.writeable = False
         floats, bf16, codes = arenas
-        return PackedWeights(PackedArrays(floats, bf16, codes, *self._tables), self._numbers, self._gains)
+        arrays = PackedArrays(floats, bf16, codes, *self._tables)
+        return PackedWeights(arrays, self._numbers, self._gains, self._gathered)
 
     def _place(self, matrix: StoredMatrix) -> list[int]:
         """Reserve room for a matrix in its arena and return its row of `matrices`."""

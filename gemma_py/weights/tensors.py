@@ -10,6 +10,7 @@ import numpy as np
 
 from gemma_py.errors import ConfigError, FormatError, InputError
 from gemma_py.formats.blocks import QUANTS, Minimum, scales_of
+from gemma_py.formats.files import FileState, advise_random, file_state
 from gemma_py.formats.tensor import QuantisedTensor, StoredTensor
 from gemma_py.models.program import Tensor
 
@@ -103,8 +104,46 @@ class StoredMatrix:
         return CodeMatrix(codes, block_scales, sub_scales, self.tensor.type.width, self.tensor.type.offset)
 
 
-Stored = StoredMatrix | np.ndarray  # a matrix in its file, or a gain, f32 [width]
-Weights = Mapping[str, Matrix | np.ndarray]  # by the family's names; lm_head is embed_tokens itself where they are tied
+@dataclass(frozen=True)
+class GatheredTable:
+    """A matrix of which a pass reads the rows of its tokens, from the checkpoint's mapped file and in that file's type.
+
+    It is neither packed nor ever read as a whole, because a table of per-layer inputs is as large as all other weights
+    together and a token needs one row of it. What the file has in these rows when they are read decides the result, so
+    a file that was changed in place since is refused.
+    """
+
+    matrix: StoredMatrix
+    state: FileState | None  # None: the tensor is in no file
+
+    @classmethod
+    def of(cls, tensor: StoredTensor) -> "GatheredTable":
+        advise_random(tensor.data)
+        return cls(StoredMatrix(tensor), file_state(tensor.path))
+
+    def gather(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        """rows[t] = row ids[t] of the table, or row 0 where the table has no such row.
+
+        ids: int64 [T], read   rows: f32 [T, K], written; the same bits as `reference.operations.matrix_row`
+        """
+        tensor, (N, K) = self.matrix.tensor, self.matrix.shape
+        found = file_state(tensor.path)
+        if self.state and found and found.file == self.state.file and found != self.state:
+            raise FormatError(f"{tensor.where}: the file was changed while it was in use; load the model again")
+        blocks = tensor.data.reshape(N, -1)
+        ids = np.where(ids < N, ids, 0)
+        step = max(1, _CHUNK // K)
+        for first in range(0, len(ids), step):
+            part = blocks[ids[first : first + step]].reshape(-1, tensor.type.bytes)
+            rows[first : first + step] = tensor.type.dequantise(part).reshape(-1, K)
+        if not np.isfinite(rows).all():
+            _not_finite(tensor)
+
+
+# A matrix in its file that will be packed, one that stays there, or a gain, f32 [width].
+Stored = StoredMatrix | GatheredTable | np.ndarray
+# By the family's names. lm_head is embed_tokens itself where they are tied; a gathered table is a StoredMatrix.
+Weights = Mapping[str, Matrix | StoredMatrix | np.ndarray]
 StoredWeights = Mapping[str, Stored]
 _WRAPPERS = re.compile(r"((?:language_)?model\.)*")  # what a multimodal checkpoint has in front of a tensor's name
 _IGNORED = (".rotary_emb.inv_freq",)  # endings of tensors that are not used
@@ -169,7 +208,9 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
             weights[HEAD] = weights[EMBEDDING]
             continue
         tensor = _take(source, source.names[name], spec.shape)
-        if len(spec.shape) == 2:
+        if spec.gathered:
+            weights[name] = GatheredTable.of(tensor)
+        elif len(spec.shape) == 2:
             weights[name] = StoredMatrix(quantised_to(quant, tensor))
         else:
             weights[name] = _gain(tensor, source.plus_one and spec.plus_one)
@@ -180,12 +221,14 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
     return weights
 
 
-def read_weights(stored: StoredWeights) -> dict[str, Matrix | np.ndarray]:
-    """All weights in memory, for the specification."""
+def read_weights(stored: StoredWeights) -> dict[str, Matrix | StoredMatrix | np.ndarray]:
+    """All weights in memory, for the specification; gathered tables stay in their file."""
     whole: dict[int, Matrix] = {}
-    made: dict[str, Matrix | np.ndarray] = {}
+    made: dict[str, Matrix | StoredMatrix | np.ndarray] = {}
     for name, part in stored.items():
-        if isinstance(part, StoredMatrix):
+        if isinstance(part, GatheredTable):
+            made[name] = part.matrix
+        elif isinstance(part, StoredMatrix):
             made[name] = whole[id(part)] = whole.get(id(part)) or part.whole()
         else:
             made[name] = part

@@ -16,6 +16,7 @@ import pytest
 
 from gemma_py.kernels import elementary as production
 from gemma_py.kernels import intrinsics, rows
+from gemma_py.models.config import Rope
 from gemma_py.reference import arithmetic, operations
 from gemma_py.reference import elementary as specification
 
@@ -234,14 +235,15 @@ def expected(side: str, name: str) -> np.ndarray:
 
 
 def frequencies_differ(kernel: Callable[..., None]) -> bool:
-    """Whether the kernel's frequencies of any head width, theta and factor differ from the specification's."""
+    """Whether the kernel's frequencies of any head width, theta, factor and share differ from the specification's."""
     wrong = False
     for width in (2, 6, 64, 128, 256, 512):
         for theta in (1.0, 500.0, 10_000.0, 1e6, 8e6, 1e-3):
-            for factor in (1.0, 2.0, 8.0, 3.7):
-                made = np.empty(width // 2, np.float32)
-                kernel(theta, np.float32(factor), made)
-                wrong |= bool(unequal(made, operations.rope_frequencies(width, theta, np.float32(factor))).any())
+            for factor, share in ((1.0, 1.0), (2.0, 0.25), (8.0, 0.5), (3.7, 1.0)):
+                made = np.full(width // 2, np.nan, np.float32)
+                kernel(theta, np.float32(factor), Rope(theta, factor, share).turning(width), made)
+                wanted = operations.rope_frequencies(width, theta, np.float32(factor), share)
+                wrong |= bool(unequal(made, wanted).any())
     return wrong
 
 
@@ -251,6 +253,7 @@ def test_rope_frequencies_of_the_kernels_match_the_specification() -> None:
 
 @pytest.mark.parametrize(("old", "new"), [
     (" / factor", " * (_F(1.0) / factor)"), ("_F(exp64(", "(exp64("), ("np.float64(half)", "np.float64(half - 1)"), ("-(", "("),
+    ("[turning:]", "[turning + 1 :]"), ("range(turning)", "range(half)"),
 ])  # fmt: skip
 def test_control_other_rope_frequencies(old: str, new: str) -> None:
     function: FunctionType = rows.rope_frequencies.py_func

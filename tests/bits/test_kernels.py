@@ -43,6 +43,7 @@ def entry(inner):
 quantise_rows, rms_norm_rows, gelu_gate = entry(rows.quantise_rows), entry(rows.rms_norm_rows), entry(rows.gelu_gate)
 rope_table, rope_rows = entry(rows.rope_table), entry(rows.rope_rows)
 add_to, soft_cap = entry(rows.add_to), entry(rows.soft_cap)
+scale_rows, copy_columns = entry(rows.scale_rows), entry(rows.copy_columns)
 embed_codes, embed_floats = entry(rows.embed_codes), entry(rows.embed_floats)
 matmul_codes, matmul_floats = entry(matmul.matmul_codes), entry(matmul.matmul_floats)
 attend = entry(attention.attend)
@@ -307,6 +308,7 @@ def test_single_numbers_match_the_reference(seed, count):
     pairs = (
         (lambda a: gelu_gate(a, y, 0, count), lambda a: reference.gelu_gate(a, y)),
         (lambda a: add_to(a, y, 0, count), lambda a: reference.add(a, y)),
+        (lambda a: scale_rows(a, F(0.3), 0, count), lambda a: reference.scale_row(a, F(0.3))),
         (lambda a: soft_cap(a, F(30), 0, count), lambda a: reference.soft_cap_row(a, F(30))),
     )
     for fast, slow in pairs:
@@ -314,6 +316,16 @@ def test_single_numbers_match_the_reference(seed, count):
         fast(a)
         assert_same(a[:-1], slow(x))
         assert a[-1] == 7
+
+
+@some
+@given(seeds, st.integers(1, 5), st.integers(1, 40), st.integers(0, 40), st.integers(0, 40))
+def test_columns_of_rows_match_the_reference(seed, T, width, before, after):
+    stride = before + width + after
+    x, y = normal(np.random.default_rng(seed), T, stride), np.full(T * width + 1, 7, F)
+    copy_columns(x.reshape(-1), stride, before, y, width, 0, T)
+    assert_same(y[:-1], np.concatenate([reference.columns(row, before, width) for row in x]))
+    assert y[-1] == 7
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

@@ -10,14 +10,16 @@ from gemma_py.models.gemma import FAMILY
 from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 from gemma_py.reference import operations as op
 
-WIDE = Layer(None, Rope(1e6), 2, 1, 32, 64, 1)  # window, rope, H, G, E, F, the layer whose KV rows are read
+WIDE = Layer(None, Rope(1e6, share=0.25), 2, 1, 32, 64, 1)  # window, rope, H, G, E, F, the layer whose KV rows are read
 LAYERS = (Layer(5, Rope(1e4), 4, 2, 16, 96, 0), WIDE, replace(WIDE, intermediate_size=96))
 CONFIG = checked(Config("made up", 40, 64, 200, 1e-6, 16.0, None, None, True, None, (), LAYERS), "here")
+P, TOKENS = 32, 30  # width of a layer's own inputs; tokens that the table of these inputs has rows for
 EPS, SCALE, NO_CAP, ONE = (np.float32(number) for number in (1e-6, 0.25, 0, 1))
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (40, 64), "norm": (64,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (40, 64), "norm": (64,), "table": (TOKENS, len(LAYERS) * P)}
+    shapes["second"] = (TOKENS, 64)
     for n, y in enumerate(config.layers):
         GE, F = y.num_key_value_heads * y.head_dim, y.intermediate_size
         of = {
@@ -28,14 +30,19 @@ def tensors(config: Config) -> dict[str, Tensor]:
             "gate": (F, 64),
             "up": (F, 64),
             "down": (64, F),
+            "own_gate": (P, 64),
+            "own_out": (64, P),
         }
         of |= {"k": (GE, 64), "v": (GE, 64)} if y.kv_source == n else {}
         shapes |= {f"layers.{n}.{name}": shape for name, shape in of.items()}
-    return {name: Tensor(shape, name, name) for name, shape in shapes.items()}
+    return {name: Tensor(shape, name, name, gathered=name == "table") for name, shape in shapes.items()}
 
 
 def write(p: Program) -> None:
     p.embed("embed_tokens", "x")
+    p.embed("table", "own", 0.7)
+    p.embed("second", "e", 3.0)
+    p.add("x", "e")
     p.rope_tables()
     for n, y in enumerate(p.config.layers):
         p.phase("layer", n)
@@ -53,7 +60,13 @@ def write(p: Program) -> None:
         p.matmul("gate", "z", f"layers.{n}.down")
         for half in ("y", "z"):
             p.add("x", half)
+        p.matmul("x", "g", f"layers.{n}.own_gate")
+        p.columns("own", "part", n * P, P)
+        p.gelu_gate("g", "part")
+        p.matmul("g", "y", f"layers.{n}.own_out")
+        p.add("x", "y")
         p.scale("x", f"layers.{n}.scalar")
+        p.multiply("x", 1.1)
     p.phase("head", 3, WANTED)
     p.take("x", "last")
     p.norm("last", "last", "norm")
@@ -61,17 +74,21 @@ def write(p: Program) -> None:
 
 
 def specification(weights, cache, token):
-    x = op.embed(weights["embed_tokens"], token)
+    own = op.embed(weights["table"], token, 0.7)
+    x = op.add(op.embed(weights["embed_tokens"], token), op.embed(weights["second"], token, 3.0))
     for n, y in enumerate(LAYERS):
         w, E = op.of_layer(weights, n), y.head_dim
-        h, turns = op.rms_norm(x, EPS, w["pre"]), op.rope_frequencies(E, y.rope.theta, ONE)
+        h, turns = op.rms_norm(x, EPS, w["pre"]), op.rope_frequencies(E, y.rope.theta, ONE, y.rope.share)
         if y.kv_source == n:
             k = op.rope(op.matmul(h, w["k"]).reshape(-1, E), cache.position, turns)
             cache.store(n, k, op.rms_norm_heads(op.matmul(h, w["v"]).reshape(-1, E), EPS))
         q = op.rope(op.matmul(h, w["q"]).reshape(-1, E), cache.position, turns)
         a = op.attend(q, *cache.rows(y), cache.first_visible(y), SCALE, NO_CAP).reshape(-1)
         f = op.gelu_gate(op.matmul(h, w["gate"]), op.matmul(h, w["up"]))
-        x = op.scale_row(op.add(op.add(x, op.matmul(a, w["o"])), op.matmul(f, w["down"])), w["scalar"][0])
+        x = op.add(op.add(x, op.matmul(a, w["o"])), op.matmul(f, w["down"]))
+        g = op.gelu_gate(op.matmul(x, w["own_gate"]), op.columns(own, n * P, P))
+        x = op.scale_row(op.add(x, op.matmul(g, w["own_out"])), w["scalar"][0])
+        x = op.scale_row(x, np.float32(1.1))
     cache.position += 1
     return op.matmul(op.rms_norm(x, EPS, weights["norm"]), weights["embed_tokens"])
 

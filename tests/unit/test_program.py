@@ -8,13 +8,14 @@ from gemma_py.models.config import Config, Layer, Rope, checked
 from gemma_py.models.program import LOGITS, MATMUL, WANTED, Program, Tensor
 
 OWNER = Layer(None, Rope(1e4), 2, 1, 32, 64, 0)
+TABLE = Tensor((40, 96), "table", "table", gathered=True)
 CONFIG = checked(Config("made up", 40, 64, 200, 1e-6, 16.0, None, None, True, None, (), (OWNER, OWNER)), "here")
 SHAPES = {"embed": (40, 64), "square": (64, 64), "keys": (32, 64), "wide": (96, 64), "gain": (64,), "scalar": (1,)}
 
 
 def program() -> Program:
     """With x, the embedding, n, its norm, and q, k and v, products of x."""
-    p = Program(CONFIG, {name: Tensor(shape, name, name) for name, shape in SHAPES.items()})
+    p = Program(CONFIG, {name: Tensor(shape, name, name) for name, shape in SHAPES.items()} | {"table": TABLE})
     p.embed("embed", "x")
     p.rope_tables()
     p.norm("x", "n", "gain")
@@ -48,9 +49,16 @@ def in_wanted_phase(call: Callable[[Program], None]) -> Callable[[Program], None
         (lambda p: p.norm("k", "m", "gain"), "head width of k"),
         (lambda p: p.scale("x", "square"), "should have 1 dimensions"),
         (lambda p: p.take("x", "last"), "cannot be taken"),
+        (lambda p: p.columns("x", "part", 40, 32), "x has 64 columns, found columns 40 to 71"),
+        (lambda p: p.columns("x", "part", -1, 32), "found columns -1 to 30"),
+        (lambda p: p.columns("x", "x", 0, 32), "x cannot be its own target"),
+        (lambda p: p.embed("table", "x"), "x is written before"),
         (in_wanted_phase(lambda p: p.store("k", "v", 0)), "found a phase of WANTED rows"),
         (in_wanted_phase(lambda p: p.norm("x", "m", "gain")), "x holds other rows"),
         (in_wanted_phase(lambda p: p.scale("x", "scalar")), "x holds other rows"),
+        (in_wanted_phase(lambda p: p.multiply("x", 2.0)), "x holds other rows"),
+        (in_wanted_phase(lambda p: p.columns("x", "part", 0, 32)), "x holds other rows"),
+        (in_wanted_phase(lambda p: p.embed("table", "rows")), "should be gathered for ALL rows"),
         (in_wanted_phase(lambda p: p.matmul("x", LOGITS, "embed")), "x holds other rows"),
         (in_wanted_phase(take_twice), "last cannot be taken"),
     ],
