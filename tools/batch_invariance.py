@@ -1,12 +1,15 @@
-"""Batch invariance: does each request get, bit by bit, the same in shared passes as alone?
+"""Batch invariance: compare the answers of requests that share passes with the answers of the same requests alone, bit
+by bit.
 
-    python tools/batch_invariance.py [MODEL] [--http] [--tokens 10000] [--streams 32] [--parallel 8] [--longest 200] [--threads N]
+    python tools/batch_invariance.py [MODEL] [--http] [--tokens 10000] [--streams 32] [--parallel 8] [--longest 200]
+    [--threads N]
                             [--seed 1]
 
-Each round has requests of random lengths, greedy and sampled, which arrive at random times; some have a common prefix, and some
-are cancelled. Each is generated alone first; tokens, texts and log probabilities are compared. With --http they are streams of
-a server, some clients disconnect, and each request is also sent alone. The last line is one JSON object;
-exit code 1 if any differed.
+Each round has requests of random lengths, greedy and sampled, which arrive at random times. Some requests share a
+prefix, and
+some are cancelled. Tokens, texts and log probabilities are compared. With --http the requests are streams of a server,
+and some
+clients disconnect. The last line is one JSON object; exit code 1 if an answer differed.
 """
 
 import argparse
@@ -34,7 +37,10 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument(
-        "--longest", type=int, default=200, help="of the parts of a prompt, and twice that of an answer"
+        "--longest",
+        type=int,
+        default=200,
+        help="tokens of a prompt at most; a shared prefix can have twice as many, and an answer half as many",
     )
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=1)

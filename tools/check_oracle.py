@@ -21,8 +21,8 @@ from peers import dequantised, texts
 import gemma_py
 from gemma_py.catalog import resolve
 
-MEAN_BAR, LARGEST_BAR = 4e-4, 1e-2  # of a token's NLL: the 16-bit activations' error, with room
-MARGIN = 0.02  # a greedy token must agree where the best two logits are further apart
+MEAN_BAR, LARGEST_BAR = 4e-4, 1e-2  # limits for the NLL error of a token, mean and largest
+MARGIN = 0.02  # greedy tokens must be equal if the two best logits differ by more
 
 
 def prompts(engine: gemma_py.Engine, lengths: list[int]) -> list[list[int]]:
@@ -37,7 +37,7 @@ def nll(logits: np.ndarray, ids: list[int]) -> np.ndarray:
 
 
 def greedy(model: transformers.PreTrainedModel, ids: list[int], count: int) -> tuple[list[int], list[float]]:
-    """Tokens, and how far the best logit was ahead of the second."""
+    """Return greedy tokens, and for each token the difference of the two best logits."""
     made, margins = [], []
     with torch.no_grad():
         out = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
@@ -83,7 +83,7 @@ def main() -> int:
         for a, b, margin in zip(made, mine, margins, strict=True):
             compared += 1
             if a != b:
-                close += margin <= MARGIN  # a near tie: from here on the two write different texts
+                close += margin <= MARGIN  # two almost equal logits; the texts differ from here on
                 if margin > MARGIN:
                     print(f"  token {same}: {a} expected, {b} found, margin {margin:.4f}")
                     compared = -1

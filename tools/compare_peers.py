@@ -1,14 +1,19 @@
-"""Compare the speed with llama.cpp, torch and CTranslate2: same file, same ids, same threads, in turn.
+"""Compare the speed of gemma_py with llama.cpp, torch and CTranslate2, with one GGUF file, equal ids and equal threads.
 
     python tools/compare_peers.py [MODEL] [--threads 2] [--rounds 5] [--peers llama.cpp,torch,CTranslate2]
 
-Needs an idle machine and a GGUF file (by default the demo model). It installs no peer, and reports and skips missing ones.
-Each runtime is in a process of its own; one works at a time. A round takes every runtime
-through every test, so that ratios compare runs close in time; the first round is a warm-up and does not count. llama.cpp
-takes part with several settings, and the best of them for a test counts. torch computes in float32 on the dequantised
-weights, and its NLL is the reference; CTranslate2 quantises those again to int8, a scale a row.
+Needs an idle machine and a GGUF file (by default the demo model). Peers that are not installed are reported and
+skipped.
+Each runtime has a process of its own, and one process works at a time. A round takes every runtime through every test,
+so that
+ratios compare runs close in time. The first round is a warm-up and does not count. llama.cpp runs with several
+settings, of which
+the fastest for a test counts. torch computes in float32 with dequantised weights, and its NLL is the reference.
+CTranslate2
+quantises the dequantised weights again, to int8 with one scale per row.
 
-Prints a markdown table; the last line is one JSON object. Exit code 1 if a runtime failed; a missing one is not a failure.
+Prints a markdown table; the last line is one JSON object. Exit code 1 if a runtime failed; a missing one is not a
+failure.
 """
 
 import argparse
@@ -36,12 +41,16 @@ from gemma_py.errors import GemmaError
 OURS = "gemma_py"
 PEERS_TOOL = Path(__file__).with_name("peers.py")
 PROMPT = "The capital of France is Paris. The capital of Germany is"
-PAUSE = 0.3  # seconds between turns: longer than any thread pool spins before it sleeps
+PAUSE = 0.3  # seconds between turns, so that the threads of other runtimes stop spinning
 
 
 @dataclass(frozen=True)
 class Peer:
-    """settings: by name; the best for a test counts. modules: what it needs, packages: what brings them."""
+    """A runtime to compare with.
+
+    modules: the Python modules that the runtime needs. install: how to install the modules. settings: options by name;
+    the fastest setting for a test counts.
+    """
 
     name: str
     modules: tuple[str, ...]
@@ -71,11 +80,11 @@ PACKAGES = ("gemma_py", "numpy", "numba", "llama_cpp_python", "torch", "transfor
 
 
 class PeerError(Exception):
-    """A runtime that died or could not be prepared."""
+    """A runtime process that ended or could not be prepared."""
 
 
 class Worker:
-    """A runtime in its own process. It computes only while it is asked something."""
+    """A runtime in a process of its own, which computes only while `call` waits for an answer."""
 
     def __init__(self, name: str, command: Sequence[object], log: Path) -> None:
         self.name, self.log = name, log
@@ -87,7 +96,7 @@ class Worker:
 
     def call(self, method: str, *arguments: Any) -> Any:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # its end shows in the answer
+        with contextlib.suppress(BrokenPipeError):  # `_answer` reports a process that has ended
             print(json.dumps([method, *arguments]), file=self.process.stdin, flush=True)
         return self._answer(method)
 
@@ -103,7 +112,7 @@ class Worker:
         return json.loads(line)
 
     def close(self) -> None:
-        """Twice is once."""
+        """End the process. A worker may be closed twice."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.terminate()
         with contextlib.suppress(BrokenPipeError):
@@ -123,7 +132,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """How many times as fast as theirs ours is, from seconds, round by round."""
+    """Return the speed of gemma_py relative to a peer, round by round, from the seconds of each."""
     return spread([b / a for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -144,7 +153,11 @@ def say(text: str) -> None:
 
 @dataclass
 class Figures:
-    """seconds: by test, by setting, a number a round. memory: bytes by setting. nll: of each token, of the first setting."""
+    """The measurements of one runtime.
+
+    seconds: by test and setting, one number per round. memory: peak bytes by setting. nll: of each token, with the
+    first setting.
+    """
 
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
@@ -160,7 +173,7 @@ Test = Callable[[Worker], float]
 
 
 def tests(ids: list[int], prefills: Sequence[int], after: int, count: int) -> dict[str, tuple[int, Test]]:
-    """By name: tokens that it counts, and what a worker is asked."""
+    """Return, by name, the number of tokens of each test and the function that runs the test in a worker."""
 
     def prefill(length: int) -> Test:
         return lambda worker: float(worker.call("prefill", ids[:length]))
@@ -191,7 +204,7 @@ def run_rounds(
 
 
 def whole_process(path: Path, threads: int, rounds: int, with_llama: bool) -> dict[str, list[float]]:
-    """Seconds of a process that loads the model, answers a short prompt with one token and ends; by runtime."""
+    """Return, by runtime, the seconds of a process that loads the model, generates one token and ends."""
     ours = [sys.executable, "-m", "gemma_py", "generate", path, "--prompt", PROMPT, "--max-tokens", "1"]
     commands = {OURS: [*ours, "--threads", threads]}
     if with_llama:
@@ -201,7 +214,7 @@ def whole_process(path: Path, threads: int, rounds: int, with_llama: bool) -> di
         )
         commands["llama.cpp"] = [sys.executable, "-c", program]
     seconds: dict[str, list[float]] = {name: [] for name in commands}
-    for number in range(rounds + 1):  # the first fills the caches
+    for number in range(rounds + 1):  # the first round fills the caches and is not counted
         for name, command in commands.items():
             start = time.perf_counter()
             subprocess.run([str(part) for part in command], check=True, capture_output=True)
@@ -234,13 +247,13 @@ def times(ratio: Spread) -> str:
 
 
 def errors(nll: Sequence[float], truth: Sequence[float]) -> tuple[float, float]:
-    """Mean and largest difference."""
+    """Return the mean and the largest absolute difference."""
     apart = [abs(a - b) for a, b in zip(nll, truth, strict=True)]
     return statistics.fmean(apart), max(apart)
 
 
 def cell(figures: dict[str, Figures], name: str, test: str, count: int) -> str:
-    """Median tokens a second and, of a peer, how many times that we do."""
+    """Return the median tokens per second of a runtime and, for a peer, the speed of gemma_py relative to the peer."""
     if test not in figures[name].seconds:
         return "failed"
     setting, theirs = figures[name].best(test)
@@ -249,14 +262,14 @@ def cell(figures: dict[str, Figures], name: str, test: str, count: int) -> str:
         return f"{rate.median:,.1f} tok/s ({rate.least:,.1f} to {rate.most:,.1f})"
     ours = figures[OURS].best(test)[1]
     note = f"; {setting}" if setting else ""
-    if len(ours) != len(theirs):  # it failed on the way
+    if len(ours) != len(theirs):  # the runtime failed during the rounds
         return f"{rate.median:,.1f} tok/s, then failed"
     return f"{rate.median:,.1f} tok/s: {times(ratios(ours, theirs))}{note}"
 
 
 def quality(figures: dict[str, Figures], name: str) -> str:
     if name == "torch":
-        return "the measure"
+        return "reference"
     if "torch" not in figures or not figures["torch"].nll or not figures[name].nll:
         return "not measured"
     mean, most = errors(figures[name].nll, figures["torch"].nll)
@@ -313,7 +326,9 @@ def report(figures: dict[str, Figures], counts: dict[str, int], whole: dict[str,
 def start(
     peers: Sequence[Peer], path: Path, directory: Path, threads: int, figures: dict[str, Figures]
 ) -> dict[tuple[str, str], Worker]:
-    """Ours first, then every setting of every peer; one that does not start has failed."""
+    """Start a process for gemma_py and for every setting of every peer. Runtimes that do not start are marked as
+    failed.
+    """
     workers = {}
     wanted = [
         (OURS, "", {}),
@@ -332,10 +347,12 @@ def start(
 
 
 def present(wanted: Sequence[str]) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that can be measured, and how to install the others."""
+    """Return the installed peers, and how to install each missing one."""
     unknown = set(wanted) - {peer.name for peer in PEERS}
     if unknown:
-        raise SystemExit(f"no such peer: {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PEERS)}")
+        raise SystemExit(
+            f"unknown peer {', '.join(sorted(unknown))}; expected some of {', '.join(p.name for p in PEERS)}"
+        )
     there, skipped = [], {}
     for peer in PEERS:
         if peer.name not in wanted:
@@ -366,7 +383,7 @@ def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
         ids = workers[OURS, ""].call("encode", "\n".join(texts()))
         most = max(*prefills, args.after, args.score)
         if len(ids) < most:
-            raise SystemExit(f"the text has {len(ids)} tokens, {most} wanted")
+            raise SystemExit(f"the test text has {len(ids)} tokens, but the tests need {most}")
         work = tests(ids, prefills, args.after, args.decode)
         run_rounds(workers, work, args.rounds, figures)
         for (name, setting), worker in workers.items():
@@ -376,7 +393,7 @@ def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
             if not figures[name].failed and not figures[name].nll:
                 try:
                     figures[name].nll = worker.call("nll", ids[: args.score])
-                except PeerError as error:  # what was measured before stands
+                except PeerError as error:  # keep the speeds that were measured before
                     say(f"FAILED: {error}")
     finally:
         for worker in workers.values():
@@ -394,7 +411,9 @@ def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
         f"{header['date']}, {header['processor']}, {args.threads} threads, medians of {args.rounds} rounds; {path.name}; {packages}\n"
     )
     print(table(figures, counts, whole, skipped))
-    print(f"\n2.00x: we are twice as fast; smallest and largest ratio of a round. NLL over {args.score} tokens.\n")
+    print(
+        f"\n2.00x: gemma_py is twice as fast; in parentheses, the smallest and largest ratio of a round. NLL over {args.score} tokens.\n"
+    )
     print(json.dumps({**header, "skipped": skipped, "runtimes": report(figures, counts, whole)}))
     return 1 if any(figure.failed for figure in figures.values()) else 0
 
@@ -406,20 +425,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prefill", default="512,2048", help="lengths of prompts")
     parser.add_argument("--decode", type=int, default=64, help="tokens to decode")
-    parser.add_argument("--after", type=int, default=512, help="tokens in front of them")
+    parser.add_argument("--after", type=int, default=512, help="tokens before the decoded ones")
     parser.add_argument(
-        "--score", type=int, default=512, help="tokens of the text for NLL; CTranslate2 scores no more in this model"
+        "--score",
+        type=int,
+        default=512,
+        help="tokens of the text for NLL; CTranslate2 supports at most 512 with this model",
     )
-    parser.add_argument("--peers", default=",".join(peer.name for peer in PEERS), help="by name; empty: ours alone")
+    parser.add_argument(
+        "--peers",
+        default=",".join(peer.name for peer in PEERS),
+        help="names of the runtimes to compare with; empty: measure gemma_py alone",
+    )
     parser.add_argument(
         "--keep",
         type=Path,
-        help="keep logs and dequantised weights (1.3 GB) here, and use those of this model that are there already",
+        help="a folder in which logs and dequantised weights (1.3 GB) are kept and used again",
     )
     args = parser.parse_args(arguments)
     args.load = os.getloadavg()[0]
     if args.load > 0.5:
-        say(f"the machine is busy (load {args.load:.1f}): the figures will be of no use")
+        say(f"the machine is busy (load {args.load:.1f}): the measured speeds will be too low")
     try:
         path = resolve(args.model)
         if args.keep:

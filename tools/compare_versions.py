@@ -1,11 +1,15 @@
-"""This checkout beside another one, in turn: is the new version as fast as the old one?
+"""Compare the speed of this checkout with the speed of another checkout of gemma_py.
 
-    python tools/compare_versions.py OTHER [MODEL] [--python PYTHON] [--threads 2] [--rounds 21] [--work prefill-512,...]
+    python tools/compare_versions.py OTHER [MODEL] [--python PYTHON] [--threads 2] [--rounds 21] [--work
+    prefill-512,...]
 
-OTHER is the root of another checkout; PYTHON runs it (default: this Python). Both versions stay loaded in processes of their own and
-work in turn, a piece of work each, so what else the machine does hits both alike. Printed are medians of milliseconds, and of the
-rounds' ratios old / new (above 1: the new version is faster) with their quartiles. Each version keeps its kernels and packed
-weights in the usual cache directory. Wants a quiet machine all the same.
+OTHER is the root of the other checkout; PYTHON runs it (default: this Python). Each version is loaded in a process of
+its own,
+and the two take turns, so that other load on the machine slows both versions alike. The table has the median
+milliseconds of each
+version, and the median and quartiles of old / new, where more than 1 means that this checkout is faster. Each version
+keeps
+kernels and packed weights in the usual cache directory. Run the tool on a quiet machine.
 """
 
 import argparse
@@ -22,13 +26,15 @@ STREAMS, STEPS = 8, 8
 
 
 def pieces(model: str, threads: int) -> dict[str, Callable[[], None]]:
-    """What can be asked of a version. decode-512: STEPS tokens after 512; streams-8: so many passes of a token a stream."""
+    """Return the work that can be measured. decode-512: STEPS tokens after 512. streams-8: STEPS passes with a token of
+    each stream.
+    """
     import gemma_py
     from gemma_py.runtime import runner
 
     engine = gemma_py.load(model, threads=threads)
     ids = [(7919 * number + 13) % engine.config.vocab_size for number in range(3000)]
-    # Versions before the pass became a program have other names for these three.
+    # Older versions have other names for these three.
     sequence = getattr(runner, "SequenceInput", None) or runner.Part  # type: ignore[attr-defined]
     together = getattr(engine, "run_together", None) or engine.runner.run_together
     new_cache = getattr(engine, "new_cache", None) or engine.runner.cache
@@ -56,7 +62,7 @@ def pieces(model: str, threads: int) -> dict[str, Callable[[], None]]:
 
 
 def worker(model: str, threads: int) -> None:
-    """Does the piece of work that each line of standard input names, and prints its seconds."""
+    """Do the work that each line of standard input names, and print the seconds."""
     works = pieces(model, threads)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -66,7 +72,7 @@ def worker(model: str, threads: int) -> None:
 
 
 class Version:
-    """A checkout's process."""
+    """A process that runs one checkout."""
 
     def __init__(self, root: Path, python: str, model: str, threads: int) -> None:
         command = [python, str(ROOT / "tools" / "compare_versions.py"), "--worker", model, str(threads)]
@@ -79,7 +85,7 @@ class Version:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            sys.exit("a version ended early; its error stands above")
+            sys.exit("the process of a version ended early; see the error above")
         return line
 
     def seconds(self, work: str) -> float:

@@ -1,11 +1,16 @@
-"""Count the package's files that one token passes: the Python functions of a traced run, and the kernels that they name.
+"""Count the source files that one token passes: Python functions of a traced run, and the kernels that these functions
+call.
 
     python tools/count_path.py [decode | stream | both] [MODEL] [--functions] [--json]
 
-decode: a token of `Engine.generate` after the first. stream: a token of a streamed chat completion, from the logits to the socket
-of the server. A run is cut into windows of a few tokens, and a function counts if it is called in half of them, which excludes
-timers. A kernel is compiled and cannot be traced; the names in its Python source are followed instead, through all the kernels
-that it calls, except those that only a test or a diagnosis turns on. With --json each mode is one line, a JSON object.
+decode: a token of `Engine.generate` after the first. stream: a token of a streamed chat completion, from the logits to
+the socket
+of the server. A run is cut into windows of a few tokens, and a function counts if at least half of the windows call it,
+which
+excludes timers. Compiled kernels cannot be traced, so the names in a kernel's Python source are followed to the other
+kernels that
+the kernel calls, except names in branches that only tests and diagnosis use. With --json each mode is one line, a JSON
+object.
 """
 
 import argparse
@@ -24,17 +29,17 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 import gemma_py
 
 PACKAGE = Path(gemma_py.__file__).parent
-WINDOWS, TOKENS = 20, 4  # of a window
+WINDOWS, TOKENS = 20, 4  # the number of windows, and the tokens of a window
 OFF = {
     "runtime/fault_injection.py",
     "runtime/profile.py",
     "runtime/trace.py",
-}  # kernels name them in branches that are not taken
+}  # used in branches that normal runs do not take
 Place = tuple[str, str]  # file within the package, function
 
 
 class Recorder:
-    """The package's Python functions that any thread calls while `window` is a dictionary."""
+    """Collects the Python functions of the package that any thread calls, while `window` is a dictionary."""
 
     def __init__(self) -> None:
         self.window: dict[types.CodeType, dict[str, Any]] | None = None
@@ -47,13 +52,13 @@ class Recorder:
             window[frame.f_code] = frame.f_globals
 
     def cut(self) -> None:
-        """End the window, if there is one, and begin another."""
+        """End the current window and begin the next."""
         if self.window is not None:
             self.windows.append(self.window)
         self.window = {}
 
     def called(self) -> dict[types.CodeType, dict[str, Any]]:
-        """The functions of at least half of the windows, with their globals."""
+        """Return the functions that at least half of the windows called, with the globals of each function."""
         self.window = None
         every = {code: names for window in self.windows for code, names in window.items()}
         often = Counter(code for window in self.windows for code in window)
@@ -61,7 +66,7 @@ class Recorder:
 
 
 def named(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    """The global objects that the function names, with attributes of modules and members of tuples."""
+    """Return the global objects that a function names, including attributes of modules and members of tuples."""
     at: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -74,8 +79,8 @@ def named(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
 
 
 def kernel_function(thing: Any) -> types.FunctionType | None:
-    """The Python source of a kernel, or of one of the intrinsics that kernels call."""
-    for attribute in ("py_func", "_defn"):  # of numba's dispatchers, and of its intrinsics
+    """Return the Python function of a kernel or of an intrinsic."""
+    for attribute in ("py_func", "_defn"):  # numba's names in kernels and in intrinsics
         function = getattr(thing, attribute, None)
         if isinstance(function, types.FunctionType):
             return function
@@ -83,7 +88,7 @@ def kernel_function(thing: Any) -> types.FunctionType | None:
 
 
 def kernels(called: dict[types.CodeType, dict[str, Any]]) -> set[types.CodeType]:
-    """All kernels that these functions name, and those that the kernels name in turn."""
+    """Return the kernels that these functions name, and recursively the kernels that those kernels name."""
     found: set[types.CodeType] = set()
     left = list(called.items())
     while left:
@@ -100,7 +105,7 @@ def is_off(code: types.CodeType) -> bool:
 
 
 def places(codes: Any) -> set[Place]:
-    """Of those codes that are the package's."""
+    """Return the file and function of each code object that belongs to the package."""
     files = ((Path(code.co_filename), code.co_qualname) for code in codes)
     return {(str(file.relative_to(PACKAGE)), name) for file, name in files if file.is_relative_to(PACKAGE)}
 
@@ -130,10 +135,10 @@ def stream(engine: gemma_py.Engine, recorder: Recorder) -> None:
 
 
 def count(mode: str, model: str) -> dict[str, Any]:
-    """The files of a mode, each with its functions."""
+    """Return the files of a mode, each with the functions of the file."""
     run: Callable[[gemma_py.Engine, Recorder], None] = {"decode": decode, "stream": stream}[mode]
     recorder = Recorder()
-    threading.setprofile(recorder)  # of the threads that are started from now on
+    threading.setprofile(recorder)  # for threads that are started later
     try:
         with gemma_py.load(model, threads=2) as engine:
             sys.setprofile(recorder)

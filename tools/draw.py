@@ -79,7 +79,9 @@ def _line(x: int, y: int, to_x: int, to_y: int, kind: str) -> str:
 
 @dataclass
 class _Phase:
-    """barrier: whether all workers meet after it. by_rows: its tiles are rows of tokens; else they are parts of products."""
+    """A phase of the picture. barrier: all workers meet after the phase. by_rows: a tile is a group of rows, rather
+    than a part of a product.
+    """
 
     name: str
     barrier: bool
@@ -88,7 +90,7 @@ class _Phase:
 
 
 def _words(op: Op) -> str:
-    """An operation, as people write it."""
+    """Return the description of an operation for the picture."""
     matrix = op.tensor.rpartition(".")[2]
     return {
         EMBED: f"{op.target} = embedding",
@@ -108,7 +110,7 @@ def _words(op: Op) -> str:
 
 
 def _phases() -> list[_Phase]:
-    """Of a Gemma 3 whose matrices are all quantised, without its second and last layer."""
+    """Return the phases of the first layer of a Gemma 3 model with quantised matrices, and those after the last layer."""
     family, config = config_from_hf(WIDE.config, "a small Gemma 3")
     assert len(config.layers) == 2
     checkpoint, program = random_checkpoint(family, config, "Q8_0"), family.program(config)
@@ -199,11 +201,11 @@ _ABOUT = {
     "kernels": "arithmetic on arrays",
     "formats": "files to arrays",
 }
-_BASICS = LAYERS[0]  # every folder may import them; they are left out
+_BASICS = LAYERS[0]  # left out, because every folder may import them
 
 
 def layers_picture() -> str:
-    """A row for each folder, a column for each that it may import; those of one layer stand side by side."""
+    """Return the import picture: a row for each folder, a column for each folder that others import."""
     table = all_imports()
     order = [name for names in reversed(LAYERS) for name in reversed(names) if name in _ABOUT]
     assert set(order) == set(table) - {*_BASICS, "__init__", "__main__"}
@@ -231,7 +233,9 @@ PICTURES = {"pass.svg": pass_picture, "layers.svg": layers_picture}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a picture differs from the code")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, and exit with 1 if a picture differs from the code"
+    )
     args = parser.parse_args()
     different = False
     for name, draw in PICTURES.items():

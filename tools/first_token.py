@@ -1,9 +1,10 @@
-"""The time to the first token of an answer, in a long conversation.
+"""Measure the time to the first token of an answer in a long conversation.
 
     python tools/first_token.py [MODEL] [--tokens 500,10000,30000] [--turns 5] [--template FORM] [--threads N]
 
-For each length of history: the time of some turns of 20 tokens (median and largest), and the part of it before the model
-computes anything (the template, the tokenizer, the comparison with what is in the cache).
+For each length of the history, the table has the median and largest time of several turns with 20 new tokens, and the
+part of the
+time before the model starts: template, tokenizer, and the comparison with the KV cache.
 """
 
 import argparse
@@ -14,12 +15,12 @@ import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.cli.common import counts, markdown, positive
 
-QUESTION = " and what of the next town, is there a river, a mill, or an old bridge?"  # 20 tokens of Gemma's
+QUESTION = " and what of the next town, is there a river, a mill, or an old bridge?"  # 20 tokens of Gemma's tokenizer
 ANSWER = " There is a river beside the mill, and an old bridge of stone leads over it."
 
 
 def grown(engine: gemma_py.Engine, tokens: int, template: str | None) -> gemma_py.Conversation:
-    """A conversation with about so many tokens of history, all but the last turn of them computed at once."""
+    """Return a conversation with about `tokens` tokens of history."""
     conversation = gemma_py.Conversation(engine, template=template, max_tokens=8)
     turn = 0
     for number in range(tokens):

@@ -1,8 +1,10 @@
-"""How the cost grows with the context: prefill speed, time of a decoded token, memory; a table, a figure, and JSON.
+"""Measure how prefill speed, decode time and memory grow with the context; print a table and JSON, and draw a figure.
 
-    python tools/growth.py [MODEL] [--threads N] [--tokens 128,256,...,16384] [--decode 16] [--rounds 3] [--plot FILE.png]
+    python tools/growth.py [MODEL] [--threads N] [--tokens 128,256,...,16384] [--decode 16] [--rounds 3] [--plot
+    FILE.png]
 
-Each round runs a prompt of each length in a new session and then decodes some tokens. Needs an idle machine and, with the
+Each round runs a prompt of each length in a new session and then decodes some tokens. Needs an idle machine and, with
+the
 defaults, some minutes. The last line is one JSON object. The figure needs matplotlib (extra `plot`).
 """
 
@@ -28,13 +30,13 @@ LENGTHS = tuple(1 << n for n in range(7, 15))
 
 
 def process_bytes() -> int | None:
-    """Memory that the process holds now, where the system says so."""
+    """Return the memory that the process uses now, or None on a system without /proc."""
     table = Path("/proc/self/statm")
     return int(table.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if table.exists() else None
 
 
 def once(engine: gemma_py.Engine, ids: list[int], length: int) -> dict[str, Any]:
-    """A prompt of that length, then the other ids one by one."""
+    """Run a prompt of `length` ids in a new session, then decode the other ids."""
     session = engine.session()
     start = time.perf_counter()
     session.prefill(ids[:length])
@@ -53,14 +55,14 @@ def once(engine: gemma_py.Engine, ids: list[int], length: int) -> dict[str, Any]
 
 
 def counted(engine: gemma_py.Engine, length: int) -> dict[str, Any]:
-    """What the arithmetic asks for, whatever the machine: operations a prompt token, bytes read a decoded token."""
+    """Return the operations per prompt token and the bytes per decoded token, computed without measuring."""
     kv_bytes = engine.new_cache().dtype().itemsize
     prefill, decode = pass_cost(engine.program, kv_bytes, 0, length), pass_cost(engine.program, kv_bytes, length, 1)
     return {"prefill_flop_per_token": int(prefill[:, FLOP].sum()) / length, "decode_bytes": int(decode[:, BYTES].sum())}
 
 
 def summary(length: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians; the memory of the last round."""
+    """Return the medians of the rounds, and the memory of the last round."""
     prefill = statistics.median(made["prefill_seconds"] for made in rounds)
     return {
         "tokens": length,

@@ -75,7 +75,7 @@ async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
             async with running(start(args, "--parallel", parallel, "--queue", queue)) as server:
                 await loop.run_in_executor(
                     apart, flood, server.port, [], 24, 0.0
-                )  # starts the process, so that this is not measured
+                )  # starts the process before the measurement
                 taken = [asyncio.create_task(stream(server.port, 10_000 + number, 48)) for number in range(places)]
                 await asyncio.sleep(0.5)
                 health: list[Got] = []
@@ -105,7 +105,7 @@ async def scaling(args: argparse.Namespace, start: Start) -> dict[str, Any]:
             one_rates.append((await stream(server.port, number, 64)).rate)
             got = await asyncio.gather(*(stream(server.port, 10 * number + each, 64) for each in range(8)))
             if not all(one.tokens for one in got):
-                raise SystemExit("a stream came without tokens")
+                raise SystemExit("a stream ended without tokens")
             since, until = max(one.tokens[0] for one in got), min(one.tokens[-1] for one in got)
             made = sum(since <= at <= until for one in got for at in one.tokens)
             if until > since:
@@ -270,7 +270,7 @@ def main() -> int:
     args = parser.parse_args()
     unknown = [name for name in args.scenarios if name not in SCENARIOS]
     if unknown:
-        parser.error(f"{unknown[0]}: no such scenario; there are {', '.join(SCENARIOS)}")
+        parser.error(f"{unknown[0]}: unknown scenario, expected one of {', '.join(SCENARIOS)}")
     made = asyncio.run(run(args))
     print(json.dumps({"cores": os.cpu_count(), **made}))
     return 1 if any(results["gemma_py"]["bad"] for results in made.values()) else 0

@@ -47,7 +47,8 @@ _TEXT = re.compile(rb'"text": ?("(?:[^"\\]|\\.)*")')
 class Got:
     """The result of one request.
 
-    status: of HTTP, or 0 if there was no response. headers, tokens: the seconds from the request to the headers and to each token.
+    status: the HTTP status, or 0 if there was no response. headers, tokens: seconds from the request to the headers,
+    and to each token.
     whole: whether the stream ended with [DONE]. error: an error event within the stream.
     """
 
@@ -108,7 +109,7 @@ async def ask(port: int, method: str, path: str, **asked: Any) -> Got:
 
 
 def completion(number: int, tokens: int, words: int = 12) -> dict[str, Any]:
-    """A request for the most likely continuation of a prompt that depends on `number`."""
+    """Return a greedy completion request whose prompt depends on `number`."""
     rng = random.Random(number)
     prompt = f"{number}. " + " ".join(rng.choice(WORDS) for _ in range(words))
     return {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
@@ -119,8 +120,9 @@ async def stream(port: int, number: int, tokens: int, words: int = 12) -> Got:
 
 
 def flood(port: int, numbers: list[int], tokens: int, seconds: float) -> list[Got]:
-    """Sends one request for each number, spread over so many seconds. Runs in a process of its own, so that the times are the
-    server's."""
+    """Send one request for each number, spread over some seconds. Runs in a separate process, so that the clients do
+    not delay the server.
+    """
     bodies = [json.dumps(completion(number, tokens)).encode() for number in numbers]
     asked = [head("POST", "/v1/completions", body) + body for body in bodies]
     got, began, waiting = [Got() for _ in numbers], [0.0] * len(numbers), selectors.DefaultSelector()

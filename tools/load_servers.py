@@ -1,4 +1,4 @@
-"""The servers that load.py starts: ours, and llama.cpp's."""
+"""The servers that load.py starts: the server of gemma_py, and llama.cpp's server."""
 
 import argparse
 import asyncio
@@ -77,8 +77,9 @@ def ours(args: argparse.Namespace, *options: object) -> Process:
 
 
 def peer(args: argparse.Namespace, *options: object) -> Process:
-    """llama.cpp's server. It runs one request at a time while the others wait for a lock. By default a new request interrupts the
-    running one; that is switched off here."""
+    """Start llama.cpp's server, which runs one request at a time. The server's option to interrupt a request for a
+    newer one is switched off.
+    """
     port = free_port()
     threads = ["--n_threads", args.threads, "--n_threads_batch", args.threads] if args.threads else []
     command = [*shlex.split(args.peer), "--model", resolve(args.model), "--port", port, "--n_ctx", 4096,

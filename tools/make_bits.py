@@ -2,8 +2,9 @@
 
     python tools/make_bits.py
 
-Run it when tiny models were added, where only new lines may appear in the file's diff, or when an order of arithmetic was changed
-on purpose. Every other machine must give the same digests.
+Run this tool after adding tiny models, which may only add lines to the file, or after changing an order of arithmetic
+on purpose.
+Every other machine must give the digests of this file.
 """
 
 import json

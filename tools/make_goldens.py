@@ -2,9 +2,10 @@
 
     python tools/make_goldens.py [--seed 1] [--check SEED ...]
 
-The tests create the checkpoints from the same seed, so only ids and logits are stored. With --check,
-nothing is written: checkpoints of the given seeds are compared with gemma_py, and the largest error in units of the
-logits' standard deviation is printed for each; exit code 1 above 1e-3.
+Only ids and logits are stored, because the tests create the checkpoints from the seed. With --check nothing is written:
+gemma_py and transformers are compared for checkpoints of the given seeds, and the largest error is printed for each, in
+units of
+the logits' standard deviation; exit code 1 above 1e-3.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import transformers
 import gemma_py
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
-TOKENS = 45  # longer than every window and than a tile of attention
+TOKENS = 45  # more than every sliding window and every attention tile
 BAR = 1e-3
 
 
@@ -30,7 +31,7 @@ def token_ids(seed: int, vocab_size: int) -> list[int]:
 
 
 def their_logits(directory: Path, ids: list[int]) -> np.ndarray:
-    # "eager" is transformers' plain form; its sdpa has no soft caps.
+    # "eager", because transformers' sdpa attention ignores logit soft-capping.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )

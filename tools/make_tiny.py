@@ -1,8 +1,10 @@
-"""Make models/tiny-gemma3: a Gemma 3 of random weights with a small real tokenizer, so that everything runs offline.
+"""Make models/tiny-gemma3: a Gemma 3 with random weights and a small trained tokenizer, for examples and tests without
+a download.
 
     python tools/make_tiny.py
 
-Needs numpy, safetensors and tokenizers. The tokenizer is trained on the texts below with Gemma's own pipeline.
+Needs numpy, safetensors and tokenizers. The tokenizer is trained on the texts below, with the pipeline of Gemma's
+tokenizer.
 """
 
 import json

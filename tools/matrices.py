@@ -1,11 +1,14 @@
-"""The speed of each kind of matrix product of a model, with the machine's float limit at the same moment.
+"""Measure the speed of each kind of matrix product of a model, and the machine's float limit right after each product.
 
     python tools/matrices.py [MODEL] [--type f32] [--threads 1,2] [--rows 512] [--rounds 5]
 
-A processor lowers its clock while it multiplies wide vectors, by a fifth on some, and raises it again within milliseconds. So
-the limit (multiply-adds in registers, nothing else) is sampled by the same workers right after each product, as `bench`
-cannot do in the middle of a pass. Every product is of another layer, so weights come from memory, as in a pass. With --type,
-MODEL names a shape of the catalogue, and the weights are random.
+A processor lowers the clock during vector multiplications, some by a fifth, and raises the clock again within
+milliseconds.
+Therefore the workers measure the limit, a loop of multiply-adds in registers, right after each product. Consecutive
+products are
+of different layers, so that weights come from memory, as in a pass. With --type, MODEL names a shape of the catalogue,
+and the
+weights are random.
 
 Prints medians, with the smallest and the largest share. Needs an idle machine.
 """
@@ -37,13 +40,13 @@ from gemma_py.runtime.trace import NO_TRACE
 from gemma_py.weights.pack import INPUTS, ROWS
 from gemma_py.weights.tensors import matrices_of
 
-_STEPS = 100_000  # of the limit's loop: a quarter of a millisecond
+_STEPS = 100_000  # steps of the loop that measures the limit, about 0.25 ms
 _loop, _CHAINS = (peak.multiply_floats_12, 12) if USES_ZMM else (peak.multiply_floats_6, 6)
 
 
 @kernel
 def product_and_limit(worker, workers, cells, m, s, batch, trace, at, sample, out, times):
-    """One product with a matrix, as a pass does it, and then the limit's loop: nanoseconds of each.
+    """Compute one matrix product as a pass does, then run the limit's loop, and store the nanoseconds of each.
 
     times: int64 [workers, 2], written
     """
@@ -60,13 +63,13 @@ def product_and_limit(worker, workers, cells, m, s, batch, trace, at, sample, ou
 
 
 def products_of(m: ModelTables) -> list[int]:
-    """Numbers of the products of all rows, so that those of one kind come layer by layer."""
+    """Return the indices of the matrix products, grouped by kind and ordered by layer."""
     found = [number for number, op in enumerate(m.ops) if op[p.OP] == MATMUL and op[p.ROWS_OF] == ALL]
     return sorted(found, key=lambda number: (m.ops[number, p.LABEL], m.ops[number, p.TARGET]))
 
 
 def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
-    """A row of the table for each shape and type. Inputs, and their codes, are what a pass left."""
+    """Return a table row for each shape and type. The inputs of the products are those that a pass left in memory."""
     runner, found = engine.runner, defaultdict(list)
     m, workers = engine.program.model, engine.threads
     engine.session().prefill(prompt(T, engine.config.vocab_size), T)
@@ -96,7 +99,7 @@ def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--type", help="of random weights in the shape of MODEL")
+    parser.add_argument("--type", help="use random weights of this type in the shape of MODEL")
     parser.add_argument("--threads", type=naturals, default=(1, 2))
     parser.add_argument("--rows", type=positive, default=512)
     parser.add_argument("--rounds", type=positive, default=5)

@@ -1,9 +1,9 @@
-"""Runtimes behind one interface, each in a process that compare_peers.py controls over pipes.
+"""Other runtimes behind one interface, each in a process that compare_peers.py controls over pipes.
 
     python tools/peers.py prepare MODEL.gguf DIRECTORY         # the weights dequantised, for torch and CTranslate2
     python tools/peers.py serve NAME MODEL.gguf DIRECTORY THREADS [SETTINGS]
 
-serve answers lines of JSON, [method, argument, ...], with lines of JSON. Methods are those of a runtime, below.
+serve answers each line of JSON, [method, argument, ...], with a line of JSON. The methods are those of `Runtime`.
 """
 
 import json
@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 
 TOPICS = ("str", "json", "argparse", "asyncio.Task", "random", "subprocess", "pathlib.Path", "collections")
-_SCORED_AT_ONCE = 32  # tokens whose logits llama.cpp holds at a time
+_SCORED_AT_ONCE = 32  # tokens in a pass of llama.cpp with all logits, which limits memory
 
 
 def texts() -> list[str]:
-    """Python's own documentation: English, code and lists, and nothing to download."""
+    """Return Python's own documentation, a test text of English, code and lists that needs no download."""
     return [pydoc.plain(pydoc.render_doc(topic)) for topic in TOPICS]
 
 
 def dequantised(path: Path, **options: Any) -> Any:
-    """transformers' model of a GGUF, in float32."""
+    """Return transformers' model of a GGUF file, in float32."""
     import torch
     import transformers
 
@@ -37,15 +37,17 @@ def dequantised(path: Path, **options: Any) -> Any:
 
 
 def prepare(path: Path, directory: Path) -> None:
-    """DIRECTORY/float32 as Hugging Face has it and, where CTranslate2 is there, DIRECTORY/int8 made by its converter."""
+    """Write the model to DIRECTORY/float32 in Hugging Face's format and, if CTranslate2 is installed, to
+    DIRECTORY/int8.
+    """
     import tokenizers
     import transformers
 
     model = dequantised(path)
-    model.hf_quantizer = None  # these are plain floats now; otherwise transformers refuses to save them
+    model.hf_quantizer = None  # without this, transformers refuses to save the dequantised weights
     del model.config.quantization_config
     model.save_pretrained(directory / "float32")
-    # The converter wants a vocabulary. Ids are all that is compared, so a token's text is its number.
+    # The converter needs a vocabulary, but only ids are compared, so any text serves as a token's text.
     vocabulary = {str(number): number for number in range(model.config.vocab_size)}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="3"))
     names = {"bos_token": "2", "eos_token": "1", "unk_token": "3"}
@@ -58,8 +60,11 @@ def prepare(path: Path, directory: Path) -> None:
 
 
 class Runtime:
-    """prefill: seconds until the last token's logits are there. decode: seconds of `count` greedy tokens after ids.
-    nll: of each token after the first. Nothing is kept between calls."""
+    """A runtime to measure. Nothing is kept between calls.
+
+    prefill: seconds to the logits of the last token. decode: seconds of `count` greedy tokens after the ids. nll: of
+    each token after the first.
+    """
 
     def prefill(self, ids: list[int]) -> float:
         raise NotImplementedError
@@ -71,7 +76,7 @@ class Runtime:
         raise NotImplementedError
 
     def memory(self) -> int:
-        """Bytes at the peak so far."""
+        """Return the peak memory of the process in bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -106,7 +111,7 @@ class Llama(Runtime):
         import llama_cpp
 
         self.api = llama_cpp
-        # A window's worth of keys for sliding layers, as llama.cpp's own programs do; a full-size cache is no quicker.
+        # llama.cpp's own programs also limit the cache of sliding layers to the window; a full cache is not faster.
         options = {"n_ctx": 4096, "n_gpu_layers": 0, "swa_full": False, "verbose": False}
         self.model = llama_cpp.Llama(
             str(path), n_threads=threads, n_threads_batch=threads, n_batch=settings["n_ubatch"], **options, **settings
@@ -119,7 +124,7 @@ class Llama(Runtime):
     def prefill(self, ids: list[int]) -> float:
         self.model.reset()
         start = time.perf_counter()
-        self.model.eval(ids)  # drops what the cache held, and makes the last token's logits only
+        self.model.eval(ids)  # replaces the cached tokens, and computes only the last token's logits
         self._logits(-1).argmax()  # waits for the computation
         return time.perf_counter() - start
 
@@ -207,7 +212,7 @@ class CTranslate(Runtime):
             callback=came,
         )  # fmt: skip
         if len(times) != count + 1:
-            raise RuntimeError(f"{count} tokens asked for, {len(times) - 1} made")
+            raise RuntimeError(f"expected {count} tokens, found {len(times) - 1}")
         return times
 
     def prefill(self, ids: list[int]) -> float:
@@ -228,14 +233,14 @@ RUNTIMES = {"gemma_py": Ours, "llama.cpp": Llama, "torch": Torch, "CTranslate2":
 
 def serve(name: str, path: Path, directory: Path, threads: int, settings: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # what a library prints goes to stderr, because stdout carries the answers
     runtime = RUNTIMES[name](path, directory, threads, **settings)
     print(json.dumps("ready"), file=answers)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         print(json.dumps(getattr(runtime, method)(*arguments)), file=answers)
     answers.close()
-    os._exit(0)  # some of them abort while they are taken down
+    os._exit(0)  # some runtimes abort in their destructors
 
 
 if __name__ == "__main__":

@@ -28,9 +28,7 @@ ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 EXTRAS = {"test": "test", "chat": "demo,chat,hf", "serve": "demo,serve,schema,hf", "run": "demo,serve,hf"}
 TIERS = ("unit", "bits", "chat", "server")  # folders of tests/
-MEGABYTES = {
-    "test": 450
-}  # to download at most; of the others 350: the demo model, numpy and numba are nearly all of it
+MEGABYTES = {"test": 450}  # downloads at most; the other tasks download 350
 
 
 def say(message: str) -> None:
@@ -38,18 +36,18 @@ def say(message: str) -> None:
 
 
 def fingerprint(extra: str) -> str:
-    """Changes when what is to be installed changes, or where."""
+    """Return a digest that changes when the packages to install or the place of the environment change."""
     return hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + f"{extra} {ROOT} {sys.version}".encode()).hexdigest()
 
 
 def works() -> bool:
-    """Whether the environment's Python starts and has pip: a half-made or moved one does not."""
+    """Whether the environment's Python starts and has pip, which is false for an incomplete or moved environment."""
     command = [str(PYTHON), "-c", "import pip"]
     return PYTHON.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def prepare(task: str) -> None:
-    """An environment with the package and the task's extra installed."""
+    """Create the environment if needed, and install the package with the extra of the task."""
     extra = EXTRAS[task]
     if not works():
         say(f"making {ENVIRONMENT.name} (a few seconds)")
@@ -80,13 +78,13 @@ def run(*command: str, folder: Path | None = None) -> int:
 
 
 def become(*command: str) -> NoReturn:
-    """Run it in the place of this process: Ctrl-C and Ctrl-Z are its own then."""
+    """Replace this process by the command, so that Ctrl-C and Ctrl-Z go to the command."""
     say("running " + " ".join(command))
     os.execv(PYTHON, [str(PYTHON), "-m", *command])
 
 
 def checks(arguments: list[str]) -> list[tuple[str, ...]]:
-    """The commands of `test`: those of one tier if the first argument names it, else lint, types and all tests."""
+    """Return the commands of `test`: the tests of a tier if the first argument is one, else lint, types and all tests."""
     if arguments and arguments[0] in TIERS:
         return [("pytest", f"tests/{arguments[0]}", *arguments[1:])]
     return [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("pytest", *arguments)]

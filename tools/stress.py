@@ -1,9 +1,12 @@
-"""Stress test: forward passes with random delays, and faults at every phase; every result is compared.
+"""Stress test: run forward passes with random delays and with a fault at every phase, and compare every result.
 
     python tools/stress.py [--passes 10000] [--faults 100] [--threads 4] [--seed 1]
 
-Uses a tiny quantised model, whose pass has every kind of barrier and wait. A pass that hangs is broken by its deadline and counts
-as a failure; a failing seed is printed and can be given again. The last line is one JSON object; exit code 1 on failures.
+The model is tiny and quantised, and a pass has every kind of barrier and wait. A pass that hangs ends at the deadline
+and counts
+as a failure. Failing seeds are printed, so that a failure can be repeated with --seed. The last line is one JSON
+object; exit
+code 1 on failures.
 """
 
 import argparse
@@ -26,7 +29,7 @@ from gemma_py.runtime.fault_injection import FaultPlan
 
 
 def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> list[int]:
-    """Seeds whose passes differed or failed. A pass here is one chunk through all layers."""
+    """Return the seeds whose passes gave other results or failed. A pass is one chunk through all layers."""
     wrong, done = [], 0
     rng = random.Random(seed)
     shown = time.monotonic()
@@ -48,7 +51,7 @@ def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> li
 
 
 def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, float]:
-    """(faults reported at the right place with the engine usable afterwards, the longest report in seconds)"""
+    """Return how many faults were reported at the right place with a usable engine, and the longest time to a report."""
     good, longest = 0, 0.0
     for number in range(count):
         layer, name = PLACES[number % len(PLACES)]
@@ -58,7 +61,7 @@ def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, fl
         engine.instruments.fault_plan = FaultPlan(fault=kind, worker=worker, layer=layer, phase=phase, place="enter")
         start = time.monotonic()
         try:
-            # Scores are a phase of their own only where workers share a token.
+            # Attention scores are a separate phase only if several workers share a token.
             engine.session().prefill(want.ids, chunk=1 if name == "scores" else None)
             reported = False
         except WorkerError as error:

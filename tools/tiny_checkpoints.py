@@ -1,6 +1,6 @@
-"""Tiny random checkpoints of every family and file layout, for tests and goldens. Library; needs numpy and safetensors.
+"""Tiny random checkpoints of every model family and file layout, for tests. A library; needs numpy and safetensors.
 
-The weights come from splitmix64 and integer arithmetic, so a seed gives the same file with any version of numpy.
+The weights are computed with splitmix64 and integer arithmetic, so a seed gives equal files with any version of numpy.
 """
 
 import json
@@ -15,14 +15,16 @@ import safetensors.numpy
 
 @dataclass(frozen=True)
 class Variant:
-    """config: as config.json has it. dtype: F32, F16 or BF16. shards: files. prefix: of all text tensors."""
+    """A kind of checkpoint. config: the content of config.json. dtype: F32, F16 or BF16. shards: number of files.
+    prefix: of all text tensors.
+    """
 
     config: dict[str, Any]
     dtype: str = "F32"
     shards: int = 1
     prefix: str = "model."
-    head: str | None = None  # name of an untied head
-    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # tensors of other parts
+    head: str | None = None  # the name of an output head that is not tied to the embedding
+    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of tensors outside the text model
 
 
 def _gemma1(**changes: Any) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def _vaultgemma(**changes: Any) -> dict[str, Any]:
 
 
 def _gemma3(**changes: Any) -> dict[str, Any]:
-    """As current transformers write it."""
+    """Return a Gemma 3 config as current versions of transformers write configs."""
     layers = changes.get("num_hidden_layers", 7)
     return {
         "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 96, "hidden_size": 32,
@@ -76,9 +78,36 @@ def _gemma3(**changes: Any) -> dict[str, Any]:
 
 
 def _old_gemma3(**changes: Any) -> dict[str, Any]:
-    """As transformers 4.50 wrote it."""
+    """Return a Gemma 3 config as transformers 4.50 wrote configs."""
     config = _gemma3(rope_theta=1000000.0, rope_local_base_freq=10000.0, sliding_window_pattern=3, **changes)
     del config["rope_parameters"], config["layer_types"]
+    return config
+
+
+def _gemma3n(**changes: Any) -> dict[str, Any]:
+    """As current transformers write it. The last three layers share KV rows; tokens from 80 on have no inputs of their own."""
+    return {
+        "model_type": "gemma3n_text", "architectures": ["Gemma3nForCausalLM"], "vocab_size": 96, "hidden_size": 32,
+        "intermediate_size": [64, 48, 64, 96, 64, 64], "num_hidden_layers": 6, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 12, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+        "sliding_window": 9, "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
+        "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 80,
+        "altup_num_inputs": 4, "altup_active_idx": 0, "altup_correct_scale": True, "laurel_rank": 6,
+        "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.8, 0.0, 0.0], "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "max_position_embeddings": 128, "bos_token_id": 2, "eos_token_id": [1, 5], "pad_token_id": 0,
+        **changes,
+    }  # fmt: skip
+
+
+def _old_gemma3n(**changes: Any) -> dict[str, Any]:
+    """As transformers 4.53 wrote it, with three streams of which the second is active."""
+    config = _gemma3n(rope_theta=1000000.0, rope_local_base_freq=20000.0, intermediate_size=80, num_kv_shared_layers=1,
+                      altup_num_inputs=3, altup_active_idx=1, altup_correct_scale=False, **changes)  # fmt: skip
+    del config["rope_parameters"], config["layer_types"], config["activation_sparsity_pattern"]
     return config
 
 
@@ -118,6 +147,8 @@ VARIANTS = {
     "gemma3-multi-query": Variant(
         _gemma3(num_key_value_heads=1, sliding_window=3, query_pre_attn_scalar=40, head_dim=10, rms_norm_eps=1e-5,
                 vocab_size=97), shards=2),
+    "gemma3n": Variant(_gemma3n()),
+    "gemma3n-old-config": Variant(_old_gemma3n(), dtype="BF16", shards=2),
     "gemma3-multimodal": Variant(
         _multimodal(_gemma3(rope_parameters=_SCALED)), dtype="BF16", prefix="model.language_model.",
         extra={f"model.{name}": shape for name, shape in _VISION_TENSORS.items()}),
@@ -141,7 +172,7 @@ _FOUR_NORMS = (
 
 
 def gaussians(seed: int, count: int) -> np.ndarray:
-    """Nearly normal f32 numbers: sums of four uniform 16-bit fields of splitmix64, of variance 1."""
+    """Return almost normal f32 numbers of variance 1: sums of four uniform 16-bit fields of splitmix64."""
     with np.errstate(over="ignore"):
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed * 1_000_003)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -152,9 +183,9 @@ def gaussians(seed: int, count: int) -> np.ndarray:
 
 
 def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's tensors of the text model."""
+    """Return the shapes of the text model's tensors, by Hugging Face name."""
     c = variant.config.get("text_config", variant.config)
-    D, F, E = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    D, E, sizes = c["hidden_size"], c["head_dim"], c["intermediate_size"]
     H, G = c["num_attention_heads"], c["num_key_value_heads"]
     p = variant.prefix
     table: dict[str, tuple[int, ...]] = {f"{p}embed_tokens.weight": (c["vocab_size"], D), f"{p}norm.weight": (D,)}
@@ -163,22 +194,49 @@ def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
         layer = f"{p}layers.{n}."
         table |= {f"{layer}self_attn.{x}_proj.weight": (rows * E, D) for x, rows in (("q", H), ("k", G), ("v", G))}
         table[f"{layer}self_attn.o_proj.weight"] = (D, H * E)
+        F = sizes[n] if isinstance(sizes, list) else sizes
         table |= {f"{layer}mlp.{x}_proj.weight": (F, D) for x in ("gate", "up")}
         table[f"{layer}mlp.down_proj.weight"] = (D, F)
         table |= {f"{layer}{x}.weight": (D,) for x in norms}
-        if c["model_type"] == "gemma3_text":
+        if c["model_type"] in ("gemma3_text", "gemma3n_text"):
             table |= {f"{layer}self_attn.{x}_norm.weight": (E,) for x in "qk"}
+    if c["model_type"] == "gemma3n_text":
+        table |= {p + name: shape for name, shape in _shapes_of_gemma3n(c).items()}
     if variant.head:
         table[variant.head] = (c["vocab_size"], D)
     return {**table, **variant.extra}
 
 
+def _shapes_of_gemma3n(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors that only Gemma 3n has. Layers that share KV rows have keys and values all the same, as in released files."""
+    D, P, L, n, R = (c[key] for key in ("hidden_size", "hidden_size_per_layer_input", "num_hidden_layers",
+                                        "altup_num_inputs", "laurel_rank"))  # fmt: skip
+    table: dict[str, tuple[int, ...]] = {
+        "embed_tokens_per_layer.weight": (c["vocab_size_per_layer_input"], L * P),
+        "per_layer_model_projection.weight": (L * P, D),
+        "per_layer_projection_norm.weight": (P,),
+    }
+    for i in range(n - 1):
+        table |= {f"altup_{kind}projections.{i}.weight": (D, D) for kind in ("", "unembed_")}
+    layer = {
+        "altup.correct_output_scale": (D,), "altup.correction_coefs.weight": (n, n),
+        "altup.prediction_coefs.weight": (n * n, n), "altup.modality_router.weight": (n, D),
+        "altup.router_norm.weight": (D,), "laurel.linear_left.weight": (R, D), "laurel.linear_right.weight": (D, R),
+        "laurel.post_laurel_norm.weight": (D,), "per_layer_input_gate.weight": (P, D),
+        "per_layer_projection.weight": (D, P), "post_per_layer_input_norm.weight": (D,),
+    }  # fmt: skip
+    return table | {f"layers.{number}.{name}": shape for number in range(L) for name, shape in layer.items()}
+
+
 def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
-    """f32 values that the variant's dtype holds exactly."""
+    """Return random f32 values that the variant's dtype represents exactly."""
     made = {}
+    whole_gains = variant.config.get("text_config", variant.config)["model_type"] == "gemma3n_text"
     for number, (name, shape) in enumerate(shapes(variant).items()):
         spread = 0.3 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
         values = gaussians(seed * 1000 + number, int(np.prod(shape))) * np.float32(spread)
+        if whole_gains and len(shape) == 1:
+            values += np.float32(1)
         if variant.dtype == "F16":
             values = values.astype(np.float16).astype(np.float32)
         elif variant.dtype == "BF16":
@@ -188,7 +246,9 @@ def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
 
 
 def save_safetensors(path: Path, values: dict[str, np.ndarray], dtype: str) -> None:
-    """safetensors' numpy side has no bfloat16, so the halves are stored as uint16 and renamed in the header."""
+    """Write a safetensors file. Stores bfloat16 as uint16 and renames the type in the header, because numpy has no
+    bfloat16.
+    """
     if dtype == "F16":
         values = {name: value.astype(np.float16) for name, value in values.items()}
     elif dtype == "BF16":

@@ -1,1 +1,1 @@
-"""Conversations of several turns, and how they are saved."""
+"""Conversations of several turns, and the file format of saved conversations."""

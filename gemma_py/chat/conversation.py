@@ -1,4 +1,4 @@
-"""A conversation: its messages, and the session with their KV rows."""
+"""Conversations: the messages, and a session that keeps the KV cache from turn to turn."""
 
 import json
 import time
@@ -17,21 +17,24 @@ from gemma_py.paths import atomic_write
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.templates.template import Message, Piece, checked_messages, encode
 
-ReportPrefill = Callable[[int, int], None]  # (tokens computed so far, tokens in all)
-TokenStream = Generator[Token, None, None]  # an answer, token by token; `close` ends it early
+ReportPrefill = Callable[[int, int], None]  # called with (tokens done, tokens in total)
+TokenStream = Generator[Token, None, None]  # the tokens of an answer; `close` interrupts the answer
 
-_REWIND_BYTES = 256 << 20  # of KV rows that are kept only for rewinding
-_COMPARED = 1024  # tokens that are compared at a time
-_FIRST_CHUNK, _SECONDS_A_CHUNK = (
-    32,
-    0.5,
-)  # tokens of the first chunk of a long prompt, and seconds of later ones: progress is reported between chunks
+_REWIND_BYTES = 256 << 20  # the most memory for old KV rows of sliding-window layers, which only undo and retry need
+_COMPARED = 1024  # tokens compared at once in the search for a common prefix
+_FIRST_CHUNK = 32  # tokens in the first chunk of a prompt
+_SECONDS_A_CHUNK = 0.5  # the target duration of later chunks, because progress is reported after every chunk
 
 
 @dataclass
 class AnswerStats:
-    """The statistics of one answer. cached_tokens: tokens of the prompt that were in the KV cache already. first_token_seconds: from
-    the call of `send`, template and tokenizer included. seed: of random sampling, else None."""
+    """Token counts and times of one answer.
+
+    prompt_tokens: tokens of the prompt, including cached ones.
+    cached_tokens: tokens of the prompt that were already in the KV cache.
+    first_token_seconds: time from the call of `send` to the first token, including template and tokenizer.
+    seed: the seed of random sampling; None for greedy decoding.
+    """
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -40,25 +43,31 @@ class AnswerStats:
     decode_seconds: float = 0.0
     first_token_seconds: float = 0.0
     seed: int | None = None
-    finish_reason: str | None = None  # None: stopped by the user
+    finish_reason: str | None = None  # None if the user interrupted the answer
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens a second."""
+        """Computed prompt tokens per second."""
         return (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_rate(self) -> float:
-        """Tokens a second, without the first token, which the prefill computes."""
+        """Tokens per second after the first token, which is part of the prefill."""
         return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
 class Conversation:
-    """Send a text, iterate over the answer; a turn costs its own tokens only.
+    """A conversation with a model. `send` a text and iterate over the tokens of the answer.
 
-    sampling: by default the checkpoint's recommendation. template: "gemma", "transcript" or a file; by default the
-    checkpoint's own. max_tokens: of an answer; None: as many as fit into the context. stop: strings before which an answer
-    ends. Closing the iterator of an answer keeps the text so far. If there is none yet, the conversation does not change.
+    Each turn computes only new tokens, because the KV cache is kept between turns.
+
+    sampling: the sampling options; by default, those that the checkpoint recommends.
+    template: "gemma", "transcript" or the path of a chat template; by default, the checkpoint's own template.
+    max_tokens: the most tokens of an answer; None means as many as fit into the context.
+    stop: strings that end an answer.
+
+    If the iterator of an answer is closed early, the text generated so far becomes the answer. If there is no text yet,
+    the conversation does not change.
     """
 
     def __init__(
@@ -75,23 +84,22 @@ class Conversation:
         self.sampling = engine.sampling if sampling is None else sampling
         self.max_tokens = max_tokens
         self.stop = stop_strings(stop)
-        self.prefilling: ReportPrefill | None = (
-            None  # called while a prompt is computed; if it raises, the prompt is interrupted
-        )
-        self.stats: AnswerStats | None = None  # of the last answer
+        # Called after every chunk of a prompt; an exception of this function interrupts the prompt.
+        self.prefilling: ReportPrefill | None = None
+        self.stats: AnswerStats | None = None  # statistics of the last answer
         self._wanted = template
         self.template = engine.template(template)
         self._ends = engine.ends(self.template)
         self._session = engine.session(self._keep())
-        self._answer_ids: dict[str, list[int]] = {}  # answers as the model wrote them
+        self._answer_ids: dict[str, list[int]] = {}  # the token ids of each answer, by the text of the answer
         self._encoded: dict[Piece, list[int]] = {}
         self._attempt = 0
-        self._chunk = _FIRST_CHUNK  # tokens of a pass, as fast as the last ones were
+        self._chunk = _FIRST_CHUNK  # tokens in the next chunk, chosen to take _SECONDS_A_CHUNK
         if system is not None:
             self.set_system(system)
 
     def _keep(self) -> int:
-        """How many tokens the session must be able to rewind, so that undo and retry compute nothing again."""
+        """Return how many tokens the session must be able to rewind, so that undo and retry need no new prefill."""
         layers = [layer for layer in self.engine.config.layers if layer.sliding_window is not None]
         bytes_a_token = sum(8 * layer.num_key_value_heads * layer.head_dim for layer in layers)
         return min(self.engine.context, _REWIND_BYTES // bytes_a_token) if layers else 0
@@ -99,20 +107,20 @@ class Conversation:
     # --- talking ------------------------------------------------------------------------------------------------------
 
     def send(self, text: str) -> TokenStream:
-        """The answer, token by token. Errors (no room, a template that fails) are raised before anything changes."""
+        """Return an iterator over the tokens of the answer. An error such as a full context is raised by this call."""
         return self._begin(self.messages, text, 0)
 
     def retry(self) -> TokenStream:
-        """Another answer to the last text: with a seed one higher each time, if the sampling has one."""
+        """Generate another answer to the last user message. If the sampling has a seed, each retry uses the next seed."""
         return self._begin(self.messages[:-2], self.last_text(), self._attempt + 1)
 
     def edit(self, text: str) -> TokenStream:
-        """The answer to another text instead of the last."""
+        """Replace the last user message, and generate the answer to the new text."""
         self.last_text()
         return self._begin(self.messages[:-2], text, 0)
 
     def last_text(self) -> str:
-        """The last message of the user that has an answer."""
+        """Return the last user message that has an answer."""
         if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant":
             raise InputError("there is no answer yet")
         return self.messages[-2]["content"]
@@ -173,21 +181,21 @@ class Conversation:
     ) -> None:
         self.messages = [*messages, {"role": "assistant", "content": text.rstrip()}]
         self._attempt, self.stats = attempt, stats
-        # The ids as the model wrote them, up to where the answer ends: the next turn finds them in the cache.
+        # Keep the generated ids, because tokenising the text again may give ids that are not in the KV cache.
         tokenizer = self.engine.text_tokenizer()
         ids = [token for token in made if token < tokenizer.size]
         while ids and len(tokenizer.decode(ids).lstrip()) > len(text.rstrip()):
             ids.pop()
-        # Control tokens in an answer are plain text in the next prompt, as in any message.
+        # An answer with control tokens is tokenised again as plain text, so that the answer cannot forge a turn.
         if ids and tokenizer.decode(ids).strip() == text.strip() and tokenizer.control_ids.isdisjoint(ids):
             self._answer_ids.setdefault(text.strip(), ids)
         if self._session.usable:
-            self._session.reserve(CHUNK)  # now, so that the next turn does not wait for it
+            self._session.reserve(CHUNK)  # allocate memory while the user reads the answer
 
     def _advance_to(self, ids: list[int], stats: AnswerStats) -> np.ndarray:
-        """Make the session's tokens these ids, and compute only the new ones. Returns the logits of the last."""
+        """Make the session hold exactly these ids, by rewinding and prefilling. Return the logits of the last token."""
         common = self._common(ids)
-        common = min(common, len(ids) - 1)  # the last one's logits are needed
+        common = min(common, len(ids) - 1)  # compute at least the last token, to get logits
         if self._session.usable and self._session.can_rewind_to(common):
             self._session.rewind(common)
         else:
@@ -197,7 +205,7 @@ class Conversation:
         return self._prefill(ids[common:])
 
     def _common(self, ids: list[int]) -> int:
-        """How many of these ids the session begins with."""
+        """Return the length of the common prefix of these ids and the session's ids."""
         present = self._session.ids
         at, end = 0, min(len(present), len(ids))
         while at < end and present[at : at + _COMPARED] == ids[at : at + _COMPARED]:
@@ -205,7 +213,7 @@ class Conversation:
         return next((n for n in range(at, end) if present[n] != ids[n]), end)
 
     def _prefill(self, ids: list[int]) -> np.ndarray:
-        """Prefill in chunks of about half a second; the size of a chunk changes no bit."""
+        """Prefill in chunks of about half a second. The chunk size does not change the logits."""
         done = 0
         while True:
             start = time.perf_counter()
@@ -222,7 +230,7 @@ class Conversation:
     # --- going back ---------------------------------------------------------------------------------------------------
 
     def undo(self) -> str:
-        """Remove the last message of the user and its answer. Returns the text of the message."""
+        """Remove the last user message and the answer to this message. Return the text of the user message."""
         text = self.last_text()
         del self.messages[-2:]
         self._forget()
@@ -234,7 +242,7 @@ class Conversation:
         self._forget()
 
     def _forget(self) -> None:
-        """Remove from the session what is no longer part of the conversation, so that it is not saved."""
+        """Remove the tokens of deleted messages from the session, so that `save` does not write them to the file."""
         spoken = any(message["role"] != "system" for message in self.messages)
         common = self._common(self._prompt(self.messages)) if spoken else 0
         if self._session.usable and self._session.can_rewind_to(common):
@@ -250,7 +258,9 @@ class Conversation:
         return first["content"] if first is not None and first["role"] == "system" else None
 
     def set_system(self, text: str | None) -> None:
-        """Another system message, or none; the whole conversation is computed again at the next turn."""
+        """Replace the system message, or remove the system message if text is None. The next turn prefills the whole
+        conversation again.
+        """
         rest = self.messages[1:] if self.system is not None else self.messages
         first = [] if text is None else checked_messages([{"role": "system", "content": text}])
         self.messages = [*first, *rest]
@@ -260,7 +270,7 @@ class Conversation:
 
     @property
     def tokens_used(self) -> int:
-        """The tokens of the conversation, including the template's text before the next message; at most the context."""
+        """The number of tokens in the prompt of the next turn, without the next user message; at most the context."""
         spoken = any(message["role"] != "system" for message in self.messages)
         return min(self.context, len(self._prompt(self.messages))) if spoken else 0
 
@@ -271,21 +281,22 @@ class Conversation:
 
     @property
     def ids(self) -> list[int]:
-        """The tokens whose KV rows are in the session."""
+        """The ids of the tokens in the session's KV cache."""
         return self._session.ids
 
     def kv_digest(self) -> list[str]:
         return self._session.kv_digest()
 
     def verify(self, threads: int | None = None, chunk: int = 7, progress: ReportPrefill | None = None) -> int:
-        """Compute the conversation's tokens again, with another number of threads and another chunk, and compare the
-        keys and values. Returns the number of tokens compared; MismatchError if a bit differs.
+        """Compute the tokens again with another number of threads and another chunk size, and compare the KV caches.
 
-        threads: by default one more than now.
+        Return the number of tokens. Raise MismatchError if a bit differs.
+
+        threads: by default, one thread more than the engine has.
         """
         ids, before = self.ids, self.engine.threads
         if not ids:
-            raise InputError("there is nothing to verify yet")
+            raise InputError("the conversation has no tokens to verify yet")
         other = self.engine.session()
         self.engine.set_threads(threads or before + 1)
         try:
@@ -298,21 +309,19 @@ class Conversation:
         pairs = zip(self.kv_digest(), other.kv_digest(), strict=True)
         wrong = next((layer for layer, (a, b) in enumerate(pairs) if a != b), None)
         if wrong is not None:
-            raise MismatchError(
-                f"the keys and values of layer {wrong} differ when the {len(ids)} tokens are computed again"
-            )
+            raise MismatchError(f"computing the {len(ids)} tokens again gave other keys and values in layer {wrong}")
         return len(ids)
 
     # --- keeping ------------------------------------------------------------------------------------------------------
 
     def export(self, path: str | Path, form: str = "markdown") -> None:
-        """Write the text to a file, for people ("markdown") or for programs ("json": messages in OpenAI's format)."""
+        """Write the messages to a file, as "markdown" or as "json" in OpenAI's format."""
         if form == "json":
             text = json.dumps({"model": self.engine.name, "messages": self.messages}, ensure_ascii=False, indent=1)
         elif form == "markdown":
             text = "\n\n".join(f"**{m['role'].capitalize()}**\n\n{m['content']}" for m in self.messages)
         else:
-            raise InputError(f"a conversation is exported as markdown or json, found {form!r:.40}")
+            raise InputError(f"form should be markdown or json, found {form!r:.40}")
         try:
             with atomic_write(Path(path)) as file:
                 file.write(text.encode() + b"\n")
@@ -320,8 +329,8 @@ class Conversation:
             raise InputError(f"{path}: cannot be written: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write text, settings and KV rows to a file, so that a loaded conversation resumes without computing them again."""
-        self._forget()  # removes answers that a retry or an edit has replaced
+        """Write messages, settings and KV cache to a file, so that a loaded conversation needs no new prefill."""
+        self._forget()  # remove answers that retry or edit replaced
         description = {
             "messages": self.messages,
             "sampling": asdict(self.sampling) | {"logit_bias": list(self.sampling.logit_bias.items())},
@@ -331,7 +340,7 @@ class Conversation:
             "attempt": self._attempt,
             "known": self._answer_ids,
         }
-        # A loaded conversation can rewind to the beginning of the last message, and has the rows that the next turn needs.
+        # Save the KV rows that the next turn needs, and those that undo and retry of the last turn need.
         since = 0
         if len(self.messages) >= 2:
             since = self._common(self._prompt([*self.messages[:-2], {"role": "user", "content": ""}]))
@@ -341,7 +350,9 @@ class Conversation:
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path) -> "Conversation":
-        """Load a conversation that `save` wrote. FormatError if the file is damaged, InputError if it is of another model."""
+        """Load a saved conversation. Raise FormatError if the file is damaged, InputError if another model wrote the
+        file.
+        """
         file = saved.SavedConversation(Path(path), engine)
         said = file.description
         sampling = Sampling(**said["sampling"] | {"logit_bias": dict(said["sampling"]["logit_bias"])})

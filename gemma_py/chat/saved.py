@@ -1,12 +1,13 @@
-"""A conversation on disk: a safetensors file of its description, its tokens and their rows of keys and values.
+"""The file format of a saved conversation: a safetensors file with the settings, the token ids and the KV cache.
 
-    metadata          the format's version, the model's fingerprint, the type of the rows, sha256 of the file
-    description       U8, JSON: messages, sampling and the other settings of the conversation
+    metadata          version of the format, fingerprint of the model, type of the KV cache, sha256 of the file
+    description       U8, JSON: messages, sampling options and the other settings of the conversation
     ids               I32 [T]
-    layers.N.keys     F32 or BF16 [G, positions, E], and layers.N.values: the rows that a token after `since` may read
+    layers.N.keys     F32 or BF16 [G, positions, E]; keys that tokens after the position `since` may read
+    layers.N.values   F32 or BF16 [G, positions, E]; values of these positions
 
-The file is written atomically, so a process that is killed while writing leaves the former file. It belongs to one model,
-which is identified by `Engine.fingerprint`.
+The file is replaced atomically: if the process is killed while writing, the previous file remains. Only the model that
+saved a conversation can load the file; models are compared by `Engine.fingerprint`.
 """
 
 import json
@@ -24,12 +25,12 @@ from gemma_py.paths import atomic_write
 from gemma_py.runtime.cache import first_readable
 
 _FORMAT, _VERSION = "gemma_py conversation", "3"
-_OLD_MAGIC = b"gemma_py conversation "  # versions 1 and 2 had a container of their own
+_OLD_MAGIC = b"gemma_py conversation "  # the first bytes of format versions 1 and 2
 _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def write(path: Path, description: dict[str, Any], session: Session, since: int) -> None:
-    """Write the file atomically. since: the first position to which a restored session can be rewound."""
+    """Write the session's conversation. since: the first position to which the loaded session can be rewound."""
     engine, ids = session.engine, np.array(session.ids, np.int32)
     text = json.dumps({**description, "since": since}, ensure_ascii=False).encode("utf-8")
     specs = {"ids": Spec("I32", ids.shape), "description": Spec("U8", (len(text),))}
@@ -60,7 +61,7 @@ def _row_specs(engine: Engine, position: int, since: int) -> dict[str, Spec]:
 
 
 class SavedConversation:
-    """An intact file that belongs to the engine's model. Its rows stay in the mapped file until `restore`."""
+    """A checked file of a saved conversation. The file is memory-mapped, and `restore` reads the KV rows."""
 
     def __init__(self, path: Path, engine: Engine) -> None:
         _check_readable(path)
@@ -68,19 +69,19 @@ class SavedConversation:
         if (metadata.get("format"), metadata.get("version")) != (_FORMAT, _VERSION):
             raise FormatError(f"{path}: not a conversation that this version of gemma_py saved")
         if metadata["model"] != engine.fingerprint():
-            raise InputError(f"{path}: saved from another model than {engine.name}, or from other weights of it")
+            raise InputError(f"{path}: saved with another model or other weights than {engine.name}")
         if metadata["kv"] != engine.kv_type:
-            raise InputError(f"{path}: saved with kv={metadata['kv']!r}, and this engine has kv={engine.kv_type!r}")
+            raise InputError(f"{path}: saved with kv={metadata['kv']!r}, but this engine has kv={engine.kv_type!r}")
         self.description: dict[str, Any] = parse_json(self._arrays["description"].tobytes(), str(path))
         self._ids: list[int] = self._arrays["ids"].tolist()
         expected = {
             name: spec.shape for name, spec in _row_specs(engine, len(self._ids), self.description["since"]).items()
         }
         if {name: self._arrays[name].shape for name in self._arrays.keys() - {"description", "ids"}} != expected:
-            raise FormatError(f"{path}: its KV rows do not have the shapes of {len(self._ids)} tokens")
+            raise FormatError(f"{path}: damaged file: the shapes of the KV rows do not match {len(self._ids)} tokens")
 
     def restore(self, session: Session) -> None:
-        """Copy the tokens and rows into an empty session."""
+        """Copy the token ids and KV rows into an empty session."""
         if self._ids:
             session.restore(self._ids, self._rows())
 
@@ -101,4 +102,4 @@ def _check_readable(path: Path) -> None:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
     if magic == _OLD_MAGIC:
-        raise FormatError(f"{path}: saved by an older version of gemma_py, in a format that this one does not read")
+        raise FormatError(f"{path}: saved by an older version of gemma_py, whose format is no longer supported")

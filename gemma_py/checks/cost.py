@@ -1,8 +1,9 @@
-"""The cost of a pass: multiply-adds and bytes, computed from the program that the forward pass interprets.
+"""The cost of a forward pass in multiply-adds and bytes, computed from the program of the model.
 
-    T tokens of the pass   N outputs and K inputs of a matrix   H query heads   G key/value heads   E head width   W window
+    T tokens of the pass   N outputs and K inputs of a matrix   H query heads   G key/value heads   E head width
+    W window
 
-Matrices and attention are counted. Norms, rope and the like are not: they are a few operations for each number.
+Only matrix products and attention are counted. Norms, rope and activations cost little in comparison.
 """
 
 from collections.abc import Sequence
@@ -18,10 +19,11 @@ FLOP, BYTES = 0, 1
 
 
 def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> np.ndarray:
-    """int64 [labels of phases, 2]: FLOP (two a multiply-add) and BYTES of a pass of T tokens after `position` others.
+    """Return FLOP (two per multiply-add) and BYTES of a pass of T tokens, after `position` earlier tokens.
 
-    Each matrix, and each key and value within a window, counts once a pass, even if it is read several times from a processor's
-    cache. Only the logits of the last token are computed. kv_bytes: the bytes of one number in the KV cache.
+    The result is int64 [labels of phases, 2]. Each matrix, key and value counts as read once per pass, because repeated
+    reads come from the processor's cache. Only the last token has logits. kv_bytes: the size of one number in the KV
+    cache.
     """
     cost = np.zeros((len(program.labels), 2), np.int64)
     for op in program.model.ops:
@@ -38,7 +40,10 @@ def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> n
 
 
 def _keys(position: int, T: int, W: int) -> int:
-    """How many keys T queries after `position` tokens see in all. Each sees itself and the tokens before it within W (0: all)."""
+    """Return the number of query-key pairs in the attention of T queries after `position` tokens.
+
+    A query attends to the last W tokens including the query's own token, or to all if W is 0.
+    """
     first, last = position + 1, position + T
     if W == 0 or last <= W:
         return (first + last) * T // 2
@@ -48,7 +53,7 @@ def _keys(position: int, T: int, W: int) -> int:
 
 
 def run_cost(program: LinkedProgram, kv_bytes: int, position: int, passes: Sequence[int]) -> np.ndarray:
-    """The cost of several passes, one after the other."""
+    """Return the total cost of consecutive passes. passes: the number of tokens of each pass."""
     total = np.zeros((len(program.labels), 2), np.int64)
     for T in passes:
         total += pass_cost(program, kv_bytes, position, T)

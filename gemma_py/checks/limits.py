@@ -1,4 +1,4 @@
-"""The machine's peak rates, measured in the same run as the results that are compared with them."""
+"""Measurement of the machine's peak compute and memory rates, to compare benchmark results with."""
 
 import statistics
 import time
@@ -11,44 +11,47 @@ import numpy as np
 from gemma_py import machine
 from gemma_py.kernels import peak
 
-Run = Callable[..., Any]  # calls a kernel, with the arguments after it, on all workers
+Run = Callable[..., Any]  # calls a kernel with arguments on all worker threads
 
-_LEAST_SECONDS = 0.005  # the shortest sample; waking the workers takes a fiftieth of it
-_MEMORY = 512 << 20  # bytes that are read: more than fit into the processor's caches
+_LEAST_SECONDS = 0.005  # the duration of the shortest sample, so that waking the workers adds only 2%
+_MEMORY = 512 << 20  # bytes to read, more than fit into the processor's caches
 
 
 @dataclass
 class Limits:
-    """Peak rates of so many threads together: the medians of samples taken between the tests. A multiply-add is two operations.
+    """Peak rates of a number of threads together: the medians of samples. A multiply-add counts as two operations.
 
-    A processor lowers its clock while it multiplies wide vectors, and raises it again within milliseconds. So the limit in the
-    middle of a matmul is lower than the one measured here; tools/matrices.py measures that one.
+    The limit during a matmul is lower than the one measured here, because a processor lowers the clock during long runs
+    of vector multiplications. tools/matrices.py measures that lower limit.
     """
 
     threads: int
     samples: dict[str, list[float]] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)  # steps of each kernel that take _LEAST_SECONDS
+    steps: dict[str, int] = field(default_factory=dict)  # for each kernel, the number of loop steps in a sample
 
     @property
     def f32(self) -> float:
-        """FLOP/s of the loop that is faster on this machine."""
+        """float32 FLOP/s, in the faster of two loops with 6 and 12 accumulators."""
         return max(self._median("f32 in 6 chains"), self._median("f32 in 12 chains"))
 
     @property
     def int16(self) -> float:
-        """Operations a second on pairs, as `simd.dot_pairs` does them."""
+        """Operations per second of int16 dot products (`simd.dot_pairs`)."""
         return self._median("int16")
 
     @property
     def memory(self) -> float:
-        """Bytes read a second."""
+        """Bytes read per second from memory."""
         return self._median("memory")
 
     def _median(self, name: str) -> float:
         return statistics.median(self.samples[name])
 
     def sample(self, run: Run, values: np.ndarray) -> None:
-        """Take one more sample of each limit.    run: `Engine.run_kernel`, with as many threads   values: of `memory_to_read`"""
+        """Take one more sample of each limit.
+
+        run: the method `Engine.run_kernel`. values: the array from `memory_to_read`.
+        """
         out = np.empty(self.threads * peak.LANES, np.float32)
         x = np.array([0.5, 0.25], np.float32)
         rows = np.arange(peak.CODE_ROWS * peak.PAIRS * 2, dtype=np.int16)
@@ -61,7 +64,10 @@ class Limits:
         self._note("memory", part.nbytes / _seconds(run, peak.read_memory, part, out))
 
     def _sample(self, run: Run, name: str, kernel: Callable[..., Any], operations: int, *args: Any) -> None:
-        """Add a sample of the operations a second of all workers together. A step of a worker is `operations` operations."""
+        """Add a sample, in operations per second of all workers together.
+
+        operations: the operations in one loop step of one worker
+        """
         if name not in self.steps:
             steps = 1
             _seconds(run, kernel, steps, *args)  # compiles
@@ -76,7 +82,7 @@ class Limits:
 
 
 def memory_to_read() -> np.ndarray:
-    """The array that the memory limit is measured with; smaller where there is little free memory."""
+    """Return the array for measuring the memory rate, smaller if little memory is free."""
     free = machine.memory()
     size = _MEMORY if free is None else min(_MEMORY, free // 4)
     return np.ones(size // 4, np.float32)

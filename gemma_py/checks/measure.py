@@ -1,7 +1,7 @@
-"""Benchmarks like llama-bench's: pp512 processes a prompt of 512 tokens, tg64 generates 64 tokens, one after the other.
+"""Benchmarks like those of llama-bench: pp512 processes a prompt of 512 tokens, tg64 generates 64 tokens.
 
-Only forward passes are timed: the ids are fixed, and no text is tokenised and no token sampled. `@ d2048` means that 2,048
-tokens are in the KV cache before the clock starts.
+The suffix `@ d2048` means that the KV cache holds 2,048 tokens before the clock starts. Only forward passes are timed:
+the token ids are fixed, so there is no tokenisation and no sampling.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 @dataclass(frozen=True)
 class BenchTest:
-    """A prompt that is processed in chunks, or tokens that are decoded one by one, after `depth` other tokens."""
+    """A benchmark of a prompt in chunks (pp) or of tokens decoded one by one (tg), after `depth` earlier tokens."""
 
     prompt: bool
     tokens: int
@@ -47,19 +47,19 @@ class BenchTest:
 
     @property
     def weight(self) -> int:
-        """An estimate of the relative time, for progress: a pass costs as much as some tokens, however few it has."""
+        """The estimated relative duration, for the progress bar. Reading the weights makes a pass cost 8 tokens more."""
         return self.tokens + 8 * len(self.passes)
 
 
 @dataclass
 class BenchRow:
-    """The seconds of each round of a test with a number of threads."""
+    """The durations of one test with one number of threads, in seconds per round."""
 
     threads: int
     test: BenchTest
     seconds: list[float] = field(default_factory=list)
-    digest: str = ""  # of the last logits and of the KV cache at the end
-    profiles: list[Profile] = field(default_factory=list)  # of each round, where profiling is on
+    digest: str = ""  # sha256 of the last logits and the final KV cache
+    profiles: list[Profile] = field(default_factory=list)  # one per round, if profiling is on
 
     @property
     def rates(self) -> list[float]:
@@ -67,7 +67,7 @@ class BenchRow:
 
     @property
     def rate(self) -> float:
-        """The median of the rounds, in tokens a second."""
+        """The median over the rounds, in tokens per second."""
         return statistics.median(self.rates)
 
     @property
@@ -81,7 +81,7 @@ def check_tests_fit(tests: Sequence[BenchTest], context: int) -> None:
 
 
 class Benchmark:
-    """Measures all tests with each number of threads, round by round. `rows` has the results so far."""
+    """Runs every test with every number of threads. `rows` has the results so far."""
 
     def __init__(self, engine: Engine, threads: Sequence[int], tests: Sequence[BenchTest]) -> None:
         check_tests_fit(tests, engine.context)
@@ -100,7 +100,7 @@ class Benchmark:
         return [found for found in self._limits.values() if found.samples]
 
     def run(self, rounds: int, profile: bool, progress: ReportFraction) -> None:
-        """Each round measures all tests, so that a machine that is slower for a while affects all of them."""
+        """Run every test once per round, so that a machine that is slow for a while slows all tests alike."""
         total = rounds * sum(row.test.weight for row in self._all)
         total += sum(depth for depth in {row.test.depth for row in self._all})
         done = 0
@@ -121,7 +121,7 @@ class Benchmark:
                 done += row.test.weight
 
     def _warm_up(self) -> None:
-        """Run one pass that is not timed: the first pass of a team allocates memory that later ones use again."""
+        """Run one untimed pass, because the first pass of a worker team allocates memory."""
         longest = max(max(row.test.passes) for row in self._all)
         self._pass(self.engine.new_cache(), self._ids(longest))
 
@@ -143,15 +143,15 @@ class Benchmark:
         self._compare(row, hashlib.sha256(logits.tobytes() + " ".join(cache.digest()).encode()).hexdigest())
 
     def _compare(self, row: BenchRow, digest: str) -> None:
-        """Raise MismatchError unless all runs of a test have the same bits, with any number of threads."""
+        """Raise MismatchError if two runs of a test gave different logits or KV caches."""
         row.digest = digest
         if self._digests.setdefault(row.test, digest) != digest:
             raise MismatchError(
-                f"{row.test} on {verify.threads_text(row.threads)} gave other bits than before; `gemma_py verify` shows where"
+                f"{row.test} on {verify.threads_text(row.threads)} gave other bits than an earlier run; `gemma_py verify` shows where"
             )
 
     def _pass(self, cache: Cache, ids: list[int]) -> np.ndarray:
-        """The logits of the last of these tokens."""
+        """Run one pass. Return the logits of the last token."""
         ((logits,),) = self.engine.run_together([SequenceInput(cache, ids)])
         return logits
 
@@ -159,7 +159,7 @@ class Benchmark:
         return verify.prompt(count, self.engine.config.vocab_size)
 
     def _start(self, depth: int) -> Cache:
-        """A KV cache with so many tokens. It is computed once, because it does not depend on the threads."""
+        """Return a copy of a KV cache with `depth` tokens. Only the first call for a depth computes the tokens."""
         if depth not in self._starts:
             cache = self.engine.new_cache()
             ids = self._ids(depth)
@@ -174,7 +174,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """The model that was measured. bytes: the size of its tensors in the file, or in a file of that type."""
+    """The size of the measured model. bytes: the total size of the tensors in the checkpoint."""
 
     name: str
     bytes: int
@@ -188,13 +188,13 @@ def model_summary(engine: Engine) -> ModelSummary:
 
 
 def cost_of(engine: Engine, test: BenchTest) -> np.ndarray:
-    """int64 [phases, 2]: FLOP and BYTES of a run of the test."""
+    """Return FLOP and BYTES of one run of a test, int64 [phases, 2]."""
     kv_bytes = np.dtype(KV_TYPES[engine.kv_type]).itemsize
     return run_cost(engine.program, kv_bytes, test.depth, test.passes)
 
 
 def figures(engine: Engine, row: BenchRow, limit: Limits) -> dict[str, Any]:
-    """The results of the median run, for JSON and tables; rates are in 10^9 a second."""
+    """Return the results of the median run for JSON and tables. Rates are in 10^9 per second."""
     flop, read = (int(part) for part in cost_of(engine, row.test).sum(0))
     seconds = row.test.tokens / row.rate
     return {
@@ -206,7 +206,7 @@ def figures(engine: Engine, row: BenchRow, limit: Limits) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# The groups of phases in the profile, in the order of a pass.
+# The lines of the profile, and the phases that each line sums, in the order of a pass.
 GROUPS: dict[str, tuple[str, ...]] = {
     "embedding": ("embedding",),
     "norms, gelu, codes": ("middle", "end", "output input", "down input"),
@@ -221,9 +221,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def phases(engine: Engine, row: BenchRow, limit: Limits) -> list[dict[str, Any]]:
-    """The profile of all rounds: the seconds of the average worker in each group of phases, and the rates there.
+    """Return the profile: for each group of phases, the mean seconds per worker in all rounds, and the rates.
 
-    "waiting" is the time at barriers and for KV rows. The rest of the elapsed time is Python, and waking the workers.
+    "waiting" is the time that workers wait at barriers and for KV rows. "waking, Python" is the rest of the elapsed
+    time.
     """
     cost, total = len(row.seconds) * cost_of(engine, row.test), sum(row.seconds)
     spent = np.sum([profile.nanoseconds for profile in row.profiles], axis=0).mean(0) / 1e9
@@ -248,7 +249,7 @@ def phases(engine: Engine, row: BenchRow, limit: Limits) -> list[dict[str, Any]]
 
 
 def report(engine: Engine, bench: Benchmark) -> dict[str, Any]:
-    """The whole report, for JSON."""
+    """Return the results of all tests, for JSON."""
     model, by_threads = model_summary(engine), {limit.threads: limit for limit in bench.limits}
     tests = []
     for row in bench.rows:

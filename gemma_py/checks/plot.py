@@ -9,7 +9,7 @@ from gemma_py.paths import atomic_write
 
 
 def check_drawable(path: Path) -> None:
-    """InputError if no figure can be written there; called before the work."""
+    """Raise InputError if no figure can be written to the path. Called before a long measurement."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
@@ -19,11 +19,11 @@ def check_drawable(path: Path) -> None:
         raise InputError(f"{path}: the name should end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}")
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{path}: no figure can be written there")
+        raise InputError(f"{path}: no figure can be written to this path")
 
 
 def panels(count: int, title: str) -> tuple[Any, list[Any]]:
-    """A figure with so many plots side by side."""
+    """Return a figure with `count` plots side by side, and the axes of the plots."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * count, 4.2), layout="constrained")
@@ -39,7 +39,7 @@ def draw(ax: Any, label: str, x: list[int], y: list[float]) -> None:
 
 
 def finish(ax: Any, title: str, x_label: str, y_label: str, ticks: list[int], log: bool = False) -> None:
-    """Set titles, labels and scales; the ticks are the measured values."""
+    """Set titles, labels, scales and limits. ticks: the measured x values."""
     ax.set(title=title, xlabel=x_label, ylabel=y_label)
     if log:
         ax.set_xscale("log", base=2)

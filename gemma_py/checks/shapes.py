@@ -1,4 +1,4 @@
-"""Models with random weights in the shape of released ones: as fast as the real ones, and nothing has to be downloaded."""
+"""Checkpoints with random weights in the shapes of released models, for benchmarks without a download."""
 
 import math
 from collections.abc import Callable
@@ -21,17 +21,17 @@ from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.pack import PackingPlan
 from gemma_py.weights.tensors import EMBEDDING, HEAD, gguf_source
 
-Make = Callable[[BlockType, int], np.ndarray]  # (type, count) -> the bytes of so many values
+Make = Callable[[BlockType, int], np.ndarray]  # (type, count) -> the bytes of `count` values
 _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "G": "num_key_value_heads",
              "E": "head_dim", "F": "intermediate_size", "V": "vocab_size", "W": "sliding_window",
              "context": "max_position_embeddings"}  # fmt: skip
 
 
 def config_of(name: str) -> tuple[Family, Config]:
-    """The family and config of a model in the catalogue."""
+    """Return the family and the config of a model in the catalogue."""
     entry = next((entry for entry in catalogue() if entry.name == name), None)
     if entry is None:
-        raise InputError(f"{name}: no model of that name; `gemma_py models` lists those whose shapes are known")
+        raise InputError(f"{name}: unknown model; `gemma_py models` lists the models with known shapes")
     shape = dict(entry.shape)
     document: dict[str, Any] = {"model_type": shape.pop("family")}
     document |= {_BY_SHAPE[letter]: value for letter, value in shape.items()}
@@ -39,34 +39,34 @@ def config_of(name: str) -> tuple[Family, Config]:
 
 
 def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
-    """A checkpoint with random matrices of that type. If it is quantised, the embedding, which is the head too, is Q8_0.
+    """Return a checkpoint with random matrices of a type. For quantised types, the embedding is Q8_0.
 
-    Matrices of one shape share their bytes here. Packed, each has its own copy; otherwise they would fit into a processor's cache.
-    tokens: the length of the session. InputError if weights and session do not fit into memory.
+    Matrices of one shape share memory in the checkpoint. Packing gives each matrix memory that is not shared, so that a
+    benchmark does not read weights from the processor's cache. tokens: the length of the session. Raise InputError if
+    weights and session do not fit into memory.
     """
     family, config = config_of(name)
     kind = TYPES.get(type_name.upper())
     if kind is None:
         raise InputError(f"{type_name}: unknown type; expected one of {', '.join(TYPES).lower()}")
     for label, spec in _specs(family, config).items():
-        if len(spec.shape) == 2 and spec.shape[1] % kind.block and label != EMBEDDING:
+        if len(spec.shape) == 2 and spec.shape[1] > kind.block and spec.shape[1] % kind.block and label != EMBEDDING:
             raise InputError(
-                f"{name} in {kind.name}: rows should be a multiple of {kind.block} values, {label} has {spec.shape[1]}"
+                f"{name} in {kind.name}: row lengths should be multiples of {kind.block}, found {spec.shape[1]} in {label}"
             )
     _check_memory(name, family, config, kind, tokens)
     return _checkpoint(name, family, config, kind, _random)
 
 
 def _checkpoint(name: str, family: Family, config: Config, kind: BlockType, make: Make) -> Checkpoint:
-    made: dict[tuple[str, tuple[int, int]], np.ndarray] = {}
+    made: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
     tensors, specs, path = {}, _specs(family, config), Path(f"{name} random {kind.name}")
     for label, spec in specs.items():
         if len(spec.shape) == 1:
             ones = np.ones(spec.shape, np.float32).view(np.uint8)
             tensors[spec.gguf] = StoredTensor(spec.gguf, F32, spec.shape, ones, path)
             continue
-        stored = TYPES["Q8_0"] if kind.quantised and label == EMBEDDING else kind
-        shape = (spec.shape[0], spec.shape[1])
+        stored, shape = _stored_type(label, spec, kind), spec.gguf_shape
         if (stored.name, shape) not in made:
             made[stored.name, shape] = make(stored, math.prod(shape))
         tensors[spec.gguf] = StoredTensor(spec.gguf, stored, shape, made[stored.name, shape], path)
@@ -74,16 +74,24 @@ def _checkpoint(name: str, family: Family, config: Config, kind: BlockType, make
     return Checkpoint(path, f"random {kind.name}", family, config, source, None, {}, cacheable=False)
 
 
+def _stored_type(label: str, spec: Tensor, kind: BlockType) -> BlockType:
+    """Return the type of a matrix. Rows shorter than a block stay floats, because no converter quantises them."""
+    if spec.shape[1] < kind.block:
+        return F32
+    return TYPES["Q8_0"] if kind.quantised and label == EMBEDDING else kind
+
+
 def _specs(family: Family, config: Config) -> dict[str, Tensor]:
-    """All tensors but the head, which is the embedding."""
-    return {label: spec for label, spec in family.tensors(config).items() if label != HEAD}
+    """Return the tensors of a model without those that no operation reads and the output head, which is the embedding."""
+    specs = family.tensors(config).items()
+    return {label: spec for label, spec in specs if label != HEAD and not spec.unused}
 
 
 def _random(kind: BlockType, count: int) -> np.ndarray:
-    """The bytes of so many values of moderate size; subnormal and infinite ones might be slower."""
+    """Return the bytes of `count` random values, without subnormals and infinities, which might be slower."""
     rng = np.random.default_rng(count)
     if kind.quantised:
-        # Without the highest exponent bit, a float16 is below 2: so all scales are finite, wherever they are in a block.
+        # Bit 6 of each byte is cleared, so that every float16 scale in a block is below 2 and therefore finite.
         return rng.integers(0, 256, count // kind.block * kind.bytes, np.uint8) & np.uint8(0xBF)
     values = rng.standard_normal(count, np.float32)
     values *= np.float32(0.05)
@@ -93,13 +101,15 @@ def _random(kind: BlockType, count: int) -> np.ndarray:
 
 
 def _blank(kind: BlockType, count: int) -> np.ndarray:
-    """Bytes of the same length that use no memory."""
+    """Return zeros of the length of `count` values, without allocating memory."""
     return np.broadcast_to(np.uint8(0), count // kind.block * kind.bytes)
 
 
 def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tuple[int, int]:
-    """Two numbers of bytes: of the packed weights, and of everything else, which is the random weights that they are packed
-    from, the KV rows, and the scratch of a chunk."""
+    """Return the bytes of the packed weights, and the bytes of everything else.
+
+    Everything else is the random weights before packing, the KV cache and the scratch memory of a chunk.
+    """
     blank = _checkpoint("", family, config, kind, _blank)
     random = {(tensor.type.name, tensor.shape): tensor.data.nbytes for tensor in blank.tensors.values()}
     rows = sum(
@@ -116,6 +126,6 @@ def _check_memory(name: str, family: Family, config: Config, kind: BlockType, to
     if free is not None and weights + rest > free:
         gib = 1 << 30
         raise InputError(
-            f"{name} in {kind.name} would take {(weights + rest) / gib:.1f} GiB here, {weights / gib:.1f} of them for the "
-            f"weights; {free / gib:.1f} GiB are free"
+            f"{name} in {kind.name} needs {(weights + rest) / gib:.1f} GiB of memory ({weights / gib:.1f} GiB for the "
+            f"weights), but only {free / gib:.1f} GiB are free"
         )

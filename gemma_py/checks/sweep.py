@@ -1,4 +1,4 @@
-"""`sweep`: throughput for all combinations of threads and chunk sizes, while the bits of all runs are compared."""
+"""`sweep`: measures throughput for every number of threads and chunk size, and checks that all runs give equal bits."""
 
 import hashlib
 import statistics
@@ -17,7 +17,7 @@ from gemma_py.runtime.cache import check_context
 
 @dataclass
 class SweepPoint:
-    """The rates of each round with one setting, in tokens a second."""
+    """The prefill and decode rates of one setting, in tokens per second, one per round."""
 
     setting: RunSetting
     prefill: list[float] = field(default_factory=list)
@@ -25,7 +25,7 @@ class SweepPoint:
 
 
 class Sweep:
-    """Measures all combinations of threads and chunks, round by round. `points` has the results so far."""
+    """Measures every combination of threads and chunk size. `points` has the results so far."""
 
     def __init__(self, engine: Engine, threads: Sequence[int], chunks: Sequence[int], tokens: int, new: int) -> None:
         check_context(engine.context, tokens, new=new)
@@ -41,7 +41,7 @@ class Sweep:
         return [point for point in self._all if point.decode]
 
     def run(self, rounds: int, open_engine: verify.OpenEngine, progress: ReportFraction) -> None:
-        """Measure all rounds, or until two runs differ; then `open_engine` is used to find where they differ."""
+        """Measure all rounds. If two runs differ, stop and find the first difference with engines from `open_engine`."""
         costs = [verify.cost(self.tokens, point.setting.chunk) + verify.cost(self.new, 1) for point in self._all]
         done = 0
         for number in range(rounds):
@@ -63,7 +63,7 @@ class Sweep:
                     return
 
     def _warm_up(self) -> None:
-        """Run one pass that is not timed: the first pass of a team allocates memory that later ones use again."""
+        """Run one untimed pass, because the first pass of a worker team allocates memory."""
         count = min(self.tokens, max(self.chunks))
         self.engine.session().prefill(self._ids[:count], count)
 
@@ -83,17 +83,21 @@ class Sweep:
     # --- results
 
     def prefill(self, threads: int, chunk: int) -> float | None:
-        """The median rate of prefill in tokens a second; None where nothing has been measured."""
+        """Return the median prefill rate in tokens per second, or None if nothing has been measured."""
         rates = next((point.prefill for point in self.points if point.setting == RunSetting(threads, chunk)), None)
         return statistics.median(rates) if rates else None
 
     def decode(self, threads: int) -> float | None:
-        """The median rate of decoding, over all chunk sizes, on which it does not depend."""
+        """Return the median decode rate in tokens per second over all chunk sizes, which do not matter for decoding."""
         rates = [rate for point in self.points if point.setting.threads == threads for rate in point.decode]
         return statistics.median(rates) if rates else None
 
     def efficiency(self, threads: int, chunk: int | None) -> float | None:
-        """The rate of a thread relative to that of a thread of the smallest team; of decoding where chunk is None."""
+        """Return the parallel efficiency: the rate per thread, relative to the rate per thread with the smallest number
+        of threads.
+
+        chunk: the chunk size of a prefill; None for decoding
+        """
         fewest = min(self.threads)
         one, many = (self.decode(count) if chunk is None else self.prefill(count, chunk) for count in (fewest, threads))
         return None if one is None or many is None else many / one / (threads / fewest)
@@ -131,7 +135,7 @@ class Sweep:
         }  # fmt: skip
 
     def draw(self, path: Path, title: str) -> None:
-        """Plot prefill over chunks, decoding over threads, and the efficiency of both over threads."""
+        """Plot prefill by chunk size, decoding by threads, and parallel efficiency by threads."""
         figure, (chunks, threads, shares) = plot.panels(3, title)
         for count in self.threads:
             self._line(
@@ -155,6 +159,6 @@ class Sweep:
         plot.save(figure, path)
 
     def _line(self, ax: Any, label: str, x: Sequence[int], y: Sequence[float | None]) -> None:
-        """Plot the points that have been measured."""
+        """Plot a line through the measured points; None is a point that has not been measured."""
         measured = sorted((at, value) for at, value in zip(x, y, strict=True) if value is not None)
         plot.draw(ax, label, [at for at, _ in measured], [value for _, value in measured])

@@ -1,6 +1,6 @@
-"""Trace files: digests of every phase of a pass, for comparison on another machine or with another version.
+"""Trace files: digests of the output of every phase of a forward pass, to compare machines or versions.
 
-A trace does not depend on threads or chunk sizes.
+A trace does not depend on the number of threads or the chunk size.
 """
 
 import hashlib
@@ -22,16 +22,18 @@ from gemma_py.paths import atomic_write
 from gemma_py.runtime.trace import UNTRACED
 from gemma_py.weights.checkpoint import Checkpoint
 
-_BLOCK = 16  # positions that share a digest in a trace file
-_TRACED_AT_ONCE = 64  # tokens
-_FORM, _FORM_1 = (
-    "gemma_py trace 2",
-    "gemma_py trace 1",
-)  # the format that is written, and the former one, which is read too
+_BLOCK = 16  # consecutive positions that share one digest
+_TRACED_AT_ONCE = 64  # tokens in a chunk
+_FORM = "gemma_py trace 2"  # the format that is written
+_FORM_1 = "gemma_py trace 1"  # an older format that can still be read
 
 
 def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
-    """Identifies a model without reading it whole, by its tensors' names, types and shapes and by 16 pieces of each."""
+    """Return digests that identify a model without reading all weights.
+
+    The digests cover the config, the name, type and shape of each tensor, and 16 short pieces of the data of each
+    tensor.
+    """
     weights = hashlib.sha256()
     for name, tensor in sorted(checkpoint.tensors.items()):
         weights.update(repr((name, tensor.type.name, tensor.shape, tensor.data.nbytes)).encode())
@@ -44,7 +46,10 @@ def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
 
 
 def fold(hashes: np.ndarray) -> list[list[str]]:
-    """[L + 1][P] strings: a digest of 16 digits for each block of positions, joined; empty where a layer has no such phase."""
+    """Return a table of strings [L + 1][P]: 16 hex digits of a sha256 for each block of positions, joined.
+
+    The string is empty where a layer does not have the phase.
+    """
     little = hashes.astype("<i8")
 
     def joined(row: np.ndarray) -> str:
@@ -57,7 +62,7 @@ def fold(hashes: np.ndarray) -> list[list[str]]:
 
 
 def trace_document(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
-    """The content of a trace file. The chunk size makes no difference to it; this one is fast and needs little memory."""
+    """Run the prompt, and return the content of a trace file."""
     traced = compute(engine, ids, _TRACED_AT_ONCE, trace=True)
     return {
         "format": _FORM,
@@ -73,10 +78,10 @@ def trace_document(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
 
 
 def check_writable(path: Path) -> None:
-    """InputError if no trace can be written there; called before the work, rather than after it."""
+    """Raise InputError if no trace can be written to the path. Called before a long run."""
     folder = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{path}: no trace can be written there")
+        raise InputError(f"{path}: no trace can be written to this path")
 
 
 def write_trace(path: Path, document: dict[str, Any]) -> None:
@@ -85,10 +90,10 @@ def write_trace(path: Path, document: dict[str, Any]) -> None:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Read a trace file, and check the types of all its fields."""
+    """Read a trace file and check the types of all fields."""
     document = read_json(path)
     if not isinstance(document, dict) or document.get("format") not in (_FORM, _FORM_1):
-        raise FormatError(f"{path}: not a trace of this version; it should say {_FORM!r}")
+        raise FormatError(f"{path}: not a trace file of this version, whose format is {_FORM!r}")
     tokens, blocks, phases = document.get("tokens"), 0, document.get("phases")
     sound = _is_list_of(tokens, int) and document.get("block") == _BLOCK and _is_list_of(phases, str)
     if sound and tokens:
@@ -97,7 +102,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     sound = sound and blocks > 0 and _is_list_of(hashes, list) and _is_list_of(document.get("kv"), str)
     sound = sound and isinstance(document.get("model"), dict) and isinstance(document.get("logits"), str)
     if not sound or not all(_is_layer(layer, len(phases or ()), blocks) for layer in hashes or ()):
-        raise FormatError(f"{path}: a damaged trace: some fields are missing or invalid")
+        raise FormatError(f"{path}: damaged trace: some fields are missing or invalid")
     return document
 
 
@@ -110,28 +115,30 @@ def _is_layer(layer: list[Any], phases: int, blocks: int) -> bool:
 
 
 def check_comparable(trace: dict[str, Any], path: Path, engine: Engine, tokens: int | None) -> None:
-    """InputError unless the trace is of the same model and tokens; called before the work begins.
+    """Raise InputError unless the trace belongs to the engine's model and to the fixed prompt.
 
-    tokens: the number that was asked for, or None.
+    Called before a long run. tokens: the wanted number of tokens, or None to use as many as the trace has.
     """
     ours, theirs = identity(engine.checkpoint, engine.quant), dict(trace["model"])
-    if trace["format"] == _FORM_1:  # its digest of the config is another one; the digest of the weights is enough
+    if trace["format"] == _FORM_1:  # config digests of format 1 are not comparable, so compare only the weights
         ours.pop("config"), theirs.pop("config", None)
     if ours != theirs:
-        raise InputError(f"{path}: a trace of another model or quant, not of {engine.path}")
+        raise InputError(f"{path}: a trace of another model or quantisation than {engine.path}")
     length = len(trace["tokens"])
     if tokens not in (None, length):
         raise InputError(
-            f"{path}: a trace of {length} tokens, not {tokens}: leave --tokens out, or write a trace of as many tokens"
+            f"{path}: the trace has {length} tokens, but --tokens is {tokens}; leave --tokens out to use {length}"
         )
     if trace["tokens"] != prompt(length, engine.config.vocab_size):
-        raise InputError(f"{path}: a trace of {length} tokens that are not the fixed prompt's")
+        raise InputError(f"{path}: the {length} tokens of the trace are not the fixed prompt")
     if len(trace["hashes"]) != engine.program.layers or len(trace["kv"]) != len(engine.config.kv_owners):
-        raise FormatError(f"{path}: a damaged trace: {len(trace['hashes'])} layers")
+        raise FormatError(
+            f"{path}: damaged trace: {len(trace['hashes'])} layers are not the number of the model's layers"
+        )
 
 
 def compare(trace: dict[str, Any], made: dict[str, Any], between: str) -> Difference | None:
-    """The first difference of two traces of the same tokens. A phase that one of them does not have counts as untraced."""
+    """Return the first difference of two traces of one prompt. A phase that one trace lacks counts as empty."""
     names = [*made["phases"], *(name for name in trace["phases"] if name not in made["phases"])]
     for layer, (ours, theirs) in enumerate(zip(made["hashes"], trace["hashes"], strict=True)):
         of_ours, of_theirs = (
@@ -149,7 +156,9 @@ def compare(trace: dict[str, Any], made: dict[str, Any], between: str) -> Differ
 
 
 def _positions(a: str, b: str, tokens: int) -> tuple[int, int]:
-    """The first and last position of the first block that differs; all positions where one trace lacks the phase."""
+    """Return the first and last position of the first block that differs, or all positions if one trace lacks the
+    phase.
+    """
     blocks: Iterable[int] = range(0, min(len(a), len(b)), 16)
     at = next((at for at in blocks if a[at : at + 16] != b[at : at + 16]), None)
     if at is None:

@@ -1,10 +1,11 @@
-"""`verify`: checks on this machine and model that all numbers of threads and chunk sizes give the same bits.
+"""`verify`: checks that every number of threads and chunk size gives equal bits with this model on this machine.
 
     T tokens   V vocabulary   L layers   P phases of a layer
 
-Every setting runs the same prompt; the logits are hashed row by row, and the KV cache layer by layer. If two settings differ,
-both run again with a trace, a hash of each row after each phase, which shows where the difference begins. A trace can be
-written to a file and compared on another machine, because it does not depend on threads or chunks.
+Every setting runs the same prompt. Digests of each token's logits and of each layer's KV cache are compared. If two
+settings differ, the two settings run again with a trace, which has a hash of each token's output of each phase. The
+first hash that differs shows where the error is. A trace can be written to a file and compared on another machine,
+because a trace does not depend on threads or chunk size.
 """
 
 import hashlib
@@ -20,16 +21,16 @@ from gemma_py.generate.engine import Engine, Session
 from gemma_py.runtime.cache import check_context
 from gemma_py.runtime.trace import Trace
 
-OpenEngine = Callable[[int], Engine]  # opens the model with so many threads
-ReportFraction = Callable[[str, float], None]  # (what is being done, the fraction of the work that is done)
+OpenEngine = Callable[[int], Engine]  # called with the number of threads, returns an engine
+ReportFraction = Callable[[str, float], None]  # called with (current step, fraction of the work that is done)
 
 TOKENS, REFERENCE = 256, 16
-_ATTEMPTS = 5  # to reproduce a difference: a race does not appear in every run
+_ATTEMPTS = 5  # runs to reproduce a difference, because a race does not appear in every run
 _MASK = (1 << 64) - 1
 
 
 def prompt(length: int, vocabulary: int) -> list[int]:
-    """A fixed prompt: ids from splitmix64 in plain integers, because a library's generator may change."""
+    """Return a fixed prompt of pseudorandom ids. splitmix64 computes the ids, because numpy's generators may change."""
     ids, state = [], 0
     for _ in range(length):
         state = (state + 0x9E3779B97F4A7C15) & _MASK
@@ -40,7 +41,7 @@ def prompt(length: int, vocabulary: int) -> list[int]:
 
 
 def prompt_length(wanted: int | None, context: int) -> int:
-    """The number of tokens that was asked for, by default TOKENS or as many as fit into the context."""
+    """Return the wanted number of tokens; by default, TOKENS, or the context if that is smaller."""
     if wanted is not None:
         check_context(context, wanted)
     return min(TOKENS, context) if wanted is None else wanted
@@ -66,7 +67,11 @@ class RunSetting:
 
 @dataclass(frozen=True)
 class RunResult:
-    """rows: a digest of each token's logits. kv: the digest of each layer, see Session.kv_digest. nan: whether a logit is NaN."""
+    """Digests of the results of a run.
+
+    rows: the sha256 of each token's logits. kv: the digest of each layer from `Session.kv_digest`. nan: whether a logit
+    is NaN.
+    """
 
     rows: tuple[bytes, ...]
     kv: tuple[str, ...]
@@ -74,7 +79,7 @@ class RunResult:
 
     @property
     def logits(self) -> str:
-        """sha256 of the rows' sha256, so that only a chunk's logits are in memory at a time."""
+        """One sha256 for the logits of all tokens, computed from the digests of the tokens."""
         return hashlib.sha256(b"".join(self.rows)).hexdigest()
 
     @property
@@ -84,18 +89,18 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TracedRun:
-    """A run's result and its trace."""
+    """The result and the trace of a run."""
 
     result: RunResult
     session: Session
-    hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer has no such phase
-    workers: np.ndarray  # the same shape; -1: no worker
+    hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer does not have the phase
+    workers: np.ndarray  # int64 [L + 1, P, T]: the worker that computed the output; -1 for none
     phases: tuple[str, ...]
-    store_label: int  # the label of the phases that store KV rows
+    store_label: int  # the index of the phase that stores KV rows
 
 
 def row_digests(logits: np.ndarray) -> list[bytes]:
-    """sha256 of each row: little-endian float32."""
+    """Return the sha256 of each row, as little-endian float32."""
     return [hashlib.sha256(np.ascontiguousarray(row, "<f4").tobytes()).digest() for row in logits]
 
 
@@ -106,10 +111,10 @@ def compute(
     trace: bool = False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> TracedRun:
-    """Run the prompt in chunks, with an empty KV cache.
+    """Run the prompt in chunks, from an empty KV cache.
 
-    Scratch and unwritten KV rows are set to NaN. Otherwise, memory that is used again would have the right values of the run
-    before, and would hide that a worker reads a row too early.
+    Scratch memory and unwritten KV rows are filled with NaN first. Otherwise, correct values of an earlier run could
+    hide that a worker reads a row before the row is written.
     """
     instruments = engine.instruments
     instruments.poison = True
@@ -138,7 +143,10 @@ def compute(
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two results first differ; a field is None if it is not known. first, last: positions. workers: of one run and the other."""
+    """The place where two results first differ. A field is None if unknown.
+
+    first, last: the range of positions. workers: the worker of each run that computed the differing output.
+    """
 
     between: str
     layer: int | None = None
@@ -162,18 +170,23 @@ class Difference:
 
 
 def as_table(difference: Difference | None) -> dict[str, Any] | None:
-    """The difference for JSON; "message" is the sentence for people."""
+    """Return the difference as a JSON object; "message" is the text for people."""
     return None if difference is None else {"message": str(difference), **asdict(difference)}
 
 
 def first_phase(a: np.ndarray, b: np.ndarray) -> tuple[int, int, int] | None:
-    """(layer, phase, position or block) where two tables [L + 1, P, ...] first differ, in the order of the computation."""
+    """Return the (layer, phase, position or block) where two tables [L + 1, P, ...] first differ, in the order of a
+    pass.
+    """
     places = np.argwhere(a != b)
     return (int(places[0][0]), int(places[0][1]), int(places[0][2])) if len(places) else None
 
 
 def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> int | None:
-    """The first position whose keys or values [positions, G, E] have other bits; the arrays begin at position `first`."""
+    """Return the first position where two lists of KV rows [positions, G, E] differ in a bit.
+
+    first: the position of row 0
+    """
     unequal = np.zeros(len(a[0]), bool)
     for x, y in zip(a, b, strict=True):
         unequal |= (np.ascontiguousarray(x).view(np.uint32) != np.ascontiguousarray(y).view(np.uint32)).any(axis=(1, 2))
@@ -181,7 +194,7 @@ def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> i
 
 
 def changed_row(a: TracedRun, b: TracedRun, layer: int) -> int | None:
-    """The first committed row of a layer that differs although both runs had stored the same values."""
+    """Return the first KV row of a layer that differs now, although the two runs stored equal values."""
     owners, phase = a.session.engine.config.kv_owners, a.store_label
     if layer not in owners:
         return None
@@ -193,7 +206,7 @@ def changed_row(a: TracedRun, b: TracedRun, layer: int) -> int | None:
 
 
 def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | None:
-    """The first phase that differs, or the first KV row that was overwritten after it was stored."""
+    """Return the first phase that differs, or the first KV row that was overwritten after the store phase."""
     found = first_phase(a.hashes, b.hashes)
     if found is not None:
         layer, phase, position = found
@@ -209,7 +222,10 @@ def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | 
 
 
 def where_results_part(a: RunResult, b: RunResult, between: str, note: str = "") -> Difference:
-    """The difference as far as it is known without traces. Layers are numbered among those with KV rows of their own."""
+    """Return the difference of two results without traces.
+
+    The layer is an index into the layers with KV rows, `Config.kv_owners`.
+    """
     layer = next((number for number, (x, y) in enumerate(zip(a.kv, b.kv, strict=True)) if x != y), None)
     row = next((number for number, (x, y) in enumerate(zip(a.rows, b.rows, strict=True)) if x != y), None)
     what = "logits" if layer is None else "keys and values" if row is None else "keys and values, and logits from"
@@ -219,7 +235,7 @@ def where_results_part(a: RunResult, b: RunResult, between: str, note: str = "")
 def locate(
     open_engine: OpenEngine, ids: Sequence[int], a: RunSetting, b: RunSetting, results: tuple[RunResult, RunResult]
 ) -> Difference:
-    """Run both settings again with traces, until they differ again."""
+    """Run two settings again with traces, up to _ATTEMPTS times, until the traces differ."""
     between = f"{a} and {b}"
     with open_engine(a.threads) as one, open_engine(b.threads) as other:
         for _ in range(_ATTEMPTS):
@@ -228,7 +244,7 @@ def locate(
             )
             if found is not None:
                 return found
-    note = f"they were equal {_ATTEMPTS} times when run again with a trace: a race, or a hardware error"
+    note = f"{_ATTEMPTS} more runs with a trace were equal, so the cause is a race or a hardware error"
     return where_results_part(*results, between, note)
 
 
@@ -237,7 +253,7 @@ def locate(
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was checked, and the results in the order of `settings`."""
+    """The settings and results of `verify`. results: one for each setting."""
 
     tokens: int
     reference_tokens: int
@@ -247,7 +263,7 @@ class VerifyReport:
 
     @property
     def different(self) -> tuple[RunSetting, ...]:
-        """The settings whose bits differ from those of the first one."""
+        """The settings whose results differ from the result of the first setting."""
         pairs = zip(self.settings, self.results, strict=True)
         return tuple(setting for setting, result in pairs if result != self.results[0])
 
@@ -265,13 +281,15 @@ class VerifyReport:
         }
 
     def raise_on_mismatch(self) -> None:
-        """Raise MismatchError if anything differed."""
+        """Raise MismatchError if the report has a difference."""
         if self.difference is not None:
             raise MismatchError(str(self.difference))
 
 
 def cost(tokens: int, chunk: int) -> int:
-    """An estimate of the relative time, for progress: a pass costs as much as some tokens, however few it has."""
+    """Return the estimated relative duration, for the progress bar. Reading the weights makes a pass cost 8 tokens
+    more.
+    """
     return tokens + 8 * -(-tokens // chunk)
 
 
@@ -283,7 +301,10 @@ def verify(
     reference_tokens: int = REFERENCE,
     progress: ReportFraction = lambda what, part: None,
 ) -> VerifyReport:
-    """Compare all combinations of threads and chunks with the first one, and that one with the specification on a prefix."""
+    """Compare every combination of threads and chunk size with the first combination.
+
+    The first tokens are also compared with the reference implementation. reference_tokens: the number of these tokens.
+    """
     settings = tuple(RunSetting(count, chunk) for count in dict.fromkeys(threads) for chunk in dict.fromkeys(chunks))
     prefix, results = min(reference_tokens, tokens), []
     total, done = 100 * prefix + sum(cost(tokens, setting.chunk) for setting in settings), 0
@@ -312,12 +333,12 @@ def verify(
         found = locate(open_engine, ids, settings[0], settings[other], (results[0], results[other]))
         return VerifyReport(tokens, prefix, settings, tuple(results), found)
     if results[0].nan:
-        raise ComputationError("all runs agree, but their logits contain NaN, so equal bits prove nothing")
+        raise ComputationError("all runs gave equal bits, but the logits contain NaN, so the comparison proves nothing")
     return report
 
 
 def against_specification(engine: Engine, ids: Sequence[int]) -> Difference | None:
-    """Compare the logits and the KV rows of a prefix, computed in one chunk, with the specification's."""
+    """Compare the logits and KV rows of the ids, computed in one chunk, with the reference implementation."""
     logits, wanted = reference.logits_and_rows(engine, ids)
     made = compute(engine, ids, len(ids))
     expected = RunResult(tuple(row_digests(logits)), tuple(reference.kv_digest(wanted)), bool(np.isnan(logits).any()))

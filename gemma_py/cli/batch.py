@@ -1,8 +1,8 @@
-"""Answer a file of requests, in OpenAI's batch form.
+"""Answer a file of requests in OpenAI's batch format.
 
 Each row of IN is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}; the URL may also be
-/v1/completions or /v1/responses. Each row of OUT has the same custom_id and a response or an error. After an interruption, run the
-same command again: rows that are complete in OUT are not computed again.
+/v1/completions or /v1/responses. Each row of OUT has the custom_id of a request, and a response or an error. To continue after an
+interruption, run the same command again: requests that have a complete row in OUT are skipped.
 
 With --json: {"rows", "before", "done", "failed", "prompt_tokens", "completion_tokens", "seconds"}.
 """
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="IN", help="the requests, one on each line")
-    parser.add_argument("output", type=Path, metavar="OUT", help="the responses; rows are appended if the file exists")
+    parser.add_argument("source", type=Path, metavar="IN", help="the file of requests, one on each line")
+    parser.add_argument("output", type=Path, metavar="OUT", help="the file that responses are appended to")
     add_model(parser)
     add_service(parser)
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(progress: ProgressBar, counts: "Counts") -> None:
-    """Reports progress in steps of 1%, so that a log stays short."""
+    """Report progress in steps of 1%, to keep logs short."""
     left = counts.rows - counts.before
     percent = 100 * counts.done // left if left else 100
     progress(f"{percent}% of {left} rows", counts.done / left if left else 1.0)

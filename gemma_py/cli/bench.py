@@ -1,15 +1,15 @@
-"""Measure how fast a model is here, compared with what this machine can do.
+"""Measure the speed of a model on this machine, and compare it with the limits of the machine.
 
-Tests are named as in llama-bench: pp512 reads a prompt of 512 tokens, tg64 generates 64 tokens one by one, and "@ d2048" means after
-2,048 other tokens. Tokenisation and sampling are not counted. Figures are medians of all rounds, with the standard deviation. Ctrl-C
-shows what has been measured so far.
+Tests are named as in llama-bench: pp512 is the prefill of a prompt of 512 tokens, tg64 is the generation of 64 tokens, and
+"@ d2048" means that the context already holds 2,048 tokens. Tokenisation and sampling are not measured. Figures are medians over
+all rounds, with the standard deviation. Ctrl-C ends the measurement and shows the results so far.
 
-GFLOP/s counts the matrices and attention; GB/s counts the weights and the KV cache, read once in each pass. The machine's limits are
-measured between the tests: multiply-adds of float32 and of pairs of int16, and reading memory, with nothing else running.
-Quantised weights are multiplied as pairs of int16, so their share of the float32 limit may exceed 100%, and what fits into a
-cache is read faster than memory.
+GFLOP/s counts the operations of matrix products and attention. GB/s counts the bytes of the weights and the KV cache, read once
+in each forward pass. The machine's limits are measured between the tests: float32 multiply-adds, multiply-adds of int16 pairs,
+and memory reads. The share of the float32 limit can exceed 100% for quantised weights, because they are multiplied as int16. The
+share of the memory limit can exceed 100% for a small model, because reading a processor cache is faster than reading memory.
 
---shape NAME measures a model of the catalogue before you download it, with random weights of its shape.
+--shape NAME measures a model of the catalogue with random weights, without downloading the model.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _TESTS = (BenchTest(True, 512), BenchTest(True, 2048), BenchTest(False, 64), Ben
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument(
-        "-p", type=naturals, metavar="N,N", help="lengths of prompts to read; 0: none (default: 512,2048)"
+        "-p", type=naturals, metavar="N,N", help="prompt lengths to measure; 0: none (default: 512,2048)"
     )
     parser.add_argument("-n", type=naturals, metavar="N,N", help="numbers of tokens to generate; 0: none (default: 64)")
     parser.add_argument(
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tests(args: argparse.Namespace) -> tuple[BenchTest, ...]:
-    """The tests of all lengths and depths, as in llama-bench; without any of the three flags, four chosen ones."""
+    """Return the tests for all given lengths and depths, or four default tests if -p, -n and -d are not given."""
     if args.p is None and args.n is None and args.d is None:
         return _TESTS
     prompts, new, depths = (
@@ -86,7 +86,7 @@ def tests(args: argparse.Namespace) -> tuple[BenchTest, ...]:
         if tokens
     )
     if not made:
-        raise InputError("nothing to measure: there are neither prompts (-p) nor tokens to generate (-n)")
+        raise InputError("nothing to measure: -p and -n are 0, and at least one of them should be larger")
     return made
 
 
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
         with ProgressBar("measuring", wanted=not args.json and not args.csv) as progress:
             try:
                 bench.run(args.r, args.profile, progress)
-            except KeyboardInterrupt as signal:  # what has been measured so far is shown
+            except KeyboardInterrupt as signal:  # show the results so far, then raise the signal again
                 interrupted = signal
         made = report(engine, bench)
     if args.json:
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def as_csv(made: dict[str, Any]) -> str:
-    """One line for each test. Rounds and phases are in the JSON output only."""
+    """Return the report as CSV, with one line for each test. Rounds and phases are only in the JSON report."""
     common = ("model", "bytes", "parameters")
     rows = [
         {name: made[name] for name in common}

@@ -1,7 +1,8 @@
-"""List or remove what is cached on disk to make the next start fast.
+"""List or remove the files that gemma_py caches on disk to start faster.
 
-The cache holds models put together from packages, weights packed for the kernels, tokenizers and compiled kernels. All of it is
-made again when it is needed. An entry is stale if this version does not read it, or if it was never finished.
+The cache holds models assembled from packages, weights packed for the kernels, tokenizers and compiled kernels. gemma_py creates
+a removed entry again when it needs the entry. An entry is stale if another version of gemma_py wrote it in another format, or
+if writing it was interrupted.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from gemma_py.tokenizer import vocabulary
 from gemma_py.weights import store
 from gemma_py.weights.pack import LAYOUT
 
-# Only files with names like these are listed, and only what is listed is removed.
+# The file names of each kind of entry. Files with other names are neither listed nor removed.
 _KINDS = {
     "models": re.compile(r"[\w.-]+\.gguf"),
     "weights": re.compile(rf"[0-9a-f]{{40}}-(\d+)({re.escape(SUFFIX)}|{re.escape(store.OLD_SUFFIX)})"),
@@ -33,7 +34,10 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class CacheEntry:
-    """name: its kind and file name, as --remove takes them. source: the file that it was made from, where that is known."""
+    """One entry of the cache.
+
+    name: the kind and the file name, as --remove accepts them. source: the file that the entry was made from, if known.
+    """
 
     name: str
     kind: str
@@ -48,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove",
         metavar="NAME",
-        help="remove entries: a listed name, a kind such as weights, the file that they were made from, `stale` or `all`",
+        help="remove entries; NAME is a listed name, a kind such as weights, the file that entries were made from, `stale` or `all`",
     )
 
 
 def all_entries() -> list[CacheEntry]:
-    """All entries of the cache. Files that gemma_py did not make are left out."""
+    """Return all entries of the cache, without files that gemma_py did not create."""
     root = cache_dir()
     return [entry for kind in _KINDS if is_ours(root / kind) for entry in _of_kind(root / kind, kind)]
 
@@ -89,7 +93,7 @@ def _chosen(entries: list[CacheEntry], name: str) -> list[CacheEntry]:
     source = str(Path(name).absolute())
     chosen = [entry for entry in entries if name in (entry.name, entry.kind, entry.path.name) or entry.source == source]
     if not chosen and name not in _KINDS:
-        raise InputError(f"{name!r:.80}: no such entry in the cache; `gemma_py cache` lists all")
+        raise InputError(f"{name!r:.80}: no such entry in the cache; `gemma_py cache` lists all entries")
     return chosen
 
 

@@ -1,12 +1,12 @@
-"""Talk to a model.
+"""Chat with a model.
 
-In a terminal, Enter sends a message, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves, and /help lists the
-commands.
+In a terminal, Enter sends a message, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D ends the chat, and /help lists
+the commands.
 
-With --prompt or piped input, answers go to stdout and everything else to stderr. Every line of piped input is a message or a
-command; `--prompt -` takes all of it as one message. The program ends at the first error.
+With --prompt or piped input, answers go to stdout and everything else to stderr. Each line of piped input is a message or a
+command; `--prompt -` sends all of standard input as one message. The program exits at the first error.
 
-With --json, a line for every answer: {"text", "prompt_tokens", "cached_tokens", "generated_tokens", "prefill_seconds",
+With --json, each answer is printed as one line of JSON: {"text", "prompt_tokens", "cached_tokens", "generated_tokens", "prefill_seconds",
 "decode_seconds", "first_token_seconds", "seed", "finish_reason"}.
 """
 
@@ -77,24 +77,24 @@ def open_screen(args: argparse.Namespace) -> Screen:
         from gemma_py.cli.terminal import Terminal
     except ModuleNotFoundError as error:
         raise InputError(
-            f"a chat in a terminal needs {error.name}: pip install 'gemma_py[chat]' (in a clone: pip install -e '.[chat]'); "
-            "--prompt and piped input work without it"
+            f"a chat in a terminal needs the package {error.name}: pip install 'gemma_py[chat]' (in a clone: pip install -e '.[chat]'); "
+            "--prompt and piped input work without this package"
         ) from None
     return Terminal({f"/{name}": arguments(name) for name in COMMANDS}, markdown=not args.no_markdown)
 
 
 class Chat:
-    """Carries out what a user does with a conversation, on a terminal or through pipes."""
+    """Reads messages and commands from a screen, and shows the answers of a conversation on the screen."""
 
     def __init__(self, conversation: Conversation, screen: Screen) -> None:
         self.conversation, self.screen = conversation, screen
-        self.draft = ""  # the last message, while the user edits it
+        self.draft = ""  # the message that /edit offers for editing
         self.over = False
         if screen.interactive:
             engine = conversation.engine
             screen.note(
                 f"{engine.name}, {count(engine.threads, 'thread')}, context of {engine.context:,} tokens.\n"
-                "/help lists the commands, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D leaves."
+                "/help lists the commands, Alt-Enter begins a new line, Ctrl-C stops an answer, Ctrl-D ends the chat."
             )
         if conversation.template.note is not None:
             screen.note(conversation.template.note)
@@ -109,7 +109,7 @@ class Chat:
                 self.take(line, edited=bool(draft))
 
     def take(self, line: str, edited: bool) -> None:
-        """Handles a message or a command. On a terminal an error is shown and the conversation continues; else it is raised."""
+        """Handle a message or a command. Errors are shown on a terminal, and raised if there is no terminal."""
         try:
             if line.startswith("/"):
                 run_command(self, line)
@@ -127,7 +127,7 @@ class Chat:
             self.screen.note("stopped")
 
     def answer(self, begin: Callable[[], TokenStream]) -> None:
-        """Shows an answer while it is generated. If it is stopped, the conversation keeps what was generated so far."""
+        """Show an answer while it is generated. If the user stops the answer, the conversation keeps the generated part."""
         tokens = self._with_room(begin)
         before = self.conversation.stats
         stopped = False
@@ -155,7 +155,7 @@ class Chat:
             self.screen.note(self._why_cut(stats))
 
     def watch(self, what: str, wanted: Callable[[], bool]) -> Callable[[int, int], None]:
-        """A progress callback, which shows the progress and raises Stopped when the user wants to stop."""
+        """Return a callback that shows the progress of a computation, and raises Stopped if the user wants to stop."""
 
         def progress(done: int, total: int) -> None:
             self.screen.progress(what, done, total)
@@ -181,17 +181,17 @@ class Chat:
                 )
                 if choice not in ("o", "c"):
                     self.conversation.messages = before
-                    raise ContextError("the message was not sent; arrow up brings it back from the history") from None
+                    raise ContextError("the message was not sent; the up arrow key brings the message back") from None
                 del self.conversation.messages[first : first + 2 * (forgotten if choice == "o" else exchanges)]
 
     def _why_cut(self, stats: AnswerStats) -> str:
         if stats.prompt_tokens + stats.generated_tokens >= self.conversation.context:
-            return "the answer was cut off because the context is full: use /undo or /clear, or send a message and choose what to forget"
-        return f"the answer was cut off at {self.conversation.max_tokens} tokens: use /set max_tokens N (or none) and /retry"
+            return "the answer was cut off because the context is full: make room with /undo or /clear"
+        return f"the answer was cut off at {self.conversation.max_tokens} tokens: raise the limit with /set max_tokens N, then use /retry"
 
 
 def summary(stats: AnswerStats, context: int) -> str:
-    """One line with the figures of an answer."""
+    """Return one line of statistics about an answer."""
     cached = f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""
     prompt = f"prompt {count(stats.prompt_tokens, 'token')}{cached} at {stats.prefill_rate:,.0f}/s"
     answer = f"answer {stats.generated_tokens:,}"

@@ -1,4 +1,4 @@
-"""The commands of a chat, which begin with a slash."""
+"""The slash commands of a chat, such as /help."""
 
 import difflib
 import json
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from gemma_py.cli.chat import Chat
 
 FILE = "FILE"
-# The settings of /set and their names in Sampling; max_tokens belongs to the conversation.
+# The names of settings in /set, and their names in Sampling. max_tokens is an attribute of Conversation instead.
 SETTINGS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repeat": "repetition_penalty",
     "presence": "presence_penalty", "frequency": "frequency_penalty", "max_tokens": "max_tokens", "seed": "seed",
 }  # fmt: skip
 _WHOLE = ("top_k", "max_tokens", "seed")
-_SHOWN_TOKENS = 30  # that /tokens shows of a conversation
+_SHOWN_TOKENS = 30  # how many of a conversation's tokens /tokens shows
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ def run_command(chat: "Chat", line: str) -> None:
     command = COMMANDS.get(name)
     if command is None:
         near = difflib.get_close_matches(name, COMMANDS, 1)
-        hint = f"did you mean /{near[0]}?" if near else "/help lists all"
+        hint = f"did you mean /{near[0]}?" if near else "/help lists all commands"
         raise InputError(
-            f"no command /{name:.40}; {hint} (to send a message that begins with a slash, put a space before it)"
+            f"unknown command /{name:.40}; {hint} (a message that begins with a slash needs a space before the slash)"
         )
     argument = argument.strip()
     if argument and not command.argument:
@@ -49,7 +49,7 @@ def run_command(chat: "Chat", line: str) -> None:
 
 
 def arguments(name: str) -> tuple[str, ...]:
-    """The arguments that a command may take, for completion."""
+    """Return the possible arguments of a command, for completion with the Tab key."""
     if name == "set":
         return tuple(SETTINGS)
     return (FILE,) if COMMANDS[name].argument.startswith(FILE) else ()
@@ -85,16 +85,16 @@ def _edit(chat: "Chat", text: str) -> None:
     if text:
         chat.answer(lambda: chat.conversation.edit(text))
     elif not chat.screen.interactive:
-        raise InputError("/edit needs the text: /edit TEXT")
+        raise InputError("/edit needs the new text of the message: /edit TEXT")
     else:
         chat.draft = chat.conversation.last_text()
 
 
 def _set(chat: "Chat", assignment: str) -> None:
-    """/set NAME VALUE changes a setting; /set NAME shows it, and /set shows all."""
+    """Change a setting (/set NAME VALUE), show one (/set NAME), or show all (/set)."""
     name, _, text = assignment.replace("=", " ").partition(" ")
     if name and name not in SETTINGS:
-        raise InputError(f"no setting {name!r:.40}; the settings are {', '.join(SETTINGS)}")
+        raise InputError(f"unknown setting {name!r:.40}; the settings are {', '.join(SETTINGS)}")
     conversation = chat.conversation
     if text.strip():
         value = _value(name, text.strip())
@@ -133,14 +133,14 @@ def _threads(chat: "Chat", number: str) -> None:
         advice = advice_on_threads(engine.threads)
         if advice is not None:
             chat.screen.note(advice)
-    chat.screen.note(f"threads {engine.threads}; no bit of an answer depends on it")
+    chat.screen.note(f"threads {engine.threads}; answers have the same bits with any number of threads")
 
 
 def _stats(chat: "Chat", _: str) -> None:
     conversation = chat.conversation
     stats = conversation.stats
     if stats is None:
-        raise InputError("there is no answer yet")
+        raise InputError("/stats needs an answer, and this chat has none yet")
     rows = {
         "prompt": f"{stats.prompt_tokens:,} tokens, {stats.cached_tokens:,} of them cached",
         "prefill": f"{stats.prefill_seconds:.3f} s, {stats.prefill_rate:,.1f} tok/s",
@@ -170,7 +170,7 @@ def _load(chat: "Chat", name: str) -> None:
 
 def _export(chat: "Chat", argument: str) -> None:
     name, _, form = argument.rpartition(" ")
-    if not name or "." in form or "/" in form:  # the whole argument is a file name, which may contain spaces
+    if not name or "." in form or "/" in form:  # no format given; file names may have spaces
         name, form = argument, "json" if argument.endswith(".json") else "markdown"
     path = Path(name).expanduser()
     chat.conversation.export(path, form)
@@ -178,7 +178,7 @@ def _export(chat: "Chat", argument: str) -> None:
 
 
 def _tokens(chat: "Chat", text: str) -> None:
-    """Shows the tokens of a text, as it is in a message, or of the conversation."""
+    """Show the tokens of a text, or the last tokens of the conversation if no text is given."""
     conversation = chat.conversation
     tokenizer = conversation.engine.text_tokenizer()
     ids = tokenizer.encode(text)[len(tokenizer.encode("")) :] if text else conversation.ids
@@ -208,7 +208,7 @@ def _exit(chat: "Chat", _: str) -> None:
 
 
 def _begin(text: str) -> str:
-    """The beginning of a text, which fits on a line."""
+    """Return the beginning of a text, short enough for one line."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:59] + "…"
 
@@ -222,13 +222,13 @@ COMMANDS = {
     "edit": Command("[TEXT]", "change the last message and send it again", _edit),
     "set": Command("[NAME [VALUE]]", f"show or change a setting: {', '.join(SETTINGS)}", _set),
     "threads": Command("[N]", "show or change the number of worker threads", _threads),
-    "stats": Command("", "show the figures of the last answer", _stats),
+    "stats": Command("", "show statistics about the last answer", _stats),
     "save": Command(FILE, "save the messages, the settings and the KV cache", _save),
     "load": Command(FILE, "continue a saved conversation without computing it again", _load),
     "export": Command("FILE [markdown|json]", "write the messages as text", _export),
     "tokens": Command("[TEXT]", "show the tokens of a text or of the conversation", _tokens),
     "verify": Command(
-        "", "compute the conversation again with other threads and chunks, and compare the bits", _verify
+        "", "recompute the conversation with another number of threads and chunk size, and compare the bits", _verify
     ),
-    "exit": Command("", "leave, as Ctrl-D does", _exit),
+    "exit": Command("", "end the chat, as Ctrl-D does", _exit),
 }

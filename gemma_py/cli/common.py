@@ -1,4 +1,4 @@
-"""What several commands share: arguments, input of tokens, output and notices."""
+"""Helpers that several commands use: arguments, input, output and warnings."""
 
 import argparse
 import json
@@ -32,22 +32,22 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_input(parser: argparse.ArgumentParser, text_flag: str) -> None:
-    """Adds the options for a prompt, of which one must be given: a text, a text file or a file of token ids."""
+    """Add the options for the prompt (a text, a text file or a file of token ids), of which exactly one must be given."""
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument(text_flag, dest="text", metavar="TEXT", help="the text")
     group.add_argument("--file", type=Path, metavar="FILE", help="a file of UTF-8 text; - for standard input")
     group.add_argument(
-        "--ids", type=Path, metavar="FILE", help="a file with a JSON list of token ids, used as they are"
+        "--ids", type=Path, metavar="FILE", help="a file with a JSON list of token ids; no BOS token is added"
     )
 
 
 def positive(text: str) -> int:
-    """Parses an argument that is a whole number of at least 1."""
+    """Parse an argument as a whole number of at least 1."""
     return _number(text, 1)
 
 
 def natural(text: str) -> int:
-    """Parses an argument that is a whole number of at least 0."""
+    """Parse an argument as a whole number of at least 0."""
     return _number(text, 0)
 
 
@@ -57,17 +57,17 @@ def _number(text: str, least: int) -> int:
     except ValueError:
         value = least - 1
     if value < least:
-        raise argparse.ArgumentTypeError(f"should be a whole number, at least {least}, found {text!r}")
+        raise argparse.ArgumentTypeError(f"should be a whole number of at least {least}, found {text!r}")
     return value
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parses whole numbers of at least 1, separated by commas, and drops repeated ones."""
+    """Parse whole numbers of at least 1, separated by commas. Repeated numbers are dropped."""
     return _numbers(text, 1)
 
 
 def naturals(text: str) -> tuple[int, ...]:
-    """Parses whole numbers of at least 0, separated by commas, and drops repeated ones."""
+    """Parse whole numbers of at least 0, separated by commas. Repeated numbers are dropped."""
     return _numbers(text, 0)
 
 
@@ -76,7 +76,7 @@ def _numbers(text: str, least: int) -> tuple[int, ...]:
         return tuple(dict.fromkeys(_number(part, least) for part in text.split(",")))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"should be whole numbers, at least {least}, with commas between, found {text!r}"
+            f"should be whole numbers of at least {least}, separated by commas, found {text!r}"
         ) from None
 
 
@@ -84,7 +84,7 @@ _THREADS = "GEMMA_PY_THREADS"
 
 
 def environment_threads() -> str | None:
-    """The default of --threads. argparse parses it as if it had been given as an argument."""
+    """Return the default of --threads from the environment, as text. argparse parses a default that is text like an argument."""
     return os.environ.get(_THREADS) or None
 
 
@@ -93,7 +93,7 @@ def _threads(text: str) -> int:
 
 
 def teams(text: str) -> tuple[int, ...]:
-    """Parses several numbers of threads."""
+    """Parse numbers of threads, separated by commas."""
     return _from_environment_too(counts, text)
 
 
@@ -101,20 +101,20 @@ def _from_environment_too(read: Callable[[str], T], text: str) -> T:
     try:
         return read(text)
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"(or {_THREADS}) {error}") from None
+        raise argparse.ArgumentTypeError(f"the value (from the command line or {_THREADS}) {error}") from None
 
 
 def notify(message: str) -> None:
-    """Prints one line to stderr: an error or a warning."""
+    """Print an error or a warning to stderr, in one line."""
     print(f"gemma_py: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
 def advice_on_threads(threads: int) -> str | None:
-    """A warning where more threads are asked for than this process has cores; None where it is not needed."""
+    """Return a warning if there are more threads than cores that this process may use, else None."""
     cores = machine.threads()
     if threads <= cores:
         return None
-    return f"{threads} threads are more than the {cores} cores that this process may use, so expect it to be slower"
+    return f"{threads} threads are more than the {cores} cores that this process may use, which makes the computation slower"
 
 
 def warn_of_threads(threads: int) -> None:
@@ -132,18 +132,20 @@ def add_quant(parser: argparse.ArgumentParser) -> None:
 
 
 def note_exceptions(engine: "Engine") -> None:
-    """Says which parts of the checkpoint are not used, and warns about the weights that --quant could not quantise."""
+    """Name the parts of the checkpoint that are left out, and warn about weights that --quant could not quantise."""
     left_out = engine.checkpoint.left_out
     if left_out:
         notify(f"only the text model is used; tensors left out: {parts(left_out)}")
     names = engine.kept_float
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        notify(f"rows are not whole blocks of {engine.quant}, left as floats: {names[0]!r:.80}{more}")
+        notify(
+            f"not quantised, because the row length is not a multiple of the block size of {engine.quant}: {names[0]!r:.80}{more}"
+        )
 
 
 def parts(left_out: Mapping[str, int]) -> str:
-    """The parts of a multimodal checkpoint that are left out, each with its number of tensors."""
+    """Return the left-out parts of a multimodal checkpoint, each with its number of tensors, as text."""
     return ", ".join(f"{name} {count}" for name, count in left_out.items())
 
 
@@ -154,25 +156,25 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         type=_threads,
         default=environment_threads(),
         metavar="N",
-        help=f"number of worker threads, on which no bit of the output depends (default: {_THREADS}, else as many as there "
-        "are physical cores within the process's affinity and quota)",
+        help=f"number of worker threads; the output has the same bits with any number (default: {_THREADS}, else the "
+        "number of physical cores within the process's CPU affinity and quota)",
     )
     parser.add_argument(
         "--context",
         type=positive,
         metavar="N",
-        help="the largest number of tokens in a session (default: the model's limit)",
+        help="the context length in tokens (default: the model's limit)",
     )
 
 
 def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:
-    """The token ids of the prompt that was given. A text gets a BOS token in front; ids are used as they are."""
-    from gemma_py.formats.files import read_json, read_text  # imported late because it imports numpy
+    """Return the token ids of the prompt. A text gets a BOS token in front; no BOS token is added to given ids."""
+    from gemma_py.formats.files import read_json, read_text  # imported here, because numpy would slow down --help
 
     if args.ids is not None:
         ids = read_json(args.ids)
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise InputError(f"{args.ids}: should contain a JSON list of whole numbers")
+            raise InputError(f"{args.ids}: the file should contain a JSON list of token ids")
         return engine.encode(ids)
     if args.file is None:
         return engine.encode(args.text)
@@ -180,12 +182,12 @@ def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:
 
 
 def read_standard_input() -> str:
-    """All of standard input, unchanged."""
-    from gemma_py.formats.files import TEXT_LIMIT  # imported late because it imports numpy
+    """Read all of standard input as UTF-8 text."""
+    from gemma_py.formats.files import TEXT_LIMIT  # imported here, because numpy would slow down --help
 
     data = sys.stdin.buffer.read(TEXT_LIMIT + 1)
     if len(data) > TEXT_LIMIT:
-        raise InputError(f"standard input is larger than the {TEXT_LIMIT} bytes allowed")
+        raise InputError(f"standard input is larger than the limit of {TEXT_LIMIT} bytes")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -193,7 +195,7 @@ def read_standard_input() -> str:
 
 
 def print_json(report: Any) -> None:
-    """Prints one line of JSON, in which infinite numbers and NaN become null."""
+    """Print an object as one line of JSON, with null for NaN and infinite numbers."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
@@ -206,7 +208,7 @@ def print_json(report: Any) -> None:
 
 
 def size(count: float) -> str:
-    """A number of bytes, with its unit."""
+    """Format a number of bytes with a unit, such as "1.5 MiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -215,7 +217,7 @@ def size(count: float) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table with aligned columns, of which the first `left` are text and the others numbers."""
+    """Return a Markdown table. The first `left` columns are aligned to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -1,11 +1,11 @@
 """Continue a text.
 
-By default the most likely token is taken at every step, so the same prompt always gives the same text. With any option of
-sampling, tokens are chosen at random, and options that are not given are as the checkpoint recommends in
+By default, decoding is greedy: the most likely token is chosen at every step, and a prompt always gives the same text. If any
+sampling option is given, tokens are chosen at random. The other sampling options are then taken from the checkpoint's
 generation_config.json.
 
 With --json: {"prompt_ids", "ids", "texts", "logprobs", "text", "finish_reason", "seed", "timings": {"first_token_seconds",
-"decode_seconds", "decode_tokens_per_second"}}. The log-probabilities are the model's own, before any penalty or filter.
+"decode_seconds", "decode_tokens_per_second"}}. The log-probabilities are computed before penalties and sampling filters.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=positive, default=128, metavar="N", help="the largest number of new tokens (default: 128)"
     )
     parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end the output before this text; may be given again"
+        "--stop", action="append", metavar="TEXT", help="end the output before this text; may be given several times"
     )
     add_sampling(parser)
     add_engine(parser)

@@ -1,6 +1,6 @@
 """Describe a checkpoint: its shape, layers, tensor types, sizes, tokenizer and template.
 
-Only the description is read; no weights are loaded.
+The weights are not loaded.
 """
 
 import argparse
@@ -69,10 +69,12 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
 
 
 def norms_of(checkpoint: Checkpoint, layer: int) -> list[str]:
-    """The layer's norms, by the family's names of their gains."""
+    """Return the names of a layer's norm weights, as the model family names them."""
     prefix, specs = f"layers.{layer}.", checkpoint.family.tensors(checkpoint.config)
     return [
-        name.removeprefix(prefix) for name, spec in specs.items() if name.startswith(prefix) and len(spec.shape) == 1
+        name.removeprefix(prefix)
+        for name, spec in specs.items()
+        if name.startswith(prefix) and len(spec.shape) == 1 and not spec.unused
     ]
 
 

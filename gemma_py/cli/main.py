@@ -1,4 +1,4 @@
-"""The command line: parses the arguments, runs a command, and turns every error into one line and an exit code."""
+"""The command line: parse the arguments, run a command, and report every error in one line with an exit code."""
 
 import argparse
 import importlib
@@ -22,19 +22,22 @@ _COMMANDS = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports usage errors in one line."""
+    """An argument parser that reports usage errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message} (see --help)\n")
 
 
 def parser(wanted: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands, or of the one that is wanted: importing the modules of the others would take time."""
+    """Return the parser of the command `wanted`, or of all commands if there is no such command.
+
+    The modules of other commands are not imported, to start faster.
+    """
     top = _Parser(
         prog="gemma_py",
         description="Run Gemma models on CPUs. The same prompt gives the same bits with any number of threads and on any machine.",
         epilog="MODEL is a GGUF file, a Hugging Face directory, a name from `gemma_py models`, or hf:owner/name (or "
-        f"hf:owner/name/file.gguf, with @revision); without it, {DEFAULT_MODEL} is used. "
+        f"hf:owner/name/file.gguf, with @revision); without MODEL, {DEFAULT_MODEL} is used. "
         "Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gemma_py {gemma_py.__version__}")
@@ -47,7 +50,7 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
             help=description.partition("\n")[0].rstrip("."),
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # else `--api-key SECRET` is taken for --api-key-file, and an error prints the secret
+            allow_abbrev=False,  # `--api-key SECRET` must not mean --api-key-file, whose error message would print the secret
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GemmaError as error:
         message = str(error)
     except BrokenPipeError:
-        # The reader of the pipe has left (`... | head`). Python must not try to write to it again at exit.
+        # The reader closed the pipe (`... | head`). Python flushes stdout at exit, which would raise this error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
@@ -79,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(error)
     try:
         sys.stdout.flush()
-    except OSError:  # the error is reported below; Python must not try to write again at exit
+    except OSError:  # Python flushes stdout at exit, which would raise this error again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     notify(message)
     return FAILED
@@ -87,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the caller closed it
+        if getattr(sys, name) is None:  # the parent process closed this stream
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  (it stays open until the process ends)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

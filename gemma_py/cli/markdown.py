@@ -1,8 +1,8 @@
-"""Markdown that is rendered while it is streamed: text appears at once, and every finished block is replaced by its rendering.
+"""Render Markdown while it is streamed: plain text is shown first, and each complete block is replaced by its rendering.
 
-Only the rows of the block itself are erased, and the rendering is written together with that, so nothing flickers. A block stays
-as it was streamed where its rows cannot be counted (it is taller than the window, the window changed, or terminals disagree about
-the width of a character), and where the rendering would lose a letter of it.
+The rows of the plain text are erased and the rendering is printed in one write, to avoid flicker. A block stays plain text if
+the rows to erase are not known: the block is taller than the window, the window was resized, or terminals disagree about the
+width of a character. A block also stays plain text if the rendering would lose one of its letters.
 """
 
 import re
@@ -16,7 +16,7 @@ from rich.markdown import Markdown
 
 _FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
-# HTML, images, reference links and indented code are left as text, because their rendering would drop part of it.
+# HTML, images, reference links and indented code stay plain text, because rendering would drop part of their text.
 _PARSER = (
     MarkdownIt("commonmark", {"html": False})
     .enable(["table", "strikethrough"])
@@ -27,21 +27,21 @@ _CONTROLS |= {0x0A: "\n", 0x09: "    "}
 
 
 def visible(text: str) -> str:
-    """The text with control characters replaced by visible symbols, so that it cannot move the cursor or change the terminal."""
+    """Replace control characters by visible symbols, so that a text cannot move the cursor or change the terminal's state."""
     return text.translate(_CONTROLS)
 
 
 class StreamedMarkdown:
-    """Writes one answer to the console."""
+    """Writes one answer to the console, piece by piece."""
 
     def __init__(self, console: Console, rendered: bool) -> None:
         self._console, self._rendered = console, rendered
         self._block = ""
-        self._open = ""  # the fence that an unfinished code block began with
+        self._open = ""  # the opening fence of the current code block; empty outside code blocks
         self._undisturbed = True
 
     def disturb(self) -> None:
-        """Tells that the window changed, or that something else was written: the rows of this block are unknown then."""
+        """Keep the current block as plain text, because the window was resized or other output moved the block's rows."""
         self._undisturbed = False
 
     def write(self, text: str) -> None:
@@ -88,14 +88,14 @@ class StreamedMarkdown:
         self._emit(f"{to_its_start}\x1b[J{drawn}{end}")
 
     def _draw(self, block: str) -> str | None:
-        """The rendering of a block; None if the block has to stay as it was streamed."""
+        """Return the rendering of a block, or None if the block has to stay plain text."""
         if rows(block, self._console.width) > self._console.height - 2 or any(map(contested, block)):
             return None
         markdown = Markdown(block, hyperlinks=False)
         markdown.parsed = _PARSER.parse(block)
         for token in markdown.parsed:
             for child in token.children or ():
-                if child.type == "softbreak":  # a model means its line breaks as such
+                if child.type == "softbreak":  # keep the model's line breaks, which Markdown would turn into spaces
                     child.type = "hardbreak"
         with self._console.capture() as capture:
             self._console.print(markdown)
@@ -109,7 +109,7 @@ def letters(text: str) -> Counter[str]:
 
 
 def contested(character: str) -> bool:
-    """Whether terminals disagree about the width of a character: joiners, marks, flags and skin tones."""
+    """Return whether terminals disagree about a character's width, as for joiners, combining marks, flags and skin tones."""
     if character.isascii():
         return False
     pair = "\U0001f1e6" <= character <= "\U0001f1ff" or "\U0001f3fb" <= character <= "\U0001f3ff"
@@ -117,7 +117,7 @@ def contested(character: str) -> bool:
 
 
 def rows(text: str, width: int) -> int:
-    """How many rows the cursor goes down when a terminal of this width shows the text."""
+    """Return how many rows the cursor moves down when a terminal of this width prints the text."""
     row = column = 0
     for character in text:
         if character == "\n":

@@ -1,4 +1,4 @@
-"""List the models that have a name, and which of them are available locally."""
+"""List the models that can be used by name, and mark those that are available locally."""
 
 import argparse
 import dataclasses
@@ -34,5 +34,5 @@ def run(args: argparse.Namespace) -> None:
             f"{mark} {entry.name:22} {parameters:>8} {size(entry.bytes):>10}  {entry.format:17} {entry.source:46} {entry.note}"
         )
     print(
-        "* available locally. Models of the hub (hf:) are downloaded when they are first used; most must be agreed to on their page."
+        "* available locally. Models of the hub (hf:) are downloaded at first use; most need you to accept a license on their page."
     )

@@ -1,4 +1,4 @@
-"""Shows the progress of long commands on stderr."""
+"""Show the progress of long commands on stderr."""
 
 import sys
 import time
@@ -13,7 +13,7 @@ from gemma_py.errors import GemmaWarning
 
 
 class ProgressBar:
-    """Draws a bar with the time left where stderr is a terminal, else prints a line for each step. Nothing if not wanted."""
+    """Draws a progress bar if stderr is a terminal, and prints a line for each step otherwise. If not `wanted`, shows nothing."""
 
     def __init__(self, doing: str, wanted: bool) -> None:
         self._doing = doing
@@ -31,7 +31,7 @@ class ProgressBar:
         self._last = what
 
     def _left(self, part: float) -> str:
-        """The time left; an empty text while there is too little to estimate it from."""
+        """Estimate the time left, or return an empty text while it is too early for an estimate."""
         spent = time.monotonic() - self._began
         if part < 0.02 or spent < 1:
             return ""
@@ -42,7 +42,7 @@ class ProgressBar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Clears the bar, so that what is printed next has a line to itself."""
+        """Erase the bar, so that the next output begins on an empty line."""
         if self._bar:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
@@ -51,10 +51,10 @@ _FIRST_LINE_AFTER, _NEXT_LINE_AFTER = 2.0, 3.0  # seconds
 
 
 class LoadProgress:
-    """Shows on stderr the progress that `gemma_py.load` and `resolve` report."""
+    """A progress callback for `gemma_py.load` and `resolve` that prints to stderr."""
 
     def __init__(self) -> None:
-        self._next_line: dict[str, float] = {}  # when the next line of a piece of work is due
+        self._next_line: dict[str, float] = {}  # name of a task -> earliest time of its next line
 
     def __call__(self, what: str, done: int, total: int, unit: str) -> None:
         first = what not in self._next_line
@@ -62,7 +62,7 @@ class LoadProgress:
             self._next_line[what] = time.monotonic() + _FIRST_LINE_AFTER
         if unit == "kernels":
             self._count(what, done, total, first)
-        elif what.startswith("downloading"):  # the hub's own library draws a bar
+        elif what.startswith("downloading"):  # huggingface_hub draws its own progress bar
             _line(f"{what}, {total / (1 << 20):,.0f} MiB, once")
         elif what.startswith("assembling"):
             self._bar(what, done, total, first)
@@ -77,7 +77,7 @@ class LoadProgress:
             _write("\r\x1b[K" + (f"{what}: {done} of {total}" if done < total else ""))
 
     def _bar(self, what: str, done: int, total: int, first: bool) -> None:
-        """A bar on a terminal, one line elsewhere."""
+        """Draw a progress bar if stderr is a terminal, and print one line otherwise."""
         if sys.stderr.isatty():
             full = 30 * done // total
             end = "\n" if done >= total else ""
@@ -88,7 +88,7 @@ class LoadProgress:
 
 @contextmanager
 def shown_warnings() -> Iterator[None]:
-    """Prints the library's warnings as lines on stderr, each once."""
+    """Print gemma_py's warnings to stderr, each on one line and only once."""
     with warnings.catch_warnings():
         default = warnings.showwarning
 

@@ -1,4 +1,4 @@
-"""The options that say how tokens are chosen, for the commands that generate."""
+"""The sampling options of the commands that generate text."""
 
 import argparse
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from gemma_py.generate.options import OPTIONS
 
 _NUMBERS = (
-    ("temperature", float, "0 always takes the most likely token; larger values, up to 2, choose more at random"),
+    ("temperature", float, "0 always takes the most likely token; larger values, up to 2, make the choice more random"),
     ("top-k", int, "choose among the N most likely tokens; 0: among all"),
     ("top-p", float, "choose among the most likely tokens that together have probability X"),
-    ("min-p", float, "choose among tokens whose probability is at least X times that of the most likely one"),
-    ("repetition-penalty", float, "above 1, makes tokens less likely that occur in the prompt or the output"),
+    ("min-p", float, "choose among tokens whose probability is at least X times the highest probability"),
+    ("repetition-penalty", float, "values above 1 make tokens of the prompt and the output less likely to occur again"),
     ("presence-penalty", float, "subtracted from the logit of each token that occurs in the output"),
     ("frequency-penalty", float, "subtracted from the logit of a token for each time it occurs in the output"),
     ("seed", int, "seed of the random choice; the same seed gives the same text, with any number of threads"),
@@ -24,6 +24,6 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, by their names in `Sampling`."""
+    """Return the sampling options that were given, by their names in `Sampling`."""
     given = {name: getattr(args, name, None) for name in OPTIONS}
     return {name: value for name, value in given.items() if value is not None}

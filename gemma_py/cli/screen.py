@@ -1,4 +1,4 @@
-"""What a chat needs of the place where it is shown, and a screen for pipes: answers on stdout, everything else on stderr."""
+"""The interface through which a chat reads and prints, and its implementation for pipes."""
 
 import contextlib
 import dataclasses
@@ -13,35 +13,35 @@ from gemma_py.formats.files import TEXT_LIMIT
 
 
 class Stopped(Exception):
-    """The user stopped a computation."""
+    """Raised when the user stops a computation with Ctrl-C."""
 
 
 class Screen(Protocol):
-    interactive: bool  # a person is there: errors are shown, and the conversation continues
+    interactive: bool  # whether a user is at a terminal, so that errors are shown instead of raised
 
     def read(self, draft: str) -> str | None:
-        """The next message or command; None at the end of input."""
+        """Return the next message or command, or None at the end of input. draft: a text for the user to edit."""
 
     def write(self, text: str) -> None:
-        """Shows the next text of an answer."""
+        """Show the next piece of an answer."""
 
     def end_answer(self, stats: AnswerStats | None) -> None:
-        """Ends the text of an answer. stats: None if there was no answer."""
+        """Finish showing an answer. stats: statistics about the answer, or None if no answer was generated."""
 
     def note(self, text: str) -> None:
-        """Shows a text that is not part of an answer."""
+        """Show a text that is not part of an answer."""
 
     def error(self, text: str) -> None: ...
 
     def waiting(self, what: str) -> None:
-        """Shows what is being done while there is no progress to report; an empty text removes the line."""
+        """Show a status line, such as "loading the model". An empty text removes the line."""
 
     def progress(self, what: str, done: int, total: int) -> None: ...
 
     def ask(self, question: str) -> str: ...
 
     def computing(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-        """A context for a long computation, whose value tells whether the user wants to stop it."""
+        """Return a context manager for a long computation. Its value is a function that says whether the user wants to stop."""
 
 
 class PlainScreen:
@@ -54,7 +54,7 @@ class PlainScreen:
     def read(self, draft: str) -> str | None:
         line = sys.stdin.buffer.readline(TEXT_LIMIT + 1)
         if len(line) > TEXT_LIMIT:
-            raise InputError(f"a line of standard input is larger than the {TEXT_LIMIT} bytes allowed")
+            raise InputError(f"a line of standard input is larger than the limit of {TEXT_LIMIT} bytes")
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -80,7 +80,7 @@ class PlainScreen:
     error = note
 
     def waiting(self, what: str) -> None:
-        pass  # a script does not wait at the screen
+        pass  # there is no status line in a pipe
 
     def progress(self, what: str, done: int, total: int) -> None:
         if sys.stderr.isatty() and (done < total or what != "reading"):
@@ -89,7 +89,7 @@ class PlainScreen:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def ask(self, question: str) -> str:
-        raise InputError(f"there is no terminal to ask at: {question}")
+        raise InputError(f"this question needs a terminal: {question}")
 
     def computing(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
         return contextlib.nullcontext(lambda: False)  # Ctrl-C ends the program

@@ -1,12 +1,12 @@
 """Serve a model over HTTP with OpenAI's API, and a page to chat with.
 
 Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /health, /metrics and
-/openapi.json. The chat page is at /. No bit of a response depends on the other requests that are being served.
+/openapi.json. The chat page is at /. A response has the same bits whichever other requests run at the same time.
 
-By default only this machine can connect. With another --host, give --api-key-file, or --open to serve everybody. After SIGTERM
-or Ctrl-C the server finishes the running requests, for at most --drain seconds; a second signal ends it at once.
+By default only this machine can connect. With another --host, give --api-key-file, or --open to serve without an API key. After
+SIGTERM or Ctrl-C, the server waits for running requests for at most --drain seconds. A second signal ends the server at once.
 
-With --json, one line when the server is ready: {"url", "model", "pid"}.
+With --json, the server prints one line when it is ready: {"url", "model", "pid"}.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from gemma_py.cli.common import add_engine, add_model, natural, note_exceptions,
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.errors import InputError
 
-_HOST = re.compile(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%\w+)?")  # a name, or an IPv4 or IPv6 address
+_HOST = re.compile(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%\w+)?")  # a host name, or an IPv4 or IPv6 address
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,19 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=natural,
         default=64,
         metavar="N",
-        help="requests that may wait beside the running ones; others are refused with 429 (default: %(default)s)",
+        help="requests that may wait while others run; further requests are refused with status 429 (default: %(default)s)",
     )
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="require one of the keys in FILE, which has one on each line"
     )
-    parser.add_argument("--open", action="store_true", help="ask for no key, although other machines can connect")
+    parser.add_argument("--open", action="store_true", help="ask for no API key, even if other machines connect")
     parser.add_argument(
         "--allowed-host",
         type=_host,
         action="append",
         default=[],
         metavar="NAME",
-        help="another host name by which requests may address this server; may be given again",
+        help="accept requests with this host name in the Host header; may be given several times",
     )
     parser.add_argument(
         "--cors",
@@ -58,35 +58,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="allow pages from this origin, such as https://example.org, to use the server; may be given again",
+        help="allow pages from this origin, such as https://example.org, to use the server; may be given several times",
     )
     parser.add_argument(
         "--drain",
         type=natural,
         default=30,
         metavar="N",
-        help="seconds for running requests after SIGTERM or Ctrl-C (default: %(default)s)",
+        help="seconds to wait for running requests after SIGTERM or Ctrl-C (default: %(default)s)",
     )
     add_service(parser)
 
 
 def _host(text: str) -> str:
-    """Parses a name or an address. An IPv6 address may be in brackets, as in a URL."""
+    """Parse a host name or an IP address. An IPv6 address may be in brackets, as in a URL."""
     bare = text[1:-1] if text[:1] + text[-1:] == "[]" else text
     if not _HOST.fullmatch(bare):
-        raise argparse.ArgumentTypeError(f"should be a name or an address alone, found {text!r}")
+        raise argparse.ArgumentTypeError(f"should be a host name or an IP address, without a port, found {text!r}")
     return bare
 
 
 def _port(text: str) -> int:
     port = natural(text)
     if port > 65535:
-        raise argparse.ArgumentTypeError(f"should be a port, 65535 at most, found {text!r}")
+        raise argparse.ArgumentTypeError(f"should be a port number of at most 65535, found {text!r}")
     return port
 
 
 def _origin(text: str) -> str:
-    """Parses an origin, which must be written as browsers send it."""
+    """Parse an origin, which must be written exactly as browsers send it."""
     try:
         parts = urlsplit(text)
         valid = (
@@ -100,16 +100,16 @@ def _origin(text: str) -> str:
 
 
 def add_service(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that `serve` and `batch` share."""
+    """Add the options that `serve` and `batch` share."""
     parser.add_argument(
-        "--name", metavar="NAME", help="the name by which requests ask for the model (default: from MODEL)"
+        "--name", metavar="NAME", help="the name of the model in requests (default: derived from MODEL)"
     )
     parser.add_argument(
         "--parallel",
         type=positive,
         default=8,
         metavar="N",
-        help="responses that are computed at the same time (default: %(default)s)",
+        help="the largest number of requests that run at the same time (default: %(default)s)",
     )
     parser.add_argument(
         "--template",
@@ -130,13 +130,13 @@ def run(args: argparse.Namespace) -> None:
         raise needs_extra(error) from None
     keys = Keys() if args.api_key_file is None else Keys.read(args.api_key_file)
     if args.api_key_file is not None and args.api_key_file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        notify(f"{args.api_key_file}: other users of this machine can read it; chmod 600 prevents that")
+        notify(f"{args.api_key_file}: other users of this machine can read this file; protect it with chmod 600")
     if not (is_loopback(args.host) or keys or args.open):
         raise InputError(
-            f"other machines can connect to {args.host}: give --api-key-file FILE, or --open if anybody may use this server"
+            f"other machines can connect to {args.host}: give --api-key-file FILE, or --open to serve without an API key"
         )
     with (
-        bind(args.host, args.port) as listening,  # an error here comes before the model is loaded
+        bind(args.host, args.port) as listening,  # bind first, to report a port in use before loading
         gemma_py.load(
             args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
         ) as engine,
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> None:
             def ending(live: int) -> None:
                 if live and not args.json:
                     print(
-                        f"ending: waiting up to {args.drain} s for running requests: {live}; a second signal ends at once",
+                        f"shutting down: waiting up to {args.drain} s for running requests: {live}; a second signal ends at once",
                         flush=True,
                     )
 
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> None:
                 print(f"ended; requests cut off: {server.cut_off}", flush=True)
             if server.failure is not None:
                 notify(f"the engine has failed: {server.failure}")
-                os._exit(1)  # a normal exit would wait for its threads, which may never return
+                os._exit(1)  # a normal exit would wait for the engine's threads, which may never end
         finally:
             scheduler.close()
     if server.interrupted:
@@ -178,10 +178,10 @@ def run(args: argparse.Namespace) -> None:
 
 def needs_extra(error: ModuleNotFoundError) -> InputError:
     return InputError(
-        f"this command needs {error.name}: pip install 'gemma_py[serve]' (in a clone: pip install -e '.[serve]')"
+        f"this command needs the package {error.name}: pip install 'gemma_py[serve]' (in a clone: pip install -e '.[serve]')"
     )
 
 
 def model_name(model: str) -> str:
-    """The name of a model for requests: a name of the catalogue unchanged, or the last part of a path."""
+    """Return the default name of a model in requests: the last part of its path, or its name in the catalogue."""
     return Path(model).name.removesuffix(".gguf") or Path(model).resolve().name

@@ -1,9 +1,9 @@
-"""Find the fastest number of threads and chunk size here, and check that no bit depends on either.
+"""Find the fastest number of threads and chunk size, and check that the output has the same bits with all of them.
 
-Each measurement reads a prompt in chunks of one size with one number of threads, then decodes some tokens. Figures are medians of
-all rounds. In brackets is the efficiency: the speed of each thread, relative to a thread of the smallest team. A star marks the
-fastest. The bits of logits, keys and values are compared after every run; if two runs differ, the first difference is named,
-and the exit code is 1. Ctrl-C shows what has been measured so far.
+Each run computes a prompt with one number of threads and one chunk size, then decodes some tokens. Figures are medians over all
+rounds. The efficiency in brackets is the speed per thread, relative to the smallest number of threads. A star marks the fastest
+setting. Logits, keys and values are compared after every run; if two runs differ, the first difference is reported and the exit
+code is 1. Ctrl-C ends the measurement and shows the results so far.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=positive, default=512, metavar="N", help="tokens of the prompt (default: %(default)s)"
     )
     parser.add_argument(
-        "--new", type=positive, default=32, metavar="N", help="tokens to decode after it (default: %(default)s)"
+        "--new", type=positive, default=32, metavar="N", help="tokens to decode after the prompt (default: %(default)s)"
     )
     parser.add_argument(
         "--rounds", type=positive, default=3, metavar="N", help="rounds of measurements (default: %(default)s)"
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def default_teams() -> tuple[int, ...]:
-    """Every number up to 8 cores, then powers of two, all cores, and all hardware threads, to show what those add."""
+    """Return the numbers of threads to measure: 1 to 8, then powers of two, all cores, and all hardware threads."""
     cores, processors = machine.threads(), len(machine.affinity())
     few = range(1, min(cores, 8) + 1)
     return tuple(sorted({*few, *(1 << n for n in range(4, 11) if 1 << n < cores), cores, processors}))
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         with ProgressBar("measuring", wanted=not args.json) as progress:
             try:
                 sweep.run(args.rounds, open_engine, progress)
-            except KeyboardInterrupt as signal:  # what has been measured so far is shown
+            except KeyboardInterrupt as signal:  # show the results so far, then raise the signal again
                 interrupted = signal
         if sweep.points and args.plot is not None:
             sweep.draw(args.plot, f"{engine.name} on {machine.name()}")

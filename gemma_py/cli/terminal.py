@@ -1,4 +1,4 @@
-"""A chat in a terminal: input by prompt_toolkit, output by rich."""
+"""A chat in a terminal, with input by prompt_toolkit and output by rich."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ class Terminal:
         self._moves = not self._console.is_dumb_terminal
         self._markdown = markdown and self._moves
         self._answer: StreamedMarkdown | None = None
-        self._waits = False  # whether a line of `waiting` is on the screen
+        self._waits = False  # whether a status line is on the screen
         self._session: PromptSession[str] | None = None
         if self._moves:
             self._session = PromptSession(
@@ -50,7 +50,7 @@ class Terminal:
         try:
             return FileHistory(private_file(state_dir() / "history"))
         except OSError as error:
-            self.note(f"what you type is not kept in a history: {error}")
+            self.note(f"the history of your messages is not saved: {error}")
             return InMemoryHistory()
 
     def read(self, draft: str) -> str | None:
@@ -68,7 +68,7 @@ class Terminal:
             return None
 
     def _show_message(self, text: str) -> None:
-        """Shows a message as it was typed, or its beginning if it would fill more than half of the window."""
+        """Show a message of the user, shortened if it would fill more than half of the window."""
         shown, room = visible(text).replace("\n", "\n  "), max(3, self._console.height // 2)
         while rows(f"> {shown}", self._console.width) >= room:
             shown = f"{shown[: len(shown) * 3 // 4].rstrip()} …"
@@ -103,7 +103,7 @@ class Terminal:
         if self._moves and (what or self._waits):
             line = Text(visible(what))
             line.truncate(max(1, self._console.width - 1), overflow="ellipsis")
-            # The cursor goes back to the start of the line, so that what is printed next overwrites it.
+            # The last \r moves the cursor to the start of the line, so that the next output overwrites the status line.
             self._console.file.write(f"\r\x1b[K{line.plain}\r")
             self._console.file.flush()
             self._waits = bool(what)
@@ -113,7 +113,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[Callable[[], bool]]:
-        """The first Ctrl-C asks to stop at the next token or chunk; the second one interrupts at once."""
+        """Handle signals during a computation: the first Ctrl-C stops it at the next token or chunk, the second one at once."""
         asked: list[int] = []
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -126,9 +126,9 @@ class Terminal:
                 self._answer.disturb()
 
         def leave(number: int, frame: FrameType | None) -> None:
-            self._give_back(keys)  # while this process is suspended, the shell uses the terminal
+            self._give_back(keys)  # the shell uses the terminal while this process is suspended
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)  # the kernel ignores it where no shell could resume this process
+            os.kill(os.getpid(), number)  # the kernel ignores SIGTSTP if no shell could resume this process
             signal.signal(number, leave)
             self._silence()
 
@@ -149,10 +149,10 @@ class Terminal:
                 signal.signal(number, handler)
 
     def _silence(self) -> None:
-        """Turns echo off, so that what is typed during an answer waits for the next prompt instead of appearing in the text.
+        """Turn echo off, so that keys typed during an answer wait for the next prompt and do not appear in the answer.
 
-        Where prompt_toolkit reads the next message, keys are passed on one by one: the kernel would cut a line at 4,096
-        characters, and each line of a paste would become a message. Ctrl-C does not discard what was typed before it.
+        If prompt_toolkit reads the next message, canonical mode is turned off as well: it would cut lines at 4,096 characters
+        and make each line of a pasted text a message of its own. NOFLSH keeps the typed keys when Ctrl-C is pressed.
         """
         now = termios.tcgetattr(sys.stdin)
         now[3] = now[3] & ~termios.ECHO | termios.NOFLSH
@@ -185,7 +185,7 @@ def _keys() -> KeyBindings:
 
 
 def _completer(commands: Mapping[str, tuple[str, ...]]) -> Completer:
-    """Completes commands and their arguments."""
+    """Return a completer for the commands and their arguments."""
     following: dict[str, Completer | dict[str, None] | None] = {
         name: PathCompleter(expanduser=True) if words == (FILE,) else dict.fromkeys(words) or None
         for name, words in commands.items()

@@ -1,10 +1,11 @@
-"""Check on this machine that no bit depends on the number of threads or the chunk size.
+"""Check that this machine computes the same bits with every number of threads and every chunk size.
 
-A fixed prompt is computed with every number of threads and every chunk size (a chunk of 1 is decoding token by token). The logits
-of all tokens and all keys and values must have the same bits, and for the first tokens the bits of the specification. If two
-runs differ, the first layer, phase, position and worker are named, and the exit code is 1.
+A fixed prompt is computed with each number of threads and each chunk size; chunks of 1 are decoding token by token. The logits of
+all tokens, and all keys and values, must have the same bits in all runs. For the first tokens, they must also have the bits of
+the specification (gemma_py.reference). If two runs differ, the layer, phase, position and worker of the first difference are
+reported, and the exit code is 1.
 
---trace FILE writes digests of every phase; --against FILE compares with such digests from another machine.
+To compare two machines, write digests of every phase with --trace FILE on one, and read the file with --against FILE on the other.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         return gemma_py.load(args.model, threads=threads, quant=args.quant, progress=LoadProgress())
 
     with ProgressBar("checking", wanted=not args.json) as progress:
-        with open_engine(max(args.threads)) as engine:  # invalid arguments are errors before the long computation
+        with open_engine(max(args.threads)) as engine:  # reports invalid arguments before the long computation
             note_exceptions(engine)
             wanted, theirs = args.tokens, None
             if args.against is not None:
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(args: argparse.Namespace, report: verify.VerifyReport, apart: verify.Difference | None) -> None:
-    """Prints the JSON object, or a table and what it means. A difference is raised as an error afterwards."""
+    """Print the result as JSON, or as a table with an explanation."""
     if args.json:
         table = report.as_json()
         if args.against is not None and report.difference is None:
@@ -104,7 +105,7 @@ def show(args: argparse.Namespace, report: verify.VerifyReport, apart: verify.Di
 
 
 def grid(report: verify.VerifyReport) -> str:
-    """A table of digests by threads and chunks, with a star where they differ from the first run."""
+    """Return a table with the digest of each run. A star marks digests that differ from the digest of the first run."""
     chunks = list(dict.fromkeys(setting.chunk for setting in report.settings))
     digests = {setting: result.digest[:8] for setting, result in zip(report.settings, report.results, strict=True)}
     lines = ["threads" + "".join(f"{f'chunks of {chunk}':>16}" for chunk in chunks)]

@@ -1,1 +1,1 @@
-"""Bytes on disk to arrays, nothing else: GGUF, safetensors, JSON."""
+"""Readers and writers of files: GGUF, safetensors and JSON."""

@@ -1,9 +1,9 @@
-"""The tensor types: blocks of bytes to codes and scales, and to float32.
+"""Tensor types: conversion of blocks of bytes to codes and scales, and to float32.
 
-A quantised value is `scale * code` or `scale * code -+ minimum`, where a scale (and a minimum) serves `group`
-neighbouring values. `unpack` gives the integer codes and the scales; `dequantise` gives the values, with the same bits
-as the `gguf` package's numpy code, and so does `pack`, the way back. Everything here is elementwise: no sum is formed, so
-numpy may do it.
+A quantised value is `scale * code`, `scale * code + minimum` or `scale * code - minimum`, where each group of `group`
+neighbouring values has one scale and one minimum. `unpack` returns integer codes and scales. `dequantise` returns
+float32 values, and `pack` quantises them, each with the same bits as the numpy code of the `gguf` package. Nothing is
+summed here, so numpy's order of operations cannot change a bit.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,10 @@ import numpy as np
 
 
 class Minimum(Enum):
-    """How a format's minimum enters a value. (The sign is kept apart so that even a NaN keeps its bits.)"""
+    """How a format's minimum enters a value: value = scale * code + minimum, or value = scale * code - minimum.
+
+    The minimum is subtracted, not negated and added, because negation would change the bits of a NaN.
+    """
 
     NONE = 0
     ADDED = 1
@@ -23,9 +26,14 @@ class Minimum(Enum):
 
 
 class Unpacked(NamedTuple):
-    """A scale is the block's scale, times the sub-scale of its group in formats that have sub-scales; a minimum likewise.
+    """The codes and scales of the blocks of a quantised tensor.
 
-    codes: int8 [blocks, block]   block_scales: float16 [blocks, 1]   sub_scales: int8 [blocks, block / group]
+    In formats with sub-scales, a group's scale is the block scale times the group's sub-scale. In other formats, it is
+    the block scale. Minimums are computed likewise from their own block scales and sub-scales.
+
+    codes: int8 [blocks, block]
+    block_scale, minimum_block_scale: float16 [blocks, 1]
+    sub_scales, minimum_sub_scales: int8 [blocks, block / group]
     """
 
     codes: np.ndarray
@@ -36,23 +44,27 @@ class Unpacked(NamedTuple):
 
     @property
     def scales(self) -> np.ndarray:
-        """f32 [blocks, groups]"""
+        """Return the scale of each group: f32 [blocks, groups]."""
         return scales_of(self.block_scale, self.sub_scales)
 
     @property
     def minimums(self) -> np.ndarray | None:
-        """f32 [blocks, groups]"""
+        """Return the minimum of each group, f32 [blocks, groups], or None in formats without minimums."""
         return (
             None if self.minimum_block_scale is None else scales_of(self.minimum_block_scale, self.minimum_sub_scales)
         )
 
 
 def scales_of(block_scales: np.ndarray, sub_scales: np.ndarray | None) -> np.ndarray:
-    """f32 [rows, groups], exact products of block_scales: float16 [rows, blocks] and sub_scales: int8 [rows, groups], or None."""
+    """Return the scale of each group, f32 [rows, groups]: block scale times sub-scale, which is exact in f32.
+
+    block_scales: float16 [rows, blocks]
+    sub_scales: int8 [rows, groups], or None in formats without sub-scales
+    """
     wide = block_scales.astype(np.float32)
     if sub_scales is None:
         return wide
-    # Scales of a malicious file may be infinite; callers that need finite ones check for them.
+    # A malicious file may have infinite scales. Callers that need finite scales check for them.
     with np.errstate(invalid="ignore"):
         return wide.repeat(sub_scales.shape[1] // block_scales.shape[1], 1) * sub_scales.astype(np.float32)
 
@@ -60,28 +72,29 @@ def scales_of(block_scales: np.ndarray, sub_scales: np.ndarray | None) -> np.nda
 @dataclass(frozen=True)
 class BlockType:
     name: str
-    block: int  # values a block
-    bytes: int  # bytes a block
-    group: int = 0  # values a scale; 0: a float type
-    width: int = 0  # bits that hold a code without loss, once `offset` is added: 4, 5, 6 or 8
+    block: int  # values per block
+    bytes: int  # bytes per block
+    group: int = 0  # values per scale; 0 for a float type
+    width: int = 0  # bits that hold any code after `offset` is added: 4, 5, 6 or 8
     offset: int = 0
     minimum: Minimum = Minimum.NONE
     unpack: Callable[[np.ndarray], Unpacked] | None = None
     widen: Callable[[np.ndarray], np.ndarray] | None = None
-    pack: Callable[[np.ndarray], np.ndarray] | None = (
-        None  # uint8 [blocks, bytes] of finite values: f32 [blocks, block]
-    )
+    pack: Callable[[np.ndarray], np.ndarray] | None = None  # from finite f32 [blocks, block] to uint8 [blocks, bytes]
 
     @property
     def quantised(self) -> bool:
         return self.group > 0
 
     def dequantise(self, blocks: np.ndarray) -> np.ndarray:
-        """f32 [blocks, block] of blocks: uint8 [blocks, bytes]."""
+        """Return the values of blocks: f32 [blocks, block].
+
+        blocks: uint8 [blocks, bytes]
+        """
         if self.widen is not None:
             return self.widen(blocks)
         assert self.unpack is not None
-        with np.errstate(invalid="ignore", over="ignore"):  # scales may be infinite, see scales_of
+        with np.errstate(invalid="ignore", over="ignore"):  # a malicious file may have infinite scales
             unpacked = self.unpack(blocks)
             codes, scales, minimums = unpacked.codes, unpacked.scales, unpacked.minimums
             values = scales[..., None] * codes.reshape(len(codes), -1, self.group).astype(np.float32)
@@ -95,18 +108,21 @@ class BlockType:
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The f16 at byte `at` of every block, [blocks, 1]."""
+    """Return the f16 at byte `at` of every block: [blocks, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
 def _fields(packed: np.ndarray, width: int, run: int) -> np.ndarray:
-    """Bit fields of `width` bits, the lowest of a run of `run` bytes first: uint8 [blocks, values]."""
+    """Return the bit fields of `width` bits in every block: uint8 [blocks, values].
+
+    Each run of `run` bytes gives the lowest field of every byte first, then the next higher fields, and so on.
+    """
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     return ((packed.reshape(len(packed), -1, 1, run) >> shifts) & np.uint8((1 << width) - 1)).reshape(len(packed), -1)
 
 
 def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
-    """32 bits from byte `at`, bit i for value i, each worth 16."""
+    """Return the fifth bits of 32 codes, as 0 or 16. Bit i of the four bytes at byte `at` is that of code i."""
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
@@ -119,19 +135,25 @@ def _q4_0(b: np.ndarray) -> Unpacked:
 
 
 def _inverse(scales: np.ndarray) -> np.ndarray:
-    """1 / scale; 0 where the scale is. Infinite where the scale is so small that its f16 is zero whatever the codes are."""
+    """Return 1 / scale, or 0 where the scale is 0.
+
+    The result is infinite for the smallest scales. Codes do not matter then, because such a scale is 0 as f16.
+    """
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(scales == 0, np.float32(0), np.float32(1) / scales)
 
 
 def _scaled_block(scales: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # a scale too large for f16 becomes infinite, which the caller must refuse
+    with np.errstate(over="ignore"):  # a scale too large for f16 becomes infinite; the caller rejects it
         stored = scales.astype(np.float16).view(np.uint8)
     return np.concatenate([stored, codes], axis=1)
 
 
 def _to_q4_0(values: np.ndarray) -> np.ndarray:
-    """The first of the largest values becomes -8, whatever its sign; a code halfway between two is rounded up."""
+    """Quantise values to Q4_0, such that the value of largest magnitude gets the code -8.
+
+    If several values have that magnitude, the first one gets -8. A value halfway between two codes is rounded up.
+    """
     largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
     scales = largest / np.float32(-8)
     with np.errstate(invalid="ignore"):
@@ -157,7 +179,10 @@ def _q8_0(b: np.ndarray) -> Unpacked:
 
 
 def _to_q8_0(values: np.ndarray) -> np.ndarray:
-    """The largest magnitude becomes 127; a code halfway between two is rounded away from zero."""
+    """Quantise values to Q8_0. The value of largest magnitude gets the code 127 or -127.
+
+    A value halfway between two codes is rounded away from zero.
+    """
     scales = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
     with np.errstate(invalid="ignore"):
         codes = values * _inverse(scales)
@@ -173,14 +198,14 @@ def _q2_k(b: np.ndarray) -> Unpacked:
 
 
 def _q3_k(b: np.ndarray) -> Unpacked:
-    # A set bit in the mask means "nothing to subtract", so the third bit counts 4 and 4 is always taken away.
+    # Q3_K subtracts 4 from codes whose mask bit is 0. This code adds 4 for a mask bit of 1 and always subtracts 4.
     codes = _fields(b[:, 32:96], 2, 32) | (_fields(b[:, :32], 1, 32) << np.uint8(2))
     scales = _fields(b[:, 96:104], 4, 8) | (_fields(b[:, 104:108], 2, 4) << np.uint8(4))
     return Unpacked(_signed(codes, 4), _half(b, 108), _signed(scales, 32))
 
 
 def _six_bit_pairs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight 6-bit scales and eight 6-bit minimums in twelve bytes, [blocks, 8] each."""
+    """Return eight 6-bit scales and eight 6-bit minimums, [blocks, 8] each, from twelve bytes of every block."""
     scales, minimums, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     top = np.uint8(0x30)
     scales = np.concatenate([scales & np.uint8(63), rest & np.uint8(15) | scales >> np.uint8(2) & top], axis=1)
@@ -247,6 +272,5 @@ _QUANTISED = (
     BlockType("IQ4_XS", 256, 136, 32, 8, 0, unpack=_iq4_xs),
 )
 TYPES = {kind.name: kind for kind in (F32, F16, BF16, *_QUANTISED)}
-QUANTS = {
-    kind.name.lower(): kind for kind in TYPES.values() if kind.pack is not None
-}  # types that floats can be quantised to
+# The types to which floats can be quantised.
+QUANTS = {kind.name.lower(): kind for kind in TYPES.values() if kind.pack is not None}

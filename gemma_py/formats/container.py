@@ -1,7 +1,7 @@
-"""The container of every file that we write: safetensors, with a checksum in its metadata.
+"""The format of every file that gemma_py writes: safetensors, with a checksum in the metadata.
 
-The `safetensors` package reads it. Its own writer needs all tensors in memory at once and cannot begin the data at a page,
-so the header is written here.
+The `safetensors` package reads these files. The package's writer is not used, because it needs all tensors in memory at
+once and cannot align the data to a page.
 """
 
 import hashlib
@@ -23,21 +23,21 @@ _BLOCK = 1 << 22
 
 
 class Spec(NamedTuple):
-    """A tensor that is to be written."""
+    """The dtype and shape of a tensor that will be written."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def dtype_name(kind: np.dtype) -> str:
-    """What safetensors calls a numpy type."""
+    """Return the safetensors name of a numpy dtype."""
     return next(name for name, known in NUMPY_TYPES.items() if np.dtype(known) == kind and name != "BF16")
 
 
 def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str], alignment: int = 64) -> bytes:
-    """The header of a file of these tensors, padded with spaces so that the first one begins at a multiple of `alignment`.
+    """Return the header of a file, padded with spaces so that the first tensor begins at a multiple of `alignment`.
 
-    Its metadata has a digest, which is zeros until `with_digest` sets it.
+    The metadata contains a digest of zeros, which `with_digest` replaces.
     """
     table: dict[str, Any] = {"__metadata__": {_DIGEST: _NO_DIGEST, **metadata}}
     first = 0
@@ -51,12 +51,15 @@ def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str], alignmen
 
 
 def with_digest(header: bytes, digest: str) -> bytes:
-    """The header with this digest in place of the zeros; digest: 64 hexadecimal digits."""
+    """Return the header with `digest`, 64 hexadecimal digits, in place of the digest of zeros."""
     return header.replace(_digest_field(_NO_DIGEST), _digest_field(digest), 1)
 
 
 def without_digest(header: bytes, metadata: Mapping[str, str]) -> bytes:
-    """The header as it was when its digest was computed; metadata: its own."""
+    """Return the header with the digest replaced by zeros, as it was when the digest was computed.
+
+    metadata: the metadata of the header, which contains the digest
+    """
     return header.replace(_digest_field(metadata.get(_DIGEST, "")), _digest_field(_NO_DIGEST), 1)
 
 
@@ -67,7 +70,7 @@ def _digest_field(digest: str) -> bytes:
 def write_arrays(
     file: BinaryIO, specs: Mapping[str, Spec], arrays: Iterable[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Write a file of our own: the arrays in the order of their specs, and the sha256 of all of it in the metadata."""
+    """Write the arrays in the order of their specs, and the sha256 of the whole file in the metadata."""
     header = make_header(specs, metadata)
     digest = hashlib.sha256(header)
     file.write(header)
@@ -81,17 +84,20 @@ def write_arrays(
 
 
 def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The arrays and the metadata of a file that `write_arrays` wrote, mapped; FormatError where its digest is wrong."""
+    """Return the arrays (memory-mapped) and the metadata of a file that `write_arrays` wrote.
+
+    A wrong checksum raises FormatError.
+    """
     data = map_file(path)
     header = read_header(path, len(data))
     if _DIGEST not in header.metadata:
-        raise FormatError(f"{path}: not a file that gemma_py wrote")
+        raise FormatError(f"{path}: not a file that gemma_py wrote, because its metadata has no sha256")
     digest = hashlib.sha256(without_digest(data[: header.size].tobytes(), header.metadata))
     for first in range(header.size, len(data), _BLOCK):
         digest.update(data[first : first + _BLOCK].data)
     drop_pages(data)
     if digest.hexdigest() != header.metadata.get(_DIGEST):
-        raise FormatError(f"{path}: damaged: its checksum is not that of its content")
+        raise FormatError(f"{path}: the file is damaged, because its content does not match its checksum")
     arrays = {
         name: data[first:last].view(NUMPY_TYPES[dtype]).reshape(shape)
         for name, (dtype, shape, first, last) in header.entries.items()

@@ -1,4 +1,4 @@
-"""Files as read-only memory, and strict JSON."""
+"""Reading of files: memory-mapped, or as text, bytes or strict JSON up to a size limit."""
 
 import json
 import mmap
@@ -11,16 +11,16 @@ import numpy as np
 
 from gemma_py.errors import FormatError, ModelNotFoundError
 
-JSON_LIMIT = 16 << 20  # bytes; parsing may take thirty times as much
+JSON_LIMIT = 16 << 20  # bytes; the parsed document may need thirty times as much memory
 TEXT_LIMIT = 16 << 20
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def map_file(path: Path) -> np.ndarray:
-    """The whole file as read-only uint8 [size], mapped, not read.
+    """Return the whole file as a read-only, memory-mapped array: uint8 [size].
 
-    Hazard: a file that another process truncates while it is mapped ends this process with SIGBUS at the next read;
-    no runtime that maps its weights can prevent that. Replacing the file (rename) is safe.
+    Hazard: if another process truncates the file while it is mapped, a later access kills this process with SIGBUS. No
+    runtime that maps its weights can prevent that. Replacing the file with rename() is safe.
     """
     _check_regular(path)
     try:
@@ -53,12 +53,12 @@ def file_state(path: Path) -> FileState | None:
 
 
 def drop_pages(array: np.ndarray) -> None:
-    """Release the memory of an array of a mapped file; the next read loads it from the file again."""
+    """Release the memory pages of a mapped array. A later access loads the data from the file again."""
     _advise(array, mmap.MADV_DONTNEED)
 
 
 def advise_random(array: np.ndarray) -> None:
-    """Tell the system that reads of this array of a mapped file are scattered, because it otherwise reads ahead."""
+    """Tell the operating system that a mapped array is read at random places, so that the system does not read ahead."""
     _advise(array, mmap.MADV_RANDOM)
 
 
@@ -73,7 +73,10 @@ def _advise(array: np.ndarray, advice: int) -> None:
 
 
 def _check_regular(path: Path) -> None:
-    """Opening a pipe would wait for a writer, and a device may have no end."""
+    """Raise an error unless the path is a regular file.
+
+    Opening a pipe would wait for a writer, and reading a device may never end.
+    """
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -85,14 +88,20 @@ def _check_regular(path: Path) -> None:
 
 
 def present(path: Path) -> bool:
-    """Whether an optional file exists. A dangling link is an error, because it means a broken download."""
+    """Return whether an optional file exists.
+
+    A dangling symbolic link raises FormatError, because it means that a download is broken.
+    """
     if path.is_symlink() and not path.exists():
-        raise FormatError(f"{path}: a dangling link")
+        raise FormatError(f"{path}: a dangling link, whose target does not exist")
     return path.exists()
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
-    """JSON without duplicate keys, NaN, or nesting that exhausts the stack."""
+    """Parse strict JSON. Duplicate keys, NaN, half surrogate pairs and too deep nesting raise FormatError.
+
+    where: the name of the source in error messages
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
@@ -100,32 +109,32 @@ def parse_json(data: bytes | str, where: str) -> Any:
             seen: set[str] = set()
             for key, _ in pairs:
                 if key in seen:
-                    raise FormatError(f"{where}: the key {key!r:.80} is there twice")
+                    raise FormatError(f"{where}: the key {key!r:.80} appears twice")
                 seen.add(key)
         return table
 
     def constant(name: str) -> None:
-        raise FormatError(f"{where}: {name} is not JSON")
+        raise FormatError(f"{where}: {name} is not a JSON value")
 
     try:
-        # json would guess UTF-16 and let encoded surrogates through.
+        # Bytes are decoded before json.loads, which would also accept UTF-16 and encoded surrogates.
         text = data if isinstance(data, str) else data.decode("utf-8")
         document = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
         if _ESCAPED_SURROGATE.search(text):
             json.dumps(document, ensure_ascii=False).encode("utf-8")
         return document
     except UnicodeEncodeError:
-        raise FormatError(f"{where}: half a surrogate pair, which is not a character") from None
+        raise FormatError(f"{where}: a string has half a surrogate pair, which is not a character") from None
     except UnicodeDecodeError as error:
         raise FormatError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
-        raise FormatError(f"{where}: nested too deeply") from None
+        raise FormatError(f"{where}: the JSON document is nested too deeply") from None
     except ValueError as error:
         raise FormatError(f"{where}: not valid JSON: {error}") from None
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
-    """The JSON document in a file of bounded size."""
+    """Parse the JSON document in a file of at most `limit` bytes."""
     return parse_json(read_bytes(path, limit), str(path))
 
 
@@ -146,5 +155,5 @@ def read_bytes(path: Path, limit: int) -> bytes:
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error}") from error
     if len(data) > limit:
-        raise FormatError(f"{path}: larger than the {limit} bytes allowed here")
+        raise FormatError(f"{path}: the file is larger than the {limit} bytes allowed")
     return data

@@ -1,7 +1,8 @@
-"""GGUF: a memory-mapped reader that validates everything it reads.
+"""GGUF: a memory-mapped reader that validates every field.
 
-Layout: magic, version, counts, metadata (key, type, value)*, tensor records (name, dims, type, offset)*, padding, data.
-Every count is compared with the remaining bytes of the file before memory of that size is allocated.
+The layout of a file is: magic, version, counts, metadata (key, type, value)*, tensor records (name, dims, type,
+offset)*, padding, data. Before memory is allocated for a count, the count is compared with the remaining bytes of the
+file.
 """
 
 import re
@@ -20,15 +21,16 @@ from gemma_py.formats.tensor import StoredTensor
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-_SMALLEST_FIELD = 8 + 4 + 1  # an empty key, a type, one byte
-_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension
+_SMALLEST_FIELD = 8 + 4 + 1  # bytes: length of an empty key, type, a value of one byte
+_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes: length of an empty name, rank, one dimension, type, offset
 _LARGEST_ALIGNMENT = 1 << 16
-_MOST_STRINGS = 1 << 24  # of an array; vocabularies have 2^18
-_MANY, _LIKELY_TEXT = 1000, 20  # strings worth looking at together; bytes that one takes, its length included
-_MOST_LOOKALIKES = 64
+_MOST_STRINGS = 1 << 24  # largest number of strings in an array; Gemma 3's vocabulary has 2^18
+_SEARCH_MINIMUM = 1000  # arrays with fewer strings are read one by one, without `_find_strings`
+_SEARCH_BYTES = 20  # bytes that `_find_strings` searches per string; a vocabulary's strings and lengths take fewer
+_MOST_FALSE_LENGTHS = 64  # `_find_strings` gives up after removing false lengths so many times
 _LARGEST_SHARD_COUNT = 99_999
 
-# GGML's numbers. Those without a name in TYPES are recognised, so that the error can name them.
+# GGML's type numbers. Unsupported types are included, so that an error message can name them.
 _TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -39,7 +41,11 @@ _TYPE_NAMES = {
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """metadata: key to a scalar, a str, a numpy array, or a sequence of str. tensors: by name, in file order."""
+    """The content of a GGUF file, or of all its shards.
+
+    metadata: maps a key to a scalar, a str, a numpy array, or a sequence of str
+    tensors: maps a name to a tensor, in file order
+    """
 
     paths: tuple[Path, ...]
     version: int
@@ -48,7 +54,7 @@ class GGUFFile:
 
 
 class Texts(Sequence[str]):
-    """Strings that stay in the file and are decoded on access: a vocabulary has 262,144."""
+    """Strings that stay in the mapped file and are decoded on access, because a vocabulary has 262,144 strings."""
 
     def __init__(self, data: memoryview, places: np.ndarray, lengths: np.ndarray) -> None:
         self._data, self._places, self._lengths = data, places, lengths
@@ -69,17 +75,18 @@ class Texts(Sequence[str]):
         return str(self._data[first : first + int(self._lengths[number])], "utf-8")
 
 
-def _chain(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """(places, lengths) of `count` strings one behind the other, found at once; None where it takes a closer look.
+def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return (starts, lengths) of `count` strings stored one after the other, or None if the search fails.
 
-    A length below 256 is a byte and seven zeros. Zeros in a string may look like one too: such places are not where the
-    string before ends, and are struck out.
+    Each string follows its length, an int64. A length below 256 is one byte and seven zeros, so the search looks for
+    seven zeros. Zeros inside a string may look like a length. Such a false length does not begin where the previous
+    string ends, and is removed.
     """
     zeros = data == 0
     for step in (1, 2, 3):
-        zeros = zeros[:-step] & zeros[step:]  # runs of 2, of 4, of 7
+        zeros = zeros[:-step] & zeros[step:]  # places where 2, then 4, then 7 zeros begin
     at = np.flatnonzero(zeros[1:])
-    for _ in range(_MOST_LOOKALIKES):
+    for _ in range(_MOST_FALSE_LENGTHS):
         if len(at) < count or at[0] != 0:
             return None
         following = at + 8 + data[at]
@@ -93,7 +100,7 @@ def _chain(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None
 
 
 class _Cursor:
-    """Reads forward through the mapped bytes; every step is checked against the end."""
+    """A reader that moves forward through the mapped bytes and checks every step against the end of the file."""
 
     def __init__(self, path: Path, data: np.ndarray) -> None:
         self.path, self.at, self.size = path, 0, len(data)
@@ -124,14 +131,14 @@ class _Cursor:
             self.fail(f"{what} is not UTF-8: {error.reason} at byte {error.start}")
 
     def texts(self, count: int, what: str) -> Sequence[str]:
-        """Many strings, checked: all at once where they are short and sound, as pieces of a vocabulary are."""
-        window = np.frombuffer(self.bytes, np.uint8)[self.at : self.at + _LIKELY_TEXT * count]
-        found = _chain(window, count) if count >= _MANY else None
+        """Read and check many strings: all at once if they are short and valid, as in a vocabulary, else one by one."""
+        window = np.frombuffer(self.bytes, np.uint8)[self.at : self.at + _SEARCH_BYTES * count]
+        found = _find_strings(window, count) if count >= _SEARCH_MINIMUM else None
         if found is not None:
             places, lengths = found
             end = int(places[-1]) + int(lengths[-1])
             try:
-                # Lengths below 128 are ASCII, so the whole is UTF-8 if every string is.
+                # Decode the strings together with their lengths. A length of 128 or more is not ASCII and fails.
                 str(window[:end].data, "utf-8")
             except UnicodeDecodeError:
                 found = None
@@ -174,7 +181,7 @@ class _Cursor:
     def flag(self, what: str) -> bool:
         value = self.scalar("<B", what)
         if value > 1:
-            self.fail(f"{what} is a boolean of value {value}")
+            self.fail(f"{what} is a boolean of value {value}; 0 or 1 is expected")
         return bool(value)
 
     def array(self, what: str) -> Any:
@@ -182,11 +189,11 @@ class _Cursor:
         count = self.scalar("<Q", f"the length of {what}")
         if kind == _STRING:
             if count > _MOST_STRINGS:
-                self.fail(f"{what} has {count} strings; {_MOST_STRINGS} are allowed")
+                self.fail(f"{what} has {count} strings; at most {_MOST_STRINGS} are allowed")
             self.need(8 * count, f"{what} of {count} strings")
             return self.texts(count, what)
         if kind == _ARRAY:
-            raise UnsupportedError(f"{self.path}: {what} is an array of arrays")
+            raise UnsupportedError(f"{self.path}: {what} is an array of arrays, which is not supported")
         if kind not in _SCALARS:
             self.fail(f"{what} has elements of the unknown type {kind}")
         form = np.dtype(np.uint8 if _SCALARS[kind] == "<?" else _SCALARS[kind])
@@ -197,33 +204,37 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Open one file, or all shards when the name is that of a shard (`-00001-of-0000N.gguf`)."""
+    """Read one GGUF file, or all shards if the name is that of a shard (`-00001-of-0000N.gguf`)."""
     match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
     if match is None:
         file = _read_one(path)
         count = _integer(file.metadata, "split.count", path, 1)
         if count > 1:
-            raise FormatError(f"{path}: one of {count} shards, but its name does not end in -0000N-of-{count:05}.gguf")
+            raise FormatError(
+                f"{path}: the file is one of {count} shards, but its name does not end in -0000N-of-{count:05}.gguf"
+            )
         return file
     count = int(match[3])
     if not 1 <= int(match[2]) <= count <= _LARGEST_SHARD_COUNT:
-        raise FormatError(f"{path}: its name says shard {match[2]} of {match[3]}, which is not a possible number")
+        raise FormatError(
+            f"{path}: the file name says shard {match[2]} of {match[3]}; the numbers should be 1 to {_LARGEST_SHARD_COUNT}"
+        )
     names = [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, count + 1)]
     for name in names:
         if not name.exists():
-            raise FormatError(f"{name}: this shard is missing; {count} are needed")
+            raise FormatError(f"{name}: the shard is missing; all {count} shards are needed")
     return _join([_read_one(name) for name in names])
 
 
 def _integer(metadata: dict[str, Any], key: str, path: Path, default: int) -> int:
     value = metadata.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise FormatError(f"{path}: {key} should be a whole number, found {value!r:.60}")
+        raise FormatError(f"{path}: {key} should be a non-negative integer, found {value!r:.60}")
     return value
 
 
 def _join(shards: list[GGUFFile]) -> GGUFFile:
-    """One file out of shards; the first one's metadata counts."""
+    """Join shards to one file, with the metadata of the first shard."""
     first = shards[0]
     tensors: dict[str, StoredTensor] = {}
     for number, shard in enumerate(shards):
@@ -234,11 +245,11 @@ def _join(shards: list[GGUFFile]) -> GGUFFile:
             raise FormatError(f"{path}: split.no should be {number}, found {shard.metadata.get('split.no')}")
         for name, tensor in shard.tensors.items():
             if name in tensors:
-                raise FormatError(f"{path}: tensor {name!r} is in {tensors[name].path} too")
+                raise FormatError(f"{path}: tensor {name!r} is in this shard and in {tensors[name].path}")
             tensors[name] = tensor
     expected = _integer(first.metadata, "split.tensors.count", first.paths[0], len(tensors))
     if expected != len(tensors):
-        raise FormatError(f"{first.paths[0]}: {expected} tensors expected in all shards, found {len(tensors)}")
+        raise FormatError(f"{first.paths[0]}: {expected} tensors expected in all shards together, found {len(tensors)}")
     return GGUFFile(tuple(shard.paths[0] for shard in shards), first.version, first.metadata, tensors)
 
 
@@ -246,14 +257,14 @@ def _read_one(path: Path) -> GGUFFile:
     data = map_file(path)
     cursor = _Cursor(path, data)
     if bytes(data[:4]) != b"GGUF":
-        cursor.fail("not a GGUF file: it does not begin with 'GGUF'")
+        cursor.fail("not a GGUF file, because the file does not begin with 'GGUF'")
     cursor.at = 4
     version = cursor.scalar("<I", "the version")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         if swapped in (2, 3):
-            raise UnsupportedError(f"{path}: a big-endian GGUF file; only little-endian ones are supported")
-        raise UnsupportedError(f"{path}: GGUF version {version}; 2 and 3 are supported")
+            raise UnsupportedError(f"{path}: a big-endian GGUF file; only little-endian files are supported")
+        raise UnsupportedError(f"{path}: GGUF version {version}; versions 2 and 3 are supported")
     tensor_count = cursor.scalar("<Q", "the number of tensors")
     field_count = cursor.scalar("<Q", "the number of metadata fields")
     cursor.need(field_count * _SMALLEST_FIELD, f"metadata of {field_count} fields")
@@ -261,7 +272,7 @@ def _read_one(path: Path) -> GGUFFile:
     for number in range(field_count):
         key = cursor.text(f"the key of metadata field {number}")
         if key in metadata:
-            cursor.fail(f"the metadata field {key!r:.80} is there twice")
+            cursor.fail(f"the metadata field {key!r:.80} appears twice")
         kind = cursor.scalar("<I", f"the type of {key!r:.80}")
         metadata[key] = cursor.value(kind, f"the metadata field {key!r:.80}")
     alignment = _integer(metadata, "general.alignment", path, 32)
@@ -279,10 +290,10 @@ def _read_tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int)
         name = cursor.text(f"the name of tensor {number}")
         what = f"tensor {name!r:.80}"
         if name in records:
-            cursor.fail(f"{what} is there twice")
+            cursor.fail(f"{what} appears twice")
         rank = cursor.scalar("<I", f"the rank of {what}")
         if not 1 <= rank <= 4:
-            cursor.fail(f"{what} has rank {rank}; 1 to 4 are allowed")
+            cursor.fail(f"{what} has rank {rank}; ranks 1 to 4 are allowed")
         dims = [cursor.scalar("<Q", f"dimension {axis} of {what}") for axis in range(rank)]
         number_of_type = cursor.scalar("<I", f"the type of {what}")
         offset = cursor.scalar("<Q", f"the offset of {what}")
@@ -290,18 +301,22 @@ def _read_tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int)
         if type_name is None:
             cursor.fail(f"{what} has the unknown type {number_of_type}")
         if type_name not in TYPES:
-            raise UnsupportedError(f"{cursor.path}: {what} is of type {type_name}; supported are {', '.join(TYPES)}")
+            raise UnsupportedError(
+                f"{cursor.path}: {what} is of type {type_name}; supported types are {', '.join(TYPES)}"
+            )
         kind = TYPES[type_name]
         size = kind.bytes
-        for dim in dims:  # Python's integers do not wrap
+        for dim in dims:  # Python integers cannot overflow
             size *= dim
         if size == 0 or size // kind.block > len(data):
-            cursor.fail(f"{what} of shape {dims[::-1]} takes {size // kind.block} bytes, the file has {len(data)}")
+            cursor.fail(f"{what} of shape {dims[::-1]} takes {size // kind.block} bytes, but the file has {len(data)}")
         if dims[0] % kind.block:
-            cursor.fail(f"{what} has rows of {dims[0]} values, not whole blocks of {kind.block} as {type_name} needs")
+            cursor.fail(
+                f"{what} has rows of {dims[0]} values, which is not a multiple of {type_name}'s block size {kind.block}"
+            )
         records[name] = (kind, tuple(reversed(dims)), offset, size // kind.block)
     if not records:
-        return {}  # a first shard may hold metadata alone
+        return {}  # the first shard may contain only metadata
     start = -(-cursor.at // alignment) * alignment
     end = 0
     tensors = {}
@@ -309,11 +324,13 @@ def _read_tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int)
         expected = -(-end // alignment) * alignment
         if offset != expected:
             problem = "overlaps the tensor before it" if offset < end else "leaves a gap before it"
-            cursor.fail(f"tensor {name!r:.80} at offset {offset} {problem}: {expected} expected")
+            cursor.fail(f"tensor {name!r:.80} at offset {offset} {problem}; offset {expected} expected")
         end = offset + size
         if start + end > len(data):
             cursor.fail(f"tensor {name!r:.80} ends at byte {start + end}, but the file ends at {len(data)}")
         tensors[name] = StoredTensor(name, kind, shape, data[start + offset : start + end], cursor.path)
     if len(data) - start - end > alignment:
-        cursor.fail(f"{len(data) - start - end} bytes follow the last tensor")
+        cursor.fail(
+            f"{len(data) - start - end} bytes follow the last tensor; at most {alignment} bytes of padding are allowed"
+        )
     return {name: tensors[name] for name in records}

@@ -1,8 +1,8 @@
-"""safetensors files, memory-mapped: one file, or many with an index.
+"""safetensors files, memory-mapped: a single file, or the shards that an index lists.
 
-The `safetensors` package parses and validates every header. It copies what it gives and has no bfloat16 for numpy, so the
-arrays here are views of the mapped file instead: the package says the order, types and shapes of the tensors and guarantees
-that they fill the file without gaps up to its end, which gives every offset.
+The `safetensors` package parses and validates every header. The package copies tensors and has no bfloat16 for numpy,
+so this module returns views of the mapped file instead. The package gives the order, dtypes and shapes of the tensors
+and guarantees that the tensors fill the file up to its end without gaps. Every offset follows from that.
 """
 
 import math
@@ -18,7 +18,7 @@ from gemma_py.formats.files import map_file, read_json
 from gemma_py.formats.tensor import StoredTensor
 
 _WEIGHTS = {"F32": F32, "F16": F16, "BF16": BF16}
-# As which numpy type the values of a dtype are viewed. (numpy has no bfloat16, so its bits are viewed as integers.)
+# The numpy type for each safetensors dtype. numpy has no bfloat16, so BF16 values are viewed as uint16.
 NUMPY_TYPES = {
     "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "U64": "<u8", "I32": "<i4", "U32": "<u4", "I16": "<i2",
     "U16": "<u2", "I8": "i1", "U8": "u1", "BOOL": "?",
@@ -27,7 +27,7 @@ _MOST_DIMENSIONS = 16
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a file, whose bytes are first to last."""
+    """A tensor of a file, whose data are bytes first .. last - 1."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +36,10 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself. size: bytes in front of the first tensor."""
+    """The header of a file.
+
+    size: number of bytes before the first tensor
+    """
 
     entries: dict[str, TensorEntry]
     metadata: dict[str, str]
@@ -44,7 +47,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path, size: int) -> Header:
-    """The header of a file of `size` bytes, validated. Entries are in the order of their offsets."""
+    """Read and validate the header of a file of `size` bytes. The entries are in the order of their offsets."""
     try:
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
@@ -56,7 +59,7 @@ def read_header(path: Path, size: int) -> Header:
     counts = {name: _bytes(path, name, dtype, shape) for name, (dtype, shape) in described.items()}
     start = first = size - sum(counts.values())
     if start < 8:
-        raise FormatError(f"{path}: changed while it was read")
+        raise FormatError(f"{path}: the file changed while it was read")
     entries = {}
     for name, (dtype, shape) in described.items():
         entries[name] = TensorEntry(dtype, shape, first, first + counts[name])
@@ -67,20 +70,28 @@ def read_header(path: Path, size: int) -> Header:
 def _bytes(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if dtype not in NUMPY_TYPES:
         raise UnsupportedError(
-            f"{path}: tensor {name!r:.80}: the type {dtype!r:.40}; supported are {', '.join(_WEIGHTS)}"
+            f"{path}: tensor {name!r:.80} has the type {dtype!r:.40}; supported types are {', '.join(_WEIGHTS)}"
         )
     if len(shape) > _MOST_DIMENSIONS:
-        raise FormatError(f"{path}: tensor {name!r:.80} has {len(shape)} dimensions; {_MOST_DIMENSIONS} are allowed")
+        raise FormatError(
+            f"{path}: tensor {name!r:.80} has {len(shape)} dimensions; at most {_MOST_DIMENSIONS} are allowed"
+        )
     return np.dtype(NUMPY_TYPES[dtype]).itemsize * math.prod(shape)
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of one file, by name. Tensors of types that no text weight has are left out."""
+    """Return the weights of one file by name.
+
+    Tensors that cannot be text weights (integers, masks, tensors without values) are left out.
+    """
     return {name: tensor for name, tensor in _read(path).items() if tensor is not None}
 
 
 def _read(path: Path) -> dict[str, StoredTensor | None]:
-    """None stands for a tensor that is no weight: a counter or mask of integers, or a tensor of no values."""
+    """Return the tensors of one file by name.
+
+    The value is None for a tensor that cannot be a weight: a tensor of integers, a mask, or a tensor without values.
+    """
     data = map_file(path)
     tensors: dict[str, StoredTensor | None] = {}
     for name, (dtype, shape, first, last) in read_header(path, len(data)).entries.items():
@@ -90,28 +101,28 @@ def _read(path: Path) -> dict[str, StoredTensor | None]:
 
 
 def read_index(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of a sharded checkpoint (`model.safetensors.index.json`)."""
+    """Return the weights of a sharded checkpoint by name.    path: the `model.safetensors.index.json`"""
     index = read_json(path)
     table = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(table, dict) or not table:
-        raise FormatError(f"{path}: weight_map should map tensor names to files")
+        raise FormatError(f"{path}: weight_map should map tensor names to files, found {table!r:.80}")
     tensors: dict[str, StoredTensor | None] = {}
     for file in sorted({_shard_name(path, name) for name in table.values()}):
         shard = path.parent / file
         if not shard.exists():
-            raise FormatError(f"{shard}: this shard is missing, {path.name} names it")
+            raise FormatError(f"{shard}: the shard is missing, although {path.name} lists it")
         for name, tensor in _read(shard).items():
             if table.get(name) != file:
                 raise FormatError(f"{shard}: tensor {name!r:.80} is not listed for this file in {path.name}")
             tensors[name] = tensor
     for name, file in table.items():
         if name not in tensors:
-            raise FormatError(f"{path}: tensor {name!r:.80} is not in {file}, which should hold it")
+            raise FormatError(f"{path}: tensor {name!r:.80} is listed for {file}, which does not contain it")
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _shard_name(index: Path, name: Any) -> str:
-    """A plain file name: an index must not lead out of its directory."""
+    """Return the name of a shard, or raise FormatError if the name leads out of the index's directory."""
     if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or len(name) > 255:
-        raise FormatError(f"{index}: weight_map should name files beside it, found {name!r:.80}")
+        raise FormatError(f"{index}: weight_map should name files beside the index, found {name!r:.80}")
     return name

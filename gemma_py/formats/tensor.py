@@ -1,4 +1,4 @@
-"""One stored tensor: where its bytes are and how to read them."""
+"""A stored tensor: where its bytes are, and how they are read."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,11 @@ from gemma_py.formats.blocks import BlockType
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """shape is in numpy's order, rows last: [N, K] has N rows of K. data: uint8, read-only, mapped."""
+    """A tensor in a file.
+
+    shape: in numpy's order, so [N, K] has N rows of K values
+    data: uint8, read-only, memory-mapped
+    """
 
     name: str
     type: BlockType
@@ -24,19 +28,22 @@ class StoredTensor:
         return f"{self.path}: tensor {self.name!r:.80}"
 
     def blocks(self, first: int = 0, last: int | None = None) -> np.ndarray:
-        """uint8 [blocks, bytes] of rows first to last."""
+        """Return the blocks of rows first .. last - 1: uint8 [blocks, bytes]."""
         per_row = self.shape[-1] // self.type.block
         table = self.data.reshape(-1, self.type.bytes)
         return table[first * per_row : None if last is None else last * per_row]
 
     def to_float32(self) -> np.ndarray:
-        """All values as f32, in the stored shape."""
+        """Return all values as f32, in the stored shape."""
         return self.type.dequantise(self.blocks()).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class QuantisedTensor(StoredTensor):
-    """A matrix of floats that reads as blocks of `type`, packed when they are asked for; `data` is the source's."""
+    """A float matrix whose blocks are quantised to `type` each time they are read.
+
+    data: the data of `source`
+    """
 
     source: StoredTensor
 

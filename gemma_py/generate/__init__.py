@@ -1,1 +1,1 @@
-"""From a prompt to tokens: the engine and its sessions, sampling, the text of an answer, and the scheduler of many requests."""
+"""Generation: the engine, sessions, sampling, streaming of text, and the scheduler of concurrent requests."""

@@ -1,7 +1,8 @@
-"""The generation core: requests, and the choice of tokens from logits.
+"""Requests, and the choice of an answer's tokens from logits.
 
-A `Request` is data. A `Generation` is one request checked against a model: it samples each token, streams the text and decides
-when the answer ends. It computes no logits; `Engine`, `Conversation` and `Scheduler` do, and call it.
+A `Request` holds the prompt and the options. A `Generation` checks a request against a model, samples the tokens,
+streams the text and decides when the answer ends. `Engine`, `Conversation` and `Scheduler` compute the logits and call
+a `Generation`.
 """
 
 import math
@@ -17,15 +18,19 @@ from gemma_py.generate.sampling import Sampler, likeliest, log_probabilities
 from gemma_py.runtime.cache import check_context
 from gemma_py.tokenizer import Tokenizer
 
-_MOST_TOP = 100  # alternatives of a token
-TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens at a position with their log probabilities, in order
+_MOST_TOP = 100  # the largest top_logprobs of a request
+TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log probability), likeliest token first
 
 
 @dataclass(frozen=True)
 class Token:
-    """text: the text that this token completes; all texts joined are the answer. logprob: the model's own, before any
-    penalty, temperature or filter; NaN where the request asks for none. finish_reason is None but on the last token: "stop"
-    (an end token or a stop string) or "length".
+    """A generated token.
+
+    text: the text that the token completes; the texts of all tokens, joined, are the answer.
+    logprob: the log probability of the token before penalties, temperature and filters; NaN if the request asks for no
+    log probabilities.
+    finish_reason: None, except for the last token: "stop" (an end token or a stop string) or "length" (max_tokens
+    reached).
     """
 
     id: int
@@ -35,26 +40,34 @@ class Token:
 
 
 class Constraint(Protocol):
-    """A grammar that restricts the tokens of an answer. It has a state, so each request needs its own."""
+    """A grammar that restricts the tokens of one answer. A grammar has state, so requests cannot share one."""
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
-        """The logits [V] themselves if every token is allowed, else a copy with -inf for the tokens that are not."""
+        """Return the logits [V] if every token is allowed, else a copy with -inf for the forbidden tokens."""
 
     def accept(self, token: int) -> None:
-        """Advance the state by the token that was chosen."""
+        """Advance the state of the grammar by the chosen token."""
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete, so that no token may follow."""
+        """Whether the answer is complete, so that generation has to stop."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """ids: the prompt. max_tokens: 0 computes the prompt only, which only the scheduler supports. fit: generate fewer tokens where
-    the context has no room for max_tokens, but at least 1. stop: strings that end the answer. ends: token ids that end it. trim:
-    remove white space at the beginning of the answer. logprobs: whether tokens have log probabilities. top_logprobs: how many of
-    the likeliest tokens to report at each position. scored: report both for the tokens of the prompt too; all of them are then
-    computed, even if the prefix cache has them."""
+    """The prompt and the options of one request.
+
+    ids: the token ids of the prompt.
+    max_tokens: the most tokens to generate. 0 computes only the prompt, and only the scheduler accepts 0.
+    fit: if the context has no room for max_tokens, generate as many tokens as fit instead of raising ContextError.
+    stop: strings that end the answer.
+    ends: token ids that end the answer.
+    trim: remove white space at the beginning of the answer.
+    logprobs: compute the log probability of each token.
+    top_logprobs: the number of likeliest tokens to report at each position.
+    scored: report log probabilities for the prompt's tokens too. The prefix cache is not used then, because
+    cached tokens have no logits.
+    """
 
     ids: Sequence[int]
     max_tokens: int
@@ -70,10 +83,13 @@ class Request:
 
 
 class Generation:
-    """One request in progress. The constructor raises InputError or ContextError if the request is invalid.
+    """A request in progress. The constructor raises InputError or ContextError if the request is invalid.
 
-    prompt: its ids. generated: the tokens chosen so far. top: the likeliest tokens at the position of the last one. max_tokens:
-    the most tokens that the answer can have. sampling: the request's sampling, with a seed.
+    prompt: the token ids of the prompt.
+    generated: the token ids chosen so far.
+    top: the likeliest tokens at the position of the last chosen token.
+    max_tokens: the most tokens that the answer can have within the context.
+    sampling: the sampling options of the request, with a random seed if the request has none.
     """
 
     def __init__(
@@ -94,7 +110,10 @@ class Generation:
         self._stream = TextStream(tokenizer, stop_strings(request.stop), request.trim)
 
     def next(self, logits: np.ndarray) -> Token:
-        """Choose the next token from these logits.    logits: [V], after the prompt and all tokens so far"""
+        """Choose the next token.
+
+        logits: [V], computed from the prompt and all tokens chosen so far
+        """
         constraint = self.request.constraint
         allowed = logits if constraint is None else constraint.allowed(logits)
         token = self._sampler.choose(allowed, self.generated)
@@ -114,12 +133,15 @@ class Generation:
             reason = "length"
         if reason is not None:
             text += self._stream.finish()
-            if self._stream.stopped:  # the text that was held back may complete a stop string
+            if self._stream.stopped:  # `finish` found a stop string
                 reason = "stop"
         return Token(token, text, logprob, reason)
 
     def tokens(self, logits: np.ndarray, decode: Callable[[int], np.ndarray]) -> Iterator[Token]:
-        """Yield the answer's tokens. logits: of the prompt's last token. A token is decoded only when the next one is asked for."""
+        """Yield the tokens of the answer. A token is decoded only when the caller asks for the next one.
+
+        logits: [V], of the last token of the prompt
+        """
         while True:
             token = self.next(logits)
             yield token
@@ -128,7 +150,10 @@ class Generation:
             logits = decode(token.id)
 
     def score(self, logits: np.ndarray, token: int) -> tuple[float, TopLogprobs]:
-        """The token's log probability, and the likeliest tokens with theirs, as many as requested.    logits: [V]"""
+        """Return the log probability of a token, and the `top_logprobs` likeliest tokens with their log probabilities.
+
+        logits: [V]
+        """
         count = self.request.top_logprobs
         ids = likeliest(logits, count)[1].tolist() if count else []
         logprob, *of_ids = log_probabilities(logits, [token, *ids])
@@ -136,7 +161,7 @@ class Generation:
 
 
 def check_ids(ids: Any, vocab_size: int) -> list[int]:
-    """The ids as plain integers; InputError unless there is at least one and all are in the vocabulary."""
+    """Return the ids as a list of int. Raise InputError if there are none or one is outside the vocabulary."""
     try:
         checked = [int(token) for token in ids]
         exact = all(not isinstance(token, bool) and token == n for token, n in zip(ids, checked, strict=True))
@@ -145,7 +170,7 @@ def check_ids(ids: Any, vocab_size: int) -> list[int]:
     if not exact:
         raise InputError("token ids should be whole numbers")
     if not checked:
-        raise InputError("no tokens given")
+        raise InputError("expected at least one token, found none")
     for position, token in enumerate(checked):
         if not 0 <= token < vocab_size:
             raise InputError(f"token id {token} at position {position} is outside the vocabulary of {vocab_size}")
@@ -160,33 +185,35 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The stop strings as a tuple; InputError if one of them is empty."""
+    """Return the stop strings as a tuple. Raise InputError if a stop string is empty."""
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in strings):
-        raise InputError(f"stop should be one string or several, none of them empty, found {stop!r:.60}")
+        raise InputError(f"stop should be a non-empty string or a list of them, found {stop!r:.60}")
     return strings
 
 
 class TextStream:
-    """Decodes ids one by one, without incomplete characters and without stop strings. Each id is decoded once.
+    """Decodes token ids to text, one by one. The text ends before the first stop string.
 
-    Byte tokens are held back until their run ends, because one more byte can make all of it invalid; so is text with which a
-    stop string may begin. `stopped` is set when a stop string is complete; neither it nor the text after it is returned. trim:
-    remove white space at the beginning.
+    Two kinds of text are held back: byte tokens until the next token of another kind, because one more byte can make
+    the sequence invalid UTF-8; and text that may be the beginning of a stop string.
+
+    trim: remove white space at the beginning of the text.
+    stopped: whether a stop string was found.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), trim: bool = False) -> None:
         if stop and tokenizer is None:
-            raise InputError("stop strings need text, and the checkpoint has no tokenizer")
+            raise InputError("stop strings need a tokenizer, but the checkpoint has none")
         self._tokenizer, self._stop, self._trim = tokenizer, tuple(stop), trim
-        self._run: list[int] = []  # ids whose text a later one may change
+        self._run: list[int] = []  # ids held back, because a later byte token may change the text
         self._held_back = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that this token completes."""
+        """Return the text that this token completes, often an empty string."""
         if self._tokenizer is None or token >= self._tokenizer.size:
-            return ""  # the embedding may have more rows than the tokenizer has pieces; such ids have no text
+            return ""  # an id that only pads the embedding matrix has no text
         self._run.append(token)
         final = self._tokenizer.final_prefix(self._run)
         if final == 0:
@@ -196,7 +223,7 @@ class TextStream:
         return self._pass(text)
 
     def finish(self) -> str:
-        """The rest of the text, when no token follows."""
+        """Return the text that is still held back. Called after the last token."""
         if self.stopped:
             return ""
         text = self._pass(self._tokenizer.decode(self._run) if self._tokenizer and self._run else "")
@@ -221,5 +248,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of the text with which the stop string begins."""
+    """Return the length of the longest end of the text that is the beginning, but not the whole, of the stop string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,4 +1,4 @@
-"""The engine: a loaded model, and sessions that each have their own KV cache."""
+"""The engine, which is a loaded model, and sessions, which are token sequences with a KV cache."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,10 +33,10 @@ from gemma_py.weights.tensors import Weights, stays_float
 
 
 class Engine:
-    """Weights, config and tokenizer. Use as a context manager, or close it.
+    """A loaded model: weights, config and tokenizer. Use an engine as a context manager, or call `close`.
 
-    Several sessions may be alive at once and be used from several Python threads; one pass runs at a time. A forked child
-    may use its parent's engine; it gets worker threads of its own.
+    Several sessions can be used at once, from several Python threads; the engine computes one pass at a time. After a
+    fork, the child process can use the engine too, with worker threads of its own.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Engine:
     ) -> None:
         if not is_ieee():
             raise ComputationError(
-                "this thread flushes subnormals to zero or does not round to nearest, so results would have other bits"
+                "this thread flushes subnormals to zero or does not round to nearest, which would change the logits"
             )
         if not isinstance(kv, str) or kv not in KV_TYPES:
             raise InputError(f"kv should be one of {', '.join(KV_TYPES)}, found {kv!r:.40}")
@@ -62,13 +62,15 @@ class Engine:
         if threads is not None and not (_counts(threads) and threads <= _MOST_THREADS):
             raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads!r:.40}")
         if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline <= _LONGEST_DEADLINE:
-            raise InputError(f"deadline should be seconds up to {_LONGEST_DEADLINE}, found {deadline!r:.40}")
+            raise InputError(
+                f"deadline should be at most {_LONGEST_DEADLINE:g} seconds and above 0, found {deadline!r:.40}"
+            )
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.quant = quant
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
-        # At the first start, the tokenizer's tables and the kernels take seconds each.
+        # The tokenizer loads and the kernels compile in the background while the weights are packed.
         with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside, Compilation(kv, progress) as compilation:
             tokenizer = aside.submit(checkpoint.tokenizer)
             packed = packed_weights(checkpoint, quant, progress)
@@ -80,50 +82,59 @@ class Engine:
             self._runner: Runner | None = Runner(program, self.config, threads or machine.threads(), deadline, kv)
 
     def _warm_up(self) -> None:
-        """Compile the kernels of sampling and tokenizer during the first start, so that the first answer does not wait for them."""
+        """Call the kernels of sampling and tokenizer once, so that the first answer does not wait for their
+        compilation.
+        """
         sampling.warm_up()
         if self.tokenizer is not None:
             self.tokenizer.encode("a")
 
     @property
     def name(self) -> str:
-        """The model's name: that of its repository on the hub, or of its file or directory."""
+        """The name of the model's repository on the Hugging Face hub, or else of the model's file or directory."""
         return repository_of(self.path) or self.path.name
 
     @property
     def threads(self) -> int:
-        """Worker threads."""
+        """The number of worker threads."""
         return self.runner.team.workers
 
     @property
     def kv_type(self) -> str:
-        """The type of KV rows: one of `KV_TYPES`."""
+        """The number type of the KV cache: "float32" or "bfloat16"."""
         return self.runner.kv
 
     def reference_weights(self) -> Weights:
-        """The weights for the specification. They are read again, because the engine has only the packed ones."""
+        """Read the weights from the checkpoint again, because the engine has only packed ones and the reference needs
+        plain ones.
+        """
         return self.checkpoint.weights(self.quant)
 
     @property
     def kept_float(self) -> list[str]:
-        """The names of the matrices that stayed float despite `quant`, because their rows are not whole blocks."""
+        """The names of the matrices that `quant` left in float, because their row length is not a multiple of the block
+        size.
+        """
         tensors = self.checkpoint.tensors.values()
         return [] if self.quant is None else [tensor.name for tensor in tensors if stays_float(self.quant, tensor)]
 
     def set_threads(self, threads: int) -> None:
-        """Use another number of worker threads from the next pass on. Sessions stay usable, and results keep their bits."""
+        """Change the number of worker threads. Sessions stay usable, and the logits do not change."""
         if not (_counts(threads) and threads <= _MOST_THREADS):
             raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads!r:.40}")
         self.runner.set_workers(threads)
 
     def session(self, keep: int = 0) -> "Session":
-        """A new session. keep: how many tokens `Session.rewind` must be able to remove."""
+        """Return a new session. keep: the number of tokens that `Session.rewind` must be able to remove."""
         return Session(self, keep)
 
     @property
     def sampling(self) -> Sampling:
-        """The default sampling: the checkpoint's recommendation. Without one, it is Google's recommendation for Gemma if the model has a
-        chat template, and greedy for a base model."""
+        """The default sampling options, as the checkpoint recommends them.
+
+        A checkpoint without a recommendation gets Google's recommendation for Gemma, or greedy decoding if the model is
+        a base model without a chat template.
+        """
         if self._recommended is None:
             own = self.checkpoint.chat_template
             base = own is None and self.tokenizer is not None and self.template() is TRANSCRIPT
@@ -132,24 +143,25 @@ class Engine:
         return self._recommended
 
     def text_tokenizer(self) -> Tokenizer:
-        """The tokenizer; InputError if the checkpoint has none."""
+        """Return the tokenizer. Raise InputError if the checkpoint has none."""
         if self.tokenizer is None:
             raise InputError(f"{self.path}: the checkpoint has no tokenizer; give token ids instead of text")
         return self.tokenizer
 
     def template(self, wanted: str | Path | None = None) -> Template:
-        """The chat template. wanted: "gemma", "transcript" or a file; by default the checkpoint's own template."""
+        """Return a chat template: "gemma", "transcript" or one from a file; without an argument, the checkpoint's own."""
         return choose(self.text_tokenizer(), self.checkpoint.chat_template, self.config.eos_token_ids, wanted)
 
     def ends(self, template: Template) -> frozenset[int]:
-        """The tokens at which an answer ends."""
+        """Return the ids of the tokens that end an answer: the eos tokens of the model and of the template."""
         named = (self.text_tokenizer().token_id(end) for end in template.ends)
         return frozenset(self.config.eos_token_ids).union(end for end in named if end is not None)
 
     def fingerprint(self) -> str:
-        """Identifies the model independently of its file: sha256 of its logits for a few fixed tokens.
+        """Return the sha256 of the model's logits for eight fixed tokens, which identifies a model in any file format.
 
-        The logits depend on every matrix, so they differ between models, and not on threads, chunks or the machine.
+        The logits depend on every matrix, so models differ in their fingerprints. Threads, chunk size and machine do
+        not matter.
         """
         if self._fingerprint is None:
             probe = [number * (self.config.vocab_size - 1) // 7 for number in range(8)]
@@ -158,11 +170,14 @@ class Engine:
         return self._fingerprint
 
     def check_ids(self, ids: Any) -> list[int]:
-        """The ids as plain integers, all within the vocabulary."""
+        """Return the ids as a list of int. Raise InputError if an id is outside the vocabulary."""
         return check_ids(ids, self.config.vocab_size)
 
     def encode(self, prompt: str | Sequence[int], control: bool = False) -> list[int]:
-        """The ids of a prompt: ids are checked, text is tokenised with the bos token in front."""
+        """Return the token ids of a prompt. Text is tokenised with a bos token in front; ids are only checked.
+
+        control: whether the text may contain control tokens such as <end_of_turn>
+        """
         if not isinstance(prompt, str):
             return self.check_ids(prompt)
         return self.check_ids(self.text_tokenizer().encode(prompt, control=control))
@@ -183,10 +198,10 @@ class Engine:
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> Iterator[Token]:
-        """The continuation of a prompt, token by token. The options are those of `Sampling`.
+        """Return an iterator over the tokens that continue a prompt. The options are the fields of `Sampling`.
 
-        Decoding is greedy, so the same prompt gives the same text, unless an option of random sampling is given. Options that are
-        not given then have the values that the checkpoint recommends.
+        Decoding is greedy, unless temperature, top_k, top_p, min_p or seed is given. Then the other options have the
+        values that the checkpoint recommends.
         """
         options = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -205,26 +220,30 @@ class Engine:
         template: str | Path | None = None,
         **options: Any,
     ) -> Iterator[Token]:
-        """The answer to messages in OpenAI's format. The options are those of `generate`; those that are not given have the
-        values that the checkpoint recommends. For a conversation of several turns use `Conversation`, which computes each token once."""
+        """Return an iterator over the tokens of the answer to messages in OpenAI's format.
+
+        options: fields of `Sampling`; the others have the values of `Engine.sampling`.
+
+        For several turns use `Conversation`, which keeps the KV cache from turn to turn.
+        """
         sampling, form = self.chat_sampling(options), self.template(template)
         ids = encode(form.pieces(checked_messages(messages)), self.text_tokenizer(), {}, {})
         stop = (*form.stop, *stop_strings(stop))
         return self._answer(Request(ids, max_tokens, sampling, stop=stop, ends=self.ends(form), trim=True))
 
     def chat_sampling(self, options: Mapping[str, Any]) -> Sampling:
-        """The recommended sampling, with these options instead where they are not None."""
+        """Return `Engine.sampling` with the given options replaced. An option that is None is ignored."""
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
-            raise InputError(f"{unknown[0]}: no such option; the options are {', '.join(OPTIONS)}")
+            raise InputError(f"{unknown[0]}: unknown sampling option, expected one of {', '.join(OPTIONS)}")
         return with_options(self.sampling, options)
 
     def generation(self, request: Request, least_tokens: int = 1) -> Generation:
-        """The request, checked against this model and its context. least_tokens: the smallest max_tokens that the caller allows."""
+        """Check a request against the model and the context. least_tokens: the smallest max_tokens that is accepted."""
         return Generation(request, self.config.vocab_size, self.context, self.tokenizer, least_tokens)
 
     def _answer(self, request: Request) -> Iterator[Token]:
-        """The answer to a request, which is checked now and not when the first token is asked for."""
+        """Check a request at once, and return an iterator that computes the answer."""
         return self._tokens(self.generation(request))
 
     def _tokens(self, generation: Generation) -> Iterator[Token]:
@@ -232,7 +251,7 @@ class Engine:
         yield from generation.tokens(session.prefill(generation.prompt), session.decode)
 
     def score(self, ids: Sequence[int]) -> Iterator[float]:
-        """Yield the negative log likelihood, in nats, of each token after the first, given the tokens before it."""
+        """Return an iterator over the negative log likelihoods, in nats, of all tokens but the first."""
         tokens = self.check_ids(ids)
         if len(tokens) < 2:
             raise InputError(f"scoring needs at least 2 tokens, found {len(tokens)}")
@@ -251,39 +270,43 @@ class Engine:
 
     @property
     def runner(self) -> Runner:
-        """The runner, which computes the passes. Only this module uses it; other modules call the methods here."""
+        """The runner, which computes forward passes. Only this module uses the runner directly."""
         if self._runner is None:
             raise InputError("the engine is closed")
         return self._runner
 
     @property
     def program(self) -> LinkedProgram:
-        """The linked program: the operations of a pass and the packed weights."""
+        """The operations of a forward pass, linked to the packed weights."""
         return self.runner.program
 
     @property
     def instruments(self) -> Instruments:
-        """Fault plan, poison, profile and traces of every pass from now on, for tests and benchmarks."""
+        """Settings of later passes for tests and benchmarks: injected faults, NaN in unwritten memory, profile, traces."""
         return self.runner.instruments
 
     def new_cache(self, keep: int = 0) -> Cache:
-        """An empty KV cache, for `run_together`. keep: how many tokens a rewind must be able to remove."""
+        """Return an empty KV cache for `run_together`. keep: the number of tokens that a rewind must be able to remove."""
         return self.runner.cache(keep)
 
     def cache_bytes(self, tokens: int, keep: int = 0) -> int:
-        """The bytes that a cache of `new_cache(keep)` needs for so many tokens, in passes of the default chunk size."""
+        """Return the size of a cache from `new_cache(keep)` with this many tokens, computed in chunks of the default
+        size.
+        """
         return bytes_needed(self.config, self.kv_type, tokens, CHUNK, keep)
 
     def run_together(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
-        """One pass for several sequences: the logits of each. The tokens are added to all of the caches, or to none."""
+        """Run one pass for several sequences. Return the logits of each sequence. If the pass fails, no cache changes."""
         return self.runner.run_together(inputs)
 
     def run_kernel(self, kernel: Callable[..., Any], *args: Any, counters: int = 0) -> None:
-        """Call a compiled kernel on every worker thread, to measure it. counters: its number of tile counters."""
+        """Call a compiled kernel on every worker thread, for benchmarks. counters: the number of tile counters of the
+        kernel.
+        """
         self.runner.team.run(kernel, *args, counters=counters)
 
     def close(self) -> None:
-        """End the worker threads and release the weights. A second call does nothing."""
+        """End the worker threads and release the weights. An engine may be closed twice."""
         if self._runner is not None:
             self._runner.close()
         self._runner = None
@@ -304,28 +327,28 @@ class Session:
 
     @property
     def ids(self) -> list[int]:
-        """The tokens in the cache."""
+        """The ids of the tokens in the KV cache."""
         return self._cache.ids.copy()
 
     @property
     def position(self) -> int:
-        """Tokens in the cache."""
+        """The number of tokens in the KV cache."""
         return self._cache.position
 
     def kv_rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The committed keys and values of a layer that a later token may read, f32 [positions, G, E] each.
+        """Return the keys and the values of a layer that later tokens can read, each f32 [positions, G, E].
 
-        number: the index of the layer in Config.kv_owners.
+        number: the index of the layer in `Config.kv_owners`
         """
         return self._cache.rows(number)
 
     def prefill(self, ids: Sequence[int], chunk: int | None = None, all_logits: bool = False) -> np.ndarray:
-        """Append tokens. Returns the logits of the last one, float32 [V], or of all, [T, V].
+        """Append tokens. Return the logits of the last token, float32 [V], or with all_logits of every token, [T, V].
 
-        chunk: how many tokens share a pass. It changes speed and memory, but no bit.
+        chunk: the number of tokens in a pass, which changes speed and memory, but not the logits.
 
-        If a worker fails, WorkerError names it, and none of its chunk's tokens are added, so the call may be repeated. Only if
-        the worker stalled and did not return is the session unusable; then every further call raises InputError.
+        If a worker thread fails, WorkerError is raised and no token of the failed chunk is added. If the thread stalled
+        and did not return, every later call raises InputError.
         """
         engine, runner = self.engine, self.engine.runner
         tokens = engine.check_ids(ids)
@@ -341,48 +364,53 @@ class Session:
         return np.concatenate(rows) if all_logits else rows[-1]
 
     def decode(self, token_id: int) -> np.ndarray:
-        """Append one token. Returns its logits, float32 [V]."""
+        """Append one token. Return the logits of the token, float32 [V]."""
         return self.prefill([token_id])
 
     def reserve(self, tokens: int) -> None:
-        """Allocate room for so many more tokens, within the context, so that their pass does not have to reallocate."""
+        """Allocate KV cache for this many more tokens, so that later passes do not have to reallocate."""
         self.engine.runner.reserve(self._cache, min(tokens, self.engine.context - self.position))
 
     def rewind(self, position: int) -> None:
-        """Remove the tokens from this position on. It takes no time, and later results are as if they had never been added.
+        """Remove the tokens from this position on. Later results are as if these tokens had never been added.
 
-        A sliding layer's ring has `keep` rows more than its window; rewinding further raises InputError, see `can_rewind_to`.
+        Raises InputError if the tokens to remove are more than the `keep` of this session and a sliding-window layer
+        has already overwritten older rows; see `can_rewind_to`.
         """
         self.engine.runner.rewind(self._cache, position)
 
     @property
     def usable(self) -> bool:
-        """False after a worker stalled and did not return, because it may still write to the KV rows."""
+        """False after a worker thread stalled, because that thread may still write to the KV cache."""
         return not self._cache.abandoned
 
     def can_rewind_to(self, position: int) -> bool:
-        """Whether `rewind(position)` is possible."""
+        """Whether `rewind(position)` would succeed."""
         return self._cache.can_rewind_to(position)
 
     def raw_kv_rows(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Keys and values of each layer that has KV rows of its own, [G, positions, E] in the cache's type: the rows that
-        tokens after `since` may read."""
+        """Return an iterator over the keys and values of each layer, [G, positions, E] in the type of the KV cache.
+
+        since: only rows that tokens after this position may read are included. Layers that share another layer's KV
+        rows are skipped.
+        """
         if not self.can_rewind_to(since):
-            raise InputError(f"position {since} cannot be rewound to from {self.position}: its rows are overwritten")
+            raise InputError(f"cannot rewind from position {self.position} to {since}: KV rows are overwritten")
         return (self._cache.raw_rows(number, since) for number in range(len(self.engine.config.kv_owners)))
 
     def restore(self, ids: Sequence[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Fill an empty session with the tokens of another session and its `raw_kv_rows`."""
+        """Fill an empty session with the token ids and the `raw_kv_rows` of another session."""
         if self.position:
-            raise InputError(f"only an empty session can be restored; this one has {self.position} tokens")
+            raise InputError(f"restore needs an empty session, found one with {self.position} tokens")
         tokens = self.engine.check_ids(ids)
         check_context(self.engine.context, len(tokens))
         self._cache.restore(tokens, kv_rows)
 
     def kv_digest(self) -> list[str]:
-        """For each layer, sha256 of the KV rows that a later token may read: the last W - 1 of a sliding layer, else all.
+        """Return, for each layer, the sha256 of the KV rows that later tokens can read.
 
-        They are hashed as little-endian float32, the keys of all positions before the values, each [positions, G, E].
+        These are the last W - 1 rows of a sliding-window layer, and every row of another layer. The rows are hashed as
+        little-endian float32 [positions, G, E], keys before values.
         """
         return self.engine.runner.digest(self._cache)
 
@@ -407,11 +435,14 @@ def load(
 ) -> Engine:
     """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
-    threads: worker threads; by default, one for each physical core within affinity and quota. They change the speed, but no
-    bit. deadline: seconds until a stalled worker is reported. kv: the type of keys and values; "bfloat16" halves their
-    memory and, unlike the other options but quant, changes the answer, in the same way on every machine. quant: "q8_0" or "q4_0"
-    quantises float matrices while loading, to the same codes as in a converted GGUF file, so the answer is that file's.
-    progress: called as `progress(what, done, total, unit)` while a first start downloads, compiles and packs, which may take
-    minutes; see `gemma_py.progress`.
+    threads: the number of worker threads; by default, one per physical core that CPU affinity and cgroup quota allow.
+    context: the most tokens of a sequence; by default, the model's max_position_embeddings.
+    deadline: seconds after which a worker thread that makes no progress is reported as stalled.
+    kv: the number type of the KV cache, "float32" or "bfloat16", which halves the memory of the cache.
+    quant: "q8_0" or "q4_0" quantises float matrices while loading, to the same values as in a GGUF file of that type.
+    progress: called as `progress(what, done, total, unit)` while the first start downloads, compiles and packs, which
+    may take minutes; see `gemma_py.progress`.
+
+    The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
     return Engine(open_checkpoint(resolve(model, progress)), threads, context, deadline, kv, quant, progress)

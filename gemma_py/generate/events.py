@@ -1,4 +1,7 @@
-"""What a scheduler tells the listener of a request, in order: progress and scores of the prompt, then tokens, then one end."""
+"""The events that a scheduler sends to the listener of a request.
+
+The order is PrefillProgress and Scored for the prompt, Generated for each token of the answer, then Finished or Failed.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +12,14 @@ from gemma_py.generate.core import Token, TopLogprobs
 
 @dataclass(frozen=True)
 class Usage:
-    """prompt, cached, generated: tokens; cached are those of the prompt that were found in the prefix cache. Seconds from the
-    request's arrival: until it was admitted, until its first token, until now."""
+    """Token counts and times of a request.
+
+    prompt, generated: the number of tokens of the prompt and of the answer.
+    cached: the number of prompt tokens that were found in the prefix cache.
+    queued_seconds: the time from the request's arrival until the request was admitted.
+    first_token_seconds: the time from the request's arrival until the first token.
+    seconds: the time since the request's arrival.
+    """
 
     prompt: int
     cached: int
@@ -22,7 +31,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """The progress of the prompt, in tokens: computed so far, in all, and found in the prefix cache."""
+    """How much of a prompt is in the KV cache: `done` of `total` tokens, `cached` of them copied from the prefix cache."""
 
     done: int
     total: int
@@ -31,7 +40,7 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class Generated:
-    """A token of the answer."""
+    """A token of the answer, and the likeliest tokens at the same position."""
 
     token: Token
     top: TopLogprobs
@@ -39,7 +48,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Scored:
-    """A token of the prompt. logprob: given the tokens before it; None for the first."""
+    """A token of the prompt. logprob: the log probability given the tokens before; None for the first token."""
 
     id: int
     logprob: float | None
@@ -48,7 +57,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event. reason: "stop", "length" or "cancelled"."""
+    """The last event of a request that ended without an error. reason: "stop", "length" or "cancelled"."""
 
     reason: str
     usage: Usage

@@ -1,8 +1,8 @@
-"""Sampling: penalties, filters, and a random draw that depends on the seed and the position only.
+"""Sampling: penalties, filters and a random draw.
 
-The order is that of transformers: bias, repetition penalty (presence and frequency penalty after it), temperature, top-k,
-top-p, min-p. Every sum has a fixed order, and the random number of a position is a hash of seed and position, so a token
-does not depend on threads, chunks or the other requests of a pass. Log probabilities are summed in float64, in a fixed order too.
+The order is that of transformers: logit bias, repetition penalty, presence and frequency penalty, temperature, top-k,
+top-p, min-p. A token does not depend on threads, chunk size or other requests of a pass, because every sum has a fixed
+order and each random number is a hash of the seed and the token's position.
 """
 
 import math
@@ -15,9 +15,9 @@ from gemma_py.generate.options import Sampling
 from gemma_py.kernels import sampling as kernels
 from gemma_py.kernels.scores import log_sum_exp
 
-_TINY = np.float32(1e-38)  # smaller than every weight that is not 0
-ROWS_AT_ONCE = 32  # tokens whose logits are in memory at a time; with Gemma's vocabulary, 32 MiB
-_NO_NUMBERS = "the logits contain NaN: the weights lead to values beyond float32"
+_TINY = np.float32(1e-38)  # smaller than every nonzero weight
+ROWS_AT_ONCE = 32  # the most tokens with logits in memory at once: 32 MiB with Gemma's vocabulary
+_NO_NUMBERS = "the logits contain NaN: a value of the forward pass was beyond the range of float32"
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
@@ -26,27 +26,29 @@ _MASK = (1 << 64) - 1
 
 
 def _mixed(z: int) -> int:
-    """splitmix64's finaliser: every bit of z affects every bit of the result."""
+    """Hash a 64-bit integer with the finaliser of splitmix64."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
     return z ^ (z >> 31)
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number of the token at this position: in [0, 1), a multiple of 2^-53."""
+    """Return the random number for the token at a position: a multiple of 2^-53 in [0, 1)."""
     key = _mixed(seed + 0x9E3779B97F4A7C15 & _MASK)
     return (_mixed(key + (position + 1) * 0x9E3779B97F4A7C15 & _MASK) >> 11) * 2.0**-53
 
 
 def likeliest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `count` largest logits in order, and their tokens. Of equal logits, the smaller token comes first."""
+    """Return the `count` largest logits, in descending order, and their token ids. Of equal logits, the smaller id
+    comes first.
+    """
     values, ids = np.empty(count, np.float32), np.empty(count, np.int64)
     kernels.top_k(logits, values, ids)
     return values, ids
 
 
 def warm_up() -> None:
-    """Run every kernel once, so that the first token of an answer does not wait for a compiler."""
+    """Call every sampling kernel once, so that the first answer does not wait for a compilation."""
     logits = np.arange(8, dtype=np.float32)
     for top_k in (4, 0):
         Sampler(Sampling(temperature=1.0, top_k=top_k, top_p=0.5, seed=0), len(logits), [0]).choose(logits, [])
@@ -57,7 +59,7 @@ def warm_up() -> None:
 
 
 class Sampler:
-    """Chooses the tokens that follow a prompt."""
+    """Chooses the tokens that follow a prompt, by the given sampling options."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int]) -> None:
         outside = [token for token in sampling.logit_bias if token >= vocab_size]
@@ -69,7 +71,10 @@ class Sampler:
             self._prompt = np.unique(np.array(prompt, np.int64))
 
     def choose(self, logits: np.ndarray, made: Sequence[int]) -> int:
-        """Choose the next token. made: the tokens chosen so far.    logits: [V], not written"""
+        """Choose the next token.
+
+        logits: [V], not modified   made: the tokens chosen so far
+        """
         x = self._penalised(logits, made)
         likeliest = int(np.argmax(x))
         if not np.isfinite(x[likeliest]):
@@ -82,12 +87,14 @@ class Sampler:
         kernels.divide(x, np.float32(s.temperature))
         assert s.seed is not None
         weights, ids = self._candidates(x, x[likeliest])
-        least = max(np.float32(s.min_p), _TINY)  # min_p is relative to the weight of the likeliest token, which is 1
+        least = max(np.float32(s.min_p), _TINY)  # the likeliest token has the weight 1
         chosen = int(kernels.draw(weights, least, uniform(s.seed, self._start + len(made))))
         return chosen if ids is None else int(ids[chosen])
 
     def _penalised(self, logits: np.ndarray, made: Sequence[int]) -> np.ndarray:
-        """The logits with bias and penalties; a copy if anything changes."""
+        """Apply logit bias and penalties to a copy of the logits. Without bias and penalties, return the logits
+        themselves.
+        """
         s, x = self.sampling, logits
         if s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
             x = logits.copy()
@@ -103,7 +110,10 @@ class Sampler:
         return x
 
     def _candidates(self, x: np.ndarray, largest: np.float32) -> tuple[np.ndarray, np.ndarray | None]:
-        """Weights and ids of the tokens that top-k and top-p leave, likeliest first; or all weights by id, and None."""
+        """Apply top-k and top-p. Return the weights and ids of the remaining tokens, likeliest first.
+
+        Without top-k, return a weight for every token id, 0 for removed tokens, and None instead of the ids.
+        """
         s = self.sampling
         if 0 < s.top_k < len(x):
             values, ids = likeliest(x, s.top_k)
@@ -119,7 +129,10 @@ class Sampler:
 
     @staticmethod
     def _cut(x: np.ndarray, largest: np.float32, weights: np.ndarray, limit: float) -> None:
-        """Set all weights to 0 except the largest ones that together reach the limit. Only those close to the limit are sorted."""
+        """Apply top-p: set all weights to 0, except the largest ones that together reach the limit.
+
+        Only the weights in the histogram bin that contains the limit are sorted.
+        """
         edge, before = kernels.find_edge_bin(x, largest, weights, limit, np.zeros(kernels.BINS))
         members = np.empty(len(x), np.int64)
         members = members[: kernels.zero_below_bin(x, largest, edge, weights, members)]
@@ -131,7 +144,7 @@ class Sampler:
 
 
 def log_probabilities(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
-    """Natural logarithms of the tokens' probabilities. ComputationError if a logit is NaN."""
+    """Return the natural logarithm of each token's probability. Raise ComputationError if a probability is NaN."""
     largest, log_sum = log_sum_exp(logits, np.empty(len(logits)))
     values = [float(np.float64(logits[token]) - largest - log_sum) for token in tokens]
     if any(math.isnan(value) for value in values):
@@ -140,11 +153,11 @@ def log_probabilities(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
 
 
 def log_probability(logits: np.ndarray, token: int) -> float:
-    """The log probability of one token."""
+    """Return the natural logarithm of the token's probability."""
     return log_probabilities(logits, [token])[0]
 
 
 def perplexity(nll: Sequence[float]) -> float:
-    """e^(mean NLL); infinite if it is too large for a float."""
+    """Return e to the power of the mean negative log likelihood, or infinity if a float cannot hold the result."""
     mean = math.fsum(nll) / len(nll)
     return math.exp(mean) if mean < 700 else math.inf

@@ -1,9 +1,8 @@
-"""Many requests, one engine: a thread of its own admits requests, computes passes and tells each listener the events.
+"""The scheduler: a thread that batches requests, computes their passes and reports events to listeners.
 
-A request waits in a bounded queue until fewer than `parallel` are running and the memory for all the keys and values that it
-may need is free. Once admitted, it has a part in every pass: a token of its answer, or as much of its prompt as the pass has
-rows for. Its results do not depend on the other requests, not by a bit. Before every pass, cancelled requests leave and
-waiting ones are admitted.
+A request waits in a bounded queue until fewer than `parallel` requests run and there is memory for the request's whole
+KV cache. Every pass then computes one token of each answer and a part of each prompt. The other requests of a pass do
+not change a request's logits. Between passes, the scheduler removes cancelled requests and admits waiting ones.
 """
 
 import threading
@@ -24,19 +23,21 @@ from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
 
-# How long a pass should take: with prompts alone, as a request can be cancelled between passes; with answers, which pause so long.
+# The target duration of a pass of prompts only, and of a pass that also decodes, because each token of an answer waits for a pass.
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
-_FEWEST_ROWS = 8  # of prompts in a pass; with fewer, a pass takes as long
+_FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass is hardly faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
-_SLOWEST_STEP = (
-    60.0  # seconds without the end of a step, though there is work, after which the scheduler counts as hanging
-)
+_SLOWEST_STEP = 60.0  # seconds that one step may take before the scheduler reports itself as hanging
 
 
 @dataclass(frozen=True)
 class Health:
-    """why: what is wrong, if anything is. permanent: whether a later pass cannot succeed either. waiting: seconds since the last
-    step ended, while there is work; else 0."""
+    """The health of the scheduler.
+
+    why: what is wrong; empty if nothing is.
+    permanent: whether every later pass will fail too.
+    waiting: seconds since the end of the last step; 0 if there are no requests.
+    """
 
     ok: bool
     why: str
@@ -46,9 +47,16 @@ class Health:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """running, waiting: requests. kv_bytes: reserved by running ones; prefix_bytes: in the prefix cache. The others count
-    since the start: requests that hit or missed the prefix cache, and the tokens of the hits; passes, those that failed and
-    were tried again, and the tokens computed in them."""
+    """Counters of the scheduler.
+
+    running, waiting: the number of requests now.
+    kv_bytes: the memory reserved for the KV caches of running requests.
+    prefix_bytes: the size of the prefix cache.
+    prefix_hits, prefix_misses: requests since the start that found, or did not find, a prefix in the prefix cache.
+    cached_tokens: prompt tokens since the start that were found in the prefix cache.
+    passes, failed_passes: passes since the start that succeeded, and passes that failed and were repeated.
+    computed_tokens: tokens computed since the start.
+    """
 
     running: int
     waiting: int
@@ -63,29 +71,29 @@ class SchedulerStats:
 
 
 class Ticket:
-    """A request that the scheduler has accepted."""
+    """A handle to cancel an accepted request."""
 
     def __init__(self, scheduler: "Scheduler") -> None:
         self._scheduler = scheduler
         self.cancelled = False
 
     def cancel(self) -> None:
-        """End the request within one step, with a Finished event whose reason is "cancelled", unless it has ended already."""
+        """End the request before the next pass, with a Finished event whose reason is "cancelled"."""
         self.cancelled = True
         self._scheduler._notify()
 
 
 class _Sequence:
-    """A request, waiting or running."""
+    """A waiting or running request."""
 
     def __init__(self, generation: Generation, listener: Listener, ticket: Ticket, kv_bytes: int) -> None:
         self.generation, self.ticket, self.kv_bytes = generation, ticket, kv_bytes
         self._listener = listener
-        self.ids = list(generation.prompt)  # followed by the tokens of the answer
+        self.ids = list(generation.prompt)  # prompt and answer
         self.prompt = np.array(generation.prompt)
-        self.cache: Cache | None = None  # while it runs
+        self.cache: Cache | None = None  # None while waiting
         self.cached = 0
-        self.scores = 0  # how many of the prompt's tokens have been reported as Scored events
+        self.scores = 0  # the number of Scored events sent
         self.arrived = time.monotonic()
         self.admitted = self.first_token = 0.0
 
@@ -95,7 +103,7 @@ class _Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens of the prompt and the answer that are not computed yet."""
+        """The number of tokens of prompt and answer that are not in the KV cache yet."""
         return len(self.ids) - self.position
 
     @property
@@ -104,17 +112,19 @@ class _Sequence:
 
     @property
     def scoring(self) -> bool:
-        """Whether the next tokens are of a prompt whose log probabilities are reported; then each row needs logits."""
+        """Whether the next tokens belong to a prompt with requested log probabilities, so that each token needs logits."""
         return self.generation.request.scored and not self.answering
 
     @property
     def prefilling(self) -> bool:
-        """Whether it still has tokens to prefill: its prompt, or prompt and answer again after a failed pass. A sequence that
-        decodes has one token pending."""
+        """Whether there are tokens to prefill, rather than one token to decode.
+
+        These are the tokens of the prompt or, if a failed pass made the KV cache unusable, of prompt and answer.
+        """
         return not self.answering or self.pending > 1
 
     def tell(self, event: Event) -> None:
-        """Pass an event to the listener. An exception of the listener ends its own request and no other."""
+        """Call the listener with an event. If the listener raises an exception, this request is cancelled."""
         try:
             self._listener(event)
         except Exception:
@@ -130,9 +140,11 @@ class _Sequence:
 
 
 def shares(needs: Sequence[int], room: int) -> list[int]:
-    """The rows of a pass that each prompt gets. needs: their pending tokens, in the order of arrival.
+    """Return how many tokens of each prompt to compute in a pass that has room for `room` tokens.
 
-    Half of the room is for the one that arrived first, so that none waits for ever; the rest is for the shortest.
+    needs: the number of pending tokens of each prompt, in order of arrival.
+
+    The oldest prompt gets half of the room, so that no prompt waits for ever; the shortest prompts get the rest.
     """
     given = [0] * len(needs)
     order = sorted(range(len(needs)), key=lambda number: needs[number])
@@ -143,7 +155,7 @@ def shares(needs: Sequence[int], room: int) -> list[int]:
 
 
 class Scheduler:
-    """Runs all passes of an engine from a thread of its own. Close it before the engine."""
+    """Runs all passes of an engine in one thread. Close the scheduler before the engine."""
 
     def __init__(
         self,
@@ -153,39 +165,45 @@ class Scheduler:
         kv_bytes: int | None = None,
         prefix_bytes: int | None = None,
     ) -> None:
-        """parallel: requests that run at once and share passes. queue: requests that may wait. kv_bytes: for keys and
-        values of running requests; a third of the free memory if left out. prefix_bytes: of the prefix cache, 0 for none; a
-        sixth of the free memory, and a gigabyte at most, if left out."""
+        """Start the scheduler's thread.
+
+        parallel: the most requests that run at once.
+        queue: the most requests that wait.
+        kv_bytes: the memory for the KV caches of running requests; by default, a third of the free memory.
+        prefix_bytes: the memory for the prefix cache, 0 for none; by default, a sixth of the free memory and at most 1
+        GiB.
+        """
         free = machine.memory() or _UNKNOWN_MEMORY
         self.kv_bytes = free // 3 if kv_bytes is None else kv_bytes
         prefix_bytes = min(free // 6, _MOST_PREFIX_BYTES) if prefix_bytes is None else prefix_bytes
         if parallel < 1 or queue < 0 or self.kv_bytes < 1 or prefix_bytes < 0:
             raise InputError(
-                f"a scheduler needs parallel and kv_bytes from 1, queue and prefix_bytes from 0, found {parallel}, "
-                f"{self.kv_bytes}, {queue} and {prefix_bytes}"
+                f"parallel and kv_bytes should be at least 1, queue and prefix_bytes at least 0, found parallel {parallel}, "
+                f"kv_bytes {self.kv_bytes}, queue {queue} and prefix_bytes {prefix_bytes}"
             )
         self.engine, self.parallel, self.queue = engine, parallel, queue
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # the lock of the fields from here to _request_seconds
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
         self._open, self._closed = True, False
         self._error: GemmaError | None = None
-        self._trouble: WorkerError | None = None  # why the last pass failed, until one succeeds
-        self._stepped = time.monotonic()  # when the last step ended, or the first request arrived after none
-        self._request_seconds = 1.0  # running average
-        # Used by the scheduler's thread only:
+        self._trouble: WorkerError | None = None  # the error of the last pass; None if the pass succeeded
+        self._stepped = time.monotonic()  # the end of the last step, or a request's arrival while idle
+        self._request_seconds = 1.0  # running average of the duration of a request
+        # Only the scheduler's thread writes the fields below.
         self._prefixes = PrefixCache(engine.config, engine.kv_type, prefix_bytes)
         self._passes = self._failed = self._computed = 0
-        self._row_seconds = 1 / 64  # running average over passes with prompts; a guess at first
+        self._row_seconds = 1 / 64  # running average of seconds per token in passes with prompts
         self._thread = threading.Thread(target=self._work, name="gemma_py-scheduler", daemon=True)
         self._thread.start()
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        """Accept a request. An invalid one raises at once, and Overloaded is raised if the queue is full.
+        """Accept a request. Raise InputError or ContextError if the request is invalid, Overloaded if the queue is
+        full.
 
-        The listener is called from the scheduler's thread and must not block. Its last event is Finished or Failed.
+        The listener is called in the scheduler's thread and must not block. The last event is Finished or Failed.
         """
         generation = self.engine.generation(request, least_tokens=0)
         sequence = _Sequence(generation, listener, Ticket(self), self._kv_bytes(generation))
@@ -193,9 +211,9 @@ class Scheduler:
             if self._error is not None:
                 raise ComputationError(f"the engine has failed: {self._error}")
             if not self._open:
-                raise Overloaded("no more requests are accepted: the server is ending", 10.0)
+                raise Overloaded("the server is shutting down and accepts no more requests", 10.0)
             if len(self._waiting) >= self.queue + max(0, self.parallel - len(self._running)):
-                raise Overloaded(f"{len(self._waiting)} requests are waiting already", self._retry_after())
+                raise Overloaded(f"the queue is full: {len(self._waiting)} requests are waiting", self._retry_after())
             if self._idle():
                 self._stepped = time.monotonic()
             self._waiting.append(sequence)
@@ -203,18 +221,18 @@ class Scheduler:
         return sequence.ticket
 
     def _kv_bytes(self, generation: Generation) -> int:
-        """The most bytes that the request's keys and values may need."""
+        """Return the size of the KV cache for the prompt and the longest possible answer."""
         prompt, new = len(generation.prompt), generation.max_tokens
         size = self.engine.cache_bytes(prompt + new, BLOCK_TOKENS)
         if size > self.kv_bytes:
             raise ContextError(
-                f"{prompt} prompt tokens and {new} new ones need {size / 2**20:.1f} MiB for keys and values; the scheduler has "
-                f"{self.kv_bytes / 2**20:.1f}"
+                f"{prompt} prompt tokens and {new} new tokens need {size / 2**20:.1f} MiB of KV cache, but the scheduler has "
+                f"only {self.kv_bytes / 2**20:.1f} MiB"
             )
         return size
 
     def _retry_after(self) -> float:
-        """Seconds until a place in the queue is likely to be free."""
+        """Estimate the seconds until the queue has a free place."""
         return min(60.0, max(1.0, self._request_seconds / self.parallel))
 
     def health(self) -> Health:
@@ -227,7 +245,7 @@ class Scheduler:
             if self._trouble is not None and not self._idle():
                 return Health(False, str(self._trouble), False, waiting)
             if waiting > _SLOWEST_STEP:
-                return Health(False, f"no step for {waiting:.0f} s", True, waiting)
+                return Health(False, f"no step has ended for {waiting:.0f} s", True, waiting)
             return Health(True, "", False, waiting)
 
     def stats(self) -> SchedulerStats:
@@ -239,7 +257,9 @@ class Scheduler:
             )  # fmt: skip
 
     def drain(self, deadline: float) -> int:
-        """Accept no more requests and wait until all have ended. Returns how many were cancelled after `deadline` seconds."""
+        """Accept no more requests, wait `deadline` seconds, then cancel the rest. Return the number of cancelled
+        requests.
+        """
         with self._changed:
             self._open = False
             self._changed.wait_for(self._idle, max(0.0, deadline))
@@ -247,12 +267,12 @@ class Scheduler:
             for sequence in left:
                 sequence.ticket.cancelled = True
             self._changed.notify_all()
-            # The end takes one more step, or the engine's deadline if the pass hangs.
+            # A cancelled request ends when the current pass does; a pass that hangs ends at the engine's deadline.
             self._changed.wait_for(self._idle, _SLOWEST_STEP)
             return len(left)
 
     def close(self) -> None:
-        """Cancel all requests and end the thread. A second call does nothing."""
+        """Cancel all requests and end the thread. A scheduler may be closed twice."""
         self.drain(0.0)
         with self._changed:
             self._closed = True
@@ -299,10 +319,10 @@ class Scheduler:
             if again:
                 raise
             self._failed += 1
-            if not error.settled:  # the stalled worker may still write to these caches, so new ones are allocated
+            if not error.settled:  # a stalled worker may still write to these caches
                 for sequence in sequences:
-                    self._allocate(sequence)  # the request is computed again, with the same bits
-            return  # the next step tries again
+                    self._allocate(sequence)
+            return  # the next step repeats the pass
         self._trouble = None
         for sequence, part, logits in zip(sequences, inputs, results, strict=True):
             self._prefixes.insert(part.cache, part.cache.position - len(part.tokens))
@@ -323,7 +343,7 @@ class Scheduler:
             self._finish(sequence, Finished("cancelled", sequence.usage()))
 
     def _finish(self, sequence: _Sequence, last: Finished | Failed) -> None:
-        """Remove the request and tell its listener. Its place is free before the listener is called."""
+        """Remove the request, then send the last event, so that a new request can already take the free place."""
         sequence.cache = None
         with self._changed:
             if sequence in self._running:
@@ -334,7 +354,7 @@ class Scheduler:
         sequence.tell(last)
 
     def _admit(self) -> None:
-        """Start waiting requests, in the order of their arrival, while there are places and memory."""
+        """Start waiting requests, in order of arrival, as long as fewer than `parallel` run and KV memory is free."""
         for sequence in list(self._waiting):
             used = sum(running.kv_bytes for running in self._running)
             if len(self._running) == self.parallel or used + sequence.kv_bytes > self.kv_bytes:
@@ -347,7 +367,9 @@ class Scheduler:
                 self._running.append(sequence)
 
     def _allocate(self, sequence: _Sequence) -> int:
-        """Allocate the request's KV cache and copy its longest cached prefix into it. Returns the number of tokens copied."""
+        """Allocate a KV cache and copy the longest cached prefix of the request into it. Return the number of copied
+        tokens.
+        """
         cache = self.engine.new_cache(BLOCK_TOKENS)
         cache.prepare(len(sequence.prompt) + sequence.generation.max_tokens, CHUNK)
         hit = 0 if sequence.scoring else self._prefixes.restore(cache, sequence.ids)
@@ -355,7 +377,10 @@ class Scheduler:
         return hit
 
     def _being_computed(self, sequence: _Sequence) -> bool:
-        """Whether a running request is computing a prefix that this one shares; waiting for it then takes less time."""
+        """Whether a running request is computing a prefix that this request shares.
+
+        Copying the prefix from the prefix cache afterwards is faster than computing it twice.
+        """
         if self._prefixes.capacity == 0:
             return False
         for other in self._running:
@@ -367,7 +392,9 @@ class Scheduler:
         return False
 
     def _plan(self) -> tuple[list[_Sequence], list[SequenceInput]]:
-        """The next pass: one token of every answer, and as many tokens of prompts as there is time for."""
+        """Choose the tokens of the next pass: one token of every answer, and as many prompt tokens as the target
+        duration allows.
+        """
         answers = [s for s in self._running if not s.prefilling]
         prompts = [s for s in self._running if s.prefilling]
         seconds = _PASS_SECONDS_BESIDE if answers else _PASS_SECONDS
@@ -386,31 +413,33 @@ class Scheduler:
         return sequences, inputs
 
     def _pass(self, inputs: list[SequenceInput]) -> list[np.ndarray]:
-        """Run one pass. Returns the logits of each input."""
+        """Run one pass. Return the logits of each sequence."""
         start = time.monotonic()
         results = self.engine.run_together(inputs)
         rows = sum(len(part.tokens) for part in inputs)
-        if rows > len(
-            inputs
-        ):  # a pass without prompts does not show the time of a row: most of its time is reading the weights
+        # Skip passes that only decode, because reading the weights takes most of the time of such a pass.
+        if rows > len(inputs):
             self._row_seconds += 0.8 * ((time.monotonic() - start) / rows - self._row_seconds)
         self._passes += 1
         self._computed += rows
         return results
 
     def _score(self, sequence: _Sequence, logits: np.ndarray) -> None:
-        """Report the scores of the prompt's tokens that follow those of the pass.    logits: [tokens, V]"""
+        """Send a Scored event for each prompt token that the logits of this pass predict.
+
+        logits: [tokens, V]
+        """
         if sequence.scores == 0:
             sequence.tell(Scored(sequence.ids[0], None, ()))
             sequence.scores = 1
-        # Scores that were reported before the request had to be computed again are not repeated.
+        # Tokens that were scored before a failed pass are not reported twice.
         for at in range(sequence.scores, min(sequence.position + 1, len(sequence.ids))):
             row, token = logits[at - 1 - sequence.position], sequence.ids[at]
             sequence.tell(Scored(token, *sequence.generation.score(row, token)))
             sequence.scores += 1
 
     def _choose(self, sequence: _Sequence, logits: np.ndarray) -> None:
-        """Choose the next token of an answer and report it."""
+        """Choose the next token of an answer, and send a Generated event."""
         if sequence.generation.max_tokens == 0:
             self._finish(sequence, Finished("length", sequence.usage()))
             return
@@ -422,7 +451,7 @@ class Scheduler:
             self._finish(sequence, Finished(token.finish_reason, sequence.usage()))
 
     def _fail(self, error: GemmaError) -> None:
-        """No more passes can be computed: every request fails, and so do those that arrive later."""
+        """End every request with this error, and refuse later requests."""
         with self._changed:
             self._error = error
             left = [*self._running, *self._waiting]

@@ -141,7 +141,7 @@ _PROBE = np.array([2.0**-140, 1.0, 2.0**-126, 0.5, 2.0**-24, 1.5 * 2.0**-24, 0.5
 
 @inlined
 def _product_is_not_zero(a, b):
-    """Return whether a * b is nonzero, judged by its bits because a float comparison could treat a subnormal as zero."""
+    """Return whether a * b is nonzero, judged by its bits, because a float comparison may treat a subnormal as zero."""
     return bits_of_f32(a * b) != 0
 
 

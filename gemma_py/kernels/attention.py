@@ -135,8 +135,8 @@ def _make_add_values(rows):
     def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right):
         """Compute out[query, e] = out[query, e] * rescale[query] + sum over keys of weight[key, query] * v[key, e].
 
-        The queries are the `used` ones from the first on, the keys are positions t .. t + keys - 1, and the columns e
-        are left .. right - 1. The arguments weights, rescale and out are the first query's indices into `scratch`.
+        The keys are positions t .. t + keys - 1, and the columns e are left .. right - 1. The arguments weights,
+        rescale and out are indices into `scratch`, for the first of `used` queries.
 
         The outer loop runs over columns, so that the values of a few columns stay in the L1 cache for all queries.
         Columns that do not fill a vector are computed one by one.
@@ -200,10 +200,10 @@ def _add_values_of_query(ring, base, begin, t, stop, query, block, scratch, layo
 def _add_values(ring, base, begin, end, block, scratch, layout):
     """Add the values of keys begin .. end - 1 of a tile to the queries that see them, t ascending for each query.
 
-    If every query sees every key, one call adds all values to all queries. Otherwise ROWS queries are computed together
-    for the keys that each of them sees, and one by one for the keys before and after that range. The first call for a
-    query multiplies the query's sums by `rescale` and sets `rescale` to 1. A query that sees no key of this tile is not
-    changed.
+    If every query sees every key, one call adds all values to all queries. Otherwise ROWS queries at a time share the
+    loop over the keys that each of these queries sees, and other keys are added to one query at a time. The first call
+    for a query multiplies the query's sums by `rescale` and sets `rescale` to 1. A query that sees no key of this tile
+    is not changed.
     """
     first, last = keys_of_all(block, 0, block.used)
     if first <= begin and end <= last:
@@ -285,9 +285,9 @@ def _row_of(query, heads, H, g, E):
 def _load_queries(q, E, H, g, block, scratch, layout):
     """Transpose the queries of a block into lanes, and reset all sums.
 
-    Each query is first copied to its row of `out` in the scratch, which serves as the source of the transposition.
-    Unused lanes of the last vectors hold zeros and see no key. In a block of few queries, no score of an unused lane is
-    ever computed, so these scores are set to zero: subnormal floats left in the scratch would slow down every lane.
+    Each query is first copied to its row of `out` in the scratch and then transposed from there. Unused lanes of the
+    last vectors hold zeros and see no key. In a block of few queries, the scores of unused lanes are never computed.
+    They are set to zero here, because subnormal floats left in the scratch would slow down every lane.
     """
     if block.used <= FEW_QUERIES:
         for key in range(TILE):

@@ -1,4 +1,4 @@
-"""Data structures of attention: the ring of keys and values, blocks of queries, and the layout of a worker's scratch."""
+"""Data structures of attention: the ring of keys and values, query blocks, and the layout of a worker's scratch."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ TILE = 32  # keys between two updates of the running softmax maximum; a tile beg
 LANES = 16
 QUERY_BLOCK = 64  # largest number of queries in a block
 FEW_QUERIES = 8  # in a block of at most 8 queries, vector lanes hold keys while scores are computed
-ROWS, VECTORS = (8, 2) if USES_ZMM else (4, 1)  # size of a tile of accumulators that fits in the vector registers
+ROWS, VECTORS = (8, 2) if USES_ZMM else (4, 1)  # rows and vectors of a tile of sums that fits in the registers
 COLUMNS = VECTORS * LANES
 
 

@@ -1,4 +1,4 @@
-"""Byte pair encoding: repeatedly merge the neighbouring pair with the best rank, the leftmost of equally ranked pairs."""
+"""Byte pair encoding: repeatedly merge the neighbouring pair of best rank, the leftmost one of pairs of equal rank."""
 
 from gemma_py.kernels.decorator import inlined, kernel
 

@@ -19,8 +19,8 @@ from numba.core.registry import CPUDispatcher
 
 from gemma_py.paths import cache_dir, private_dir
 
-# numba's own cache key covers neither edits in other files nor these settings of numba, so the name of the cache directory
-# contains a hash of all kernel sources and of the settings.
+# numba's own cache key covers neither edits in other source files nor these settings of numba. So the name of the cache
+# directory contains a hash of all sources and of these settings.
 _SWITCHES = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "CPU_NAME", "CPU_FEATURES", "BOUNDSCHECK")
 
 

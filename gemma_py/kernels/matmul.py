@@ -1,13 +1,13 @@
 """Matrix products with weights in panels of 16 outputs. Each output is one chain of additions, with k ascending.
 
-   T rows   K inputs   N outputs
+    T rows   K inputs   N outputs
 
 All panels of a kind lie in one flat array (an arena), so that one compiled function serves every matrix of a model.
 Each matrix records the index of its first panel. A matrix has a multiple of four panels; the padding is zero and is
 never written to a result.
 
-   float panel   [K, 16] of f32, or of uint16 that hold bfloat16
-   code panel    codes and scales as bytes, see panels.py
+    float panel   [K, 16] of f32, or of uint16 that hold bfloat16
+    code panel    codes and scales as bytes, see panels.py
 
 For many rows, code panels are unpacked to int16 once and then used by all rows. For few rows, codes are read as they
 are stored: decoding a token is limited by the speed of memory, and the stored codes are smaller.
@@ -99,7 +99,7 @@ class CodedRows(NamedTuple):
 
 
 def unpack_buffer_sizes(K: int) -> tuple[int, int]:
-    """Return how many codes and how many scales (or minimums) an unpack buffer holds for matrices of at most K inputs."""
+    """Return how many codes and how many scales (or minimums) an unpack buffer needs for matrices of K inputs."""
     return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * CODE_PANELS) * COLUMNS
 
 
@@ -267,7 +267,7 @@ def _make_row_functions(quads: Any, width: int) -> Any:
         """
         block, offset = codes_at // INPUT_BLOCK, np.int32(w.offset)
         sx, (high, low, high_2, low_2) = load_scalar(x.scales, block), zero_ints(4)
-        # For VNNI, `_add_quad_dots` adds 128 to each signed 8-bit weight code. The excess is subtracted here in advance.
+        # With VNNI, `_add_quad_dots` adds 128 to each 8-bit weight code. The excess is subtracted here in advance.
         if USES_VNNI and width == 8:
             high = splat(np.int32(np.int32(load_scalar(x.high_byte_sums, block)) * _LEAST_BYTE))
         for v, (first, second) in enumerate(run):

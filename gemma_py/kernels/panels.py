@@ -1,14 +1,14 @@
 """Panels of 16 quantised outputs, with codes as narrow as in the model file: the layout, packing and unpacking.
 
-   panel    blocks of 32 inputs each, or of 256 in formats with sub-scales (K-quants, IQ4_XS)
-   block    16 block scales (f16); in formats with minimums 16 block minimums (f16); then runs of 32 inputs
-   run      in formats with sub-scales, 16 sub-scales (int8) a group and, in formats with minimums, 16 sub-minimums
-            (int8) a group; then codes
-   codes    8 bits: [8 quads, 16 outputs, 4] int8
-            4 bits: [4 quads, 16 outputs, 4] bytes, with quad v in the low half and quad v + 4 in the high half
-            5 bits: the low 4 bits as above, then the fifth bits: [16 outputs, 4] bytes, with bit v for quad v
-            6 bits: the low 4 bits as above, then the upper bits: two arrays of [16 outputs, 4] bytes, the first
-                    with two bits for each of quads 0 .. 3, the second for quads 4 .. 7
+    panel    blocks of 32 inputs each, or of 256 in formats with sub-scales (K-quants, IQ4_XS)
+    block    16 block scales (f16); in formats with minimums 16 block minimums (f16); then runs of 32 inputs
+    run      in formats with sub-scales, 16 sub-scales (int8) per group; in formats with minimums, 16 sub-minimums
+             (int8) per group; then codes
+    codes    8 bits: [8 quads, 16 outputs, 4] int8
+             4 bits: [4 quads, 16 outputs, 4] bytes, with quad v in the low half and quad v + 4 in the high half
+             5 bits: the low 4 bits as above, then the fifth bits: [16 outputs, 4] bytes, with bit v for quad v
+             6 bits: the low 4 bits as above, then the upper bits: two arrays of [16 outputs, 4] bytes, the first
+                     with two bits for each of quads 0 .. 3, the second for quads 4 .. 7
 
 A weight is scale * (code - offset) - minimum. In formats with sub-scales, a group's scale is the block scale times the
 sub-scale of the group, and a group's minimum is the block minimum times the sub-minimum. These products of 11-bit and
@@ -112,7 +112,7 @@ def pack_codes(
     offset: int,
     out: np.ndarray,
 ) -> None:
-    """Pack a quantised matrix into panels, or rows of a matrix that begin at a multiple of 64.
+    """Pack a quantised matrix, or some of its rows from a multiple of 64 on, into panels.
 
     codes: int8 [N, K], signed
     block_scales: f16 [N, K / block] scales, then an equal array of minimums in formats with minimums
@@ -282,7 +282,7 @@ _unpack_4, _unpack_5, _unpack_6, _unpack_8 = for_each_width(_make_unpack)
 
 @inlined
 def unpack_panel(w, panel, unpacked, column, columns):
-    """Unpack a panel's codes, scales and minimums into an unpack buffer, as panel `column` of `columns` side by side."""
+    """Unpack the codes, scales and minimums of a panel into column `column` of an unpack buffer of `columns` panels."""
     if w.width == 4:
         _unpack_4(w, panel, unpacked, column, columns)
     elif w.width == 5:

@@ -67,14 +67,14 @@ def multiply_floats_12(worker, workers, cells, steps, x, out):
 
 @kernel
 def multiply_pairs(worker, workers, cells, steps, x, w, out):
-    """Compute int16 multiply-adds from the L1 cache, in tiles as large as those of a matmul.
+    """Compute int16 multiply-adds with operands in the L1 cache, in tiles as large as those of a matmul.
 
     x: [CODE_ROWS * PAIRS * 2] int16, read
     w: [PAIRS * CODE_PANELS * 32] int16, read
     out: [workers * 16] f32, written
 
-    Every step loads the operands again, as a matmul does. The compiler would move products of constant operands out of
-    the loop.
+    Every step loads the operands again, as a matmul does. If the operands were constant, the compiler would move the
+    products out of the loop.
     """
     offsets = row_offsets(0, 2 * PAIRS, CODE_ROWS, CODE_ROWS)
     tile = zero_dots(offsets, CODE_PANELS)

@@ -9,7 +9,7 @@ import numpy as np
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp
 
-_BLOCK = 64  # logits that one branch of `top_k` accepts or skips together
+_BLOCK = 64  # number of logits that `top_k` examines or skips with one branch
 BINS = 1024  # bins of logits, each 1/16 wide, down from the largest logit; the last bin also holds all lower logits
 
 

@@ -35,7 +35,7 @@ _LEAST, _MOST, _INFINITY = scalar._LEAST, scalar._MOST, scalar._INFINITY
 
 @inlined
 def exp(x):
-    """Return e^x in every lane. For x below -87 or above 88, selects replace the meaningless result by 0 or infinity."""
+    """Return e^x in every lane. For x below -87 or above 88, selects replace a meaningless result by 0 or infinity."""
     shifted = fma(x, splat(_LOG2E), splat(_ROUND))
     n = sub(shifted, splat(_ROUND))
     r = fma(n, splat(_MINUS_LN2_LOW), fma(n, splat(_MINUS_LN2_HIGH), x))

@@ -29,6 +29,8 @@ class Layer:
 
     sliding_window: a query at position i attends to positions i - sliding_window + 1 .. i; None means full attention.
     kv_source: the number of the layer whose KV rows this layer reads, which is this layer or an earlier one.
+    sparsity_cutoff: the values of the feed-forward's gate that are less than so many standard deviations above their mean become
+        0; None means that no value does.
     """
 
     sliding_window: int | None
@@ -38,6 +40,7 @@ class Layer:
     head_dim: int  # E
     intermediate_size: int  # F
     kv_source: int
+    sparsity_cutoff: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class Config:
     layers: tuple[Layer, ...]
     hidden_size_per_layer_input: int = 0  # P; 0: the layers have no inputs of their own
     vocab_size_per_layer_input: int = 0  # rows of the table of per-layer inputs
+    altup_num_inputs: int = 1  # n, the number of AltUp's streams
+    altup_active_idx: int = 0
+    altup_correct_scale: bool = True
+    laurel_rank: int = 0  # R
 
     @property
     def attention_scale(self) -> float:

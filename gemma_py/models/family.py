@@ -1,8 +1,9 @@
 """The interface that every model family implements."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from gemma_py.errors import ConfigError
 from gemma_py.models.config import Config
 from gemma_py.models.fields import Fields
 from gemma_py.models.program import Program, Tensor
@@ -18,6 +19,7 @@ class ModelDescription:
     tokens: the fields of generation_config.json; empty for GGUF.
     vocab_size: the number of rows of the embedding matrix; set for GGUF only.
     tied: whether the embedding matrix is also the output matrix; set for GGUF only.
+    shapes: the shape of every tensor; set for GGUF only.
     """
 
     name: str
@@ -26,6 +28,24 @@ class ModelDescription:
     tokens: Fields
     vocab_size: int = 0
     tied: bool = True
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def token_ids(self, name: str, default: int) -> tuple[int, ...]:
+        """Return the token ids that a field of Hugging Face's files gives, of which generation_config.json comes first."""
+        return self.tokens.ids(name) or self.fields.ids(name) or self.outer.ids(name) or (default,)
+
+    def gguf_tokens(self) -> tuple[int | None, tuple[int, ...]]:
+        """Return the bos token and the end tokens that GGUF metadata give."""
+        bos = self.outer.ids("tokenizer.ggml.bos_token_id")
+        ends = {*self.outer.ids("tokenizer.ggml.eos_token_id"), *self.outer.ids("tokenizer.ggml.eot_token_id")}
+        return bos[0] if bos else None, tuple(sorted(ends))
+
+    def rows(self, tensor: str) -> int:
+        """Return the number of rows of a matrix of a GGUF file."""
+        shape = self.shapes.get(tensor, ())
+        if len(shape) != 2:
+            raise ConfigError(f"{self.outer.where}: tensor {tensor!r} is missing or not a matrix")
+        return shape[0]
 
 
 @dataclass(frozen=True)

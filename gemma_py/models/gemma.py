@@ -132,7 +132,7 @@ def _present(p: Program, gain: str) -> str:
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+SLIDING, FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 10_000
 # The defaults of transformers. A multimodal checkpoint's text_config leaves out the fields that have these values.
 _DEFAULTS = {
@@ -156,20 +156,17 @@ def config_from_hf(description: ModelDescription) -> Config:
     """Read a config.json that an old or a current version of transformers wrote."""
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
-    _check_supported(description)
+    check_supported(description)
     default = _DEFAULTS[kind]
 
     def dimension(name: str) -> int:
         value: int = fields.integer(name, default[name]) if name in default else fields.integer(name)
         return value
 
-    def token_ids(name: str, default: int) -> tuple[int, ...]:
-        return description.tokens.ids(name) or fields.ids(name) or outer.ids(name) or (default,)
-
     head_dim = dimension("head_dim")
-    ropes = _ropes_from_hf(fields, kind)
+    ropes = ropes_from_hf(fields, kind)
     layers = tuple(
-        Layer(window, ropes[_FULL if window is None else _SLIDING], dimension("num_attention_heads"),
+        Layer(window, ropes[FULL if window is None else SLIDING], dimension("num_attention_heads"),
               dimension("num_key_value_heads"), head_dim, fields.integer("intermediate_size"), number)
         for number, window in enumerate(_windows_from_hf(fields, kind))
     )  # fmt: skip
@@ -183,14 +180,22 @@ def config_from_hf(description: ModelDescription) -> Config:
         attn_logit_softcapping=_cap_from_hf(fields, kind, "attn_logit_softcapping"),
         final_logit_softcapping=_cap_from_hf(fields, kind, "final_logit_softcapping"),
         tie_word_embeddings=outer.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", True)),
-        bos_token_id=token_ids("bos_token_id", 2)[0],
-        eos_token_ids=token_ids("eos_token_id", 1),
+        bos_token_id=description.token_ids("bos_token_id", 2)[0],
+        eos_token_ids=description.token_ids("eos_token_id", 1),
         layers=layers,
     )
     return checked(config, where)
 
 
-def _check_supported(description: ModelDescription) -> None:
+def layer_count(fields: Fields, name: str, default: int | None = None) -> int:
+    """Return the number of layers, which is limited because descriptions of all layers are made before any tensor is read."""
+    count: int = fields.integer(name) if default is None else fields.integer(name, default)
+    if count > _MOST_LAYERS:
+        fields.fail(name, f"at most {_MOST_LAYERS}")
+    return count
+
+
+def check_supported(description: ModelDescription) -> None:
     fields, outer, where = description.fields, description.outer, description.outer.where
     if fields.flag("use_bidirectional_attention", False):
         raise UnsupportedError(
@@ -221,22 +226,20 @@ def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
 
 def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
     """Return the sliding window of each layer; None for a layer with full attention."""
-    count = fields.integer("num_hidden_layers")
-    if count > _MOST_LAYERS:
-        fields.fail("num_hidden_layers", f"at most {_MOST_LAYERS}")
+    count = layer_count(fields, "num_hidden_layers")
     if kind == "gemma":
         return [None] * count
     window = fields.integer("sliding_window", 4096)
     types = fields.values.get("layer_types")
     if types is None:
         pattern = fields.integer("sliding_window_pattern", 6 if kind == "gemma3" else 2)
-        types = [_SLIDING if number % pattern else _FULL for number in range(1, count + 1)]
-    if not isinstance(types, list) or len(types) != count or not all(entry in (_SLIDING, _FULL) for entry in types):
-        fields.fail("layer_types", f"a list of {count} entries, each {_SLIDING} or {_FULL}")
-    return [window if entry == _SLIDING else None for entry in types]
+        types = [SLIDING if number % pattern else FULL for number in range(1, count + 1)]
+    if not isinstance(types, list) or len(types) != count or not all(entry in (SLIDING, FULL) for entry in types):
+        fields.fail("layer_types", f"a list of {count} entries, each {SLIDING} or {FULL}")
+    return [window if entry == SLIDING else None for entry in types]
 
 
-def _ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
+def ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
     """Return the rope of full layers and the rope of sliding layers.
 
     Current versions of transformers write rope_parameters, which holds one object per layer type for Gemma 3. Older
@@ -247,12 +250,12 @@ def _ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
     if kind != "gemma3":
         table = parameters if scaling is None else scaling  # transformers too prefers rope_scaling to rope_parameters
         rope = _rope(table, table.number("rope_theta", fields.number("rope_theta", 10_000.0)))
-        return {_FULL: rope, _SLIDING: rope}
-    full = parameters.table(_FULL) or Fields(parameters.where, {})
-    sliding = parameters.table(_SLIDING) or Fields(parameters.where, {})
+        return {FULL: rope, SLIDING: rope}
+    full = parameters.table(FULL) or Fields(parameters.where, {})
+    sliding = parameters.table(SLIDING) or Fields(parameters.where, {})
     full_theta = full.number("rope_theta", fields.number("rope_theta", 1_000_000.0))
     sliding_theta = sliding.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
-    return {_FULL: _rope(full if scaling is None else scaling, full_theta), _SLIDING: _rope(sliding, sliding_theta)}
+    return {FULL: _rope(full if scaling is None else scaling, full_theta), SLIDING: _rope(sliding, sliding_theta)}
 
 
 def _rope(fields: Fields, theta: float) -> Rope:
@@ -273,26 +276,21 @@ def config_from_gguf(description: ModelDescription) -> Config:
     where = outer.where
     if fields.values.get("attention.causal") is False:
         raise UnsupportedError(f"{where}: attention.causal is false; embedding models are not supported yet")
-    layer_count = fields.integer("block_count")
-    if layer_count > _MOST_LAYERS:
-        fields.fail("block_count", f"at most {_MOST_LAYERS}")
+    count = layer_count(fields, "block_count")
     hidden = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count")
     kv_heads = fields.integer("attention.head_count_kv", heads)
-    head_dim = fields.integer("attention.key_length", max(1, hidden // heads))
-    if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedError(f"{where}: attention.value_length should equal attention.key_length, {head_dim}")
-    full, sliding = _ropes_from_gguf(fields, kind)
+    head_dim = head_width(fields)
+    full, sliding = ropes_from_gguf(fields, kind)
     layers = tuple(
         Layer(window, full if window is None else sliding, heads, kv_heads, head_dim,
               fields.integer("feed_forward_length"), number)
-        for number, window in enumerate(_windows_from_gguf(fields, kind, layer_count))
+        for number, window in enumerate(_windows_from_gguf(fields, kind, count))
     )  # fmt: skip
     # Gemma 2 27B (46 layers) and Gemma 3 27B (62 layers) scale attention by (hidden / heads)^-0.5 instead of
     # head_dim^-0.5. GGUF metadata do not record the scale, so the number of layers identifies these models.
-    wide = (kind, layer_count) in (("gemma2", 46), ("gemma3", 62))
-    ends = {*outer.ids("tokenizer.ggml.eos_token_id"), *outer.ids("tokenizer.ggml.eot_token_id")}
-    bos = outer.ids("tokenizer.ggml.bos_token_id")
+    wide = (kind, count) in (("gemma2", 46), ("gemma3", 62))
+    bos, ends = description.gguf_tokens()
     config = Config(
         model_type=kind,
         vocab_size=description.vocab_size,
@@ -303,11 +301,20 @@ def config_from_gguf(description: ModelDescription) -> Config:
         attn_logit_softcapping=_cap_from_gguf(fields, kind, "attn_logit_softcapping"),
         final_logit_softcapping=_cap_from_gguf(fields, kind, "final_logit_softcapping"),
         tie_word_embeddings=description.tied,
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=tuple(sorted(ends)),
+        bos_token_id=bos,
+        eos_token_ids=ends,
         layers=layers,
     )
     return checked(config, where)
+
+
+def head_width(fields: Fields) -> int:
+    """Return the width of the heads from GGUF metadata. Keys and values must be equally wide."""
+    heads = fields.integer("attention.head_count")
+    width: int = fields.integer("attention.key_length", max(1, fields.integer("embedding_length") // heads))
+    if fields.integer("attention.value_length", width) != width:
+        raise UnsupportedError(f"{fields.where}: attention.value_length should equal attention.key_length, {width}")
+    return width
 
 
 def _cap_from_gguf(fields: Fields, kind: str, name: str) -> float | None:
@@ -333,7 +340,7 @@ def _windows_from_gguf(fields: Fields, kind: str, count: int) -> list[int | None
     return [window if number % period else None for number in range(1, count + 1)]
 
 
-def _ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
+def ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
     """Return the rope of full layers and the rope of sliding layers. For Gemma 3, scaling applies to full layers only."""
     scaling = fields.text("rope.scaling.type", None)
     named = next((name for name in ("rope.scaling.factor", "rope.scale_linear") if fields.values.get(name)), None)

@@ -8,6 +8,7 @@ each layer has LAuReL, a product of two narrow matrices, and a layer's own input
 The last layers have no keys and values of their own: they read those of the last layer of the same kind that has.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from gemma_py.reference.cache import ReferenceCache
 _F = np.float32
 _ZERO, _ONE = _F(0.0), _F(1.0)
 _LEAST = _F(1e-5)  # the least mean square of a stream whose magnitude is changed
-_HALF_ROOT = _F(np.sqrt(0.5))
+_HALF_ROOT = _F(math.sqrt(0.5))
 
 
 def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, token: int) -> np.ndarray:
@@ -48,8 +49,8 @@ def layer_inputs(x: np.ndarray, weights: Mapping[str, Any], config: Config, toke
     """The layers' own inputs: a product of the embedding, and a row of a table, which is row 0 for a token that the table
     does not have.    x: [D]   [L, P]"""
     L, P = len(config.layers), config.hidden_size_per_layer_input
-    own = op.embed(weights["embed_tokens_per_layer"], token, P**0.5)
-    made = op.scale_row(op.matmul(x, weights["per_layer_model_projection"]), _F(config.hidden_size**-0.5))
+    own = op.embed(weights["embed_tokens_per_layer"], token, math.sqrt(P))
+    made = op.scale_row(op.matmul(x, weights["per_layer_model_projection"]), _F(1.0 / math.sqrt(config.hidden_size)))
     made = op.rms_norm_heads(made.reshape(L, P), _F(config.rms_norm_eps), weights["per_layer_projection_norm"])
     return np.asarray(op.scale_row(op.add(made.reshape(-1), own), _HALF_ROOT)).reshape(L, P)
 

@@ -1,7 +1,14 @@
 """An HTTP server with OpenAI's API.
 
-openai/: what a request may hold, how it becomes requests to the scheduler, and how their events become a response; a batch reads
-the same requests from a file. acceptor: connections. protocol: limits on time. auth: who may use the server. app: the routes.
-http: bodies and errors. events: from the scheduler to the event loop. streaming: server-sent events. process: signals and
-shutdown.
+acceptor.py   accepts connections
+protocol.py   disconnects clients that are too slow
+auth.py       checks the Host header, the Origin header and the API key
+app.py        defines the routes
+http.py       reads request bodies and writes errors
+openai/       checks requests, converts them for the scheduler, and builds responses; `gemma_py batch` uses it too
+events.py     carries the scheduler's events into the event loop
+streaming.py  sends responses, as server-sent events or as one JSON document
+metrics.py    keeps the metrics for Prometheus
+process.py    handles signals and the shutdown
+web_ui/       is the chat page
 """

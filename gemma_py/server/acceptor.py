@@ -1,7 +1,7 @@
-"""Accepts connections up to a cap, and leaves the others in the kernel's queue until there is room.
+"""Accept connections up to a limit, and leave further ones in the kernel's listen queue until there is room.
 
-asyncio's own server accepts until the process has no file descriptor left, and then whatever else opens a file fails: a
-template, a module.
+asyncio's own server has no such limit and accepts connections until the process runs out of file descriptors. After that,
+opening any file fails, for example when a Python module is imported.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from pathlib import Path
 from uvicorn.server import ServerState
 
 MAX_CONNECTIONS = 4096
-_SPARE_FILES = 16  # file descriptors that are left for what is opened later
-_ACCEPTED_AT_ONCE = 64  # connections, before the event loop serves those that are open
-_PAUSE = 0.05  # seconds between two looks for room
+_SPARE_FILES = 16  # file descriptors reserved for files that are opened later
+_ACCEPTED_AT_ONCE = 64  # connections accepted in one turn of the event loop
+_PAUSE = 0.05  # seconds to wait before trying to accept again
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SECONDS_BETWEEN_WARNINGS = 60.0
 
 
 def max_connections() -> int:
-    """How many connections there are file descriptors for, after raising the process's own limit as far as it may go."""
+    """Raise the process's limit on file descriptors if needed, and return how many connections the limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(list(Path("/dev/fd").iterdir())) + _SPARE_FILES
     wanted = MAX_CONNECTIONS + used
@@ -35,7 +35,7 @@ def max_connections() -> int:
 
 
 class Acceptor:
-    """Accepts from one listening socket, while fewer than `limit` connections are open."""
+    """Accepts connections from one listening socket while fewer than `limit` connections are open."""
 
     def __init__(
         self, listening: socket.socket, limit: int, state: ServerState, protocol: Callable[[], asyncio.Protocol]
@@ -58,7 +58,7 @@ class Acceptor:
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             if len(self._state.connections) + len(self._connecting) >= self._limit:
-                self._wait(f"{self._limit} are open, and there is no room for more")
+                self._wait(f"the limit of {self._limit} open connections is reached")
                 return
             try:
                 connection, _ = self._listening.accept()
@@ -75,7 +75,7 @@ class Acceptor:
             connecting.add_done_callback(self._connecting.discard)
 
     def _wait(self, why: str) -> None:
-        """Stops listening for a moment: a socket that is ready and not read would wake the event loop without end."""
+        """Stop watching the listening socket for a moment, because waiting connections would wake the event loop endlessly."""
         self._loop.remove_reader(self._listening)
         self._pause = self._loop.call_later(_PAUSE, self.open)
         if self._loop.time() > self._warned + _SECONDS_BETWEEN_WARNINGS:

@@ -1,4 +1,4 @@
-"""The routes. Handlers never touch the model: they prepare requests in threads and pass on what the scheduler reports."""
+"""The routes. Handlers never run the model: they submit requests to the scheduler and send its events to the clients."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,10 @@ from gemma_py.server.streaming import EventStream, while_connected, whole_respon
 
 
 class App:
-    """The server's state and its handlers. limit: how many requests may be prepared, wait or run at the same time."""
+    """The server's state and its handlers.
+
+    limit: the largest number of admitted requests, whether they are being tokenized, waiting or running.
+    """
 
     def __init__(self, service: Service, limit: int) -> None:
         self.service, self.limit = service, limit
@@ -40,14 +43,14 @@ class App:
         self.ending = False
         self.event_queues: set[EventQueue] = set()
         self._admitted = 0
-        # Tokenising two texts at once would finish neither sooner, and leave less processor time to everything else.
+        # /tokenize and /detokenize handle one request at a time, to leave processor time for generation.
         self._tokenizing = asyncio.Lock()
 
     def asgi(
         self, host: str, names: Collection[str] = (), origins: Collection[str] = (), keys: Keys | None = None
     ) -> ASGIApp:
         auth = Middleware(Auth, host=host, names=names, origins=origins, keys=keys or Keys())
-        # CORS comes before auth: a browser's preflight request carries no key.
+        # CORS must come before auth, because a browser's preflight request carries no API key.
         cors = Middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type"],
@@ -73,7 +76,7 @@ class App:
             middleware=[counter, *([cors] if origins else []), auth],
             exception_handlers=handlers,
         )
-        made.router.redirect_slashes = False  # programs do not follow a redirected POST; an error tells them more
+        made.router.redirect_slashes = False  # reply 404 instead, because many clients do not follow a redirected POST
         return made
 
     # --- generating ---------------------------------------------------------------------------------------------------
@@ -100,16 +103,14 @@ class App:
 
     @contextlib.contextmanager
     def _admission(self) -> Iterator[None]:
-        """Counts a request among those admitted, or refuses it before its body is read."""
+        """Count a request as admitted while it is handled, or refuse the request before its body is read."""
         if self.ending:
-            raise ApiError(503, "The server is ending.", None, "server_ending", 10.0)
+            raise ApiError(503, "The server is shutting down.", None, "server_ending", 10.0)
         health = self.service.scheduler.health()
         if not health.ok:
             raise ApiError(503, f"The engine has failed: {health.why}", None, "engine_failed")
         if self._admitted >= self.limit:
-            message = (
-                f"{self._admitted} requests are running or waiting, and there is room for no more; try again later."
-            )
+            message = f"{self._admitted} requests are running or waiting, which is the server's limit; try again later."
             raise ApiError(429, message, None, "rate_limit_exceeded", 1.0)
         self._admitted += 1
         try:
@@ -117,7 +118,7 @@ class App:
         finally:
             self._admitted -= 1
 
-    # --- the rest -----------------------------------------------------------------------------------------------------
+    # --- other endpoints ----------------------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
         with self._admission():
@@ -168,7 +169,7 @@ class App:
         return JSONResponse(document())
 
     def fail(self, error: GemmaError) -> None:
-        """Sends an error to every client whose request is still running."""
+        """Send an error to every client whose request is still running."""
         for queue in self.event_queues:
             queue.fail(error)
 

@@ -1,7 +1,8 @@
-"""Checks every request's Host, the Origin of the page that sent it, and its API key.
+"""Check the Host header, the Origin header and the API key of every request.
 
-A page from elsewhere can make a browser send requests to a server on the same machine, and by changing what its own name
-resolves to (DNS rebinding) even read the answers. It cannot change the Host and the Origin that the browser then sends.
+The page of any website can make a browser send requests to a server on the same machine. With DNS rebinding, where the
+website's name resolves to 127.0.0.1, the page can even read the responses. A page cannot change the Host and Origin headers
+that its browser sends, so checking these headers prevents such attacks.
 """
 
 import hashlib
@@ -18,13 +19,13 @@ from gemma_py.errors import InputError
 from gemma_py.server.http import error_response
 from gemma_py.server.openai.errors import ApiError
 
-OPEN = frozenset({"/", "/health"})  # paths that need no key: they show nothing of any request
+OPEN = frozenset({"/", "/health"})  # paths that need no API key, because they reveal nothing about requests
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
+    """Return whether only this machine can connect to an address."""
     if host == "localhost":
         return True
     try:
@@ -34,28 +35,30 @@ def is_loopback(host: str) -> bool:
 
 
 class Keys:
-    """The API keys that are valid, as digests."""
+    """The valid API keys, stored as SHA-256 digests."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
     @classmethod
     def read(cls, path: Path) -> "Keys":
-        """The keys in a file, one on each line."""
+        """Read API keys from a file that has one key on each line."""
         try:
             lines = path.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{path}: cannot be read: {error}") from None
         keys = [line.strip() for line in lines if line.strip()]
         if not keys or min(map(len, keys)) < 16:
-            raise InputError(f"{path}: should contain one key on each line, of at least 16 characters")
+            raise InputError(
+                f"{path}: should have one key on each line, of at least 16 characters; a key is shorter or missing"
+            )
         return cls(keys)
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def hold(self, key: bytes) -> bool:
-        """Whether a key is valid. Takes the same time for every key that is not."""
+        """Return whether a key is valid. The check takes equally long for all invalid keys, so response times reveal no key."""
         given = _digest(key)
         return sum(hmac.compare_digest(given, digest) for digest in self._digests) > 0
 
@@ -65,10 +68,11 @@ def _digest(key: bytes) -> bytes:
 
 
 class Auth:
-    """Middleware that refuses requests which name another host, come from another site's page or bring no valid key.
+    """Middleware that refuses requests with an unknown Host header, with an Origin that is not allowed, or without a valid API key.
 
-    host: the address that the server listens on. names: other names that it is known by. origins: sites whose pages may send
-    requests."""
+    host: the address that the server listens on. names: further host names that the Host header may have. origins: other
+    origins whose pages may send requests.
+    """
 
     def __init__(self, app: ASGIApp, host: str, names: Collection[str], origins: Collection[str], keys: Keys) -> None:
         self._app, self._keys, self._origins = app, keys, frozenset(origins)
@@ -97,25 +101,27 @@ class Auth:
     def _check(self, path: str, headers: Headers) -> None:
         host = headers.get("host", "")
         if len(headers.getlist("host")) != 1 or not self._is_ours(host):
-            message = f"This server is not known by the name {host!r:.80}; --allowed-host NAME adds a name."
+            message = f"The Host header {host!r:.80} is not a name of this server; the option --allowed-host NAME adds a name."
             raise ApiError(403, message, None, "forbidden_host")
         origin = headers.get("origin")
         if origin is not None and _host_of(origin) != host.lower() and origin not in self._origins:
-            message = f"Pages from {origin!r:.80} may not use this server; --cors ORIGIN allows them."
+            message = f"Pages from {origin!r:.80} may not use this server; the option --cors ORIGIN allows an origin."
             raise ApiError(403, message, None, "forbidden_origin")
         if self._keys and path not in OPEN:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not self._keys.hold(key.encode("latin-1").strip()):
                 raise ApiError(
                     401,
-                    "A valid API key is needed, in the header 'Authorization: Bearer KEY'.",
+                    "The request has no valid API key; send one in the header 'Authorization: Bearer KEY'.",
                     None,
                     "invalid_api_key",
                 )
 
     def _is_ours(self, host: str) -> bool:
-        """Whether a Host header means this server. Where other machines may connect, so does every IP address: DNS rebinding needs a
-        name."""
+        """Return whether a Host header names this server.
+
+        If other machines can connect, any IP address is accepted, because DNS rebinding is only possible with a name.
+        """
         try:
             name = urlsplit(f"//{host}").hostname or ""
             if name in self._names:
@@ -127,7 +133,7 @@ class Auth:
 
 
 def _host_of(origin: str) -> str:
-    """The host and port of an origin; an empty text if it is malformed."""
+    """Return the host and port of an origin, or an empty string if the origin is malformed."""
     try:
         parts = urlsplit(origin.lower())
     except ValueError:

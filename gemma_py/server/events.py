@@ -1,4 +1,4 @@
-"""Carries the events of one HTTP request from the scheduler's thread into the event loop, in the order they were sent."""
+"""A queue that carries the events of one HTTP request from the scheduler's thread into asyncio's event loop."""
 
 import asyncio
 import time
@@ -10,16 +10,16 @@ from gemma_py.generate.scheduler import Scheduler, Ticket
 from gemma_py.server.metrics import Metrics
 from gemma_py.server.openai.service import Job
 
-ChoiceEvent = tuple[int, Event]  # the index of the choice, and what happened to it
+ChoiceEvent = tuple[int, Event]  # the index of a choice, and an event of that choice
 
 
 class EventQueue:
-    """Submits the requests of a job when it is made, from any thread. `close` cancels those that have not finished."""
+    """Submits the requests of a job to the scheduler and queues their events. `close` cancels the unfinished requests."""
 
     def __init__(self, scheduler: Scheduler, job: Job, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
         self._metrics, self._loop = metrics, loop
         self._queue: asyncio.Queue[ChoiceEvent] = asyncio.Queue()
-        self._last_token: dict[int, float] = {}  # when each choice had its last token
+        self._last_token: dict[int, float] = {}  # choice index -> the time of its last token
         self._tickets: list[Ticket] = []
         try:
             for index, request in enumerate(job.requests):
@@ -29,7 +29,7 @@ class EventQueue:
             raise
 
     def _put(self, index: int, event: Event) -> None:
-        """The scheduler calls this from its own thread."""
+        """Queue an event. Called by the scheduler, in the scheduler's thread."""
         if isinstance(event, Generated):
             now = time.monotonic()
             if index in self._last_token:
@@ -41,11 +41,11 @@ class EventQueue:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
     def fail(self, error: GemmaError) -> None:
-        """Adds a failure that the scheduler itself can no longer report. Called in the event loop."""
+        """Queue an error on behalf of a scheduler that has failed or hangs. Must be called in the event loop."""
         self._queue.put_nowait((0, Failed(error)))
 
     async def get(self, seconds: float | None = None) -> list[ChoiceEvent]:
-        """All events that are queued, or else the next one; an empty list if none was sent within so many seconds."""
+        """Wait for at least one event and return all queued events, or an empty list if none arrives within `seconds`."""
         events = []
         try:
             async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""Request bodies in, within limits of size and time; errors out, in OpenAI's form."""
+"""Read request bodies, with limits on size and time, and write errors in OpenAI's format."""
 
 import asyncio
 import difflib
@@ -16,15 +16,17 @@ from gemma_py.server.openai.endpoints import ENDPOINTS
 from gemma_py.server.openai.errors import ApiError, api_error
 
 MAX_BODY = 4 << 20  # bytes
-BODY_SECONDS = 30.0  # in which a body has to arrive
+BODY_SECONDS = 30.0  # time limit for receiving a body
 _PROMPT_FIELDS = {**{path: endpoint.prompt_field for path, endpoint in ENDPOINTS.items()}, "/detokenize": "tokens"}
 
 
 async def read_json(request: Request) -> Any:
-    """The JSON document in a request's body."""
+    """Read the body of a request and parse it as JSON."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(415, f"The body should be application/json, found {kind!r:.60}.", None, "unsupported_media_type")
+        raise ApiError(
+            415, f"Content-Type should be application/json, found {kind!r:.60}.", None, "unsupported_media_type"
+        )
     length = request.headers.get("content-length", "0")
     parts, size = [], 0
     try:
@@ -36,7 +38,7 @@ async def read_json(request: Request) -> Any:
                     if size > MAX_BODY:
                         break
             if size > MAX_BODY or int(length) > MAX_BODY:
-                raise ApiError(413, f"A body may have {MAX_BODY} bytes at most.", None, "request_too_large")
+                raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.", None, "request_too_large")
     except TimeoutError:
         raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.", None, "timeout") from None
     try:
@@ -47,7 +49,7 @@ async def read_json(request: Request) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"JSON has no number {name}")
+    raise ValueError(f"{name} is not a valid JSON number")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -66,7 +68,7 @@ async def gemma_error(request: Request, error: Exception) -> Response:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own errors: a path that does not exist, or not with this method."""
+    """Describe an error that Starlette raised: an unknown path, or a method that the path does not accept."""
     assert isinstance(error, HTTPException)
     path, code, message = request.url.path[:80], "unknown_url", error.detail
     headers = error.headers or {}
@@ -82,9 +84,9 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 async def client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it; the metrics count it
+    return Response(status_code=499)  # the client is gone; the status is only counted in the metrics
 
 
 async def unexpected_error(request: Request, error: Exception) -> Response:
-    message = "The server failed at this request; its log says how."
+    message = "The request failed because of an internal error, which is in the server's log."
     return error_response(ApiError(500, message, None, "internal_error"))

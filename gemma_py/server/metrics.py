@@ -1,4 +1,4 @@
-"""The metrics of /metrics, in Prometheus' form."""
+"""The metrics that /metrics reports, in Prometheus' text format."""
 
 from collections.abc import Iterator
 
@@ -22,10 +22,10 @@ class Metrics:
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(_SchedulerCollector(scheduler))
         self.requests = prometheus.Counter(
-            "gemma_py_requests", "Requests answered.", ("path", "status"), registry=self._registry
+            "gemma_py_requests", "HTTP requests answered.", ("path", "status"), registry=self._registry
         )
         self._tokens = prometheus.Counter(
-            "gemma_py_tokens", "Tokens of requests and responses.", ("kind",), registry=self._registry
+            "gemma_py_tokens", "Tokens: prompt, cached or generated.", ("kind",), registry=self._registry
         )
         self._first = prometheus.Histogram(
             "gemma_py_first_token_seconds",
@@ -51,14 +51,14 @@ class Metrics:
 
 
 class _SchedulerCollector(Collector):
-    """Reads the scheduler's own counts whenever metrics are asked for."""
+    """Reads the scheduler's statistics each time that /metrics is requested."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
         stats = self._scheduler.stats()
-        yield GaugeMetricFamily("gemma_py_requests_running", "Requests being computed.", stats.running)
+        yield GaugeMetricFamily("gemma_py_requests_running", "Requests that are running.", stats.running)
         yield GaugeMetricFamily("gemma_py_requests_waiting", "Requests in the queue.", stats.waiting)
         yield GaugeMetricFamily(
             "gemma_py_kv_bytes", "Bytes reserved for the KV cache of running requests.", stats.kv_bytes
@@ -74,7 +74,7 @@ class _SchedulerCollector(Collector):
 
 
 class RequestCounter:
-    """Middleware that counts requests by path and status. All paths that do not exist count as one."""
+    """Middleware that counts requests by path and status. Unknown paths are counted together, as "other"."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics

@@ -1,8 +1,8 @@
-"""The server's process: its socket, its signals, and a shutdown that loses no response.
+"""The server's process: the listening socket, the signals and the shutdown.
 
-On SIGTERM or Ctrl-C it accepts no more connections, lets running requests finish until the deadline, and sends an error to
-those that have not. A second signal ends the process at once. If the engine fails, every client is sent an error, and the
-process ends by itself with one.
+After SIGTERM or Ctrl-C, the server accepts no more connections and waits for running requests. Requests that are still running
+at the deadline get an error. A second signal ends the process at once. If the engine fails, every client gets an error, and the
+process exits with an error.
 """
 
 import asyncio
@@ -22,38 +22,40 @@ from gemma_py.server.app import App
 from gemma_py.server.protocol import LimitedProtocol
 
 MAX_HEADERS = 32 << 10  # bytes
-_SEND_BUFFER = 256 << 10  # bytes that the kernel buffers for each connection
-_SPARE_CONNECTIONS = 8  # beyond those of admitted requests: to refuse others with 429, and for /health
-_UNHEALTHY_TICKS = 20  # of 0.1 s, before a failure counts: a process that was stopped and resumed has not failed
-_LAST_SECONDS = 5.0  # in which the errors of a shutdown reach the clients
+_SEND_BUFFER = 256 << 10  # size of each connection's send buffer in the kernel, in bytes
+_SPARE_CONNECTIONS = 8  # connections beyond the admitted requests, to answer /health and to refuse requests with 429
+# Failed health checks in a row, 0.1 s apart, that count as an engine failure. A few checks also fail when the process is
+# resumed after SIGSTOP.
+_UNHEALTHY_TICKS = 20
+_LAST_SECONDS = 5.0  # seconds after the deadline of a shutdown, for sending errors to clients
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket."""
+    """Return a listening socket."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        # create_server appends the address, which this message names anyway.
+        # create_server appends the address to its error, but the message below already contains the address.
         reason = (error.strerror or str(error)).partition(" (while attempting")[0]
         raise InputError(f"cannot listen on {host}, port {port}: {reason}") from None
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted connections inherit this size
     return made
 
 
 def address(listening: socket.socket) -> str:
-    """The URL at which a browser on this machine finds the server."""
+    """Return the server's URL for a browser on this machine."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with our acceptor, limits and shutdown.
+    """uvicorn's server, with this package's acceptor, time limits and shutdown.
 
-    drain: seconds that running requests may take after a signal. ready: called when the server accepts requests. ending: called
-    after a signal with the number of requests that are running or wait. cut_off: how many of these did not finish.
-    interrupted: whether the signal was Ctrl-C. failure: why the engine failed, if it did.
+    drain: seconds that running requests have to finish after a signal. ready: called when the server accepts requests. ending:
+    called after a signal, with the number of running and waiting requests. cut_off: the number of requests that did not finish
+    in time. interrupted: whether the signal was Ctrl-C. failure: why the engine failed, or None.
     """
 
     def __init__(
@@ -76,11 +78,11 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn does it, but a handled signal is not raised again, so that SIGTERM ends with exit code 0."""
+        """Handle SIGTERM and SIGINT. Unlike uvicorn, do not raise a handled signal again, so that SIGTERM gives exit code 0."""
         numbers = (signal.SIGTERM, signal.SIGINT)
         try:
             before = {number: signal.signal(number, self.handle_exit) for number in numbers}
-        except ValueError:  # in another thread than the main one: should_exit ends it there
+        except ValueError:  # only the main thread can set signal handlers
             before = {}
         try:
             yield
@@ -126,8 +128,8 @@ class Server(uvicorn.Server):
         stats = scheduler.stats()
         self._ending(stats.running + stats.waiting)
         drained = asyncio.to_thread(scheduler.drain, self._drain)
-        # By then every request has ended, unless the engine hangs and cannot report it itself.
-        late = ComputationError("the engine did not stop when the server ended")
+        # This timer fires only if the engine hangs; otherwise every request has ended before.
+        late = ComputationError("the engine did not finish the request before the server shut down")
         failing = asyncio.get_running_loop().call_later(self._drain + _LAST_SECONDS / 2, self._app.fail, late)
         self.cut_off, _ = await asyncio.gather(drained, super().shutdown(sockets))
         failing.cancel()

@@ -1,6 +1,6 @@
-"""Limits on time: a client that sends its headers too slowly, or does not read its response, loses its connection.
+"""Close the connection of a client that sends its headers too slowly or does not read its response.
 
-uvicorn itself limits only how much it buffers and how long it keeps an idle connection.
+uvicorn itself has no such time limits; it limits only the size of its buffers and the time that a connection may be idle.
 """
 
 import asyncio
@@ -9,12 +9,12 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEADER_SECONDS = 10.0  # from the first byte of a request (or the connection) to the end of its headers
-WRITE_SECONDS = 20.0  # for which the send buffer may stay full
+HEADER_SECONDS = 10.0  # time limit for receiving the headers of a request
+WRITE_SECONDS = 20.0  # time limit for a client that does not read, from when the send buffer is full
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's protocol of one connection, with these limits."""
+    """uvicorn's HTTP protocol for one connection, with time limits on headers and on sending."""
 
     header_seconds, write_seconds = HEADER_SECONDS, WRITE_SECONDS
 
@@ -39,7 +39,7 @@ class LimitedProtocol(H11Protocol):
             self._lift_header_limit()
 
     def send_400_response(self, msg: str) -> None:
-        """Closes the connection where a response was sent already: a body that is malformed after that cannot get another one."""
+        """Send a 400 response to a malformed request, or close the connection if a response was already sent."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:

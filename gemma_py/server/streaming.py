@@ -1,4 +1,4 @@
-"""Responses over HTTP: a stream of server-sent events, or one whole document."""
+"""HTTP responses: a stream of server-sent events, or one JSON document."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,14 @@ from gemma_py.server.events import EventQueue
 from gemma_py.server.openai.builders import ResponseBuilder
 from gemma_py.server.openai.errors import api_error
 
-KEEP_ALIVE_SECONDS = 10.0  # between comments that show a client that its stream is alive, while its prompt is computed
+KEEP_ALIVE_SECONDS = 10.0  # seconds without an event before a stream sends a keep-alive comment
 
 
 class EventStream(StreamingResponse):
-    """Streams what a builder makes of the events. Closes `held`, the request's resources, however the stream ends, also
-    before it began."""
+    """Streams a builder's chunks as server-sent events.
+
+    held: the request's resources. They are closed when the stream ends, even if it fails before the first chunk.
+    """
 
     media_type = "text/event-stream"
 
@@ -57,7 +59,7 @@ async def _server_sent_events(builder: ResponseBuilder, queue: EventQueue) -> As
 
 
 def encode_events(chunks: list[dict[str, Any]], typed: bool) -> bytes:
-    """Chunks as server-sent events. typed: each is preceded by its type, as /v1/responses has it."""
+    """Encode chunks as server-sent events. typed: write an "event:" line with its type before each chunk, as in the Responses API."""
     lines = []
     for chunk in chunks:
         if typed:
@@ -75,7 +77,7 @@ async def whole_response(builder: ResponseBuilder, queue: EventQueue) -> Respons
 
 
 async def while_connected(request: Request, response: Awaitable[Response]) -> Response:
-    """Waits for the response. Raises ClientDisconnect if the client leaves before it is complete."""
+    """Wait for a response. Raises ClientDisconnect if the client disconnects before the response is complete."""
     working = asyncio.ensure_future(response)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:

@@ -1,1 +1,1 @@
-"""From messages to the ids of a prompt: chat templates, the sandbox that they run in, and the notation of tool calls."""
+"""Chat templates: from messages to token ids, the sandbox for jinja2, and the notation of tool calls."""

@@ -1,14 +1,16 @@
-"""Renders chat templates in a process of its own. template.py runs this file as a program; it imports nothing of gemma_py.
+"""Render chat templates in a separate process. template.py runs this file as a program without importing gemma_py.
 
-A template is an untrusted program. jinja2's sandbox keeps it from attributes and files, but not from loops
-and from memory (`'a' * 10**9`, `range` within `range`): only a process can be bounded and killed. So this one takes a line
-of JSON, {"template", "globals", "conversations": [messages, ...]}, and answers with one, {"texts": [...]} or {"error"}.
+A chat template is untrusted code. jinja2's sandbox blocks attributes and files, but not endless loops or huge strings
+such as `'a' * 10**9`. The operating system's limits for a process stop such loops and strings.
+
+Each line of input is a JSON object {"template", "globals", "conversations": [messages, ...]}, and each line of output
+is {"texts": [...]} or {"error"}.
 """
 
 import datetime
 import functools
 import json
-import pprint  # noqa: F401  (as debug, constants and textwrap: jinja2 imports them late, when no file can be opened)
+import pprint  # noqa: F401  (jinja2 imports pprint at first use, when no file can be opened any more)
 import resource
 import sys
 import textwrap  # noqa: F401
@@ -22,13 +24,13 @@ import jinja2.nodes
 import jinja2.sandbox
 import jinja2.utils
 
-MEMORY = 1 << 30  # bytes of address space; Python and jinja2 take some 50 MB of them
-SECONDS = 10  # of processor time for one answer; the parent process waits less, so this ends one whose parent is gone
-OUTPUT = 64 << 20  # characters
+MEMORY = 1 << 30  # bytes of address space
+SECONDS = 10  # of processor time for a request, in case the parent process has died and cannot stop the rendering
+OUTPUT = 64 << 20  # the most characters of a rendered prompt
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what an assistant said, for training; here it is only passed through."""
+    """The {% generation %} tag, which marks assistant text for training. Rendering copies the text inside the tag."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -45,7 +47,7 @@ class _Generation(jinja2.ext.Extension):
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Without jinja2's escapes for HTML, as Hugging Face has it."""
+    """Convert a value to JSON as transformers does: without jinja2's HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -64,7 +66,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _render(request: dict[str, Any]) -> list[str]:
-    now = datetime.datetime.now()  # once: two renderings of one request must not fall on two days
+    now = datetime.datetime.now()  # read once, so that all renderings of a request have one date
     template = _compiled(request["template"])
     texts = []
     for messages in request["conversations"]:
@@ -73,7 +75,7 @@ def _render(request: dict[str, Any]) -> list[str]:
             parts.append(part)
             size += len(part)
             if size > OUTPUT:
-                raise jinja2.TemplateError(f"it makes more than {OUTPUT} characters")
+                raise jinja2.TemplateError(f"the template renders more than {OUTPUT} characters")
         texts.append("".join(parts))
     return texts
 
@@ -83,7 +85,7 @@ def _line(answer: dict[str, Any]) -> bytes:
 
 
 def _limit() -> None:
-    """Forbid new files and memory beyond MEMORY; each request has its own limit of processor time."""
+    """Limit the address space to MEMORY, and forbid opening files."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
@@ -95,20 +97,18 @@ def _allow(seconds: int) -> None:
 
 
 def main() -> None:
-    _compiled(
-        "{{ 'a' | trim }}"
-    ).render()  # modules that Jinja imports at its first rendering are loaded before the limits apply
+    _compiled("{{ 'a' | trim }}").render()  # loads modules that jinja2 imports lazily
     _limit()
     for line in sys.stdin.buffer:
         _allow(SECONDS)
         try:
             answer = _line({"texts": _render(json.loads(line))})
         except MemoryError:
-            answer = _line({"error": f"it takes more than {MEMORY >> 20} MiB"})
+            answer = _line({"error": f"the template needs more than {MEMORY >> 20} MiB of memory"})
         except jinja2.TemplateSyntaxError as error:
             answer = _line({"error": f"line {error.lineno}: {error.message}"})
         except RecursionError:
-            answer = _line({"error": "it calls itself without end"})
+            answer = _line({"error": "the template recurses without end"})
         except Exception as error:
             answer = _line({"error": f"{error}" if isinstance(error, jinja2.TemplateError) else f"{error!r:.300}"})
         sys.stdout.buffer.write(answer)

@@ -1,14 +1,15 @@
-"""Chat templates: from messages to token ids, by the checkpoint's template, Gemma's turns or a plain transcript.
+"""Chat templates: from messages to token ids, by the checkpoint's jinja2 template, Gemma's turns or a plain transcript.
 
-No message can forge a turn: the template's text may contain control tokens, and a message's text may not, so the two are
-encoded separately. The rendered text does not show which is which. Therefore the template gets messages in which each
-character that is not white space is replaced by one of Unicode's private planes, which no other text uses; such a character in
-the output belongs to a message. A template may trim, cut, count and join these messages. It is also rendered with the plain
-messages. If the two outputs differ, the template depends on the messages' letters, and it is refused, because its own text
-could not be told from theirs.
+A message cannot forge a turn, because control tokens such as <start_of_turn> are recognised only in text that the
+template itself writes. Message text is found in the output as follows. Before rendering, each character of a message
+except white space is replaced by a code point of Unicode's private-use planes. In the output, private-use characters
+are message text and other characters are template text. The template is also rendered with the original messages. If
+the outputs differ in more than the replaced characters, the template changes or inspects the letters of messages, and
+is refused.
 
-A space between the two is encoded with the text after it, because Gemma's pieces begin with their space. So the ids are those of
-the whole text encoded at once, except where a template puts letters directly next to those of a message.
+Template text and message text are tokenised separately. A space between them is tokenised together with the word after
+the space, because Gemma's tokens begin with the space before a word. The ids are then those of the whole text tokenised
+at once, except where a letter of the template is next to a letter of a message.
 """
 
 import atexit
@@ -33,16 +34,20 @@ from gemma_py.errors import InputError, TemplateError, UnsupportedError
 from gemma_py.formats.files import parse_json, read_text
 from gemma_py.tokenizer import Tokenizer
 
-Message = dict[str, Any]  # role and content; where there are tools, also tool_calls and name
+Message = dict[str, Any]  # role and content; with tools, also tool_calls and name
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's format
 ROLES = ("system", "user", "assistant")
-_SECONDS = 5.0  # the time limit of rendering, without the start of the process
-_STARTING = 30.0
-_LARGEST_ANSWER = 1 << 30  # bytes; sandbox.py has its own limit on characters
+_SECONDS = 5.0  # the time limit for rendering a prompt
+_STARTING = 30.0  # seconds more for the first prompt, because the rendering process has to start
+_LARGEST_ANSWER = 1 << 30  # the most bytes read from the rendering process
 
 
 class Piece(NamedTuple):
-    """A piece of a prompt. control: it is text of the template, which may contain control tokens. answer: the model wrote it."""
+    """A part of a prompt that is tokenised separately.
+
+    control: whether control tokens are recognised in the text, as in text that the template writes.
+    answer: whether the text is an answer of the model.
+    """
 
     text: str
     control: bool
@@ -50,9 +55,9 @@ class Piece(NamedTuple):
 
 
 def checked_messages(messages: Any, roles: Sequence[str] = ROLES) -> list[Message]:
-    """Validate messages in OpenAI's format and reduce them to role and text. Only the first may be the system message."""
+    """Check messages in OpenAI's format. Return messages with only role and content, the content as one string."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InputError("messages should be a list of at least one {role, content}")
+        raise InputError("messages should be a non-empty list of objects with role and content")
     made = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -61,13 +66,13 @@ def checked_messages(messages: Any, roles: Sequence[str] = ROLES) -> list[Messag
         if role not in roles:
             raise InputError(f"message {number}: role should be one of {', '.join(roles)}, found {role!r:.40}")
         if role == "system" and number:
-            raise InputError(f"message {number}: a system message should be the first")
+            raise InputError(f"message {number}: a system message should be the first message")
         made.append({"role": str(role), "content": _text(content, number)})
     return made
 
 
 def _text(content: Any, number: int) -> str:
-    """The text of a content, which is a string or a list of text parts."""
+    """Return the text of a message's content, which is a string or a list of text parts."""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -80,13 +85,19 @@ def _text(content: Any, number: int) -> str:
     try:
         content.encode("utf-8")
     except UnicodeEncodeError:
-        raise InputError(f"message {number}: content has half a surrogate pair, which is not a character") from None
+        raise InputError(f"message {number}: content has an unpaired surrogate, which is not a character") from None
     return content
 
 
 @dataclass(frozen=True)
 class Template:
-    """name, note: for display; the note is a line that the user should see. stop, ends: strings and control tokens that end an answer."""
+    """A chat template.
+
+    name: the name for display.
+    note: a warning to show to the user.
+    stop: strings that end an answer.
+    ends: control tokens that end an answer.
+    """
 
     name: str
     note: str | None = None
@@ -94,7 +105,9 @@ class Template:
     ends: tuple[str, ...] = ()
 
     def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
-        """The pieces of the prompt for checked messages, up to the beginning of the answer."""
+        """Return the pieces of the prompt for checked messages, with the beginning of the model's turn as the last
+        piece.
+        """
         raise NotImplementedError
 
     @property
@@ -104,7 +117,10 @@ class Template:
 
 @dataclass(frozen=True)
 class GemmaTurns(Template):
-    """The turns of Gemma 1 to 3. There is no system role: a system message becomes the beginning of the first user message."""
+    """The chat template of Gemma 1 to 3.
+
+    These models have no system role, so a system message becomes the beginning of the first user message.
+    """
 
     def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
         pieces = []
@@ -117,7 +133,10 @@ class GemmaTurns(Template):
 
 
 def _system_in_user(messages: Sequence[Message]) -> list[Message]:
-    """Put the system message in front of the first user message; without one, it becomes a user message."""
+    """Put the text of the system message in front of the first user message.
+
+    If the conversation does not begin with a user message, the system message becomes one.
+    """
     if not messages or messages[0]["role"] != "system":
         return list(messages)
     system, *rest = messages
@@ -133,9 +152,10 @@ _TURN_IN_TEXT = re.compile(rf"([{_BREAKS}])(?=[^\S{_BREAKS}]*(?:User|Assistant)\
 
 @dataclass(frozen=True)
 class Transcript(Template):
-    """A plain transcript, for a base model, which does not know turn markers.
+    """A plain transcript with "User:" and "Assistant:", for base models, which were not trained with turn markers.
 
-    A line of a message that would look like a turn gets a quotation mark in front.
+    A line of a message that begins with "User:" or "Assistant:" gets "> " in front, so that the line does not look like
+    a turn.
     """
 
     def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
@@ -163,14 +183,17 @@ BUILT_IN: dict[str, Template] = {"gemma": GEMMA, "transcript": TRANSCRIPT}
 def choose(
     tokenizer: Tokenizer, own: str | None, eos_token_ids: Sequence[int], wanted: str | Path | None = None
 ) -> Template:
-    """The template that was asked for (`gemma`, `transcript` or a file), else the checkpoint's own, else Gemma's turns if
-    <end_of_turn> ends an answer, else a transcript, for a base model."""
+    """Return the wanted template: `gemma`, `transcript` or a file. If none is wanted, return the checkpoint's own
+    template.
+
+    If the checkpoint has no template, return Gemma's turns if <end_of_turn> is an eos token, else a transcript.
+    """
     if isinstance(wanted, str) and wanted in BUILT_IN:
         return BUILT_IN[wanted]
     if wanted is not None:
         path = Path(wanted)
         if not path.exists():
-            raise InputError(f"template {str(wanted)!r}: neither a file nor one of {', '.join(BUILT_IN)}")
+            raise InputError(f"template {str(wanted)!r} is neither a file nor one of {', '.join(BUILT_IN)}")
         return _from_source(read_text(path), str(path), tokenizer, eos_token_ids)
     if own is not None:
         return _from_source(own, "the checkpoint's chat template", tokenizer, eos_token_ids)
@@ -181,11 +204,11 @@ def choose(
 def encode(
     pieces: Sequence[Piece], tokenizer: Tokenizer, known: Mapping[str, list[int]], encoded: dict[Piece, list[int]]
 ) -> list[int]:
-    """The ids of the pieces, with one bos token in front.
+    """Return the token ids of the pieces, with one bos token in front.
 
-    known: answers as the model wrote them, by their text without white space around. Encoding that text again may give
-    other ids, and all that was computed after them would be lost. encoded: what earlier calls found, so that a long
-    conversation is not encoded again at every turn.
+    known: the ids of earlier answers as the model generated them, by the stripped text of the answer. Tokenising the
+    text may give other ids, which would not match the KV cache.
+    encoded: the ids of pieces that were tokenised before; new pieces are added.
     """
     ids: list[int] = []
     for piece in pieces:
@@ -202,7 +225,7 @@ def encode(
 # --- templates in jinja2 ----------------------------------------------------------------------------------------------
 
 _ENDS = ("<end_of_turn>", "<turn|>", "<start_function_response>")  # tokens that end the model's turn
-# The private planes: 15 for others' messages, 16 for answers.
+# Unicode's private-use planes: plane 15 for system and user messages, plane 16 for the model's answers.
 _OTHERS, _ANSWERS, _PLANES_END = 0xF0000, 0x100000, 0x110000
 _ROOM = 0xFFFE  # code points in one plane
 _MASKED = f"[{chr(_OTHERS)}-{chr(_PLANES_END - 1)}]"
@@ -219,7 +242,7 @@ class Jinja(Template):
         try:
             return self._rendered(messages, tools)
         except TemplateError:
-            # Many templates refuse a system message. It belongs to the first user's turn then, as Gemma has it.
+            # Many templates refuse a system message. Render the template again with the system message in the user's turn.
             if messages[0]["role"] != "system":
                 raise
             return self._rendered(_system_in_user(messages), tools)
@@ -236,8 +259,8 @@ class Jinja(Template):
         unmasked = np.where(codes < _OTHERS, codes, originals[np.maximum(codes, _OTHERS) - _OTHERS])
         if not np.array_equal(unmasked, _codes(plain)):
             raise TemplateError(
-                f"{self.name}: it changes the words of messages, so its control tokens cannot be told from theirs; "
-                f"choose another, or one of {', '.join(BUILT_IN)}"
+                f"{self.name} changes the text of messages, so message text and control tokens cannot be separated; "
+                f"choose another template, or one of {', '.join(BUILT_IN)}"
             )
         pieces, at = [], 0
         for number, part in enumerate(_MESSAGE.split(text)):
@@ -254,8 +277,11 @@ def _codes(text: str) -> np.ndarray:
 
 
 def _masked(messages: Sequence[Message]) -> tuple[list[Message], np.ndarray]:
-    """The messages with a private character for each one that is not white space, and what the private ones mean:
-    [those of both planes], themselves where nothing else. All of a plane at once: a history is long, and a turn is not to wait.
+    """Replace each character of the messages, except white space, by a code point of the private-use planes.
+
+    Return the messages, and an array with the original character of each private-use code point, or with the code point
+    itself where no character was replaced. The messages of a plane are converted in one numpy call, because a Python
+    loop over the characters of a long conversation would delay each turn.
     """
     masked = [dict(message) for message in messages]
     originals = np.arange(_OTHERS, _PLANES_END, dtype="<u4")
@@ -266,7 +292,7 @@ def _masked(messages: Sequence[Message]) -> tuple[list[Message], np.ndarray]:
         letters = ~np.array([chr(code).isspace() for code in distinct], bool)
         count = np.count_nonzero(letters)
         if count > _ROOM:
-            raise InputError("the messages hold more different characters than can be told apart")
+            raise InputError("the messages contain more than 65,534 different characters")
         originals[plane - _OTHERS :][:count] = distinct[letters]
         mask = distinct.copy()
         mask[letters] = np.arange(plane, plane + count)
@@ -292,7 +318,7 @@ def _from_source(source: str, name: str, tokenizer: Tokenizer, eos_token_ids: Se
 
 
 class _Renderer:
-    """The process that renders all templates. It is started early, used again, and killed when it takes too long."""
+    """The process that renders all templates. A process that exceeds the time limit is killed and started again."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -307,7 +333,7 @@ class _Renderer:
         if self._process is None or self._process.poll() is not None:
             self.kill()
             program = str(Path(__file__).with_name("sandbox.py"))
-            # -P: do not import from the program's directory. A process group of its own, so that Ctrl-C does not reach it.
+            # -P keeps the program's directory out of sys.path; a new process group keeps Ctrl-C from the process.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, process_group=0,
@@ -323,9 +349,9 @@ class _Renderer:
             except BaseException as error:
                 self.kill()
                 if isinstance(error, TimeoutError):
-                    raise TemplateError(f"{name}: it does not end; stopped after {_SECONDS:g} seconds") from None
+                    raise TemplateError(f"{name}: rendering did not end within {_SECONDS:g} seconds") from None
                 if isinstance(error, OSError):
-                    raise TemplateError(f"{name}: the process that renders it has died") from None
+                    raise TemplateError(f"{name}: the rendering process has died") from None
                 raise
         document = parse_json(answer, name)
         if "error" in document:
@@ -362,10 +388,10 @@ class _Renderer:
             process.wait()
 
     def forget(self) -> None:
-        """In a forked child: the rendering process belongs to the parent, and so may the thread that holds the lock."""
+        """Give a forked child process a new lock and no rendering process, because the old ones belong to the parent."""
         self._lock = threading.Lock()
         if self._process is not None:
-            self._process.returncode = 0  # it is not a child of this process, so do not wait for it
+            self._process.returncode = 0  # so that Popen does not wait for the parent's process
         self._process = None
 
 

@@ -1,9 +1,10 @@
-"""Tool calls in FunctionGemma's notation: which functions are declared, what the model called, what the results were.
+"""Tool calls in FunctionGemma's notation: declared functions, the model's calls and the results of calls.
 
     <start_function_call>call:NAME{place:<escape>London<escape>,days:[1,2]}<end_function_call>
 
-The template writes declarations, calls and results into the prompt; the model's calls are read back here. Token ids mark where
-a call begins and ends, so no other text of the model is taken for one.
+The chat template writes declarations, calls and results into the prompt. This module parses the calls that the model
+generates. A call begins at the token id of <start_function_call>, so plain text that spells <start_function_call> is
+not a call.
 """
 
 import json
@@ -26,7 +27,7 @@ _DEEPEST = 64
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call. id: the result refers to it. arguments: JSON, as in OpenAI's format."""
+    """A tool call. id: the identifier that the call's result refers to. arguments: JSON text, as in OpenAI's format."""
 
     id: str
     name: str
@@ -37,7 +38,10 @@ class Call:
 
 
 class CallConstraint:
-    """Forces an answer to begin with a call of this function, or of any function. The rest is the model's choice."""
+    """Forces an answer to begin with a tool call. After the beginning, every token is allowed.
+
+    name: the function that must be called; None allows any function.
+    """
 
     finished = False
 
@@ -58,19 +62,19 @@ class CallConstraint:
 
 
 class CallReader:
-    """Splits an answer's tokens into text and calls. Text that begins like a call but is not a valid one stays text."""
+    """Splits an answer into text and tool calls. An invalid call stays text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._start, self._end = tokenizer.token_id(START), tokenizer.token_id(END)
-        self._pieces: list[str] | None = None  # of the text since the mark of a call
+        self._pieces: list[str] | None = None  # text since <start_function_call>; None outside a call
         self._ended = False
         self.calls: list[Call] = []
 
     def take(self, token: int, text: str) -> tuple[str, list[Call]]:
-        """The text and the calls that this token completes.
+        """Return the text and the calls that this token completes.
 
-        The token's text may begin with what was held back before it, and may lack characters with which a stop string begins,
-        even those of a mark.
+        text: what `TextStream.push` returned for the token, which may begin with text held back before, and may lack an
+        end that could be the beginning of a stop string
         """
         if self._pieces is None:
             if token != self._start:
@@ -94,13 +98,13 @@ class CallReader:
         return before + after, [] if call is None else [call]
 
     def finish(self) -> str:
-        """The text of a call that is not complete."""
+        """Return the text of an incomplete call at the end of the answer."""
         pieces, self._pieces = self._pieces, None
         return "".join(pieces or [])
 
 
 def read_call(text: str) -> Call | None:
-    """Parse the text between the markers of a call; None if it is not a valid call."""
+    """Parse the text between <start_function_call> and <end_function_call>. Return None if the call is invalid."""
     named = _CALL.match(text)
     if named is None:
         return None
@@ -113,7 +117,7 @@ def read_call(text: str) -> Call | None:
 
 
 class _Reader:
-    """Values: <escape>text<escape>, {key:value,...}, [value,...], and bare words up to the next , } or ]."""
+    """Parses argument values: <escape>text<escape>, {key:value,...}, [value,...], and bare words that end at , } or ]."""
 
     def __init__(self, text: str, at: int) -> None:
         self._text, self._at = text, at
@@ -173,7 +177,7 @@ class _Reader:
 
 
 def _bare(word: str) -> Any:
-    """A number, true, false or null; else the word itself, also for NaN and 1e999, which are not JSON numbers."""
+    """Convert a bare word to a number, true, false or null. Return other words, such as NaN and 1e999, as strings."""
     try:
         value = json.loads(word)
     except ValueError:
@@ -185,9 +189,10 @@ def _bare(word: str) -> Any:
 
 
 def declarations(functions: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Functions in OpenAI's format ({name, description, parameters}) as templates expect them.
+    """Convert functions in OpenAI's format ({name, description, parameters}) to the format of chat templates.
 
-    A template puts their words among its own, where a control token would be one: such a function is a ToolError.
+    Raise ToolError if a function contains a control token, because templates write functions next to their own control
+    tokens.
     """
     made = []
     for number, function in enumerate(functions):
@@ -203,8 +208,11 @@ def declarations(functions: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -
 
 
 def calls_and_results(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """For each message in OpenAI's format, what a template expects in addition to role and content: the calls, or the name of the
-    function whose result it is. ToolError if that is invalid."""
+    """Return, for each message in OpenAI's format, the fields that chat templates expect besides role and content.
+
+    An assistant message gets tool_calls, and a tool message gets the name of the called function. Raise ToolError if a
+    field is invalid.
+    """
     names: dict[str | None, str] = {}
     made: list[dict[str, Any]] = []
     for number, message in enumerate(messages):
@@ -219,7 +227,9 @@ def calls_and_results(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenize
         if message["role"] == "tool":
             name = names.get(message.get("tool_call_id"), message.get("name"))
             if name is None:
-                raise ToolError("A result should name a call before it.", f"{field}.tool_call_id")
+                raise ToolError(
+                    "tool_call_id should be the id of a tool call in an earlier message.", f"{field}.tool_call_id"
+                )
             entry = {"name": name}
         _refuse_control(entry, tokenizer, field)
         made.append(entry)
@@ -232,7 +242,7 @@ def _object(text: str, field: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ToolError("Arguments of a call should be a JSON object.", field)
+        raise ToolError("The arguments of a tool call should be a JSON object.", field)
     return value
 
 
@@ -245,7 +255,7 @@ def _refuse_control(value: Any, tokenizer: Tokenizer, field: str) -> None:
 
 
 def _strings(value: Any) -> list[str]:
-    """All strings of a document, including its keys."""
+    """Return all strings of a JSON value, including keys."""
     made, left = [], [value]
     while left:
         at = left.pop()

@@ -1,4 +1,7 @@
-"""Difficult texts for tokenizers. They are the same on every machine; every vocabulary is certified with them."""
+"""Difficult texts for a tokenizer, identical on every machine.
+
+The tables of a vocabulary are accepted only if they encode these texts as the `tokenizers` package does.
+"""
 
 import random
 
@@ -21,7 +24,11 @@ PIECES = [
 
 
 def texts(added: list[str]) -> list[str]:
-    """The fixed ones; every added token alone (the thousands of <unused> ones thinned out) and inside; random mixtures."""
+    """Return the test texts of a vocabulary with these added tokens.
+
+    The list has the fixed texts, each added token alone and inside a text (every 60th of the <unused> tokens), runs of
+    white space, and random mixtures from a fixed seed.
+    """
     rng = random.Random(270)
     made = list(PLAIN)
     chosen = [token for number, token in enumerate(added) if not token.startswith("<unused") or number % 60 == 0]

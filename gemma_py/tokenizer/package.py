@@ -1,8 +1,8 @@
-"""The `tokenizers` package: it reads tokenizer.json, and our tables are certified against it.
+"""Use of the `tokenizers` package, which parses tokenizer.json and against which our own tables are checked.
 
-It takes 1.4 s and 350 MB to load Gemma's vocabulary, so it is imported only while tables are made, at the first start with a
-model. It only gets settings that Gemma's files have (see sources.py): others may end the process inside the package, where no
-`except` helps.
+Loading Gemma's vocabulary with the package takes 1.4 s and 350 MB. So the package is imported only to build the tables,
+at the first start with a model. The package gets only settings that Gemma's files have (see sources.py), because other
+settings can abort the process inside the package, where no `except` helps.
 """
 
 import json
@@ -16,19 +16,19 @@ from gemma_py.tokenizer.vocabulary import Tables, Vocabulary
 
 
 def package_from_document(document: dict[str, Any], where: str) -> Any:
-    """The package's tokenizer of a tokenizer.json whose settings are known ones."""
+    """Return the package's tokenizer for a parsed tokenizer.json, whose settings are already checked."""
     import tokenizers
 
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(document))
-    except Exception as error:  # the package raises nothing more special
+    except Exception as error:  # the package raises no more specific exception
         raise TokenizerError(
-            f"{where}: the tokenizers package refuses it: {' '.join(str(error).split()):.200}"
+            f"{where}: the tokenizers package cannot load the file: {' '.join(str(error).split()):.200}"
         ) from None
 
 
 def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
-    """The package's tokenizer of a vocabulary that no tokenizer.json describes."""
+    """Return the package's tokenizer for a vocabulary from a GGUF file, which has no tokenizer.json."""
     import tokenizers
 
     pieces = vocabulary.pieces
@@ -47,7 +47,10 @@ def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
 
 
 def certified(tables: Tables, package: Any, where: str) -> Tables:
-    """Return the tables; TokenizerError unless they give the package's ids for the corpus and for every added token."""
+    """Return the tables if they encode the corpus and every added token to the ids that the package gives.
+
+    Any difference raises TokenizerError.
+    """
     ours = Tokenizer(tables)
     added = [content for _, content, _ in tables.added]
     for text in certification_texts(added):

@@ -1,4 +1,4 @@
-"""Vocabularies from tokenizer.json and from GGUF metadata."""
+"""Construction of tokenizers from tokenizer.json and from GGUF metadata."""
 
 import json
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from gemma_py.tokenizer.tokenizer import Tokenizer
 from gemma_py.tokenizer.vocabulary import Tables, Vocabulary, cached, is_gemma_control, tables
 
 _GEMMA3_PIECES = 262_144
-_LARGEST_JSON = 256 << 20  # bytes; Gemma 3's own tokenizer.json has 33 MB
-_LARGEST_PIECE = 4096  # characters; the splits of a piece are tried one by one
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # tokenizer.ggml.token_type
+_LARGEST_JSON = 256 << 20  # bytes; Gemma 3's tokenizer.json has 33 MB
+_LARGEST_PIECE = 4096  # characters; `_vocabulary_of_gguf` tries every split of a piece in two
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
 
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _DECODERS = [
@@ -25,8 +25,9 @@ _DECODERS = [
     {"type": "Fuse"},
 ]
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-# The exact pipelines of Gemma's tokenizer.json files; all of them are equivalent to tokenizer.py. (After the normalizer, a text
-# has no space at which it could be split.) Any other pipeline is refused before the package reads it.
+# The pipelines in Gemma's tokenizer.json files, which tokenizer.py implements. The pre-tokenizer _SPLIT has no effect,
+# because the normalizer leaves no space to split at. A file with another pipeline is rejected before the tokenizers
+# package reads the file.
 _PIPELINES: dict[str, tuple[Any, ...]] = {
     "normalizer": (_REPLACE, {"type": "Sequence", "normalizers": [_REPLACE]}),
     "pre_tokenizer": (None, _SPLIT),
@@ -35,16 +36,18 @@ _PIPELINES: dict[str, tuple[Any, ...]] = {
 
 
 def tokenizer_from_gguf(path: Path, metadata: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer in a GGUF's metadata; None if there is none."""
+    """Return the tokenizer in the metadata of a GGUF file, or None if the metadata has no tokenizer."""
     if "tokenizer.ggml.tokens" not in metadata:
         return None
     model = metadata.get("tokenizer.ggml.model")
-    if model not in ("llama", "gemma4"):  # both have SentencePiece-like pieces
-        raise UnsupportedError(f"{path}: tokenizer.ggml.model {model!r:.40}; Gemma files say 'llama'")
+    if model not in ("llama", "gemma4"):
+        raise UnsupportedError(
+            f"{path}: tokenizer.ggml.model should be 'llama', as in Gemma files, found {model!r:.40}"
+        )
     if model == "gemma4":
         raise UnsupportedError(f"{path}: tokenizer.ggml.model 'gemma4' is not supported yet")
     if metadata.get("tokenizer.ggml.add_space_prefix", False) is not False:
-        raise UnsupportedError(f"{path}: tokenizer.ggml.add_space_prefix is set; Gemma's tokenizer adds no space")
+        raise UnsupportedError(f"{path}: tokenizer.ggml.add_space_prefix is set, but Gemma's tokenizer adds no space")
     made = cached(path, "gguf", lambda: _tables_of_gguf(path, metadata))
     return Tokenizer(made, bos_id=metadata.get("tokenizer.ggml.bos_token_id", 2))
 
@@ -57,8 +60,9 @@ def _tables_of_gguf(path: Path, metadata: dict[str, Any]) -> Tables:
 def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     """Compute merges from pieces, types and scores, as the converters from SentencePiece do.
 
-    A merge is any split of a piece into two pieces. Better scores come first, user-defined pieces (runs of white space)
-    before all; of one score, longer left halves first.
+    Every split of a piece into two other pieces is a merge. Merges are ordered by the score of the merged piece,
+    highest first. User-defined pieces (runs of white space) precede all others. Merges with equal scores are ordered by
+    the length of the left half, longest first.
     """
     tokens = metadata["tokenizer.ggml.tokens"]
     scores = metadata.get("tokenizer.ggml.scores")
@@ -68,25 +72,29 @@ def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     tokens = list(tokens)
     for name, table in (("scores", scores), ("token_type", types)):
         if not isinstance(table, np.ndarray) or len(table) != len(tokens):
-            raise TokenizerError(f"{path}: tokenizer.ggml.{name} should have {len(tokens)} elements, one a token")
+            raise TokenizerError(
+                f"{path}: tokenizer.ggml.{name} should have {len(tokens)} elements, one for each token"
+            )
     assert isinstance(scores, np.ndarray)
     assert isinstance(types, np.ndarray)
     if not np.isfinite(scores).all():
         raise TokenizerError(f"{path}: tokenizer.ggml.scores has NaN or infinite elements")
     kinds = [_CONTROL if is_gemma_control(t) else kind for t, kind in zip(tokens, types.tolist(), strict=True)]
     rank = np.where(types == _USER_DEFINED, 0, scores).tolist()
-    # Runs of spaces are user-defined and stored as spaces; text reaches the merges with "▁" in their place.
+    # A user-defined piece may contain spaces. Text is merged with "▁" in place of spaces, so the pieces need "▁" too.
     pieces = [t.replace(" ", "▁") if kind == _USER_DEFINED else t for t, kind in zip(tokens, kinds, strict=True)]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     if len(vocab) != len(pieces):
-        raise TokenizerError(f"{path}: tokenizer.ggml.tokens has {len(pieces) - len(vocab)} pieces twice")
+        raise TokenizerError(f"{path}: tokenizer.ggml.tokens has {len(pieces) - len(vocab)} pieces that appear twice")
     find = vocab.get
     merges = []
     for number, piece in enumerate(pieces):
         if kinds[number] in (_CONTROL, _BYTE):
             continue
         if len(piece) > _LARGEST_PIECE:
-            raise TokenizerError(f"{path}: token {number} has {len(piece)} characters; {_LARGEST_PIECE} are allowed")
+            raise TokenizerError(
+                f"{path}: token {number} has {len(piece)} characters; at most {_LARGEST_PIECE} are allowed"
+            )
         splits = []
         for cut in range(1, len(piece)):
             left = find(piece[:cut])
@@ -103,14 +111,14 @@ def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
         if kind in (_CONTROL, _USER_DEFINED)
     ]
     if len(pieces) == _GEMMA3_PIECES and pieces[255_999] == "<start_of_image>":
-        # Gemma 3's own tokenizer has one token more than its text models have embeddings.
+        # Gemma 3's tokenizer.json has one token more than Gemma 3's text models have embeddings.
         added.append((_GEMMA3_PIECES, "<image_soft_token>", True))
     table = np.array([merge[:2] for merge in merges], np.int32).reshape(-1, 2)
     return Vocabulary(pieces, table, added)
 
 
 def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
-    """The tokenizer in a tokenizer.json."""
+    """Return the tokenizer in a tokenizer.json."""
     return Tokenizer(cached(path, "json", lambda: _tables_of_json(path)), bos_token=bos_token)
 
 
@@ -129,21 +137,28 @@ def _tables_of_json(path: Path) -> Tables:
 
 
 def _known_settings(path: Path) -> dict[str, Any]:
-    """The document without the fields that do not affect ids; UnsupportedError unless all settings are Gemma's."""
+    """Return the fields of a tokenizer.json that affect ids.
+
+    Settings that no Gemma tokenizer has raise UnsupportedError.
+    """
     document = read_json(path, _LARGEST_JSON)
     model = document.get("model") if isinstance(document, dict) else None
     if not isinstance(model, dict):
-        raise TokenizerError(f"{path}: the field 'model' is missing")
+        raise TokenizerError(f"{path}: the field 'model' is missing or is not an object")
     if model.get("type", "BPE") != "BPE":
-        raise UnsupportedError(f"{path}: model.type {model.get('type')!r:.40}; Gemma's tokenizers are BPE")
+        raise UnsupportedError(
+            f"{path}: model.type should be 'BPE', as in Gemma's tokenizers, found {model.get('type')!r:.40}"
+        )
     if model.get("byte_fallback") is not True:
-        raise UnsupportedError(f"{path}: model.byte_fallback should be true, as Gemma's is")
+        raise UnsupportedError(f"{path}: model.byte_fallback should be true, as in Gemma's tokenizers")
     for name in ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
-            raise UnsupportedError(f"{path}: model.{name} is set, which no Gemma tokenizer does")
+            raise UnsupportedError(f"{path}: model.{name} is set, but Gemma's tokenizers do not set it")
     for name, known in _PIPELINES.items():
         if document.get(name) not in known:
-            raise UnsupportedError(f"{path}: {name} is not of Gemma's kind: {document.get(name)!r:.80}")
+            raise UnsupportedError(
+                f"{path}: {name} should be that of a Gemma tokenizer, found {document.get(name)!r:.80}"
+            )
     _check_listed(path, document.get("added_tokens") or [])
     kept = {name: model[name] for name in ("vocab", "merges", "unk_token", "fuse_unk") if name in model}
     return {
@@ -155,18 +170,22 @@ def _known_settings(path: Path) -> dict[str, Any]:
 
 
 def _check_listed(path: Path, listed: Any) -> None:
-    """Check that added tokens have an id and a content, and match anywhere in a text."""
+    """Raise an error unless every added token has an id and a content and may match anywhere in a text."""
     if not isinstance(listed, list):
         raise TokenizerError(f"{path}: added_tokens should be a list, found {listed!r:.80}")
     for token in listed:
         if not isinstance(token, dict) or type(token.get("id")) is not int or type(token.get("content")) is not str:
-            raise TokenizerError(f"{path}: added_tokens should have id and content, found {token!r:.80}")
+            raise TokenizerError(
+                f"{path}: each of added_tokens should have an integer id and a string content, found {token!r:.80}"
+            )
         if any(token.get(flag) for flag in ("single_word", "lstrip", "rstrip")):
-            raise UnsupportedError(f"{path}: added token {token['content']!r:.60} strips white space or asks for words")
+            raise UnsupportedError(
+                f"{path}: added token {token['content']!r:.60} has the unsupported flag lstrip, rstrip or single_word"
+            )
 
 
 def _vocabulary_of_package(package: Any, path: Path) -> Vocabulary:
-    """The vocabulary as the package has read it."""
+    """Return the vocabulary that the tokenizers package has parsed."""
     document = json.loads(package.to_str())
     vocab = document["model"]["vocab"]
     if not vocab or sorted(vocab.values()) != list(range(len(vocab))):

@@ -1,7 +1,8 @@
-"""The tokenizer: Gemma's byte pair encoding. Control tokens are encoded only on request.
+"""Gemma's byte pair encoding. Control tokens are encoded only on request.
 
-A text is cut at its added tokens, the leftmost and there the longest first. What lies between has its spaces written as "▁",
-is cut into characters (a character without a piece of its own into bytes), and neighbours merge; see kernels/bpe.py.
+A text is first split at its added tokens. Where several added tokens begin at one character, the longest is taken. The
+text between added tokens is normalised (" " becomes "▁") and cut into characters; a character without a piece is cut
+into bytes. Then neighbouring pieces are merged (see kernels/bpe.py).
 """
 
 import re
@@ -17,13 +18,12 @@ _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
 
 class _Added:
-    """Finds added tokens in a text."""
+    """A set of added tokens, with a method to find them in a text."""
 
     def __init__(self, tokens: dict[str, int]) -> None:
         self._ids = tokens
-        self._lengths: dict[
-            str, list[int]
-        ] = {}  # of each first character, the lengths of the added tokens that begin with it, longest first
+        # For each first character, the lengths of the added tokens that begin with that character, longest first.
+        self._lengths: dict[str, list[int]] = {}
         for content in sorted(tokens, key=len, reverse=True):
             lengths = self._lengths.setdefault(content[0], [])
             if not lengths or lengths[-1] != len(content):
@@ -31,7 +31,7 @@ class _Added:
         self._first = re.compile("[" + "".join(map(re.escape, self._lengths)) + "]" if tokens else "(?!)")
 
     def split(self, text: str) -> Iterator[tuple[str, int | None]]:
-        """Yield (the text before the next added token, that token), and (the rest, None) at the end."""
+        """Yield (text before an added token, id of the token) for each added token, then (the remaining text, None)."""
         done = at = 0
         while found := self._first.search(text, at):
             at = found.start()
@@ -47,7 +47,7 @@ class _Added:
 
 
 class Tokenizer:
-    """Encodes text to ids and decodes ids to text."""
+    """A tokenizer, which encodes text to ids and decodes ids to text."""
 
     def __init__(self, tables: Tables, bos_id: int | None = None, bos_token: str | None = None) -> None:
         self._tables = tables
@@ -61,7 +61,7 @@ class Tokenizer:
         self.bos_id = bos_id if bos_id is not None else self.token_id(bos_token or "<bos>")
 
     def token_id(self, piece: str) -> int | None:
-        """The id of a piece or added token; None if there is none."""
+        """Return the id of a piece or of an added token, or None if the vocabulary does not contain it."""
         beyond = next((number for number, content in self._beyond.items() if content == piece), None)
         return self._tables.find(piece.encode("utf-8", "surrogatepass")) if beyond is None else beyond
 
@@ -73,7 +73,11 @@ class Tokenizer:
         return self._tables.piece(token_id) if beyond is None else beyond.encode("utf-8")
 
     def encode(self, text: str, bos: bool = True, control: bool = False) -> list[int]:
-        """The ids of a text. control=False: no part of it becomes a control token. bos: the ids begin with exactly one bos token."""
+        """Return the ids of a text.
+
+        bos: whether the ids begin with exactly one bos token
+        control: whether control tokens in the text are encoded as control tokens or as ordinary text
+        """
         ids: list[int] = []
         for part, token in (self._all if control else self._plain).split(text):
             ids += self._merged(part)
@@ -84,13 +88,15 @@ class Tokenizer:
         return ids
 
     def _merged(self, text: str) -> list[int]:
-        """Ids of a text without added tokens."""
+        """Return the ids of a text that contains no added tokens."""
         if not text:
             return []
         try:
             codes = np.frombuffer(text.replace(" ", "▁").encode("utf-32-le"), "<u4").astype(np.int64)
         except UnicodeEncodeError as error:
-            raise InputError(f"the text: half a surrogate pair, which is no character, at {error.start}") from None
+            raise InputError(
+                f"the text has half a surrogate pair, which is not a character, at index {error.start}"
+            ) from None
         tables = self._tables
         at = np.minimum(np.searchsorted(tables.characters, codes), len(tables.characters) - 1)
         ids = np.where(tables.characters[at] == codes, tables.character_ids[at], -1)
@@ -109,7 +115,7 @@ class Tokenizer:
         return made
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, including control tokens. Bytes that are not UTF-8 become replacement characters."""
+        """Return the text of ids, including control tokens. Invalid UTF-8 bytes become replacement characters."""
         text: list[str] = []
         run = bytearray()
 
@@ -134,9 +140,9 @@ class Tokenizer:
         return "".join(text)
 
     def final_prefix(self, ids: Sequence[int]) -> int:
-        """How many of the ids have text that no later id can change.
+        """Return how many of the ids have text that no later id can change.
 
-        A run of byte tokens is text only as a whole: one byte more can turn all of it into replacement characters.
+        A run of byte tokens is decoded as a whole: one more byte can turn the whole run into replacement characters.
         """
         count = len(ids)
         while count and ids[count - 1] in self._bytes:

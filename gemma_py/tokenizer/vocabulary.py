@@ -1,4 +1,4 @@
-"""A vocabulary as data: pieces, merges, added tokens; and its cache on disk."""
+"""A vocabulary (pieces, merges and added tokens) as arrays, and its cache on disk."""
 
 import bisect
 import hashlib
@@ -23,23 +23,34 @@ _PLAIN = re.compile(rf"[\s▁]+|</?({'|'.join(_HTML.split())})>")
 _GEMMA_CONTROL = re.compile(
     r"<unused\d+>|<(start|end)_of_(turn|image)>|<(bos|eos|pad|unk|mask|image_soft_token)>|\[multimodal\]"
 )
-_LAYOUT = 5  # the version of the cache file; files of other versions are not read
-OLD_SUFFIX = ".vocab"  # files of a former format, which is not read any more
+_LAYOUT = 5  # version of the cache files; files of other versions are ignored
+OLD_SUFFIX = ".vocab"  # suffix of cache files in an old format that is no longer read
 
 
 def is_control(content: str, special: bool) -> bool:
-    """Whether user text must never become this added token: all but runs of white space and HTML tags."""
+    """Return whether an added token is a control token, to which user text must never be encoded.
+
+    An added token that is not marked special is a control token too, unless it is a run of white space or an HTML tag.
+    """
     return special or _PLAIN.fullmatch(content) is None
 
 
 def is_gemma_control(content: str) -> bool:
-    """Whether the token is a control token by its name. Some official GGUF files have <start_of_turn> as "normal"."""
+    """Return whether a token has the name of a Gemma control token.
+
+    The name decides, because some official GGUF files give <start_of_turn> the type "normal".
+    """
     return _GEMMA_CONTROL.fullmatch(content) is not None
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """pieces: by id. merges: int32 [M, 2], ids of the halves, best first. added: (id, content, special), by id."""
+    """A vocabulary as the model file has it.
+
+    pieces: in the order of their ids
+    merges: int32 [M, 2], ids of the left and right halves, best merge first
+    added: (id, content, special), in the order of ids
+    """
 
     pieces: list[str]
     merges: np.ndarray
@@ -49,53 +60,55 @@ class Vocabulary:
 class Tables(NamedTuple):
     """A vocabulary of V pieces as arrays, which are mapped from the cache and searched without creating Python objects.
 
-    A merge stands under its left half, those of one left half by their right one.
+    The M merges are sorted by left half, then by right half.
     """
 
-    text: np.ndarray  # uint8, the pieces in UTF-8, one after the other
-    ends: np.ndarray  # int64 [V], where each ends in the text
-    order: np.ndarray  # int64 [V], ids by the bytes of their pieces
-    characters: np.ndarray  # int64, the pieces of one character, sorted
-    character_ids: np.ndarray  # int64
-    byte_ids: np.ndarray  # int64 [256], of <0x00> .. <0xFF>
-    starts: np.ndarray  # int64 [V + 1], the first merge of each left half
-    rights: np.ndarray  # int32 [M]
-    ranks: np.ndarray  # int32 [M]
-    made: np.ndarray  # int32 [M], the merged piece
+    text: np.ndarray  # uint8: the UTF-8 bytes of all pieces, one after the other
+    ends: np.ndarray  # int64 [V]: where each piece ends in `text`
+    order: np.ndarray  # int64 [V]: ids, sorted by the bytes of their pieces
+    characters: np.ndarray  # int64: code points of the pieces of one character, sorted
+    character_ids: np.ndarray  # int64: the ids of `characters`
+    byte_ids: np.ndarray  # int64 [256]: the ids of <0x00> .. <0xFF>
+    starts: np.ndarray  # int64 [V + 1]: index of the first merge of each left half
+    rights: np.ndarray  # int32 [M]: id of the right half
+    ranks: np.ndarray  # int32 [M]: rank, 0 for the best merge
+    made: np.ndarray  # int32 [M]: id of the merged piece
     added: list[tuple[int, str, bool]]
 
     def piece(self, number: int) -> bytes:
         return self.text[self.ends[number - 1] if number else 0 : self.ends[number]].tobytes()
 
     def find(self, piece: bytes) -> int | None:
-        """The id of a piece."""
+        """Return the id of a piece, or None if there is no such piece."""
         at = bisect.bisect_left(self.order, piece, key=lambda number: self.piece(int(number)))
         found = int(self.order[at]) if at < len(self.order) else None
         return found if found is not None and self.piece(found) == piece else None
 
 
 def tables(vocabulary: Vocabulary, where: str) -> Tables:
-    """The vocabulary as searchable arrays, checked, without merges that lead from plain text to a control token."""
+    """Check a vocabulary and return it as searchable arrays.
+
+    Merges that produce a control token are left out.
+    """
     pieces, added = vocabulary.pieces, vocabulary.added
     find = {piece: number for number, piece in enumerate(pieces)}.get
     _check_added(added, pieces, where)
     byte_ids = [find(f"<0x{value:02X}>", -1) for value in range(256)]
     if min(byte_ids) < 0:
-        raise UnsupportedError(f"{where}: a piece for every byte should be there, <0x00> to <0xFF>")
+        raise UnsupportedError(f"{where}: the vocabulary should have a piece for every byte, <0x00> to <0xFF>")
     encoded = [piece.encode("utf-8") for piece in pieces]
     characters = sorted((ord(piece), number) for number, piece in enumerate(pieces) if len(piece) == 1)
     left, right = vocabulary.merges[:, 0], vocabulary.merges[:, 1]
     made = np.array([find(pieces[a] + pieces[b], -1) for a, b in vocabulary.merges.tolist()], np.int32)
     if made.size and made.min() < 0:
-        raise TokenizerError(f"{where}: merge {int(made.argmin())} makes a piece that the vocabulary does not have")
-    # No merge may lead to a control token, whatever the file says: plain text would turn into it.
+        raise TokenizerError(f"{where}: merge {int(made.argmin())} produces a piece that is not in the vocabulary")
+    # Leave out merges that produce a control token, because ordinary text could otherwise be encoded to that token.
     forged = [number for number, content, special in added if is_control(content, special)]
     order = np.lexsort((np.arange(len(made)), right, left))
     order = order[~np.isin(made[order], forged)]
     pair = left[order].astype(np.int64) << 32 | right[order]
-    last = np.append(
-        pair[1:] != pair[:-1], [True] * min(1, len(pair))
-    )  # of a pair that is there twice, the later one counts
+    # If the file lists a pair several times, keep only the last merge.
+    last = np.append(pair[1:] != pair[:-1], [True] * min(1, len(pair)))
     order = order[last]
     return Tables(
         np.frombuffer(b"".join(encoded), np.uint8),
@@ -113,7 +126,7 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
 
 
 def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: str) -> None:
-    """Added tokens are pieces, or follow the last piece without gaps."""
+    """Raise an error unless every added token has the id of an equal piece or the next free id after the pieces."""
     following = len(pieces)
     known = set(pieces)
     for number, content, special in added:
@@ -124,16 +137,21 @@ def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: s
             and (pieces[number] == content if number < len(pieces) else content not in known)
         )
         if not right or number < 0:
-            raise TokenizerError(f"{where}: added token {content!r:.60} should not have id {number}")
+            raise TokenizerError(
+                f"{where}: added token {content!r:.60} has id {number}, neither that of its piece nor the next free id"
+            )
         following += number >= len(pieces)
         if len(content) < 2 and is_control(content, special):
-            raise TokenizerError(f"{where}: control token {content!r} is a character of ordinary text")
+            raise TokenizerError(
+                f"{where}: control token {content!r} is a single character, which ordinary text may contain"
+            )
 
 
 def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
-    """The tables from the cache; they are built and stored at first use. If the cache cannot be used, they are built in memory.
+    """Return the tables from the cache. At the first use, build and store them.
 
-    The key holds the file's size and time of change, as reading 33 MB only to hash it would cost what the cache saves.
+    If the cache directory is not usable, the tables are built in memory. The cache key contains the file's size and
+    modification time, not a hash: reading 33 MB to compute a hash would take as long as the cache saves.
     """
     stat = source.stat()
     name = f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{salt}\0{_LAYOUT}"
@@ -150,12 +168,15 @@ def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
         with atomic_write(path) as file:
             _write(file, made)
     except OSError:
-        return made  # a read-only home directory or a full disk: the next start builds them again
-    return _read(path) or made  # mapped, so that the memory of the built tables can be freed
+        return made  # read-only directory or full disk; the next start builds the tables again
+    return _read(path) or made  # reading maps the file, so the memory of the built tables can be freed
 
 
 def _write(file: BinaryIO, made: Tables) -> None:
-    """Arrays of wide numbers first, so that each is aligned."""
+    """Write tables to a cache file.
+
+    Arrays with the largest elements are written first, so that each array is aligned.
+    """
     text = json.dumps(made.added, ensure_ascii=False).encode("utf-8")
     arrays = {**made._asdict(), "added": np.frombuffer(text, np.uint8)}
     ordered = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))
@@ -164,7 +185,10 @@ def _write(file: BinaryIO, made: Tables) -> None:
 
 
 def _read(path: Path) -> Tables | None:
-    """The tables in a file; None if it is missing, or damaged, and then it is written again."""
+    """Return the tables in a cache file, or None if the file is missing or damaged.
+
+    The caller then writes the file again.
+    """
     try:
         arrays, _ = read_arrays(path)
     except GemmaError:

@@ -83,7 +83,8 @@ def _open_gguf(path: Path) -> Checkpoint:
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{path}: tensor {_GGUF_EMBEDDING!r} is missing or not a matrix")
     tied = _GGUF_HEAD not in file.tensors
-    family, config = config_from_gguf(file.metadata, str(path), embedding.shape[0], tied)
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    family, config = config_from_gguf(file.metadata, str(path), embedding.shape[0], tied, shapes)
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise ConfigError(f"{path}: tokenizer.chat_template should be a string")

@@ -45,7 +45,7 @@ def test_table() -> None:
     assert lines[3] == "| process with 1 token | 2.00 s | 1.00 s: 0.50x (0.50 to 0.50) |  |  | missing |"
     assert lines[4] == "| peak memory | 5 MB | 6 MB | 8 MB |  | missing |"
     assert lines[5] == (
-        "| NLL, mean (largest) error | 0.00000 (0.0000) | 0.25000 (0.5000) | the measure | not measured | missing |"
+        "| NLL, mean (largest) error | 0.00000 (0.0000) | 0.25000 (0.5000) | reference | not measured | missing |"
     )
     assert len({line.count("|") for line in lines}) == 1
 
@@ -64,7 +64,7 @@ def test_a_missing_peer_is_skipped_aloud(monkeypatch: pytest.MonkeyPatch, capsys
     message = capsys.readouterr().err
     assert "SKIPPED: nowhere, without no_such_runtime" in message
     assert "pip install nowhere" in message
-    with pytest.raises(SystemExit, match="no such peer: elsewhere"):
+    with pytest.raises(SystemExit, match="unknown peer elsewhere"):
         compare_peers.present(["elsewhere"])
 
 

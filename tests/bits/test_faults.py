@@ -64,7 +64,7 @@ def test_a_fault_is_reported_and_survived(
         assert session.kv_digest() == want.digest
     else:
         assert fault == "stall"
-        with pytest.raises(InputError, match="start a new one"):
+        with pytest.raises(InputError, match="unusable after a failed pass"):
             session.prefill(want.ids[before:])
 
 

@@ -141,4 +141,4 @@ def test_bad_input(run: Run, tmp_path: Path, traced: dict[str, Any], case: str) 
     assert (code, out, len(err.splitlines())) == (1, "", 1)
     assert err.startswith("gemma_py: ")
     if case == "other length":
-        assert "a trace of 96 tokens, not 95: leave --tokens out" in err
+        assert "the trace has 96 tokens, but --tokens is 95; leave --tokens out" in err

@@ -268,13 +268,13 @@ def test_stop_strings(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:
     assert conversation.messages[-1]["content"] == whole[: whole.index(whole[5:9])].rstrip()
     conversation.save(tmp_path / "talk")
     assert Conversation.load(tiny_engine, tmp_path / "talk").stop == (whole[5:9], "never said")
-    with pytest.raises(InputError, match="none of them empty"):
+    with pytest.raises(InputError, match="a non-empty string"):
         new(tiny_engine, stop="")
 
 
 def test_verify(tiny_engine: gemma_py.Engine) -> None:
     conversation = new(tiny_engine)
-    with pytest.raises(InputError, match="nothing to verify"):
+    with pytest.raises(InputError, match="no tokens to verify"):
         conversation.verify()
     talk(conversation, "hello")
     seen: list[int] = []
@@ -291,7 +291,7 @@ def test_verify(tiny_engine: gemma_py.Engine) -> None:
 
 def test_engine_chat_refuses_before_any_work(tiny_engine: gemma_py.Engine, checkpoints: dict[str, Path]) -> None:
     user = [{"role": "user", "content": "a"}]
-    with pytest.raises(InputError, match="no such option"):
+    with pytest.raises(InputError, match="unknown sampling option"):
         tiny_engine.chat(user, tempature=1.0)
     with pytest.raises(InputError, match="top_p"):
         tiny_engine.chat(user, top_p=3.0)

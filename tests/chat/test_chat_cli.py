@@ -69,7 +69,7 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     ]
     # Wrong commands cost a line.
     here.type("/hepl\r")
-    here.expect("no command /hepl; did you mean /help?")
+    here.expect("unknown command /hepl; did you mean /help?")
     here.type("/set top_p 7\r")
     here.expect("top_p should be a number from 0 to 1, found 7")
     # Ctrl-C in the middle of an answer keeps what was said, and the session.
@@ -357,12 +357,12 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/frob", "no command /frob; /help lists all"),
+        ("/frob", "unknown command /frob; /help lists all commands"),
         ("/undo 3", "/undo takes no argument, found '3'"),
         ("/undo", "there is no answer yet"),
         ("/retry", "there is no answer yet"),
-        ("/edit", "/edit needs the text: /edit TEXT"),
-        ("/set heat 3", "no setting 'heat'"),
+        ("/edit", "/edit needs the new text of the message: /edit TEXT"),
+        ("/set heat 3", "unknown setting 'heat'"),
         ("/set top_k many", "top_k should be a whole number, found 'many'"),
         ("/set max_tokens 0", "max_tokens should be at least 1"),
         ("/set temperature 9999", "temperature should be a number from 0 to 2, found 9999.0"),
@@ -371,9 +371,9 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
         ("/save", "/save needs a file name: /save FILE"),
         ("/load /nowhere/file", "/nowhere/file"),
         ("/export /proc/none/file", "cannot be written"),
-        ("/export /proc/none/file xml", "as markdown or json, found 'xml'"),
-        ("/stats", "there is no answer yet"),
-        ("/verify", "nothing to verify"),
+        ("/export /proc/none/file xml", "form should be markdown or json, found 'xml'"),
+        ("/stats", "/stats needs an answer, and this chat has none yet"),
+        ("/verify", "no tokens to verify"),
         ("function " * 4200, "leaves no room for an answer"),
         (b"\xff\n", "not UTF-8"),
     ],
@@ -388,10 +388,14 @@ def test_what_cannot_be_is_one_line(pipe: Pipe, line: str | bytes, said: str) ->
 def test_more_threads_than_cores_are_advised_against(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemma_py.machine.threads", lambda: 2)
     code, _, err = pipe("/threads 2\n/threads 3", "--threads", 1)
-    advice = "3 threads are more than the 2 cores that this process may use, so expect it to be slower"
+    advice = "3 threads are more than the 2 cores that this process may use, which makes the computation slower"
     assert (code, err.splitlines()[-3:]) == (
         0,
-        ["threads 2; no bit of an answer depends on it", advice, "threads 3; no bit of an answer depends on it"],
+        [
+            "threads 2; answers have the same bits with any number of threads",
+            advice,
+            "threads 3; answers have the same bits with any number of threads",
+        ],
     )
 
 

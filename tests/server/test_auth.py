@@ -160,4 +160,6 @@ def test_keys_that_others_can_read(server: Running, run: Run, tmp_path: Path, mo
     keys.write_text("0123456789abcdef")
     keys.chmod(mode)
     _, _, err = run("serve", TINY, "--port", server.port, "--api-key-file", keys)
-    assert (f"gemma_py: {keys}: other users of this machine can read it; chmod 600 prevents that" in err) == warned
+    assert (
+        f"gemma_py: {keys}: other users of this machine can read this file; protect it with chmod 600" in err
+    ) == warned

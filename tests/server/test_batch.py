@@ -88,10 +88,10 @@ def test_a_torn_last_line_is_computed_again_and_nothing_else(run: Run, tmp_path:
     ("content", "said"),
     [
         ("", "contains no requests"),
-        ("{\n", "line 1: not valid JSON"),
-        ("[]\n", "line 1: should be a JSON object"),
+        ("{\n", "line 1: the line is not valid JSON"),
+        ("[]\n", "line 1: the line should be a JSON object"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n{"url": "/x"}\n', "line 2: custom_id"),
-        ('{"custom_id": "a", "url": "/v1/models", "body": {}}\n', "line 1: should be a POST to one of"),
+        ('{"custom_id": "a", "url": "/v1/models", "body": {}}\n', "line 1: method and url should be POST and one of"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": 1}\n', "line 1: body"),
         (
             '{"custom_id": "a", "url": "/v1/completions", "body": {}}\n' * 2,
@@ -114,13 +114,13 @@ def test_an_output_of_another_model_is_left_alone(run: Run, tmp_path: Path) -> N
     write(source, ROWS[:2])
     before = out.read_bytes()
     code, _, said = run("batch", source, out, TINY)
-    assert code == 1 and "computed with 'another'" in said and out.read_bytes() == before
+    assert code == 1 and "rows of the model 'another'" in said and out.read_bytes() == before
 
 
 def test_an_output_of_something_else_is_left_alone(run: Run, tmp_path: Path) -> None:
     source = write(tmp_path / "in", ROWS[:1])
     for content, said in (
-        ('{"custom_id": "z"}\n', "another batch"),
+        ('{"custom_id": "z"}\n', "the output has the custom_id 'z'"),
         ("my notes\n", "not valid JSON"),
         ("[1]\n{}\n", "object"),
     ):
@@ -162,7 +162,7 @@ def test_two_processes_do_not_write_one_output_and_ctrl_c_keeps_what_is_done(run
     with start(source, out) as child:
         wait_until(lambda: out.exists() and out.read_bytes() != b"")
         code, _, err = run("batch", source, out, TINY)
-        assert code == 1 and "another process is writing it" in err
+        assert code == 1 and "another process is writing to this file" in err
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=60)
         assert child.returncode == 130 and "Traceback" not in errors

@@ -81,7 +81,7 @@ def test_a_prompt_of_nothing(server: Running, prompt: object) -> None:
     status, document = server.post("/v1/completions", prompt=prompt)
     error = document["error"]
     assert (status, error["param"], error["code"]) == (400, "prompt", "invalid_value")
-    assert "not empty" in error["message"] or error["message"] == "no tokens given"
+    assert "non-empty" in error["message"] or error["message"] == "expected at least one token, found none"
 
 
 MANY = 1000  # a body can hold a million, and telling all that is wrong with them takes many seconds

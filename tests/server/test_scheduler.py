@@ -192,7 +192,7 @@ def test_keys_and_values_stay_within_their_budget(tiny_engine: gemma_py.Engine) 
             client.next()
             stats = scheduler.stats()
             assert stats.kv_bytes <= 2 * need and stats.running <= 2
-    with pytest.raises(ContextError, match="MiB for keys and values"):
+    with pytest.raises(ContextError, match="MiB of KV cache"):
         scheduler.submit(Request([2], 500), print)
     scheduler.close()
     assert [client.heard[-1].reason for client in clients if isinstance(client.heard[-1], Finished)] == ["length"] * 6
@@ -232,13 +232,13 @@ def test_what_cannot_be_is_refused_at_once(scheduler: Scheduler) -> None:
 def test_a_full_queue_is_said(tiny_engine: gemma_py.Engine) -> None:
     scheduler = Scheduler(tiny_engine, parallel=1, queue=1)
     clients = [Client(scheduler, Request([2], 4000)) for _ in range(2)]
-    with pytest.raises(Overloaded, match="waiting already") as caught:
+    with pytest.raises(Overloaded, match="requests are waiting") as caught:
         for _ in range(2):
             clients.append(Client(scheduler, Request([2], 4000)))
     assert caught.value.retry_after >= 1
     scheduler.close()
     assert [client.end() for client in clients]
-    with pytest.raises(Overloaded, match="ending"):
+    with pytest.raises(Overloaded, match="shutting down"):
         scheduler.submit(Request([2], 1), print)
 
 
@@ -438,7 +438,7 @@ def test_health_notices_that_nothing_moves(tiny_engine: gemma_py.Engine, monkeyp
     assert blocked.wait(WAIT)
     while scheduler.health().ok:
         pass
-    assert "no step for" in scheduler.health().why
+    assert "no step has ended for" in scheduler.health().why
     free.set()
     assert ended.wait(WAIT)
     scheduler.drain(WAIT)

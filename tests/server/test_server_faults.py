@@ -190,7 +190,7 @@ def test_sigterm_lets_streams_end_until_the_deadline(drain: str) -> None:
             assert (b'"error":{' in text) == (drain == "0")
             assert (b'"finish_reason":"length"' in text) == (drain == "60")
         assert process.end() == (0, "")
-        assert process.said.startswith(f"ending: waiting up to {drain} s for running requests: 3;")
+        assert process.said.startswith(f"shutting down: waiting up to {drain} s for running requests: 3;")
         assert process.said.endswith(f"ended; requests cut off: {0 if drain == '60' else 3}\n")
         with pytest.raises(ConnectionRefusedError):
             process.send("GET", "/health", b"")
@@ -261,12 +261,12 @@ def test_with_few_file_descriptors_it_serves_as_many_as_it_can() -> None:
         (["--host", "203.0.113.1", "--open"], "cannot listen on 203.0.113.1"),
         (["--api-key-file", "nowhere"], "nowhere: cannot be read"),
         (["--port", "-1"], "whole number"),
-        (["--port", "65536"], "should be a port, 65535 at most, found '65536'"),
-        (["--host", ""], "should be a name or an address alone"),
-        (["--host", "[::1"], "should be a name or an address alone"),
+        (["--port", "65536"], "should be a port number of at most 65535, found '65536'"),
+        (["--host", ""], "should be a host name or an IP address, without a port"),
+        (["--host", "[::1"], "should be a host name or an IP address, without a port"),
         (["--host", "[::]"], "other machines can connect to ::"),
-        (["--allowed-host", "http://x"], "should be a name or an address alone, found 'http://x'"),
-        (["--allowed-host", "x:80"], "should be a name or an address alone"),
+        (["--allowed-host", "http://x"], "should be a host name or an IP address, without a port, found 'http://x'"),
+        (["--allowed-host", "x:80"], "should be a host name or an IP address, without a port"),
         (["--cors", "*"], "should be an origin such as https://example.org, found '*'"),
         (["--cors", "example.org"], "should be an origin"),
         (["--cors", "https://Example.org"], "should be an origin"),
@@ -301,7 +301,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("raise", "worker 1 of 2"), ("stall", "worker 1 of 2"), ("hang", "no step for"), ("", "")]
+    ("fault", "said"),
+    [("raise", "worker 1 of 2"), ("stall", "worker 1 of 2"), ("hang", "no step has ended for"), ("", "")],
 )
 def test_an_engine_that_stops_working_ends_the_process_after_telling_all(fault: str, said: str) -> None:
     """From the moment when two requests run and two wait; without a fault, as the control, all get their answers."""
@@ -353,7 +354,9 @@ def test_a_worker_that_stalls_once_costs_nobody_an_answer() -> None:
         assert process.end() == (0, "")
 
 
-@pytest.mark.parametrize(("fault", "drain", "said"), [("raise", "60", "worker 1 of 2"), ("hang", "0", "no step for")])
+@pytest.mark.parametrize(
+    ("fault", "drain", "said"), [("raise", "60", "worker 1 of 2"), ("hang", "0", "no step has ended for")]
+)
 def test_an_engine_that_stops_working_while_the_server_ends(fault: str, drain: str, said: str) -> None:
     program = FAULTY.replace("len(self._waiting) >= 2", "not self._open")
     with Process("--threads", "2", "--drain", drain, fault, program=["-c", program]) as process:

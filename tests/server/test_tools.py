@@ -222,7 +222,7 @@ def test_only_what_is_there_can_be_chosen(service: Service) -> None:
     named = {"type": "function", "function": {"name": "time"}}
     for tools, choice in (([], "required"), ([WEATHER], named)):
         asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
-        with pytest.raises(ApiError, match="'tool_choice' is") as caught:
+        with pytest.raises(ApiError, match=r"'tool_choice' .* matches no function") as caught:
             service.chat(ChatRequest.model_validate(asked))
         assert caught.value.param == "tool_choice"
 

@@ -374,7 +374,7 @@ def test_by_keyboard_alone(page: Page, server: Running) -> None:
     page.wait(lambda: page.texts(".assistant .text")[-1])
     page.keys("no")
     page.keys(ENTER)
-    assert page.texts("#note") == ["An answer is being made: stop it first."]
+    assert page.texts("#note") == ["An answer is being generated: stop it first."]
     page.keys(TAB)
     assert page.focused == "Stop"
     page.keys(ENTER)

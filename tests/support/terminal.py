@@ -113,7 +113,7 @@ class Window:
         )
         (Path(f"/proc/{self.shell.pid}/cwd").resolve() / "start").write_text(script)
         self.type(". ./start\n")
-        self.expect("Ctrl-D leaves")
+        self.expect("Ctrl-D ends the chat")
 
     def close(self) -> None:
         self.shell.kill()

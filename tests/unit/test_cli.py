@@ -61,7 +61,7 @@ def test_quant(run: Run, checkpoints: dict[str, Path]) -> None:
     code, out, err = run(*score, "--quant", "q4_0")
     assert code == 0
     assert err.count("\n") == 1
-    assert "left as floats: 'model.layers.0.mlp.down_proj.weight' and 2 more" in err
+    assert "block size of q4_0: 'model.layers.0.mlp.down_proj.weight' and 2 more" in err
     assert json.loads(out)["nll"] != json.loads(run(*score)[1])["nll"]
     assert run(*score, "--quant", "q5_0")[0] == 2
     verify = ("verify", TINY, "--threads", "1", "--chunks", "5", "--tokens", "9", "--reference", "3")

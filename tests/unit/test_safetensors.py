@@ -80,7 +80,7 @@ BROKEN = {
     "shape of floats": (raw({"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}}, F32_8), "expected usize"),
     "shape true": (raw({"a": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}}, F32_8), "expected usize"),
     "shape wraps": (raw({"a": entry("F32", [1 << 62, 4], 0, 8)}, F32_8), "overflow"),
-    "shape of 1000 dimensions": (raw({"a": entry("F32", [1] * 1000, 0, 4)}, b"\0" * 4), "1000 dimensions; 16 are allowed"),
+    "shape of 1000 dimensions": (raw({"a": entry("F32", [1] * 1000, 0, 4)}, b"\0" * 4), "1000 dimensions; at most 16 are allowed"),
     "offsets reversed": (raw({"a": entry("F32", [2], 8, 0)}, F32_8), "invalid offset for tensor `a`"),
     "offsets of three": (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}}, F32_8), "expected 2 elements"),
     "dtype a list": (raw({"a": {"dtype": [1], "shape": [2], "data_offsets": [0, 8]}}, F32_8), "expected string"),
@@ -176,9 +176,9 @@ def test_shards(tmp_path: Path) -> None:
     for weight_map, message in (
         ({"a": "1.safetensors", "b": "3.safetensors"}, "missing"),
         ({"b": "1.safetensors"}, "not listed"),
-        ({"a": "../1.safetensors"}, "beside it"),
-        ({"a": "/etc/passwd"}, "beside it"),
-        ({"a": 5}, "beside it"),
+        ({"a": "../1.safetensors"}, "beside the index"),
+        ({"a": "/etc/passwd"}, "beside the index"),
+        ({"a": 5}, "beside the index"),
         ({}, "weight_map"),
         ([], "weight_map"),
     ):

@@ -206,8 +206,9 @@ def test_what_is_left_open() -> None:
     assert asked({"repetition_penalty": 1.2}, base) == Sampling(repetition_penalty=1.2)
     assert asked({"seed": 4}, base) == Sampling(temperature=0.9, top_k=64, top_p=0.95, seed=4)
     assert asked({"temperature": 0, "seed": 4}, base) == Sampling(seed=4)
-    assert asked({"seed": 4}, BASE_MODEL) == replace(GEMMA, seed=4)  # a draw, though a chat of the model makes none
-    assert asked({"top_p": 0.5}, Sampling()) == Sampling(temperature=1.0, top_p=0.5)
+    assert asked({"seed": 4}, BASE_MODEL) == replace(GEMMA, seed=4)  # random sampling, although the default is greedy
+    assert asked({"top_p": 0.5}, Sampling()) == Sampling(top_p=0.5)  # a checkpoint that recommends greedy decoding
+    assert asked({"temperature": 0.5}, Sampling()) == Sampling(temperature=0.5)
 
 
 def test_a_base_model_that_recommends_nothing_answers_with_the_likeliest_tokens(tmp_path: Path) -> None:
@@ -228,6 +229,13 @@ def test_a_base_model_that_recommends_nothing_answers_with_the_likeliest_tokens(
     (path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7}))
     with gemma_py.load(path, threads=1) as engine:
         assert engine.sampling == Sampling(temperature=0.7)
+    for greedy in ({"do_sample": False}, {"temperature": 0, "top_k": 64, "top_p": 0.95}):
+        (path / "generation_config.json").write_text(json.dumps(greedy))
+        with gemma_py.load(path, threads=1) as engine:
+            recommendation = engine.sampling
+            assert recommendation.temperature == 0
+            assert engine.chat_sampling({"seed": 3, "top_p": 0.5}) == replace(recommendation, seed=3, top_p=0.5)
+            assert engine.chat_sampling({"temperature": 0.7}) == replace(recommendation, temperature=0.7)
 
 
 # --- through the engine -----------------------------------------------------------------------------------------------

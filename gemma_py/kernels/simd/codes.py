@@ -79,7 +79,7 @@ def store_byte_planes(typing, array, index, value):
 
 @intrinsic
 def load_f16(typing, array, index):
-    """Load the sixteen float16 in the 32 bytes from array[index] on, as f32. Each must be finite.
+    """Load the sixteen float16 in the 32 bytes from array[index] on, as f32. All sixteen must be finite.
 
     The conversion uses integer operations and one exact subtraction. It needs no float16 instructions and never
     computes with a subnormal float, which would take a hundred cycles. Block scales are often subnormal as float16.

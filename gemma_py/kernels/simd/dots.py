@@ -96,7 +96,10 @@ def load_splat_quad(typing, array, index):
 
 @intrinsic
 def dot_quads(typing, unsigned, signed, total):
-    """Return total[i] plus the dot product of four unsigned and four signed bytes in each lane i. Requires USES_VNNI."""
+    """Return total[i] plus the dot product of four unsigned and four signed bytes, in each lane i.
+
+    The instruction (vpdpbusd) exists only on machines where USES_VNNI is true.
+    """
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: vnni_instruction(
         builder, "vpdpbusd", *args
     )

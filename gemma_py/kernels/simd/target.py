@@ -22,9 +22,9 @@ def assembly_of(target, source):
 
 @cache
 def pair_instruction(triple, cpu, features):
-    """Return (name, lanes) of the pmaddwd intrinsic for this target, or None on targets without pmaddwd.
+    """Return (name, lanes) of LLVM's pmaddwd intrinsic for this target, or None on targets without pmaddwd.
 
-    The register width is the widest one in which LLVM adds integers on this target.
+    The intrinsic is the one for the widest registers in which LLVM adds integers on this target.
     """
     if not triple.startswith("x86_64"):
         return None

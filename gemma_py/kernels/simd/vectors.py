@@ -308,7 +308,10 @@ def _reduced(builder, vectors, combine):
     """
 
     def joined(x, y, firsts, seconds):
-        """Combine the lanes `firsts` with the lanes `seconds` of (x, y), in every group of four lanes."""
+        """Combine lanes `firsts` with lanes `seconds`, in every group of four lanes.
+
+        The lanes of x are numbered from 0 and the lanes of y from 16.
+        """
         lanes = ([lane + 4 * part for part in range(4) for lane in chosen] for chosen in (firsts, seconds))
         return combine(*(shuffle(builder, x, y, each) for each in lanes))
 

@@ -1,1 +1,1 @@
-"""OpenAI's API without HTTP: requests, responses and errors, for the server and for batches."""
+"""The requests, responses and errors of OpenAI's API, without HTTP. The server and `gemma_py batch` use this package."""

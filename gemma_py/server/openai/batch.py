@@ -1,8 +1,9 @@
-"""Answers many requests from a file, in OpenAI's batch form, through the same scheduler as the server.
+"""Answer a file of requests in OpenAI's batch format, with the scheduler that the server uses.
 
 A row of the input is {"custom_id", "method": "POST", "url", "body"}; a row of the output is {"id", "custom_id", "response",
-"error"}. Rows are written in the order in which they are complete, each on the disk before the next one. After a kill the
-output holds at most one torn line, at its end; the next run drops it, and does not compute the whole rows again.
+"error"}. Each output row is written as soon as its response is complete, and is flushed to disk before the next row is written.
+If the process is killed, only the last line of the output can be incomplete. The next run removes an incomplete line and
+computes only the requests that have no complete row.
 """
 
 import fcntl
@@ -26,12 +27,12 @@ from gemma_py.server.openai.errors import ApiError, api_error, checked
 from gemma_py.server.openai.service import Service
 
 _MAX_ROW = 64 << 20  # bytes
-_HEALTH_SECONDS = 1.0  # between two looks at the engine's health, while no event arrives
+_HEALTH_SECONDS = 1.0  # seconds to wait for an event before checking the engine's health
 
 
 @dataclass(frozen=True)
 class InputRow:
-    """Where one request stands in the file: its first byte and its length."""
+    """A request in the input file. start: the offset of its line in the file. size: the length of its line in bytes."""
 
     custom_id: str
     url: str
@@ -41,7 +42,11 @@ class InputRow:
 
 @dataclass
 class Counts:
-    """rows: all in the file. before: those that an earlier run completed. done: those of this run, of which `failed` have an error."""
+    """The progress of a batch.
+
+    rows: requests in the input. before: rows written by earlier runs. done: rows written by this run. failed: rows of this run
+    that have an error instead of a response.
+    """
 
     rows: int
     before: int = 0
@@ -52,7 +57,7 @@ class Counts:
 
 
 def read_rows(path: Path) -> list[InputRow]:
-    """The rows of a file, all checked before anything is computed. Raises InputError about the first one that is malformed."""
+    """Read and check all rows of the input file. Raises InputError about the first malformed row."""
     rows: list[InputRow] = []
     lines: dict[str, int] = {}
     start = 0
@@ -78,14 +83,14 @@ def read_rows(path: Path) -> list[InputRow]:
 
 def _row(line: bytes, start: int, where: str) -> InputRow:
     if len(line) > _MAX_ROW:
-        raise InputError(f"{where}: longer than {_MAX_ROW} bytes")
+        raise InputError(f"{where}: the line is longer than the limit of {_MAX_ROW} bytes")
     row = _object(line, where)
     name, url, method = row.get("custom_id"), row.get("url"), row.get("method", "POST")
     if not isinstance(name, str) or not name:
-        raise InputError(f"{where}: custom_id should be a text that is not empty, found {name!r:.60}")
+        raise InputError(f"{where}: custom_id should be a non-empty string, found {name!r:.60}")
     if url not in ENDPOINTS or method != "POST":
         raise InputError(
-            f"{where}: should be a POST to one of {', '.join(ENDPOINTS)}, found {method!r:.20} {url!r:.60}"
+            f"{where}: method and url should be POST and one of {', '.join(ENDPOINTS)}, found {method!r:.20} {url!r:.60}"
         )
     if not isinstance(row.get("body"), dict):
         raise InputError(f"{where}: body should be a JSON object, found {row.get('body')!r:.60}")
@@ -96,16 +101,16 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON: {' '.join(str(error).split()):.120}") from None
+        raise InputError(f"{where}: the line is not valid JSON: {' '.join(str(error).split()):.120}") from None
     if not isinstance(document, dict):
-        raise InputError(f"{where}: should be a JSON object, found {document!r:.60}")
+        raise InputError(f"{where}: the line should be a JSON object, found {document!r:.60}")
     return document
 
 
 class Output:
-    """The output file, which one process at a time may write. A context manager.
+    """The output file, locked so that only one process writes to it. A context manager.
 
-    done: the custom_ids of the rows that are complete. models: the models that these rows were computed with.
+    done: the custom_ids of the rows in the file. models: the names of the models that computed these rows.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,7 +130,7 @@ class Output:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"{self._path}: another process is writing it") from None
+            raise InputError(f"{self._path}: another process is writing to this file") from None
         done, whole = set(), 0
         self._file.seek(0)
         for number, line in enumerate(self._file, 1):
@@ -138,21 +143,21 @@ class Output:
             if isinstance(body, dict) and isinstance(body.get("model"), str):
                 self.models.add(body["model"])
             if not isinstance(name, str):
-                raise InputError(f"{where}: not a row of a batch's output; the file was left as it is")
+                raise InputError(f"{where}: the line is not a row of a batch's output; the file was not changed")
             done.add(name)
             whole += len(line)
         self._file.truncate(whole)
         return done
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a row, which is on the disk when this returns."""
+        """Append a row and flush the file to disk."""
         try:
             self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
             raise InputError(
-                f"{self._path}: cannot be written: {error}; the next run continues after the rows that are in it"
+                f"{self._path}: cannot be written: {error}; run the same command again to compute the remaining rows"
             ) from None
 
     def __enter__(self) -> "Output":
@@ -171,16 +176,16 @@ class _RunningRow:
 def run(
     service: Service, source: Path, rows: list[InputRow], output: Output, progress: Callable[[Counts], None]
 ) -> Counts:
-    """Computes the rows that are not in the output yet. Raises GemmaError if the engine fails or the disk is full."""
+    """Compute the rows that the output does not contain yet. Raises GemmaError if the engine fails or the disk is full."""
     unknown = output.done - {row.custom_id for row in rows}
     if unknown:
         raise InputError(
-            f"the output holds {min(unknown)!r:.60}, which {source} does not contain: it belongs to another batch"
+            f"the output has the custom_id {min(unknown)!r:.60}, which {source} does not contain: choose another output file"
         )
     others = output.models - {service.model}
     if others:
         raise InputError(
-            f"the output was computed with {min(others)!r:.60}, not with {service.model!r}: choose another file"
+            f"the output has rows of the model {min(others)!r:.60}, not of {service.model!r}: choose another output file"
         )
     counts = Counts(len(rows), before=len(output.done))
     with source.open("rb") as file:
@@ -206,7 +211,7 @@ class _Batch:
         for row in rows:
             while (
                 len(self._running) > self._service.scheduler.parallel
-            ):  # one more than run at once, so that one is always ready
+            ):  # keep one more row submitted than can run, so that a row is always waiting
                 self._take()
             self._begin(row)
         while self._running:
@@ -235,12 +240,12 @@ class _Batch:
         endpoint = ENDPOINTS[row.url]
         asked = checked(endpoint.schema, body)
         if asked.stream:
-            raise ApiError(400, "A batch cannot stream.", "stream", "unsupported_parameter")
+            raise ApiError(400, "A request in a batch cannot have 'stream': true.", "stream", "unsupported_parameter")
         self._service.check_model(asked.model)
         return endpoint.builder(self._service, asked)
 
     def _submit(self, running: _RunningRow) -> None:
-        """Waits for running rows where the scheduler has no room. A row that does not fit even alone is an error."""
+        """Submit all choices of a row, waiting while the scheduler is full. Raises Overloaded if no other row is running."""
         for index, request in enumerate(running.builder.job.requests):
             while len(running.tickets) == index:
                 try:
@@ -249,21 +254,21 @@ class _Batch:
                     if index == 0 and len(self._running) == 1:
                         raise
                     self._take()
-                    if running not in self._running:  # another of its choices has failed meanwhile
+                    if running not in self._running:  # another choice of this row has failed
                         return
 
     def _put(self, running: _RunningRow, index: int, event: Event) -> None:
-        """The scheduler calls this from its own thread."""
+        """Queue an event. Called by the scheduler, in the scheduler's thread."""
         self._events.put((running, index, event))
 
     def _take(self) -> None:
-        """Handles the next event; if none arrives for a while, checks that the engine still works."""
+        """Handle the next event. If none arrives for a while, check the engine's health."""
         try:
             running, index, event = self._events.get(timeout=_HEALTH_SECONDS)
         except queue.Empty:
             self._check_healthy()
             return
-        if running not in self._running:  # another of its choices has failed
+        if running not in self._running:  # the row has already failed through another choice
             return
         try:
             for _ in running.builder.take(index, event):
@@ -289,11 +294,11 @@ class _Batch:
         self._write_error(running.row, error)
 
     def _check_healthy(self) -> None:
-        """Raises if the engine has failed: then no row is at fault, and none is written as failed."""
+        """Raise an error if the engine has failed, so that an engine failure is never written as the error of a row."""
         health = self._service.scheduler.health()
         if not health.ok:
             raise ComputationError(
-                f"the engine has failed: {health.why}; the next run continues after the rows that are complete"
+                f"the engine has failed: {health.why}; run the same command again to compute the remaining rows"
             )
 
     def _write_error(self, row: InputRow, error: GemmaError) -> None:

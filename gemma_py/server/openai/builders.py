@@ -1,6 +1,6 @@
-"""Builds responses in OpenAI's form from the scheduler's events, whole or as chunks of a stream.
+"""Build responses in OpenAI's format from the scheduler's events.
 
-A builder takes events one by one; `take` gives the chunks that are to be streamed, and `document` the whole response in the end.
+For each event, `take` yields the chunks to stream. After the last event, `document` returns the whole response.
 """
 
 import codecs
@@ -21,7 +21,7 @@ Document = dict[str, Any]
 
 
 class Choice:
-    """What one choice of a response holds so far."""
+    """The text, log-probabilities and token counts that one choice of a response has so far."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -35,11 +35,11 @@ class Choice:
 
 
 class ResponseBuilder:
-    """What the builders of all endpoints share.
+    """The base class of the builders of all endpoints.
 
-    prompt_field: the field of a request that holds its prompt. id_prefix: what the ids of its responses begin with. object and
-    chunk_object: the type that a whole response and a chunk state. typed_events: whether chunks are streamed with their
-    types and without [DONE].
+    prompt_field: the request field that holds the prompt. id_prefix: the beginning of every response id. object, chunk_object:
+    the values of "object" in a whole response and in a chunk. typed_events: whether the stream has an "event:" line before each
+    chunk and no [DONE], as in the Responses API.
     """
 
     prompt_field, id_prefix, object, chunk_object = "", "", "", ""
@@ -59,11 +59,11 @@ class ResponseBuilder:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def begin(self) -> Iterator[Document]:
-        """The chunks before the first event."""
+        """Yield the chunks that come before the first event."""
         yield from ()
 
     def take(self, index: int, event: Event) -> Iterator[Document]:
-        """The chunks that an event adds. Raises the error of a request that failed."""
+        """Yield the chunks of one event. If the event is a failure, raise its error."""
         choice = self.choices[index]
         if isinstance(event, PrefillProgress):
             choice.cached = event.cached
@@ -74,19 +74,19 @@ class ResponseBuilder:
             yield from self._made(index, choice, event)
         elif isinstance(event, Finished):
             if event.reason == "cancelled":
-                raise ApiError(503, "The server ended before the response was complete.", None, "server_ending")
+                raise ApiError(503, "The server shut down before the response was complete.", None, "server_ending")
             choice.finish_reason = event.reason
             yield from self._finished(index, choice)
         elif isinstance(event, Failed):
             raise event.error
 
     def end(self) -> Iterator[Document]:
-        """The chunks after the last event."""
+        """Yield the chunks that come after the last event."""
         if self.options.include_usage:
             yield {**self._chunk([]), "usage": self.usage()}
 
     def failed(self, error: ApiError) -> Document:
-        """The chunk that reports why the stream ends early."""
+        """Return the chunk that reports the error which ends the stream."""
         return error.document()
 
     def document(self) -> Document:
@@ -97,7 +97,7 @@ class ResponseBuilder:
         }  # fmt: skip
 
     def usage(self) -> Document:
-        """The tokens used so far. A prompt counts once, however many choices it has."""
+        """Return the token counts so far. The tokens of a prompt count once, even if n choices share the prompt."""
         pairs = zip(self.job.requests, self.choices, strict=True)
         once = {id(request.ids): (len(request.ids), choice.cached) for request, choice in pairs}.values()
         prompt, made = sum(count for count, _ in once), sum(choice.generated for choice in self.choices)
@@ -124,7 +124,7 @@ class ResponseBuilder:
             self._readers = [CallReader(self.service.tokenizer) for _ in self.choices]
 
     def _split_calls(self, index: int, event: Generated) -> tuple[str, list[Call]]:
-        """The text of an event, and the tool calls that are complete with it."""
+        """Return the plain text of an event, and the tool calls that are complete after the event."""
         if not self._readers:
             return event.token.text, []
         text, calls = self._readers[index].take(event.token.id, event.token.text)
@@ -152,7 +152,7 @@ class ResponseBuilder:
         return {**self._chunk([]), "prompt_progress": told}
 
     def _is_end(self, index: int, event: Generated) -> bool:
-        """Whether this token ends the response; it is not part of its text."""
+        """Return whether an event's token is an end token, which adds no text to the response."""
         return event.token.id in self.job.requests[index].ends
 
     def _token(self, token: int) -> tuple[str, bytes]:
@@ -227,7 +227,7 @@ class CompletionBuilder(ResponseBuilder):
         return self.job.echo[index // self._n] if self.job.echo else ""
 
     def _hidden(self, index: int) -> int:
-        """How many characters of the prompt's tokens the echo does not show: those of the token in front of every text."""
+        """Return how many characters of the decoded prompt the echo leaves out: the text of the BOS token."""
         ids = self.job.requests[index].ids if self.job.echo else []
         return len(self.service.tokenizer.decode(ids)) - len(self._echo(index))
 
@@ -254,7 +254,7 @@ class CompletionBuilder(ResponseBuilder):
             yield self._text(index, event.token.text, entry)
 
     def _entry(self, index: int, token: int, logprob: float | None, top: TopLogprobs) -> Document:
-        """The log-probabilities of one token, end tokens too. The first token of all has none."""
+        """Return the log-probabilities of one token. The first token of a prompt has none, because no token precedes it."""
         text, as_bytes = self._token(token)
         entry: Document = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}
         if logprob is not None:
@@ -276,13 +276,13 @@ class CompletionBuilder(ResponseBuilder):
 
 
 class _TextOffsets:
-    """Where each token begins in the text. One that begins within a character of several bytes has that character's place."""
+    """Computes where each token begins in the text. A token that begins inside a multi-byte character has that character's offset."""
 
     def __init__(self, hidden: int) -> None:
         self._length, self._characters = -hidden, codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: bytes) -> int:
-        """The offset of this token, in characters."""
+        """Append a token and return its offset in characters."""
         offset = max(0, self._length)
         self._length += len(self._characters.decode(token))
         return offset

@@ -1,4 +1,4 @@
-"""Responses that follow a JSON schema: llguidance says which tokens may come next, and the others cannot be chosen."""
+"""Responses that follow a JSON schema: llguidance computes which tokens may come next, and all other tokens are masked."""
 
 import importlib.util
 import json
@@ -16,8 +16,8 @@ from gemma_py.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MAX_SIZE, _MAX_DEPTH = 64 << 10, 64  # of a schema, in characters and levels
-# Limits in llguidance's units. They come to some 20 ms for compiling a schema and 15 ms for each step.
+_MAX_SIZE, _MAX_DEPTH = 64 << 10, 64  # limits on a schema: characters, and levels of nesting
+# Limits on llguidance's work: they allow about 20 ms to compile a schema, and about 15 ms for each token.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -32,13 +32,13 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class JsonConstraint:
-    """The state of one response within its schema. Each response needs its own."""
+    """Keeps one response within a JSON schema. Each response needs its own instance, which holds the state of the parser."""
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
-        """A copy of the logits [V] with minus infinity for every token that must not come next."""
+        """Return a copy of the logits [V], with minus infinity for every token that the schema forbids next."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         self._check()
         allowed = bits[: self._vocab_size].astype(bool)
@@ -50,16 +50,16 @@ class JsonConstraint:
 
     @property
     def finished(self) -> bool:
-        """Whether the response is complete, so that only an end token may follow."""
+        """Whether the JSON document is complete, so that only an end token may follow."""
         return self._matcher.is_stopped()
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ComputationError(f"the schema exceeded the limits on cost: {_line(self._matcher.get_error())}")
+            raise ComputationError(f"the JSON schema is too costly to follow: {_line(self._matcher.get_error())}")
 
 
 class JsonConstraints:
-    """Compiles schemas for one tokenizer. Its tables are built by `prepare`, or else with the first schema."""
+    """Compiles JSON schemas for one tokenizer. llguidance needs tables of the vocabulary, which `prepare` or the first schema builds."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Collection[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
@@ -67,23 +67,23 @@ class JsonConstraints:
         self._tables: LLTokenizer | None = None
 
     def prepare(self) -> None:
-        """Builds the tables if llguidance is installed. That takes about a second, and no other thread runs Python meanwhile."""
+        """Build the tables if llguidance is installed. Building takes about a second and blocks all other Python threads."""
         if importlib.util.find_spec("llguidance") is not None and self._ends:
             self._llguidance()
 
     def compile(self, schema: dict[str, Any], param: str) -> JsonConstraint:
-        """Raises ApiError if a schema is malformed, too large, too deep, too costly, or cannot be satisfied."""
+        """Compile a schema. Raises ApiError if the schema is malformed, too large, too deep, too costly, or cannot be satisfied."""
         try:
             import llguidance
         except ModuleNotFoundError:
-            message = "Responses that follow a schema need llguidance: pip install 'gemma_py[schema]'"
+            message = "A JSON schema needs the package llguidance: pip install 'gemma_py[schema]'"
             raise ApiError(400, message, param, "unsupported_parameter") from None
         _check_size(schema, param)
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(
                 json.dumps(schema), overrides={"whitespace_flexible": False}
             )
-        except ValueError as error:  # for example half of a surrogate pair
+        except ValueError as error:  # such as an unpaired surrogate in a string
             raise ApiError(400, f"The schema is not valid JSON: {_line(str(error))}", param, "invalid_value") from None
         limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         matcher = llguidance.LLMatcher(self._llguidance(), grammar, log_level=0, limits=limits)
@@ -106,7 +106,7 @@ class JsonConstraints:
 
 
 class _Vocabulary:
-    """A tokenizer in the form that llguidance expects."""
+    """An adapter that gives a tokenizer the interface that llguidance expects."""
 
     def __init__(self, tokenizer: Tokenizer, end: int) -> None:
         self._tokenizer = tokenizer
@@ -119,7 +119,7 @@ class _Vocabulary:
 
 
 def piece_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """The bytes that a token stands for; empty for an id without a piece."""
+    """Return the bytes of a token's text, or no bytes if the tokenizer has no text for the id."""
     piece = tokenizer.piece(token) or ""
     byte = _BYTE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
@@ -132,7 +132,7 @@ def _check_size(schema: Any, param: str) -> None:
         lists = (value.values() if isinstance(value, dict) else value for value in level)
         level = [inner for values in lists for inner in values if isinstance(inner, dict | list)]
     if level:
-        raise ApiError(400, f"The schema has more than {_MAX_DEPTH} levels.", param, "invalid_value")
+        raise ApiError(400, f"The schema is nested more than {_MAX_DEPTH} levels deep.", param, "invalid_value")
     size = len(json.dumps(schema))
     if size > _MAX_SIZE:
         raise ApiError(

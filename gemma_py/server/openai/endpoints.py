@@ -1,4 +1,4 @@
-"""The endpoints that generate, over HTTP and in a batch alike."""
+"""The endpoints that generate text, for the server and for `gemma_py batch`."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +10,11 @@ from gemma_py.server.openai.service import Service
 
 
 class Endpoint(NamedTuple):
-    """schema: what a request is checked with. builder: prepares a request, then builds its response. prompt_field: see there."""
+    """One endpoint of OpenAI's API.
+
+    schema: the pydantic model of a request. builder: the class that builds the response. prompt_field: the request field that
+    holds the prompt.
+    """
 
     schema: Any
     builder: Callable[[Service, Any], ResponseBuilder]

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -19,10 +19,10 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(GemmaError):
-    """A request that cannot be answered.
+    """An error that a client receives instead of a response.
 
-    status: of HTTP. param: the field of the request that is at fault. code: the kind of error, for programs. retry_after: seconds
-    after which the same request may succeed.
+    status: the HTTP status. param: the request field that is wrong. code: the kind of error, for programs. retry_after: the
+    seconds after which the client may try again.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ApiError(GemmaError):
 
 
 def api_error(error: GemmaError, prompt_field: str | None = None) -> ApiError:
-    """What a client is told of any error: the only place that decides it. prompt_field: where the request holds its prompt."""
+    """Convert any error to the error that the client receives. prompt_field: the request field that holds the prompt."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextError):
@@ -52,7 +52,7 @@ def api_error(error: GemmaError, prompt_field: str | None = None) -> ApiError:
     if isinstance(error, ToolError):
         return ApiError(400, str(error), error.field, "invalid_value")
     if isinstance(error, InputError | TemplateError | UnsupportedError):
-        first = str(error).partition(" ")[0].rstrip(":")  # messages about sampling begin with the name of the option
+        first = str(error).partition(" ")[0].rstrip(":")  # errors about a sampling option begin with the option's name
         return ApiError(400, str(error), first if first in _OPTIONS else prompt_field, "invalid_value")
     return ApiError(500, str(error), None, "internal_error")
 
@@ -62,7 +62,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def checked(schema: type[T], given: Any) -> T:
-    """The request that a document describes. Raises ApiError about the first thing that is wrong with it."""
+    """Validate a JSON document as a request of type `schema`. Raises ApiError about the first invalid field."""
     try:
         return schema.model_validate(given)
     except ValidationError as error:
@@ -70,7 +70,11 @@ def checked(schema: type[T], given: Any) -> T:
 
 
 def _from_validation(error: ValidationError, given: Any) -> ApiError:
-    """pydantic reports one error for each type that a field may have. The one deepest in the document is the one to report."""
+    """Convert pydantic's errors to one ApiError.
+
+    If a field may have several types, pydantic reports an error for each type. The error deepest in the document is chosen,
+    because it belongs to the type that the client most likely meant.
+    """
     errors = error.errors(include_url=False, include_context=False)
     same = [(_path(e["loc"], given), e) for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
     path, first = max(same, key=lambda pair: pair[0].count("[") + pair[0].count("."))
@@ -85,7 +89,7 @@ def _from_validation(error: ValidationError, given: Any) -> ApiError:
 
 
 def _path(places: tuple[int | str, ...], given: Any) -> str:
-    """`messages[0].content`. pydantic also names the types that it tried, which are left out: they are no keys of the document."""
+    """Return the path of a field, such as `messages[0].content`, without the type names that pydantic inserts for union types."""
     path, at = "", given
     for number, place in enumerate(places):
         inside = (isinstance(at, Mapping) and place in at) or (isinstance(at, list) and isinstance(place, int))

@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, generated from the schemas that requests are checked with."""
+"""The OpenAPI document of the server, generated from the pydantic models of requests."""
 
 from functools import cache
 from typing import Any
@@ -16,16 +16,16 @@ from gemma_py.server.openai.schemas import (
 )
 
 _POSTS: dict[str, tuple[type[BaseModel], str]] = {
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
+    "/v1/chat/completions": (ChatRequest, "Generate the next message of a conversation."),
     "/v1/completions": (CompletionRequest, "Continue a text."),
-    "/v1/responses": (ResponsesRequest, "Answer a conversation, in the form of the Responses API; nothing is stored."),
+    "/v1/responses": (ResponsesRequest, "Generate a response with the Responses API; nothing is stored."),
     "/tokenize": (TokenizeRequest, "Turn text into token ids."),
     "/detokenize": (DetokenizeRequest, "Turn token ids into text."),
 }
 _GETS = {
     "/v1/models": ("The model that is served.", "application/json"),
     "/v1/models/{model}": ("One model, by its name.", "application/json"),
-    "/health": ("Whether the engine makes progress.", "application/json"),
+    "/health": ("The state of the engine: ok, failed or ending.", "application/json"),
     "/metrics": ("Metrics for Prometheus.", "text/plain"),
     "/openapi.json": ("This document.", "application/json"),
 }
@@ -81,5 +81,5 @@ def _responses(content: dict[str, Any]) -> dict[str, Any]:
     error = {"schema": {"$ref": "#/components/schemas/Error"}}
     return {
         "200": {"description": "Success.", "content": content},
-        "default": {"description": "An error, which says what is wrong.", "content": {"application/json": error}},
+        "default": {"description": "An error in OpenAI's format.", "content": {"application/json": error}},
     }

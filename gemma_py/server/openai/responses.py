@@ -1,4 +1,4 @@
-"""Responses in the form of /v1/responses: a list of output items, which are streamed as typed events."""
+"""Build the responses of /v1/responses: a list of output items, streamed as typed events."""
 
 import uuid
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class ResponsesBuilder(ResponseBuilder):
         super().__init__(service, service.responses(asked), StreamOptions(), asked.return_progress)
         self._asked, self._item = asked, f"msg_{uuid.uuid4().hex}"
         self._sequence_number = -1
-        self._items: list[Call | None] = []  # the output in its order; None stands for the text
+        self._items: list[Call | None] = []  # output items in order: tool calls, and None for the text message
         self._expect_calls(asked)
 
     def _event(self, kind: str, **fields: Any) -> Document:
@@ -56,7 +56,7 @@ class ResponsesBuilder(ResponseBuilder):
             yield from self._called(call)
 
     def _called(self, call: Call) -> Iterator[Document]:
-        """A call is streamed once it is complete."""
+        """Yield the events of a complete tool call."""
         at, item = {"output_index": len(self._items)}, _call_item(call)
         self._items.append(call)
         empty = {**item, "arguments": "", "status": "in_progress"}

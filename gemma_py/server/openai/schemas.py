@@ -1,8 +1,8 @@
-"""The schemas that requests are checked with, in OpenAI's words. The OpenAPI document is generated from them.
+"""The pydantic models of requests, with OpenAI's field names. The OpenAPI document is generated from these models.
 
-OpenAI's fields that mean nothing for a local model are accepted and ignored (`Ignored`). Any other unknown field is an error, as
-it is at OpenAI. Additions are `top_k`, `min_p`, `repetition_penalty`, `return_progress`, and two that benchmarks of servers send,
-`ignore_eos` and `continuous_usage_stats`.
+OpenAI's fields that have no meaning for a local model are accepted and ignored (see `Ignored`). Any other unknown field is an
+error, as in OpenAI's API. `top_k`, `min_p`, `repetition_penalty` and `return_progress` are additions to OpenAI's API, and so are
+`ignore_eos` and `continuous_usage_stats`, which benchmarks of inference servers send.
 """
 
 from typing import Annotated, Any, Literal
@@ -18,13 +18,13 @@ MAX_PROMPTS = 64
 
 
 def _ranged(option: str) -> Any:
-    """The range that sampling allows for an option."""
+    """Return a pydantic field that checks a sampling option against its range."""
     least, most = RANGES[option]
     return Field(ge=least, le=most)
 
 
 def _length(least: int | None = None, most: int | None = None) -> Any:
-    """The length of a list. Checking stops at its first error: collecting a million of them would delay all other requests."""
+    """Return a pydantic field that checks a list's length. Checking stops at the first error, because a long list may have a million."""
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
@@ -40,13 +40,13 @@ class Strict(BaseModel):
 
 
 class Loose(BaseModel):
-    """Parts of messages may have unknown fields: programs send back what they received, with fields that are newer."""
+    """The base class of messages and their parts. Unknown fields are ignored, because clients send back fields of newer responses."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class ContentPart(Loose):
-    """Only text is supported; other types are errors."""
+    """A part of a message. Only text is supported; a part of another type is an error."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -107,7 +107,7 @@ class NamedTool(OfFunctions):
 
 
 class StreamOptions(Strict):
-    """continuous_usage_stats: every chunk has the usage so far, which include_usage must ask for too."""
+    """Options of a stream. continuous_usage_stats: add the usage so far to every chunk; needs include_usage too."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -115,7 +115,7 @@ class StreamOptions(Strict):
 
 
 class Ignored(Strict):
-    """Fields that change nothing here: who asks, what to store, what to charge."""
+    """Fields of OpenAI's API that are accepted and have no effect on this server."""
 
     user: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue] | None, Field(max_length=16)] = None
@@ -127,7 +127,7 @@ class Ignored(Strict):
 
 
 class Sampled(Ignored):
-    """What requests to all endpoints that generate share."""
+    """The fields that requests to all endpoints which generate text have in common."""
 
     model: str | None = None
     stream: bool | None = False
@@ -141,11 +141,11 @@ class Sampled(Ignored):
     ignore_eos: bool | None = False
 
     def sampling(self) -> dict[str, Any]:
-        """The options of sampling, by their names in gemma_py.Sampling."""
+        """Return the given sampling options, by their names in gemma_py.Sampling."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: float(v) if name != "top_k" else v for name in names if (v := getattr(self, name)) is not None}
         if given.get("top_p") == 0:
-            given["top_p"] = 1e-9  # with OpenAI, 0 means the most likely token alone
+            given["top_p"] = 1e-9  # OpenAI's API allows 0, which selects the most likely token alone
         if self.seed is not None:
             given["seed"] = self.seed & _SEED
         return given
@@ -164,7 +164,7 @@ class Penalised(Sampled):
     @classmethod
     def _of_a_stream(cls, options: StreamOptions | None, others: ValidationInfo) -> StreamOptions | None:
         if options is not None and not others.data.get("stream"):
-            raise ValueError("it needs 'stream': true")
+            raise ValueError("stream_options needs 'stream': true")
         return options
 
     @field_validator("logit_bias")
@@ -174,7 +174,7 @@ class Penalised(Sampled):
             (token for token in bias or {} if not (token.isascii() and token.isdigit() and len(token) < 10)), None
         )
         if wrong is not None:
-            raise ValueError(f"token ids should be whole numbers, found {wrong!r:.40}")
+            raise ValueError(f"the keys should be token ids (whole numbers), found {wrong!r:.40}")
         return bias
 
     def sampling(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class CompletionRequest(Penalised):
     @classmethod
     def _something(cls, prompt: object) -> object:
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
-            raise ValueError("should be a text, a list of token ids, or a list of either, and not empty")
+            raise ValueError("should be a non-empty text, a non-empty list of token ids, or a non-empty list of either")
         return prompt
 
 
@@ -254,7 +254,7 @@ class TextOptions(Strict):
 
 
 class InputItem(Loose):
-    """A message. Items of other types, such as files or reasoning, are errors."""
+    """An input item that is a message. Items of unsupported types, such as files or reasoning, are errors."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -274,7 +274,7 @@ class ResultItem(Loose):
     output: str | Annotated[list[ContentPart], _length()]
 
 
-class FlatTool(Function, OfFunctions):  # the fields of the last base class are checked first
+class FlatTool(Function, OfFunctions):  # pydantic checks `type` first, because OfFunctions is the last base class
     pass
 
 
@@ -283,7 +283,7 @@ class NamedFlatTool(NamedFunction, OfFunctions):
 
 
 class ResponsesRequest(Sampled):
-    """The stateless part of the Responses API: nothing is stored, so no earlier response can be referred to."""
+    """A request to the Responses API. Responses are not stored, so a request cannot refer to an earlier response."""
 
     input: str | Annotated[list[InputItem | CallItem | ResultItem], _length(1, 4096)]
     instructions: str | None = None
@@ -295,7 +295,7 @@ class ResponsesRequest(Sampled):
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, _length()] = (
-        None  # accepted, though there is no reasoning
+        None  # accepted without effect: there is no reasoning
     )
     background: bool | None = None
     previous_response_id: None = None
@@ -308,13 +308,13 @@ class ResponsesRequest(Sampled):
 
     @property
     def chosen(self) -> str:
-        """As in ChatRequest."""
+        """The name of the function that must be called, or "none", "auto" or "required"."""
         choice = self.tool_choice
         return choice.name if isinstance(choice, NamedFlatTool) else choice or "auto"
 
 
 class TokenizeRequest(Strict):
-    """parse_special: whether the text may become control tokens. with_pieces: return the text of each token too."""
+    """add_special: add a BOS token. parse_special: parse control tokens in the text. with_pieces: return the text of each token too."""
 
     content: str
     add_special: bool = False

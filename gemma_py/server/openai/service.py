@@ -1,4 +1,4 @@
-"""One model that is served: turns requests in OpenAI's form into requests to the scheduler."""
+"""Convert requests in OpenAI's format to requests for the scheduler."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -31,16 +31,16 @@ from gemma_py.server.openai.schemas import Message as GivenMessage
 from gemma_py.templates.template import ROLES, Message, Tools, checked_messages, encode
 from gemma_py.templates.tools import START, CallConstraint, calls_and_results, declarations
 
-DEFAULT_TOKENS = 1024  # the most that a response to a chat has, where the request does not say
+DEFAULT_TOKENS = 1024  # the limit for a chat response if the request sets none
 _SEEDS = 1 << 63
 _NO_TOOLS = "This model's chat template does not support tools."
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one HTTP request asks of the scheduler.
+    """The scheduler's requests for one HTTP request.
 
-    requests: one for each choice, n for each prompt. echo: the text of each prompt, if responses are to begin with it.
+    requests: n for each prompt, one for each choice. echo: the text of each prompt if the client asked for `echo`, else empty.
     """
 
     requests: list[Request]
@@ -48,7 +48,7 @@ class Job:
 
 
 class Service:
-    """model: the name by which requests ask for the model. Methods may be called from several threads at once."""
+    """Converts requests for the served model, from several threads at once. model: the name of the model in requests."""
 
     def __init__(self, engine: Engine, scheduler: Scheduler, model: str, template: str | None = None) -> None:
         self.engine, self.scheduler, self.model = engine, scheduler, model
@@ -60,12 +60,12 @@ class Service:
         self._constraints = JsonConstraints(self.tokenizer, engine.config.vocab_size, self.ends)
 
     def prepare(self) -> None:
-        """Builds the tables for JSON schemas, which would delay every running request if it were done later."""
+        """Build the tables for JSON schemas at startup, because building them later would delay every running request."""
         self._constraints.prepare()
 
     def check_model(self, wanted: str | None) -> None:
         if wanted is not None and wanted != self.model:
-            message = f"The model {wanted!r:.80} does not exist; this server has {self.model!r}."
+            message = f"The model {wanted!r:.80} does not exist; this server serves {self.model!r}."
             raise ApiError(404, message, "model", "model_not_found")
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Service:
         if isinstance(asked.prompt, list) and not isinstance(asked.prompt[0], int):
             given = asked.prompt
         if len(given) * (asked.n or 1) > MAX_PROMPTS:
-            raise ApiError(400, f"At most {MAX_PROMPTS} responses can be asked for at once.", "n", "invalid_value")
+            raise ApiError(400, f"A request may have at most {MAX_PROMPTS} choices in all.", "n", "invalid_value")
         requests, ends = [], frozenset(self.engine.config.eos_token_ids)
         for prompt in given:
             ids = self.engine.encode(prompt)
@@ -117,7 +117,7 @@ class Service:
     def responses(self, asked: ResponsesRequest) -> Job:
         if asked.background:
             raise ApiError(
-                400, "This server does not support responses in the background.", "background", "unsupported_parameter"
+                400, "This server does not support 'background': true.", "background", "unsupported_parameter"
             )
         messages: list[Message] = []
         if asked.instructions is not None:
@@ -136,7 +136,7 @@ class Service:
         constraint = self._call(asked) or partial(self._constraint, form, "text.format")
         return Job(self._choices(request, 1, constraint), [])
 
-    # --- their parts ------------------------------------------------------------------------------------------------
+    # --- helpers ---------------------------------------------------------------------------------------------------
 
     def _prompt(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         roles = (*ROLES, "tool") if self.knows_tools else ROLES
@@ -151,18 +151,18 @@ class Service:
         return declarations(functions, self.tokenizer)
 
     def _call(self, asked: ChatRequest | ResponsesRequest) -> Callable[[], CallConstraint] | None:
-        """What makes a response begin with a tool call, where the request requires one."""
+        """Return a function that creates the constraint for a required tool call, or None if no tool call is required."""
         if asked.chosen in ("none", "auto"):
             return None
         names = [function.name for function in asked.functions]
         if not names or asked.chosen not in ("required", *names):
-            message = f"'tool_choice' is {asked.chosen!r:.80}, and 'tools' has {', '.join(names)[:200] or 'none'}."
+            message = f"'tool_choice' {asked.chosen!r:.80} matches no function in 'tools', which has: {', '.join(names)[:200] or 'none'}."
             raise ApiError(400, message, "tool_choice", "invalid_value")
         possible = names if asked.chosen == "required" else [asked.chosen]
         return partial(CallConstraint, self.tokenizer, possible[0] if len(possible) == 1 else None)
 
     def _messages(self, given: Sequence[GivenMessage]) -> list[Message]:
-        """Messages in the form that `checked_messages` takes."""
+        """Convert OpenAI's messages to messages for `checked_messages`."""
         made = []
         extras = calls_and_results([message.model_dump() for message in given], self.tokenizer)
         for number, (message, extra) in enumerate(zip(given, extras, strict=True)):
@@ -177,7 +177,7 @@ class Service:
         return _joined_system(made)
 
     def _stop(self, asked: Sampled) -> tuple[str, ...]:
-        """The texts at which a turn of the template ends."""
+        """Return the stop strings with which the chat template ends a turn."""
         return () if asked.ignore_eos else self.template.stop
 
     def _sampling(self, asked: Sampled, ends: Collection[int]) -> Sampling:
@@ -188,7 +188,7 @@ class Service:
 
     @staticmethod
     def _choices(request: Request, n: int | None, constraint: Callable[[], Constraint | None]) -> list[Request]:
-        """One request for each choice: choice i draws with seed + i and has a constraint of its own."""
+        """Return n copies of a request, one for each choice. Choice i has the seed + i and its own constraint."""
         made = []
         for number in range(n or 1):
             sampling = request.sampling
@@ -214,7 +214,7 @@ def _text(content: str | list[ContentPart]) -> str:
 
 
 def _turns(items: Sequence[InputItem | CallItem | ResultItem]) -> list[GivenMessage]:
-    """The items of an input as messages. Calls belong to the assistant's message before them."""
+    """Convert the items of a Responses API input to messages. A tool call is added to the assistant message before it."""
     made: list[GivenMessage] = []
     for item in items:
         if isinstance(item, ResultItem):
@@ -230,7 +230,7 @@ def _turns(items: Sequence[InputItem | CallItem | ResultItem]) -> list[GivenMess
 
 
 def _joined_system(messages: list[Message]) -> list[Message]:
-    """Joins several system messages at the beginning into one, with blank lines between."""
+    """Join the system messages at the beginning into one message, separated by blank lines."""
     count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if count < 2:
         return messages

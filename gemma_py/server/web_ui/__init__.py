@@ -1,4 +1,4 @@
-"""The chat page at /, put together from the files beside this one: its own script and style are all that it may run or load."""
+"""The chat page at /. Its Content-Security-Policy allows only the script and the style in this directory."""
 
 import base64
 import hashlib
@@ -13,7 +13,7 @@ def _read(*names: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """The hash by which Content-Security-Policy allows exactly this text."""
+    """Return the hash of a script or style, for the Content-Security-Policy header."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 

@@ -1,4 +1,4 @@
-// --- what is kept in this browser --------------------------------------------------------------------------------------
+// --- storage in the browser --------------------------------------------------------------------------------------------
 
 function read(name, otherwise) {
   try { return JSON.parse(localStorage.getItem(name)) ?? otherwise; } catch { return otherwise; }
@@ -6,7 +6,7 @@ function read(name, otherwise) {
 
 function keep(name, value) {
   try { localStorage.setItem(name, JSON.stringify(value)); }
-  catch { say("This browser has no more room for conversations: delete some."); }
+  catch { say("The browser's storage is full: delete some conversations."); }
 }
 
 let conversations = read(STORE, []), options = read(OPTIONS, {});
@@ -17,7 +17,7 @@ const save = () => keep(STORE, conversations);
 const say = text => { $("note").textContent = text; };
 const headers = () => ({ "Content-Type": "application/json", ...(options.key ? { Authorization: `Bearer ${options.key}` } : {}) });
 
-// --- showing -----------------------------------------------------------------------------------------------------------
+// --- rendering ---------------------------------------------------------------------------------------------------------
 
 function show() {
   document.documentElement.style.colorScheme = options.theme || "light dark";
@@ -38,7 +38,7 @@ function show() {
     return row;
   }));
   const turns = (conversation?.messages ?? []).map((message, at) => turn(conversation, message, at));
-  if (!turns.length) turns.push(make("p", { id: "empty", textContent: "Nothing is kept on the server. What you write stays in this browser." }));
+  if (!turns.length) turns.push(make("p", { id: "empty", textContent: "Conversations are stored in this browser, not on the server." }));
   $("log").replaceChildren(...turns);
   $("log").scrollTop = $("log").scrollHeight;
   showState();
@@ -52,7 +52,7 @@ function showState() {
   if (lost) rest();
 }
 
-// Where the focus is when nothing else has it.
+// Focuses the input field; on a touch screen the conversation, because the input field would open the keyboard.
 function rest() { (touch.matches ? $("log") : $("input")).focus(); }
 
 function enterList() { ($("list").querySelector("[aria-current]") ?? $("new")).focus(); }
@@ -83,7 +83,7 @@ function turn(conversation, message, at) {
   if (message.error) element.insertBefore(make("p", { className: "failed", textContent: message.error }), tools);
   tools.append(copyButton("Copy", () => message.content));
   if (at === conversation.messages.length - 1) tools.append(iconButton("retry", "Answer again", () => retry(conversation)));
-  tools.append(make("span", { className: "stats", textContent: [message.stats, message.stopped ? "stopped" : "", message.cut ? "cut at the longest answer" : ""].filter(Boolean).join(" · ") }));
+  tools.append(make("span", { className: "stats", textContent: [message.stats, message.stopped ? "stopped" : "", message.cut ? "cut at the token limit" : ""].filter(Boolean).join(" · ") }));
   return element;
 }
 
@@ -116,7 +116,7 @@ function edit(conversation, at, element) {
   area.focus();
 }
 
-// --- asking ------------------------------------------------------------------------------------------------------------
+// --- requests ----------------------------------------------------------------------------------------------------------
 
 function ask(conversation, content) {
   conversation.messages.push({ role: "user", content });
@@ -167,7 +167,7 @@ async function* events(body) {
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Error("The connection ended before the answer did.");
+    if (done) throw new Error("The connection ended before the answer was complete.");
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {
@@ -209,14 +209,14 @@ function draw(run) {
   });
 }
 
-// Follows the answer while the reader is at its end, and leaves them alone elsewhere.
+// Makes a change and scrolls to the end of the conversation, unless the reader has scrolled up.
 function keepPlace(change) {
   const log = $("log"), top = log.scrollTop, follow = log.scrollHeight - top - log.clientHeight < 60;
   change();
   log.scrollTop = follow ? log.scrollHeight : top;
 }
 
-// So that a keyboard that comes up, or a message that grows, does not cover the end of the answer.
+// Scrolls to the end again when the on-screen keyboard or a longer input field makes the conversation's area smaller.
 let room = 0;
 new ResizeObserver(() => {
   const log = $("log");
@@ -259,7 +259,7 @@ async function describe() {
 
 // --- controls ----------------------------------------------------------------------------------------------------------
 
-const BUSY = "An answer is being made: stop it first.";
+const BUSY = "An answer is being generated: stop it first.";
 const sends = event => event.key === "Enter" && !event.shiftKey && !event.isComposing && !touch.matches;
 
 function fresh() { choose(null); }

@@ -8,10 +8,10 @@ const ICONS = {
   copy: "M9 9h11v11H9zM5 15H4V4h11v1", done: "M5 13l4 4L19 7", drop: "M5 7h14M9 7V4h6v3M7 7l1 13h8l1-13",
 };
 
-// Fingers: there is no Enter beside Shift then, and what is written in brings a keyboard that covers half of the screen.
+// On a touch screen, Enter begins a new line, and no text field is focused unasked, because that opens the keyboard.
 const touch = matchMedia("(pointer: coarse)");
 
-// --- elements: model output only ever becomes text nodes ---------------------------------------------------------------
+// --- elements: model output is only inserted as text nodes -------------------------------------------------------------
 
 function make(tag, properties, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -37,7 +37,7 @@ function iconButton(name, title, action) {
 
 async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  // A page that came neither over HTTPS nor from this machine has only the old way.
+  // Browsers offer navigator.clipboard only to pages from HTTPS or localhost.
   const area = make("textarea", { value: text, readOnly: true }), focused = document.activeElement;
   document.body.append(area);
   area.select();
@@ -49,7 +49,7 @@ async function copy(text) {
 
 function copyButton(title, text) {
   const button = iconButton("copy", title, async () => {
-    try { await copy(text()); } catch { return say("This browser does not let the page copy."); }
+    try { await copy(text()); } catch { return say("The browser does not allow this page to copy text."); }
     button.replaceChildren(icon("done"));
     setTimeout(() => button.replaceChildren(icon("copy")), 1500);
   });
