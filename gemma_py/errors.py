@@ -1,44 +1,44 @@
-"""The exceptions of gemma_py. A message says what was expected, what was found, and where."""
+"""The exceptions of gemma_py."""
 
 
 class GemmaError(Exception):
-    """Any failure that a user can act on. The command line prints it as one line."""
+    """The base class of the exceptions of gemma_py. The command line prints only the message of a GemmaError."""
 
 
 class GemmaWarning(UserWarning):
-    """Something works, but not as well as it could."""
+    """A warning about a problem that does not prevent the operation, such as a cache directory that cannot be written."""
 
 
 class FormatError(GemmaError):
-    """A model file that is damaged, malicious or not of the format that it claims."""
+    """A model file is damaged or violates its format."""
 
 
 class UnsupportedError(GemmaError):
-    """A valid file that needs something this runtime does not support."""
+    """A valid model file needs a feature that gemma_py does not support."""
 
 
 class ConfigError(GemmaError):
-    """A model description that is incomplete or contradicts its weights."""
+    """A model's config is incomplete or contradicts the model's weights."""
 
 
 class TokenizerError(GemmaError):
-    """A tokenizer that cannot be built, or text that it cannot encode."""
+    """A tokenizer cannot be built, or cannot encode a text."""
 
 
 class ModelNotFoundError(GemmaError):
-    """No model at the path or under the name given."""
+    """No model exists at the given path or under the given name."""
 
 
 class ContextError(GemmaError):
-    """More tokens than the context holds; raised before any work starts."""
+    """A request has more tokens than the context. Raised before any computation."""
 
 
 class InputError(GemmaError):
-    """An invalid argument or input: ids outside the vocabulary, an empty prompt, a closed engine."""
+    """An argument is invalid, such as an empty prompt or a token id outside the vocabulary."""
 
 
 class ToolError(InputError):
-    """An invalid declaration, call or result of a tool. `field`: its place in the request, such as `messages[2].tool_calls`."""
+    """A tool's declaration, call or result is invalid. field: the invalid part of the request, as in `messages[2].tool_calls`."""
 
     def __init__(self, message: str, field: str) -> None:
         self.field = field
@@ -46,7 +46,7 @@ class ToolError(InputError):
 
 
 class Overloaded(GemmaError):
-    """There is no room for a request now; there may be after `retry_after` seconds."""
+    """The server has too many requests. The client may retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         self.retry_after = retry_after
@@ -54,22 +54,23 @@ class Overloaded(GemmaError):
 
 
 class TemplateError(GemmaError):
-    """A chat template that fails, does not end, or renders text that cannot be encoded safely."""
+    """A chat template fails, does not terminate, or renders text that cannot be encoded safely."""
 
 
 class ComputationError(GemmaError):
-    """A forward pass that failed."""
+    """A forward pass failed."""
 
 
 class MismatchError(GemmaError):
-    """Two ways to compute one result gave different bits. The message says where they differ."""
+    """Two computations that should give the same bits differ. The message says where the results differ."""
 
 
 class WorkerError(ComputationError):
-    """A worker raised, reported a failure, stalled or died. layer, phase: where it was; None before it entered any.
+    """A worker thread raised an exception, reported a failure, stalled or died.
 
-    settled: every worker has left the failed run, so the arrays of the run may be used again. Where it is False, a stalled
-    worker may still write to them when it wakes, so they must not be used again.
+    layer, phase: the layer and phase of the worker at that time; None if the worker had not entered a phase.
+    settled: True if every worker has left the failed run. If False, the arrays of the run must not be used again, because a
+    stalled worker may still write to these arrays.
     """
 
     def __init__(

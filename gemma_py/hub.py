@@ -1,8 +1,7 @@
-"""Models of the Hugging Face hub, `hf:owner/name[/file.gguf][@revision]`, in the cache that its own library keeps.
+"""Models of the Hugging Face hub, written `hf:owner/name[/file.gguf][@revision]`.
 
-The library (extra `hf`) draws the progress of a download, resumes one whose connection broke, caches each complete file, and
-honours HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. This module decides which files make a model, and which error a
-reference without a model gives.
+The library huggingface_hub (extra `hf`) downloads files, resumes interrupted downloads, keeps the cache, and honours
+HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. This module selects the files of a model and words the error messages.
 """
 
 import glob
@@ -23,19 +22,20 @@ _BESIDE_WEIGHTS = (
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
-_SECONDS = 10.0  # how long to wait for the list of a repository's files
+_SECONDS = 10.0  # timeout of the request for the list of a repository's files
 
 
 def fetched(reference: str, progress: ReportProgress = no_report) -> Path:
-    """The directory or GGUF file, downloaded if it is not in the cache. The hub is asked each time, unless HF_HUB_OFFLINE
-    forbids it, because a branch may have moved."""
+    """Return the path of the model's directory or GGUF file, after downloading files that are not in the hub's cache.
+
+    Every call asks the hub for the current revision, because a branch may have changed. With HF_HUB_OFFLINE, or if the hub
+    does not answer, the copy in the cache is used.
+    """
     repository, file, revision = _parts(reference)
     hub = _library(reference)
     try:
         info = hub.model_info(repository, revision=revision, timeout=_SECONDS, files_metadata=True)
-    except (
-        Exception
-    ) as error:  # the hub library's own errors and those of its HTTP library, which differ from version to version
+    except Exception as error:  # which exceptions the library raises depends on its version
         copy = _copy(reference)
         if copy is None:
             raise ModelNotFoundError(f"{reference}: {_why(error)}") from error
@@ -56,7 +56,7 @@ def fetched(reference: str, progress: ReportProgress = no_report) -> Path:
 
 
 def available_locally(reference: str) -> bool:
-    """Whether the model is in the hub's cache, so that no network is needed."""
+    """Return whether the hub's cache has the model, so that no download is necessary."""
     try:
         _library(reference)
         return _copy(reference) is not None
@@ -65,7 +65,7 @@ def available_locally(reference: str) -> bool:
 
 
 def repository_of(path: Path) -> str | None:
-    """owner/name of a snapshot in the library's cache, whose own name is a hash."""
+    """Return owner/name for the directory of a snapshot in the hub's cache, or None for any other directory."""
     folder = path.parents[1].name if len(path.parents) > 1 and path.parent.name == "snapshots" else ""
     owner, separator, name = folder.removeprefix("models--").partition("--")
     return f"{owner}/{name}" if folder.startswith("models--") and separator else None
@@ -75,7 +75,7 @@ def _parts(reference: str) -> tuple[str, str | None, str | None]:
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         raise InputError(
-            f"{reference}: a model of the hub is written hf:owner/name, hf:owner/name/file.gguf or ...@revision"
+            f"{reference}: should have the form hf:owner/name, hf:owner/name/file.gguf or hf:owner/name@revision"
         )
     return match[1], match[2], match[3]
 
@@ -86,17 +86,18 @@ def _library(reference: str) -> ModuleType:
         import huggingface_hub.errors
     except ModuleNotFoundError as error:
         raise ModelNotFoundError(
-            f"{reference}: downloading needs {error.name}: pip install 'gemma_py[hf]' (in a clone: pip install -e '.[hf]')"
+            f"{reference}: downloading needs the package {error.name}; run pip install 'gemma_py[hf]' "
+            "(in a clone: pip install -e '.[hf]')"
         ) from None
     return huggingface_hub
 
 
 def _copy(reference: str) -> Path | None:
-    """The model in the hub's cache; None where it is missing or incomplete."""
+    """Return the path of the model in the hub's cache, or None if files of the model are missing there."""
     repository, file, revision = _parts(reference)
     hub = _library(reference)
     try:
-        # No file is asked for: only where the snapshot is.
+        # With allow_patterns=[], the library downloads nothing and returns the snapshot's directory.
         folder = Path(hub.snapshot_download(repository, revision=revision, allow_patterns=[], local_files_only=True))
     except hub.errors.LocalEntryNotFoundError:
         return None
@@ -108,41 +109,45 @@ def _copy(reference: str) -> Path | None:
 
 
 def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str, list[str]]:
-    """The file to open ("." stands for the directory), and all files that it needs."""
-    ggufs: dict[str, list[str]] = {}  # parts of one model together
+    """Return the file to open ("." for the directory), and the list of files to download."""
+    ggufs: dict[str, list[str]] = {}  # the shards of each GGUF model, by the model's name
     for name in names:
-        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):  # those are for images
+        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):  # mmproj files are for images
             ggufs.setdefault(_GGUF_PART.sub("", name), []).append(name)
-    there = f"there are {', '.join(parts[0] for parts in ggufs.values())}" if ggufs else "there is no GGUF file at all"
+    there = (
+        f"the repository has {', '.join(parts[0] for parts in ggufs.values())}"
+        if ggufs
+        else "the repository has no GGUF file"
+    )
     if file is not None:
         parts = ggufs.get(_GGUF_PART.sub("", file), [])
         if file not in parts:
-            raise ModelNotFoundError(f"{reference}: no such GGUF file in this repository; {there}")
+            raise ModelNotFoundError(f"{reference}: this GGUF file does not exist; {there}")
         return file, parts
     weights = [_WHOLE] if _WHOLE in names else [_INDEX, *filter(_PART.fullmatch, names)] if _INDEX in names else []
     if weights and "config.json" in names:
         return ".", [*(name for name in _BESIDE_WEIGHTS if name in names), *weights]
     if not ggufs:
         raise ModelNotFoundError(
-            f"{reference}: neither config.json beside {_WHOLE} (or its parts) nor a GGUF file in this repository"
+            f"{reference}: the repository has neither config.json with {_WHOLE} (or shards) nor a GGUF file"
         )
     if len(ggufs) > 1:
-        raise ModelNotFoundError(f"{reference}: add which file, as in {reference.partition('@')[0]}/FILE; {there}")
+        raise ModelNotFoundError(f"{reference}: name the GGUF file, as in {reference.partition('@')[0]}/FILE; {there}")
     (parts,) = ggufs.values()
     return parts[0], parts
 
 
 def _why(error: Exception) -> str:
-    """The reason why there is no model, in one line."""
+    """Return one line that explains why the hub gave no model."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        return "a gated repository: agree to its terms on its page, and let HF_TOKEN hold a token of yours (or `hf auth login`)"
+        return "the repository is gated: accept the terms on the model's page, then set HF_TOKEN or run `hf auth login`"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "no such repository on the hub, or a private one that no token here (HF_TOKEN) may read"
+        return "no such repository on the hub, or a private repository that the token in HF_TOKEN may not read"
     if isinstance(error, errors.RevisionNotFoundError):
         return "no such revision of this repository"
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return "not in the hub's cache, or not all of it, and HF_HUB_OFFLINE forbids to ask the hub"
+        return "files of the model are missing in the hub's cache, and HF_HUB_OFFLINE forbids downloads"
     lines = str(error).strip().splitlines()
     return f"the hub did not answer ({type(error).__name__}{': ' if lines else ''}{lines[0] if lines else ''})"

@@ -1,9 +1,10 @@
-"""The resources that this process may use: processors, quotas, memory. root: the root of Linux's /proc and /sys, for tests.
+"""The processors and the memory that this process may use.
 
-    threads = physical cores within the affinity, at most the quota of the cgroup and of those around it, at least 1
+The default number of worker threads is the number of physical cores in the process's affinity, but at most the CPU quota of
+the cgroups. More workers than cores would be slower, because the two hardware threads of a core share arithmetic units. The
+quota is rounded down, because Linux suspends a process that uses up the quota of a period early.
 
-Two hardware threads of a core share its arithmetic units, so more workers than cores are slower. A quota is rounded down: a
-team that exhausts it early in each period is suspended for the rest of the period.
+Parameter of the functions: `root` is the directory that contains proc/ and sys/. Tests use another directory than "/".
 """
 
 import os
@@ -15,44 +16,45 @@ ROOT = Path("/")
 
 
 def threads(root: Path = ROOT) -> int:
-    """The default number of worker threads."""
+    """Return the default number of worker threads, which is at least 1."""
     cores = physical_cores(affinity(), root)
     allowed = quota(root)
     return max(1, cores if allowed is None else min(cores, int(allowed)))
 
 
 def affinity() -> set[int]:
-    """Processors that this process may run on."""
+    """Return the numbers of the processors (hardware threads) that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
 
 
 def physical_cores(processors: Iterable[int], root: Path = ROOT) -> int:
-    """The number of cores that these processors belong to; each is a core if the system does not say which share one."""
+    """Return the number of cores that these processors belong to. Without topology in /sys, each processor is a core."""
     return len({_siblings(number, root) or str(number) for number in processors})
 
 
 def _siblings(number: int, root: Path) -> str | None:
-    """The processors of this one's core, as the kernel writes them; the second name is the older one."""
+    """Return the list of processors of this processor's core, as /sys gives it, or None if /sys has no such list."""
     topology = root / "sys/devices/system/cpu" / f"cpu{number}" / "topology"
+    # Linux before 5.3 has only thread_siblings_list.
     return _text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list")
 
 
 def quota(root: Path = ROOT) -> float | None:
-    """The smallest CPU quota of our cgroups, in processors; None: no limit."""
+    """Return the smallest CPU quota of this process's cgroups, as a number of processors, or None if there is no quota."""
     limits = []
     for folder in _cgroups("cpu", root):
         quota_us, period_us = (*(_text(folder / "cpu.max") or "").split(), "", "")[:2]
         if not quota_us:
             quota_us, period_us = (_text(folder / f"cpu.cfs_{part}_us") or "" for part in ("quota", "period"))
-        if quota_us.isdigit() and period_us.isdigit() and int(period_us) > 0:  # else "max", or -1
+        if quota_us.isdigit() and period_us.isdigit() and int(period_us) > 0:  # "max" or -1 means no quota
             limits.append(int(quota_us) / int(period_us))
     return min(limits, default=None)
 
 
 def memory(root: Path = ROOT) -> int | None:
-    """The bytes that can still be allocated without swapping, at most the limit of our cgroups; None if unknown."""
+    """Return the smaller of the available memory in bytes and the cgroups' memory limit, or None if unknown."""
     limits = []
     for line in (_text(root / "proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
@@ -65,9 +67,10 @@ def memory(root: Path = ROOT) -> int | None:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of our cgroup and of its parents, in both versions of the file system, as far as they are visible.
+    """Yield the directories of this process's cgroup and of the cgroup's parents, for cgroups version 1 and 2.
 
-    In a container the path may be the host's, which is not mounted here; the container's own limit is then at the top.
+    In a container, /proc/self/cgroup may give a path on the host that does not exist in the container. The limits of the
+    container are then in the top directory, which is yielded last.
     """
     base = root / "sys/fs/cgroup"
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
@@ -84,7 +87,7 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def name(root: Path = ROOT) -> str:
-    """The name of the processor."""
+    """Return the name of the processor model."""
     for line in (_text(root / "proc/cpuinfo") or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -92,7 +95,7 @@ def name(root: Path = ROOT) -> str:
 
 
 def _text(path: Path) -> str | None:
-    """The text of a file; None if it is missing or unreadable, because /sys and /proc differ between systems."""
+    """Return the text of a file in /proc or /sys, or None if this system does not have the file."""
     try:
         return path.read_text().strip()
     except OSError:

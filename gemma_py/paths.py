@@ -1,4 +1,4 @@
-"""The directories of our own files (XDG), and private, atomic writes."""
+"""The cache and state directories of gemma_py, and functions that write files privately and atomically."""
 
 import contextlib
 import fcntl
@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"  # the ending of a file that is being written
-_YOUNG = 60.0  # seconds in which a partial file is never taken for abandoned
+_YOUNG = 60.0  # seconds; a younger partial file may not be locked yet, and does not count as abandoned
 
 
 def cache_dir() -> Path:
-    """$XDG_CACHE_HOME/gemma_py, or ~/.cache/gemma_py. It is not created here. OSError if the user has no home directory."""
+    """Return $XDG_CACHE_HOME/gemma_py or ~/.cache/gemma_py. Raises OSError if the user has no home directory."""
     return _ours("XDG_CACHE_HOME", "~/.cache")
 
 
 def state_dir() -> Path:
-    """$XDG_STATE_HOME/gemma_py, or ~/.local/state/gemma_py; as `cache_dir`."""
+    """Return $XDG_STATE_HOME/gemma_py or ~/.local/state/gemma_py. Raises OSError if the user has no home directory."""
     return _ours("XDG_STATE_HOME", "~/.local/state")
 
 
 def _ours(variable: str, otherwise: str) -> Path:
     base = Path(os.environ.get(variable, ""))
-    if not base.is_absolute():  # must be ignored, according to the XDG specification
+    if not base.is_absolute():  # the XDG specification says to ignore relative paths
         try:
             base = Path(otherwise).expanduser()
         except RuntimeError:
@@ -34,16 +34,19 @@ def _ours(variable: str, otherwise: str) -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """The directory, created if needed; OSError unless it belongs to this user and no other user may write there."""
+    """Create the directory if needed, and return the path.
+
+    Raises OSError if the directory belongs to another user, or if other users may write to the directory.
+    """
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{path}: other users may write here, so its content cannot be trusted")
+        raise PermissionError(f"{path}: other users may write to this directory, so its content cannot be trusted")
     return path
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file or directory exists, is not a link, and belongs to this user."""
+    """Return whether the path is a file or directory of this user, and not a symbolic link."""
     try:
         status = path.lstat()
     except OSError:
@@ -52,7 +55,7 @@ def is_ours(path: Path) -> bool:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether the process that wrote this partial file has ended: a running one has locked the file."""
+    """Return whether the process that wrote this partial file has ended. A running process holds a lock on the file."""
     try:
         if time.time() - path.stat().st_ctime < _YOUNG:
             return False
@@ -64,7 +67,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def private_file(path: Path) -> Path:
-    """Create the file if needed, so that only this user can read and write it. OSError if that is not possible."""
+    """Create the file if needed, and set its permissions so that only this user can read and write the file."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -76,11 +79,14 @@ def private_file(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that gets its name when it is complete. OSError if it cannot be written."""
+    """Open a temporary file for writing, and rename the file to `path` at the end of the `with` statement.
+
+    If an exception occurs, the temporary file is removed and `path` is unchanged.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, name = tempfile.mkstemp(prefix=path.name + ".", suffix=PARTIAL, dir=path.parent)
     try:
-        with contextlib.suppress(OSError):  # the file system has no locks
+        with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(handle, fcntl.LOCK_EX)
         with os.fdopen(handle, "wb") as file:
             yield file

@@ -2,7 +2,7 @@
 
 Gemma 2 adds to Gemma 1 norms of the outputs of attention and feed-forward, soft caps, and sliding windows.
 VaultGemma is Gemma 2 without these two norms.
-Gemma 3 adds to Gemma 2 norms of queries and keys, and a separate rope for sliding layers.
+Gemma 3 adds to Gemma 2 norms of queries and keys, and a separate rope for sliding layers, and has no soft caps by default.
 """
 
 from typing import Any
@@ -126,7 +126,7 @@ def write(p: Program) -> None:
 
 
 def _present(p: Program, gain: str) -> str:
-    """The gain's name, or "" where the model type has no such norm."""
+    """Return the gain's name, or "" if the model type has no such norm."""
     return gain if gain in p.tensors else ""
 
 
@@ -145,7 +145,8 @@ _DEFAULTS = {
     "gemma3": {"vocab_size": 262_208, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
                "max_position_embeddings": 131_072},
 }  # fmt: skip
-# The default soft caps by model type. For a model type without an entry, the field is ignored, as in transformers.
+# The default soft caps by model type. For a model type without an entry, a soft cap in the config is ignored, as in
+# transformers.
 _CAPS: dict[str, dict[str, float | None]] = {
     "attn_logit_softcapping": {"gemma2": 50.0, "vaultgemma": 50.0},
     "final_logit_softcapping": {"gemma2": 30.0, "vaultgemma": 30.0, "gemma3": None},
@@ -248,7 +249,7 @@ def ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
     parameters = fields.table("rope_parameters") or Fields(f"{fields.where}: rope_parameters", {})
     scaling = fields.table("rope_scaling")
     if kind != "gemma3":
-        table = parameters if scaling is None else scaling  # transformers too prefers rope_scaling to rope_parameters
+        table = parameters if scaling is None else scaling  # as in transformers, rope_scaling takes precedence
         rope = _rope(table, table.number("rope_theta", fields.number("rope_theta", 10_000.0)))
         return {FULL: rope, SLIDING: rope}
     full = parameters.table(FULL) or Fields(parameters.where, {})
@@ -331,7 +332,7 @@ def _windows_from_gguf(fields: Fields, kind: str, count: int) -> list[int | None
     if window is None:
         raise ConfigError(f"{fields.where}: {kind}.attention.sliding_window is missing")
     pattern: Any = fields.values.get("attention.sliding_window_pattern")
-    if pattern is not None and not isinstance(pattern, int):  # a list of one flag per layer
+    if pattern is not None and not isinstance(pattern, int):  # the pattern is a list of one flag per layer
         flags = pattern.tolist() if isinstance(pattern, np.ndarray) else pattern
         if not isinstance(flags, list) or len(flags) != count or not all(type(flag) in (bool, int) for flag in flags):
             fields.fail("attention.sliding_window_pattern", f"an integer or a list of {count} flags")
@@ -355,7 +356,7 @@ def ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
     return full, Rope(fields.number("rope.freq_base_swa", 10_000.0))
 
 
-# ShieldGemma 1 has the model type of Gemma 2; MedGemma and FunctionGemma have those of Gemma 3.
+# ShieldGemma 1 has the model type of Gemma 2; MedGemma and FunctionGemma have the model types of Gemma 3.
 _MODEL_TYPES = {"gemma": "gemma", "gemma2": "gemma2", "vaultgemma": "vaultgemma", "gemma3": "gemma3",
                 "gemma3_text": "gemma3", "shieldgemma2": "gemma3"}  # fmt: skip
 FAMILY = Family(

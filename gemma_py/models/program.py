@@ -96,10 +96,8 @@ class Program:
     config: Config
     tensors: Mapping[str, Tensor]
     ops: list[Op] = field(default_factory=list)
-    ropes: list[tuple[Rope, int]] = field(
-        default_factory=list
-    )  # each rope with the width of the heads it is applied to
-    # Each gathered tensor with the buffer that its rows are copied to before the pass begins.
+    ropes: list[tuple[Rope, int]] = field(default_factory=list)  # pairs of a rope and a head width
+    # Pairs of a gathered tensor and the buffer to which the tensor's rows are copied before the pass begins.
     gathers: list[tuple[str, str]] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)  # by buffer: the largest width in the whole program
     # The state of each buffer after the operations appended so far: the width of the rows, and whether the rows are those
@@ -356,12 +354,12 @@ class Program:
         """Return whether the operation can join the current phase without a barrier in front of the operation."""
         others = [other for other in self.ops if other.phase is op.phase]
         if op.kind < MATMUL:
-            # STORE is the last operation of a phase, because the KV rows of a tile are published after the last operation.
+            # STORE must be the last operation of a phase, because KV rows are published after the last operation.
             return all(other.kind < STORE for other in others)
         return all(other.kind == op.kind == MATMUL and _independent(op, other) for other in others)
 
     def _write(self, target: str, width: int) -> None:
-        """Record that the current phase writes rows of this width to target, which outdates codes made from target."""
+        """Record that the current phase writes rows of this width to target. Codes made from older rows are invalid."""
         self._widths_now[target] = width
         self.widths[target] = max(self.widths.get(target, 0), width)
         self._rows_now[target] = self._phase.rows

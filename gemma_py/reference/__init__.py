@@ -1,7 +1,7 @@
-"""The specification: what every bit must be, said as plainly as it can be, for a reader and for the tests.
+"""The specification: a slow and simple implementation that defines every bit of the logits and of the KV cache.
 
-It is slow and stands alone: it shares no arithmetic with the engine, so that no mistake can stand on both sides of a
-comparison. Read operations.py first, then gemma.py.
+Tests compare the engine with the specification. The specification shares no arithmetic code with the engine, because a
+mistake in shared code would not show in the comparison. Read operations.py first, then gemma.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from gemma_py.reference import gemma, gemma3n
 from gemma_py.reference.arithmetic import is_ieee
 from gemma_py.reference.cache import ReferenceCache
 
-# For every model_type, the function that takes one token through the model: logits(weights, config, cache, token).
+# By model_type: the function logits(weights, config, cache, token) that runs the model for one token.
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, int], np.ndarray]] = {
     "gemma": gemma.logits,
     "gemma2": gemma.logits,
@@ -26,24 +26,24 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, int], n
 
 
 def logits(engine: Any, ids: Sequence[int]) -> np.ndarray:
-    """float32 [T, V]: the logits after each token, from an empty cache, with the engine's weights."""
+    """Return the logits after each token, float32 [T, V], with the engine's weights and an empty KV cache."""
     return logits_and_rows(engine, ids)[0]
 
 
 def logits_and_rows(engine: Any, ids: Sequence[int]) -> tuple[np.ndarray, ReferenceCache]:
-    """The same logits, and the keys and values of every layer."""
+    """Return what `logits` returns, and the KV cache after the last token."""
     if not is_ieee():
         raise ComputationError(
-            "this thread flushes subnormals to zero or does not round to nearest: no bit could be kept"
+            "this thread flushes subnormals to zero or does not round to nearest, so results would not be bit-exact"
         )
     config: Config = engine.config
     if config.model_type not in FAMILIES:
-        raise UnsupportedError(f"the specification of a {config.model_type!r:.40} model is not written")
+        raise UnsupportedError(f"gemma_py.reference does not implement the model_type {config.model_type!r:.40}")
     weights, cache = engine.reference_weights(), ReferenceCache(config, engine.kv_type == "bfloat16")
     rows = [FAMILIES[config.model_type](weights, config, cache, token) for token in engine.check_ids(ids)]
     return np.stack(rows), cache
 
 
 def kv_digest(cache: ReferenceCache) -> list[str]:
-    """One digest for each layer that has rows of its own, to be compared with what Session.kv_digest gives."""
+    """Return one digest per layer that stores KV rows. `Session.kv_digest` must return equal digests."""
     return cache.digests()

@@ -1,7 +1,7 @@
-"""The arithmetic of one number: how the specification is compiled, and the two operations that numpy does not have.
+"""Scalar arithmetic of the specification: the decorator `jit`, and operations that numpy does not have.
 
-The specification is Python that numba compiles, because plain Python would take hours. It is compiled as it is written:
-numba reorders no float operation and fuses none unless it is asked to, and nothing here asks.
+numba compiles the specification, because interpreted Python would take hours. Without `fastmath`, numba neither reorders
+nor fuses floating-point operations.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from numba.extending import intrinsic, overload
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Compile a function when it is first called. Dividing by zero gives what IEEE says, an infinity or a NaN."""
+    """Compile a function when it is first called. A division by zero gives infinity or NaN, as in IEEE 754."""
     return numba.njit(error_model="numpy")(function)
 
 
 @intrinsic
 def fma(typing, a, b, c):
-    """a * b + c, rounded once. All three are float32, or all three are float64."""
+    """Return a * b + c, rounded once. The arguments must have one type, float32 or float64."""
     if not (a == b == c and a in (types.float32, types.float64)):
         return None
 
@@ -36,8 +36,8 @@ def fma(typing, a, b, c):
 
 
 def float32_of(number):
-    """A stored float weight as float32: a float32 as it is, and a uint16 as the upper half of a float32 (bfloat16)."""
-    raise NotImplementedError("only compiled functions can call this")
+    """Return a stored weight as float32. A uint16 is a bfloat16, the upper 16 bits of a float32."""
+    raise NotImplementedError("only compiled functions can call float32_of")
 
 
 @overload(float32_of)
@@ -51,7 +51,7 @@ def _float32_of(number):
 
 @jit
 def bfloat16_of(number):
-    """The float32 rounded to the nearest number whose lower 16 bits are zero, ties to even. A NaN becomes a quiet NaN."""
+    """Return a float32 rounded to bfloat16, to nearest with ties to even, as a float32. A NaN becomes a quiet NaN."""
     bits = np.float32(number).view(np.uint32)
     if number == number:
         bits = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
@@ -61,14 +61,14 @@ def bfloat16_of(number):
 
 
 def is_ieee() -> bool:
-    """Whether the calling thread keeps subnormal numbers and rounds to the nearest, ties to even.
+    """Return whether the calling thread keeps subnormal numbers and rounds to nearest, ties to even.
 
-    Both are switches of a thread, and some libraries change them for speed. The results are read as bits, because a
-    thread that flushes subnormals to zero also compares them as zeros.
+    Some libraries change the floating-point mode of a thread for speed. The results are compared as bits, because a thread
+    that flushes subnormals to zero also treats subnormals as zero in float comparisons.
     """
-    ulp = np.float32(2.0**-23)  # of 1
+    ulp = np.float32(2.0**-23)  # the distance from 1 to the next float32
     subnormal = np.array([2.0**-140, 2.0**-126], np.float32) * np.array([1.0, 0.5], np.float32)
-    steps = np.array([0.25, 0.5, 0.75], np.float32) * ulp  # less than halfway to the next number, halfway, and more
+    steps = np.array([0.25, 0.5, 0.75], np.float32) * ulp  # below, at and above half an ulp
     sums = np.concatenate([np.float32(1.0) + steps, np.float32(-1.0) - steps])
     nearest = np.array([1.0, 1.0, 1.0 + 2.0**-23, -1.0, -1.0, -1.0 - 2.0**-23], np.float32)
     return bool(subnormal.view(np.uint32).all() and (sums.view(np.uint32) == nearest.view(np.uint32)).all())

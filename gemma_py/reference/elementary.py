@@ -1,14 +1,13 @@
-"""exp, tanh, log, sine and cosine, written with additions, multiplications, fma and divisions alone.
+"""exp, tanh, log, sine and cosine, written with additions, multiplications, fma and divisions.
 
-A C library's functions differ from machine to machine in the last bit. These give the same bits on every machine whose
-arithmetic is IEEE's.
+The functions of C libraries differ in the last bit between machines. The functions here give equal bits on every machine
+with IEEE 754 arithmetic. Functions whose names end in 64 compute in float64, for the angles of rope; the others compute in
+float32.
 
-Three of them begin in the same way: x = n * unit + r, with a whole number n and a small remainder r. To find n, they add
-1.5 * 2^23 to a float32, or 1.5 * 2^52 to a float64. Numbers of that size are whole, so the addition itself rounds x / unit
-to the nearest whole number, ties to even. Subtracting the same constant gives n as a float, and subtracting the constant's
-bits from the sum's bits gives n as an integer. `unit` is a sum of two floats, so that r loses no bits.
-
-A name that ends in 64 belongs to a function of float64, which the angles of rope need. The others are float32.
+exp, exp64 and sine_cosine64 first write x as n * unit + r, with an integer n and a small remainder r. To find n, they add
+_ROUND = 1.5 * 2^23 to x / unit in float32, or _ROUND64 = 1.5 * 2^52 in float64. Floats of this size are integers, so the
+addition rounds x / unit to the nearest integer, ties to even. Then sum - _ROUND is n as a float, and the bits of the sum
+minus the bits of _ROUND are n as an integer. `unit` is stored as the sum of two floats, so that r is accurate.
 """
 
 import numpy as np
@@ -22,18 +21,16 @@ _ROUND = _F(12582912.0)  # 1.5 * 2^23
 _ROUND64 = 6755399441055744.0  # 1.5 * 2^52
 
 _LOG2_E = _F(1.44269504)
-_LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-0.000212194440)  # their sum is ln 2; the first has only 10 significant bits
-# e^r is 1 + r + r^2 * p(r). These are p's coefficients, the highest power first: nearly
-# 1/5040, 1/720, 1/120, 1/24, 1/6 and 1/2.
+_LN2_HIGH, _LN2_LOW = _F(0.693359375), _F(-0.000212194440)  # _LN2_HIGH + _LN2_LOW is ln 2
+# Coefficients of p in e^r = 1 + r + r^2 * p(r), the highest power first. The Taylor series has 1/5040, ..., 1/6, 1/2.
 _EXP = (_F(0.00019875691), _F(0.0013981999), _F(0.0083334519), _F(0.041665795), _F(0.16666665), _F(0.5))
-# tanh(x) is x + x^3 * q(x^2). These are q's coefficients, the highest power first: near to the Taylor series', of
-# which the last two are 2/15 and -1/3.
+# Coefficients of q in tanh(x) = x + x^3 * q(x^2), the highest power first. The Taylor series has ..., 2/15, -1/3.
 _TANH = (_F(-0.0057049887), _F(0.020639088), _F(-0.053739715), _F(0.13331442), _F(-0.33333282))
 
 
 @jit
 def exp(x):
-    """e^x, with an error below 1.1 ulp. Below -87 it is 0, above 88 it is infinite, and NaN stays NaN."""
+    """Return e^x, with an error below 1.1 ulp. The result is 0 for x < -87, infinity for x > 88, and NaN for NaN."""
     if x < _F(-87.0):
         return _ZERO
     if x > _F(88.0):
@@ -42,19 +39,19 @@ def exp(x):
     rounded = fma(x, _LOG2_E, _ROUND)
     n = rounded - _ROUND
     r = fma(n, -_LN2_LOW, fma(n, -_LN2_HIGH, x))
-    # e^r, by Horner's rule.
+    # p = e^r, by Horner's rule.
     p = _EXP[0]
     for i in range(1, len(_EXP)):
         p = fma(p, r, _EXP[i])
     p = fma(p * r, r, r) + _ONE
-    # e^x = 2^n * e^r. The float 2^n has n + 127 in its exponent's bits, which begin at bit 23.
+    # e^x = 2^n * e^r. The float32 2^n has n + 127 in the exponent field, which begins at bit 23.
     exponent = np.int32(np.float32(rounded).view(np.int32) - np.float32(_ROUND).view(np.int32) + np.int32(127))
     return p * np.int32(exponent << np.int32(23)).view(np.float32)
 
 
 @jit
 def tanh(x):
-    """The hyperbolic tangent, with an error below 2 ulp."""
+    """Return tanh x, with an error below 2 ulp."""
     if x < _ZERO:
         return -_tanh_of_positive(-x)
     return _tanh_of_positive(x)
@@ -62,7 +59,7 @@ def tanh(x):
 
 @jit
 def _tanh_of_positive(x):
-    """A polynomial below 0.625, where the other formula would cancel; else 1 - 2 / (e^2x + 1)."""
+    """Return tanh x for x >= 0: 1 - 2 / (e^2x + 1), or a polynomial for x < 0.625, where the subtraction loses digits."""
     if x < _F(0.625):
         square = x * x
         q = _TANH[0]
@@ -72,18 +69,21 @@ def _tanh_of_positive(x):
     return _ONE - _TWO / (exp(_TWO * x) + _ONE)
 
 
-_LN2_HIGH64, _LN2_LOW64 = 0.6931471805599453, 2.3190468138462996e-17  # their sum is ln 2
-_HALF_PI_HIGH64, _HALF_PI_LOW64 = 1.5707963267948966, 6.123233995736766e-17  # their sum is pi / 2
+_LN2_HIGH64, _LN2_LOW64 = 0.6931471805599453, 2.3190468138462996e-17  # _LN2_HIGH64 + _LN2_LOW64 is ln 2
+_HALF_PI_HIGH64, _HALF_PI_LOW64 = 1.5707963267948966, 6.123233995736766e-17  # the two sum up to pi / 2
 
 
 @jit
 def log64(x):
-    """ln x of a normal x > 0: x = 2^n * m, and ln m = 2 * atanh(s) with s = (m - 1) / (m + 1)."""
-    # A float64 keeps n + 1023 in its bits from 52 on, and the digits of m, which lies in [1, 2), below.
+    """Return ln x for a normal number x > 0, as n * ln 2 + ln m with x = 2^n * m.
+
+    ln m = 2 * atanh(s) with s = (m - 1) / (m + 1).
+    """
+    # A float64 has n + 1023 in the bits from 52 on, and the fraction of m, with 1 <= m < 2, in bits 0 to 51.
     bits = np.float64(x).view(np.int64)
     n = (bits >> np.int64(52)) - np.int64(1023)
     m = np.int64((bits & np.int64(0x000F_FFFF_FFFF_FFFF)) | np.int64(0x3FF0_0000_0000_0000)).view(np.float64)
-    if m > 1.4142135623730951:  # from the root of 2 on, one half of m is nearer to 1
+    if m > 1.4142135623730951:  # above sqrt(2), m / 2 is nearer to 1 than m
         n, m = n + 1, m * 0.5
     # atanh(s) = s + s^3/3 + s^5/5 + ... + s^23/23.
     s = (m - 1.0) / (m + 1.0)
@@ -97,7 +97,7 @@ def log64(x):
 
 @jit
 def exp64(x):
-    """e^x for x up to 700. Below -700 it is 0."""
+    """Return e^x for x <= 700. The result is 0 for x < -700."""
     if x < -700.0:
         return 0.0
     # x = n * ln 2 + r, with |r| at most ln 2 / 2.
@@ -108,14 +108,14 @@ def exp64(x):
     p = 1.0
     for k in range(14, 0, -1):
         p = fma(p, r * (1.0 / np.float64(k)), 1.0)
-    # e^x = 2^n * e^r. The float 2^n has n + 1023 in its exponent's bits, which begin at bit 52.
+    # e^x = 2^n * e^r. The float64 2^n has n + 1023 in the exponent field, which begins at bit 52.
     exponent = np.float64(rounded).view(np.int64) - np.float64(_ROUND64).view(np.int64) + np.int64(1023)
     return p * np.int64(exponent << np.int64(52)).view(np.float64)
 
 
 @jit
 def sine_cosine64(x):
-    """(sin x, cos x) for |x| up to 2^26."""
+    """Return (sin x, cos x) for |x| <= 2^26."""
     # x = n * pi/2 + r, with |r| at most pi/4.
     rounded = fma(x, 0.6366197723675814, _ROUND64)
     n = rounded - _ROUND64
@@ -127,7 +127,7 @@ def sine_cosine64(x):
         sine = fma(sine, -square / np.float64(k * (k + 1)), 1.0)
         cosine = fma(cosine, -square / np.float64(k * (k - 1)), 1.0)
     sine = sine * r
-    # Every quarter turn takes (sine, cosine) to (cosine, -sine). The lowest two bits of n count the quarters.
+    # Adding pi/2 to an angle turns (sine, cosine) into (cosine, -sine). The angle here is r + n * pi/2.
     quarter = np.float64(rounded).view(np.int64) & np.int64(3)
     if quarter == 0:
         return sine, cosine

@@ -1,9 +1,8 @@
-"""Gemma 1, 2 and 3 and VaultGemma: one token at a time through the operations of operations.py, which also explains the
-letters D, H, G, E.
+"""The forward pass of Gemma 1, 2, 3 and VaultGemma for one token. operations.py explains the letters D, H, G and E.
 
-They differ in which norms a layer has: Gemma 2 and 3 also normalise what attention and the feed-forward give, and Gemma 3
-every query head and every key head. A norm is there where the weights hold a gain for it. Windows, soft caps and the
-angles of rope are numbers in the config.
+The models differ in the norms of a layer. Gemma 2 and 3 also normalise the outputs of attention and feed-forward, and Gemma
+3 also normalises query heads and key heads. A layer has a norm if the weights contain the norm's gain. Windows, soft caps
+and rope angles come from the config.
 """
 
 import math
@@ -20,7 +19,7 @@ _F = np.float32
 
 
 def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, token: int) -> np.ndarray:
-    """The logits after a token, which takes the cache's next position.    [V]"""
+    """Return the logits [V] after a token, and add the token's keys and values to the cache."""
     x = op.embed(weights["embed_tokens"], token)
     for number in range(len(config.layers)):
         x = layer(x, op.of_layer(weights, number), config, cache, number)
@@ -30,7 +29,7 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 
 def layer(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
-    """One layer: attention is added to the hidden state, then the feed-forward is.    x: [D]   w: the layer's weights"""
+    """Return the hidden state [D] after a layer: x + attention, then + feed-forward.    x: [D]   w: the layer's weights"""
     eps = _F(config.rms_norm_eps)
     y = attention(op.rms_norm(x, eps, w["input_norm"]), w, config, cache, number)
     if "post_attention_norm" in w:
@@ -43,7 +42,7 @@ def layer(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceC
 
 
 def attention(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
-    """Attention of a normalised hidden state to all that the layer sees; stores the keys and values of this position.    [D]"""
+    """Return the attention output [D] for a normalised hidden state x [D], and store this position's keys and values."""
     layer, eps = config.layers[number], _F(config.rms_norm_eps)
     E, frequencies = layer.head_dim, op.rope_frequencies(layer.head_dim, layer.rope.theta, _F(layer.rope.factor))
     q = op.matmul(x, w["q_proj"]).reshape(-1, E)
@@ -59,6 +58,6 @@ def attention(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: Refere
 
 
 def feed_forward(x: np.ndarray, w: Mapping[str, Any]) -> np.ndarray:
-    """The gated feed-forward of a normalised hidden state.    [D]"""
+    """Return the output [D] of the gated feed-forward for a normalised hidden state x [D]."""
     gate, up = op.matmul(x, w["gate_proj"]), op.matmul(x, w["up_proj"])
     return op.matmul(op.gelu_gate(gate, up), w["down_proj"])

@@ -1,17 +1,16 @@
-"""The operations that every Gemma is made of, one function each, in scalar loops.
+"""The operations of Gemma models, in scalar loops.
 
     T tokens   D model width   H query heads   G key/value heads   E head width
     F feed-forward width   V vocabulary   L layers   W window   K inputs and N outputs of a matrix
 
-This is the specification: any faster way must give these bits. All numbers are float32 unless a name says otherwise.
-`fma(a, b, c)` is a * b + c, rounded once. A sum is a chain of fma in which the index ascends. Every function returns new
-arrays and leaves its arguments as they are. Two operations are less plain than the others:
+These functions define the bits of every result. Numbers are float32 unless noted otherwise. `fma(a, b, c)` is a * b + c,
+rounded once. A sum is a chain of fma over ascending indices. Functions return new arrays and do not change their arguments.
 
-- A matrix of quantised weights takes its input as 16-bit codes with one scale for every 32 values (`quantise`). Codes are
-  multiplied group by group: a group is 32 weights that share a scale, or 16 where the weights' format says so. The dot
-  product inside a group is exact, so the order of that sum does not matter (`matmul_codes`).
-- Attention goes through the keys in tiles of TILE positions, and rescales what it has summed so far whenever a tile has a
-  larger maximum (`attend`).
+Two operations need an explanation:
+- The input of a product with a quantised matrix is quantised to 16-bit codes, with one scale per 32 values (`quantise`).
+  The sum over a group of 16 or 32 weights that share a scale is computed exactly in integers. Only the sum over groups is
+  rounded (`matmul_codes`).
+- Attention processes the keys in tiles of TILE positions, with a running maximum as in online softmax (`attend`).
 """
 
 import math
@@ -24,18 +23,18 @@ from gemma_py.reference.arithmetic import bfloat16_of, float32_of, fma, jit
 from gemma_py.reference.elementary import exp, exp64, log64, sine_cosine64, tanh
 from gemma_py.weights.tensors import FloatMatrix, Matrix, StoredMatrix
 
-BLOCK = 32  # values that share a scale when an input is quantised
-TILE = 32  # key positions that share a maximum in attention
+BLOCK = 32  # the number of input values that share a scale in `quantise`
+TILE = 32  # the number of keys in a tile of `attend`
 
 _F = np.float32
 _ZERO, _ONE, _HALF, _INFINITY = _F(0.0), _F(1.0), _F(0.5), _F(np.inf)
 _LARGEST_CODE, _LARGEST_F32 = _F(32767.0), _F(np.finfo(np.float32).max)
-_ROUND = _F(12582912.0)  # adding and subtracting it rounds |x| < 2^22 to the nearest whole number, ties to even
-_GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)  # the first is sqrt(2 / pi)
+_ROUND = _F(12582912.0)  # (x + _ROUND) - _ROUND rounds |x| < 2^22 to the nearest integer, ties to even
+_GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)  # _GELU_SLOPE is sqrt(2 / pi)
 
 
 def of_layer(weights: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The weights whose names begin with layers.NUMBER, by the rest of their names."""
+    """Return the weights of layer `number`, by name without the prefix "layers.NUMBER."."""
     prefix = f"layers.{number}."
     return {name.removeprefix(prefix): part for name, part in weights.items() if name.startswith(prefix)}
 
@@ -44,10 +43,7 @@ def of_layer(weights: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def matmul(x: np.ndarray, matrix: Matrix) -> np.ndarray:
-    """y[n] = sum over k of x[k] * matrix[n, k].    x: [K]   matrix: [N, K]   y: [N]
-
-    The format in which the matrix is stored decides the order of the sum, and nothing else does.
-    """
+    """Return y[n] = sum over k of x[k] * matrix[n, k].    x: [K]   matrix: [N, K]   y: [N]"""
     y: np.ndarray
     if isinstance(matrix, FloatMatrix):
         y = matmul_float(x, matrix.values)
@@ -61,7 +57,7 @@ def matmul(x: np.ndarray, matrix: Matrix) -> np.ndarray:
 
 @jit
 def matmul_float(x, w):
-    """y[n] = sum over k of x[k] * w[n, k].    x: [K]   w: [N, K] float32, or uint16 that holds bfloat16   y: [N]"""
+    """Return y[n] = sum over k of x[k] * w[n, k].    x: [K]   w: [N, K] float32, or bfloat16 as uint16   y: [N]"""
     y = np.empty(w.shape[0], np.float32)
     for n in range(w.shape[0]):
         total = _ZERO
@@ -73,11 +69,11 @@ def matmul_float(x, w):
 
 @jit
 def quantise(x):
-    """Codes and scales such that scale * code is nearly x.    x: [K]   codes: [K] int16   scales: [K / 32]
+    """Return codes and scales with scale * code close to x.    x: [K]   codes: [K] int16   scales: [K / 32]
 
-    The scale is the block's largest magnitude / 32767. A block whose largest magnitude is too small for such a scale has
-    scale 0. A block that holds a NaN or an infinity has scale NaN. The codes of both are 0, so that no NaN and no infinity
-    is ever cast to an integer.
+    The scale of a block is the largest magnitude in the block, divided by 32767. If this quotient underflows, the scale is 0
+    and the codes are 0. If the block holds NaN or infinity, the scale is NaN and the codes are 0, because casting NaN or
+    infinity to an integer is undefined.
     """
     codes, scales = np.empty(x.shape[0], np.int16), np.empty(x.shape[0] // BLOCK, np.float32)
     for block in range(scales.shape[0]):
@@ -102,10 +98,10 @@ def quantise(x):
 
 @jit
 def matmul_codes(x, sx, w, sw, minimums):
-    """y[n] = sum over groups of (sx * sw) * dot(codes) - (sx * minimum) * sum(codes of x).
+    """Return y[n] = sum over groups of (sx * sw) * dot(codes) - (sx * minimum) * sum(codes of x).
 
     x: [groups, width] int16   sx: [K / 32]   w: [N, groups, width] int8   sw: [N, groups]
-    minimums: [N, groups], or empty where the format has none   y: [N]
+    minimums: [N, groups], or empty if the format has no minimums   y: [N]
     """
     groups, width = x.shape
     y = np.empty(w.shape[0], np.float32)
@@ -122,7 +118,7 @@ def matmul_codes(x, sx, w, sw, minimums):
 
 @jit
 def _exact_dot(x, w, n, group):
-    """The sum of x[group, k] * w[n, group, k]. It fits into int32, since 32 * 128 * 32767 < 2^31."""
+    """Return the sum over k of x[group, k] * w[n, group, k]. No overflow of int32 occurs, as 32 * 128 * 32767 < 2^31."""
     total = np.int32(0)
     for k in range(x.shape[1]):
         total = np.int32(total + np.int32(x[group, k]) * np.int32(w[n, group, k]))
@@ -131,7 +127,7 @@ def _exact_dot(x, w, n, group):
 
 @jit
 def _exact_sum(x, group):
-    """The sum of x[group, k], as an int32."""
+    """Return the sum over k of x[group, k], as an int32."""
     total = np.int32(0)
     for k in range(x.shape[1]):
         total = np.int32(total + np.int32(x[group, k]))
@@ -139,7 +135,7 @@ def _exact_sum(x, group):
 
 
 def matrix_row(matrix: Matrix | StoredMatrix, n: int) -> np.ndarray:
-    """The weights matrix[n], as float32. Of a matrix that stays in its file, only this row is read.    [K]"""
+    """Return row n of the matrix, as float32 [K]. Of a StoredMatrix, this row is read from the file."""
     row: np.ndarray
     if isinstance(matrix, StoredMatrix):
         matrix, n = matrix.rows(n, n + 1), 0
@@ -153,7 +149,7 @@ def matrix_row(matrix: Matrix | StoredMatrix, n: int) -> np.ndarray:
 
 @jit
 def widen_row(row):
-    """y[k] = row[k] as float32.    row: [K] float32, or uint16 that holds bfloat16"""
+    """Return the row as float32.    row: [K] float32, or bfloat16 as uint16"""
     y = np.empty(row.shape[0], np.float32)
     for k in range(row.shape[0]):
         y[k] = float32_of(row[k])
@@ -162,8 +158,10 @@ def widen_row(row):
 
 @jit
 def dequantise_row(codes, scales, minimums):
-    """y[k] = scale * code, rounded to float32. Where the format has minimums, the minimum is subtracted and the
-    result rounded again.    codes: [K] int8"""
+    """Return y[k] = scale * code, or scale * code - minimum if the format has minimums.    codes: [K] int8
+
+    The product and the difference are each rounded to float32.
+    """
     width = codes.shape[0] // scales.shape[0]
     y = np.empty(codes.shape[0], np.float32)
     for k in range(codes.shape[0]):
@@ -174,8 +172,10 @@ def dequantise_row(codes, scales, minimums):
 
 
 def embed(matrix: Matrix | StoredMatrix, token: int, factor: float | None = None) -> np.ndarray:
-    """The token's row of the matrix, or row 0 where it has no such row, times the factor, which is sqrt(D) where none is
-    given.    [D]"""
+    """Return the token's row of the matrix, multiplied by the factor. The default factor is sqrt(D).    [D]
+
+    A token id beyond the last row selects row 0.
+    """
     rows, D = matrix.shape
     row = matrix_row(matrix, token if token < rows else 0)
     x: np.ndarray = scale_row(row, _F(math.sqrt(D) if factor is None else factor))
@@ -187,7 +187,7 @@ def embed(matrix: Matrix | StoredMatrix, token: int, factor: float | None = None
 
 @jit
 def scale_row(x, factor):
-    """y[d] = x[d] * factor"""
+    """Return y[d] = x[d] * factor."""
     y = np.empty_like(x)
     for d in range(x.shape[0]):
         y[d] = x[d] * factor
@@ -201,7 +201,7 @@ def columns(x: np.ndarray, first: int, width: int) -> np.ndarray:
 
 @jit
 def add(x, y):
-    """z[d] = x[d] + y[d]"""
+    """Return z[d] = x[d] + y[d]."""
     z = np.empty_like(x)
     for d in range(x.shape[0]):
         z[d] = x[d] + y[d]
@@ -210,7 +210,7 @@ def add(x, y):
 
 @jit
 def rms_norm(x, eps, gain=None):
-    """y[d] = x[d] / sqrt(mean(x^2) + eps) * gain[d], or without the gain where there is none.    x, gain: [D]"""
+    """Return y[d] = x[d] / sqrt(mean(x^2) + eps) * gain[d]. Without a gain, the last factor is left out.    x, gain: [D]"""
     total = _ZERO
     for d in range(x.shape[0]):
         total = fma(x[d], x[d], total)
@@ -224,13 +224,16 @@ def rms_norm(x, eps, gain=None):
 
 
 def rms_norm_heads(x: np.ndarray, eps: np.float32, gain: np.ndarray | None = None) -> np.ndarray:
-    """Each head normalised by itself, all with the same gain.    x: [heads, E]   gain: [E]"""
+    """Return `rms_norm` of each head. The heads have a common gain.    x: [heads, E]   gain: [E]"""
     return np.stack([rms_norm(head, eps, gain) for head in x])
 
 
 @jit
 def gelu_gate(gate, up):
-    """y[f] = gelu(gate[f]) * up[f], with gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).    [F]"""
+    """Return y[f] = gelu(gate[f]) * up[f].    gate, up: [F]
+
+    gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))
+    """
     y = np.empty_like(gate)
     for f in range(gate.shape[0]):
         x = gate[f]
@@ -259,13 +262,13 @@ def multiply_row(x, gain):
 
 @jit
 def soft_cap(value, cap):
-    """cap * tanh(value / cap). A cap of 0 means that there is none."""
+    """Return cap * tanh(value / cap), or the value if cap is 0."""
     return cap * tanh(value / cap) if cap > _ZERO else value
 
 
 @jit
 def soft_cap_row(x, cap):
-    """y[n] = soft_cap(x[n], cap)"""
+    """Return y[n] = soft_cap(x[n], cap)."""
     y = np.empty_like(x)
     for n in range(x.shape[0]):
         y[n] = soft_cap(x[n], cap)
@@ -274,7 +277,7 @@ def soft_cap_row(x, cap):
 
 @jit
 def round_to_bfloat16(x):
-    """Each number rounded to bfloat16, and still stored as float32.    x: [heads, E]"""
+    """Return x with each number rounded to bfloat16, as float32.    x: [heads, E]"""
     y = np.empty_like(x)
     for head in range(x.shape[0]):
         for e in range(x.shape[1]):
@@ -287,8 +290,10 @@ def round_to_bfloat16(x):
 
 @jit
 def rope_frequencies(width, theta, factor, share=1.0):
-    """y[i] = theta^(-2i / E) / factor, rounded to float32 before and after the division, for the first share * E / 2
-    pairs, and 0 for the others.    E = width   y: [E / 2]"""
+    """Return y[i] = theta^(-2i / E) / factor for i < share * E / 2, and y[i] = 0 for the other i.    E: width   y: [E / 2]
+
+    The power and the quotient are rounded to float32.
+    """
     half, turning = width // 2, int(share * width // 2)
     y = np.zeros(half, np.float32)
     for i in range(turning):
@@ -298,7 +303,7 @@ def rope_frequencies(width, theta, factor, share=1.0):
 
 @jit
 def rope(x, position, frequencies):
-    """Each pair (x[e], x[e + E/2]) of each head, turned by the angle position * frequencies[e].
+    """Return x with each pair (x[e], x[e + E/2]) of each head rotated by the angle position * frequencies[e].
 
     x: [heads, E]   frequencies: [E / 2]
     """
@@ -317,14 +322,14 @@ def rope(x, position, frequencies):
 
 @jit
 def attend(q, keys, values, first, scale, cap):
-    """Attention of one position to the keys of the positions first .. last, where last is its own position.
+    """Return the attention of a query at position `last` to the keys of the positions first .. last.
 
     out[h] = sum over t of softmax(soft_cap(q[h] . keys[t, g] * scale, cap))[t] * values[t, g],    g = h // (H / G)
 
     q: [H, E]   keys, values: [last + 1, G, E]   out: [H, E]
 
-    Tiles begin at multiples of TILE. The maximum is brought up to date with all scores of a tile before any exponential
-    of that tile is taken, and all that was summed before is multiplied by exp(old maximum - new maximum).
+    The keys are processed in tiles, which begin at multiples of TILE. A tile first updates the running maximum with its
+    scores, and multiplies the sums of the earlier tiles by exp(old maximum - new maximum).
     """
     H, E = q.shape
     last = keys.shape[0] - 1

@@ -35,9 +35,7 @@ class Batch(NamedTuple):
     counts: np.ndarray  # int64 [2, 2]: the number of rows (T or R), and the number of rows of the longest segment
     tables: np.ndarray  # int64 [S, kv layers, 3]: the addresses and the capacity of the KV rows, see cache.py
     kv_type: np.ndarray  # an empty array with the dtype of the KV rows
-    buffers: (
-        np.ndarray
-    )  # int64 [buffers + 1]: the addresses of the program's buffers; the last one is the logits [R * V]
+    buffers: np.ndarray  # int64 [buffers + 1]: the addresses of the program's buffers and of the logits [R * V]
 
 
 class Scratch(NamedTuple):
@@ -47,7 +45,7 @@ class Scratch(NamedTuple):
     coded: CodedRows  # the quantised inputs of matrix products
     unpacked: UnpackBuffer  # [workers * unpack_buffer_sizes(widest)]
     attention: np.ndarray  # [workers * scratch_size(E)]
-    scores: np.ndarray  # [(workers - 1) * keys * 16]: attention scores of positions that several workers share
+    scores: np.ndarray  # [(workers - 1) * keys * LANES]: attention scores of positions that several workers share
 
 
 def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:

@@ -152,12 +152,12 @@ class Cache:
     def commit(self, tokens: list[int]) -> None:
         """Append tokens to the sequence, after a pass has written their KV rows in every layer."""
         position = self.position + len(tokens)
-        # The rows from these positions on are never overwritten by the next pass, even if that pass fails: the rings have
-        # enough rows for the window, a chunk and `keep`.
+        # The next pass cannot overwrite the rows from `intact` on, because a ring has enough rows for the window, a chunk
+        # and `keep`.
         intact = (first_readable(layer, position) - self.keep for layer in self.config.kv_layers)
         oldest = [max(pair) for pair in zip(self._oldest, intact, strict=True)]
-        # Python handles Ctrl-C at function calls and jumps. There is none between the next two statements, so that
-        # `_oldest` and `ids` always match.
+        # `_oldest` and `ids` always match, because Python raises KeyboardInterrupt only at function calls and jumps, and so
+        # never between the next two statements.
         self._oldest = oldest
         self.ids += tokens
 
@@ -178,7 +178,7 @@ class Cache:
         del self.ids[position:]
 
     def _reallocate(self, number: int, capacity: int) -> None:
-        """Copy a layer's rows to new arrays of this capacity. The old arrays of one layer are freed before the next layer."""
+        """Copy a layer's rows to new arrays of this capacity. The old arrays of a layer are freed before the next layer is copied."""
         old, oldest = self.layers[number], self._oldest[number]
         G, _, E = old.keys.shape
         new = Rows(*(aligned(G * capacity * E, self.dtype).reshape(G, capacity, E) for _ in range(2)))
@@ -232,9 +232,9 @@ class Cache:
                 at += part.size
 
     def raw_rows(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys and values of a layer that tokens from position `since` on attend to.
+        """Return the stored keys and values of a layer that a token at position `since` or later attends to.
 
-        The arrays are [G, positions, E], in the dtype of the cache.
+        The two arrays are [G, positions, E], in the dtype of the cache.
         """
         positions = np.arange(first_readable(self.config.kv_layers[number], since), self.position)
         layer = self.layers[number]
@@ -265,11 +265,11 @@ class Cache:
         return self._allocation[1]
 
     def abandon(self) -> None:
-        """Mark the cache as unusable, after a failed pass of which a stalled worker may still write to the cache."""
+        """Mark the cache as unusable, because a stalled worker of a failed pass may still write to the cache."""
         self.abandoned = True
 
     def poison_uncommitted(self) -> None:
-        """Set rows without a stored position to NaN if `poison` is set, so that tests notice a kernel that reads one."""
+        """If `poison` is set, set rows that hold no stored position to NaN, so that tests notice kernels that read them."""
         if not self.poison:
             return
         for number, layer in enumerate(self.layers):

@@ -44,7 +44,7 @@ _TICK = 0.2
 
 
 def first_time(kv: str) -> bool:
-    """Return whether the cache on disk lacks the forward pass for KV rows of this type."""
+    """Return whether the forward pass for KV rows of this type is not in the cache on disk, or no cache exists."""
     return CACHE is None or not (CACHE / f"compiled-{kv}").exists()
 
 

@@ -72,7 +72,7 @@ class FaultPlan:
 
 @inlined
 def _draw(cells, worker):
-    """Return 31 random bits from a linear congruential generator, whose weak low bits are dropped."""
+    """Return 31 random bits, which are high bits of the state of a linear congruential generator."""
     at = worker * c.LINE + c.RANDOM
     cells.own[at] = cells.own[at] * 6364136223846793005 + 1442695040888963407
     return (cells.own[at] >> 32) & 0x7FFFFFFF

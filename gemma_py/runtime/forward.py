@@ -49,7 +49,7 @@ def forward(worker, workers, cells, model, scratch, batch, trace):
             return False
         if is_traced(trace) and (op[p.OP] == MATMUL or op[p.OP] == ATTEND):
             trace_phase(worker, workers, cells, model, scratch, batch, trace, at, end)
-            if not barrier(cells, worker, workers):  # the next phase may overwrite the traced rows
+            if not barrier(cells, worker, workers):  # the next phase may overwrite rows that other workers are tracing
                 return False
         at = end
     return True

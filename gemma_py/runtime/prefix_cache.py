@@ -84,9 +84,8 @@ class PrefixCache:
             return  # an earlier block of the sequence is evicted, and later blocks cannot be found without that block
         self._touch(cache.ids, path)
         for index in range(len(path), last):
-            if (
-                not self._free
-            ):  # this sequence has fewer blocks than there are slots, so blocks of others can be evicted
+            # The evicted block never belongs to this sequence, because this sequence's blocks were just touched.
+            if not self._free:
                 self._evict()
             slot = self._free.pop()
             try:

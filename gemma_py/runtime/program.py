@@ -30,7 +30,7 @@ NO_BUFFER = -1
 class ModelTables(NamedTuple):
     """The arrays that every pass reads.
 
-    The arrays are read-only. To numba, writable arrays are another type, for which the forward pass would be compiled again.
+    The arrays are read-only. numba would compile the forward pass again for writable arrays, which have another type.
     """
 
     weights: PackedArrays  # `gains` ends with a vector of ones, for norms without a gain
@@ -46,7 +46,7 @@ class Sizes:
     offsets: np.ndarray  # int64 [buffers]
     floats: int  # the number of floats per row of the pass, summed over buffers
     codes: int  # the number of codes per row of the pass, summed over slots
-    widest_input: int  # K of the widest matrix of codes
+    widest_input: int  # K of the widest quantised matrix
     widest_head: int
 
 
@@ -67,7 +67,7 @@ class LinkedProgram:
     gathers: tuple[Gather, ...]
     labels: tuple[str, ...]
     layers: int  # the number of the model's layers plus one, because the head counts as a layer in errors and traces
-    phases: int  # every phase has a tile counter
+    phases: int  # the number of phases, and of tile counters
 
     @property
     def store_label(self) -> int:
@@ -123,7 +123,7 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
 
 
 def _needed(program: Program, weights: PackedWeights) -> list[Op]:
-    """Return the operations, except each QUANTISE whose output is multiplied with float matrices only."""
+    """Return the program's operations without the QUANTISE operations whose codes no quantised matrix reads."""
     matrices = weights.arrays.matrices
     reading = [op for op in program.ops if op.kind == MATMUL and matrices[weights.matrices[op.tensor], KIND] == CODES]
     wanted = {id(op.codes) for op in reading}

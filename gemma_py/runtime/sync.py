@@ -41,7 +41,7 @@ from gemma_py.runtime.cells import (
     WAITING,
 )
 
-# Spins of a wait, some microseconds. After that the worker yields, so that another worker can use the core.
+# The number of spins, some microseconds, after which a waiting worker yields the core to other threads.
 _SPINS = 256
 _NO_TILE = -1
 

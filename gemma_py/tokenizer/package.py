@@ -14,6 +14,8 @@ from gemma_py.tokenizer.corpus import texts
 from gemma_py.tokenizer.tokenizer import Tokenizer
 from gemma_py.tokenizer.vocabulary import Tables, Vocabulary
 
+NEWLINE_SPLIT = r"[^\n]+|\n+"  # llama.cpp's split of Gemma 4's texts
+
 
 def package_from_document(document: dict[str, Any], where: str) -> Any:
     """Return the package's tokenizer for a parsed tokenizer.json, whose settings are already checked."""
@@ -40,6 +42,8 @@ def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
     )
     package = tokenizers.Tokenizer(model)
     package.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    if vocabulary.split_newlines:
+        package.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(NEWLINE_SPLIT), "isolated")
     package.add_tokens(
         [tokenizers.AddedToken(content, special=special, normalized=False) for _, content, special in vocabulary.added]
     )

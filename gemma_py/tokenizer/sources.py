@@ -9,13 +9,13 @@ import numpy as np
 
 from gemma_py.errors import TokenizerError, UnsupportedError
 from gemma_py.formats.files import read_json
-from gemma_py.tokenizer.package import certified, package_from_document, package_from_vocabulary
+from gemma_py.tokenizer.package import NEWLINE_SPLIT, certified, package_from_document, package_from_vocabulary
 from gemma_py.tokenizer.tokenizer import Tokenizer
-from gemma_py.tokenizer.vocabulary import Tables, Vocabulary, cached, is_gemma_control, tables
+from gemma_py.tokenizer.vocabulary import Tables, Vocabulary, cached, is_gemma4_control, is_gemma_control, tables
 
 _GEMMA3_PIECES = 262_144
 _LARGEST_JSON = 256 << 20  # bytes; Gemma 3's tokenizer.json has 33 MB
-_LARGEST_PIECE = 4096  # characters; `_vocabulary_of_gguf` tries every split of a piece in two
+_LARGEST_PIECE = 4096  # characters; `_scored_vocabulary` tries every split of a piece in two
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
 
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -25,12 +25,16 @@ _DECODERS = [
     {"type": "Fuse"},
 ]
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+_NEWLINE_SPLITS = [
+    {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    for pattern in (NEWLINE_SPLIT, r"[^\n]+|[\n]+", r"\n+", r"[\n]+")
+]
 # The pipelines in Gemma's tokenizer.json files, which tokenizer.py implements. The pre-tokenizer _SPLIT has no effect,
 # because the normalizer leaves no space to split at. A file with another pipeline is rejected before the tokenizers
 # package reads the file.
 _PIPELINES: dict[str, tuple[Any, ...]] = {
     "normalizer": (_REPLACE, {"type": "Sequence", "normalizers": [_REPLACE]}),
-    "pre_tokenizer": (None, _SPLIT),
+    "pre_tokenizer": (None, _SPLIT, *_NEWLINE_SPLITS),
     "decoder": ({"type": "Sequence", "decoders": _DECODERS},),
 }
 
@@ -40,12 +44,11 @@ def tokenizer_from_gguf(path: Path, metadata: dict[str, Any]) -> Tokenizer | Non
     if "tokenizer.ggml.tokens" not in metadata:
         return None
     model = metadata.get("tokenizer.ggml.model")
-    if model not in ("llama", "gemma4"):
+    if model not in _VOCABULARIES:
+        known = " or ".join(map(repr, _VOCABULARIES))
         raise UnsupportedError(
-            f"{path}: tokenizer.ggml.model should be 'llama', as in Gemma files, found {model!r:.40}"
+            f"{path}: tokenizer.ggml.model should be {known}, as in Gemma files, found {model!r:.40}"
         )
-    if model == "gemma4":
-        raise UnsupportedError(f"{path}: tokenizer.ggml.model 'gemma4' is not supported yet")
     if metadata.get("tokenizer.ggml.add_space_prefix", False) is not False:
         raise UnsupportedError(f"{path}: tokenizer.ggml.add_space_prefix is set, but Gemma's tokenizer adds no space")
     made = cached(path, "gguf", lambda: _tables_of_gguf(path, metadata))
@@ -53,40 +56,56 @@ def tokenizer_from_gguf(path: Path, metadata: dict[str, Any]) -> Tokenizer | Non
 
 
 def _tables_of_gguf(path: Path, metadata: dict[str, Any]) -> Tables:
-    vocabulary = _vocabulary_of_gguf(path, metadata)
+    vocabulary = _VOCABULARIES[metadata["tokenizer.ggml.model"]](path, metadata)
     return certified(tables(vocabulary, str(path)), package_from_vocabulary(vocabulary), str(path))
 
 
-def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
-    """Compute merges from pieces, types and scores, as the converters from SentencePiece do.
+def _tokens_of_gguf(path: Path, metadata: dict[str, Any], *numbers: str) -> list[str]:
+    """Return the tokens in a GGUF's metadata. numbers: names of metadata arrays that should have one element for each token."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
+        raise TokenizerError(f"{path}: tokenizer.ggml.tokens should be a list of strings")
+    tokens = list(tokens)
+    for name in numbers:
+        table = metadata.get(f"tokenizer.ggml.{name}")
+        if not isinstance(table, np.ndarray) or len(table) != len(tokens):
+            raise TokenizerError(
+                f"{path}: tokenizer.ggml.{name} should have {len(tokens)} elements, one for each token"
+            )
+    return tokens
+
+
+def _numbered(path: Path, pieces: list[str]) -> dict[str, int]:
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    if len(vocab) != len(pieces):
+        raise TokenizerError(f"{path}: tokenizer.ggml.tokens has {len(pieces) - len(vocab)} pieces that appear twice")
+    return vocab
+
+
+def _added(pieces: list[str], kinds: list[int]) -> list[tuple[int, str, bool]]:
+    return [
+        (number, pieces[number], kind == _CONTROL)
+        for number, kind in enumerate(kinds)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+
+
+def _scored_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
+    """Return the vocabulary of Gemma 1 to 3: compute merges from pieces, types and scores, as the converters from SentencePiece do.
 
     Every split of a piece into two other pieces is a merge. Merges are ordered by the score of the merged piece,
     highest first. User-defined pieces (runs of white space) precede all others. Merges with equal scores are ordered by
     the length of the left half, longest first.
     """
-    tokens = metadata["tokenizer.ggml.tokens"]
-    scores = metadata.get("tokenizer.ggml.scores")
-    types = metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
-        raise TokenizerError(f"{path}: tokenizer.ggml.tokens should be a list of strings")
-    tokens = list(tokens)
-    for name, table in (("scores", scores), ("token_type", types)):
-        if not isinstance(table, np.ndarray) or len(table) != len(tokens):
-            raise TokenizerError(
-                f"{path}: tokenizer.ggml.{name} should have {len(tokens)} elements, one for each token"
-            )
-    assert isinstance(scores, np.ndarray)
-    assert isinstance(types, np.ndarray)
+    tokens = _tokens_of_gguf(path, metadata, "scores", "token_type")
+    scores, types = metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
     if not np.isfinite(scores).all():
         raise TokenizerError(f"{path}: tokenizer.ggml.scores has NaN or infinite elements")
     kinds = [_CONTROL if is_gemma_control(t) else kind for t, kind in zip(tokens, types.tolist(), strict=True)]
     rank = np.where(types == _USER_DEFINED, 0, scores).tolist()
     # A user-defined piece may contain spaces. Text is merged with "▁" in place of spaces, so the pieces need "▁" too.
     pieces = [t.replace(" ", "▁") if kind == _USER_DEFINED else t for t, kind in zip(tokens, kinds, strict=True)]
-    vocab = {piece: number for number, piece in enumerate(pieces)}
-    if len(vocab) != len(pieces):
-        raise TokenizerError(f"{path}: tokenizer.ggml.tokens has {len(pieces) - len(vocab)} pieces that appear twice")
-    find = vocab.get
+    find = _numbered(path, pieces).get
     merges = []
     for number, piece in enumerate(pieces):
         if kinds[number] in (_CONTROL, _BYTE):
@@ -105,16 +124,37 @@ def _vocabulary_of_gguf(path: Path, metadata: dict[str, Any]) -> Vocabulary:
         splits.sort()
         merges += splits
     merges.sort(key=lambda merge: merge[2:], reverse=True)
-    added = [
-        (number, pieces[number], kind == _CONTROL)
-        for number, kind in enumerate(kinds)
-        if kind in (_CONTROL, _USER_DEFINED)
-    ]
+    added = _added(pieces, kinds)
     if len(pieces) == _GEMMA3_PIECES and pieces[255_999] == "<start_of_image>":
         # Gemma 3's tokenizer.json has one token more than Gemma 3's text models have embeddings.
         added.append((_GEMMA3_PIECES, "<image_soft_token>", True))
     table = np.array([merge[:2] for merge in merges], np.int32).reshape(-1, 2)
     return Vocabulary(pieces, table, added)
+
+
+def _ranked_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
+    """Return the vocabulary of Gemma 4. The file lists the merges, best first, and its scores have no effect."""
+    pieces = _tokens_of_gguf(path, metadata, "token_type")
+    types = metadata["tokenizer.ggml.token_type"].tolist()
+    kinds = [_CONTROL if is_gemma4_control(t) else kind for t, kind in zip(pieces, types, strict=True)]
+    find = _numbered(path, pieces).get
+    listed = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(listed, Sequence) or isinstance(listed, str):
+        raise TokenizerError(f"{path}: tokenizer.ggml.merges should be a list of strings")
+    merges = np.empty((len(listed), 2), np.int32)
+    for number, merge in enumerate(listed):
+        left, _, right = merge.partition(" ")
+        merges[number] = find(left, -1), find(right, -1)
+    if merges.size and merges.min() < 0:
+        number = int(np.flatnonzero(merges.min(axis=1) < 0)[0])
+        raise TokenizerError(
+            f"{path}: tokenizer.ggml.merges[{number}] should be two tokens with a space between, found {listed[number]!r:.60}"
+        )
+    return Vocabulary(pieces, merges, _added(pieces, kinds), split_newlines=True)
+
+
+# The function that reads the vocabulary, by the value of tokenizer.ggml.model
+_VOCABULARIES = {"llama": _scored_vocabulary, "gemma4": _ranked_vocabulary}
 
 
 def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
@@ -125,7 +165,7 @@ def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
 def _tables_of_json(path: Path) -> Tables:
     settings = _known_settings(path)
     package = package_from_document(settings, str(path))
-    vocabulary = _vocabulary_of_package(package, path)
+    vocabulary = _vocabulary_of_package(package, path, settings["pre_tokenizer"] in _NEWLINE_SPLITS)
     ids = {content: number for number, content, _ in vocabulary.added}
     for token in settings["added_tokens"]:
         if ids.get(token["content"]) != token["id"]:
@@ -184,7 +224,7 @@ def _check_listed(path: Path, listed: Any) -> None:
             )
 
 
-def _vocabulary_of_package(package: Any, path: Path) -> Vocabulary:
+def _vocabulary_of_package(package: Any, path: Path, split_newlines: bool) -> Vocabulary:
     """Return the vocabulary that the tokenizers package has parsed."""
     document = json.loads(package.to_str())
     vocab = document["model"]["vocab"]
@@ -192,4 +232,5 @@ def _vocabulary_of_package(package: Any, path: Path) -> Vocabulary:
         raise TokenizerError(f"{path}: model.vocab should number its pieces 0, 1, 2 ... without gaps")
     merges = [(vocab[left], vocab[right]) for left, right in document["model"]["merges"]]
     added = sorted((token["id"], token["content"], token["special"]) for token in document["added_tokens"])
-    return Vocabulary(sorted(vocab, key=vocab.__getitem__), np.array(merges, np.int32).reshape(-1, 2), added)
+    pieces = sorted(vocab, key=vocab.__getitem__)
+    return Vocabulary(pieces, np.array(merges, np.int32).reshape(-1, 2), added, split_newlines)

@@ -23,6 +23,8 @@ _PLAIN = re.compile(rf"[\s▁]+|</?({'|'.join(_HTML.split())})>")
 _GEMMA_CONTROL = re.compile(
     r"<unused\d+>|<(start|end)_of_(turn|image)>|<(bos|eos|pad|unk|mask|image_soft_token)>|\[multimodal\]"
 )
+# The control tokens of Gemma 4: <|turn>, <turn|>, <|think|>, <|"|> and others of these three forms.
+_GEMMA4_CONTROL = re.compile(r'<\|([a-z_]+|")>|<[a-z_]+\|>|<\|([a-z_]+|")\|>|<(bos|eos|pad|unk|mask)>')
 _LAYOUT = 5  # version of the cache files; files of other versions are ignored
 OLD_SUFFIX = ".vocab"  # suffix of cache files in an old format that is no longer read
 
@@ -43,6 +45,11 @@ def is_gemma_control(content: str) -> bool:
     return _GEMMA_CONTROL.fullmatch(content) is not None
 
 
+def is_gemma4_control(content: str) -> bool:
+    """Return whether a token has the name of one of Gemma 4's control tokens. <unused> tokens are ordinary pieces there."""
+    return _GEMMA4_CONTROL.fullmatch(content) is not None
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """A vocabulary as the model file has it.
@@ -50,11 +57,13 @@ class Vocabulary:
     pieces: in the order of their ids
     merges: int32 [M, 2], ids of the left and right halves, best merge first
     added: (id, content, special), in the order of ids
+    split_newlines: whether a text is split at its runs of newlines before its characters are merged
     """
 
     pieces: list[str]
     merges: np.ndarray
     added: list[tuple[int, str, bool]]
+    split_newlines: bool = False
 
 
 class Tables(NamedTuple):
@@ -103,9 +112,13 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
     if made.size and made.min() < 0:
         raise TokenizerError(f"{where}: merge {int(made.argmin())} produces a piece that is not in the vocabulary")
     # Leave out merges that produce a control token, because ordinary text could otherwise be encoded to that token.
-    forged = [number for number, content, special in added if is_control(content, special)]
+    omitted = [number for number, content, special in added if is_control(content, special)]
+    if vocabulary.split_newlines:
+        # In a text that is split at its runs of newlines, a newline never merges with another character. Leaving out the
+        # merges that would do so gives the same ids without splitting the text.
+        omitted += [number for number, piece in enumerate(pieces) if "\n" in piece and piece.strip("\n")]
     order = np.lexsort((np.arange(len(made)), right, left))
-    order = order[~np.isin(made[order], forged)]
+    order = order[~np.isin(made[order], omitted)]
     pair = left[order].astype(np.int64) << 32 | right[order]
     # If the file lists a pair several times, keep only the last merge.
     last = np.append(pair[1:] != pair[:-1], [True] * min(1, len(pair)))

@@ -1,1 +1,1 @@
-"""From a checkpoint's tensors to the arrays that kernels read: checked, packed, and kept on disk."""
+"""Weights: opening checkpoints, checking and packing tensors, and the cache of packed weights on disk."""

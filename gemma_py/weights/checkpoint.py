@@ -1,4 +1,4 @@
-"""Opening a checkpoint, a GGUF file or a Hugging Face directory: its config, tensors, tokenizer and chat template."""
+"""Opening of checkpoints, which are GGUF files or Hugging Face directories with safetensors."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -41,23 +41,23 @@ class Checkpoint:
     source: Source
     chat_template: str | None
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
-    left_out: Mapping[str, int] = field(default_factory=dict)  # parts for images and sound: how many tensors each has
-    cacheable: bool = True  # whether its packed weights may be cached for later starts
+    left_out: Mapping[str, int] = field(default_factory=dict)  # the number of tensors of each part for images or sound
+    cacheable: bool = True  # whether the packed weights may be written to the cache on disk
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         return self.source.tensors
 
     def weights(self, quant: str | None = None) -> dict[str, Matrix | StoredMatrix | np.ndarray]:
-        """All weights in memory, for the specification; gathered tables stay in their file."""
+        """Read and return all weights but gathered tables. Only the specification (reference/) needs them in this form."""
         return read_weights(self.stored_weights(quant))
 
     def stored_weights(self, quant: str | None = None) -> dict[str, Stored]:
-        """The weights with names and shapes checked; the matrices' values stay in the file."""
+        """Check names and shapes, and return the weights. The values of matrices are not read yet."""
         return stored_weights(self.source, quant)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's tokenizer; None if it has none, and then the engine works on ids only."""
+        """Return the checkpoint's tokenizer, or None if the checkpoint has no tokenizer."""
         if self.format == "GGUF":
             return tokenizer_from_gguf(self.path, dict(self.metadata))
         file = self.path / "tokenizer.json"
@@ -65,15 +65,15 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read headers and descriptions; weights stay on disk until they are needed."""
+    """Open a GGUF file or a Hugging Face directory. Reads the config and the tensors' headers, but not the weights."""
     if path.is_dir():
         return _open_directory(path)
     if not path.exists():
         raise ModelNotFoundError(f"{path}: no such file or directory")
     if not path.is_file():
-        raise FormatError(f"{path}: neither a file nor a directory")
+        raise FormatError(f"{path}: neither a file nor a directory, so there is no checkpoint to open")
     if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
-        raise FormatError(f"{path}: give the directory with config.json and the weights")
+        raise FormatError(f"{path}: give the directory that contains this file, instead of the file")
     return _open_gguf(path)
 
 
@@ -81,13 +81,13 @@ def _open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     embedding = file.tensors.get(_GGUF_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
-        raise ConfigError(f"{path}: tensor {_GGUF_EMBEDDING!r} is missing or not a matrix")
+        raise ConfigError(f"{path}: tensor {_GGUF_EMBEDDING!r} should be a matrix, but is missing or has another shape")
     tied = _GGUF_HEAD not in file.tensors
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     family, config = config_from_gguf(file.metadata, str(path), embedding.shape[0], tied, shapes)
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise ConfigError(f"{path}: tokenizer.chat_template should be a string")
+        raise ConfigError(f"{path}: tokenizer.chat_template should be a string, found {type(template).__name__}")
     tensors, left_out = _text_model(file.tensors)
     source = gguf_source(tensors, family.tensors(config), tied, str(path))
     return Checkpoint(path, "GGUF", family, config, source, template, file.metadata, left_out)
@@ -96,7 +96,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 def _open_directory(path: Path) -> Checkpoint:
     if not (path / "config.json").exists():
         ggufs = sorted(path.glob("*.gguf"))
-        hint = f"; it contains {ggufs[0].name}: give that file" if ggufs else ""
+        hint = f"; to open the GGUF file in this directory, give {ggufs[0]}" if ggufs else ""
         raise ModelNotFoundError(f"{path}: no config.json in this directory{hint}")
     document = read_json(path / "config.json")
     generation = path / "generation_config.json"
@@ -108,14 +108,16 @@ def _open_directory(path: Path) -> Checkpoint:
     elif index.exists():
         tensors = read_index(index)
     else:
-        raise ModelNotFoundError(f"{path}: neither model.safetensors nor model.safetensors.index.json")
+        raise ModelNotFoundError(
+            f"{path}: neither model.safetensors nor model.safetensors.index.json in this directory"
+        )
     tensors, left_out = _text_model(tensors)
     source = hugging_face_source(tensors, family.tensors(config), config.tie_word_embeddings, str(path))
     return Checkpoint(path, "safetensors", family, config, source, _template(path), {}, left_out)
 
 
 def _text_model(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], Counter[str]]:
-    """The tensors of the text model, and how many there are of each other part of a multimodal checkpoint."""
+    """Return the tensors of the text model, and the number of tensors of each other part of a multimodal checkpoint."""
     parts = {name: other_part(name) for name in tensors}
     text = {name: tensor for name, tensor in tensors.items() if parts[name] is None}
     return text, Counter(part for part in parts.values() if part is not None)
@@ -125,12 +127,12 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
     file = path / "tokenizer_config.json"
     document = read_json(file) if present(file) else {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{file}: should be a JSON object")
+        raise ConfigError(f"{file}: should be a JSON object, found {type(document).__name__}")
     return document
 
 
 def _bos_token(path: Path) -> str:
-    """The text of the bos token, which is a string or, from older tools, an object."""
+    """Return the bos token's text. tokenizer_config.json has the text, or an object with the text in `content`."""
     token = _tokenizer_config(path).get("bos_token")
     if isinstance(token, dict):
         token = token.get("content")
@@ -146,10 +148,12 @@ def _template(path: Path) -> str | None:
     if present(file):
         return read_text(file)
     template = _tokenizer_config(path).get("chat_template")
-    if isinstance(template, list):  # several named templates; "default" is the one for chat
+    if isinstance(template, list):  # a list of named templates, of which "default" is for chat
         template = next(
             (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
         )
     if template is not None and not isinstance(template, str):
-        raise ConfigError(f"{path / 'tokenizer_config.json'}: chat_template should be a string")
+        raise ConfigError(
+            f"{path / 'tokenizer_config.json'}: chat_template should be a string, found {type(template).__name__}"
+        )
     return template

@@ -1,6 +1,7 @@
-"""Packing: a model's weights as panels in flat arenas, and tables of where each tensor is.
+"""Packing of a model's weights into the panels that kernels read.
 
-The tables and arenas have the same types for every model, so one compiled forward pass serves all models.
+The panels of all matrices lie in three flat arrays, the arenas: float32, bfloat16 and quantised. A table says where each
+matrix begins. The array types do not depend on the model, so that one compiled forward pass serves every model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,25 +14,31 @@ from gemma_py.formats.blocks import BF16, Minimum
 from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panel_count
 from gemma_py.weights.tensors import FloatMatrix, GatheredTable, Matrix, StoredMatrix, StoredWeights, matrices_of
 
-# Columns of `matrices`; WIDTH and those after it are for CODES only.
+# Columns of `PackedArrays.matrices`. WIDTH and the columns after WIDTH are 0 for float matrices.
 KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, BLOCK, MINIMUMS, BYTES, QUADS = range(11)
-FLOATS, BF16_FLOATS, CODES = range(3)  # values of KIND: f32, bfloat16, quantised
+FLOATS, BF16_FLOATS, CODES = range(3)  # values of KIND: float32, bfloat16, quantised
 
 
 class PackedArrays(NamedTuple):
-    """All arrays are read-only: for writable ones, numba would compile the pass again."""
+    """The arenas and tables of packed weights.
+
+    The arrays are read-only. numba would compile the forward pass again for writable arrays, which have another type.
+    """
 
     floats: np.ndarray  # f32 panels
     bf16: np.ndarray  # bfloat16 panels, as uint16
-    codes: np.ndarray  # int8: the bytes of code panels
-    gains: np.ndarray  # f32
+    codes: np.ndarray  # int8: the bytes of panels of quantised matrices
+    gains: np.ndarray  # f32: the gains of all norms, one after another
     matrices: np.ndarray  # int64 [matrices, 11]
 
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """The packed arrays, and the place of each tensor of the family: a matrix's row in `matrices`, a gain's index in `gains`,
-    and the gathered tables, which stay in the checkpoint's file."""
+    """Packed weights.
+
+    matrices: the row of `arrays.matrices` for each matrix, by name. gains: the index in `arrays.gains` of each gain, by name.
+    tables: the gathered tables, which stay in the checkpoint's file, by name.
+    """
 
     arrays: PackedArrays
     matrices: Mapping[str, int]
@@ -40,7 +47,7 @@ class PackedWeights:
 
 
 def matrix_bytes(arrays: PackedArrays, number: int) -> int:
-    """The bytes of a packed matrix, which a pass reads once."""
+    """Return the size of a packed matrix in bytes. number: the row of `arrays.matrices`."""
     row = arrays.matrices[number]
     panels = panel_count(int(row[ROWS]))
     if row[KIND] == CODES:
@@ -48,16 +55,15 @@ def matrix_bytes(arrays: PackedArrays, number: int) -> int:
     return panels * COLUMNS * int(row[INPUTS]) * (arrays.floats if row[KIND] == FLOATS else arrays.bf16).itemsize
 
 
-LAYOUT = (
-    3  # the version of the layout of panels and arenas in files of packed weights; files of other versions are not read
-)
-_TYPES = tuple(np.dtype(kind) for kind in ("<f4", "<u2", "i1"))  # of the arenas: floats, bf16, codes
+# The version of the layout of panels and arenas. Cached files of other versions are not read.
+LAYOUT = 3
+_TYPES = tuple(np.dtype(kind) for kind in ("<f4", "<u2", "i1"))  # dtypes of the arenas floats, bf16, codes
 
 
 class PackingPlan:
-    """The tables and the sizes of the arenas, computed from names, shapes and types alone.
+    """The tables and arena sizes for a checkpoint, computed from the names, shapes and types of the tensors.
 
-    What `fill` writes into the arenas depends on the checkpoint's values, the order of the matrices, and LAYOUT.
+    Two plans with equal tensors, an equal order of matrices and an equal LAYOUT fill the arenas with equal bytes.
     """
 
     def __init__(self, weights: StoredWeights) -> None:
@@ -76,23 +82,23 @@ class PackingPlan:
 
     @property
     def arenas(self) -> list[tuple[np.dtype, int]]:
-        """(dtype, number of values) of each arena. There is at least one value, because the address of an unused arena is taken too."""
+        """The dtype and the number of values of each arena. An unused arena has one value, so that it has an address."""
         return [(kind, max(1, size)) for kind, size in zip(_TYPES, self._sizes, strict=True)]
 
     @property
     def bytes(self) -> int:
-        """The size of all arenas together."""
+        """The size of the arenas in bytes."""
         return sum(kind.itemsize * size for kind, size in self.arenas)
 
     def fill(self, arenas: Sequence[np.ndarray]) -> Iterator[StoredMatrix]:
-        """Pack the matrices into the arenas one after the other, and yield each matrix when it is packed."""
+        """Pack the matrices into the arenas, and yield each matrix after packing it."""
         for matrix in self.matrices:
             for first, part in matrix.parts():
                 _pack(part, first, self._rows[id(matrix)][1], arenas)
             yield matrix
 
     def packed(self, arenas: Sequence[np.ndarray]) -> PackedWeights:
-        """The packed weights, given arenas that have been filled, now or by an earlier process."""
+        """Return the packed weights for filled arenas, and make the arenas read-only."""
         for array in (*arenas, *self._tables):
             array.flags.writeable = False
         floats, bf16, codes = arenas
@@ -100,7 +106,7 @@ class PackingPlan:
         return PackedWeights(arrays, self._numbers, self._gains, self._gathered)
 
     def _place(self, matrix: StoredMatrix) -> list[int]:
-        """Reserve room for a matrix in its arena and return its row of `matrices`."""
+        """Reserve room for a matrix in an arena, and return the matrix's row of the table `matrices`."""
         kind, (N, K) = matrix.tensor.type, matrix.shape
         arena, panel, row = BF16_FLOATS if kind is BF16 else FLOATS, K * COLUMNS, [0] * 7
         if kind.quantised:
@@ -113,7 +119,7 @@ class PackingPlan:
 
 
 def _pack(part: Matrix, first: int, row: list[int], arenas: Sequence[np.ndarray]) -> None:
-    """Pack a run of a matrix's rows into their panels. first: the number of its first row, a multiple of 64."""
+    """Pack consecutive rows of a matrix into panels. first: the number of the first row, a multiple of 64."""
     panel = row[BYTES] or row[INPUTS] * COLUMNS
     at = row[AT] + first // COLUMNS * panel
     panels = arenas[row[KIND]][at : at + panel_count(part.shape[0]) * panel]

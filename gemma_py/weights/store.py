@@ -1,15 +1,14 @@
-"""The cache of packed weights: one safetensors file a checkpoint, written once and memory-mapped at every later start.
+"""The cache of packed weights on disk: one safetensors file per checkpoint, memory-mapped at every start.
 
     header    metadata: layout, content key, source, checksums of the arenas, sha256 of the header; padded to whole pages
-    arenas    one tensor each, which begins at a page boundary and is padded with zeros to the next one
+    arenas    one tensor per arena, which begins at a page boundary and is padded with zeros to the next page boundary
 
-The file is not trusted: its header must equal, byte for byte, what this program would write for this checkpoint and for the
-actual checksums of the arenas. The whole file is checked at every start, at the speed of memory. That takes about as long as one
-token, which reads all weights too, and loads the pages that the first token needs. A file that is damaged, of another size, or
-writable by another user is packed again.
+Every start checks the whole file. The header must equal, byte for byte, the header that this program would write for this
+checkpoint and for the checksums of the arenas in the file. Checking reads each weight once and so takes about as long as
+generating a token. If a file is damaged or writable by another user, the weights are packed again.
 
-A checkpoint is identified by the sha256 of its tensors. Since that takes seconds a gigabyte, a record stores the digest for a
-file with the same device, inode, size and times of change.
+The content key is the sha256 of the checkpoint's tensors. Computing the sha256 takes seconds per gigabyte, so a record on
+disk keeps the sha256 of files whose device, inode, size and times of change are unchanged.
 """
 
 import contextlib
@@ -39,31 +38,31 @@ from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.pack import LAYOUT, PackedWeights, PackingPlan
 
 FOLDER, RECORDS = "weights", "records"
-OLD_SUFFIX = ".packed"  # files of a former format, which is not read any more
+OLD_SUFFIX = ".packed"  # suffix of files that older versions wrote, which are no longer read
 _PAGE = 4096
-_LONGEST_SOURCE = 1024  # characters of the source's path, which `gemma_py cache` shows
-_SMALLEST = (
-    8 << 20
-)  # bytes of weights below which no file is written: they are packed about as fast as a file is checked
+_LONGEST_SOURCE = 1024  # maximum length of the checkpoint's path in the header
+# The minimum size in bytes of cached weights. Packing smaller weights is about as fast as checking a cached file.
+_SMALLEST = 8 << 20
 _MARGIN = 1 << 30  # bytes that must stay free on the disk
 _BLOCK = 1 << 22
-_FRESH = 2_000_000_000  # nanoseconds; the resolution of a file system's clock may be as coarse as this
+_FRESH = 2_000_000_000  # nanoseconds; some file systems round times of change to two seconds
 
 
 class _DamagedError(Exception):
-    """A cached file differs from what this program would have written; the message says how."""
+    """A cached file that this program has not written in this form. The message is the reason."""
 
 
 def packed_weights(
     checkpoint: Checkpoint, quant: str | None = None, progress: ReportProgress = no_report
 ) -> PackedWeights:
-    """The checkpoint's weights for the kernels: mapped from the cache, or packed into it first if they are not there yet.
+    """Return the checkpoint's packed weights, memory-mapped from the cache on disk.
 
-    Names and shapes are checked at every start, values when they are packed. If the cache cannot be written, the weights are
-    packed into memory, and a GemmaWarning says why.
+    If the cache does not have the weights, they are packed into the cache first. If the cache cannot be written, the weights
+    are packed into memory, and a GemmaWarning gives the reason. Names and shapes of tensors are checked at every start.
+    Values are checked for NaN and infinity when the weights are packed.
     """
     plan = PackingPlan(checkpoint.stored_weights(quant))
-    for tensor in checkpoint.tensors.values():  # norms have been copied, and the system has read a megabyte around each
+    for tensor in checkpoint.tensors.values():  # reading the gains has loaded neighbouring pages, too
         drop_pages(tensor.data)
     if not checkpoint.cacheable or sum(_sizes(plan)) < _SMALLEST:
         return plan.packed(_in_memory(plan, checkpoint.path, progress))
@@ -83,7 +82,7 @@ def _in_memory(plan: PackingPlan, source: Path, progress: ReportProgress) -> lis
 
 
 def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[np.ndarray]:
-    """The arenas of the cached file, which is written first if it is missing or damaged."""
+    """Return the arenas of the cached file. A missing or damaged file is written first."""
     folder = private_dir(cache_dir() / FOLDER)
     key = _content_key(plan, folder / RECORDS, progress)
     path = folder / f"{key.hex()[:40]}-{LAYOUT}{SUFFIX}"
@@ -98,16 +97,16 @@ def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[n
     try:
         return _mapped(path, plan, key)
     except _DamagedError as error:
-        raise OSError(f"{path}: {error}, just after it was written") from None
+        raise OSError(f"{path}: the file was just written, but {error}") from None
 
 
 def _sizes(plan: PackingPlan) -> list[int]:
-    """The bytes of each arena in the file, padded to whole pages."""
+    """Return the size in bytes of each arena in the file, padded to whole pages."""
     return [-(-kind.itemsize * count // _PAGE) * _PAGE for kind, count in plan.arenas]
 
 
 def _header(plan: PackingPlan, key: bytes, source: str, checksums: Sequence[int]) -> bytes:
-    """The file's header, padded to whole pages. Its length does not depend on the checksums."""
+    """Return the file's header, padded to whole pages. The length of the header does not depend on the checksums."""
     metadata = {
         "format": "gemma_py packed weights", "layout": str(LAYOUT), "key": key.hex(), "source": source,
         "checksums": " ".join(f"{checksum:016x}" for checksum in checksums),
@@ -121,7 +120,7 @@ def _header(plan: PackingPlan, key: bytes, source: str, checksums: Sequence[int]
 
 
 def _padded_arenas(data: np.ndarray, plan: PackingPlan) -> list[np.ndarray]:
-    """The arenas at the end of a file, each with its padding, as uint8 views."""
+    """Return uint8 views of the arenas at the end of a file's data, including the padding of each arena."""
     sizes = _sizes(plan)
     ends = np.cumsum(sizes) + len(data) - sum(sizes)
     return [data[end - size : end] for end, size in zip(ends.tolist(), sizes, strict=True)]
@@ -137,39 +136,45 @@ def _checksums(data: np.ndarray, plan: PackingPlan) -> list[int]:
 
 
 def _mapped(path: Path, plan: PackingPlan, key: bytes) -> list[np.ndarray]:
-    """The arenas of an intact file, read-only. FileNotFoundError if there is no file, _DamagedError if it is not intact."""
+    """Check a cached file, and return read-only views of its arenas.
+
+    Raises FileNotFoundError if there is no file, and _DamagedError if the file is not exactly what `_write` would write.
+    """
     if path.is_symlink():
-        raise _DamagedError("is a link")
+        raise _DamagedError("the path is a symbolic link")
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise _DamagedError("is not a file that only this user may write")
+            raise _DamagedError("the path is not a regular file that only this user may write")
         try:
             header = read_header(path, status.st_size)
         except GemmaError:
-            raise _DamagedError("damaged") from None
+            raise _DamagedError("the header is damaged") from None
         source = header.metadata.get("source", "")
         blank = _header(plan, key, source, [0] * len(plan.arenas))
         if header.size != len(blank) or status.st_size != len(blank) + sum(_sizes(plan)):
-            raise _DamagedError("damaged")
+            raise _DamagedError("the size of the file is wrong")
         mapped = mmap.mmap(handle, status.st_size, access=mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # the system has no large pages for files
+            with contextlib.suppress(OSError):  # some systems have no huge pages for files
                 mapped.madvise(mmap.MADV_HUGEPAGE)
         data = np.frombuffer(mapped, np.uint8)
         if data[: header.size].tobytes() != _header(plan, key, source, _checksums(data, plan)):
-            raise _DamagedError("damaged")
+            raise _DamagedError("the content of the file is damaged")
         with contextlib.suppress(OSError):
-            os.utime(handle)  # set the time of last use, which `gemma_py cache` shows
+            os.utime(handle)  # `gemma_py cache` shows this time as the time of last use
     finally:
         os.close(handle)
     return _arenas(data, plan)
 
 
 def _drop_from_page_cache(path: Path) -> None:
-    """A file that was just written is in the page cache as small pages, which make decoding a fifth slower. The next read loads
-    it as large pages, where the system supports them."""
+    """Remove a file that was just written from the page cache.
+
+    After writing, the page cache holds the file in small pages, which make decoding a fifth slower. The next read loads the
+    file in huge pages, if the system supports them.
+    """
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -177,7 +182,7 @@ def _drop_from_page_cache(path: Path) -> None:
 
 
 def source_of(path: Path) -> str | None:
-    """The checkpoint that a file was packed from, according to its header; None if the header is not valid."""
+    """Return the path of the checkpoint that a cached file was made from, or None if the file's header is not valid."""
     try:
         return read_header(path, path.stat().st_size).metadata.get("source")
     except GemmaError:
@@ -185,8 +190,8 @@ def source_of(path: Path) -> str | None:
 
 
 def _write(path: Path, plan: PackingPlan, key: bytes, source: Path, progress: ReportProgress) -> None:
-    """Write the file atomically; OSError if that fails. Another process may write the same file at the same time."""
-    for left in path.parent.glob(f"*{SUFFIX}.*{PARTIAL}"):  # partial files of processes that were killed
+    """Write the cached file atomically, so that several processes may write one file. Raises OSError on failure."""
+    for left in path.parent.glob(f"*{SUFFIX}.*{PARTIAL}"):  # partial files of killed processes
         if is_abandoned(left):
             left.unlink(missing_ok=True)
     name = os.fsencode(source.absolute()).decode("utf-8", "replace")[:_LONGEST_SOURCE]
@@ -195,11 +200,11 @@ def _write(path: Path, plan: PackingPlan, key: bytes, source: Path, progress: Re
     free = shutil.disk_usage(path.parent).free
     if free < size + _MARGIN:
         raise OSError(
-            f"{path.parent}: {size >> 20} MiB and a margin of {_MARGIN >> 20} are needed, {free >> 20} MiB are free"
+            f"{path.parent}: {(size + _MARGIN) >> 20} MiB of free disk space are needed, {free >> 20} MiB are free"
         )
     with atomic_write(path) as file:
-        # Allocate all blocks first: if the disk became full while the mapped file is written, the process would end (SIGBUS).
-        # Where there is no such call (macOS), there is only the margin.
+        # Allocate the file's disk space first. If the disk became full while the mapped file is written, SIGBUS would end
+        # the process. macOS lacks posix_fallocate; there, only _MARGIN protects against a full disk.
         reserve = getattr(os, "posix_fallocate", lambda handle, _, size: os.truncate(handle, size))
         reserve(file.fileno(), 0, size)
         data = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
@@ -209,7 +214,7 @@ def _write(path: Path, plan: PackingPlan, key: bytes, source: Path, progress: Re
 
 
 def _fill(plan: PackingPlan, arenas: Sequence[np.ndarray], source: Path, progress: ReportProgress) -> None:
-    """Pack the matrices, and drop finished pages, so that neither the checkpoint nor the new file stays in memory."""
+    """Pack the matrices. Pages that are finished are dropped from memory, to limit the memory that packing takes."""
     what, done = f"packing the weights of {source.name}", 0
     total = sum(matrix.tensor.data.nbytes for matrix in plan.matrices)
     progress(what, done, total, "bytes")
@@ -222,7 +227,7 @@ def _fill(plan: PackingPlan, arenas: Sequence[np.ndarray], source: Path, progres
 
 
 def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> bytes:
-    """sha256 of the tensors that the arenas are made from, or the recorded digest if the files have not changed since."""
+    """Return the sha256 of the plan's matrices, from a record on disk if the checkpoint's files are unchanged."""
     tensors = [matrix.tensor for matrix in plan.matrices]
     shapes = [(tensor.name, tensor.type.name, tensor.shape, str(tensor.path)) for tensor in tensors]
     paths = sorted({tensor.path for tensor in tensors})
@@ -233,10 +238,10 @@ def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> 
         if re.fullmatch(rb"[0-9a-f]{64}\n", text):
             return bytes.fromhex(text.decode())
     key = _digest(tensors, progress)
-    # No record for files that have just changed: they may change again without new times.
+    # Files that have just changed get no record, because another change could leave the rounded times as they are.
     latest = max(max(identity[3:]) for identity in before)
     if [_identity(path) for path in paths] == before and time.time_ns() - latest > _FRESH:
-        # Without a record, the next start computes the digest again and then uses the packed file.
+        # If the record cannot be written, the next start computes the sha256 again.
         with contextlib.suppress(OSError), atomic_write(record) as file:
             file.write(key.hex().encode() + b"\n")
     return key
@@ -258,7 +263,7 @@ def _digest(tensors: Sequence[StoredTensor], progress: ReportProgress) -> bytes:
 
 
 def drop_records() -> None:
-    """Remove the records of checkpoints that have no packed file any more."""
+    """Remove the records of checkpoints whose cached file no longer exists."""
     folder = cache_dir() / FOLDER
     packed = {path.name[:40] for path in folder.glob(f"*{SUFFIX}")}
     for record in (folder / RECORDS).glob("*"):

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as the weights of a model: names, shapes and values are checked, codes are unpacked."""
+"""Reading of a model's weights from a checkpoint's tensors. Names, shapes and values are checked."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,15 +14,14 @@ from gemma_py.formats.files import FileState, advise_random, file_state
 from gemma_py.formats.tensor import QuantisedTensor, StoredTensor
 from gemma_py.models.program import Tensor
 
-_CHUNK = (
-    1 << 19
-)  # values that are checked or unpacked at a time, so that numpy's temporary arrays stay in the processor's caches
-_RUN = 64  # rows of a run are a multiple of this, and so whole panels and groups of panels
+# The number of values that are checked or unpacked at a time. numpy's temporary arrays then fit into the processor's caches.
+_CHUNK = 1 << 19
+_RUN = 64  # `parts` cuts a matrix at multiples of this many rows, so that no panel or group of panels is cut
 
 
 @dataclass(frozen=True)
 class FloatMatrix:
-    """values: [N, K], f32, or uint16 holding bfloat16."""
+    """A float matrix. values: [N, K], float32, or bfloat16 as its bit pattern in uint16."""
 
     values: np.ndarray
 
@@ -33,13 +32,17 @@ class FloatMatrix:
 
 @dataclass(frozen=True)
 class CodeMatrix:
-    """A value is scale * code - minimum. A scale or minimum is that of its block, times a sub-scale in formats that have them."""
+    """A quantised matrix, in which a weight is scale * code - minimum.
+
+    The scale of a group of weights is the block's scale times the group's sub-scale. In a format without sub-scales, a block
+    has one group. Minimums are stored like scales, but some formats have none.
+    """
 
     codes: np.ndarray  # int8 [N, K]
-    block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: of scales, and of minimums where the format has them
-    sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group] of each, or none
-    width: int  # bits of a code after the offset is added
-    offset: int
+    block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: for scales and, if the format has them, for minimums
+    sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group]: for scales and minimums; empty without sub-scales
+    width: int  # the number of bits of code + offset
+    offset: int  # code + offset is not negative
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,12 +58,12 @@ class CodeMatrix:
 
     @cached_property
     def scales(self) -> np.ndarray:
-        """f32 [N, K / group]"""
+        """The scale of each group, f32 [N, K / group]."""
         return scales_of(self.block_scales[0], self.sub_scales[0] if self.sub_scales else None)
 
     @cached_property
     def minimums(self) -> np.ndarray:
-        """f32 [N, K / group], or [0, 0] where the format has none"""
+        """The minimum of each group, f32 [N, K / group], or [0, 0] if the format has no minimums."""
         if len(self.block_scales) == 1:
             return np.empty((0, 0), np.float32)
         return scales_of(self.block_scales[1], self.sub_scales[1] if self.sub_scales else None)
@@ -71,7 +74,7 @@ Matrix = FloatMatrix | CodeMatrix
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix in its file: name and shape are checked, the values are not read yet."""
+    """A matrix whose name and shape are checked, and whose values are still in the checkpoint's file."""
 
     tensor: StoredTensor
 
@@ -80,19 +83,19 @@ class StoredMatrix:
         return self.tensor.shape[0], self.tensor.shape[1]
 
     def rows(self, first: int, last: int) -> Matrix:
-        """Read and check these rows."""
+        """Read rows first .. last - 1, and check the values."""
         quantised = self.tensor.type.quantised
         return _code_rows(self.tensor, first, last) if quantised else _float_rows(self.tensor, first, last)
 
     def parts(self) -> Iterator[tuple[int, Matrix]]:
-        """All rows in runs of moderate size, each with the number of its first row, a multiple of 64."""
+        """Yield the matrix in parts of consecutive rows, each with the number of the first row, a multiple of 64."""
         N, K = self.shape
         step = max(1, _CHUNK // (K * _RUN)) * _RUN
         for first in range(0, N, step):
             yield first, self.rows(first, min(first + step, N))
 
     def whole(self) -> Matrix:
-        """The whole matrix, for the specification: floats are memory-mapped where possible, codes are unpacked."""
+        """Return the whole matrix, for the specification. Floats are memory-mapped if possible; codes are unpacked."""
         if not self.tensor.type.quantised:
             return _float_rows(self.tensor, 0, self.shape[0])
         parts = [part for _, part in self.parts() if isinstance(part, CodeMatrix)]
@@ -108,13 +111,13 @@ class StoredMatrix:
 class GatheredTable:
     """A matrix of which a pass reads the rows of its tokens, from the checkpoint's mapped file and in that file's type.
 
-    It is neither packed nor ever read as a whole, because a table of per-layer inputs is as large as all other weights
-    together and a token needs one row of it. What the file has in these rows when they are read decides the result, so
-    a file that was changed in place since is refused.
+    The table is neither packed nor read as a whole, because a table of per-layer inputs is as large as all other weights
+    together, and a token needs one row. Since rows are read in every pass, a file that another process changes in the
+    meantime is refused.
     """
 
     matrix: StoredMatrix
-    state: FileState | None  # None: the tensor is in no file
+    state: FileState | None  # None if there is no such file, as for the random weights of a benchmark
 
     @classmethod
     def of(cls, tensor: StoredTensor) -> "GatheredTable":
@@ -122,9 +125,9 @@ class GatheredTable:
         return cls(StoredMatrix(tensor), file_state(tensor.path))
 
     def gather(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        """rows[t] = row ids[t] of the table, or row 0 where the table has no such row.
+        """Copy row ids[t] of the table to rows[t], or row 0 if ids[t] is beyond the last row.
 
-        ids: int64 [T], read   rows: f32 [T, K], written; the same bits as `reference.operations.matrix_row`
+        ids: int64 [T], read   rows: f32 [T, K], written
         """
         tensor, (N, K) = self.matrix.tensor, self.matrix.shape
         found = file_state(tensor.path)
@@ -140,13 +143,12 @@ class GatheredTable:
             _not_finite(tensor)
 
 
-# A matrix in its file that will be packed, one that stays there, or a gain, f32 [width].
-Stored = StoredMatrix | GatheredTable | np.ndarray
-# By the family's names. lm_head is embed_tokens itself where they are tied; a gathered table is a StoredMatrix.
+Stored = StoredMatrix | GatheredTable | np.ndarray  # an array is the gain of a norm, f32 [width]
+# By name. Tied embeddings are one matrix under two names. A gathered table is a StoredMatrix.
 Weights = Mapping[str, Matrix | StoredMatrix | np.ndarray]
 StoredWeights = Mapping[str, Stored]
-_WRAPPERS = re.compile(r"((?:language_)?model\.)*")  # what a multimodal checkpoint has in front of a tensor's name
-_IGNORED = (".rotary_emb.inv_freq",)  # endings of tensors that are not used
+_WRAPPERS = re.compile(r"((?:language_)?model\.)*")  # prefixes of tensor names in multimodal checkpoints
+_IGNORED = (".rotary_emb.inv_freq",)  # endings of the names of tensors that the model does not use
 _OTHER_PARTS = ("vision_tower", "vision_model", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio", "v",
                 "a", "mm")  # fmt: skip
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
@@ -154,16 +156,18 @@ EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint's tensors, and which of them the family needs.
+    """A checkpoint's tensors, and the tensors that the model family expects.
 
-    specs: the family's tensors. names: the checkpoint's name of each of them. plus_one: gains are stored without their 1.
+    specs: the expected tensors. names: for each expected tensor, the name in the checkpoint.
+    plus_one: whether the format stores gain - 1 for tensors with `plus_one`.
+    tied: whether the embedding matrix is also the output matrix, unless the checkpoint has a different output matrix.
     """
 
     tensors: Mapping[str, StoredTensor]
     specs: Mapping[str, Tensor]
     names: Mapping[str, str]
     plus_one: bool
-    tied: bool  # the head is the embedding, unless the checkpoint has a head that differs
+    tied: bool
     where: str
 
 
@@ -196,11 +200,14 @@ def _part_of_stack(tensor: StoredTensor, spec: Tensor) -> StoredTensor:
 def hugging_face_source(
     tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor], tied: bool, where: str
 ) -> Source:
-    """The names of the text model have a prefix, which is found by the embedding's name; the head may have another one."""
+    """Return the source for safetensors. In a multimodal checkpoint, the names of the text model's tensors have a prefix.
+
+    The name of the embedding shows the prefix. The name of the head may have another prefix.
+    """
     by_own_name = {_without_wrappers(name): name for name in tensors}
     embedding = specs[EMBEDDING].hugging_face
     if embedding not in by_own_name:
-        raise ConfigError(f"{where}: no tensor {embedding} under any known prefix")
+        raise ConfigError(f"{where}: tensor {embedding} of the text model is missing")
     prefix = by_own_name[embedding].removesuffix(embedding)
     names = {name: prefix + spec.hugging_face for name, spec in specs.items()}
     if HEAD in specs:
@@ -213,16 +220,17 @@ def _without_wrappers(name: str) -> str:
 
 
 def other_part(name: str) -> str | None:
-    """The part of a multimodal checkpoint that the tensor belongs to, for instance "vision_tower"; None for the text model."""
+    """Return the part of a multimodal checkpoint to which a tensor belongs, such as "vision_tower", or None for text."""
     part = _without_wrappers(name).split(".")[0]
     return part if part in _OTHER_PARTS else None
 
 
 def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored]:
-    """The tensors that the family needs. A further tensor is an error, because it means that the config describes another model.
+    """Return the tensors that the model family expects, after checking names, shapes and types.
 
-    Matrices stay in their file; gains, which are small, are read. Names, shapes and types are checked.
-    quant: the type in QUANTS that float matrices are quantised to; None leaves them as they are.
+    Gains are read; the values of matrices stay in the file. A tensor that the family does not expect raises ConfigError,
+    because the config then describes another model than the weights.
+    quant: the type, a key of QUANTS, to which float matrices are quantised, or None.
     """
     weights: dict[str, Stored] = {}
     for name, spec in source.specs.items():
@@ -238,7 +246,7 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
             weights[name] = StoredMatrix(quantised_to(quant, tensor))
         else:
             weights[name] = _gain(tensor, source.plus_one and spec.plus_one)
-    used = {*source.names.values()}  # the head too: some files store the shared matrix twice
+    used = {*source.names.values()}  # includes the head of tied embeddings, because some files store the matrix twice
     for name in source.tensors:
         if name not in used and not name.endswith(_IGNORED):
             raise ConfigError(f"{source.where}: tensor {name!r:.80} is not part of the model that the config describes")
@@ -246,7 +254,7 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
 
 
 def read_weights(stored: StoredWeights) -> dict[str, Matrix | StoredMatrix | np.ndarray]:
-    """All weights in memory, for the specification; gathered tables stay in their file."""
+    """Read and return all weights, for the specification. Gathered tables stay in the file."""
     whole: dict[int, Matrix] = {}
     made: dict[str, Matrix | StoredMatrix | np.ndarray] = {}
     for name, part in stored.items():
@@ -260,7 +268,7 @@ def read_weights(stored: StoredWeights) -> dict[str, Matrix | StoredMatrix | np.
 
 
 def matrices_of(stored: StoredWeights) -> list[StoredMatrix]:
-    """The matrices in the order of the packed weights. A matrix with two names (a tied head) is there once."""
+    """Return the matrices in the order in which they are packed. A matrix with two names (tied embeddings) occurs once."""
     return list({id(part): part for part in stored.values() if isinstance(part, StoredMatrix)}.values())
 
 
@@ -269,7 +277,9 @@ def _take(source: Source, name: str, shape: tuple[int, ...]) -> StoredTensor:
     if tensor is None:
         raise ConfigError(f"{source.where}: tensor {name!r:.80} is missing")
     if tensor.shape != shape:
-        raise ConfigError(f"{tensor.where}: shape {list(shape)} expected from the config, found {list(tensor.shape)}")
+        raise ConfigError(
+            f"{tensor.where}: the shape should be {list(shape)} according to the config, found {list(tensor.shape)}"
+        )
     return tensor
 
 
@@ -285,22 +295,25 @@ def _gain(tensor: StoredTensor, plus_one: bool) -> np.ndarray:
 
 
 def _differs(source: Source) -> bool:
-    """Whether the checkpoint has a head that differs from the embedding. transformers then uses it, whatever the config says."""
+    """Return whether the checkpoint has a head that differs from the embedding.
+
+    transformers uses such a head even if the config has tie_word_embeddings.
+    """
     head, embedding = (source.tensors.get(source.names[name]) for name in (HEAD, EMBEDDING))
     return head is not None and embedding is not None and not np.array_equal(head.data, embedding.data)
 
 
 def stays_float(quant: str, tensor: StoredTensor) -> bool:
-    """Whether the matrix stays float because its rows are not whole blocks. No converter quantises such a matrix either."""
+    """Return whether the matrix cannot be quantised, because the length of a row is not a multiple of the block size."""
     return len(tensor.shape) == 2 and tensor.shape[1] % QUANTS[quant].block != 0
 
 
 def quantised_to(quant: str | None, tensor: StoredTensor) -> StoredTensor:
-    """The matrix quantised to that type, if its rows are whole blocks."""
+    """Return the matrix quantised to the type `quant`, or unchanged if quant is None or if `stays_float`."""
     if quant is None:
         return tensor
     if tensor.type.quantised:
-        raise InputError(f"{tensor.where}: quant {quant!r} needs float weights, found {tensor.type.name}")
+        raise InputError(f"{tensor.where}: quant {quant!r} needs float weights, found {tensor.type.name} weights")
     if stays_float(quant, tensor):
         return tensor
     return QuantisedTensor(tensor.name, QUANTS[quant], tensor.shape, tensor.data, tensor.path, tensor)
@@ -311,14 +324,14 @@ def _not_finite(tensor: StoredTensor) -> NoReturn:
 
 
 def _float_rows(tensor: StoredTensor, first: int, last: int) -> FloatMatrix:
-    """Float rows: f32, and bfloat16 as uint16, are memory-mapped; float16 is widened to f32."""
+    """Read rows of a float tensor. float32 and bfloat16 (as uint16) are memory-mapped; float16 is converted to float32."""
     shape = (last - first, tensor.shape[1])
     blocks = tensor.blocks(first, last)
     if tensor.type.name == "F16":
         values = tensor.type.dequantise(blocks).reshape(shape)
     else:
         values = blocks.reshape(-1).view("<u2" if tensor.type.name == "BF16" else "<f4").reshape(shape)
-        values = np.require(values, requirements=["C", "A"])  # a copy where the data is unaligned in the file
+        values = np.require(values, requirements=["C", "A"])  # copies only if the file's data is unaligned
     flat = values.reshape(-1)
     for at in range(0, flat.size, _CHUNK):
         part = flat[at : at + _CHUNK]
@@ -330,7 +343,7 @@ def _float_rows(tensor: StoredTensor, first: int, last: int) -> FloatMatrix:
 
 
 def _code_rows(tensor: StoredTensor, first: int, last: int) -> CodeMatrix:
-    """Quantised rows, unpacked to one int8 a weight, so that the arithmetic does not depend on formats."""
+    """Read rows of a quantised tensor, and unpack the codes to one int8 per weight."""
     kind, K = tensor.type, tensor.shape[1]
     assert kind.unpack is not None
     part = kind.unpack(tensor.blocks(first, last))

@@ -100,20 +100,20 @@ def test_what_a_model_needs(names: list[str], opened: str, files: list[str]) -> 
 def test_one_of_several() -> None:
     assert hub._choose("hf:a/b", GGUFS, "a-Q8_0.gguf") == ("a-Q8_0.gguf", ["a-Q8_0.gguf"])
     assert hub._choose("hf:a/b", GGUFS, GGUFS[2]) == (GGUFS[2], GGUFS[2:4])
-    choices = "there are a-Q4_K_M.gguf, a-Q8_0.gguf, big/b-00001-of-00002.gguf$"
-    with pytest.raises(ModelNotFoundError, match=f"hf:a/b@v1: add which file, as in hf:a/b/FILE; {choices}"):
+    choices = "the repository has a-Q4_K_M.gguf, a-Q8_0.gguf, big/b-00001-of-00002.gguf$"
+    with pytest.raises(ModelNotFoundError, match=f"hf:a/b@v1: name the GGUF file, as in hf:a/b/FILE; {choices}"):
         hub._choose("hf:a/b@v1", GGUFS, None)
-    with pytest.raises(ModelNotFoundError, match=f"no such GGUF file in this repository; {choices}"):
+    with pytest.raises(ModelNotFoundError, match=f"this GGUF file does not exist; {choices}"):
         hub._choose("hf:a/b/c.gguf", GGUFS, "c.gguf")
-    with pytest.raises(ModelNotFoundError, match="there is no GGUF file at all"):
+    with pytest.raises(ModelNotFoundError, match="the repository has no GGUF file"):
         hub._choose("hf:a/b/c.gguf", ["config.json"], "c.gguf")
-    with pytest.raises(ModelNotFoundError, match=r"neither config.json beside model.safetensors"):
+    with pytest.raises(ModelNotFoundError, match=r"neither config.json with model.safetensors"):
         hub._choose("hf:a/b", ["pytorch_model.bin", "config.json"], None)
 
 
 @pytest.mark.parametrize("reference", ["hf:", "hf:a", "hf:/a", "hf:a/", "hf:a/b@", "hf:a/b/", "hf:a b/c", "hf:a/b/@x"])
 def test_a_reference_that_is_none(reference: str) -> None:
-    with pytest.raises(InputError, match="is written hf:owner/name"):
+    with pytest.raises(InputError, match="should have the form hf:owner/name"):
         resolve(reference)
 
 
@@ -203,8 +203,8 @@ NO_NETWORK = OSError("Name or service not known\nand much more")
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: error("GatedRepoError"), "a gated repository: agree to its terms on its page"),
-        (lambda: error("RepositoryNotFoundError"), "no such repository on the hub, or a private one"),
+        (lambda: error("GatedRepoError"), "the repository is gated: accept the terms on the model's page"),
+        (lambda: error("RepositoryNotFoundError"), "no such repository on the hub, or a private repository"),
         (lambda: error("RevisionNotFoundError"), "no such revision"),
         (lambda: error("OfflineModeIsEnabled"), "HF_HUB_OFFLINE forbids"),
         (lambda: error("HfHubHTTPError", "502 Bad Gateway\nx"), r"the hub did not answer \(HfHubHTTPError: 502 Bad Gateway\)$"),
