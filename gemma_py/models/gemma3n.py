@@ -268,7 +268,7 @@ def config_from_hf(description: ModelDescription) -> Config:
     check_supported(description)
     count = layer_count(fields, "num_hidden_layers", 35)
     types = _per_layer(fields, "layer_types", count, _default_types(count), _is_type, f"{SLIDING} or {FULL}")
-    sizes = _per_layer(fields, "intermediate_size", count, 16_384, _is_size, "a whole number from 1")
+    sizes = _per_layer(fields, "intermediate_size", count, 16_384, _is_size, "an integer from 1")
     sparsity = _per_layer(
         fields, "activation_sparsity_pattern", count, _default_sparsity(count), _is_share, "a number from 0 to below 1"
     )
@@ -385,7 +385,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     sliding = _per_layer(
         fields, pattern, count, [kind == SLIDING for kind in _default_types(count)], _is_flag, "a flag"
     )
-    sizes = _per_layer(fields, "feed_forward_length", count, None, _is_size, "a whole number from 1")
+    sizes = _per_layer(fields, "feed_forward_length", count, None, _is_size, "an integer from 1")
     cutoffs = _per_layer(
         fields, "activation_sparsity_scale", count, [_cutoff(share) or -math.inf for share in _default_sparsity(count)],
         _is_cutoff, "a number or -inf",

@@ -1,6 +1,10 @@
 """GGUF files of tiny models, written by the gguf package."""
 
+import math
+import re
 from pathlib import Path
+from statistics import NormalDist
+from typing import Any
 
 import gguf
 import gguf.quants
@@ -16,6 +20,15 @@ _PARTS = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm", "norm": "output_norm", "lm_head": "output",
 }  # fmt: skip
+_PARTS_OF_GEMMA3N = {
+    "embed_tokens_per_layer": "per_layer_token_embd", "per_layer_model_projection": "per_layer_model_proj",
+    "per_layer_projection_norm": "per_layer_proj_norm", "altup.correct_output_scale": "altup_correct_scale",
+    "altup.correction_coefs": "altup_correct_coef", "altup.prediction_coefs": "altup_predict_coef",
+    "altup.modality_router": "altup_router", "altup.router_norm": "altup_router_norm", "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r", "laurel.post_laurel_norm": "laurel_post_norm", "per_layer_input_gate": "inp_gate",
+    "altup_projections": "altup_proj", "altup_unembed_projections": "altup_unembd_proj",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
+}  # fmt: skip
 
 PARTS_OF_A_LAYER = [part for part in _PARTS.values() if part not in ("token_embd", "output_norm", "output")]
 
@@ -27,7 +40,7 @@ def gguf_name(name: str, family: str) -> str:
     if name.startswith("layers."):
         _, number, name = name.split(".", 2)
         layer = f"blk.{number}."
-    part = _PARTS[name]
+    part = (_PARTS | _PARTS_OF_GEMMA3N)[name]
     return layer + ("ffn_norm" if (family, part) == ("gemma", "post_attention_norm") else part) + ".weight"
 
 
@@ -52,6 +65,30 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
     return blocks.reshape(rows, -1)
 
 
+def _describe_gemma3n(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
+    """As llama.cpp's converter does: quantiles in place of sparsities, rounded to float32, and -inf for dense layers."""
+    writer.add_altup_active_idx(c["altup_active_idx"])
+    writer.add_altup_num_inputs(c["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(c["hidden_size_per_layer_input"])
+    writer.add_float32("gemma3n.attention.shared_kv_layers", float(c["num_kv_shared_layers"]))
+    shares = c["activation_sparsity_pattern"]
+    writer.add_activation_sparsity_scale([NormalDist().inv_cdf(share) if share else -math.inf for share in shares])
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in c["layer_types"]])
+    writer.add_final_logit_softcapping(c["final_logit_softcapping"])
+
+
+def _stacked(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors, with AltUp's projections in one tensor each instead of one a stream."""
+    made: dict[str, np.ndarray] = {}
+    for name, table in values.items():
+        stack = re.sub(r"(altup_\w*projections)\.\d+", r"\1", name)
+        if stack == name:
+            made[name] = table
+        else:
+            made[stack] = np.concatenate([made[stack], table[None]]) if stack in made else table[None]
+    return made
+
+
 def write_model(
     path: Path,
     variant: tiny.Variant,
@@ -66,7 +103,7 @@ def write_model(
     every matrix to whose rows are whole blocks.
     """
     c = variant.config.get("text_config", variant.config)
-    family = {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3"}[c["model_type"]]
+    family = {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "gemma3n_text": "gemma3n"}[c["model_type"]]
     writer = gguf.GGUFWriter(str(path), family)
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
@@ -79,22 +116,25 @@ def write_model(
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     if family != "gemma":
         writer.add_sliding_window(c["sliding_window"])
-    if family == "gemma3":
+    if family in ("gemma3", "gemma3n"):
         writer.add_rope_freq_base(c["rope_parameters"]["full_attention"]["rope_theta"])
+    if family == "gemma3n":
+        _describe_gemma3n(writer, c)
     if family == "gemma2":
         writer.add_attn_logit_softcapping(c["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(c["final_logit_softcapping"])
-    for number, (name, table) in enumerate((values or tiny.tensors(variant, seed)).items()):
+    values = _stacked(values or tiny.tensors(variant, seed))
+    for number, (name, table) in enumerate(values.items()):
         new = gguf_name(name, family)
         kind = next((k for part, k in (kinds or {}).items() if part in name), None)
         if kind is not None:
             blocks = random_blocks(kind, table.shape[0], table.shape[1], seed * 100 + number)
             writer.add_tensor(new, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
-        elif quant is not None and table.ndim == 2 and table.shape[1] % TYPES[quant].block == 0:
+        elif quant is not None and table.ndim > 1 and table.shape[1] % TYPES[quant].block == 0:
             packed = gguf.GGMLQuantizationType[quant]
             writer.add_tensor(new, gguf.quants.quantize(table, packed), raw_dtype=packed)
         else:
-            writer.add_tensor(new, table + 1 if table.ndim == 1 else table)
+            writer.add_tensor(new, table + 1 if table.ndim == 1 and family != "gemma3n" else table)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
