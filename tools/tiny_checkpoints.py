@@ -4,19 +4,22 @@ The weights are computed with splitmix64 and integer arithmetic, so a seed gives
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
+from tiny_shapes import FULL, SLIDING, Config, text_shapes, unused_kv
 
 
 @dataclass(frozen=True)
 class Variant:
     """A kind of checkpoint. config: the content of config.json. dtype: F32, F16 or BF16. shards: number of files.
-    prefix: of all text tensors.
+    prefix: of all text tensors. dense: the output widths of an embedding model's dense layers after mean pooling, which are
+    stored as modules of sentence-transformers.
     """
 
     config: dict[str, Any]
@@ -25,6 +28,7 @@ class Variant:
     prefix: str = "model."
     head: str | None = None  # the name of an output head that is not tied to the embedding
     extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of tensors outside the text model
+    dense: tuple[int, ...] = ()
 
 
 def _gemma1(**changes: Any) -> dict[str, Any]:
@@ -84,29 +88,32 @@ def _old_gemma3(**changes: Any) -> dict[str, Any]:
     return config
 
 
-def _gemma3n(**changes: Any) -> dict[str, Any]:
-    """As current transformers write it. The last three layers share KV rows; tokens from 80 on have no inputs of their own."""
+_MIXED = (SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL)
+
+
+def _gemma3n(types: Sequence[str] = _MIXED, **changes: Any) -> Config:
+    """Return a config as current transformers write it. Token ids from 50 on have no row in the table of per-layer inputs."""
     return {
-        "model_type": "gemma3n_text", "architectures": ["Gemma3nForCausalLM"], "vocab_size": 96, "hidden_size": 32,
-        "intermediate_size": [64, 48, 64, 96, 64, 64], "num_hidden_layers": 6, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 12, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
-        "sliding_window": 9, "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
-        "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 80,
-        "altup_num_inputs": 4, "altup_active_idx": 0, "altup_correct_scale": True, "laurel_rank": 6,
-        "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.8, 0.0, 0.0], "final_logit_softcapping": 3.0,
+        "model_type": "gemma3n_text", "architectures": ["Gemma3nForCausalLM"], "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": [48] * len(types), "num_hidden_layers": len(types), "layer_types": list(types),
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6, "sliding_window": 9, "max_position_embeddings": 128, "attention_bias": False,
         "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            FULL: {"rope_type": "default", "rope_theta": 1_000_000.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
         },
-        "max_position_embeddings": 128, "bos_token_id": 2, "eos_token_id": [1, 5], "pad_token_id": 0,
-        **changes,
+        "final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 50,
+        "num_kv_shared_layers": 3, "laurel_rank": 5, "altup_num_inputs": 4, "altup_active_idx": 0,
+        "altup_coef_clip": 120.0, "altup_correct_scale": True, "tie_word_embeddings": True,
+        "activation_sparsity_pattern": [0.95, 0.5] + [0.0] * (len(types) - 2), "bos_token_id": 2, "eos_token_id": 1,
+        "pad_token_id": 0, **changes,
     }  # fmt: skip
 
 
-def _old_gemma3n(**changes: Any) -> dict[str, Any]:
-    """As transformers 4.53 wrote it, with three streams of which the second is active."""
-    config = _gemma3n(rope_theta=1000000.0, rope_local_base_freq=20000.0, intermediate_size=80, num_kv_shared_layers=1,
-                      altup_num_inputs=3, altup_active_idx=1, altup_correct_scale=False, **changes)  # fmt: skip
+def _old_gemma3n(**changes: Any) -> Config:
+    """Return a config as transformers 4.53 wrote it, with three streams of which the second is active."""
+    config = _gemma3n(rope_theta=1_000_000.0, rope_local_base_freq=20_000.0, intermediate_size=80, altup_num_inputs=3,
+                      altup_active_idx=1, altup_correct_scale=False, num_kv_shared_layers=1, **changes)  # fmt: skip
     del config["rope_parameters"], config["layer_types"], config["activation_sparsity_pattern"]
     return config
 
@@ -147,7 +154,7 @@ VARIANTS = {
     "gemma3-multi-query": Variant(
         _gemma3(num_key_value_heads=1, sliding_window=3, query_pre_attn_scalar=40, head_dim=10, rms_norm_eps=1e-5,
                 vocab_size=97), shards=2),
-    "gemma3n": Variant(_gemma3n()),
+    "gemma3n": Variant(_gemma3n(), extra=unused_kv(_gemma3n(), "model.")),
     "gemma3n-old-config": Variant(_old_gemma3n(), dtype="BF16", shards=2),
     "gemma3-multimodal": Variant(
         _multimodal(_gemma3(rope_parameters=_SCALED)), dtype="BF16", prefix="model.language_model.",
@@ -156,19 +163,6 @@ VARIANTS = {
         _multimodal(_old_gemma3(rope_scaling={"rope_type": "linear", "factor": 8.0})), dtype="F16",
         prefix="language_model.model.", extra=_VISION_TENSORS),
 }  # fmt: skip
-
-
-# A layer's norms of width D, by model type; those of other types have all four.
-_NORMS = {
-    "gemma": ("input_layernorm", "post_attention_layernorm"),
-    "vaultgemma": ("input_layernorm", "pre_feedforward_layernorm"),
-}
-_FOUR_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
 
 
 def gaussians(seed: int, count: int) -> np.ndarray:
@@ -182,61 +176,52 @@ def gaussians(seed: int, count: int) -> np.ndarray:
     return ((fields.astype(np.int64).sum(1) - 2 * 65535) / (65535 / 3**0.5)).astype(np.float32)
 
 
+def largest_cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the largest cosine distance between a row of a and the row of b with the same number."""
+    x, y = (table.astype(np.float64) for table in (a, b))
+    lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+    return float((1 - (x * y).sum(1) / lengths).max())
+
+
+def text_config(variant: Variant) -> dict[str, Any]:
+    config: dict[str, Any] = variant.config.get("text_config", variant.config)
+    return config
+
+
+def is_embedding(variant: Variant) -> bool:
+    config = text_config(variant)
+    return config["model_type"] == "embedding_gemma2_text" or config.get("use_bidirectional_attention") is True
+
+
 def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the text model's tensors, by Hugging Face name."""
-    c = variant.config.get("text_config", variant.config)
-    D, E, sizes = c["hidden_size"], c["head_dim"], c["intermediate_size"]
-    H, G = c["num_attention_heads"], c["num_key_value_heads"]
-    p = variant.prefix
-    table: dict[str, tuple[int, ...]] = {f"{p}embed_tokens.weight": (c["vocab_size"], D), f"{p}norm.weight": (D,)}
-    norms = _NORMS.get(c["model_type"], _FOUR_NORMS)
-    for n in range(c["num_hidden_layers"]):
-        layer = f"{p}layers.{n}."
-        table |= {f"{layer}self_attn.{x}_proj.weight": (rows * E, D) for x, rows in (("q", H), ("k", G), ("v", G))}
-        table[f"{layer}self_attn.o_proj.weight"] = (D, H * E)
-        F = sizes[n] if isinstance(sizes, list) else sizes
-        table |= {f"{layer}mlp.{x}_proj.weight": (F, D) for x in ("gate", "up")}
-        table[f"{layer}mlp.down_proj.weight"] = (D, F)
-        table |= {f"{layer}{x}.weight": (D,) for x in norms}
-        if c["model_type"] in ("gemma3_text", "gemma3n_text"):
-            table |= {f"{layer}self_attn.{x}_norm.weight": (E,) for x in "qk"}
-    if c["model_type"] == "gemma3n_text":
-        table |= {p + name: shape for name, shape in _shapes_of_gemma3n(c).items()}
+    """Return the shapes of the variant's tensors, by Hugging Face name."""
+    c = text_config(variant)
+    table = {variant.prefix + name: shape for name, shape in text_shapes(c).items()}
     if variant.head:
-        table[variant.head] = (c["vocab_size"], D)
+        table[variant.head] = (c["vocab_size"], c["hidden_size"])
     return {**table, **variant.extra}
 
 
-def _shapes_of_gemma3n(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors that only Gemma 3n has. Layers that share KV rows have keys and values all the same, as in released files."""
-    D, P, L, n, R = (c[key] for key in ("hidden_size", "hidden_size_per_layer_input", "num_hidden_layers",
-                                        "altup_num_inputs", "laurel_rank"))  # fmt: skip
-    table: dict[str, tuple[int, ...]] = {
-        "embed_tokens_per_layer.weight": (c["vocab_size_per_layer_input"], L * P),
-        "per_layer_model_projection.weight": (L * P, D),
-        "per_layer_projection_norm.weight": (P,),
-    }
-    for i in range(n - 1):
-        table |= {f"altup_{kind}projections.{i}.weight": (D, D) for kind in ("", "unembed_")}
-    layer = {
-        "altup.correct_output_scale": (D,), "altup.correction_coefs.weight": (n, n),
-        "altup.prediction_coefs.weight": (n * n, n), "altup.modality_router.weight": (n, D),
-        "altup.router_norm.weight": (D,), "laurel.linear_left.weight": (R, D), "laurel.linear_right.weight": (D, R),
-        "laurel.post_laurel_norm.weight": (D,), "per_layer_input_gate.weight": (P, D),
-        "per_layer_projection.weight": (D, P), "post_per_layer_input_norm.weight": (D,),
-    }  # fmt: skip
-    return table | {f"layers.{number}.{name}": shape for number in range(L) for name, shape in layer.items()}
+_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "vaultgemma")  # model types whose gains are stored without their 1
+_SCALES = ("layer_scalar", "router.scale", "per_expert_scale", "correct_output_scale")
+
+
+def _distribution(name: str, shape: tuple[int, ...], plus_one: bool) -> tuple[float, float]:
+    """Return the mean and the standard deviation of a tensor's values. No gain or scale is left at 1 or 0, because then a
+    test could not see that gemma_py ignores the tensor."""
+    if name.endswith(_SCALES) or (len(shape) == 1 and "norm" in name and not plus_one):
+        # Gains below 1 keep attention scores moderate, because these families do not divide scores by sqrt(head_dim).
+        return (0.5, 0.15) if name.endswith(("q_norm.weight", "k_norm.weight")) else (1.0, 0.3)
+    return 0.0, 0.3 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
 
 
 def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
     """Return random f32 values that the variant's dtype represents exactly."""
     made = {}
-    whole_gains = variant.config.get("text_config", variant.config)["model_type"] == "gemma3n_text"
+    plus_one = text_config(variant)["model_type"] in _PLUS_ONE
     for number, (name, shape) in enumerate(shapes(variant).items()):
-        spread = 0.3 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
-        values = gaussians(seed * 1000 + number, int(np.prod(shape))) * np.float32(spread)
-        if whole_gains and len(shape) == 1:
-            values += np.float32(1)
+        mean, spread = _distribution(name, shape, plus_one) if shape else (-np.inf, 0.0)  # a scalar is a clipping bound
+        values = gaussians(seed * 1000 + number, int(np.prod(shape))) * np.float32(spread) + np.float32(mean)
         if variant.dtype == "F16":
             values = values.astype(np.float16).astype(np.float32)
         elif variant.dtype == "BF16":
@@ -252,7 +237,7 @@ def save_safetensors(path: Path, values: dict[str, np.ndarray], dtype: str) -> N
     if dtype == "F16":
         values = {name: value.astype(np.float16) for name, value in values.items()}
     elif dtype == "BF16":
-        values = {name: (value.view(np.uint32) >> np.uint32(16)).astype(np.uint16) for name, value in values.items()}
+        values = {name: np.asarray(value.view(np.uint32) >> np.uint32(16), np.uint16) for name, value in values.items()}
     data = safetensors.numpy.save(values)
     length = int.from_bytes(data[:8], "little")
     header = (
@@ -266,6 +251,8 @@ def write(variant: Variant, directory: Path, seed: int) -> None:
     config = variant.config | {"dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[variant.dtype]}
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     values = tensors(variant, seed)
+    if variant.dense:
+        _write_modules(variant, directory, seed)
     if variant.shards == 1:
         save_safetensors(directory / "model.safetensors", values, variant.dtype)
         return
@@ -278,3 +265,35 @@ def write(variant: Variant, directory: Path, seed: int) -> None:
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def dense_layers(variant: Variant, seed: int) -> list[np.ndarray]:
+    """Return the f32 matrices [out, in] of the dense layers after mean pooling."""
+    widths = (text_config(variant)["hidden_size"], *variant.dense)
+    return [
+        (gaussians(seed * 1000 + 900 + n, into * out) * np.float32(into**-0.5)).reshape(out, into)
+        for n, (into, out) in enumerate(pairwise(widths))
+    ]
+
+
+def _write_modules(variant: Variant, directory: Path, seed: int) -> None:
+    """Write the modules of sentence-transformers that follow the transformer: pooling, dense layers, normalisation."""
+    layers = dense_layers(variant, seed)
+    names = ["Pooling", *["Dense"] * len(layers), "Normalize"]
+    modules = [("", "Transformer"), *((f"{n}_{name}", name) for n, name in enumerate(names, 1))]
+    for path, _ in modules:
+        (directory / path).mkdir(exist_ok=True)
+    listed = [
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for n, (path, name) in enumerate(modules)
+    ]
+    width = text_config(variant)["hidden_size"]
+    pooling = {"word_embedding_dimension": width, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    (directory / "modules.json").write_text(json.dumps(listed, indent=1) + "\n")
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling, indent=1) + "\n")
+    for n, layer in enumerate(layers, 2):
+        out, into = layer.shape
+        config = {"in_features": into, "out_features": out, "bias": False,
+                  "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
+        (directory / f"{n}_Dense" / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        save_safetensors(directory / f"{n}_Dense" / "model.safetensors", {"linear.weight": layer}, "F32")

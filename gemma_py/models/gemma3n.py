@@ -148,7 +148,8 @@ def write(p: Program) -> None:
         p.matmul("input gate", "y", f"{of}per_layer_projection")
         p.phase("end", number, rows)
         p.norm("y", "y", f"{of}post_per_layer_input_norm")
-        p.add_to_streams(predictions, "y", n, since=1)
+        if n > 1:
+            p.add_to_streams(predictions, "y", n, since=1)
         streams, predictions = predictions, streams
     _end(p, streams, rows)
 
@@ -369,8 +370,8 @@ def _checked(config: Config, where: str) -> Config:
             f"{where}: altup_active_idx should be below altup_num_inputs {config.altup_num_inputs}, "
             f"found {config.altup_active_idx}"
         )
-    if not 2 <= config.altup_num_inputs <= _MOST_STREAMS:
-        raise ConfigError(f"{where}: altup_num_inputs should be 2 to {_MOST_STREAMS}, found {config.altup_num_inputs}")
+    if config.altup_num_inputs > _MOST_STREAMS:
+        raise ConfigError(f"{where}: altup_num_inputs should be 1 to {_MOST_STREAMS}, found {config.altup_num_inputs}")
     return checked(config, where)
 
 
