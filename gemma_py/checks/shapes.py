@@ -50,7 +50,8 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     if kind is None:
         raise InputError(f"{type_name}: unknown type; expected one of {', '.join(TYPES).lower()}")
     for label, spec in _specs(family, config).items():
-        if len(spec.shape) == 2 and spec.shape[1] > kind.block and spec.shape[1] % kind.block and label != EMBEDDING:
+        whole = len(spec.shape) == 1 or spec.shape[1] < kind.block or spec.shape[1] % kind.block == 0
+        if not whole and label != EMBEDDING:
             raise InputError(
                 f"{name} in {kind.name}: row lengths should be multiples of {kind.block}, found {spec.shape[1]} in {label}"
             )
@@ -82,9 +83,8 @@ def _stored_type(label: str, spec: Tensor, kind: BlockType) -> BlockType:
 
 
 def _specs(family: Family, config: Config) -> dict[str, Tensor]:
-    """Return the tensors of a model without those that no operation reads and the output head, which is the embedding."""
-    specs = family.tensors(config).items()
-    return {label: spec for label, spec in specs if label != HEAD and not spec.unused}
+    """Return the tensors of a model except the output head, because the embedding is used as the output head."""
+    return {label: spec for label, spec in family.tensors(config).items() if label != HEAD}
 
 
 def _random(kind: BlockType, count: int) -> np.ndarray:
@@ -101,7 +101,7 @@ def _random(kind: BlockType, count: int) -> np.ndarray:
 
 
 def _blank(kind: BlockType, count: int) -> np.ndarray:
-    """Return zeros of the length of `count` values, without allocating memory."""
+    """Return as many zero bytes as `count` values of type `kind` occupy. All elements share one byte of memory."""
     return np.broadcast_to(np.uint8(0), count // kind.block * kind.bytes)
 
 

@@ -29,8 +29,6 @@ class Layer:
 
     sliding_window: a query at position i attends to positions i - sliding_window + 1 .. i; None means full attention.
     kv_source: the number of the layer whose KV rows this layer reads, which is this layer or an earlier one.
-    sparsity_cutoff: the values of the feed-forward's gate that are less than so many standard deviations above their mean become
-        0; None means that no value does.
     """
 
     sliding_window: int | None
@@ -40,7 +38,8 @@ class Layer:
     head_dim: int  # E
     intermediate_size: int  # F
     kv_source: int
-    sparsity_cutoff: float | None = None
+    value_is_key: bool = False  # whether the values are the keys before norm and rope
+    sparsity_cutoff: float | None = None  # see `Program.sparsify`; None for a dense feed-forward
 
 
 @dataclass(frozen=True)

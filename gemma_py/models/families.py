@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from gemma_py.errors import ConfigError, UnsupportedError
-from gemma_py.models import gemma, gemma3n
+from gemma_py.formats.tensor import StoredTensor
+from gemma_py.models import gemma, gemma3n, gemma4
 from gemma_py.models.config import Config
 from gemma_py.models.family import Family, ModelDescription
 from gemma_py.models.fields import Fields
 
-FAMILIES = (gemma.FAMILY, gemma3n.FAMILY)
-_LATER = ("gemma4", "gemma4_text", "gemma4_unified", "t5gemma")
+FAMILIES = (gemma.FAMILY, gemma3n.FAMILY, gemma4.FAMILY)
+_LATER = ("t5gemma",)
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
@@ -37,16 +38,11 @@ def config_from_hf(document: Any, where: str, generation: Any = None) -> tuple[F
 
 
 def config_from_gguf(
-    metadata: dict[str, Any],
-    where: str,
-    vocab_size: int,
-    tied: bool,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    metadata: dict[str, Any], where: str, vocab_size: int, tied: bool, tensors: Mapping[str, StoredTensor]
 ) -> tuple[Family, Config]:
-    """Read the config of a GGUF file.
+    """Read the config of a GGUF file with these metadata and tensors.
 
     vocab_size: the number of rows of the embedding matrix. tied: whether the embedding matrix is also the output matrix.
-    shapes: the shape of every tensor; None means that the family needs none of them.
     """
     outer = Fields(where, metadata)
     name = outer.text("general.architecture")
@@ -55,5 +51,5 @@ def config_from_gguf(
         raise UnsupportedError(f"{where}: architecture {name!r:.40} is not supported; supported architectures: {known}")
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     family = _BY_ARCHITECTURE[name]
-    description = ModelDescription(name, Fields(where, own), outer, Fields(where, {}), vocab_size, tied, shapes or {})
+    description = ModelDescription(name, Fields(where, own), outer, Fields(where, {}), vocab_size, tied, tensors)
     return family, family.config_from_gguf(description)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from gemma_py.errors import ConfigError
+from gemma_py.formats.tensor import StoredTensor
 from gemma_py.models.config import Config
 from gemma_py.models.fields import Fields
 from gemma_py.models.program import Program, Tensor
@@ -17,9 +17,9 @@ class ModelDescription:
     fields: the fields of the text model, for example those of text_config in config.json.
     outer: the whole config.json, or all GGUF metadata.
     tokens: the fields of generation_config.json; empty for GGUF.
+    tensors: the tensors by name; set for GGUF only.
     vocab_size: the number of rows of the embedding matrix; set for GGUF only.
     tied: whether the embedding matrix is also the output matrix; set for GGUF only.
-    shapes: the shape of every tensor; set for GGUF only.
     """
 
     name: str
@@ -28,24 +28,21 @@ class ModelDescription:
     tokens: Fields
     vocab_size: int = 0
     tied: bool = True
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     def token_ids(self, name: str, default: int) -> tuple[int, ...]:
-        """Return the token ids that a field of Hugging Face's files gives, of which generation_config.json comes first."""
+        """Token ids from Hugging Face's files, in which generation_config.json takes precedence."""
         return self.tokens.ids(name) or self.fields.ids(name) or self.outer.ids(name) or (default,)
 
-    def gguf_tokens(self) -> tuple[int | None, tuple[int, ...]]:
-        """Return the bos token and the end tokens that GGUF metadata give."""
+    def gguf_token_ids(self) -> tuple[int | None, tuple[int, ...]]:
+        """From GGUF metadata: the bos token, and the tokens that end a text or a turn."""
         bos = self.outer.ids("tokenizer.ggml.bos_token_id")
         ends = {*self.outer.ids("tokenizer.ggml.eos_token_id"), *self.outer.ids("tokenizer.ggml.eot_token_id")}
         return bos[0] if bos else None, tuple(sorted(ends))
 
-    def rows(self, tensor: str) -> int:
-        """Return the number of rows of a matrix of a GGUF file."""
-        shape = self.shapes.get(tensor, ())
-        if len(shape) != 2:
-            raise ConfigError(f"{self.outer.where}: tensor {tensor!r} is missing or not a matrix")
-        return shape[0]
+
+def _nothing(config: Config) -> frozenset[str]:
+    return frozenset()
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,8 @@ class Family:
     config_from_gguf: Callable[[ModelDescription], Config]
     tensors: Callable[[Config], dict[str, Tensor]]
     write: Callable[[Program], None]  # appends the operations of a forward pass to the program
+    # Returns names, in both formats, of tensors that a checkpoint may have although the model does not use them.
+    unused: Callable[[Config], frozenset[str]] = _nothing
 
     def program(self, config: Config) -> Program:
         program = Program(config, self.tensors(config))

@@ -5,10 +5,6 @@ VaultGemma is Gemma 2 without these two norms.
 Gemma 3 adds to Gemma 2 norms of queries and keys, and a separate rope for sliding layers, and has no soft caps by default.
 """
 
-from typing import Any
-
-import numpy as np
-
 from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.models.config import Config, Layer, Rope, checked
 from gemma_py.models.family import Family, ModelDescription
@@ -19,7 +15,7 @@ from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 
 # The matrices of a layer. Columns: name in this package, name in Hugging Face, name in GGUF, N and K of the shape [N, K].
 # A size of two letters is a product: "HE" is the number of query heads times the head width.
-_MATRICES = (
+MATRICES = (
     ("q_proj", "self_attn.q_proj", "attn_q", "HE", "D"),
     ("k_proj", "self_attn.k_proj", "attn_k", "GE", "D"),
     ("v_proj", "self_attn.v_proj", "attn_v", "GE", "D"),
@@ -34,21 +30,21 @@ _GEMMA1_NORMS = (
     ("input_norm", "input_layernorm", "attn_norm", "D"),
     ("pre_feedforward_norm", "post_attention_layernorm", "ffn_norm", "D"),
 )
-_GEMMA2_NORMS = (
+LAYER_NORMS = (
     ("input_norm", "input_layernorm", "attn_norm", "D"),
     ("post_attention_norm", "post_attention_layernorm", "post_attention_norm", "D"),
     ("pre_feedforward_norm", "pre_feedforward_layernorm", "ffn_norm", "D"),
     ("post_feedforward_norm", "post_feedforward_layernorm", "post_ffw_norm", "D"),
 )
-_HEAD_NORMS = (
+HEAD_NORMS = (
     ("q_norm", "self_attn.q_norm", "attn_q_norm", "E"),
     ("k_norm", "self_attn.k_norm", "attn_k_norm", "E"),
 )
 _NORMS = {
     "gemma": _GEMMA1_NORMS,
-    "gemma2": _GEMMA2_NORMS,
-    "vaultgemma": tuple(norm for norm in _GEMMA2_NORMS if not norm[0].startswith("post_")),
-    "gemma3": _GEMMA2_NORMS + _HEAD_NORMS,
+    "gemma2": LAYER_NORMS,
+    "vaultgemma": tuple(norm for norm in LAYER_NORMS if not norm[0].startswith("post_")),
+    "gemma3": LAYER_NORMS + HEAD_NORMS,
 }
 
 
@@ -64,7 +60,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
         E = layer.head_dim
         sizes = {"D": D, "F": layer.intermediate_size, "E": E}
         sizes |= {"HE": layer.num_attention_heads * E, "GE": layer.num_key_value_heads * E}
-        for name, theirs, gguf, N, K in _MATRICES:
+        for name, theirs, gguf, N, K in MATRICES:
             made[f"layers.{number}.{name}"] = Tensor(
                 (sizes[N], sizes[K]), f"layers.{number}.{theirs}.weight", f"blk.{number}.{gguf}.weight"
             )
@@ -133,7 +129,7 @@ def _present(p: Program, gain: str) -> str:
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 # The defaults of transformers. A multimodal checkpoint's text_config leaves out the fields that have these values.
 _DEFAULTS = {
     "gemma": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -157,7 +153,11 @@ def config_from_hf(description: ModelDescription) -> Config:
     """Read a config.json that an old or a current version of transformers wrote."""
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
-    check_supported(description)
+    if fields.flag("use_bidirectional_attention", False):
+        raise UnsupportedError(
+            f"{where}: use_bidirectional_attention is set; embedding models (EmbeddingGemma) are not supported yet"
+        )
+    check_text_model(description)
     default = _DEFAULTS[kind]
 
     def dimension(name: str) -> int:
@@ -188,20 +188,8 @@ def config_from_hf(description: ModelDescription) -> Config:
     return checked(config, where)
 
 
-def layer_count(fields: Fields, name: str, default: int | None = None) -> int:
-    """Return the number of layers, which is limited because descriptions of all layers are made before any tensor is read."""
-    count: int = fields.integer(name) if default is None else fields.integer(name, default)
-    if count > _MOST_LAYERS:
-        fields.fail(name, f"at most {_MOST_LAYERS}")
-    return count
-
-
-def check_supported(description: ModelDescription) -> None:
+def check_text_model(description: ModelDescription) -> None:
     fields, outer, where = description.fields, description.outer, description.outer.where
-    if fields.flag("use_bidirectional_attention", False):
-        raise UnsupportedError(
-            f"{where}: use_bidirectional_attention is set; embedding models (EmbeddingGemma) are not supported yet"
-        )
     if fields.flag("attention_bias", False):
         raise UnsupportedError(f"{where}: attention_bias should be false, found true")
     # Gemma 1 checkpoints have "gelu" in hidden_act although the models were trained with gelu_pytorch_tanh.
@@ -227,7 +215,9 @@ def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
 
 def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
     """Return the sliding window of each layer; None for a layer with full attention."""
-    count = layer_count(fields, "num_hidden_layers")
+    count = fields.integer("num_hidden_layers")
+    if count > MOST_LAYERS:
+        fields.fail("num_hidden_layers", f"at most {MOST_LAYERS}")
     if kind == "gemma":
         return [None] * count
     window = fields.integer("sliding_window", 4096)
@@ -277,21 +267,25 @@ def config_from_gguf(description: ModelDescription) -> Config:
     where = outer.where
     if fields.values.get("attention.causal") is False:
         raise UnsupportedError(f"{where}: attention.causal is false; embedding models are not supported yet")
-    count = layer_count(fields, "block_count")
+    layer_count = fields.integer("block_count")
+    if layer_count > MOST_LAYERS:
+        fields.fail("block_count", f"at most {MOST_LAYERS}")
     hidden = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count")
     kv_heads = fields.integer("attention.head_count_kv", heads)
-    head_dim = head_width(fields)
+    head_dim = fields.integer("attention.key_length", max(1, hidden // heads))
+    if fields.integer("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedError(f"{where}: attention.value_length should be {head_dim}, as attention.key_length is")
     full, sliding = ropes_from_gguf(fields, kind)
     layers = tuple(
         Layer(window, full if window is None else sliding, heads, kv_heads, head_dim,
               fields.integer("feed_forward_length"), number)
-        for number, window in enumerate(_windows_from_gguf(fields, kind, count))
+        for number, window in enumerate(_windows_from_gguf(fields, kind, layer_count))
     )  # fmt: skip
     # Gemma 2 27B (46 layers) and Gemma 3 27B (62 layers) scale attention by (hidden / heads)^-0.5 instead of
     # head_dim^-0.5. GGUF metadata do not record the scale, so the number of layers identifies these models.
-    wide = (kind, count) in (("gemma2", 46), ("gemma3", 62))
-    bos, ends = description.gguf_tokens()
+    wide = (kind, layer_count) in (("gemma2", 46), ("gemma3", 62))
+    bos, ends = description.gguf_token_ids()
     config = Config(
         model_type=kind,
         vocab_size=description.vocab_size,
@@ -309,15 +303,6 @@ def config_from_gguf(description: ModelDescription) -> Config:
     return checked(config, where)
 
 
-def head_width(fields: Fields) -> int:
-    """Return the width of the heads from GGUF metadata. Keys and values must be equally wide."""
-    heads = fields.integer("attention.head_count")
-    width: int = fields.integer("attention.key_length", max(1, fields.integer("embedding_length") // heads))
-    if fields.integer("attention.value_length", width) != width:
-        raise UnsupportedError(f"{fields.where}: attention.value_length should equal attention.key_length, {width}")
-    return width
-
-
 def _cap_from_gguf(fields: Fields, kind: str, name: str) -> float | None:
     if kind not in _CAPS[name]:
         return None
@@ -331,14 +316,8 @@ def _windows_from_gguf(fields: Fields, kind: str, count: int) -> list[int | None
     window = fields.integer("attention.sliding_window", 4096 if kind == "gemma2" else None)
     if window is None:
         raise ConfigError(f"{fields.where}: {kind}.attention.sliding_window is missing")
-    pattern: Any = fields.values.get("attention.sliding_window_pattern")
-    if pattern is not None and not isinstance(pattern, int):  # the pattern is a list of one flag per layer
-        flags = pattern.tolist() if isinstance(pattern, np.ndarray) else pattern
-        if not isinstance(flags, list) or len(flags) != count or not all(type(flag) in (bool, int) for flag in flags):
-            fields.fail("attention.sliding_window_pattern", f"an integer or a list of {count} flags")
-        return [window if flag else None for flag in flags]
-    period = fields.integer("attention.sliding_window_pattern", 2 if kind == "gemma2" else 6)
-    return [window if number % period else None for number in range(1, count + 1)]
+    flags = fields.flags("attention.sliding_window_pattern", count, 2 if kind == "gemma2" else 6)
+    return [window if flag else None for flag in flags]
 
 
 def ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:

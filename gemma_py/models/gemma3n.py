@@ -7,25 +7,18 @@ rows whose logits are wanted.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from gemma_py.errors import ConfigError
+from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.models.config import Config, Layer, checked
 from gemma_py.models.family import Family, ModelDescription
-from gemma_py.models.fields import LARGEST, Fields
-from gemma_py.models.gemma import (
-    FULL,
-    SLIDING,
-    check_supported,
-    head_width,
-    layer_count,
-    ropes_from_gguf,
-    ropes_from_hf,
-)
+from gemma_py.models.fields import Fields
+from gemma_py.models.gemma import FULL, MOST_LAYERS, SLIDING, check_text_model, ropes_from_gguf, ropes_from_hf
+from gemma_py.models.gemma4 import head_width, kv_sources
 from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -88,13 +81,29 @@ def tensors(config: Config) -> dict[str, Tensor]:
         sizes = {"D": D, "F": layer.intermediate_size, "E": E, "P": P, "R": config.laurel_rank, "n": n, "nn": n * n}
         sizes |= {"HE": layer.num_attention_heads * E, "GE": layer.num_key_value_heads * E}
         for name, theirs, gguf, letters in _LAYER:
-            unused = name in _OF_KV_ROWS and layer.kv_source != number
-            unused |= name == "correct_output_scale" and not config.altup_correct_scale
-            made[f"layers.{number}.{name}"] = Tensor(
-                tuple(sizes[letter] for letter in letters), f"layers.{number}.{theirs}", f"blk.{number}.{gguf}.weight",
-                unused=unused,
-            )  # fmt: skip
+            if not _is_unused(config, number, name):
+                made[f"layers.{number}.{name}"] = Tensor(
+                    tuple(sizes[letter] for letter in letters),
+                    f"layers.{number}.{theirs}",
+                    f"blk.{number}.{gguf}.weight",
+                )
     return made
+
+
+def _is_unused(config: Config, number: int, name: str) -> bool:
+    if name == "correct_output_scale":
+        return not config.altup_correct_scale
+    return name in _OF_KV_ROWS and config.layers[number].kv_source != number
+
+
+def unused(config: Config) -> frozenset[str]:
+    """Return the names of tensors that a checkpoint may have and the model does not use."""
+    names: set[str] = set()
+    for number in range(len(config.layers)):
+        for name, theirs, gguf, _ in _LAYER:
+            if _is_unused(config, number, name):
+                names |= {f"layers.{number}.{theirs}", f"blk.{number}.{gguf}.weight"}
+    return frozenset(names)
 
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
@@ -266,22 +275,27 @@ def _end(p: Program, streams: str, rows: int) -> None:
 def config_from_hf(description: ModelDescription) -> Config:
     """Read a config as transformers writes it. transformers leaves out fields that have its default values."""
     fields, outer = description.fields, description.outer
-    check_supported(description)
-    count = layer_count(fields, "num_hidden_layers", 35)
-    types = _per_layer(fields, "layer_types", count, _default_types(count), _is_type, f"{SLIDING} or {FULL}")
-    sizes = _per_layer(fields, "intermediate_size", count, 16_384, _is_size, "an integer from 1")
-    sparsity = _per_layer(
-        fields, "activation_sparsity_pattern", count, _default_sparsity(count), _is_share, "a number from 0 to below 1"
+    check_text_model(description)
+    if fields.flag("use_bidirectional_attention", False):
+        raise UnsupportedError(f"{outer.where}: use_bidirectional_attention is set, which no Gemma 3n has")
+    count = _layer_count(fields, "num_hidden_layers", 35)
+    types = _list(fields, "layer_types", _default_types(count), lambda kind: kind in (SLIDING, FULL), "a type of layer")
+    sizes = (
+        fields.integers("intermediate_size", count)
+        if fields.values.get("intermediate_size") is not None
+        else [16_384] * count
     )
+    sparsity = _list(
+        fields, "activation_sparsity_pattern", _default_sparsity(count),
+        lambda share: type(share) in (int, float) and 0 <= share < 1, "a number from 0 to below 1",
+    )  # fmt: skip
     ropes, window = ropes_from_hf(fields, "gemma3"), fields.integer("sliding_window", 512)
-    shared = fields.integer("num_kv_shared_layers", 15, least=0)
-    layers = _layers(
-        fields, "num_kv_shared_layers", [window if kind == SLIDING else None for kind in types], shared,
-        lambda number, source: Layer(
-            window if types[number] == SLIDING else None, ropes[types[number]],
-            fields.integer("num_attention_heads", 8), fields.integer("num_key_value_heads", 2),
-            fields.integer("head_dim", 256), sizes[number], source, _cutoff(sparsity[number]),
-        ),
+    layers = tuple(
+        Layer(window if kind == SLIDING else None, ropes[kind], fields.integer("num_attention_heads", 8),
+              fields.integer("num_key_value_heads", 2), fields.integer("head_dim", 256), sizes[number], source,
+              sparsity_cutoff=_cutoff(sparsity[number]))
+        for number, (kind, source) in enumerate(
+            zip(types, kv_sources(fields, "num_kv_shared_layers", types, 15), strict=True))
     )  # fmt: skip
     cap = "final_logit_softcapping"
     config = Config(
@@ -307,6 +321,13 @@ def config_from_hf(description: ModelDescription) -> Config:
     return _checked(config, outer.where)
 
 
+def _layer_count(fields: Fields, name: str, default: int | None = None) -> int:
+    count: int = fields.integer(name) if default is None else fields.integer(name, default)
+    if count > MOST_LAYERS:
+        fields.fail(name, f"at most {MOST_LAYERS}")
+    return count
+
+
 def _default_types(count: int) -> list[str]:
     return [SLIDING if number % 5 else FULL for number in range(1, count + 1)]
 
@@ -316,52 +337,19 @@ def _default_sparsity(count: int) -> list[float]:
     return [0.95] * sparse + [0.0] * (count - sparse)
 
 
-def _is_type(value: Any) -> bool:
-    return value in (SLIDING, FULL)
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 1 <= value < LARGEST
-
-
-def _is_share(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1
-
-
-def _per_layer(
-    fields: Fields, name: str, count: int, default: Any, valid: Callable[[Any], bool], expected: str
-) -> list[Any]:
-    """Return a value for each layer, where the field has one for each layer or, but for strings, one for all of them."""
+def _list(fields: Fields, name: str, default: list[Any], valid: Callable[[Any], bool], expected: str) -> list[Any]:
+    """Return a list with one value for each layer; the default has as many."""
     values = fields.values.get(name)
-    values = default if values is None else values
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    if isinstance(values, int | float):
-        values = [values] * count
-    if not isinstance(values, list) or len(values) != count or not all(valid(value) for value in values):
-        fields.fail(name, f"{count} entries, each {expected}")
+    values = default if values is None else values.tolist() if isinstance(values, np.ndarray) else values
+    if not isinstance(values, list) or len(values) != len(default) or not all(valid(value) for value in values):
+        fields.fail(name, f"{len(default)} entries, each {expected}")
     return values
 
 
 def _cutoff(sparsity: float) -> float | None:
-    """Return the cutoff for a sparsity: the number of standard deviations below which a share of this size of a normal
-    distribution lies."""
+    """Return the number of standard deviations above the mean below which this share of a normal distribution lies; None
+    for a dense layer."""
     return float(np.float32(NormalDist().inv_cdf(sparsity))) if sparsity else None
-
-
-def _layers(
-    fields: Fields, name: str, windows: Sequence[int | None], shared: int, made: Callable[[int, int], Layer]
-) -> tuple[Layer, ...]:
-    """Return the layers, of which the last `shared` read the KV rows of the last earlier layer of their type."""
-    first = len(windows) - shared
-    if first < 1:
-        fields.fail(name, f"below the number of layers, {len(windows)}")
-    last_of_type = {windows[number] is None: number for number in range(first)}
-    for window in windows[first:]:
-        if (window is None) not in last_of_type:
-            fields.fail(name, f"smaller: no layer before the shared ones is {FULL if window is None else SLIDING}")
-    sources = [*range(first), *(last_of_type[window is None] for window in windows[first:])]
-    return tuple(made(number, source) for number, source in enumerate(sources))
 
 
 def _checked(config: Config, where: str) -> Config:
@@ -380,29 +368,24 @@ def _checked(config: Config, where: str) -> Config:
 
 def config_from_gguf(description: ModelDescription) -> Config:
     """Read a config from GGUF metadata. Fields that the file does not have get the values that llama.cpp uses."""
-    fields, where = description.fields, description.outer.where
-    count = layer_count(fields, "block_count")
-    pattern = "attention.sliding_window_pattern"
-    sliding = _per_layer(
-        fields, pattern, count, [kind == SLIDING for kind in _default_types(count)], _is_flag, "a flag"
-    )
-    sizes = _per_layer(fields, "feed_forward_length", count, None, _is_size, "an integer from 1")
-    cutoffs = _per_layer(
-        fields, "activation_sparsity_scale", count, [_cutoff(share) or -math.inf for share in _default_sparsity(count)],
-        _is_cutoff, "a number or -inf",
+    fields = description.fields
+    count = _layer_count(fields, "block_count")
+    flags = fields.flags("attention.sliding_window_pattern", count, 5)
+    types = [SLIDING if flag else FULL for flag in flags]
+    cutoffs = _list(
+        fields, "activation_sparsity_scale", [_cutoff(share) or -math.inf for share in _default_sparsity(count)],
+        lambda value: type(value) in (int, float) and value < math.inf, "a number or -inf",
     )  # fmt: skip
-    head_dim = head_width(fields)
     full, local = ropes_from_gguf(fields, "gemma3")
     window, heads = fields.integer("attention.sliding_window"), fields.integer("attention.head_count")
-    shared, kv_heads = "attention.shared_kv_layers", fields.integer("attention.head_count_kv", heads)
-    layers = _layers(
-        fields, shared, [window if flag else None for flag in sliding], fields.integer(shared, 0, least=0),
-        lambda number, source: Layer(
-            window if sliding[number] else None, local if sliding[number] else full, heads, kv_heads, head_dim,
-            sizes[number], source, _stored_cutoff(cutoffs[number]),
-        ),
+    kv_heads, sizes = fields.integer("attention.head_count_kv", heads), fields.integers("feed_forward_length", count)
+    layers = tuple(
+        Layer(window if kind == SLIDING else None, local if kind == SLIDING else full, heads, kv_heads,
+              head_width(fields, ""), sizes[number], source, sparsity_cutoff=_stored_cutoff(cutoffs[number]))
+        for number, (kind, source) in enumerate(
+            zip(types, kv_sources(fields, "attention.shared_kv_layers", types), strict=True))
     )  # fmt: skip
-    bos, ends = description.gguf_tokens()
+    bos, ends = description.gguf_token_ids()
     config = Config(
         model_type=description.name,
         vocab_size=description.vocab_size,
@@ -417,20 +400,20 @@ def config_from_gguf(description: ModelDescription) -> Config:
         eos_token_ids=ends,
         layers=layers,
         hidden_size_per_layer_input=fields.integer("embedding_length_per_layer_input"),
-        vocab_size_per_layer_input=description.rows("per_layer_token_embd.weight"),
+        vocab_size_per_layer_input=_rows(description, "per_layer_token_embd.weight"),
         altup_num_inputs=fields.integer("altup.num_inputs"),
         altup_active_idx=fields.integer("altup.active_idx", 0, least=0),
-        laurel_rank=description.rows("blk.0.laurel_l.weight"),
+        laurel_rank=_rows(description, "blk.0.laurel_l.weight"),
     )
-    return _checked(config, where)
+    return _checked(config, description.outer.where)
 
 
-def _is_flag(value: Any) -> bool:
-    return type(value) in (bool, int)
-
-
-def _is_cutoff(value: Any) -> bool:
-    return type(value) in (int, float) and value < math.inf and not math.isnan(value)
+def _rows(description: ModelDescription, name: str) -> int:
+    """Return the number of rows of a matrix, which the metadata do not give."""
+    tensor = description.tensors.get(name)
+    if tensor is None or len(tensor.shape) != 2:
+        raise ConfigError(f"{description.outer.where}: tensor {name!r} is missing or not a matrix")
+    return tensor.shape[0]
 
 
 def _stored_cutoff(stored: float) -> float | None:
@@ -454,4 +437,5 @@ FAMILY = Family(
     config_from_gguf=config_from_gguf,
     tensors=tensors,
     write=write,
+    unused=unused,
 )

@@ -69,7 +69,7 @@ def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
 
 @inlined
 def buffer_of(batch, scratch, number, width):
-    """Return a tuple of one array, the buffer of this number with rows of this width.
+    """Return a tuple with one element: the array of the buffer `number`, with rows of this width.
 
     The array is in a tuple, because without numba's reference counting a compiled function must not return a new array.
     """

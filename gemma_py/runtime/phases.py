@@ -149,7 +149,7 @@ def _panels_together(panels, blocks, T, workers):
 
 @phase
 def matmul_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Run a phase of matrix products. Tiles are numbered through the first matrix, then through the next one."""
+    """Run a phase of matrix products. The tile numbers of each matrix follow those of the matrix before it."""
     counter, T, unpacked = (
         model.ops[at, p.COUNTER],
         batch.counts[model.ops[at, p.ROWS_OF], ROWS],

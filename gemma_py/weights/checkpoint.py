@@ -83,13 +83,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{path}: tensor {_GGUF_EMBEDDING!r} should be a matrix, but is missing or has another shape")
     tied = _GGUF_HEAD not in file.tensors
-    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
-    family, config = config_from_gguf(file.metadata, str(path), embedding.shape[0], tied, shapes)
+    family, config = config_from_gguf(file.metadata, str(path), embedding.shape[0], tied, file.tensors)
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise ConfigError(f"{path}: tokenizer.chat_template should be a string, found {type(template).__name__}")
     tensors, left_out = _text_model(file.tensors)
-    source = gguf_source(tensors, family.tensors(config), tied, str(path))
+    source = gguf_source(tensors, family.tensors(config), tied, str(path), family.unused(config))
     return Checkpoint(path, "GGUF", family, config, source, template, file.metadata, left_out)
 
 
@@ -112,7 +111,8 @@ def _open_directory(path: Path) -> Checkpoint:
             f"{path}: neither model.safetensors nor model.safetensors.index.json in this directory"
         )
     tensors, left_out = _text_model(tensors)
-    source = hugging_face_source(tensors, family.tensors(config), config.tie_word_embeddings, str(path))
+    tied, unused = config.tie_word_embeddings, family.unused(config)
+    source = hugging_face_source(tensors, family.tensors(config), tied, str(path), unused)
     return Checkpoint(path, "safetensors", family, config, source, _template(path), {}, left_out)
 
 

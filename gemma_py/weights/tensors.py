@@ -1,7 +1,7 @@
 """Reading of a model's weights from a checkpoint's tensors. Names, shapes and values are checked."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
@@ -42,7 +42,7 @@ class CodeMatrix:
     block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: for scales and, if the format has them, for minimums
     sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group]: for scales and minimums; empty without sub-scales
     width: int  # the number of bits of code + offset
-    offset: int  # code + offset is not negative
+    offset: int  # is added to codes, so that they are not negative
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -148,8 +148,8 @@ Weights = Mapping[str, Matrix | StoredMatrix | np.ndarray]
 StoredWeights = Mapping[str, Stored]
 _WRAPPERS = re.compile(r"((?:language_)?model\.)*")  # prefixes of tensor names in multimodal checkpoints
 _IGNORED = (".rotary_emb.inv_freq",)  # endings of the names of tensors that the model does not use
-_OTHER_PARTS = ("vision_tower", "vision_model", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio", "v",
-                "a", "mm")  # fmt: skip
+_OTHER_PARTS = ("vision_tower", "vision_model", "vision_embedder", "multi_modal_projector", "embed_vision", "audio_tower",
+                "embed_audio", "v", "a", "mm")  # fmt: skip
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
@@ -160,6 +160,7 @@ class Source:
     specs: the expected tensors. names: for each expected tensor, the name in the checkpoint.
     plus_one: whether the format stores gain - 1 for tensors with `plus_one`.
     tied: whether the embedding matrix is also the output matrix, unless the checkpoint has a different output matrix.
+    unused: the names of tensors that the checkpoint may have although the model does not use them.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -168,10 +169,17 @@ class Source:
     plus_one: bool
     tied: bool
     where: str
+    unused: Collection[str] = ()
 
 
-def gguf_source(tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor], tied: bool, where: str) -> Source:
-    """A tensor that holds several matrices is replaced by these matrices, each under a name of its own."""
+def gguf_source(
+    tensors: Mapping[str, StoredTensor],
+    specs: Mapping[str, Tensor],
+    tied: bool,
+    where: str,
+    unused: Collection[str] = (),
+) -> Source:
+    """Return the source for GGUF. A tensor that holds several matrices is replaced by one tensor for each matrix."""
     tensors, names = dict(tensors), {name: spec.gguf for name, spec in specs.items()}
     for name, spec in specs.items():
         if spec.stack is not None and spec.gguf in tensors:
@@ -180,11 +188,11 @@ def gguf_source(tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor]
             tensors[part.name] = part
     for whole in {spec.gguf for spec in specs.values() if spec.stack is not None}:
         tensors.pop(whole, None)
-    return Source(tensors, specs, names, False, tied, where)
+    return Source(tensors, specs, names, False, tied, where, unused)
 
 
 def _part_of_stack(tensor: StoredTensor, spec: Tensor) -> StoredTensor:
-    """One of the matrices of a tensor [count, N, K]."""
+    """Return one of the matrices of a tensor [count, N, K]."""
     if tensor.shape != spec.gguf_shape:
         raise ConfigError(
             f"{tensor.where}: shape {list(spec.gguf_shape)} expected from the config, found {list(tensor.shape)}"
@@ -197,7 +205,11 @@ def _part_of_stack(tensor: StoredTensor, spec: Tensor) -> StoredTensor:
 
 
 def hugging_face_source(
-    tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor], tied: bool, where: str
+    tensors: Mapping[str, StoredTensor],
+    specs: Mapping[str, Tensor],
+    tied: bool,
+    where: str,
+    unused: Collection[str] = (),
 ) -> Source:
     """Return the source for safetensors. In a multimodal checkpoint, the names of the text model's tensors have a prefix.
 
@@ -211,7 +223,7 @@ def hugging_face_source(
     names = {name: prefix + spec.hugging_face for name, spec in specs.items()}
     if HEAD in specs:
         names[HEAD] = by_own_name.get(specs[HEAD].hugging_face, specs[HEAD].hugging_face)
-    return Source(tensors, specs, names, True, tied, where)
+    return Source(tensors, specs, names, True, tied, where, {prefix + name for name in unused})
 
 
 def _without_wrappers(name: str) -> str:
@@ -219,7 +231,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def other_part(name: str) -> str | None:
-    """Return the part of a multimodal checkpoint to which a tensor belongs, such as "vision_tower", or None for text."""
+    """Return the part of a multimodal checkpoint to which a tensor belongs, such as "vision_tower", or None for the text model."""
     part = _without_wrappers(name).split(".")[0]
     return part if part in _OTHER_PARTS else None
 
@@ -236,8 +248,6 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
         if name == HEAD and source.tied and not _differs(source):
             weights[HEAD] = weights[EMBEDDING]
             continue
-        if spec.unused:
-            continue
         tensor = _take(source, source.names[name], spec.shape)
         if spec.gathered:
             weights[name] = GatheredTable.of(tensor)
@@ -245,7 +255,10 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
             weights[name] = StoredMatrix(quantised_to(quant, tensor))
         else:
             weights[name] = _gain(tensor, source.plus_one and spec.plus_one)
-    used = {*source.names.values()}  # includes the head of tied embeddings, because some files store the matrix twice
+    used = {
+        *source.names.values(),
+        *source.unused,
+    }  # includes the head of tied embeddings, because some files store the matrix twice
     for name in source.tensors:
         if name not in used and not name.endswith(_IGNORED):
             raise ConfigError(f"{source.where}: tensor {name!r:.80} is not part of the model that the config describes")
