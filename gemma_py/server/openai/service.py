@@ -102,7 +102,7 @@ class Service:
             given = asked.prompt
         if len(given) * (asked.n or 1) > MAX_PROMPTS:
             raise ApiError(400, f"A request may have at most {MAX_PROMPTS} choices in all.", "n", "invalid_value")
-        requests, ends = [], frozenset(self.engine.config.eos_token_ids)
+        requests, ends = [], self.engine.end_ids
         for prompt in given:
             ids = self.engine.encode(prompt)
             request = Request(
