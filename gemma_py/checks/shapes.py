@@ -24,7 +24,9 @@ from gemma_py.weights.tensors import EMBEDDING, HEAD, gguf_source
 Make = Callable[[BlockType, int], np.ndarray]  # (type, count) -> the bytes of `count` values
 _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "G": "num_key_value_heads",
              "E": "head_dim", "F": "intermediate_size", "V": "vocab_size", "W": "sliding_window",
-             "context": "max_position_embeddings"}  # fmt: skip
+             "context": "max_position_embeddings", "EF": "global_head_dim", "GF": "num_global_key_value_heads",
+             "P": "hidden_size_per_layer_input", "shared": "num_kv_shared_layers", "k_eq_v": "attention_k_eq_v",
+             "double": "use_double_wide_mlp", "cap": "final_logit_softcapping"}  # fmt: skip
 
 
 def config_of(name: str) -> tuple[Family, Config]:
@@ -34,6 +36,10 @@ def config_of(name: str) -> tuple[Family, Config]:
         raise InputError(f"{name}: unknown model; `gemma_py models` lists the models with known shapes")
     shape = dict(entry.shape)
     document: dict[str, Any] = {"model_type": shape.pop("family")}
+    period = shape.pop("period", 0)
+    if period:
+        types = ("full_attention", *["sliding_attention"] * (period - 1))
+        document["layer_types"] = [types[number % period] for number in range(1, shape["L"] + 1)]
     document |= {_BY_SHAPE[letter]: value for letter, value in shape.items()}
     return config_from_hf(document, name)
 
@@ -117,6 +123,7 @@ def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tu
         for y in config.kv_layers
     )
     widest = 2 * max(y.intermediate_size for y in config.layers) + 6 * config.hidden_size
+    widest += 3 * len(config.layers) * config.hidden_size_per_layer_input
     return PackingPlan(blank.stored_weights()).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
 
 
