@@ -402,8 +402,8 @@ class Session:
     def rewind(self, position: int) -> None:
         """Remove the tokens from this position on. Later results are as if these tokens had never been added.
 
-        Raises InputError if the tokens to remove are more than the `keep` of this session and a sliding-window layer
-        has already overwritten older rows; see `can_rewind_to`.
+        Up to `keep` tokens can always be removed. Raises InputError if more tokens are to be removed and a
+        sliding-window layer has already overwritten KV rows that the remaining tokens need; see `can_rewind_to`.
         """
         self.engine.runner.rewind(self._cache, position)
 
