@@ -24,7 +24,9 @@ from gemma_py.weights.tensors import EMBEDDING, HEAD, gguf_source
 Make = Callable[[BlockType, int], np.ndarray]  # (type, count) -> the bytes of `count` values
 _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "G": "num_key_value_heads",
              "E": "head_dim", "F": "intermediate_size", "V": "vocab_size", "W": "sliding_window",
-             "context": "max_position_embeddings"}  # fmt: skip
+             "context": "max_position_embeddings", "EF": "global_head_dim", "GF": "num_global_key_value_heads",
+             "P": "hidden_size_per_layer_input", "shared": "num_kv_shared_layers", "k_eq_v": "attention_k_eq_v",
+             "double": "use_double_wide_mlp", "cap": "final_logit_softcapping"}  # fmt: skip
 
 
 def config_of(name: str) -> tuple[Family, Config]:
@@ -34,6 +36,10 @@ def config_of(name: str) -> tuple[Family, Config]:
         raise InputError(f"{name}: unknown model; `gemma_py models` lists the models with known shapes")
     shape = dict(entry.shape)
     document: dict[str, Any] = {"model_type": shape.pop("family")}
+    period = shape.pop("period", 0)
+    if period:
+        types = ("full_attention", *["sliding_attention"] * (period - 1))
+        document["layer_types"] = [types[number % period] for number in range(1, shape["L"] + 1)]
     document |= {_BY_SHAPE[letter]: value for letter, value in shape.items()}
     return config_from_hf(document, name)
 
@@ -50,7 +56,8 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     if kind is None:
         raise InputError(f"{type_name}: unknown type; expected one of {', '.join(TYPES).lower()}")
     for label, spec in _specs(family, config).items():
-        if len(spec.shape) == 2 and spec.shape[1] % kind.block and label != EMBEDDING:
+        whole = len(spec.shape) == 1 or spec.shape[1] < kind.block or spec.shape[1] % kind.block == 0
+        if not whole and label != EMBEDDING:
             raise InputError(
                 f"{name} in {kind.name}: row lengths should be multiples of {kind.block}, found {spec.shape[1]} in {label}"
             )
@@ -59,20 +66,26 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
 
 
 def _checkpoint(name: str, family: Family, config: Config, kind: BlockType, make: Make) -> Checkpoint:
-    made: dict[tuple[str, tuple[int, int]], np.ndarray] = {}
+    made: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
     tensors, specs, path = {}, _specs(family, config), Path(f"{name} random {kind.name}")
     for label, spec in specs.items():
         if len(spec.shape) == 1:
             ones = np.ones(spec.shape, np.float32).view(np.uint8)
             tensors[spec.gguf] = StoredTensor(spec.gguf, F32, spec.shape, ones, path)
             continue
-        stored = TYPES["Q8_0"] if kind.quantised and label == EMBEDDING else kind
-        shape = (spec.shape[0], spec.shape[1])
+        stored, shape = _stored_type(label, spec, kind), spec.gguf_shape
         if (stored.name, shape) not in made:
             made[stored.name, shape] = make(stored, math.prod(shape))
         tensors[spec.gguf] = StoredTensor(spec.gguf, stored, shape, made[stored.name, shape], path)
     source = gguf_source(tensors, family.tensors(config), True, name)
     return Checkpoint(path, f"random {kind.name}", family, config, source, None, {}, cacheable=False)
+
+
+def _stored_type(label: str, spec: Tensor, kind: BlockType) -> BlockType:
+    """Return the type of a matrix. Rows shorter than a block stay floats, because no converter quantises them."""
+    if spec.shape[1] < kind.block:
+        return F32
+    return TYPES["Q8_0"] if kind.quantised and label == EMBEDDING else kind
 
 
 def _specs(family: Family, config: Config) -> dict[str, Tensor]:
@@ -110,6 +123,7 @@ def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tu
         for y in config.kv_layers
     )
     widest = 2 * max(y.intermediate_size for y in config.layers) + 6 * config.hidden_size
+    widest += 3 * len(config.layers) * config.hidden_size_per_layer_input
     return PackingPlan(blank.stored_weights()).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
 
 

@@ -1,13 +1,16 @@
 """The command line: what it prints, exit codes, and one line for every error."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from gguf_bytes import small
 from repository import TINY
+from tiny_models import VARIANTS
 
 import gemma_py
 from gemma_py.catalog import catalogue, resolve
@@ -91,8 +94,16 @@ def test_inspect(run: Run, checkpoints: dict[str, Path]) -> None:
         report = json.loads(out)
         assert report["bytes"] == sum(tensor["bytes"] for tensor in report["tensors"])
         assert report["model_type"] in name.replace("gemma1", "gemma")
-        assert report["left_out"] == ({"vision_tower": 1} if "multimodal" in name else {})
+        parts = Counter(other.removeprefix("model.").split(".")[0] for other in VARIANTS[name].extra)
+        del parts["language_model"]  # keys and values that the text model does not use
+        assert report["left_out"] == parts
+        assert bool(parts) == ("multimodal" in name or "wrapped" in name)
         assert run("inspect", path)[0] == 0
+    shown = run("inspect", checkpoints["gemma4-e2b"])[1]
+    for part in ("feed-forward 48 and 96, per-layer input 6", "3 read the KV rows of an earlier layer",
+                 "4 query and 1 key/value heads of 12; 4 query", "1e+06 for 25% of a head (full)"):  # fmt: skip
+        assert part in shown
+    assert ", keys as values" in run("inspect", checkpoints["gemma4-dense"])[1]
     report = json.loads(run("inspect", TINY, "--json")[1])
     assert [layer["window"] for layer in report["layers"]] == [16] * 5 + [None, 16]
     assert report["tokenizer"]["size"] == 1536
@@ -111,9 +122,24 @@ def test_models(run: Run) -> None:
     assert len(out.splitlines()) == len(entries) + 1
 
 
+def gemma4_parameters(s: dict[str, Any]) -> int:
+    total = (s["V"] + 1) * s["D"] + s["P"] * (s["L"] * (s["V"] + s["D"]) + (s["P"] > 0))
+    for number in range(1, s["L"] + 1):
+        full, own = number % s["period"] == 0, number <= s["L"] - s.get("shared", 0)
+        E, G = (s["EF"], s.get("GF", s["G"])) if full else (s["E"], s["G"])
+        matrices_of_kv = 0 if not own else 1 if full and s.get("k_eq_v") else 2
+        F = s["F"] * (2 if s.get("double") and not own else 1)
+        total += s["D"] * E * (2 * s["H"] + matrices_of_kv * G) + 3 * s["D"] * F + 4 * s["D"] + 1
+        total += E * (2 if own else 1) + s["D"] * (2 * s["P"] + (s["P"] > 0))
+    return total
+
+
 def test_catalogue_sizes_follow_from_the_shapes() -> None:
     for entry in catalogue():
         s = entry.shape
+        if s["family"] == "gemma4":
+            assert entry.parameters == gemma4_parameters(s), entry.name
+            continue
         norms = 2 if s["family"] == "gemma" else 4
         heads = 2 * s["E"] if s["family"] == "gemma3" else 0
         layer = s["D"] * s["E"] * 2 * (s["H"] + s["G"]) + 3 * s["D"] * s["F"] + norms * s["D"] + heads
