@@ -21,25 +21,17 @@ from gemma_py.kernels.matmul import (
     matmul_codes,
     matmul_floats,
 )
-from gemma_py.kernels.panels import COLUMNS, CodePanels
+from gemma_py.kernels.panels import COLUMNS
 from gemma_py.kernels.rows import soft_cap
 from gemma_py.models.program import EXPERT_MATMUL
 from gemma_py.runtime import program as p
 from gemma_py.runtime.batch import EXPERT_ROWS, ROWS, buffer_of, codes_of, own_codes, own_part, unpack_buffer_of
+from gemma_py.runtime.row_operations import panels_of_codes
 from gemma_py.runtime.sync import claim_any
 from gemma_py.runtime.trace import is_traced, trace_worker
 from gemma_py.weights import pack as w
 
 _MIN_EXPERT_PANELS = 16  # panels of a tile of an expert, because every tile copies the expert's input rows anew
-
-
-@inlined
-def panels_of_codes(model, number):
-    row = model.weights.matrices[number]
-    return CodePanels(
-        model.weights.codes, row[w.AT], row[w.ROWS], row[w.INPUTS], row[w.WIDTH], row[w.OFFSET], row[w.GROUP], row[w.BLOCK],
-        row[w.MINIMUMS], row[w.BYTES], row[w.QUADS],
-    )  # fmt: skip
 
 
 @inlined

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
 
@@ -201,9 +201,31 @@ def gguf_source(
     where: str,
     unused: Collection[str] = (),
 ) -> Source:
+    """Return the source for GGUF. A tensor that holds several matrices is replaced by one tensor for each matrix."""
     fused = frozenset(name for name, spec in specs.items() if spec.gguf_fused and spec.gguf_fused in tensors)
+    tensors = dict(tensors)
     names = {name: spec.gguf_fused if name in fused else spec.gguf for name, spec in specs.items()}
+    for name, spec in specs.items():
+        if spec.stack is not None and spec.gguf in tensors:
+            part = _part_of_stack(tensors[spec.gguf], spec)
+            names[name] = part.name
+            tensors[part.name] = part
+    for whole in {spec.gguf for spec in specs.values() if spec.stack is not None}:
+        tensors.pop(whole, None)
     return Source(tensors, specs, names, False, tied, where, unused, fused)
+
+
+def _part_of_stack(tensor: StoredTensor, spec: Tensor) -> StoredTensor:
+    """Return one of the matrices of a tensor [count, N, K]."""
+    if tensor.shape != spec.gguf_shape:
+        raise ConfigError(
+            f"{tensor.where}: shape {list(spec.gguf_shape)} expected from the config, found {list(tensor.shape)}"
+        )
+    assert spec.stack is not None
+    number, count = spec.stack
+    size = len(tensor.data) // count
+    data = tensor.data[number * size : (number + 1) * size]
+    return replace(tensor, name=f"{tensor.name}[{number}]", shape=spec.shape, data=data)
 
 
 def hugging_face_source(
