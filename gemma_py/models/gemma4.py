@@ -284,13 +284,13 @@ def _head_shapes(fields: Fields, types: list[str]) -> list[tuple[int, int]]:
     return shapes
 
 
-def kv_sources(fields: Fields, name: str, types: list[str]) -> list[int]:
+def kv_sources(fields: Fields, name: str, types: list[str], default: int = 0) -> list[int]:
     """Return, for each layer, the number of the layer whose KV rows it reads.
 
-    The field `name` says how many layers at the end of the model store no KV rows. Such a layer reads the KV rows of the
-    last layer of the same type that stores KV rows. Every other layer reads its own KV rows.
+    The field `name`, or the default, says how many layers at the end of the model store no KV rows. Such a layer reads
+    the KV rows of the last layer of the same type that stores KV rows. Every other layer reads its own KV rows.
     """
-    count = fields.integer(name, 0, least=0)
+    count = fields.integer(name, default, least=0)
     first = len(types) - count
     own = dict(zip(types[: max(0, first)], range(first), strict=True))  # type -> the last layer that stores KV rows
     if first <= 0 or not set(types[first:]) <= set(own):
@@ -331,7 +331,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
         raise UnsupportedError(f"{where}: expert_count is set; mixture of experts is not supported yet")
     types = [SLIDING if flag else FULL for flag in fields.flags("attention.sliding_window_pattern", count)]
     sources = kv_sources(fields, "attention.shared_kv_layers", types)
-    widths = {FULL: _head_width(fields, ""), SLIDING: _head_width(fields, "_swa")}
+    widths = {FULL: head_width(fields, ""), SLIDING: head_width(fields, "_swa")}
     ropes = {
         FULL: Rope(fields.number("rope.freq_base", 1e6), share=_rope_share(description, widths[FULL])),
         SLIDING: Rope(fields.number("rope.freq_base_swa", 1e4)),
@@ -368,7 +368,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     return checked(config, where)
 
 
-def _head_width(fields: Fields, suffix: str) -> int:
+def head_width(fields: Fields, suffix: str) -> int:
     """Return the width of a head. suffix: "" for full layers, "_swa" for sliding layers."""
     width: int = fields.integer(f"attention.key_length{suffix}")
     for name in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):
