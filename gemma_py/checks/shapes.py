@@ -29,8 +29,8 @@ _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_h
              "double": "use_double_wide_mlp", "cap": "final_logit_softcapping"}  # fmt: skip
 
 
-def config_of(name: str) -> tuple[Family, Config]:
-    """Return the family and the config of a model in the catalogue."""
+def config_document(name: str) -> dict[str, Any]:
+    """Return the fields of a Hugging Face config that the shape of a model in the catalogue gives."""
     entry = next((entry for entry in catalogue() if entry.name == name), None)
     if entry is None:
         raise InputError(f"{name}: unknown model; `gemma_py models` lists the models with known shapes")
@@ -40,8 +40,12 @@ def config_of(name: str) -> tuple[Family, Config]:
     if period:
         types = ("full_attention", *["sliding_attention"] * (period - 1))
         document["layer_types"] = [types[number % period] for number in range(1, shape["L"] + 1)]
-    document |= {_BY_SHAPE[letter]: value for letter, value in shape.items()}
-    return config_from_hf(document, name)
+    return document | {_BY_SHAPE[letter]: value for letter, value in shape.items()}
+
+
+def config_of(name: str) -> tuple[Family, Config]:
+    """Return the family and the config of a model in the catalogue."""
+    return config_from_hf(config_document(name), name)
 
 
 def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
@@ -56,7 +60,8 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     if kind is None:
         raise InputError(f"{type_name}: unknown type; expected one of {', '.join(TYPES).lower()}")
     for label, spec in _specs(family, config).items():
-        if len(spec.shape) == 2 and spec.shape[1] % kind.block and label != EMBEDDING:
+        whole = len(spec.shape) == 1 or spec.shape[1] < kind.block or spec.shape[1] % kind.block == 0
+        if not whole and label != EMBEDDING:
             raise InputError(
                 f"{name} in {kind.name}: row lengths should be multiples of {kind.block}, found {spec.shape[1]} in {label}"
             )
@@ -65,20 +70,26 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
 
 
 def _checkpoint(name: str, family: Family, config: Config, kind: BlockType, make: Make) -> Checkpoint:
-    made: dict[tuple[str, tuple[int, int]], np.ndarray] = {}
+    made: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
     tensors, specs, path = {}, _specs(family, config), Path(f"{name} random {kind.name}")
     for label, spec in specs.items():
         if len(spec.shape) == 1:
             ones = np.ones(spec.shape, np.float32).view(np.uint8)
             tensors[spec.gguf] = StoredTensor(spec.gguf, F32, spec.shape, ones, path)
             continue
-        stored = TYPES["Q8_0"] if kind.quantised and label == EMBEDDING else kind
-        shape = (spec.shape[0], spec.shape[1])
+        stored, shape = _stored_type(label, spec, kind), spec.gguf_shape
         if (stored.name, shape) not in made:
             made[stored.name, shape] = make(stored, math.prod(shape))
         tensors[spec.gguf] = StoredTensor(spec.gguf, stored, shape, made[stored.name, shape], path)
     source = gguf_source(tensors, family.tensors(config), True, name)
     return Checkpoint(path, f"random {kind.name}", family, config, source, None, {}, cacheable=False)
+
+
+def _stored_type(label: str, spec: Tensor, kind: BlockType) -> BlockType:
+    """Return the type of a matrix. Rows shorter than a block stay floats, because no converter quantises them."""
+    if spec.shape[1] < kind.block:
+        return F32
+    return TYPES["Q8_0"] if kind.quantised and label == EMBEDDING else kind
 
 
 def _specs(family: Family, config: Config) -> dict[str, Tensor]:
