@@ -1,7 +1,7 @@
 """Gemma 4, text, dense: one token at a time through the operations of operations.py, which also explains the letters.
 
 P is the width of a layer's own input. Every layer is computed for every token here; the engine leaves out results that
-neither a later layer nor a wanted logit needs. Attention scores are not divided by anything, because queries and keys are normalised.
+neither a later layer nor a wanted logit needs. Attention scores are not scaled, because queries and keys are normalised.
 """
 
 import math
