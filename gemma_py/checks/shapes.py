@@ -29,8 +29,8 @@ _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_h
              "double": "use_double_wide_mlp", "cap": "final_logit_softcapping"}  # fmt: skip
 
 
-def config_of(name: str) -> tuple[Family, Config]:
-    """Return the family and the config of a model in the catalogue."""
+def config_document(name: str) -> dict[str, Any]:
+    """Return the fields of a Hugging Face config that the shape of a model in the catalogue gives."""
     entry = next((entry for entry in catalogue() if entry.name == name), None)
     if entry is None:
         raise InputError(f"{name}: unknown model; `gemma_py models` lists the models with known shapes")
@@ -40,8 +40,12 @@ def config_of(name: str) -> tuple[Family, Config]:
     if period:
         types = ("full_attention", *["sliding_attention"] * (period - 1))
         document["layer_types"] = [types[number % period] for number in range(1, shape["L"] + 1)]
-    document |= {_BY_SHAPE[letter]: value for letter, value in shape.items()}
-    return config_from_hf(document, name)
+    return document | {_BY_SHAPE[letter]: value for letter, value in shape.items()}
+
+
+def config_of(name: str) -> tuple[Family, Config]:
+    """Return the family and the config of a model in the catalogue."""
+    return config_from_hf(config_document(name), name)
 
 
 def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
