@@ -65,7 +65,7 @@ class Config:
     moe_intermediate_size: int = 0  # the feed-forward width of an expert
     altup_num_inputs: int = 1  # n, the number of AltUp's streams
     altup_active_idx: int = 0  # the number of the stream that the layers work on
-    altup_correct_scale: bool = True  # whether the active stream is scaled before it meets a layer's own input
+    altup_correct_scale: bool = True  # whether the active stream is scaled before it is used with a layer's own input
     laurel_rank: int = 0  # R
 
     @property

@@ -83,7 +83,7 @@ class LinkedProgram:
     gathers: tuple[Gather, ...]
     labels: tuple[str, ...]
     layers: int  # the number of the model's layers plus one, because the head counts as a layer in errors and traces
-    phases: int  # the number of phases, and of tile counters
+    phases: int  # the number of phases, each of which has one tile counter
 
     @property
     def store_label(self) -> int:
