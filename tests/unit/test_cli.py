@@ -131,6 +131,8 @@ def gemma4_parameters(s: dict[str, Any]) -> int:
         F = s["F"] * (2 if s.get("double") and not own else 1)
         total += s["D"] * E * (2 * s["H"] + matrices_of_kv * G) + 3 * s["D"] * F + 4 * s["D"] + 1
         total += E * (2 if own else 1) + s["D"] * (2 * s["P"] + (s["P"] > 0))
+        if "X" in s:  # router, scale of experts, experts; the router's scale and three norms
+            total += s["X"] * (s["D"] + 1 + 3 * s["D"] * s["FX"]) + 4 * s["D"]
     return total
 
 
