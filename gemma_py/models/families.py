@@ -12,12 +12,14 @@ FAMILIES = (gemma.FAMILY,)
 _LATER = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "t5gemma")
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+Shapes = tuple[tuple[int, int], ...]
 
 
-def config_from_hf(document: Any, where: str, generation: Any = None) -> tuple[Family, Config]:
+def config_from_hf(document: Any, where: str, generation: Any = None, dense: Shapes = ()) -> tuple[Family, Config]:
     """Read the config of a Hugging Face checkpoint.
 
     document: the parsed config.json. generation: the parsed generation_config.json, or None if the file is missing.
+    dense: the shapes of the dense layers among the modules of sentence-transformers.
     """
     if not isinstance(document, dict):
         raise ConfigError(f"{where}: should be a JSON object")
@@ -32,13 +34,19 @@ def config_from_hf(document: Any, where: str, generation: Any = None) -> tuple[F
         raise UnsupportedError(f"{where}: model_type {written!r:.40} {what}; supported model types: {known}")
     family = _BY_MODEL_TYPE[written]
     tokens = Fields(f"{where}: generation_config", generation or {})
-    return family, family.config_from_hf(ModelDescription(family.model_types[written], fields, outer, tokens))
+    config = family.config_from_hf(ModelDescription(family.model_types[written], fields, outer, tokens, dense))
+    if dense and config.embedding is None:
+        raise UnsupportedError(f"{where}: modules.json has dense layers, but the model has causal attention")
+    return family, config
 
 
-def config_from_gguf(metadata: dict[str, Any], where: str, vocab_size: int, tied: bool) -> tuple[Family, Config]:
+def config_from_gguf(
+    metadata: dict[str, Any], where: str, vocab_size: int, tied: bool, dense: Shapes = ()
+) -> tuple[Family, Config]:
     """Read the config of a GGUF file.
 
     vocab_size: the number of rows of the embedding matrix. tied: whether the embedding matrix is also the output matrix.
+    dense: the shapes of the tensors dense_2.weight and dense_3.weight, if the file has them.
     """
     outer = Fields(where, metadata)
     name = outer.text("general.architecture")
@@ -47,5 +55,5 @@ def config_from_gguf(metadata: dict[str, Any], where: str, vocab_size: int, tied
         raise UnsupportedError(f"{where}: architecture {name!r:.40} is not supported; supported architectures: {known}")
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     family = _BY_ARCHITECTURE[name]
-    description = ModelDescription(name, Fields(where, own), outer, Fields(where, {}), vocab_size, tied)
+    description = ModelDescription(name, Fields(where, own), outer, Fields(where, {}), dense, vocab_size, tied)
     return family, family.config_from_gguf(description)

@@ -16,6 +16,7 @@ class ModelDescription:
     fields: the fields of the text model, for example those of text_config in config.json.
     outer: the whole config.json, or all GGUF metadata.
     tokens: the fields of generation_config.json; empty for GGUF.
+    dense: the shapes [N, K] of the dense layers that follow the pooling of an embedding model.
     vocab_size: the number of rows of the embedding matrix; set for GGUF only.
     tied: whether the embedding matrix is also the output matrix; set for GGUF only.
     """
@@ -24,8 +25,14 @@ class ModelDescription:
     fields: Fields
     outer: Fields
     tokens: Fields
+    dense: tuple[tuple[int, int], ...] = ()
     vocab_size: int = 0
     tied: bool = True
+
+
+def dense_name(number: int) -> str:
+    """Return the name that `Tensor.hugging_face` has for dense layer `number` of an embedding model."""
+    return f"dense.{number}.linear.weight"
 
 
 @dataclass(frozen=True)

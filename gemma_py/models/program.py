@@ -18,13 +18,14 @@ from gemma_py.models.config import Config, Rope
 
 # Kinds of operations. The kinds before MATMUL compute each row by itself, so several of these operations can share a
 # phase, in which a worker takes a few rows through all the operations.
-(EMBED, ROPE_TABLE, NORM, ADD, SCALE, MULTIPLY, GELU_GATE, QUANTISE, TAKE, TAKE_COLUMNS, ROPE, STORE, MATMUL, SCORES,
- ATTEND) = range(15)  # fmt: skip
-KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu gate", "quantise", "take", "take columns",
-              "rope", "store", "matmul", "scores", "attend")  # fmt: skip
+(EMBED, ROPE_TABLE, NORM, ADD, SCALE, MULTIPLY, GELU_GATE, QUANTISE, TAKE, MEAN, TAKE_COLUMNS, ROPE, STORE, MATMUL,
+ SCORES, ATTEND) = range(16)  # fmt: skip
+KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu gate", "quantise", "take", "mean",
+              "take columns", "rope", "store", "matmul", "scores", "attend")  # fmt: skip
 # The rows that a phase computes: the rows of all tokens, or the rows of the tokens whose logits are wanted.
 ALL, WANTED = range(2)
-LOGITS = "logits"  # the name of the buffer that receives the logits
+# The name of the buffer that receives the logits or, in an embedding model, the embeddings before normalisation.
+LOGITS = "logits"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Op:
     kv_heads: int = 0
     kv: int = -1  # index into config.kv_layers
     window: int = 0  # sliding window; 0 means full attention
+    bidirectional: bool = False  # for SCORES and ATTEND
     rope: int = -1  # index into Program.ropes
     first: int = 0  # for TAKE_COLUMNS: the first column
     stride: int = 0  # for TAKE_COLUMNS: the width of the source's rows
@@ -188,6 +190,14 @@ class Program:
         self._write(target, width)
         self._add(TAKE, source=source, target=target, width=width)
 
+    def mean(self, source: str, target: str) -> None:
+        """Compute the mean of all rows of each sequence. The phase computes WANTED rows, of which a sequence has one."""
+        if self._phase.rows != WANTED or self._rows_now[source] != ALL:
+            raise ValueError(f"{source} has no mean: mean needs a source of ALL rows in a phase of WANTED rows")
+        width = self._widths_now[source]
+        self._write(target, width)
+        self._add(MEAN, source=source, target=target, width=width)
+
     def rope(self, target: str, layer: int, heads: int) -> None:
         """Apply rotary position embedding to each head of target, in place."""
         y = self.config.layers[layer]
@@ -234,10 +244,11 @@ class Program:
             self.phase(name, layer, rows)
             op = self._add(kind, source=source, target=target, heads=H, width=E, kv_heads=y.num_key_value_heads)
             op.kv, op.window, op.numbers = self.config.kv_numbers[layer], y.sliding_window or 0, (scale, cap or 0.0)
+            op.bidirectional = y.bidirectional
 
     def _add(self, kind: int, **fields: object) -> Op:
         op = Op(kind, self._phase, **fields)  # type: ignore[arg-type]
-        if kind != TAKE:
+        if kind not in (TAKE, MEAN):
             self._check_rows(op.source)
             self._check_rows(op.second)
         if not self._shares_phase(op):
