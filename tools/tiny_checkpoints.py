@@ -6,17 +6,20 @@ The weights are computed with splitmix64 and integer arithmetic, so a seed gives
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors.numpy
+from tiny_shapes import text_shapes
 
 
 @dataclass(frozen=True)
 class Variant:
     """A kind of checkpoint. config: the content of config.json. dtype: F32, F16 or BF16. shards: number of files.
-    prefix: of all text tensors.
+    prefix: of all text tensors. dense: the output widths of an embedding model's dense layers after mean pooling, which are
+    stored as modules of sentence-transformers.
     """
 
     config: dict[str, Any]
@@ -25,6 +28,7 @@ class Variant:
     prefix: str = "model."
     head: str | None = None  # the name of an output head that is not tied to the embedding
     extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of tensors outside the text model
+    dense: tuple[int, ...] = ()
 
 
 def _gemma1(**changes: Any) -> dict[str, Any]:
@@ -129,19 +133,6 @@ VARIANTS = {
 }  # fmt: skip
 
 
-# A layer's norms of width D, by model type; those of other types have all four.
-_NORMS = {
-    "gemma": ("input_layernorm", "post_attention_layernorm"),
-    "vaultgemma": ("input_layernorm", "pre_feedforward_layernorm"),
-}
-_FOUR_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-
-
 def gaussians(seed: int, count: int) -> np.ndarray:
     """Return almost normal f32 numbers of variance 1: sums of four uniform 16-bit fields of splitmix64."""
     with np.errstate(over="ignore"):
@@ -153,34 +144,52 @@ def gaussians(seed: int, count: int) -> np.ndarray:
     return ((fields.astype(np.int64).sum(1) - 2 * 65535) / (65535 / 3**0.5)).astype(np.float32)
 
 
+def largest_cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the largest cosine distance between a row of a and the row of b with the same number."""
+    x, y = (table.astype(np.float64) for table in (a, b))
+    lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
+    return float((1 - (x * y).sum(1) / lengths).max())
+
+
+def text_config(variant: Variant) -> dict[str, Any]:
+    config: dict[str, Any] = variant.config.get("text_config", variant.config)
+    return config
+
+
+def is_embedding(variant: Variant) -> bool:
+    config = text_config(variant)
+    return config["model_type"] == "embedding_gemma2_text" or config.get("use_bidirectional_attention") is True
+
+
 def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the text model's tensors, by Hugging Face name."""
-    c = variant.config.get("text_config", variant.config)
-    D, F, E = c["hidden_size"], c["intermediate_size"], c["head_dim"]
-    H, G = c["num_attention_heads"], c["num_key_value_heads"]
-    p = variant.prefix
-    table: dict[str, tuple[int, ...]] = {f"{p}embed_tokens.weight": (c["vocab_size"], D), f"{p}norm.weight": (D,)}
-    norms = _NORMS.get(c["model_type"], _FOUR_NORMS)
-    for n in range(c["num_hidden_layers"]):
-        layer = f"{p}layers.{n}."
-        table |= {f"{layer}self_attn.{x}_proj.weight": (rows * E, D) for x, rows in (("q", H), ("k", G), ("v", G))}
-        table[f"{layer}self_attn.o_proj.weight"] = (D, H * E)
-        table |= {f"{layer}mlp.{x}_proj.weight": (F, D) for x in ("gate", "up")}
-        table[f"{layer}mlp.down_proj.weight"] = (D, F)
-        table |= {f"{layer}{x}.weight": (D,) for x in norms}
-        if c["model_type"] == "gemma3_text":
-            table |= {f"{layer}self_attn.{x}_norm.weight": (E,) for x in "qk"}
+    """Return the shapes of the variant's tensors, by Hugging Face name."""
+    c = text_config(variant)
+    table = {variant.prefix + name: shape for name, shape in text_shapes(c).items()}
     if variant.head:
-        table[variant.head] = (c["vocab_size"], D)
+        table[variant.head] = (c["vocab_size"], c["hidden_size"])
     return {**table, **variant.extra}
+
+
+_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "vaultgemma")  # model types whose gains are stored without their 1
+_SCALES = ("layer_scalar", "router.scale", "per_expert_scale", "correct_output_scale")
+
+
+def _distribution(name: str, shape: tuple[int, ...], plus_one: bool) -> tuple[float, float]:
+    """Return the mean and the standard deviation of a tensor's values. No gain or scale is left at 1 or 0, because then a
+    test could not see that gemma_py ignores the tensor."""
+    if name.endswith(_SCALES) or (len(shape) == 1 and "norm" in name and not plus_one):
+        # Gains below 1 keep attention scores moderate, because these families do not divide scores by sqrt(head_dim).
+        return (0.5, 0.15) if name.endswith(("q_norm.weight", "k_norm.weight")) else (1.0, 0.3)
+    return 0.0, 0.3 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
 
 
 def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
     """Return random f32 values that the variant's dtype represents exactly."""
     made = {}
+    plus_one = text_config(variant)["model_type"] in _PLUS_ONE
     for number, (name, shape) in enumerate(shapes(variant).items()):
-        spread = 0.3 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
-        values = gaussians(seed * 1000 + number, int(np.prod(shape))) * np.float32(spread)
+        mean, spread = _distribution(name, shape, plus_one) if shape else (-np.inf, 0.0)  # a scalar is a clipping bound
+        values = gaussians(seed * 1000 + number, int(np.prod(shape))) * np.float32(spread) + np.float32(mean)
         if variant.dtype == "F16":
             values = values.astype(np.float16).astype(np.float32)
         elif variant.dtype == "BF16":
@@ -196,7 +205,7 @@ def save_safetensors(path: Path, values: dict[str, np.ndarray], dtype: str) -> N
     if dtype == "F16":
         values = {name: value.astype(np.float16) for name, value in values.items()}
     elif dtype == "BF16":
-        values = {name: (value.view(np.uint32) >> np.uint32(16)).astype(np.uint16) for name, value in values.items()}
+        values = {name: np.asarray(value.view(np.uint32) >> np.uint32(16), np.uint16) for name, value in values.items()}
     data = safetensors.numpy.save(values)
     length = int.from_bytes(data[:8], "little")
     header = (
@@ -210,6 +219,8 @@ def write(variant: Variant, directory: Path, seed: int) -> None:
     config = variant.config | {"dtype": {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[variant.dtype]}
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     values = tensors(variant, seed)
+    if variant.dense:
+        _write_modules(variant, directory, seed)
     if variant.shards == 1:
         save_safetensors(directory / "model.safetensors", values, variant.dtype)
         return
@@ -222,3 +233,35 @@ def write(variant: Variant, directory: Path, seed: int) -> None:
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def dense_layers(variant: Variant, seed: int) -> list[np.ndarray]:
+    """Return the f32 matrices [out, in] of the dense layers after mean pooling."""
+    widths = (text_config(variant)["hidden_size"], *variant.dense)
+    return [
+        (gaussians(seed * 1000 + 900 + n, into * out) * np.float32(into**-0.5)).reshape(out, into)
+        for n, (into, out) in enumerate(pairwise(widths))
+    ]
+
+
+def _write_modules(variant: Variant, directory: Path, seed: int) -> None:
+    """Write the modules of sentence-transformers that follow the transformer: pooling, dense layers, normalisation."""
+    layers = dense_layers(variant, seed)
+    names = ["Pooling", *["Dense"] * len(layers), "Normalize"]
+    modules = [("", "Transformer"), *((f"{n}_{name}", name) for n, name in enumerate(names, 1))]
+    for path, _ in modules:
+        (directory / path).mkdir(exist_ok=True)
+    listed = [
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for n, (path, name) in enumerate(modules)
+    ]
+    width = text_config(variant)["hidden_size"]
+    pooling = {"word_embedding_dimension": width, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    (directory / "modules.json").write_text(json.dumps(listed, indent=1) + "\n")
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling, indent=1) + "\n")
+    for n, layer in enumerate(layers, 2):
+        out, into = layer.shape
+        config = {"in_features": into, "out_features": out, "bias": False,
+                  "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
+        (directory / f"{n}_Dense" / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        save_safetensors(directory / f"{n}_Dense" / "model.safetensors", {"linear.weight": layer}, "F32")

@@ -11,7 +11,7 @@ from gemma_py.errors import ConfigError
 class Rope:
     """Rotary position embedding: elements i and i + E / 2 are rotated by position * theta^(-2i / E) / factor.
 
-    share: the pairs with i < share * E / 2 are rotated, the others are not (transformers' rope_type "proportional").
+    share: only the pairs with i < share * E / 2 are rotated (rope_type "proportional" in transformers).
     """
 
     theta: float
@@ -19,7 +19,7 @@ class Rope:
     share: float = 1.0
 
     def turning(self, width: int) -> int:
-        """The number of pairs that turn in a head of this width."""
+        """Return the number of pairs that are rotated in a head of this width."""
         return int(self.share * width // 2)
 
 
@@ -68,8 +68,8 @@ class Config:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     layers: tuple[Layer, ...]
-    hidden_size_per_layer_input: int = 0  # P; 0: the layers have no inputs of their own
-    vocab_size_per_layer_input: int = 0  # rows of the table of per-layer inputs
+    hidden_size_per_layer_input: int = 0  # P; 0 for models without per-layer inputs
+    vocab_size_per_layer_input: int = 0  # the number of rows of the table of per-layer inputs
     embedding: EmbeddingHead | None = None  # None: the model generates text
 
     @property

@@ -135,7 +135,7 @@ def _exact_sum(x, group):
 
 
 def matrix_row(matrix: Matrix | StoredMatrix, n: int) -> np.ndarray:
-    """Return row n of the matrix, as float32 [K]. Of a StoredMatrix, this row is read from the file."""
+    """Return row n of the matrix, as float32 [K]. The row of a StoredMatrix is read from the file."""
     row: np.ndarray
     if isinstance(matrix, StoredMatrix):
         matrix, n = matrix.rows(n, n + 1), 0
@@ -195,7 +195,7 @@ def scale_row(x, factor):
 
 
 def columns(x: np.ndarray, first: int, width: int) -> np.ndarray:
-    """y[d] = x[first + d]    [width]"""
+    """Return y[d] = x[first + d].    y: [width]"""
     return x[first : first + width].copy()
 
 

@@ -330,7 +330,7 @@ def _ring_of(op, keys, values, capacity):
 @inlined
 def _params_of(model, op, segment):
     window = op[p.WINDOW] if op[p.WINDOW] > 0 else _FULL_WINDOW
-    ahead = window - 1 if op[p.BIDIRECTIONAL] else np.int64(0)
+    ahead = op[p.BIDIRECTIONAL] * (window - 1)
     scale, cap = model.numbers[op[p.NUMBER]], model.numbers[op[p.NUMBER] + 1]
     return AttentionParams(op[p.HEADS], window, ahead, segment[ORIGIN] + segment[END_ROW], scale, cap)
 

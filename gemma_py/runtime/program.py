@@ -51,7 +51,7 @@ class Sizes:
 
 
 class Gather(NamedTuple):
-    """A copy of table rows, one for each token of the pass, to a buffer of this width before the pass begins."""
+    """A table whose rows are copied to a buffer before a pass, one row per token. width: the width of a row."""
 
     table: GatheredTable
     buffer: int

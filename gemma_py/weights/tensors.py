@@ -109,11 +109,10 @@ class StoredMatrix:
 
 @dataclass(frozen=True)
 class GatheredTable:
-    """A matrix of which a pass reads the rows of its tokens, from the checkpoint's mapped file and in that file's type.
+    """A matrix that stays in the checkpoint's file. A pass reads only the rows of the tokens, in the type of the file.
 
-    The table is neither packed nor read as a whole, because a table of per-layer inputs is as large as all other weights
-    together, and a token needs one row. Since rows are read in every pass, a file that another process changes in the
-    meantime is refused.
+    The table of per-layer inputs is as large as all other weights together, and a token needs one row, so packing the table
+    would waste memory and disk space. If the file was changed since loading, `gather` raises FormatError.
     """
 
     matrix: StoredMatrix

@@ -162,7 +162,10 @@ def test_variables_of_the_library(tmp_path: Path) -> None:
     assert (good.returncode, good.stderr) == (0, "")
     assert f"models--owner--tiny/snapshots/{SHA}" in good.stdout
     assert (bad.returncode, bad.stdout) == (1, "")
-    assert bad.stderr.startswith("gemma_py: hf:owner/other: not in the hub's cache") and bad.stderr.count("\n") == 1
+    assert (
+        bad.stderr.startswith("gemma_py: hf:owner/other: files of the model are missing")
+        and bad.stderr.count("\n") == 1
+    )
 
 
 # --- with a hub that answers ------------------------------------------------------------------------------------------
@@ -239,6 +242,8 @@ def test_without_a_network_the_copy_is_used_and_said(cache: Path, monkeypatch: p
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelNotFoundError, match=r"needs huggingface_hub: pip install 'gemma_py\[hf\]'"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"needs the package huggingface_hub; run pip install 'gemma_py\[hf\]'"
+    ):
         resolve("hf:owner/name")
     assert not hub.available_locally("hf:owner/name")

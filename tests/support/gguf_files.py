@@ -67,6 +67,9 @@ def write_model(
     """
     c = variant.config.get("text_config", variant.config)
     family = {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3"}[c["model_type"]]
+    dense = tiny.dense_layers(variant, seed) if variant.dense else []
+    if c.get("use_bidirectional_attention"):
+        family = "gemma-embedding"
     writer = gguf.GGUFWriter(str(path), family)
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
@@ -79,13 +82,20 @@ def write_model(
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
     if family != "gemma":
         writer.add_sliding_window(c["sliding_window"])
-    if family == "gemma3":
+    if family == "gemma-embedding":
+        writer.add_causal_attention(False)
+        writer.add_pooling_type(gguf.PoolingType.MEAN)
+    if family in ("gemma3", "gemma-embedding"):
         writer.add_rope_freq_base(c["rope_parameters"]["full_attention"]["rope_theta"])
     if family == "gemma2":
         writer.add_attn_logit_softcapping(c["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(c["final_logit_softcapping"])
-    for number, (name, table) in enumerate((values or tiny.tensors(variant, seed)).items()):
-        new = gguf_name(name, family)
+    for number, matrix in enumerate(dense, 2):
+        writer.add_uint32(f"{family}.dense_{number}_feat_in", matrix.shape[1])
+        writer.add_uint32(f"{family}.dense_{number}_feat_out", matrix.shape[0])
+    weights = {**(values or tiny.tensors(variant, seed)), **{f"dense_{n}.weight": w for n, w in enumerate(dense, 2)}}
+    for number, (name, table) in enumerate(weights.items()):
+        new = name if name.startswith("dense_") else gguf_name(name, family)
         kind = next((k for part, k in (kinds or {}).items() if part in name), None)
         if kind is not None:
             blocks = random_blocks(kind, table.shape[0], table.shape[1], seed * 100 + number)

@@ -39,7 +39,7 @@ def poison(name: str, number: float) -> Callable[[dict[str, np.ndarray]], None]:
         (lambda values: values.pop(Q0), "q_proj.weight' is missing"),
         (lambda values: values.pop("model.norm.weight"), "'model.norm.weight' is missing"),
         (lambda values: values.pop("model.embed_tokens.weight"), "embed_tokens"),
-        (put(Q0, np.zeros((5, 32), np.float32)), r"q_proj.weight': shape \[96, 32\] expected"),
+        (put(Q0, np.zeros((5, 32), np.float32)), r"q_proj.weight': the shape should be \[96, 32\]"),
         (put(Q0, np.zeros(96 * 32, np.float32)), r"found \[3072\]"),
         (
             put("model.layers.7.mlp.up_proj.weight", np.zeros((64, 32), np.float32)),
@@ -150,7 +150,7 @@ def directory(tmp_path: Path, files: dict[str, bytes]) -> Path:
     ("files", "message"),
     [
         ({}, "no config.json"),
-        ({"x.gguf": b"GGUF"}, "contains x.gguf"),
+        ({"x.gguf": b"GGUF"}, "to open the GGUF file in this directory, give .*x.gguf"),
         ({"config.json": b"{"}, "not valid JSON"),
         ({"config.json": b"[]"}, "JSON object"),
         ({"config.json": b"{}"}, "is not a Gemma model"),

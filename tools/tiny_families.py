@@ -1,0 +1,285 @@
+"""Tiny variants of Gemma 3n, Gemma 4 and the embedding models, and variants with random shapes. Library."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tiny_checkpoints import Variant, _gemma3, _vaultgemma
+from tiny_shapes import FULL, SLIDING, Config, Shapes, unused_kv
+
+_MINUS_INFINITY: Shapes = {
+    "audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()
+}  # the bound of a layer that does not clip
+_GEMMA4_PARTS: Shapes = {
+    "vision_tower.patch_embedder.position_embedding_table": (2, 16, 16),
+    "vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight": (16, 16),
+    "vision_tower.encoder.layers.0.input_layernorm.weight": (16,),
+    "audio_tower.subsample_conv_projection.layer0.conv.weight": (4, 1, 3, 3),
+    "audio_tower.layers.0.self_attn.per_dim_scale": (8,),
+    "audio_tower.output_proj.bias": (16,),
+    "embed_vision.embedding_projection.weight": (32, 16),
+    "embed_audio.embedding_projection.weight": (32, 16),
+    **_MINUS_INFINITY,
+}
+_UNIFIED_PARTS: Shapes = {
+    "vision_embedder.pos_embedding": (4, 2, 16),
+    "vision_embedder.patch_ln1.bias": (48,),
+    "vision_embedder.patch_dense.weight": (16, 48),
+    "embed_vision.embedding_projection.weight": (32, 16),
+    "embed_audio.embedding_projection.weight": (32, 16),
+}
+_GEMMA3N_PARTS: Shapes = {
+    "vision_tower.timm_model.conv_stem.conv.weight": (4, 3, 3, 3),
+    "audio_tower.conformer.0.norm.weight": (16,),
+    "embed_vision.embedding.weight": (8, 16),
+    "embed_vision.hard_embedding_norm.weight": (16,),
+    "embed_audio.embedding_projection.weight": (32, 16),
+}
+_GEMMA4_VISION = {"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+                  "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+                  "position_embedding_size": 16}  # fmt: skip
+_GEMMA4_AUDIO = {"model_type": "gemma4_audio", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                 "subsampling_conv_channels": [4, 4], "output_proj_dims": 16}  # fmt: skip
+_UNIFIED_VISION = {"model_type": "gemma4_unified_vision", "mm_embed_dim": 16, "mm_posemb_size": 4,
+                   "output_proj_dims": 16, "patch_size": 4, "pooling_kernel_size": 1}  # fmt: skip
+_UNIFIED_AUDIO = {"model_type": "gemma4_unified_audio", "audio_embed_dim": 16}
+
+_MIXED = [SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL]
+_DEFAULT_ROPES = {
+    FULL: {"rope_type": "default", "rope_theta": 1_000_000.0},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_PROPORTIONAL_ROPES = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+
+def _common(model_type: str, types: list[str]) -> Config:
+    return {
+        "model_type": model_type, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": len(types), "layer_types": types, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 12, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "sliding_window": 9,
+        "max_position_embeddings": 128, "attention_bias": False, "bos_token_id": 2, "eos_token_id": 1,
+        "pad_token_id": 0,
+    }  # fmt: skip
+
+
+def gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = None, **changes: Any) -> Config:
+    """Return a config as transformers from 5.22.2 on writes it: per_layer_config has the head width and the number of KV
+    heads of the full layers, here `wide` and `wide_kv`."""
+    own = {"head_dim": wide} | ({} if wide_kv is None else {"num_key_value_heads": wide_kv})
+    return {
+        **_common("gemma4_text", types), "architectures": ["Gemma4ForCausalLM"], "rope_parameters": _PROPORTIONAL_ROPES,
+        "per_layer_config": {str(n): own for n, kind in enumerate(types) if kind == FULL},
+        "final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64,
+        "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "attention_k_eq_v": False, "enable_moe_block": False,
+        "use_bidirectional_attention": None, "tie_word_embeddings": True, **changes,
+    }  # fmt: skip
+
+
+def old_gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = None, **changes: Any) -> Config:
+    """Return a config as transformers before 5.22.2 wrote it, with global_head_dim instead of per_layer_config."""
+    config = gemma4(types, **changes)
+    del config["per_layer_config"]
+    return config | {"global_head_dim": wide, "num_global_key_value_heads": wide_kv}
+
+
+def unified(text: Config) -> Config:
+    """Return the config of Gemma 4 unified for a text config of Gemma 4, without fields that the unified config lacks."""
+    absent = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block", "num_experts",
+              "top_k_experts", "moe_intermediate_size")  # fmt: skip
+    kept = {key: value for key, value in text.items() if key not in absent}
+    names = {"model_type": "gemma4_unified_text", "architectures": ["Gemma4UnifiedForCausalLM"]}
+    return kept | names | {"use_bidirectional_attention": "vision"}
+
+
+def gemma3n(types: list[str] = _MIXED, **changes: Any) -> Config:
+    return {
+        **_common("gemma3n_text", types), "architectures": ["Gemma3nForCausalLM"], "rope_parameters": _DEFAULT_ROPES,
+        "intermediate_size": [48] * len(types), "final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 50, "num_kv_shared_layers": 3, "laurel_rank": 5, "altup_num_inputs": 4,
+        "altup_active_idx": 0, "altup_coef_clip": 120.0, "altup_correct_scale": True,
+        "activation_sparsity_pattern": [0.95, 0.5] + [0.0] * (len(types) - 2), "tie_word_embeddings": True, **changes,
+    }  # fmt: skip
+
+
+def embedding_gemma(**changes: Any) -> Config:
+    """Return the config of EmbeddingGemma's transformer, which is Gemma 3 with bidirectional attention."""
+    bidirectional = {"use_bidirectional_attention": True, "architectures": ["Gemma3TextModel"], "vocab_size": 64}
+    return _gemma3(**(bidirectional | changes))
+
+
+def embedding_gemma2(types: list[str] = _MIXED, wide: int = 24, wide_kv: int = 1, **changes: Any) -> Config:
+    own = {"head_dim": wide, "num_key_value_heads": wide_kv}
+    return {
+        **_common("embedding_gemma2_text", types), "architectures": ["EmbeddingGemma2TextModel"],
+        "rope_parameters": _DEFAULT_ROPES, "hidden_size_per_layer_input": 6, "embedding_dim": 20,
+        "per_layer_config": {str(n): own for n, kind in enumerate(types) if kind == FULL}, **changes,
+    }  # fmt: skip
+
+
+def wrapped(text: Config, **changes: Any) -> Variant:
+    """Return a multimodal checkpoint with this text model and some tensors of the vision and audio parts."""
+    outer, names, parts = {
+        "gemma4_text": ("gemma4", "Gemma4ForConditionalGeneration", _GEMMA4_PARTS),
+        "gemma4_unified_text": ("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", _UNIFIED_PARTS),
+        "gemma3n_text": ("gemma3n", "Gemma3nForConditionalGeneration", _GEMMA3N_PARTS),
+        "embedding_gemma2_text": ("embedding_gemma2", "EmbeddingGemma2Model", _GEMMA4_PARTS),
+    }[text["model_type"]]
+    prefix = "" if outer == "embedding_gemma2" else "model."
+    towers: Config = {"vision_config": _GEMMA4_VISION, "audio_config": _GEMMA4_AUDIO}
+    if outer == "gemma4_unified":
+        towers = {"vision_config": _UNIFIED_VISION, "audio_config": _UNIFIED_AUDIO}
+    if outer == "gemma3n":
+        towers = {"vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {"model_type": "gemma3n_audio"}}
+    inner = {key: value for key, value in text.items() if key != "architectures"}
+    D = text["hidden_size"]
+    extra = {prefix + name: (D, *shape[1:]) if "projection.weight" in name else shape for name, shape in parts.items()}
+    config = {"model_type": outer, "architectures": [names], "text_config": inner, **towers}
+    config["tie_word_embeddings"] = text.get("tie_word_embeddings", True)
+    prefix += "language_model."
+    return Variant(config, prefix=prefix, extra=extra | unused_kv(text, prefix), **changes)
+
+
+_E: Config = {"hidden_size_per_layer_input": 6, "num_kv_shared_layers": 3}
+_EXPERTS: Config = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 10}
+_REUSED: Config = {"attention_k_eq_v": True, "wide_kv": 1}
+
+VARIANTS = {
+    "gemma4-e2b": Variant(gemma4(**_E, num_key_value_heads=1, use_double_wide_mlp=True)),
+    "gemma4-e4b-wrapped-old-config": wrapped(old_gemma4(**_E), dtype="BF16", shards=2),
+    "gemma4-dense": Variant(gemma4(**_REUSED, num_attention_heads=6, sliding_window=3)),
+    "gemma4-dense-untied-old-config": Variant(
+        old_gemma4(**_REUSED, wide=20, tie_word_embeddings=False, final_logit_softcapping=None), dtype="F16",
+        head="lm_head.weight"),
+    "gemma4-experts": Variant(gemma4(**_REUSED, **_EXPERTS)),
+    "gemma4-experts-wrapped-old-config": wrapped(
+        old_gemma4(**_REUSED, **(_EXPERTS | {"num_experts": 5, "top_k_experts": 3})), dtype="BF16"),
+    "gemma4-unified": Variant(unified(gemma4(**_REUSED))),
+    "gemma4-unified-wrapped": wrapped(unified(gemma4(**_REUSED)), dtype="F16"),
+    "gemma3n": Variant(gemma3n()),
+    "gemma3n-wrapped": wrapped(
+        gemma3n(altup_active_idx=1, altup_num_inputs=3, altup_correct_scale=False, num_key_value_heads=1,
+                intermediate_size=[40 + 4 * n for n in range(7)]), dtype="BF16"),
+    "embeddinggemma": Variant(embedding_gemma(), prefix="", dense=(40, 32)),
+    "embeddinggemma-backbone": Variant(
+        embedding_gemma(num_key_value_heads=1, sliding_window=6), prefix="", dtype="BF16"),
+    "embeddinggemma2": Variant(embedding_gemma2(), prefix=""),
+    "embeddinggemma2-wrapped": wrapped(embedding_gemma2(sliding_window=3), dtype="BF16"),
+}  # fmt: skip
+
+
+# --- random shapes ----------------------------------------------------------------------------------------------------
+
+
+def drawn(kind: str, seed: int) -> Variant:
+    """Return a variant of this kind with random shapes, which the seed determines."""
+    rng = random.Random(f"{kind} {seed}")
+    return _DRAWN[kind](rng) if kind in _DRAWN else _drawn_gemma4(rng, kind)
+
+
+def _drawn_types(rng: random.Random, shared: bool) -> tuple[list[str], int]:
+    """Return layer types, of which the last one is full, and a number of KV-sharing layers such that each of their types
+    also occurs in a layer before them."""
+    count = rng.randint(2, 11)
+    types = [rng.choice([FULL, SLIDING, SLIDING]) for _ in range(count - 1)] + [FULL]
+    possible = [n for n in range(count) if set(types[: count - n]) == set(types)]
+    return types, rng.choice(possible) if shared else 0
+
+
+def _drawn_sizes(rng: random.Random) -> Config:
+    kv = rng.choice([1, 1, 2, 3])
+    heads = kv * rng.choice([1, 2, 3, 4])
+    return {
+        "hidden_size": heads * rng.choice([n for n in (4, 7, 8, 16, 24) if heads * n >= 16]),
+        "intermediate_size": rng.choice([17, 32, 45, 64]), "num_attention_heads": heads, "num_key_value_heads": kv,
+        "head_dim": 2 * rng.randint(1, 17), "sliding_window": rng.choice([1, 2, 3, 8, 9, 31, 33, 500]),
+        "vocab_size": rng.choice([33, 64, 101]), "rms_norm_eps": rng.choice([1e-6, 1e-5, 1e-3]),
+    }  # fmt: skip
+
+
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def _drawn_layout(rng: random.Random, text: Config) -> Variant:
+    untied = rng.random() < 0.3
+    text["tie_word_embeddings"] = not untied
+    plain = Variant(text, extra=unused_kv(text, "model.") if rng.random() < 0.5 else {})
+    return replace(
+        wrapped(text) if rng.random() < 0.5 else plain,
+        dtype=rng.choice(["F32", "BF16", "F16"]), shards=rng.choice([1, 1, 3]),
+        head="lm_head.weight" if untied else None,
+    )  # fmt: skip
+
+
+def _drawn_gemma4(rng: random.Random, kind: str) -> Variant:
+    types, shared = _drawn_types(rng, kind == "gemma4-e")  # transformers shares KV rows beside per-layer inputs only
+    sizes, reused = _drawn_sizes(rng), kind != "gemma4-e" and rng.random() < 0.8
+    full = _PROPORTIONAL_ROPES[FULL] | {
+        "partial_rotary_factor": rng.choice([0.25, 0.25, 0.5, 1.0]), "rope_theta": rng.choice([1e6, 5e4])}  # fmt: skip
+    options = sizes | {
+        "num_kv_shared_layers": shared, "attention_k_eq_v": reused, "wide": 2 * rng.randint(1, 33),
+        "wide_kv": rng.choice([None, *_divisors(sizes["num_attention_heads"])]) if reused else None,
+        "use_double_wide_mlp": rng.random() < 0.5, "final_logit_softcapping": rng.choice([None, 2.0, 30.0]),
+        "rope_parameters": _PROPORTIONAL_ROPES | {FULL: full},
+    }  # fmt: skip
+    if kind == "gemma4-e":
+        options["hidden_size_per_layer_input"] = rng.choice([2, 3, 5, 16])
+        options["vocab_size_per_layer_input"] = sizes["vocab_size"]
+    if kind == "gemma4-experts":
+        experts = rng.randint(1, 9)
+        options |= {"enable_moe_block": True, "num_experts": experts, "top_k_experts": rng.randint(1, experts),
+                    "moe_intermediate_size": rng.choice([2, 7, 32])}  # fmt: skip
+    config = (gemma4 if rng.random() < 0.5 else old_gemma4)(types, **options)
+    return _drawn_layout(rng, unified(config) if kind == "gemma4-unified" else config)
+
+
+def _drawn_gemma3n(rng: random.Random) -> Variant:
+    sizes = _drawn_sizes(rng)
+    types, shared = _drawn_types(rng, True)
+    n = rng.randint(1, 5)
+    own = {
+        "num_kv_shared_layers": shared, "altup_num_inputs": n, "altup_active_idx": rng.randrange(n),
+        "altup_correct_scale": rng.random() < 0.5, "laurel_rank": rng.choice([2, 3, 16]),
+        "hidden_size_per_layer_input": rng.choice([2, 3, 5, 16]),
+        "vocab_size_per_layer_input": rng.choice([1, 30, sizes["vocab_size"]]),
+        "intermediate_size": [rng.choice([17, 32, 45]) for _ in types],
+        "activation_sparsity_pattern": [rng.choice([0.0, 0.1, 0.5, 0.95]) for _ in types],
+        "final_logit_softcapping": rng.choice([2.0, 30.0]),
+    }  # fmt: skip
+    return _drawn_layout(rng, gemma3n(types, **(sizes | own)))
+
+
+def _drawn_vaultgemma(rng: random.Random) -> Variant:
+    caps = {name: rng.choice([None, 2.0, 50.0]) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    types = [rng.choice([FULL, SLIDING]) for _ in range(rng.randint(1, 6))]
+    own = caps | {"num_hidden_layers": len(types), "query_pre_attn_scalar": rng.choice([7, 16, 64])}
+    config = _vaultgemma(**(_drawn_sizes(rng) | own)) | {"layer_types": types}
+    return Variant(config, dtype=rng.choice(["F32", "BF16"]))
+
+
+def _drawn_embedding_gemma(rng: random.Random) -> Variant:
+    sizes = _drawn_sizes(rng)
+    return Variant(
+        embedding_gemma(**sizes), prefix=rng.choice(["", "model."]), dtype=rng.choice(["F32", "BF16"]),
+        dense=rng.choice([(), (40, 32), (7,), (64, sizes["hidden_size"])]),
+    )  # fmt: skip
+
+
+def _drawn_embedding_gemma2(rng: random.Random) -> Variant:
+    sizes = _drawn_sizes(rng)
+    types, _ = _drawn_types(rng, False)
+    own = {"hidden_size_per_layer_input": rng.choice([2, 3, 5, 16]), "embedding_dim": rng.choice([8, 19, 48])}
+    wide, wide_kv = 2 * rng.randint(1, 33), rng.choice(_divisors(sizes["num_attention_heads"]))
+    config = embedding_gemma2(types, wide, wide_kv, **(sizes | own))
+    return wrapped(config) if rng.random() < 0.5 else Variant(config, prefix="")
+
+
+_DRAWN: dict[str, Callable[[random.Random], Variant]] = {
+    "gemma3n": _drawn_gemma3n, "vaultgemma": _drawn_vaultgemma, "embeddinggemma": _drawn_embedding_gemma,
+    "embeddinggemma2": _drawn_embedding_gemma2,
+}  # fmt: skip
+KINDS = ("gemma4-e", "gemma4-dense", "gemma4-experts", "gemma4-unified", *_DRAWN)
