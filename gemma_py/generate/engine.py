@@ -274,6 +274,7 @@ class Engine:
 
     def score(self, ids: Sequence[int]) -> Iterator[float]:
         """Return an iterator over the negative log likelihoods, in nats, of all tokens but the first."""
+        self.check_generates()
         tokens = self.check_ids(ids)
         if len(tokens) < 2:
             raise InputError(f"scoring needs at least 2 tokens, found {len(tokens)}")
