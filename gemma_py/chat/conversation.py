@@ -10,12 +10,13 @@ import numpy as np
 
 from gemma_py.chat import saved
 from gemma_py.errors import InputError, MismatchError
-from gemma_py.generate.core import Generation, Request, Token, stop_strings
+from gemma_py.generate.answer import stop_strings
+from gemma_py.generate.core import Generation, Request, Token
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.options import Sampling
 from gemma_py.paths import atomic_write
 from gemma_py.runtime.runner import CHUNK
-from gemma_py.templates.template import Message, Piece, checked_messages, encode
+from gemma_py.templates.template import Encoded, Message, checked_messages
 
 ReportPrefill = Callable[[int, int], None]  # called with (tokens done, tokens in total)
 TokenStream = Generator[Token, None, None]  # the tokens of an answer; `close` interrupts the answer
@@ -65,6 +66,9 @@ class Conversation:
     template: "gemma", "transcript" or the path of a chat template; by default, the checkpoint's own template.
     max_tokens: the most tokens of an answer; None means as many as fit into the context.
     stop: strings that end an answer.
+    thinking: whether the model thinks before it answers; by default, what its template does. Thoughts are in
+    `Token.reasoning`, and an answer's message keeps them as reasoning_content. The template leaves them out of later
+    prompts.
 
     If the iterator of an answer is closed early, the text generated so far becomes the answer. If there is no text yet,
     the conversation does not change.
@@ -78,6 +82,7 @@ class Conversation:
         template: str | Path | None = None,
         max_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
+        thinking: bool | None = None,
     ) -> None:
         self.engine = engine
         self.messages: list[Message] = []
@@ -89,14 +94,26 @@ class Conversation:
         self.stats: AnswerStats | None = None  # statistics of the last answer
         self._wanted = template
         self.template = engine.template(template)
+        self._format = engine.chat_format(self.template)
+        self._format.check_thinking(thinking)
+        self._thinking = thinking
         self._ends = engine.ends(self.template)
         self._session = engine.session(self._keep())
         self._answer_ids: dict[str, list[int]] = {}  # the token ids of each answer, by the text of the answer
-        self._encoded: dict[Piece, list[int]] = {}
+        self._encoded = Encoded()
         self._attempt = 0
         self._chunk = _FIRST_CHUNK  # tokens in the next chunk, chosen to take _SECONDS_A_CHUNK
         if system is not None:
             self.set_system(system)
+
+    @property
+    def thinking(self) -> bool | None:
+        return self._thinking
+
+    def set_thinking(self, thinking: bool | None) -> None:
+        """Switch thoughts on or off from the next turn on. Raise InputError if the model cannot think."""
+        self._format.check_thinking(thinking)
+        self._thinking = thinking
 
     def _keep(self) -> int:
         """Return how many tokens the session must be able to rewind, so that undo and retry need no new prefill."""
@@ -134,16 +151,14 @@ class Conversation:
         request = Request(
             self._prompt(messages), self.context if self.max_tokens is None else self.max_tokens, sampling, fit=True,
             stop=(*self.template.stop, *self.stop), ends=self._ends, trim=True,
+            marks=self._format.marks(tools=False),
         )  # fmt: skip
         generation = self.engine.generation(request)
         stats = AnswerStats(len(generation.prompt), first_token_seconds=time.perf_counter() - start)
         return self._answer(messages, generation, attempt, stats)
 
     def _prompt(self, messages: Sequence[Message]) -> list[int]:
-        pieces = self.template.pieces(checked_messages(messages))
-        ids = encode(pieces, self.engine.text_tokenizer(), self._answer_ids, self._encoded)
-        self._encoded = {piece: self._encoded[piece] for piece in pieces}
-        return ids
+        return self._format.prompt(messages, (), self._thinking, self._answer_ids, self._encoded)
 
     def _answer(self, messages: list[Message], generation: Generation, attempt: int, stats: AnswerStats) -> TokenStream:
         start = time.perf_counter()
@@ -151,8 +166,8 @@ class Conversation:
         stats.prefill_seconds = time.perf_counter() - start
         stats.seed = generation.sampling.seed if generation.sampling.temperature else None
         tokens = generation.tokens(logits, self._session.decode)
-        made: list[int] = []
-        text = ""
+        made: list[int] = []  # the ids of the answer's text, without those of thoughts
+        text = thought = ""
         try:
             while True:
                 before = time.perf_counter()
@@ -160,31 +175,34 @@ class Conversation:
                 now = time.perf_counter()
                 if token is None:
                     return
-                if made:
+                if stats.generated_tokens:
                     stats.decode_seconds += now - before
                 else:
                     stats.first_token_seconds += now - start
-                made.append(token.id)
+                if token.reasoning is None:
+                    made.append(token.id)
                 text += token.text
+                thought += token.reasoning or ""
                 stats.generated_tokens += 1
                 stats.finish_reason = token.finish_reason
                 if token.finish_reason is not None:
-                    self._keep_answer(messages, made, text, attempt, stats)
+                    self._keep_answer(messages, made, _message(text, thought), attempt, stats)
                     made = []
                 yield token
         finally:
-            if made and text.strip():  # closed or interrupted in the middle
-                self._keep_answer(messages, made, text, attempt, stats)
+            if made and text.strip():  # the answer was interrupted before its last token
+                self._keep_answer(messages, made, _message(text, thought), attempt, stats)
 
     def _keep_answer(
-        self, messages: list[Message], made: list[int], text: str, attempt: int, stats: AnswerStats
+        self, messages: list[Message], made: list[int], answer: Message, attempt: int, stats: AnswerStats
     ) -> None:
-        self.messages = [*messages, {"role": "assistant", "content": text.rstrip()}]
+        self.messages = [*messages, answer]
         self._attempt, self.stats = attempt, stats
+        text: str = answer["content"]
         # Keep the generated ids, because tokenising the text again may give ids that are not in the KV cache.
         tokenizer = self.engine.text_tokenizer()
         ids = [token for token in made if token < tokenizer.size]
-        while ids and len(tokenizer.decode(ids).lstrip()) > len(text.rstrip()):
+        while ids and len(tokenizer.decode(ids).lstrip()) > len(text):
             ids.pop()
         # An answer with control tokens is tokenised again as plain text, so that the answer cannot forge a turn.
         if ids and tokenizer.decode(ids).strip() == text.strip() and tokenizer.control_ids.isdisjoint(ids):
@@ -337,6 +355,7 @@ class Conversation:
             "template": None if self._wanted is None else str(self._wanted),
             "max_tokens": self.max_tokens,
             "stop": self.stop,
+            "thinking": self._thinking,
             "attempt": self._attempt,
             "known": self._answer_ids,
         }
@@ -357,7 +376,13 @@ class Conversation:
         said = file.description
         sampling = Sampling(**said["sampling"] | {"logit_bias": dict(said["sampling"]["logit_bias"])})
         conversation = cls(engine, None, sampling, said["template"], said["max_tokens"], said["stop"])
+        conversation.set_thinking(said.get("thinking"))
         conversation.messages = checked_messages(said["messages"]) if said["messages"] else []
         conversation._attempt, conversation._answer_ids = said["attempt"], said["known"]
         file.restore(conversation._session)
         return conversation
+
+
+def _message(text: str, thought: str) -> Message:
+    """Return the message of an answer."""
+    return {"role": "assistant", "content": text.rstrip()} | ({"reasoning_content": thought} if thought else {})

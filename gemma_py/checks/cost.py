@@ -19,11 +19,11 @@ FLOP, BYTES = 0, 1
 
 
 def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> np.ndarray:
-    """Return FLOP (two per multiply-add) and BYTES of a pass of T tokens, after `position` earlier tokens.
+    """Return the cost of a pass of T tokens after `position` earlier tokens: int64 [labels of phases, 2].
 
-    The result is int64 [labels of phases, 2]. Each matrix, key and value counts as read once per pass, because repeated
-    reads come from the processor's cache. Only the last token has logits. kv_bytes: the size of one number in the KV
-    cache.
+    Column FLOP has the floating-point operations, two per multiply-add. Column BYTES has the bytes read: each matrix,
+    key and value counts as read once per pass, because repeated reads come from the processor's cache. Only the last
+    token has logits. kv_bytes: the size of one number in the KV cache.
     """
     cost = np.zeros((len(program.labels), 2), np.int64)
     for op in program.model.ops:

@@ -19,7 +19,7 @@ _MEMORY = 512 << 20  # bytes to read, more than fit into the processor's caches
 
 @dataclass
 class Limits:
-    """Peak rates of a number of threads together: the medians of samples. A multiply-add counts as two operations.
+    """The peak rates of all threads together, as medians of samples. A multiply-add counts as two operations.
 
     The limit during a matmul is lower than the one measured here, because a processor lowers the clock during long runs
     of vector multiplications. tools/matrices.py measures that lower limit.

@@ -47,7 +47,10 @@ class BenchTest:
 
     @property
     def weight(self) -> int:
-        """The estimated relative duration, for the progress bar. Reading the weights makes a pass cost 8 tokens more."""
+        """The estimated relative duration, for the progress bar.
+
+        Reading the weights in a pass takes as long as computing 8 tokens.
+        """
         return self.tokens + 8 * len(self.passes)
 
 
@@ -188,7 +191,7 @@ def model_summary(engine: Engine) -> ModelSummary:
 
 
 def cost_of(engine: Engine, test: BenchTest) -> np.ndarray:
-    """Return FLOP and BYTES of one run of a test, int64 [phases, 2]."""
+    """Return the floating-point operations and the bytes read in one run of a test: int64 [phases, 2]."""
     kv_bytes = np.dtype(KV_TYPES[engine.kv_type]).itemsize
     return run_cost(engine.program, kv_bytes, test.depth, test.passes)
 

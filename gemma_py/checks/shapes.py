@@ -76,7 +76,7 @@ def _checkpoint(name: str, family: Family, config: Config, kind: BlockType, make
 
 
 def _specs(family: Family, config: Config) -> dict[str, Tensor]:
-    """Return the tensors of a model without the output head, which is the embedding."""
+    """Return the tensors of a model except the output head, because the embedding is used as the output head."""
     return {label: spec for label, spec in family.tensors(config).items() if label != HEAD}
 
 
@@ -94,7 +94,7 @@ def _random(kind: BlockType, count: int) -> np.ndarray:
 
 
 def _blank(kind: BlockType, count: int) -> np.ndarray:
-    """Return zeros of the length of `count` values, without allocating memory."""
+    """Return as many zero bytes as `count` values of type `kind` occupy. All elements share one byte of memory."""
     return np.broadcast_to(np.uint8(0), count // kind.block * kind.bytes)
 
 

@@ -194,7 +194,7 @@ def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> i
 
 
 def changed_row(a: TracedRun, b: TracedRun, layer: int) -> int | None:
-    """Return the first KV row of a layer that differs now, although the two runs stored equal values."""
+    """Return the first KV row of a layer that differs at the end of two runs, although the runs stored equal values."""
     owners, phase = a.session.engine.config.kv_owners, a.store_label
     if layer not in owners:
         return None
@@ -287,8 +287,9 @@ class VerifyReport:
 
 
 def cost(tokens: int, chunk: int) -> int:
-    """Return the estimated relative duration, for the progress bar. Reading the weights makes a pass cost 8 tokens
-    more.
+    """Return the estimated relative duration, for the progress bar.
+
+    Reading the weights in a pass takes as long as computing 8 tokens.
     """
     return tokens + 8 * -(-tokens // chunk)
 

@@ -36,7 +36,10 @@ def map_file(path: Path) -> np.ndarray:
 
 
 class FileState(NamedTuple):
-    """file: (device, inode). Two states of one file are equal unless its content has changed in between."""
+    """The identity, size and modification time of a file. If the file's content changes, the file's state changes.
+
+    file: (device, inode)
+    """
 
     file: tuple[int, int]
     size: int
@@ -44,7 +47,10 @@ class FileState(NamedTuple):
 
 
 def file_state(path: Path) -> FileState | None:
-    """None where there is no such file; a file that was mapped and then deleted or replaced stays mapped as it was."""
+    """Return the state of the file at a path, or None if the path does not exist.
+
+    None does not mean that a mapped file is unusable: the content of a deleted file stays mapped.
+    """
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -27,7 +27,7 @@ _LARGEST_ALIGNMENT = 1 << 16
 _MOST_STRINGS = 1 << 24  # largest number of strings in an array; Gemma 3's vocabulary has 2^18
 _SEARCH_MINIMUM = 1000  # arrays with fewer strings are read one by one, without `_find_strings`
 _SEARCH_BYTES = 20  # bytes that `_find_strings` searches per string; a vocabulary's strings and lengths take fewer
-_MOST_FALSE_LENGTHS = 64  # `_find_strings` gives up after removing false lengths so many times
+_MOST_FALSE_LENGTHS = 64  # `_find_strings` fails after this many removals of false lengths
 _LARGEST_SHARD_COUNT = 99_999
 
 # GGML's type numbers. Unsupported types are included, so that an error message can name them.
@@ -84,7 +84,7 @@ def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
     """
     zeros = data == 0
     for step in (1, 2, 3):
-        zeros = zeros[:-step] & zeros[step:]  # places where 2, then 4, then 7 zeros begin
+        zeros = zeros[:-step] & zeros[step:]  # places where 2 zeros begin, in the second round 4, in the third 7
     at = np.flatnonzero(zeros[1:])
     for _ in range(_MOST_FALSE_LENGTHS):
         if len(at) < count or at[0] != 0:
@@ -138,7 +138,7 @@ class _Cursor:
             places, lengths = found
             end = int(places[-1]) + int(lengths[-1])
             try:
-                # Decode the strings together with their lengths. A length of 128 or more is not ASCII and fails.
+                # Decode strings and lengths together. Decoding fails for a length of 128 or more, which is not ASCII.
                 str(window[:end].data, "utf-8")
             except UnicodeDecodeError:
                 found = None

@@ -8,14 +8,17 @@ a `Generation`.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from gemma_py.errors import InputError
+from gemma_py.generate.answer import AnswerStream, Constraint, Part, stop_strings
 from gemma_py.generate.options import Sampling
 from gemma_py.generate.sampling import Sampler, likeliest, log_probabilities
 from gemma_py.runtime.cache import check_context
+from gemma_py.templates.notation import Marks
+from gemma_py.templates.tools import Call
 from gemma_py.tokenizer import Tokenizer
 
 _MOST_TOP = 100  # the largest top_logprobs of a request
@@ -31,26 +34,17 @@ class Token:
     log probabilities.
     finish_reason: None, except for the last token: "stop" (an end token or a stop string) or "length" (max_tokens
     reached).
+    reasoning: the text of a thought that the token completes; None if the token belongs to no thought. It is not part of
+    the answer.
+    calls: the tool calls that the token completes.
     """
 
     id: int
     text: str
     logprob: float
     finish_reason: str | None = None
-
-
-class Constraint(Protocol):
-    """A grammar that restricts the tokens of one answer. A grammar has state, so requests cannot share one."""
-
-    def allowed(self, logits: np.ndarray) -> np.ndarray:
-        """Return the logits [V] if every token is allowed, else a copy with -inf for the forbidden tokens."""
-
-    def accept(self, token: int) -> None:
-        """Advance the state of the grammar by the chosen token."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the answer is complete, so that generation has to stop."""
+    reasoning: str | None = None
+    calls: tuple[Call, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +61,7 @@ class Request:
     top_logprobs: the number of likeliest tokens to report at each position.
     scored: report log probabilities for the prompt's tokens too. The prefix cache is not used then, because
     cached tokens have no logits.
+    marks: the marks by which thoughts and tool calls are split from the answer's text.
     """
 
     ids: Sequence[int]
@@ -80,6 +75,7 @@ class Request:
     top_logprobs: int = 0
     constraint: Constraint | None = None
     scored: bool = False
+    marks: Marks | None = None
 
 
 class Generation:
@@ -107,7 +103,7 @@ class Generation:
         self.max_tokens = min(request.max_tokens, context - len(self.prompt))
         self._sampler = Sampler(request.sampling, vocab_size, self.prompt)
         self.sampling = self._sampler.sampling
-        self._stream = TextStream(tokenizer, stop_strings(request.stop), request.trim)
+        self._stream = AnswerStream(tokenizer, stop_strings(request.stop), request.trim, request.marks, self.prompt)
 
     def next(self, logits: np.ndarray) -> Token:
         """Choose the next token.
@@ -122,20 +118,22 @@ class Generation:
             logprob, self.top = self.score(logits, token)
         self.generated.append(token)
         if token in self.request.ends:
-            return Token(token, self._stream.finish(), logprob, "stop")
+            return _token(token, self._stream.finish(), logprob, "stop")
         if constraint is not None:
             constraint.accept(token)
-        text = self._stream.push(token)
+        part = self._stream.push(token)
         reason = None
         if self._stream.stopped or (constraint is not None and constraint.finished):
             reason = "stop"
         elif len(self.generated) == self.max_tokens:
             reason = "length"
         if reason is not None:
-            text += self._stream.finish()
+            rest = self._stream.finish()
+            reasoning = part.reasoning if rest.reasoning is None else (part.reasoning or "") + rest.reasoning
+            part = Part(part.text + rest.text, reasoning, part.calls)
             if self._stream.stopped:  # `finish` found a stop string
                 reason = "stop"
-        return Token(token, text, logprob, reason)
+        return _token(token, part, logprob, reason)
 
     def tokens(self, logits: np.ndarray, decode: Callable[[int], np.ndarray]) -> Iterator[Token]:
         """Yield the tokens of the answer. A token is decoded only when the caller asks for the next one.
@@ -160,8 +158,12 @@ class Generation:
         return logprob, tuple(zip(ids, of_ids, strict=True))
 
 
+def _token(token: int, part: Part, logprob: float, reason: str | None) -> Token:
+    return Token(token, part.text, logprob, reason, part.reasoning, part.calls)
+
+
 def check_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Return the ids as a list of int. Raise InputError if there are none or one is outside the vocabulary."""
+    """Return the ids as a list of int. Raise InputError if the list is empty or an id is outside the vocabulary."""
     try:
         checked = [int(token) for token in ids]
         exact = all(not isinstance(token, bool) and token == n for token, n in zip(ids, checked, strict=True))
@@ -179,74 +181,3 @@ def check_ids(ids: Any, vocab_size: int) -> list[int]:
 
 def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-# --- the text of an answer --------------------------------------------------------------------------------------------
-
-
-def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the stop strings as a tuple. Raise InputError if a stop string is empty."""
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in strings):
-        raise InputError(f"stop should be a non-empty string or a list of them, found {stop!r:.60}")
-    return strings
-
-
-class TextStream:
-    """Decodes token ids to text, one by one. The text ends before the first stop string.
-
-    Two kinds of text are held back: byte tokens until the next token of another kind, because one more byte can make
-    the sequence invalid UTF-8; and text that may be the beginning of a stop string.
-
-    trim: remove white space at the beginning of the text.
-    stopped: whether a stop string was found.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), trim: bool = False) -> None:
-        if stop and tokenizer is None:
-            raise InputError("stop strings need a tokenizer, but the checkpoint has none")
-        self._tokenizer, self._stop, self._trim = tokenizer, tuple(stop), trim
-        self._run: list[int] = []  # ids held back, because a later byte token may change the text
-        self._held_back = ""
-        self.stopped = False
-
-    def push(self, token: int) -> str:
-        """Return the text that this token completes, often an empty string."""
-        if self._tokenizer is None or token >= self._tokenizer.size:
-            return ""  # an id that only pads the embedding matrix has no text
-        self._run.append(token)
-        final = self._tokenizer.final_prefix(self._run)
-        if final == 0:
-            return ""
-        text = self._tokenizer.decode(self._run[:final])
-        del self._run[:final]
-        return self._pass(text)
-
-    def finish(self) -> str:
-        """Return the text that is still held back. Called after the last token."""
-        if self.stopped:
-            return ""
-        text = self._pass(self._tokenizer.decode(self._run) if self._tokenizer and self._run else "")
-        self._run.clear()
-        if not self.stopped:
-            text, self._held_back = text + self._held_back, ""
-        return text
-
-    def _pass(self, new: str) -> str:
-        text = self._held_back + new
-        if self._trim:
-            text = text.lstrip()
-            self._trim = not text
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self.stopped = True
-            self._held_back = ""
-            return text[: min(found)]
-        certain = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held_back = text[certain:]
-        return text[:certain]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text that is the beginning, but not the whole, of the stop string."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

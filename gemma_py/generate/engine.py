@@ -14,7 +14,8 @@ from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, InputError
 from gemma_py.formats.blocks import QUANTS
 from gemma_py.generate import embedding, sampling
-from gemma_py.generate.core import Generation, Request, Token, check_ids, stop_strings
+from gemma_py.generate.answer import stop_strings
+from gemma_py.generate.core import Generation, Request, Token, check_ids
 from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, recommended, with_options
 from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
 from gemma_py.hub import repository_of
@@ -25,7 +26,8 @@ from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.program import LinkedProgram, link
 from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput
-from gemma_py.templates.template import TRANSCRIPT, Template, checked_messages, choose, encode
+from gemma_py.templates.chat_format import ChatFormat
+from gemma_py.templates.template import TRANSCRIPT, Template, choose
 from gemma_py.tokenizer import Tokenizer
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.weights.store import packed_weights
@@ -105,8 +107,9 @@ class Engine:
         return self.runner.kv
 
     def reference_weights(self) -> Weights:
-        """Read the weights from the checkpoint again, because the engine has only packed ones and the reference needs
-        plain ones.
+        """Return the weights for the reference implementation, read from the checkpoint again.
+
+        The engine keeps only packed weights, and the reference implementation needs weights that are not packed.
         """
         return self.checkpoint.weights(self.quant)
 
@@ -225,20 +228,38 @@ class Engine:
         messages: Sequence[Mapping[str, Any]],
         max_tokens: int = 512,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        thinking: bool | None = None,
         stop: str | Sequence[str] | None = None,
         template: str | Path | None = None,
         **options: Any,
     ) -> Iterator[Token]:
         """Return an iterator over the tokens of the answer to messages in OpenAI's format.
 
+        tools: functions that the model may call, in OpenAI's format. The calls are in `Token.calls`.
+        thinking: whether the model should think before it answers; by default, what its template does. The thoughts are
+        in `Token.reasoning`.
         options: fields of `Sampling`; the others have the values of `Engine.sampling`.
 
         For several turns use `Conversation`, which keeps the KV cache from turn to turn.
         """
-        sampling, form = self.chat_sampling(options), self.template(template)
-        ids = encode(form.pieces(checked_messages(messages)), self.text_tokenizer(), {}, {})
-        stop = (*form.stop, *stop_strings(stop))
-        return self._answer(Request(ids, max_tokens, sampling, stop=stop, ends=self.ends(form), trim=True))
+        sampling, form = self.chat_sampling(options), self.chat_format(self.template(template))
+        ids = form.prompt(messages, tools, thinking)
+        stop = (*form.template.stop, *stop_strings(stop))
+        request = Request(
+            ids,
+            max_tokens,
+            sampling,
+            stop=stop,
+            ends=self.ends(form.template),
+            trim=True,
+            marks=form.marks(bool(tools)),
+        )
+        return self._answer(request)
+
+    def chat_format(self, template: Template) -> ChatFormat:
+        """Return how the model takes part in a conversation with a chat template."""
+        return ChatFormat(template, self.text_tokenizer())
 
     def chat_sampling(self, options: Mapping[str, Any]) -> Sampling:
         """Return `Engine.sampling` with the given options replaced. An option that is None is ignored."""
@@ -313,8 +334,9 @@ class Engine:
         return self.runner.cache(keep)
 
     def cache_bytes(self, tokens: int, keep: int = 0) -> int:
-        """Return the size of a cache from `new_cache(keep)` with this many tokens, computed in chunks of the default
-        size.
+        """Return the size in bytes that a cache from `new_cache(keep)` has after `tokens` tokens were prefilled.
+
+        The size is that for chunks of the default size.
         """
         return bytes_needed(self.config, self.kv_type, tokens, CHUNK, keep)
 

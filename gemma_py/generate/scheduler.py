@@ -23,7 +23,8 @@ from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
 
-# The target duration of a pass of prompts only, and of a pass that also decodes, because each token of an answer waits for a pass.
+# The target duration of a pass that computes only prompts, and of a pass that also decodes. The second duration is
+# shorter, because the next token of every answer waits for the end of the pass.
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
 _FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass is hardly faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
@@ -417,7 +418,7 @@ class Scheduler:
         start = time.monotonic()
         results = self.engine.run_together(inputs)
         rows = sum(len(part.tokens) for part in inputs)
-        # Skip passes that only decode, because reading the weights takes most of the time of such a pass.
+        # Leave passes that only decode out of the average, because such a pass spends most of its time reading weights.
         if rows > len(inputs):
             self._row_seconds += 0.8 * ((time.monotonic() - start) / rows - self._row_seconds)
         self._passes += 1

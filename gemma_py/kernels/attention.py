@@ -56,7 +56,7 @@ _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 def _prefetch_rows(array, ring, base, t, stop, left, right):
     """Prefetch columns left .. right - 1 of the rows of positions t .. stop - 1.
 
-    A block of few queries computes little with each row, so the hardware prefetcher would come too late.
+    A block of few queries computes little with each row, so the hardware prefetcher would load the rows too late.
     """
     for position in range(t, stop):
         row = base + position % ring.capacity * ring.row_stride
@@ -200,10 +200,10 @@ def _add_values_of_query(ring, base, begin, t, stop, query, block, scratch, layo
 def _add_values(ring, base, begin, end, block, scratch, layout):
     """Add the values of keys begin .. end - 1 of a tile to the queries that see them, t ascending for each query.
 
-    If every query sees every key, one call adds all values to all queries. Otherwise ROWS queries at a time share the
-    loop over the keys that each of these queries sees, and other keys are added to one query at a time. The first call
-    for a query multiplies the query's sums by `rescale` and sets `rescale` to 1. A query that sees no key of this tile
-    is not changed.
+    If every query sees every key, one call adds all values to all queries. Otherwise ROWS queries at a time share a
+    loop over the keys that all of these queries see, and the values of the other keys are added to one query at a time.
+    The first addition to a query in this tile also multiplies the query's earlier sums by `rescale`, and then sets
+    `rescale` to 1. A query that sees no key of this tile is not changed.
     """
     first, last = keys_of_all(block, 0, block.used)
     if first <= begin and end <= last:
@@ -256,7 +256,8 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
         if not all_seen:
             larger = mask_and(larger, _sees_any(starts, lasts, begin + key, begin + key))
         maximum = select(larger, score, maximum)
-    # A query that sees no key of this tile gets rescale 1: the maximum may still be -infinity, and the difference NaN.
+    # A query that sees no key of this tile gets rescale 1. The maximum of such a query may still be -infinity, and
+    # the difference of two infinities is NaN.
     seen = _sees_any(starts, lasts, begin, begin + keys - 1)
     rescale = select(seen, exp(sub(before, maximum)), splat(_ONE))
     weight_sum = mul(load(scratch, layout.weight_sum + lane), rescale)

@@ -9,7 +9,7 @@ _NONE = -1
 def _find_merge(left, right, starts, rights):
     """Return the index of the pair (left, right) in the table of merges, or -1.
 
-    The search is binary, because pairs with one left half are sorted by right half.
+    This is a binary search: the table lists all pairs of a left half together, sorted by right half.
     """
     low, high = starts[left], starts[left + 1]
     while low < high:

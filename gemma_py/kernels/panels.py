@@ -60,7 +60,7 @@ class CodePanels(NamedTuple):
     block: int  # inputs that share a block scale: 32 or 256
     minimums: int  # 1 in formats with minimums, else 0
     panel_bytes: int
-    quads: int  # always 4, but not a constant, because LLVM would unroll the unpacking loop
+    quads: int  # always 4; a field, because LLVM would unroll an unpacking loop of constant length
 
 
 class UnpackBuffer(NamedTuple):
@@ -112,10 +112,10 @@ def pack_codes(
     offset: int,
     out: np.ndarray,
 ) -> None:
-    """Pack a quantised matrix, or some of its rows from a multiple of 64 on, into panels.
+    """Pack a quantised matrix, or a part of its rows that begins at a multiple of 64, into panels.
 
     codes: int8 [N, K], signed
-    block_scales: f16 [N, K / block] scales, then an equal array of minimums in formats with minimums
+    block_scales: f16 [N, K / block]: (scales,), or (scales, minimums) in formats with minimums
     sub_scales: int8 [N, K / group] for each array of block_scales, or () in formats without sub-scales
     out: int8 [panels * panel_bytes], written
     """
@@ -165,7 +165,7 @@ def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
 
 @force_inlined
 def _quads_8(arena, at, v):
-    """Load quads v and v + 4 of the codes that begin at `at`, for v = 0 .. 3. The codes still include the offset."""
+    """Load quads v and v + 4 of the codes that begin at `at`, where v is 0 to 3. The codes still include the offset."""
     return load_words(arena, at + v * _QUADS), load_words(arena, at + (v + 4) * _QUADS)
 
 
@@ -193,9 +193,10 @@ def _quads_6(arena, at, v):
 
 
 def for_each_width(make: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return make(quads, width) for each width of codes.
+    """Return a tuple of make(quads, width) for each width, where the function `quads` loads codes of `width` bits.
 
-    A loop that handled every width would keep the constants of every width in registers.
+    Each width has a loop of its own, because one loop for all widths would keep the constants of all widths in
+    registers.
     """
     return tuple(make(quads, width) for quads, width in ((_quads_4, 4), (_quads_5, 5), (_quads_6, 6), (_quads_8, 8)))
 
@@ -231,7 +232,7 @@ def sub_scale_bytes_of(w):
 
 @force_inlined
 def _group_scales(w, block_scales, at, group):
-    """Return the scales (or minimums) of one group of a run whose sub-scales (or sub-minimums) begin at `at`."""
+    """Return the scales (or minimums) of a group. at: index of the first sub-scale (or sub-minimum) of the run"""
     return mul(block_scales, load_bytes(w.arena, at + group * COLUMNS)) if w.block > INPUT_BLOCK else block_scales
 
 

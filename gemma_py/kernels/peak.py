@@ -1,4 +1,4 @@
-"""Kernels that measure the machine's peak rates, of which other kernels' speeds are reported as a percentage.
+"""Kernels that measure the machine's peak rates. Other kernels' speeds are reported as percentages of the peak rates.
 
 A team of threads calls each kernel on every worker as `kernel(worker, workers, cells, ...)`. These kernels neither wait
 for each other nor claim tiles, so they do not use `cells`. Each kernel writes its sums to `out`, because the compiler
@@ -90,7 +90,7 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
 
 @kernel
 def read_memory(worker, workers, cells, values, out):
-    """Read each worker's share of the values once, in four streams.
+    """Read the calling worker's share of the values once, in four streams.
 
     values: [n * 64 * workers] f32, read
     out: [workers * 16] f32, written

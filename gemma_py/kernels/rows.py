@@ -73,9 +73,10 @@ def _codes_of(x, scale):
 
 @inlined
 def _block_offset(block, number, blocks):
-    """Return the offset of block + number, or of the last block if there are fewer blocks.
+    """Return the offset of the block with index block + number.
 
-    The caller then computes the last block more than once.
+    If there is no such block, return the offset of the last block. The caller then computes the last block more than
+    once.
     """
     return min(block + number, blocks - 1) * INPUT_BLOCK
 
@@ -245,7 +246,9 @@ def normalise_rows(x, width, y):
 
 @kernel
 def rope_frequencies(theta, factor, turning, frequencies):
-    """Compute frequencies[i] = theta^(-2i / E) / factor, rounded to f32 before and after the division; 0 for i >= turning.
+    """Compute frequencies[i] = theta^(-2i / E) / factor for i < turning, and 0 for larger i.
+
+    Each frequency is rounded to f32 before and after the division by `factor`.
 
     frequencies: [E / 2] f32, written
     """

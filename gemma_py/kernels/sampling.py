@@ -43,7 +43,7 @@ def top_k(x, values, ids):
     ids: [k] int64, written
 
     The k best logits so far form a heap, with the worst of them at the root. Most blocks of 64 logits have none above
-    the root: a loop without branches counts the larger ones, and a block with a count of 0 is skipped.
+    the root. So a loop without branches counts the logits above the root, and a block with a count of 0 is skipped.
     """
     k = values.shape[0]
     for v in range(k):

@@ -306,7 +306,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     kv_heads = fields.integer("attention.head_count_kv", heads)
     head_dim = fields.integer("attention.key_length", max(1, hidden // heads))
     if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedError(f"{where}: attention.value_length should equal attention.key_length, {head_dim}")
+        raise UnsupportedError(f"{where}: attention.value_length should be {head_dim}, as attention.key_length is")
     full, sliding = _ropes_from_gguf(fields, kind)
     layers = tuple(
         Layer(window, full if window is None else sliding, heads, kv_heads, head_dim,

@@ -90,7 +90,7 @@ class Program:
     ropes: list[tuple[Rope, int]] = field(default_factory=list)  # pairs of a rope and a head width
     # Pairs of a gathered tensor and the buffer to which the tensor's rows are copied before the pass begins.
     gathers: list[tuple[str, str]] = field(default_factory=list)
-    widths: dict[str, int] = field(default_factory=dict)  # by buffer: the largest width in the whole program
+    widths: dict[str, int] = field(default_factory=dict)  # for each buffer, its largest width in the program
     # The state of each buffer after the operations appended so far: the width of the rows, and whether the rows are those
     # of ALL tokens or of WANTED tokens.
     _widths_now: dict[str, int] = field(default_factory=dict)
@@ -111,10 +111,11 @@ class Program:
         D = self._shape(tensor, 2)[1]
         gathered = self.tensors[tensor].gathered
         if gathered and self._phase.rows != ALL:
-            raise ValueError(f"{tensor} should be gathered for ALL rows, found a phase of WANTED rows")
+            raise ValueError(f"the gathered tensor {tensor} needs a phase of ALL rows, found a phase of WANTED rows")
         if gathered and target in self.widths:
             raise ValueError(
-                f"the rows of {tensor} are copied to {target} before the pass, but {target} is written before"
+                f"the rows of {tensor} are copied to {target} before the pass begins, "
+                f"so no earlier operation may write {target}"
             )
         self._write(target, D)
         numbers = (math.sqrt(D) if factor is None else factor, 0.0)
@@ -144,7 +145,7 @@ class Program:
         self._add(NORM, source=source, target=target, tensor=gain, heads=heads, width=width)
 
     def add(self, target: str, source: str, gain: str = "") -> None:
-        """Compute target += source, or target += RMSNorm(source) * gain. With a gain, source is overwritten."""
+        """Compute target += source. If a gain is given, compute target += RMSNorm(source) * gain and overwrite source."""
         self._check_rows(target)
         width = self._same_width(target, source)
         self._write(target, width)
@@ -183,9 +184,11 @@ class Program:
         self._add(GELU_GATE, source=up, target=gate, width=width)
 
     def take(self, source: str, target: str) -> None:
-        """Copy the wanted rows of source to target. The phase computes WANTED rows, and source holds ALL rows."""
+        """Copy the rows of source whose logits are wanted to target, in a phase that computes WANTED rows."""
         if self._phase.rows != WANTED or self._rows_now[source] != ALL:
-            raise ValueError(f"{source} cannot be taken: take needs a source of ALL rows in a phase of WANTED rows")
+            raise ValueError(
+                f"take needs a phase that computes WANTED rows and a source that holds ALL rows, found {source}"
+            )
         width = self._widths_now[source]
         self._write(target, width)
         self._add(TAKE, source=source, target=target, width=width)
@@ -212,7 +215,7 @@ class Program:
         """Store keys and values as KV rows of the layer. The rows are published to attention in position order."""
         y, kv = self.config.layers[layer], self.config.kv_numbers[layer]
         if y.kv_source != layer:
-            raise ValueError(f"layer {layer} reads the KV rows of layer {y.kv_source} and must not store KV rows")
+            raise ValueError(f"layer {layer} must not store KV rows, because it reads those of layer {y.kv_source}")
         if self._phase.rows != ALL:
             raise ValueError("KV rows must be stored in a phase of ALL rows, found a phase of WANTED rows")
         for rows in (keys, values):
@@ -257,7 +260,7 @@ class Program:
         return op
 
     def _quantise(self, source: str, before: Phase) -> None:
-        """Insert a QUANTISE operation of source in front of the phase `before`.
+        """Insert a QUANTISE operation, which quantises `source`, in front of the phase `before`.
 
         QUANTISE joins the preceding phase if that phase consists of row operations on the same rows. Otherwise QUANTISE
         gets a phase of its own.
@@ -294,7 +297,9 @@ class Program:
     def _check_rows(self, buffer: str) -> None:
         """Raise ValueError if the buffer holds WANTED rows and the phase computes ALL rows, or the other way round."""
         if self._rows_now.get(buffer, self._phase.rows) != self._phase.rows:
-            raise ValueError(f"{buffer} holds other rows (ALL or WANTED) than phase {self._phase.name!r} computes")
+            raise ValueError(
+                f"phase {self._phase.name!r} cannot use {buffer}: one of them has ALL rows, the other WANTED rows"
+            )
 
     def _check_width(self, buffer: str, width: int) -> None:
         if self._widths_now[buffer] != width:

@@ -27,7 +27,7 @@ _SPARE = 512  # rows to add when a layer with full attention is reallocated
 def check_context(context: int, tokens: int, after: int | None = None, new: int = 0) -> None:
     """Raise ContextError if a request exceeds the context.
 
-    tokens: tokens of the prompt. after: tokens in the KV cache, or None. new: tokens to generate.
+    Numbers of tokens: `tokens` in the prompt, `after` in the KV cache (or None), `new` to generate.
     """
     present = (after or 0) + tokens
     if present + new <= context:
@@ -274,7 +274,7 @@ class Cache:
         self.abandoned = True
 
     def poison_uncommitted(self) -> None:
-        """If `poison` is set, set rows that hold no stored position to NaN, so that tests notice kernels that read them."""
+        """If `poison` is set, fill rows without a stored position with NaN, so that tests notice reads of these rows."""
         if not self.poison:
             return
         for number, layer in enumerate(self.layers):

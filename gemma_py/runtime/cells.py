@@ -36,7 +36,7 @@ _SHARED_LINES = 3
 # Cells of `own`, one line per worker, which only that worker writes.
 PROGRESS, WAITING, LAYER, PHASE, RANDOM = range(5)
 
-# Values of the cell WAITING.
+# The values of the cell WAITING, which says what a worker waits for.
 COMPUTES, AT_BARRIER, TO_PUBLISH, FOR_ROWS = range(4)
 WAITS = ("computes", "waits at a barrier", "waits to publish rows", "waits for rows")
 

@@ -35,8 +35,8 @@ from gemma_py.runtime.program import ModelTables, Sizes
 from gemma_py.runtime.trace import NO_TRACE
 from gemma_py.weights.pack import PackedArrays
 
-# Kernels that one process compiles one after another, because they call common helper functions. The share that takes
-# longest comes first. `forward` calls every kernel of the shares, so `forward` is compiled last.
+# A share is a tuple of kernels that one process compiles, because these kernels call common helper functions. The share
+# that takes longest comes first. `forward` calls every kernel of the shares, so `forward` is compiled last.
 SHARES = ((attention_phase, scores_phase), (matmul_phase,), (rows_phase, trace_phase))
 _KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kernel in share}
 _TIMEOUT = 300.0  # seconds for one kernel; a kernel usually takes about ten seconds
@@ -128,7 +128,7 @@ class Compilation:
         return self
 
     def _feed(self, process: "subprocess.Popen[bytes]") -> None:
-        """Send shares to a process until no share is left. The process that finishes last also compiles `forward`."""
+        """Have a process compile share after share until none is left. The last process also compiles `forward`."""
         alive = True
         while alive and (share := self._next()) is not None:
             for kernel in share:

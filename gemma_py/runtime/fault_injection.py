@@ -85,7 +85,7 @@ def _draw(cells, worker):
 def _delay(cells, worker):
     """Delay this worker by a random time.
 
-    Half of the calls do not delay. The others yield the core, spin, or sleep; one call in 1024 sleeps for 2 ms, in which the
+    Half of the calls do not delay. The others yield the core, spin, or sleep; one call in 1024 sleeps for 2 ms, so that the
     other workers get far ahead.
     """
     kind, length = _draw(cells, worker) & 1023, _draw(cells, worker)

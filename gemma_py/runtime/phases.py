@@ -119,7 +119,7 @@ def _store_row(op, keys, values, capacity, position, k, v, t):
 
 @inlined
 def _buffer(batch, scratch, number, width):
-    """Return a tuple of one array, the buffer of this number with rows of this width.
+    """Return a tuple with one element: the array of the buffer `number`, with rows of this width.
 
     The array is in a tuple, because without numba's reference counting a compiled function must not return a new array.
     """
@@ -286,7 +286,7 @@ def _panels_together(panels, blocks, T, workers):
 
 @phase
 def matmul_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Run a phase of matrix products. Tiles are numbered through the first matrix, then through the next one."""
+    """Run a phase of matrix products. The tile numbers of each matrix follow those of the matrix before it."""
     counter, T, unpacked = (
         model.ops[at, p.COUNTER],
         batch.counts[model.ops[at, p.ROWS_OF], ROWS],

@@ -71,7 +71,7 @@ class PrefixCache:
         return count
 
     def insert(self, cache: Cache, since: int) -> None:
-        """Store the blocks that a pass from position `since` on has completed.
+        """Store the blocks that the last pass of a sequence completed. since: the position at which the pass began.
 
         Call this before the next pass, which may overwrite rows of sliding layers. If a sequence is longer than the budget,
         only the first blocks of the sequence are stored.
@@ -81,7 +81,7 @@ class PrefixCache:
             return
         path = self._find(cache.ids[: last * BLOCK_TOKENS])
         if len(path) < first:
-            return  # an earlier block of the sequence is evicted, and later blocks cannot be found without that block
+            return  # an earlier block was evicted, and without that block, later blocks cannot be found
         self._touch(cache.ids, path)
         for index in range(len(path), last):
             # The evicted block never belongs to this sequence, because this sequence's blocks were just touched.
@@ -116,15 +116,15 @@ class PrefixCache:
         return path
 
     def _touch(self, ids: Sequence[int], path: Sequence[_Block]) -> None:
-        """Mark the blocks of `path` as recently used, the first block as the most recently used one."""
+        """Mark a chain of blocks as recently used, and the first block as the most recently used one."""
         parents = [_ROOT, *(block.number for block in path)]
         for index in range(len(path) - 1, -1, -1):
             self._blocks.move_to_end((parents[index], _tokens(ids, index)))
 
     def _rows_of(self, config: Config, path: Sequence[_Block]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the keys and values of each layer, [G, positions, E], from the blocks of `path`.
+        """Yield the keys and values of each layer, [G, positions, E], from the chain of blocks `path`.
 
-        The positions are those that a token after the path attends to, rounded down to the beginning of a block.
+        The positions are those that a token after the chain attends to, rounded down to the beginning of a block.
         """
         at = 0
         for layer in config.kv_layers:

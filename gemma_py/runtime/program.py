@@ -17,7 +17,7 @@ from gemma_py.weights.tensors import GatheredTable
 #   LAYER, LABEL: the layer number and the index of the name.  NEXT: the index of the next phase's first operation.
 #   COUNTER: the number of the phase and of the phase's tile counter.  BARRIER: whether a barrier follows the phase.
 #   ROWS_OF: ALL or WANTED.
-# TRACE is the trace's row for the hash of the output, or -1 if a later operation of the phase overwrites the output.
+# TRACE: the row of the trace for the output's hashes, or -1 if a later operation of the phase overwrites the output.
 # The remaining columns are the fields of `Op` in models/program.py, with names replaced by numbers:
 #   TARGET, SOURCE, SECOND: buffers.  MATRIX, GAIN: indices into the weights' `matrices` and `gains`.
 #   NUMBER: an index into `numbers`.  SLOT: the codes of a pass of T rows begin at SLOT * T.
@@ -72,7 +72,7 @@ class LinkedProgram:
 
     @property
     def store_label(self) -> int:
-        """The index in `labels` of the name of the phases that store KV rows."""
+        """The index in `labels` for phases that store KV rows."""
         return int(self.model.ops[self.model.ops[:, OP] == STORE, LABEL][0])
 
     def label(self, name: str) -> int:

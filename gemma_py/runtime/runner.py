@@ -55,7 +55,7 @@ class Runner:
         """Run a pass of one sequence, and return the logits [V] of the last token or [T, V] of all tokens.
 
         The tokens are added to the cache only if the pass succeeds.
-        limit: the context; ContextError is raised if the cache would have more tokens than this.
+        limit: the maximum number of tokens in the cache. A pass that would exceed the limit raises ContextError.
         ahead: the number of tokens that the caller will run in later passes.
         """
         T = len(tokens)

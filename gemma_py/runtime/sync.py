@@ -41,7 +41,7 @@ from gemma_py.runtime.cells import (
     WAITING,
 )
 
-# The number of spins, some microseconds, after which a waiting worker yields the core to other threads.
+# After this number of spins (some microseconds), a waiting worker yields the core to other threads.
 _SPINS = 256
 _NO_TILE = -1
 
@@ -67,7 +67,7 @@ def progress(cells, worker):
 
 @inlined
 def fail(cells, worker):
-    """Break the run, with this worker at fault. Always returns False, for `return fail(cells, worker)` in a kernel."""
+    """Break the run and record this worker as the cause. Returns False, so a kernel can `return fail(cells, worker)`."""
     compare_exchange(cells.shared, BROKEN, 0, worker + 1)
     return False
 
@@ -114,7 +114,9 @@ def claim_any(cells, worker, index, tiles):
 
 @inlined
 def _wait_above(cells, worker, why, line, index, bound):
-    """Wait until the cell line[index], whose value never decreases, exceeds `bound`. why: the value for the cell WAITING.
+    """Wait until the cell line[index], whose value never decreases, exceeds `bound`.
+
+    why: the reason for the wait, which is stored in the cell WAITING.
 
     WAITING is set only after `_SPINS` spins. Most waits are shorter, and then need no store to a cell that the team reads.
     """

@@ -6,7 +6,7 @@ not compute. It watches the workers, so that Ctrl-C works during a long prefill 
 The duration of a phase does not show a stall, because a phase may take minutes on a slow machine. Instead, every worker
 counts steps: claimed tiles, finished waits and entered phases. The team fails a run in two cases:
 - Stall: one worker makes no step and does not wait for longer than the patience, while another worker waits or has
-  finished. A team of one worker needs no other worker that waits.
+  finished. In a team of one worker, no other worker has to wait or finish.
 - Deadlock: every worker waits or has finished, and no worker makes a step for longer than the patience.
 The patience is the fraction _PATIENCE of the deadline, counted in ticks of the watching thread. A suspended process is
 therefore not taken for a stalled one, because the watching thread is suspended too. Compilation does not count as a stall.
@@ -50,8 +50,8 @@ from gemma_py.runtime.cells import (
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.profile import lines_needed
 
-# Fractions of the deadline: the time without a step that counts as a stall, the time that the other workers then have to
-# leave the run, and the interval at which the calling thread looks at the workers.
+# Fractions of the deadline: the time without a step after which a worker counts as stalled, the time that the other
+# workers then have to leave the run, and the interval at which the calling thread looks at the workers.
 _PATIENCE, _GRACE, _TICK = 0.7, 0.2, 0.02
 _NO_INSTRUMENTS = Instruments()
 _NOT_IEEE = "the thread inherited a floating-point mode that flushes subnormals to zero or does not round to nearest"
@@ -92,7 +92,7 @@ class _Run:
         return int(self.cells.shared[BROKEN]) - 1 if self.cells.shared[BROKEN] else None
 
     def break_run(self, worker: int) -> None:
-        """Break the run, with this worker at fault unless another worker has already broken the run."""
+        """Break the run and record this worker as the cause, unless another worker has already broken the run."""
         if not self.cells.shared[BROKEN]:
             self.cells.shared[BROKEN] = worker + 1
 
@@ -106,7 +106,7 @@ class _Run:
 
 
 class _WorkerThread(threading.Thread):
-    """A worker thread with an inbox of runs. The thread does not refer to the team, so that the team can be collected."""
+    """A worker thread with an inbox of runs. It holds no reference to the team, so the team can be garbage-collected."""
 
     def __init__(self, number: int) -> None:
         self.inbox: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
@@ -130,7 +130,7 @@ def _work(number: int, inbox: "queue.SimpleQueue[_Run | None]") -> None:
         del run  # an idle worker must not hold references to the arrays of the run
         outcomes.put(outcome)
         del outcome, outcomes
-        if not ieee:  # the next run starts a new thread, which may inherit the right mode
+        if not ieee:  # the next run starts a new thread, which may inherit IEEE mode
             return
 
 
@@ -167,7 +167,7 @@ class _Watch:
         return None
 
     def _rearmost(self) -> int:
-        """Return the unfinished worker in the earliest phase, whose wait is the cause of a deadlock."""
+        """Return the worker that causes a deadlock: among the unfinished workers, the one in the earliest phase."""
         present = [worker for worker in range(self._workers) if worker not in self.left]
         return min(present, key=lambda w: (self._own[w * LINE + LAYER], self._own[w * LINE + PHASE], w))
 

@@ -48,7 +48,7 @@ def hash_word(digest, word):
 
 @inlined
 def trace_rows(trace, at, tokens, x, width, first, last):
-    """Add the bits of rows first .. last - 1 of x to the trace's row `at`. Row t of x belongs to the token tokens[t]."""
+    """Update the hashes in row `at` of the trace with rows first .. last - 1 of x. Row t of x belongs to tokens[t]."""
     for t in range(first, last):
         token = tokens[t]
         for i in range(t * width, (t + 1) * width):
@@ -57,7 +57,7 @@ def trace_rows(trace, at, tokens, x, width, first, last):
 
 @inlined
 def trace_codes(trace, at, tokens, coded, K, first, last):
-    """Add the codes and scales of rows first .. last - 1 of a quantised input to the trace's row `at`.
+    """Update the hashes in row `at` of the trace with the codes and scales of rows first .. last - 1 of an input.
 
     Sums of codes are not traced, because the codes determine the sums.
     """

@@ -25,7 +25,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 MEMORY = 1 << 30  # bytes of address space
-SECONDS = 10  # of processor time for a request, in case the parent process has died and cannot stop the rendering
+SECONDS = 10  # the most CPU time for a request, in case the parent process has died and cannot stop the rendering
 OUTPUT = 64 << 20  # the most characters of a rendered prompt
 
 

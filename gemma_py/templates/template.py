@@ -1,15 +1,8 @@
 """Chat templates: from messages to token ids, by the checkpoint's jinja2 template, Gemma's turns or a plain transcript.
 
 A message cannot forge a turn, because control tokens such as <start_of_turn> are recognised only in text that the
-template itself writes. Message text is found in the output as follows. Before rendering, each character of a message
-except white space is replaced by a code point of Unicode's private-use planes. In the output, private-use characters
-are message text and other characters are template text. The template is also rendered with the original messages. If
-the outputs differ in more than the replaced characters, the template changes or inspects the letters of messages, and
-is refused.
-
-Template text and message text are tokenised separately. A space between them is tokenised together with the word after
-the space, because Gemma's tokens begin with the space before a word. The ids are then those of the whole text tokenised
-at once, except where a letter of the template is next to a letter of a message.
+template itself writes; see masks.py. The text between two control tokens is tokenised at once, whoever wrote its parts,
+so the ids are those of the whole prompt tokenised at once.
 """
 
 import atexit
@@ -24,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +25,10 @@ import numpy as np
 
 from gemma_py.errors import InputError, TemplateError, UnsupportedError
 from gemma_py.formats.files import parse_json, read_text
+from gemma_py.templates.masks import MESSAGE, OF_OTHERS, Masks
 from gemma_py.tokenizer import Tokenizer
 
-Message = dict[str, Any]  # role and content; with tools, also tool_calls and name
+Message = dict[str, Any]  # role and content; also reasoning_content, and with tools tool_calls, tool_call_id and name
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's format
 ROLES = ("system", "user", "assistant")
 _SECONDS = 5.0  # the time limit for rendering a prompt
@@ -43,7 +37,7 @@ _LARGEST_ANSWER = 1 << 30  # the most bytes read from the rendering process
 
 
 class Piece(NamedTuple):
-    """A part of a prompt that is tokenised separately.
+    """A part of a prompt.
 
     control: whether control tokens are recognised in the text, as in text that the template writes.
     answer: whether the text is an answer of the model.
@@ -55,7 +49,7 @@ class Piece(NamedTuple):
 
 
 def checked_messages(messages: Any, roles: Sequence[str] = ROLES) -> list[Message]:
-    """Check messages in OpenAI's format. Return messages with only role and content, the content as one string."""
+    """Check messages in OpenAI's format. Return messages with only role, content and reasoning_content, the texts as strings."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InputError("messages should be a non-empty list of objects with role and content")
     made = []
@@ -67,25 +61,30 @@ def checked_messages(messages: Any, roles: Sequence[str] = ROLES) -> list[Messag
             raise InputError(f"message {number}: role should be one of {', '.join(roles)}, found {role!r:.40}")
         if role == "system" and number:
             raise InputError(f"message {number}: a system message should be the first message")
-        made.append({"role": str(role), "content": _text(content, number)})
+        if content is None and role == "assistant" and message.get("tool_calls"):
+            content = ""
+        checked = {"role": str(role), "content": _text(content, number)}
+        if role == "assistant" and message.get("reasoning_content"):
+            checked["reasoning_content"] = _text(message["reasoning_content"], number, "reasoning_content")
+        made.append(checked)
     return made
 
 
-def _text(content: Any, number: int) -> str:
-    """Return the text of a message's content, which is a string or a list of text parts."""
+def _text(content: Any, number: int, name: str = "content") -> str:
+    """Return the text of a field of a message, which is a string or a list of text parts."""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise UnsupportedError(
-                    f"message {number}: content has the part {part!r:.60}; only text parts are supported"
+                    f"message {number}: {name} has the part {part!r:.60}; only text parts are supported"
                 )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise InputError(f"message {number}: content should be text, found {content!r:.60}")
+        raise InputError(f"message {number}: {name} should be text, found {content!r:.60}")
     try:
         content.encode("utf-8")
     except UnicodeEncodeError:
-        raise InputError(f"message {number}: content has an unpaired surrogate, which is not a character") from None
+        raise InputError(f"message {number}: {name} has an unpaired surrogate, which is not a character") from None
     return content
 
 
@@ -104,14 +103,20 @@ class Template:
     stop: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
 
-    def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tools: Tools = (), thinking: bool | None = None) -> list[Piece]:
         """Return the pieces of the prompt for checked messages, with the beginning of the model's turn as the last
         piece.
+
+        thinking: whether the model should think before it answers; None leaves that to the template.
         """
         raise NotImplementedError
 
     @property
     def knows_tools(self) -> bool:
+        return False
+
+    @property
+    def knows_thinking(self) -> bool:
         return False
 
 
@@ -122,7 +127,7 @@ class GemmaTurns(Template):
     These models have no system role, so a system message becomes the beginning of the first user message.
     """
 
-    def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tools: Tools = (), thinking: bool | None = None) -> list[Piece]:
         pieces = []
         for message in _system_in_user(messages):
             answer = message["role"] == "assistant"
@@ -146,6 +151,27 @@ def _system_in_user(messages: Sequence[Message]) -> list[Message]:
     return [first, *rest[1:]]
 
 
+@dataclass(frozen=True)
+class Gemma4Turns(Template):
+    """The chat template of Gemma 4, without tools, for checkpoints that carry no template of their own."""
+
+    def pieces(self, messages: Sequence[Message], tools: Tools = (), thinking: bool | None = None) -> list[Piece]:
+        pieces, rest = [], list(messages)
+        if thinking or rest[0]["role"] == "system":
+            system = rest.pop(0)["content"].strip() if rest[0]["role"] == "system" else ""
+            begin = "<|turn>system\n" + ("<|think|>\n" if thinking else "")
+            pieces += [Piece(begin, True), Piece(system, False), Piece("<turn|>\n", True)]
+        for message in rest:
+            answer = message["role"] == "assistant"
+            pieces += [Piece(f"<|turn>{'model' if answer else 'user'}\n", True)]
+            pieces += [Piece(message["content"].strip(), False, answer), Piece("<turn|>\n", True)]
+        return [*pieces, Piece("<|turn>model\n", True)]
+
+    @property
+    def knows_thinking(self) -> bool:
+        return True
+
+
 _BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _TURN_IN_TEXT = re.compile(rf"([{_BREAKS}])(?=[^\S{_BREAKS}]*(?:User|Assistant)\s*:)")
 
@@ -158,7 +184,7 @@ class Transcript(Template):
     a turn.
     """
 
-    def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tools: Tools = (), thinking: bool | None = None) -> list[Piece]:
         pieces = []
         for message in messages:
             answer = message["role"] == "assistant"
@@ -172,21 +198,23 @@ class Transcript(Template):
 
 
 GEMMA = GemmaTurns("Gemma's turns", ends=("<end_of_turn>",))
+GEMMA4 = Gemma4Turns("Gemma 4's turns", ends=("<turn|>", "<|tool_response>"))
 TRANSCRIPT = Transcript(
     "a transcript",
     note="this is a base model: it continues a transcript and was never taught to answer",
     stop=("\nUser:", "\nAssistant:"),
 )
-BUILT_IN: dict[str, Template] = {"gemma": GEMMA, "transcript": TRANSCRIPT}
+BUILT_IN: dict[str, Template] = {"gemma": GEMMA, "gemma4": GEMMA4, "transcript": TRANSCRIPT}
 
 
 def choose(
     tokenizer: Tokenizer, own: str | None, eos_token_ids: Sequence[int], wanted: str | Path | None = None
 ) -> Template:
-    """Return the wanted template: `gemma`, `transcript` or a file. If none is wanted, return the checkpoint's own
+    """Return the wanted template: `gemma`, `gemma4`, `transcript` or a file. If none is wanted, return the checkpoint's own
     template.
 
-    If the checkpoint has no template, return Gemma's turns if <end_of_turn> is an eos token, else a transcript.
+    If the checkpoint has no template, return Gemma's turns if <end_of_turn> is an eos token, Gemma 4's turns if <turn|>
+    is, else a transcript.
     """
     if isinstance(wanted, str) and wanted in BUILT_IN:
         return BUILT_IN[wanted]
@@ -197,24 +225,69 @@ def choose(
         return _from_source(read_text(path), str(path), tokenizer, eos_token_ids)
     if own is not None:
         return _from_source(own, "the checkpoint's chat template", tokenizer, eos_token_ids)
-    end = tokenizer.token_id("<end_of_turn>")
-    return GEMMA if end is not None and end in eos_token_ids else TRANSCRIPT
+    for template in (GEMMA, GEMMA4):
+        if tokenizer.token_id(template.ends[0]) in eos_token_ids:
+            return template
+    return TRANSCRIPT
+
+
+@dataclass
+class Encoded:
+    """What was tokenised for the last prompt, so that the next turn of a long conversation need not do it again.
+
+    texts: the ids of texts without control tokens.
+    parts: of each text of a template, its control tokens with the text before each, and the text after the last.
+    """
+
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    parts: dict[str, list[tuple[str, int | None]]] = field(default_factory=dict)
 
 
 def encode(
-    pieces: Sequence[Piece], tokenizer: Tokenizer, known: Mapping[str, list[int]], encoded: dict[Piece, list[int]]
+    pieces: Sequence[Piece],
+    tokenizer: Tokenizer,
+    known: Mapping[str, list[int]] | None = None,
+    encoded: Encoded | None = None,
 ) -> list[int]:
     """Return the token ids of the pieces, with one bos token in front.
 
     known: the ids of earlier answers as the model generated them, by the stripped text of the answer. Tokenising the
     text may give other ids, which would not match the KV cache.
-    encoded: the ids of pieces that were tokenised before; new pieces are added.
+    encoded: what was tokenised for the last prompt; it is replaced.
     """
-    ids: list[int] = []
+    before, used = encoded or Encoded(), Encoded()
+    # Each text without control tokens, and the ids that follow it. These loops call few functions, because they run over all
+    # messages of a long conversation at each turn.
+    texts: list[str] = []
+    following: list[Sequence[int]] = []
+    text = ""
     for piece in pieces:
-        if piece not in encoded:
-            encoded[piece] = tokenizer.encode(piece.text, bos=False, control=piece.control)
-        ids += (known.get(piece.text.strip()) if piece.answer else None) or encoded[piece]
+        if piece.control:
+            if piece.text not in used.parts:
+                known_parts = before.parts.get(piece.text)
+                used.parts[piece.text] = tokenizer.control_parts(piece.text) if known_parts is None else known_parts
+            for part, token in used.parts[piece.text]:
+                text += part
+                if token is not None:
+                    texts += (text,)
+                    following += ((token,),)
+                    text = ""
+        elif piece.answer and known and (answer := known.get(piece.text.strip())):
+            texts += (text,)
+            following += (answer,)
+            text = ""
+        else:
+            text += piece.text
+    ids: list[int] = []
+    for plain, more in zip([*texts, text], [*following, ()], strict=True):
+        if plain:
+            if plain not in used.texts:
+                known_ids = before.texts.get(plain)
+                used.texts[plain] = tokenizer.encode(plain, bos=False) if known_ids is None else known_ids
+            ids += used.texts[plain]
+        ids += more
+    if encoded is not None:
+        encoded.texts, encoded.parts = used.texts, used.parts
     bos = tokenizer.bos_id
     if bos is None:
         return ids
@@ -224,85 +297,56 @@ def encode(
 
 # --- templates in jinja2 ----------------------------------------------------------------------------------------------
 
-_ENDS = ("<end_of_turn>", "<turn|>", "<start_function_response>")  # tokens that end the model's turn
-# Unicode's private-use planes: plane 15 for system and user messages, plane 16 for the model's answers.
-_OTHERS, _ANSWERS, _PLANES_END = 0xF0000, 0x100000, 0x110000
-_ROOM = 0xFFFE  # code points in one plane
-_MASKED = f"[{chr(_OTHERS)}-{chr(_PLANES_END - 1)}]"
-_MESSAGE = re.compile(rf"( ?{_MASKED}(?:[\s{_MASKED[1:-1]}]*{_MASKED})?)")
-_OF_OTHERS = re.compile(f"[{chr(_OTHERS)}-{chr(_ANSWERS - 1)}]")
+# Tokens that end the model's turn, if the template contains them.
+_ENDS = ("<end_of_turn>", "<turn|>", "<|tool_response>", "<start_function_response>")
 
 
 @dataclass(frozen=True)
 class Jinja(Template):
+    """A template in jinja2. delimiters: the characters with which the vocabulary's control tokens begin or end."""
+
     source: str = ""
     globals: tuple[tuple[str, Any], ...] = ()
+    delimiters: str = "<>[]"
 
-    def pieces(self, messages: Sequence[Message], tools: Tools = ()) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], tools: Tools = (), thinking: bool | None = None) -> list[Piece]:
         try:
-            return self._rendered(messages, tools)
+            return self._rendered(messages, tools, thinking)
         except TemplateError:
             # Many templates refuse a system message. Render the template again with the system message in the user's turn.
             if messages[0]["role"] != "system":
                 raise
-            return self._rendered(_system_in_user(messages), tools)
+            return self._rendered(_system_in_user(messages), tools, thinking)
 
     @property
     def knows_tools(self) -> bool:
         return re.search(r"\btools\b", self.source) is not None
 
-    def _rendered(self, messages: Sequence[Message], tools: Tools) -> list[Piece]:
-        masked, originals = _masked(messages)
-        given = {**dict(self.globals), "tools": list(tools) or None}
-        text, plain = RENDERER.render(self.name, self.source, given, [masked, list(messages)])
-        codes = _codes(text)
-        unmasked = np.where(codes < _OTHERS, codes, originals[np.maximum(codes, _OTHERS) - _OTHERS])
-        if not np.array_equal(unmasked, _codes(plain)):
+    @property
+    def knows_thinking(self) -> bool:
+        return re.search(r"\benable_thinking\b", self.source) is not None
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools, thinking: bool | None) -> list[Piece]:
+        masks = Masks(messages, tools, self.delimiters)
+        given = {**dict(self.globals), "tools": masks.tools or None}
+        if thinking is not None:
+            given["enable_thinking"] = thinking
+        text, plain = RENDERER.render(self.name, self.source, given, [masks.messages, masks.delimited])
+        codes = masks.original(text)
+        if not np.array_equal(codes, masks.original_of_delimiters(plain)):
             raise TemplateError(
                 f"{self.name} changes the text of messages, so message text and control tokens cannot be separated; "
                 f"choose another template, or one of {', '.join(BUILT_IN)}"
             )
+        whole = codes.tobytes().decode("utf-32-le")
         pieces, at = [], 0
-        for number, part in enumerate(_MESSAGE.split(text)):
+        for number, part in enumerate(MESSAGE.split(text)):
             control = number % 2 == 0
             if part:
-                answer = not control and _OF_OTHERS.search(part) is None
-                pieces.append(Piece(plain[at : at + len(part)], control, answer))
+                answer = not control and OF_OTHERS.search(part) is None
+                pieces.append(Piece(whole[at : at + len(part)], control, answer))
             at += len(part)
         return pieces
-
-
-def _codes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le"), "<u4")
-
-
-def _masked(messages: Sequence[Message]) -> tuple[list[Message], np.ndarray]:
-    """Replace each character of the messages, except white space, by a code point of the private-use planes.
-
-    Return the messages, and an array with the original character of each private-use code point, or with the code point
-    itself where no character was replaced. The messages of a plane are converted in one numpy call, because a Python
-    loop over the characters of a long conversation would delay each turn.
-    """
-    masked = [dict(message) for message in messages]
-    originals = np.arange(_OTHERS, _PLANES_END, dtype="<u4")
-    for plane in (_OTHERS, _ANSWERS):
-        mine = [message for message in masked if (message["role"] == "assistant") == (plane == _ANSWERS)]
-        codes = _codes("".join(message["content"] for message in mine))
-        distinct = np.unique(codes)
-        letters = ~np.array([chr(code).isspace() for code in distinct], bool)
-        count = np.count_nonzero(letters)
-        if count > _ROOM:
-            raise InputError("the messages contain more than 65,534 different characters")
-        originals[plane - _OTHERS :][:count] = distinct[letters]
-        mask = distinct.copy()
-        mask[letters] = np.arange(plane, plane + count)
-        text = mask[np.searchsorted(distinct, codes)].tobytes().decode("utf-32-le")
-        at = 0
-        for message in mine:
-            size = len(message["content"])
-            message["content"] = text[at : at + size]
-            at += size
-    return masked, originals
 
 
 def _from_source(source: str, name: str, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> Template:
@@ -313,8 +357,10 @@ def _from_source(source: str, name: str, tokenizer: Tokenizer, eos_token_ids: Se
     ends = tuple(end for end in _ENDS if end in source and tokenizer.token_id(end) is not None)
     bos, eos = (None if token is None else tokenizer.piece(token) for token in (tokenizer.bos_id, *eos_token_ids[:1]))
     given = (("bos_token", bos or ""), ("eos_token", eos or ""), ("add_generation_prompt", True))
+    controls = filter(None, map(tokenizer.piece, tokenizer.control_ids))
+    delimiters = "".join(sorted({control[at] for control in controls for at in (0, -1)}))
     RENDERER.start()
-    return Jinja(name, ends=ends, source=source, globals=given)
+    return Jinja(name, ends=ends, source=source, globals=given, delimiters=delimiters)
 
 
 class _Renderer:

@@ -126,7 +126,7 @@ def _scored_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     merges.sort(key=lambda merge: merge[2:], reverse=True)
     added = _added(pieces, kinds)
     if len(pieces) == _GEMMA3_PIECES and pieces[255_999] == "<start_of_image>":
-        # Gemma 3's tokenizer.json has one token more than Gemma 3's text models have embeddings.
+        # Gemma 3's tokenizer.json also has <image_soft_token>, for which Gemma 3's text models have no embedding.
         added.append((_GEMMA3_PIECES, "<image_soft_token>", True))
     table = np.array([merge[:2] for merge in merges], np.int32).reshape(-1, 2)
     return Vocabulary(pieces, table, added)

@@ -55,6 +55,7 @@ class Tokenizer:
         self.control_ids = frozenset(n for n, content, special in tables.added if is_control(content, special))
         self._beyond = {number: content for content, number in added.items() if number >= len(tables.ends)}
         self._all = _Added(added)
+        self._control = _Added({content: number for content, number in added.items() if number in self.control_ids})
         self._plain = _Added({content: number for content, number in added.items() if number not in self.control_ids})
         self._bytes = frozenset(tables.byte_ids.tolist())
         self.size = len(tables.ends) + len(self._beyond)
@@ -86,6 +87,10 @@ class Tokenizer:
         if bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
+
+    def control_parts(self, text: str) -> list[tuple[str, int | None]]:
+        """Return each control token in a text with the text before it, and the text after the last with None."""
+        return list(self._control.split(text))
 
     def _merged(self, text: str) -> list[int]:
         """Return the ids of a text that contains no added tokens."""
@@ -140,7 +145,7 @@ class Tokenizer:
         return "".join(text)
 
     def final_prefix(self, ids: Sequence[int]) -> int:
-        """Return how many of the ids have text that no later id can change.
+        """Return how many ids, counted from the first, have text that no later id can change.
 
         A run of byte tokens is decoded as a whole: one more byte can turn the whole run into replacement characters.
         """

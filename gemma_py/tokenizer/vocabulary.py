@@ -46,7 +46,10 @@ def is_gemma_control(content: str) -> bool:
 
 
 def is_gemma4_control(content: str) -> bool:
-    """Return whether a token has the name of one of Gemma 4's control tokens. <unused> tokens are ordinary pieces there."""
+    """Return whether a token has the name of one of Gemma 4's control tokens.
+
+    In Gemma 4, unlike earlier Gemma models, the <unused> tokens are ordinary pieces.
+    """
     return _GEMMA4_CONTROL.fullmatch(content) is not None
 
 

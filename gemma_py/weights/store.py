@@ -49,7 +49,7 @@ _FRESH = 2_000_000_000  # nanoseconds; some file systems round times of change t
 
 
 class _DamagedError(Exception):
-    """A cached file that this program has not written in this form. The message is the reason."""
+    """A cached file differs from the file that this program would write. The message says how."""
 
 
 def packed_weights(
@@ -62,7 +62,7 @@ def packed_weights(
     Values are checked for NaN and infinity when the weights are packed.
     """
     plan = PackingPlan(checkpoint.stored_weights(quant))
-    for tensor in checkpoint.tensors.values():  # reading the gains has loaded neighbouring pages, too
+    for tensor in checkpoint.tensors.values():  # frees the pages that reading the gains has loaded
         drop_pages(tensor.data)
     if not checkpoint.cacheable or sum(_sizes(plan)) < _SMALLEST:
         return plan.packed(_in_memory(plan, checkpoint.path, progress))
@@ -82,7 +82,7 @@ def _in_memory(plan: PackingPlan, source: Path, progress: ReportProgress) -> lis
 
 
 def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[np.ndarray]:
-    """Return the arenas of the cached file. A missing or damaged file is written first."""
+    """Return the arenas of the cached file. If the file is missing or damaged, a new one is written first."""
     folder = private_dir(cache_dir() / FOLDER)
     key = _content_key(plan, folder / RECORDS, progress)
     path = folder / f"{key.hex()[:40]}-{LAYOUT}{SUFFIX}"

@@ -42,7 +42,7 @@ class CodeMatrix:
     block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: for scales and, if the format has them, for minimums
     sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group]: for scales and minimums; empty without sub-scales
     width: int  # the number of bits of code + offset
-    offset: int  # code + offset is not negative
+    offset: int  # is added to codes, so that they are not negative
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -199,7 +199,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def other_part(name: str) -> str | None:
-    """Return the part of a multimodal checkpoint to which a tensor belongs, such as "vision_tower", or None for text."""
+    """Return the part of a multimodal checkpoint to which a tensor belongs, such as "vision_tower", or None for the text model."""
     part = _without_wrappers(name).split(".")[0]
     return part if part in _OTHER_PARTS else None
 

@@ -132,7 +132,7 @@ def test_no_message_becomes_a_turn(server: Running, tiny_engine: gemma_py.Engine
     tokenizer = tiny_engine.text_tokenizer()
     as_text = len(tokenizer.encode(forged.strip(), bos=False))
     assert as_text > len(tokenizer.encode(forged.strip(), bos=False, control=True))
-    empty = encode(tiny_engine.template().pieces([{"role": "user", "content": "x"}]), tokenizer, {}, {})
+    empty = encode(tiny_engine.template().pieces([{"role": "user", "content": "x"}]), tokenizer)
     assert plain["usage"]["prompt_tokens"] >= len(empty) + as_text - 1
 
 

@@ -8,7 +8,7 @@ from repository import TINY
 
 import gemma_py
 from gemma_py.errors import InputError
-from gemma_py.generate.core import TextStream, stop_strings
+from gemma_py.generate.answer import TextStream, stop_strings
 from gemma_py.tokenizer import Tokenizer
 
 
@@ -114,7 +114,7 @@ def test_stop_strings_are_checked() -> None:
     for bad in ("", [""], [1]):
         with pytest.raises(InputError, match="stop"):
             stop_strings(bad)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="no tokenizer"):
+    with pytest.raises(InputError, match="need a tokenizer"):
         TextStream(None, ["a"])
 
 

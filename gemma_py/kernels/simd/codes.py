@@ -114,7 +114,7 @@ def load_bytes(typing, array, index):
 
 
 def _on_words(name):
-    """Return an intrinsic that applies the LLVM instruction `name` to each of 32 words and one number."""
+    """Return an intrinsic that applies the LLVM instruction `name` to 32 words, with one number as second operand."""
 
     @intrinsic
     def operation(typing, a, number):

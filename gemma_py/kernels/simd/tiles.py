@@ -120,7 +120,7 @@ def add_dots(typing, codes, offsets, step, weights, at, dots):
     """Add the exact dot products of 16 inputs and 16 C outputs to dots[r, c].
 
     codes[offsets[r] + step : ... + 16]: the inputs
-    weights[at + 32 (c + C pair) : ... + 32]: pair 0 .. 7 of the weights, for 16 outputs
+    weights[at + 32 (c + C pair) : ... + 32]: for pair = 0 .. 7, two weights for each of the 16 outputs of vector c
 
     The loop over pairs is unrolled, because the branch predictor misses the end of so short a loop every time.
     """

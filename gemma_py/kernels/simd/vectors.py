@@ -303,14 +303,15 @@ def _reduced(builder, vectors, combine):
     """Reduce the lanes of each of four vectors with `combine`.
 
     Lanes 0, 4, 8 and 12 of the result hold the reduction of the first vector, lanes 1, 5, 9 and 13 that of the second,
-    and so on. The order is free, because integer sums and maximums have no rounding. Four vectors together take a third
-    of the time of four separate reductions.
+    and so on. Any order gives equal results, because integer sums and maximums have no rounding. Reducing four vectors
+    together takes a third of the time of four separate reductions.
     """
 
     def joined(x, y, firsts, seconds):
-        """Combine lanes `firsts` with lanes `seconds`, in every group of four lanes.
+        """Shuffle the lanes of x and y in two ways, and combine the two results.
 
-        The lanes of x are numbered from 0 and the lanes of y from 16.
+        `firsts` and `seconds` list the lanes that the two shuffles put into lanes 0 .. 3, where 16 + i means lane i of
+        y. Lanes 4 .. 7 receive the lanes with numbers larger by 4, and so on.
         """
         lanes = ([lane + 4 * part for part in range(4) for lane in chosen] for chosen in (firsts, seconds))
         return combine(*(shuffle(builder, x, y, each) for each in lanes))

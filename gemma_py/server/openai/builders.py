@@ -13,9 +13,9 @@ from gemma_py.generate.core import TopLogprobs
 from gemma_py.generate.events import Event, Failed, Finished, Generated, PrefillProgress, Scored
 from gemma_py.server.openai.constraint import piece_bytes
 from gemma_py.server.openai.errors import ApiError
-from gemma_py.server.openai.schemas import ChatRequest, CompletionRequest, ResponsesRequest, StreamOptions
+from gemma_py.server.openai.schemas import ChatRequest, CompletionRequest, StreamOptions
 from gemma_py.server.openai.service import Job, Service
-from gemma_py.templates.tools import Call, CallReader
+from gemma_py.templates.tools import Call
 
 Document = dict[str, Any]
 
@@ -26,7 +26,9 @@ class Choice:
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.logprobs: list[Document] = []
-        self.cached = self.generated = 0  # tokens
+        self.reasoning: list[str] = []
+        self.calls: list[Call] = []
+        self.cached = self.generated = self.reasoning_tokens = 0  # tokens
         self.finish_reason: str | None = None
 
     @property
@@ -51,7 +53,6 @@ class ResponseBuilder:
         self.created = int(time.time())
         self.choices = [Choice() for _ in job.requests]
         self.options, self.wants_progress = options, wants_progress
-        self._readers: list[CallReader] = []
         self._began = time.monotonic()
 
     @property
@@ -71,6 +72,11 @@ class ResponseBuilder:
                 yield self._progress(index, event)
         elif isinstance(event, Generated):
             choice.generated += 1
+            choice.parts.append(event.token.text)
+            choice.calls += event.token.calls
+            if event.token.reasoning is not None:
+                choice.reasoning.append(event.token.reasoning)
+                choice.reasoning_tokens += 1
             yield from self._made(index, choice, event)
         elif isinstance(event, Finished):
             if event.reason == "cancelled":
@@ -101,9 +107,11 @@ class ResponseBuilder:
         pairs = zip(self.job.requests, self.choices, strict=True)
         once = {id(request.ids): (len(request.ids), choice.cached) for request, choice in pairs}.values()
         prompt, made = sum(count for count, _ in once), sum(choice.generated for choice in self.choices)
+        details = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)}
         return {
             "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in once)},
+            **({"completion_tokens_details": details} if self.service.format.knows_thinking else {}),
         }  # fmt: skip
 
     # --- what differs between endpoints -------------------------------------------------------------------------------------
@@ -118,22 +126,6 @@ class ResponseBuilder:
         raise NotImplementedError
 
     # --- helpers ------------------------------------------------------------------------------------------------------
-
-    def _expect_calls(self, asked: ChatRequest | ResponsesRequest) -> None:
-        if self.service.knows_tools and asked.functions and asked.chosen != "none":
-            self._readers = [CallReader(self.service.tokenizer) for _ in self.choices]
-
-    def _split_calls(self, index: int, event: Generated) -> tuple[str, list[Call]]:
-        """Return the plain text of an event, and the tool calls that are complete after the event."""
-        if not self._readers:
-            return event.token.text, []
-        text, calls = self._readers[index].take(event.token.id, event.token.text)
-        if event.token.finish_reason is not None:
-            text += self._readers[index].finish()
-        return text, calls
-
-    def _calls(self, index: int) -> list[Call]:
-        return self._readers[index].calls if self._readers else []
 
     def _chunk(self, choices: list[Document]) -> Document:
         chunk = {
@@ -167,7 +159,6 @@ class ChatBuilder(ResponseBuilder):
     def __init__(self, service: Service, asked: ChatRequest) -> None:
         super().__init__(service, service.chat(asked), asked.options, asked.return_progress)
         self._logprobs = bool(asked.logprobs)
-        self._expect_calls(asked)
 
     def begin(self) -> Iterator[Document]:
         for index in range(len(self.choices)):
@@ -179,17 +170,17 @@ class ChatBuilder(ResponseBuilder):
         return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 
     def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
-        logprobs = None
-        if self._logprobs and not self._is_end(index, event):
-            entry = self._entry(event.token.id, event.token.logprob)
-            entry["top_logprobs"] = [self._entry(token, logprob) for token, logprob in event.top]
+        logprobs, token = None, event.token
+        if self._logprobs and token.reasoning is None and not self._is_end(index, event):
+            entry = self._entry(token.id, token.logprob)
+            entry["top_logprobs"] = [self._entry(other, logprob) for other, logprob in event.top]
             choice.logprobs.append(entry)
             logprobs = {"content": [entry], "refusal": None}
-        text, calls = self._split_calls(index, event)
-        choice.parts.append(text)
-        if text or logprobs:
-            yield self._delta(index, {"content": text}, logprobs)
-        for number, call in enumerate(calls, len(self._calls(index)) - len(calls)):
+        if token.reasoning:
+            yield self._delta(index, {"reasoning_content": token.reasoning})
+        if token.text or logprobs:
+            yield self._delta(index, {"content": token.text}, logprobs)
+        for number, call in enumerate(token.calls, len(choice.calls) - len(token.calls)):
             yield self._delta(index, {"tool_calls": [{"index": number, **call.document()}]})
 
     def _entry(self, token: int, logprob: float) -> Document:
@@ -197,14 +188,16 @@ class ChatBuilder(ResponseBuilder):
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(as_bytes)}
 
     def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
-        if self._calls(index) and choice.finish_reason == "stop":
+        if choice.calls and choice.finish_reason == "stop":
             choice.finish_reason = "tool_calls"
         yield self._delta(index, {}, reason=choice.finish_reason)
 
     def _whole(self, index: int, choice: Choice) -> Document:
         message: Document = {"role": "assistant", "content": choice.text, "refusal": None}
-        if self._calls(index):
-            calls = [call.document() for call in self._calls(index)]
+        if any(choice.reasoning):
+            message["reasoning_content"] = "".join(choice.reasoning)
+        if choice.calls:
+            calls = [call.document() for call in choice.calls]
             message = {**message, "content": choice.text or None, "tool_calls": calls}
         return {
             "index": index,
@@ -249,7 +242,6 @@ class CompletionBuilder(ResponseBuilder):
         entry = None
         if self._logprobs:
             entry = self._entry(index, event.token.id, event.token.logprob, event.top)
-        choice.parts.append(event.token.text)
         if event.token.text or entry:
             yield self._text(index, event.token.text, entry)
 

@@ -12,16 +12,36 @@ from gemma_py.server.openai.service import Service
 from gemma_py.templates.tools import Call
 
 
+class _TextItem:
+    """An item of the output that is a text: a message or a thought. position: its place in the output."""
+
+    def __init__(self, reasoning: bool, position: int) -> None:
+        self.reasoning, self.position, self.done = reasoning, position, False
+        self.id = f"{'rs' if reasoning else 'msg'}_{uuid.uuid4().hex}"
+        self.parts: list[str] = []
+
+    def part(self, text: str) -> Document:
+        if self.reasoning:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+    def document(self, status: str) -> Document:
+        """Return the item with its text so far. An item in progress has no content yet."""
+        kind: Document = {"summary": []} if self.reasoning else {"role": "assistant"}
+        content = [] if status == "in_progress" else [self.part("".join(self.parts))]
+        return {"id": self.id, "type": "reasoning" if self.reasoning else "message", **kind, "status": status,
+                "content": content}  # fmt: skip
+
+
 class ResponsesBuilder(ResponseBuilder):
     prompt_field, id_prefix, object = "input", "resp_", "response"
     typed_events = True
 
     def __init__(self, service: Service, asked: ResponsesRequest) -> None:
         super().__init__(service, service.responses(asked), StreamOptions(), asked.return_progress)
-        self._asked, self._item = asked, f"msg_{uuid.uuid4().hex}"
+        self._asked = asked
         self._sequence_number = -1
-        self._items: list[Call | None] = []  # output items in order: tool calls, and None for the text message
-        self._expect_calls(asked)
+        self._items: list[_TextItem | Call] = []  # the output in order
 
     def _event(self, kind: str, **fields: Any) -> Document:
         self._sequence_number += 1
@@ -31,32 +51,53 @@ class ResponsesBuilder(ResponseBuilder):
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
-    def _begin_text(self) -> Iterator[Document]:
-        if None not in self._items:
-            self._items.append(None)
-            item = {**self._message(""), "status": "in_progress", "content": []}
-            yield self._event("response.output_item.added", output_index=self._items.index(None), item=item)
-            yield self._part("response.content_part.added", part=_text_part(""))
+    def _open(self, reasoning: bool) -> _TextItem | None:
+        """Return the item to which text of this kind is added, if there is one. All texts that are no thoughts make one item."""
+        items = (item for item in self._items if isinstance(item, _TextItem) and not item.done)
+        return next((item for item in items if item.reasoning == reasoning), None)
 
-    def _part(self, kind: str, **fields: Any) -> Document:
-        position = self._items.index(None)
-        return self._event(kind, item_id=self._item, output_index=position, content_index=0, **fields)
+    def _text(self, text: str, reasoning: bool) -> Iterator[Document]:
+        item = self._open(reasoning)
+        if item is None:
+            item = _TextItem(reasoning, len(self._items))
+            self._items.append(item)
+            document = item.document("in_progress")
+            yield self._event("response.output_item.added", output_index=item.position, item=document)
+            yield self._of_part("response.content_part.added", item, part=item.part(""))
+        if text:
+            item.parts.append(text)
+            logprobs: Document = {} if reasoning else {"logprobs": []}
+            yield self._of_part(f"response.{item.part('')['type']}.delta", item, delta=text, **logprobs)
+
+    def _of_part(self, kind: str, item: _TextItem, **fields: Any) -> Document:
+        return self._event(kind, item_id=item.id, output_index=item.position, content_index=0, **fields)
+
+    def _end_text(self, item: _TextItem) -> Iterator[Document]:
+        item.done, part = True, item.part("".join(item.parts))
+        logprobs: Document = {} if item.reasoning else {"logprobs": []}
+        yield self._of_part(f"response.{part['type']}.done", item, text=part["text"], **logprobs)
+        yield self._of_part("response.content_part.done", item, part=part)
+        document = item.document(self._status())
+        yield self._event("response.output_item.done", output_index=item.position, item=document)
 
     def _progress(self, index: int, event: PrefillProgress) -> Document:
         told = {"total": event.total, "cache": event.cached, "processed": event.done}
         return self._event("response.in_progress", response=self._response("in_progress"), prompt_progress=told)
 
     def _made(self, index: int, choice: Choice, event: Generated) -> Iterator[Document]:
-        text, calls = self._split_calls(index, event)
-        choice.parts.append(text)
-        if text:
-            yield from self._begin_text()
-            yield self._part("response.output_text.delta", delta=text, logprobs=[])
-        for call in calls:
+        token = event.token
+        if token.reasoning:
+            yield from self._text(token.reasoning, reasoning=True)
+        thought = self._open(reasoning=True)
+        if (token.text or token.calls) and thought is not None:
+            yield from self._end_text(thought)
+        if token.text:
+            yield from self._text(token.text, reasoning=False)
+        for call in token.calls:
             yield from self._called(call)
 
     def _called(self, call: Call) -> Iterator[Document]:
-        """Yield the events of a complete tool call."""
+        """Stream a complete call."""
         at, item = {"output_index": len(self._items)}, _call_item(call)
         self._items.append(call)
         empty = {**item, "arguments": "", "status": "in_progress"}
@@ -67,14 +108,11 @@ class ResponsesBuilder(ResponseBuilder):
         yield self._event("response.output_item.done", **at, item=item)
 
     def _finished(self, index: int, choice: Choice) -> Iterator[Document]:
-        text = choice.text
-        if not self._items:
-            yield from self._begin_text()
-        if None in self._items:
-            yield self._part("response.output_text.done", text=text, logprobs=[])
-            yield self._part("response.content_part.done", part=_text_part(text))
-            position = self._items.index(None)
-            yield self._event("response.output_item.done", output_index=position, item=self._message(text))
+        if not any(isinstance(item, Call) or not item.reasoning for item in self._items):
+            yield from self._text("", reasoning=False)
+        for item in self._items:
+            if isinstance(item, _TextItem) and not item.done:
+                yield from self._end_text(item)
         whole = self.document()
         yield self._event(f"response.{whole['status']}", response=whole)
 
@@ -85,13 +123,10 @@ class ResponsesBuilder(ResponseBuilder):
         return self._event("error", message=str(error), code=error.code, param=error.param)
 
     def document(self) -> Document:
-        status = "incomplete" if self.choices[0].finish_reason == "length" else "completed"
-        return self._response(status)
+        return self._response(self._status())
 
-    def _message(self, text: str) -> Document:
-        status = "incomplete" if self.choices[0].finish_reason == "length" else "completed"
-        return {"id": self._item, "type": "message", "role": "assistant", "status": status,
-                "content": [_text_part(text)]}  # fmt: skip
+    def _status(self) -> str:
+        return "incomplete" if self.choices[0].finish_reason == "length" else "completed"
 
     def _response(self, status: str) -> Document:
         asked, in_progress = self._asked, status == "in_progress"
@@ -111,14 +146,14 @@ class ResponsesBuilder(ResponseBuilder):
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self.choices[0].reasoning_tokens},
                 "total_tokens": usage["total_tokens"],
             },
         }  # fmt: skip
 
     def _output(self) -> list[Document]:
-        text = self.choices[0].text
-        return [self._message(text) if item is None else _call_item(item) for item in self._items]
+        status = self._status()
+        return [_call_item(item) if isinstance(item, Call) else item.document(status) for item in self._items]
 
     def _choice(self) -> Any:
         choice = self._asked.tool_choice
@@ -134,7 +169,3 @@ class ResponsesBuilder(ResponseBuilder):
 def _call_item(call: Call) -> Document:
     return {"id": call.id.replace("call", "fc"), "type": "function_call", "status": "completed", "call_id": call.id,
             "name": call.name, "arguments": call.arguments}  # fmt: skip
-
-
-def _text_part(text: str) -> Document:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

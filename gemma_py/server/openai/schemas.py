@@ -66,6 +66,7 @@ class ToolCall(Loose):
 class Message(Loose):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], _length()] | None = None
+    reasoning_content: str | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, _length()] = None
     tool_call_id: str | None = None
@@ -195,6 +196,15 @@ class Penalised(Sampled):
         return self.stream_options or StreamOptions()
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class TemplateOptions(Strict):
+    """The switch of a template by which a model thinks before it answers, by the name that vLLM and llama.cpp give it."""
+
+    enable_thinking: bool | None = None
+
+
 class ChatRequest(Penalised):
     messages: Annotated[list[Message], _length(1, 4096)]
     max_tokens: Count | None = None
@@ -205,8 +215,17 @@ class ChatRequest(Penalised):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]] | None, _length()] = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     verbosity: str | None = None
+
+    @property
+    def effort(self) -> Effort | None:
+        return self.reasoning_effort
+
+    @property
+    def thinking_switch(self) -> bool | None:
+        return None if self.chat_template_kwargs is None else self.chat_template_kwargs.enable_thinking
 
     @property
     def functions(self) -> list[Function]:
@@ -254,7 +273,7 @@ class TextOptions(Strict):
 
 
 class InputItem(Loose):
-    """An input item that is a message. Items of unsupported types, such as files or reasoning, are errors."""
+    """An input item that is a message. Items of unsupported types, such as files, are errors."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -274,6 +293,26 @@ class ResultItem(Loose):
     output: str | Annotated[list[ContentPart], _length()]
 
 
+class ReasoningPart(Loose):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Loose):
+    """A thought of an earlier response."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningPart] | None, _length()] = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or [])
+
+
+class Reasoning(Loose):
+    effort: Effort | None = None
+
+
 class FlatTool(Function, OfFunctions):  # pydantic checks `type` first, because OfFunctions is the last base class
     pass
 
@@ -285,7 +324,7 @@ class NamedFlatTool(NamedFunction, OfFunctions):
 class ResponsesRequest(Sampled):
     """A request to the Responses API. Responses are not stored, so a request cannot refer to an earlier response."""
 
-    input: str | Annotated[list[InputItem | CallItem | ResultItem], _length(1, 4096)]
+    input: str | Annotated[list[InputItem | CallItem | ResultItem | ReasoningItem], _length(1, 4096)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: TextOptions | None = None
@@ -295,12 +334,20 @@ class ResponsesRequest(Sampled):
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, _length()] = (
-        None  # accepted without effect: there is no reasoning
+        None  # accepted without effect: reasoning is not encrypted
     )
     background: bool | None = None
     previous_response_id: None = None
     conversation: None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
+
+    @property
+    def effort(self) -> Effort | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def thinking_switch(self) -> bool | None:
+        return None
 
     @property
     def functions(self) -> list[FlatTool]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gemma_py.generate.core import Constraint, Request
+from gemma_py.generate.answer import AfterThoughts, Constraint
+from gemma_py.generate.core import Request
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.options import RANGES, Sampling
 from gemma_py.generate.scheduler import Scheduler
@@ -20,6 +21,7 @@ from gemma_py.server.openai.schemas import (
     ContentPart,
     FunctionCall,
     InputItem,
+    ReasoningItem,
     ResponseFormat,
     ResponsesRequest,
     ResultItem,
@@ -28,12 +30,12 @@ from gemma_py.server.openai.schemas import (
     ToolCall,
 )
 from gemma_py.server.openai.schemas import Message as GivenMessage
-from gemma_py.templates.template import ROLES, Message, Tools, checked_messages, encode
-from gemma_py.templates.tools import START, CallConstraint, calls_and_results, declarations
+from gemma_py.templates.chat_format import NO_TOOLS, ChatFormat
+from gemma_py.templates.notation import CallConstraint, Marks
+from gemma_py.templates.template import Message, Template
 
 DEFAULT_TOKENS = 1024  # the limit for a chat response if the request sets none
 _SEEDS = 1 << 63
-_NO_TOOLS = "This model's chat template does not support tools."
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,14 @@ class Service:
     def __init__(self, engine: Engine, scheduler: Scheduler, model: str, template: str | None = None) -> None:
         self.engine, self.scheduler, self.model = engine, scheduler, model
         self.tokenizer = engine.text_tokenizer()
-        self.template = engine.template(template)
+        self.format: ChatFormat = engine.chat_format(engine.template(template))
         self.ends = engine.ends(self.template)
         self.created = int(time.time())
-        self.knows_tools = self.template.knows_tools and self.tokenizer.token_id(START) is not None
         self._constraints = JsonConstraints(self.tokenizer, engine.config.vocab_size, self.ends)
+
+    @property
+    def template(self) -> Template:
+        return self.format.template
 
     def prepare(self) -> None:
         """Build the tables for JSON schemas at startup, because building them later would delay every running request."""
@@ -73,7 +78,8 @@ class Service:
     def chat(self, asked: ChatRequest) -> Job:
         if asked.top_logprobs and not asked.logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", "top_logprobs", "invalid_value")
-        ids = self._prompt(self._messages(asked.messages), self._tools(asked))
+        thinking, marks = self._thinking(asked), self._marks(asked)
+        ids = self._prompt(asked, self._messages(asked.messages), thinking)
         limit = asked.max_completion_tokens or asked.max_tokens
         request = Request(
             ids,
@@ -85,9 +91,10 @@ class Service:
             trim=True,
             logprobs=bool(asked.logprobs),
             top_logprobs=asked.top_logprobs or 0,
+            marks=marks,
         )
         constraint = self._call(asked) or partial(self._constraint, asked.response_format, "response_format")
-        return Job(self._choices(request, asked.n, constraint), [])
+        return Job(self._choices(request, asked.n, constraint, thinking), [])
 
     def completion(self, asked: CompletionRequest) -> Job:
         given: Sequence[Any] = [asked.prompt]
@@ -126,29 +133,42 @@ class Service:
             messages.append({"role": "user", "content": asked.input})
         else:
             messages = _joined_system(messages + self._messages(_turns(asked.input)))
-        ids = self._prompt(messages, self._tools(asked))
+        thinking = self._thinking(asked)
+        ids = self._prompt(asked, messages, thinking)
         limit = asked.max_output_tokens
         request = Request(
             ids, DEFAULT_TOKENS if limit is None else limit, self._sampling(asked, self.ends), fit=limit is None,
-            stop=self._stop(asked), ends=self.ends, trim=True, logprobs=False,
+            stop=self._stop(asked), ends=self.ends, trim=True, logprobs=False, marks=self._marks(asked),
         )  # fmt: skip
         form = None if asked.text is None else asked.text.format
         constraint = self._call(asked) or partial(self._constraint, form, "text.format")
-        return Job(self._choices(request, 1, constraint), [])
+        return Job(self._choices(request, 1, constraint, thinking), [])
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 
-    def _prompt(self, messages: list[Message], tools: Tools = ()) -> list[int]:
-        roles = (*ROLES, "tool") if self.knows_tools else ROLES
-        checked = checked_messages(messages, roles)
-        told = [{**message, **text} for message, text in zip(messages, checked, strict=True)]
-        return self.engine.check_ids(encode(self.template.pieces(told, tools), self.tokenizer, {}, {}))
+    def _prompt(
+        self, asked: ChatRequest | ResponsesRequest, messages: list[Message], thinking: bool | None
+    ) -> list[int]:
+        if asked.functions and asked.chosen != "none" and not self.format.knows_tools:
+            raise ApiError(400, NO_TOOLS, "tools", "unsupported_parameter")
+        functions = [{"function": function.model_dump()} for function in asked.functions if asked.chosen != "none"]
+        return self.engine.check_ids(self.format.prompt(messages, functions, thinking))
 
-    def _tools(self, asked: ChatRequest | ResponsesRequest) -> Tools:
-        if asked.functions and asked.chosen != "none" and not self.knows_tools:
-            raise ApiError(400, _NO_TOOLS, "tools", "unsupported_parameter")
-        functions = [function.model_dump() for function in asked.functions if asked.chosen != "none"]
-        return declarations(functions, self.tokenizer)
+    def _marks(self, asked: ChatRequest | ResponsesRequest) -> Marks | None:
+        return self.format.marks(bool(asked.functions) and asked.chosen != "none")
+
+    def _thinking(self, asked: ChatRequest | ResponsesRequest) -> bool | None:
+        """Return whether the model should think; None where the request leaves that to the template.
+
+        A model that cannot think ignores the effort that a request asks for, because clients send it to every model.
+        """
+        switch = asked.thinking_switch
+        if switch and not self.format.knows_thinking:
+            message = "This model does not think before it answers."
+            raise ApiError(400, message, "chat_template_kwargs", "unsupported_parameter")
+        if switch is not None or not self.format.knows_thinking or asked.effort is None:
+            return switch
+        return asked.effort != "none"
 
     def _call(self, asked: ChatRequest | ResponsesRequest) -> Callable[[], CallConstraint] | None:
         """Return a function that creates the constraint for a required tool call, or None if no tool call is required."""
@@ -159,21 +179,23 @@ class Service:
             message = f"'tool_choice' {asked.chosen!r:.80} matches no function in 'tools', which has: {', '.join(names)[:200] or 'none'}."
             raise ApiError(400, message, "tool_choice", "invalid_value")
         possible = names if asked.chosen == "required" else [asked.chosen]
-        return partial(CallConstraint, self.tokenizer, possible[0] if len(possible) == 1 else None)
+        marks = self._marks(asked)
+        assert marks is not None
+        return partial(CallConstraint, self.tokenizer, marks, possible[0] if len(possible) == 1 else None)
 
     def _messages(self, given: Sequence[GivenMessage]) -> list[Message]:
         """Convert OpenAI's messages to messages for `checked_messages`."""
         made = []
-        extras = calls_and_results([message.model_dump() for message in given], self.tokenizer)
-        for number, (message, extra) in enumerate(zip(given, extras, strict=True)):
+        for number, message in enumerate(given):
             param = f"messages[{number}]"
-            if extra and not self.knows_tools:
-                raise ApiError(400, _NO_TOOLS, param, "unsupported_parameter")
+            if (message.tool_calls or message.role == "tool") and not self.format.knows_tools:
+                raise ApiError(400, NO_TOOLS, param, "unsupported_parameter")
             if message.content is None and not message.tool_calls:
                 raise ApiError(400, f"Missing required parameter: '{param}.content'.", f"{param}.content",
                                "missing_required_parameter")  # fmt: skip
             role = "system" if message.role == "developer" else message.role
-            made.append({"role": role, "content": _text(message.content or ""), **extra})
+            told = {name: value for name, value in message.model_dump().items() if value is not None}
+            made.append({**told, "role": role, "content": _text(message.content or "")})
         return _joined_system(made)
 
     def _stop(self, asked: Sampled) -> tuple[str, ...]:
@@ -187,14 +209,23 @@ class Service:
         return self.engine.chat_sampling(options)
 
     @staticmethod
-    def _choices(request: Request, n: int | None, constraint: Callable[[], Constraint | None]) -> list[Request]:
-        """Return n copies of a request, one for each choice. Choice i has the seed + i and its own constraint."""
+    def _choices(
+        request: Request, n: int | None, constraint: Callable[[], Constraint | None], thinking: bool | None = None
+    ) -> list[Request]:
+        """Return n copies of a request, one for each choice. Choice i has the seed + i and its own constraint, which a
+        thought before the answer need not follow.
+        """
+        marks = request.marks
+        channel = None if marks is None else marks.channel
+        begun = marks is not None and marks.thought_begins(request.ids) is not None
         made = []
         for number in range(n or 1):
-            sampling = request.sampling
+            sampling, limits = request.sampling, constraint()
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=(sampling.seed + number) % _SEEDS)
-            made.append(replace(request, sampling=sampling, constraint=constraint()))
+            if limits is not None and channel is not None and (thinking or begun):
+                limits = AfterThoughts(limits, channel, begun)
+            made.append(replace(request, sampling=sampling, constraint=limits))
         return made
 
     def _constraint(self, form: ResponseFormat | TextFormat | None, param: str) -> JsonConstraint | None:
@@ -213,20 +244,28 @@ def _text(content: str | list[ContentPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _turns(items: Sequence[InputItem | CallItem | ResultItem]) -> list[GivenMessage]:
-    """Convert the items of a Responses API input to messages. A tool call is added to the assistant message before it."""
+def _turns(items: Sequence[InputItem | CallItem | ResultItem | ReasoningItem]) -> list[GivenMessage]:
+    """Convert the items of a Responses API input to messages. A tool call is added to the assistant message before it,
+    and a thought to the assistant message after it.
+    """
     made: list[GivenMessage] = []
     for item in items:
+        last = made[-1] if made and made[-1].role == "assistant" else None
         if isinstance(item, ResultItem):
             made.append(GivenMessage(role="tool", tool_call_id=item.call_id, content=item.output))
+        elif isinstance(item, ReasoningItem):
+            made.append(GivenMessage(role="assistant", reasoning_content=item.text, tool_calls=[]))
         elif isinstance(item, CallItem):
-            if not made or made[-1].role != "assistant":
-                made.append(GivenMessage(role="assistant", tool_calls=[]))
+            if last is None:
+                last = GivenMessage(role="assistant", tool_calls=[])
+                made.append(last)
             call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
-            made[-1].tool_calls = [*(made[-1].tool_calls or []), call]
+            last.tool_calls = [*(last.tool_calls or []), call]
+        elif item.role == "assistant" and last is not None and last.content is None and not last.tool_calls:
+            last.content = item.content
         else:
             made.append(GivenMessage(role=item.role, content=item.content))
-    return made
+    return [message for message in made if message.content is not None or message.tool_calls]
 
 
 def _joined_system(messages: list[Message]) -> list[Message]:

@@ -1,0 +1,260 @@
+"""The text of an answer, decoded token by token, with thoughts and tool calls apart."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from gemma_py.errors import InputError
+from gemma_py.templates.notation import Marks
+from gemma_py.templates.tools import Call, read_call
+from gemma_py.tokenizer import Tokenizer
+
+_THOUGHT = "thought\n"  # the name of the channel, which begins it
+
+
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the stop strings as a tuple. Raise InputError if a stop string is empty."""
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in strings):
+        raise InputError(f"stop should be a non-empty string or a list of them, found {stop!r:.60}")
+    return strings
+
+
+class TextStream:
+    """Decodes token ids to text, one by one. The text ends before the first stop string.
+
+    Two kinds of text are held back: byte tokens until the next token of another kind, because one more byte can make
+    the sequence invalid UTF-8; and text that may be the beginning of a stop string.
+
+    trim: remove white space at the beginning of the text.
+    stopped: whether a stop string was found.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), trim: bool = False) -> None:
+        if stop and tokenizer is None:
+            raise InputError("stop strings need a tokenizer, but the checkpoint has none")
+        self._tokenizer, self._stop, self._trim = tokenizer, tuple(stop), trim
+        self._run: list[int] = []  # ids held back, because a later byte token may change the text
+        self._held_back = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Return the text that this token completes, often an empty string."""
+        if self._tokenizer is None or token >= self._tokenizer.size:
+            return ""  # an id that only pads the embedding matrix has no text
+        self._run.append(token)
+        final = self._tokenizer.final_prefix(self._run)
+        if final == 0:
+            return ""
+        text = self._tokenizer.decode(self._run[:final])
+        del self._run[:final]
+        return self._pass(text)
+
+    def finish(self) -> str:
+        """Return the text that is still held back. Called after the last token."""
+        if self.stopped:
+            return ""
+        text = self._pass(self._decoded())
+        if not self.stopped:
+            text, self._held_back = text + self._held_back, ""
+        return text
+
+    def cut(self) -> str:
+        """Return the text of the tokens that are held back. Called before a mark, which completes their characters."""
+        return self.write(self._decoded())
+
+    def write(self, text: str) -> str:
+        """Return what a text completes that is not decoded from tokens."""
+        return "" if self.stopped else self._pass(text)
+
+    def _decoded(self) -> str:
+        run, self._run = self._run, []
+        return self._tokenizer.decode(run) if self._tokenizer and run else ""
+
+    def _pass(self, new: str) -> str:
+        text = self._held_back + new
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            self._held_back = ""
+            return text[: min(found)]
+        certain = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held_back = text[certain:]
+        return text[:certain]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of the text that is the beginning, but not the whole, of the stop string."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+class Part(NamedTuple):
+    """What a token completes. reasoning: text of a thought; None if the token belongs to no thought."""
+
+    text: str = ""
+    reasoning: str | None = None
+    calls: tuple[Call, ...] = ()
+
+
+class AnswerStream:
+    """Splits an answer into text, thoughts and tool calls by the ids of their marks.
+
+    A mark without its partner, such as the end of a thought that has not begun, is left out. The tokens of an invalid or
+    incomplete call are text. Stop strings end only the text.
+
+    prompt: the ids of the prompt, which may end within a thought.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str] = (),
+        trim: bool = False,
+        marks: Marks | None = None,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer, self._marks, self._text = tokenizer, marks, TextStream(tokenizer, stop, trim)
+        self._thought: _Thought | None = None
+        self._call: list[int] | None = None  # the ids since the beginning of a call
+        if marks is not None and tokenizer is not None:
+            begins = marks.thought_begins(prompt)
+            if begins is not None:
+                self._thought = _Thought(tokenizer)
+                for token in prompt[begins:]:
+                    self._thought.push(token)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._text.stopped
+
+    def push(self, token: int) -> Part:
+        """Return what this token completes."""
+        marks = self._marks
+        if marks is None or self._tokenizer is None:
+            return Part(self._text.push(token))
+        if self._call is not None and marks.call is not None:
+            return self._in_call(token, marks.call, self._tokenizer)
+        if self._thought is not None:
+            if token not in (marks.channel or ()) and (marks.call is None or token != marks.call[0]):
+                return Part(reasoning=self._thought.push(token))
+            if marks.channel is not None and token == marks.channel[0]:
+                return Part(reasoning="")
+            rest, self._thought = self._thought.finish(), None
+            if marks.call is not None and token == marks.call[0]:
+                self._call = [token]
+            return Part(reasoning=rest)
+        if marks.channel is not None and token in marks.channel:
+            opens = token == marks.channel[0]
+            self._thought = _Thought(self._tokenizer) if opens else None
+            return Part(self._text.cut(), reasoning="" if opens else None)
+        if marks.call is not None and token == marks.call[0]:
+            self._call = [token]
+            return Part(self._text.cut())
+        return Part(self._text.push(token))
+
+    def _in_call(self, token: int, marks: tuple[int, int], tokenizer: Tokenizer) -> Part:
+        assert self._call is not None and self._marks is not None
+        if token == marks[0]:  # the call before it has no end
+            text, self._call = self._spelled(self._call, tokenizer), [token]
+            return Part(text)
+        self._call.append(token)
+        if token != marks[1]:
+            return Part()
+        ids, self._call = self._call, None
+        call = read_call(ids[1:-1], self._marks.quote, tokenizer)
+        return Part(self._spelled(ids, tokenizer)) if call is None else Part(calls=(call,))
+
+    def _spelled(self, ids: list[int], tokenizer: Tokenizer) -> str:
+        return self._text.write(tokenizer.decode([token for token in ids if token < tokenizer.size]))
+
+    def finish(self) -> Part:
+        """Return what is still held back. Called after the last token."""
+        reasoning = None
+        if self._thought is not None:
+            reasoning, self._thought = self._thought.finish(), None
+        text = ""
+        if self._call is not None and self._tokenizer is not None:
+            text, self._call = self._spelled(self._call, self._tokenizer), None
+        return Part(text + self._text.finish(), reasoning)
+
+
+class _Thought:
+    """The text of a thought, without the channel's name and without white space around."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._stream = TextStream(tokenizer)
+        self._name: str | None = ""  # the text so far, while it may be the channel's name
+        self._space = ""  # held back, because it may be the end
+        self._begun = False
+
+    def push(self, token: int) -> str:
+        return self._pass(self._stream.push(token))
+
+    def finish(self) -> str:
+        text = self._pass(self._stream.finish())
+        name, self._name = self._name, None
+        return text + self._pass("" if name is None or name == _THOUGHT.strip() else name)
+
+    def _pass(self, new: str) -> str:
+        if self._name is not None:
+            self._name += new
+            if _THOUGHT.startswith(self._name) and self._name != _THOUGHT:
+                return ""
+            new, self._name = self._name.removeprefix(_THOUGHT), None
+        text = self._space + new
+        if not self._begun:
+            text = text.lstrip()
+        end = len(text.rstrip())
+        self._begun, self._space = self._begun or end > 0, text[end:]
+        return text[:end]
+
+
+class Constraint(Protocol):
+    """A grammar that restricts the tokens of one answer. A grammar has state, so requests cannot share one."""
+
+    def allowed(self, logits: np.ndarray) -> np.ndarray:
+        """Return the logits [V] if every token is allowed, else a copy with -inf for the forbidden tokens."""
+
+    def accept(self, token: int) -> None:
+        """Advance the state of the grammar by the chosen token."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer is complete, so that generation has to stop."""
+
+
+class AfterThoughts:
+    """A constraint that leaves a thought at the beginning of an answer free, and restricts the answer after the thought.
+
+    thinking: whether the answer begins within a thought.
+    """
+
+    def __init__(self, inner: Constraint, channel: tuple[int, int], thinking: bool) -> None:
+        self._inner, (self._start, self._end) = inner, channel
+        self._thinking, self._thought = thinking, thinking
+
+    def allowed(self, logits: np.ndarray) -> np.ndarray:
+        if self._thinking:
+            return logits
+        allowed = self._inner.allowed(logits)
+        if not self._thought and allowed is not logits:
+            allowed[self._start] = logits[self._start]
+        return allowed
+
+    def accept(self, token: int) -> None:
+        if self._thinking:
+            self._thinking = token != self._end
+        elif not self._thought and token == self._start:
+            self._thinking = self._thought = True
+        else:
+            self._thought = True
+            self._inner.accept(token)
+
+    @property
+    def finished(self) -> bool:
+        return not self._thinking and self._inner.finished

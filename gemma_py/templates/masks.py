@@ -1,0 +1,113 @@
+"""Masks for the text of messages, by which it is told apart from a template's own text in a rendered prompt.
+
+A template is rendered twice. In the first rendering, each character of a message's text except white space is replaced
+by a code point of Unicode's private-use planes. In the second, only the delimiters are: the characters with which a
+control token begins or ends. So neither rendering contains a control token that a message spells, and if the two differ
+in more than the replaced characters, then the template changes or inspects the letters of messages.
+
+In everything else that a client sends (tools, calls and their names, keys and arguments) only the delimiters are
+replaced, in both renderings, because templates sort keys and compare types.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gemma_py.errors import InputError
+
+# Plane 15 for the texts of systems, users and tools, plane 16 for those of the model, and its end for delimiters.
+_OTHERS, _ANSWERS, _DELIMITERS, _END = 0xF0000, 0x100000, 0x10FF00, 0x110000
+_ROOM = 0xFF00  # code points for the letters of one plane
+_PRIVATE = re.compile(f"[{chr(_OTHERS)}-{chr(_END - 1)}]")
+_MASKED = f"{chr(_OTHERS)}-{chr(_END - 1)}"
+MESSAGE = re.compile(rf"([{_MASKED}](?:[\s{_MASKED}]*[{_MASKED}])?)")
+OF_OTHERS = re.compile(f"[{chr(_OTHERS)}-{chr(_ANSWERS - 1)}{chr(_DELIMITERS)}-{chr(_END - 1)}]")
+_TEXTS = ("content", "reasoning_content", "reasoning")  # the fields of a message that are texts
+
+
+class Masks:
+    """The masks of one prompt.
+
+    messages: with every character of their texts masked except white space.
+    delimited, tools: with only the delimiters masked.
+    """
+
+    def __init__(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], delimiters: str) -> None:
+        given = json.dumps([messages, tools], ensure_ascii=False)
+        try:
+            given.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InputError("the messages or tools contain an unpaired surrogate, which is not a character") from None
+        private = _PRIVATE.findall(given)  # they would look like masks
+        masked = sorted({*delimiters, *private})
+        if len(masked) > _END - _DELIMITERS - 2:
+            raise InputError("the messages contain too many different private-use characters")
+        self._originals = np.arange(_OTHERS, _END, dtype="<u4")
+        self._originals[_DELIMITERS - _OTHERS :][: len(masked)] = [ord(character) for character in masked]
+        self._table = {ord(character): _DELIMITERS + number for number, character in enumerate(masked)}
+        self.tools = self._delimited(list(tools))
+        self.messages: list[dict[str, Any]] = []
+        self.delimited: list[dict[str, Any]] = []
+        places: dict[int, list[tuple[dict[str, Any], str]]] = {_OTHERS: [], _ANSWERS: []}
+        # This loop calls few functions, because it runs over all messages of a long conversation at each turn.
+        for message in messages:
+            whole, partly = {**message}, {**message}
+            mine = places[_ANSWERS if message["role"] == "assistant" else _OTHERS]
+            for name in message:
+                if name in _TEXTS:
+                    partly[name] = message[name].translate(self._table)
+                    mine += ((whole, name),)
+                elif name != "role":
+                    whole[name] = partly[name] = self._delimited(message[name])
+            self.messages += (whole,)
+            self.delimited += (partly,)
+        for plane, texts in places.items():
+            self._mask(plane, texts)
+
+    def _delimited(self, value: Any) -> Any:
+        """Return a value with the delimiters of all its strings masked, those of keys included."""
+        if isinstance(value, str):
+            return value.translate(self._table)
+        if isinstance(value, Mapping):
+            return {self._delimited(key): self._delimited(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._delimited(inner) for inner in value]
+        return value
+
+    def _mask(self, plane: int, texts: list[tuple[dict[str, Any], str]]) -> None:
+        """Mask the texts of one plane in place, in one numpy call, because a Python loop over the characters of a long
+        conversation would delay each turn.    texts: (the message, the name of the field)
+        """
+        codes = characters("".join([message[name] for message, name in texts]))
+        distinct = np.unique(codes)
+        letters = ~np.array([chr(code).isspace() for code in distinct], bool)
+        count = np.count_nonzero(letters)
+        if count > _ROOM:
+            raise InputError(f"the messages contain more than {_ROOM:,} different characters")
+        self._originals[plane - _OTHERS :][:count] = distinct[letters]
+        mask = distinct.copy()
+        mask[letters] = np.arange(plane, plane + count)
+        masked = mask[np.searchsorted(distinct, codes)].tobytes().decode("utf-32-le")
+        at = 0
+        for message, name in texts:
+            end = at + len(message[name])
+            message[name], at = masked[at:end], end
+
+    def original(self, text: str) -> np.ndarray:
+        """Return the characters of the first rendering, with the original character in place of each mask."""
+        return self._unmasked(text, _OTHERS)
+
+    def original_of_delimiters(self, text: str) -> np.ndarray:
+        """Return the characters of the second rendering. Other private-use characters in it are not masks."""
+        return self._unmasked(text, _DELIMITERS)
+
+    def _unmasked(self, text: str, first: int) -> np.ndarray:
+        codes = characters(text)
+        return np.where(codes < first, codes, self._originals[np.maximum(codes, _OTHERS) - _OTHERS])
+
+
+def characters(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le"), "<u4")

@@ -1,0 +1,80 @@
+"""The control tokens with which a model marks its thoughts and its tool calls, by family.
+
+    Gemma 4          <|channel>thought\n...<channel|>  <|tool_call>call:NAME{place:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
+    FunctionGemma    <start_function_call>call:NAME{place:<escape>Rome<escape>,days:[1,2]}<end_function_call>
+
+The vocabulary decides which notation a model has. Marks are recognised by their ids, so text that only spells a mark is
+text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gemma_py.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Token ids. channel, call: where a thought and a call begin and end; None if they are not looked for. quote: around strings."""
+
+    channel: tuple[int, int] | None
+    call: tuple[int, int] | None
+    quote: int
+
+    def without_calls(self) -> "Marks":
+        return replace(self, call=None)
+
+    def thought_begins(self, prompt: Sequence[int]) -> int | None:
+        """Return the position after the mark of a thought that the prompt leaves open; None if it leaves none open."""
+        if self.channel is None:
+            return None
+        start, end = self.channel
+        for at in range(len(prompt) - 1, -1, -1):
+            if prompt[at] == end:
+                return None
+            if prompt[at] == start:
+                return at + 1
+        return None
+
+
+_GEMMA4 = ("<|channel>", "<channel|>"), ("<|tool_call>", "<tool_call|>"), '<|"|>'
+_FUNCTION_GEMMA = None, ("<start_function_call>", "<end_function_call>"), "<escape>"
+
+
+def marks_of(tokenizer: Tokenizer) -> Marks | None:
+    """Return the marks of the notation whose control tokens the vocabulary has; None if it has those of no notation."""
+
+    def pair(names: tuple[str, str]) -> tuple[int, int] | None:
+        start, end = (tokenizer.token_id(name) for name in names)
+        return None if start is None or end is None or not {start, end} <= tokenizer.control_ids else (start, end)
+
+    for channel, call, quote in (_GEMMA4, _FUNCTION_GEMMA):
+        calls, strings = pair(call), tokenizer.token_id(quote)
+        if calls is not None and strings is not None:
+            return Marks(None if channel is None else pair(channel), calls, strings)
+    return None
+
+
+class CallConstraint:
+    """Forces an answer to begin with a tool call. After the beginning, every token is allowed.
+
+    name: the function that must be called; None allows any function.
+    """
+
+    finished = False
+
+    def __init__(self, tokenizer: Tokenizer, marks: Marks, name: str | None) -> None:
+        assert marks.call is not None
+        self._left = [marks.call[0], *tokenizer.encode("call:" if name is None else f"call:{name}{{", bos=False)]
+
+    def allowed(self, logits: np.ndarray) -> np.ndarray:
+        if not self._left:
+            return logits
+        allowed = np.full_like(logits, -np.inf)
+        allowed[self._left[0]] = logits[self._left[0]]
+        return allowed
+
+    def accept(self, token: int) -> None:
+        del self._left[:1]
