@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_checkpoints as tiny
 from repository import TINY
+from tiny_models import VARIANTS
 
 import gemma_py
 from gemma_py.cli.main import main
@@ -25,9 +26,9 @@ def compiled_kernels() -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A directory a variant, of the seed that the goldens have."""
     base = tmp_path_factory.mktemp("checkpoints")
-    for name, variant in tiny.VARIANTS.items():
+    for name, variant in VARIANTS.items():
         tiny.write(variant, base / name, seed=1)
-    return {name: base / name for name in tiny.VARIANTS}
+    return {name: base / name for name in VARIANTS}
 
 
 @pytest.fixture(scope="session")

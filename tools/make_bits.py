@@ -17,10 +17,11 @@ sys.path.append(str(TESTS / "support"))
 
 import golden_bits
 import tiny_checkpoints as tiny
+from tiny_models import VARIANTS
 
 with tempfile.TemporaryDirectory() as scratch:
-    for name, variant in tiny.VARIANTS.items():
+    for name, variant in VARIANTS.items():
         tiny.write(variant, Path(scratch) / name, seed=1)
-    checkpoints = {name: Path(scratch) / name for name in tiny.VARIANTS}
+    checkpoints = {name: Path(scratch) / name for name in VARIANTS}
     made = golden_bits.digests(checkpoints, Path(scratch))
 (TESTS / "data" / "tiny_bits.json").write_text(json.dumps(made, indent=1) + "\n")

@@ -147,14 +147,18 @@ def write(seed: int) -> None:
     (DATA / "tiny_ids.json").write_text(json.dumps({"seed": seed, "ids": all_ids}) + "\n")
 
 
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--check", type=int, nargs="+", metavar="SEED")
     parser.add_argument("--only", default="", metavar="TEXT")
     args = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     if args.check is None:
         write(args.seed)
         return 0

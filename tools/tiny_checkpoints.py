@@ -156,6 +156,11 @@ def text_config(variant: Variant) -> dict[str, Any]:
     return config
 
 
+def adds_one(variant: Variant) -> bool:
+    """Return whether gains are stored without their 1."""
+    return text_config(variant)["model_type"] in ("gemma", "gemma2", "gemma3_text", "vaultgemma")
+
+
 def is_embedding(variant: Variant) -> bool:
     config = text_config(variant)
     return config["model_type"] == "embedding_gemma2_text" or config.get("use_bidirectional_attention") is True
@@ -170,7 +175,6 @@ def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
     return {**table, **variant.extra}
 
 
-_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "vaultgemma")  # model types whose gains are stored without their 1
 _SCALES = ("layer_scalar", "router.scale", "per_expert_scale", "correct_output_scale")
 
 
@@ -186,7 +190,7 @@ def _distribution(name: str, shape: tuple[int, ...], plus_one: bool) -> tuple[fl
 def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
     """Return random f32 values that the variant's dtype represents exactly."""
     made = {}
-    plus_one = text_config(variant)["model_type"] in _PLUS_ONE
+    plus_one = adds_one(variant)
     for number, (name, shape) in enumerate(shapes(variant).items()):
         mean, spread = _distribution(name, shape, plus_one) if shape else (-np.inf, 0.0)  # a scalar is a clipping bound
         values = gaussians(seed * 1000 + number, int(np.prod(shape))) * np.float32(spread) + np.float32(mean)

@@ -46,6 +46,15 @@ _UNIFIED_VISION = {"model_type": "gemma4_unified_vision", "mm_embed_dim": 16, "m
 _UNIFIED_AUDIO = {"model_type": "gemma4_unified_audio", "audio_embed_dim": 16}
 
 _MIXED = [SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL]
+_SHARED = [
+    SLIDING,
+    SLIDING,
+    SLIDING,
+    FULL,
+    SLIDING,
+    SLIDING,
+    FULL,
+]  # sources of three sharing layers as llama.cpp needs them
 _DEFAULT_ROPES = {
     FULL: {"rope_type": "default", "rope_theta": 1_000_000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -148,7 +157,7 @@ _EXPERTS: Config = {"enable_moe_block": True, "num_experts": 6, "top_k_experts":
 _REUSED: Config = {"attention_k_eq_v": True, "wide_kv": 1}
 
 VARIANTS = {
-    "gemma4-e2b": Variant(gemma4(**_E, num_key_value_heads=1, use_double_wide_mlp=True)),
+    "gemma4-e2b": Variant(gemma4(_SHARED, **_E, num_key_value_heads=1, use_double_wide_mlp=True)),
     "gemma4-e4b-wrapped-old-config": wrapped(old_gemma4(**_E), dtype="BF16", shards=2),
     "gemma4-dense": Variant(gemma4(**_REUSED, num_attention_heads=6, sliding_window=3)),
     "gemma4-dense-untied-old-config": Variant(
@@ -264,8 +273,9 @@ def _drawn_vaultgemma(rng: random.Random) -> Variant:
 def _drawn_embedding_gemma(rng: random.Random) -> Variant:
     sizes = _drawn_sizes(rng)
     return Variant(
-        embedding_gemma(**sizes), prefix=rng.choice(["", "model."]), dtype=rng.choice(["F32", "BF16"]),
-        dense=rng.choice([(), (40, 32), (7,), (64, sizes["hidden_size"])]),
+        embedding_gemma(**sizes, query_pre_attn_scalar=sizes["head_dim"]), prefix=rng.choice(["", "model."]),
+        dtype=rng.choice(["F32", "BF16"]),
+        dense=rng.choice([(), (40, sizes["hidden_size"]), (64, 7), (64, sizes["hidden_size"])]),
     )  # fmt: skip
 
 

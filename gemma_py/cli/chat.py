@@ -6,8 +6,9 @@ the commands.
 With --prompt or piped input, answers go to stdout and everything else to stderr. Each line of piped input is a message or a
 command; `--prompt -` sends all of standard input as one message. The program exits at the first error.
 
-With --json, each answer is printed as one line of JSON: {"text", "prompt_tokens", "cached_tokens", "generated_tokens", "prefill_seconds",
-"decode_seconds", "first_token_seconds", "seed", "finish_reason"}.
+With --json, each answer is printed as one line of JSON: {"text", "reasoning_content", "prompt_tokens", "cached_tokens",
+"generated_tokens", "prefill_seconds", "decode_seconds", "first_token_seconds", "seed", "finish_reason"}. reasoning_content is null
+if the model did not think.
 """
 
 import argparse
@@ -35,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template",
         metavar="FORM",
-        help="the chat template: gemma, transcript, or a Jinja file (default: the checkpoint's own)",
+        help="the chat template: gemma, gemma4, transcript, or a Jinja file (default: the checkpoint's own)",
+    )
+    parser.add_argument(
+        "--think",
+        action="store_true",
+        help="let the model think before it answers, if it can; its thoughts are shown dimmed, or on stderr",
     )
     parser.add_argument(
         "--max-tokens",
@@ -60,7 +66,9 @@ def run(args: argparse.Namespace) -> None:
     screen.waiting("loading the model")
     with gemma_py.load(args.model, threads=args.threads, context=args.context, progress=LoadProgress()) as engine:
         sampling = engine.chat_sampling(sampling_options(args))
-        conversation = Conversation(engine, args.system, sampling, args.template, args.max_tokens, args.stop)
+        conversation = Conversation(
+            engine, args.system, sampling, args.template, args.max_tokens, args.stop, True if args.think else None
+        )
         screen.waiting("")
         note_exceptions(engine)
         chat = Chat(conversation, screen)
@@ -135,7 +143,10 @@ class Chat:
             self.conversation.prefilling = self.watch("reading", wanted)
             try:
                 for token in tokens:
-                    self.screen.write(token.text)
+                    if token.reasoning:
+                        self.screen.think(token.reasoning)
+                    if token.text:
+                        self.screen.write(token.text)
                     if wanted():
                         stopped = token.finish_reason is None
                         break

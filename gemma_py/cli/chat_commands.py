@@ -21,6 +21,7 @@ SETTINGS = {
     "presence": "presence_penalty", "frequency": "frequency_penalty", "max_tokens": "max_tokens", "seed": "seed",
 }  # fmt: skip
 _WHOLE = ("top_k", "max_tokens", "seed")
+_SWITCH = {"on": True, "off": False, "default": None}  # the arguments of /think
 _SHOWN_TOKENS = 30  # how many of a conversation's tokens /tokens shows
 
 
@@ -52,6 +53,8 @@ def arguments(name: str) -> tuple[str, ...]:
     """Return the possible arguments of a command, for completion with the Tab key."""
     if name == "set":
         return tuple(SETTINGS)
+    if name == "think":
+        return tuple(_SWITCH)
     return (FILE,) if COMMANDS[name].argument.startswith(FILE) else ()
 
 
@@ -122,6 +125,16 @@ def _value(name: str, text: str) -> Any:
 def _show(conversation: Conversation, name: str) -> str:
     value = conversation.max_tokens if name == "max_tokens" else getattr(conversation.sampling, SETTINGS[name])
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _think(chat: "Chat", choice: str) -> None:
+    conversation = chat.conversation
+    if choice and choice not in _SWITCH:
+        raise InputError(f"/think takes {', '.join(_SWITCH)}, found {choice!r:.40}")
+    if choice:
+        conversation.set_thinking(_SWITCH[choice])
+    chosen = next(name for name, thinking in _SWITCH.items() if thinking is conversation.thinking)
+    chat.screen.note(f"thoughts: {'as the chat template has them' if chosen == 'default' else chosen}")
 
 
 def _threads(chat: "Chat", number: str) -> None:
@@ -221,6 +234,7 @@ COMMANDS = {
     "retry": Command("", "generate another answer to the last message", _retry),
     "edit": Command("[TEXT]", "change the last message and send it again", _edit),
     "set": Command("[NAME [VALUE]]", f"show or change a setting: {', '.join(SETTINGS)}", _set),
+    "think": Command("[on|off|default]", "let the model think before it answers, or not", _think),
     "threads": Command("[N]", "show or change the number of worker threads", _threads),
     "stats": Command("", "show statistics about the last answer", _stats),
     "save": Command(FILE, "save the messages, the settings and the KV cache", _save),

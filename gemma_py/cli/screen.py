@@ -25,6 +25,9 @@ class Screen(Protocol):
     def write(self, text: str) -> None:
         """Show the next piece of an answer."""
 
+    def think(self, text: str) -> None:
+        """Show the next piece of a thought, apart from the answer."""
+
     def end_answer(self, stats: AnswerStats | None) -> None:
         """Finish showing an answer. stats: statistics about the answer, or None if no answer was generated."""
 
@@ -49,7 +52,7 @@ class PlainScreen:
 
     def __init__(self, json: bool) -> None:
         self._json = json
-        self._text = ""
+        self._text = self._thought = ""
 
     def read(self, draft: str) -> str | None:
         line = sys.stdin.buffer.readline(TEXT_LIMIT + 1)
@@ -62,16 +65,28 @@ class PlainScreen:
         return text.rstrip("\r\n") if text else None
 
     def write(self, text: str) -> None:
+        self._end_thought()
         self._text += text
         if not self._json:
             print(text, end="", flush=True)
 
+    def think(self, text: str) -> None:
+        self._thought += text
+        if not self._json:
+            print(text, end="", file=sys.stderr, flush=True)
+
+    def _end_thought(self) -> None:
+        if not self._json and self._thought and not self._text:
+            print(file=sys.stderr, flush=True)
+
     def end_answer(self, stats: AnswerStats | None) -> None:
-        text, self._text = self._text, ""
+        if not self._text:
+            self._end_thought()
+        text, thought, self._text, self._thought = self._text, self._thought, "", ""
         if not self._json:
             print("" if text.endswith("\n") else "\n", end="", flush=True)
         elif stats is not None:
-            print_json({"text": text, **dataclasses.asdict(stats)})
+            print_json({"text": text, "reasoning_content": thought or None, **dataclasses.asdict(stats)})
             sys.stdout.flush()
 
     def note(self, text: str) -> None:

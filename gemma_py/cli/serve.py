@@ -114,7 +114,7 @@ def add_service(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template",
         metavar="FORM",
-        help="the chat template: gemma, transcript, or a Jinja file (default: the checkpoint's own)",
+        help="the chat template: gemma, gemma4, transcript, or a Jinja file (default: the checkpoint's own)",
     )
     add_engine(parser)
 

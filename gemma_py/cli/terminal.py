@@ -32,6 +32,7 @@ class Terminal:
         self._moves = not self._console.is_dumb_terminal
         self._markdown = markdown and self._moves
         self._answer: StreamedMarkdown | None = None
+        self._thinks = False  # whether the last text on the screen is a thought
         self._waits = False  # whether a status line is on the screen
         self._session: PromptSession[str] | None = None
         if self._moves:
@@ -83,12 +84,26 @@ class Terminal:
             return ""
 
     def write(self, text: str) -> None:
+        self._end_thought()
         if self._answer is None:
             self._answer = StreamedMarkdown(self._console, self._markdown)
         self._answer.write(text)
 
+    def think(self, text: str) -> None:
+        self.waiting("")
+        self._thinks = True
+        self._console.print(Text(visible(text)), style="dim", end="", soft_wrap=True)
+        self._console.file.flush()
+
+    def _end_thought(self) -> None:
+        """End the line of a thought, and leave a line free before the answer."""
+        if self._thinks:
+            self._console.file.write("\n\n")
+        self._thinks = False
+
     def end_answer(self, stats: AnswerStats | None) -> None:
         self.waiting("")
+        self._end_thought()
         if self._answer is not None:
             self._answer.close()
         self._answer = None

@@ -21,8 +21,8 @@ from gemma_py.formats.tensor import StoredTensor
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-_SMALLEST_FIELD = 8 + 4 + 1  # bytes: length of an empty key, type, a value of one byte
-_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes: length of an empty name, rank, one dimension, type, offset
+_SMALLEST_FIELD = 8 + 4 + 1  # bytes of a field: length of an empty key, type, a value of one byte
+_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes of a record: length of an empty name, rank, one dimension, type, offset
 _LARGEST_ALIGNMENT = 1 << 16
 _MOST_STRINGS = 1 << 24  # largest number of strings in an array; Gemma 3's vocabulary has 2^18
 _SEARCH_MINIMUM = 1000  # arrays with fewer strings are read one by one, without `_find_strings`

@@ -454,7 +454,7 @@ class Session:
     def kv_digest(self) -> list[str]:
         """Return, for each layer, the sha256 of the KV rows that later tokens can read.
 
-        These are the last W - 1 rows of a sliding-window layer, and every row of another layer. The rows are hashed as
+        These are the last W - 1 rows of a sliding-window layer, and all rows of any other layer. The rows are hashed as
         little-endian float32 [positions, G, E], keys before values.
         """
         return self.engine.runner.digest(self._cache)

@@ -189,7 +189,7 @@ class Scheduler:
         self._open, self._closed = True, False
         self._error: GemmaError | None = None
         self._trouble: WorkerError | None = None  # the error of the last pass; None if the pass succeeded
-        self._stepped = time.monotonic()  # the end of the last step, or a request's arrival while idle
+        self._stepped = time.monotonic()  # when the last step ended, or a request arrived at the idle scheduler
         self._request_seconds = 1.0  # running average of the duration of a request
         # Only the scheduler's thread writes the fields below.
         self._prefixes = PrefixCache(engine.config, engine.kv_type, prefix_bytes)

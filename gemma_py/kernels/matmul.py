@@ -3,8 +3,8 @@
     T rows   K inputs   N outputs
 
 All panels of a kind lie in one flat array (an arena), so that one compiled function serves every matrix of a model.
-Each matrix records the index of its first panel. A matrix has a multiple of four panels; the padding is zero and is
-never written to a result.
+Each matrix records the index of its first panel. The number of panels is a multiple of four.
+Outputs that only pad the last panels have zero weights, and the results of these outputs are not stored.
 
     float panel   [K, 16] of f32, or of uint16 that hold bfloat16
     code panel    codes and scales as bytes, see panels.py

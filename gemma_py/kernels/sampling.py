@@ -110,8 +110,9 @@ def _bin_of(x, largest):
 def find_edge_bin(x, largest, weights, limit, masses):
     """Return (edge bin, sum of the weights in the bins before it).
 
-    Bins go down from the largest logit. The edge bin is the one in which the sum of weights reaches `limit`. Top-p then
-    has to sort only the few logits in the edge bin, not the whole vocabulary.
+    The first bin begins at the largest logit, and each further bin holds smaller logits. The edge bin is the one in
+    which the sum of weights reaches `limit`. Top-p then has to sort only the few logits in the edge bin, not the whole
+    vocabulary.
 
     x, weights: [V] f32, read
     masses: [BINS] f64, zeros on entry, written: the sum of each bin's weights, v ascending

@@ -39,6 +39,7 @@ class Layer:
     head_dim: int  # E
     intermediate_size: int  # F
     kv_source: int
+    value_is_key: bool = False  # whether the values are the keys before norm and rope
     bidirectional: bool = False
 
 

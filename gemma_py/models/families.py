@@ -1,17 +1,20 @@
 """The registry of model families, which selects the family that a config.json or GGUF file names."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from gemma_py.errors import ConfigError, UnsupportedError
-from gemma_py.models import gemma
+from gemma_py.formats.tensor import StoredTensor
+from gemma_py.models import gemma, gemma4
 from gemma_py.models.config import Config
-from gemma_py.models.family import Family, ModelDescription
+from gemma_py.models.family import Family, ModelDescription, dense_shapes
 from gemma_py.models.fields import Fields
 
-FAMILIES = (gemma.FAMILY,)
-_LATER = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "t5gemma")
+FAMILIES = (gemma.FAMILY, gemma4.FAMILY)
+_LATER = ("gemma3n", "gemma3n_text", "t5gemma")
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+_DENSE = ("dense_2.weight", "dense_3.weight")  # GGUF's names of the dense layers of an embedding model
 Shapes = tuple[tuple[int, int], ...]
 
 
@@ -34,19 +37,18 @@ def config_from_hf(document: Any, where: str, generation: Any = None, dense: Sha
         raise UnsupportedError(f"{where}: model_type {written!r:.40} {what}; supported model types: {known}")
     family = _BY_MODEL_TYPE[written]
     tokens = Fields(f"{where}: generation_config", generation or {})
-    config = family.config_from_hf(ModelDescription(family.model_types[written], fields, outer, tokens, dense))
+    config = family.config_from_hf(ModelDescription(family.model_types[written], fields, outer, tokens, dense=dense))
     if dense and config.embedding is None:
         raise UnsupportedError(f"{where}: modules.json has dense layers, but the model has causal attention")
     return family, config
 
 
 def config_from_gguf(
-    metadata: dict[str, Any], where: str, vocab_size: int, tied: bool, dense: Shapes = ()
+    metadata: dict[str, Any], where: str, vocab_size: int, tied: bool, tensors: Mapping[str, StoredTensor]
 ) -> tuple[Family, Config]:
-    """Read the config of a GGUF file.
+    """Read the config of a GGUF file with these metadata and tensors.
 
     vocab_size: the number of rows of the embedding matrix. tied: whether the embedding matrix is also the output matrix.
-    dense: the shapes of the tensors dense_2.weight and dense_3.weight, if the file has them.
     """
     outer = Fields(where, metadata)
     name = outer.text("general.architecture")
@@ -55,5 +57,7 @@ def config_from_gguf(
         raise UnsupportedError(f"{where}: architecture {name!r:.40} is not supported; supported architectures: {known}")
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     family = _BY_ARCHITECTURE[name]
-    description = ModelDescription(name, Fields(where, own), outer, Fields(where, {}), dense, vocab_size, tied)
+    dense = dense_shapes(tensors[name] for name in _DENSE if name in tensors)
+    none = Fields(where, {})
+    description = ModelDescription(name, Fields(where, own), outer, none, vocab_size, tied, tensors, dense)
     return family, family.config_from_gguf(description)

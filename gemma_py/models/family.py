@@ -1,8 +1,10 @@
 """The interface that every model family implements."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
+from gemma_py.errors import ConfigError
+from gemma_py.formats.tensor import StoredTensor
 from gemma_py.models.config import Config
 from gemma_py.models.fields import Fields
 from gemma_py.models.program import Program, Tensor
@@ -16,6 +18,7 @@ class ModelDescription:
     fields: the fields of the text model, for example those of text_config in config.json.
     outer: the whole config.json, or all GGUF metadata.
     tokens: the fields of generation_config.json; empty for GGUF.
+    tensors: the tensors by name; set for GGUF only.
     dense: the shapes [N, K] of the dense layers that follow the pooling of an embedding model.
     vocab_size: the number of rows of the embedding matrix; set for GGUF only.
     tied: whether the embedding matrix is also the output matrix; set for GGUF only.
@@ -25,9 +28,34 @@ class ModelDescription:
     fields: Fields
     outer: Fields
     tokens: Fields
-    dense: tuple[tuple[int, int], ...] = ()
     vocab_size: int = 0
     tied: bool = True
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    dense: tuple[tuple[int, int], ...] = ()
+
+    def token_ids(self, name: str, default: int) -> tuple[int, ...]:
+        """Token ids from Hugging Face's files, in which generation_config.json takes precedence."""
+        return self.tokens.ids(name) or self.fields.ids(name) or self.outer.ids(name) or (default,)
+
+    def gguf_token_ids(self) -> tuple[int | None, tuple[int, ...]]:
+        """From GGUF metadata: the bos token, and the tokens that end a text or a turn."""
+        bos = self.outer.ids("tokenizer.ggml.bos_token_id")
+        ends = {*self.outer.ids("tokenizer.ggml.eos_token_id"), *self.outer.ids("tokenizer.ggml.eot_token_id")}
+        return bos[0] if bos else None, tuple(sorted(ends))
+
+
+def _nothing(config: Config) -> frozenset[str]:
+    return frozenset()
+
+
+def dense_shapes(tensors: Iterable[StoredTensor]) -> tuple[tuple[int, int], ...]:
+    """Return the shapes [N, K] of the weights of dense layers. Raise ConfigError if one is not a matrix."""
+    made = []
+    for tensor in tensors:
+        if len(tensor.shape) != 2:
+            raise ConfigError(f"{tensor.where}: a dense layer should be a matrix, found the shape {list(tensor.shape)}")
+        made.append((tensor.shape[0], tensor.shape[1]))
+    return tuple(made)
 
 
 def dense_name(number: int) -> str:
@@ -49,6 +77,8 @@ class Family:
     config_from_gguf: Callable[[ModelDescription], Config]
     tensors: Callable[[Config], dict[str, Tensor]]
     write: Callable[[Program], None]  # appends the operations of a forward pass to the program
+    # Returns names, in both formats, of tensors that a checkpoint may have although the model does not use them.
+    unused: Callable[[Config], frozenset[str]] = _nothing
 
     def program(self, config: Config) -> Program:
         program = Program(config, self.tensors(config))

@@ -60,6 +60,34 @@ class Fields:
             self.fail(name, "true or false")
         return value
 
+    def integers(self, name: str, count: int) -> list[int]:
+        """Positive integers, one for each of `count` layers: a list, or one integer for all layers."""
+        values = self._list(name)
+        if values is None:
+            return [self.integer(name)] * count
+        if len(values) != count or any(type(value) is not int or not 1 <= value < LARGEST for value in values):
+            self.fail(name, f"a positive integer or a list of {count} positive integers")
+        return values
+
+    def flags(self, name: str, count: int, period: int | None = None) -> list[bool]:
+        """One flag for each of `count` layers: a list, or a period n, which means false for every nth layer.
+
+        period: the default; None if the field is required.
+        """
+        values = self._list(name)
+        if values is None:
+            every = self.integer(name) if period is None else self.integer(name, period)
+            return [number % every != 0 for number in range(1, count + 1)]
+        if len(values) != count or not all(type(value) in (bool, int) for value in values):
+            self.fail(name, f"an integer or a list of {count} flags")
+        return [bool(value) for value in values]
+
+    def _list(self, name: str) -> list[Any] | None:
+        """The elements of a list or array; None for any other value."""
+        value = self.values.get(name)
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        return value if isinstance(value, list) else None
+
     def text(self, name: str, default: Any = _MISSING) -> Any:
         value = self._get(name, default)
         if value is not default and not isinstance(value, str):

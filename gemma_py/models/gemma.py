@@ -8,9 +8,6 @@ states, and then the dense layers.
 """
 
 from itertools import pairwise
-from typing import Any
-
-import numpy as np
 
 from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.models.config import Config, EmbeddingHead, Layer, Rope, checked
@@ -22,7 +19,7 @@ from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 
 # The matrices of a layer. Columns: name in this package, name in Hugging Face, name in GGUF, N and K of the shape [N, K].
 # A size of two letters is a product: "HE" is the number of query heads times the head width.
-_MATRICES = (
+MATRICES = (
     ("q_proj", "self_attn.q_proj", "attn_q", "HE", "D"),
     ("k_proj", "self_attn.k_proj", "attn_k", "GE", "D"),
     ("v_proj", "self_attn.v_proj", "attn_v", "GE", "D"),
@@ -37,22 +34,22 @@ _GEMMA1_NORMS = (
     ("input_norm", "input_layernorm", "attn_norm", "D"),
     ("pre_feedforward_norm", "post_attention_layernorm", "ffn_norm", "D"),
 )
-_GEMMA2_NORMS = (
+LAYER_NORMS = (
     ("input_norm", "input_layernorm", "attn_norm", "D"),
     ("post_attention_norm", "post_attention_layernorm", "post_attention_norm", "D"),
     ("pre_feedforward_norm", "pre_feedforward_layernorm", "ffn_norm", "D"),
     ("post_feedforward_norm", "post_feedforward_layernorm", "post_ffw_norm", "D"),
 )
-_HEAD_NORMS = (
+HEAD_NORMS = (
     ("q_norm", "self_attn.q_norm", "attn_q_norm", "E"),
     ("k_norm", "self_attn.k_norm", "attn_k_norm", "E"),
 )
 _NORMS = {
     "gemma": _GEMMA1_NORMS,
-    "gemma2": _GEMMA2_NORMS,
-    "vaultgemma": tuple(norm for norm in _GEMMA2_NORMS if not norm[0].startswith("post_")),
-    "gemma3": _GEMMA2_NORMS + _HEAD_NORMS,
-    "gemma-embedding": _GEMMA2_NORMS + _HEAD_NORMS,
+    "gemma2": LAYER_NORMS,
+    "vaultgemma": tuple(norm for norm in LAYER_NORMS if not norm[0].startswith("post_")),
+    "gemma3": LAYER_NORMS + HEAD_NORMS,
+    "gemma-embedding": LAYER_NORMS + HEAD_NORMS,
 }
 _GEMMA3 = ("gemma3", "gemma-embedding")  # the model types with a rope of their own for sliding layers
 
@@ -70,7 +67,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
         E = layer.head_dim
         sizes = {"D": D, "F": layer.intermediate_size, "E": E}
         sizes |= {"HE": layer.num_attention_heads * E, "GE": layer.num_key_value_heads * E}
-        for name, theirs, gguf, N, K in _MATRICES:
+        for name, theirs, gguf, N, K in MATRICES:
             made[f"layers.{number}.{name}"] = Tensor(
                 (sizes[N], sizes[K]), f"layers.{number}.{theirs}.weight", f"blk.{number}.{gguf}.weight"
             )
@@ -146,8 +143,8 @@ def _present(p: Program, gain: str) -> str:
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-_MOST_LAYERS = 10_000
+SLIDING, FULL = "sliding_attention", "full_attention"
+MOST_LAYERS = 10_000
 # The defaults of transformers. A multimodal checkpoint's text_config leaves out the fields that have these values.
 _DEFAULTS = {
     "gemma": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -172,8 +169,10 @@ def config_from_hf(description: ModelDescription) -> Config:
     """Read a config.json that an old or a current version of transformers wrote."""
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
-    _check_supported(description)
+    check_text_model(description)
     if fields.flag("use_bidirectional_attention", False):
+        if kind != "gemma3":
+            raise UnsupportedError(f"{where}: use_bidirectional_attention is set, which only gemma3_text supports")
         kind = "gemma-embedding"
     default = _DEFAULTS[kind]
 
@@ -181,14 +180,11 @@ def config_from_hf(description: ModelDescription) -> Config:
         value: int = fields.integer(name, default[name]) if name in default else fields.integer(name)
         return value
 
-    def token_ids(name: str, default: int) -> tuple[int, ...]:
-        return description.tokens.ids(name) or fields.ids(name) or outer.ids(name) or (default,)
-
     head_dim = dimension("head_dim")
     ropes = _ropes_from_hf(fields, kind)
     embedding = EmbeddingHead(description.dense) if kind == "gemma-embedding" else None
     layers = tuple(
-        Layer(window, ropes[_FULL if window is None else _SLIDING], dimension("num_attention_heads"),
+        Layer(window, ropes[FULL if window is None else SLIDING], dimension("num_attention_heads"),
               dimension("num_key_value_heads"), head_dim, fields.integer("intermediate_size"), number,
               bidirectional=embedding is not None)
         for number, window in enumerate(_windows_from_hf(fields, kind))
@@ -203,18 +199,16 @@ def config_from_hf(description: ModelDescription) -> Config:
         attn_logit_softcapping=_cap_from_hf(fields, kind, "attn_logit_softcapping"),
         final_logit_softcapping=_cap_from_hf(fields, kind, "final_logit_softcapping"),
         tie_word_embeddings=outer.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", True)),
-        bos_token_id=token_ids("bos_token_id", 2)[0],
-        eos_token_ids=token_ids("eos_token_id", 1),
+        bos_token_id=description.token_ids("bos_token_id", 2)[0],
+        eos_token_ids=description.token_ids("eos_token_id", 1),
         layers=layers,
         embedding=embedding,
     )
     return checked(config, where)
 
 
-def _check_supported(description: ModelDescription) -> None:
+def check_text_model(description: ModelDescription) -> None:
     fields, outer, where = description.fields, description.outer, description.outer.where
-    if fields.flag("use_bidirectional_attention", False) and description.name != "gemma3":
-        raise UnsupportedError(f"{where}: use_bidirectional_attention is set, which only gemma3_text supports")
     if fields.flag("attention_bias", False):
         raise UnsupportedError(f"{where}: attention_bias should be false, found true")
     # Gemma 1 checkpoints have "gelu" in hidden_act although the models were trained with gelu_pytorch_tanh.
@@ -241,19 +235,19 @@ def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
 def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
     """Return the sliding window of each layer; None for a layer with full attention."""
     count = fields.integer("num_hidden_layers")
-    if count > _MOST_LAYERS:
-        fields.fail("num_hidden_layers", f"at most {_MOST_LAYERS}")
+    if count > MOST_LAYERS:
+        fields.fail("num_hidden_layers", f"at most {MOST_LAYERS}")
     if kind == "gemma":
         return [None] * count
     window = fields.integer("sliding_window", 4096)
     types = fields.values.get("layer_types")
     if types is None:
         pattern = fields.integer("sliding_window_pattern", 6 if kind in _GEMMA3 else 2)
-        types = [_SLIDING if number % pattern else _FULL for number in range(1, count + 1)]
-    if not isinstance(types, list) or len(types) != count or not all(entry in (_SLIDING, _FULL) for entry in types):
-        fields.fail("layer_types", f"a list of {count} entries, each {_SLIDING} or {_FULL}")
+        types = [SLIDING if number % pattern else FULL for number in range(1, count + 1)]
+    if not isinstance(types, list) or len(types) != count or not all(entry in (SLIDING, FULL) for entry in types):
+        fields.fail("layer_types", f"a list of {count} entries, each {SLIDING} or {FULL}")
     window = _reach(window, kind)
-    return [window if entry == _SLIDING else None for entry in types]
+    return [window if entry == SLIDING else None for entry in types]
 
 
 def _reach(window: int, kind: str) -> int:
@@ -272,12 +266,12 @@ def _ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
     if kind not in _GEMMA3:
         table = parameters if scaling is None else scaling  # as in transformers, rope_scaling takes precedence
         rope = _rope(table, table.number("rope_theta", fields.number("rope_theta", 10_000.0)))
-        return {_FULL: rope, _SLIDING: rope}
-    full = parameters.table(_FULL) or Fields(parameters.where, {})
-    sliding = parameters.table(_SLIDING) or Fields(parameters.where, {})
+        return {FULL: rope, SLIDING: rope}
+    full = parameters.table(FULL) or Fields(parameters.where, {})
+    sliding = parameters.table(SLIDING) or Fields(parameters.where, {})
     full_theta = full.number("rope_theta", fields.number("rope_theta", 1_000_000.0))
     sliding_theta = sliding.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
-    return {_FULL: _rope(full if scaling is None else scaling, full_theta), _SLIDING: _rope(sliding, sliding_theta)}
+    return {FULL: _rope(full if scaling is None else scaling, full_theta), SLIDING: _rope(sliding, sliding_theta)}
 
 
 def _rope(fields: Fields, theta: float) -> Rope:
@@ -299,8 +293,8 @@ def config_from_gguf(description: ModelDescription) -> Config:
     embedding = EmbeddingHead(description.dense) if kind == "gemma-embedding" else None
     _check_direction(description)
     layer_count = fields.integer("block_count")
-    if layer_count > _MOST_LAYERS:
-        fields.fail("block_count", f"at most {_MOST_LAYERS}")
+    if layer_count > MOST_LAYERS:
+        fields.fail("block_count", f"at most {MOST_LAYERS}")
     hidden = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count")
     kv_heads = fields.integer("attention.head_count_kv", heads)
@@ -316,8 +310,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     # Gemma 2 27B (46 layers) and Gemma 3 27B (62 layers) scale attention by (hidden / heads)^-0.5 instead of
     # head_dim^-0.5. GGUF metadata do not record the scale, so the number of layers identifies these models.
     wide = (kind, layer_count) in (("gemma2", 46), ("gemma3", 62))
-    ends = {*outer.ids("tokenizer.ggml.eos_token_id"), *outer.ids("tokenizer.ggml.eot_token_id")}
-    bos = outer.ids("tokenizer.ggml.bos_token_id")
+    bos, ends = description.gguf_token_ids()
     config = Config(
         model_type=kind,
         vocab_size=description.vocab_size,
@@ -328,8 +321,8 @@ def config_from_gguf(description: ModelDescription) -> Config:
         attn_logit_softcapping=_cap_from_gguf(fields, kind, "attn_logit_softcapping"),
         final_logit_softcapping=_cap_from_gguf(fields, kind, "final_logit_softcapping"),
         tie_word_embeddings=description.tied,
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=tuple(sorted(ends)),
+        bos_token_id=bos,
+        eos_token_ids=ends,
         layers=layers,
         embedding=embedding,
     )
@@ -370,14 +363,8 @@ def _windows_from_gguf(fields: Fields, kind: str, count: int) -> list[int | None
     if window is None:
         raise ConfigError(f"{fields.where}: {kind}.attention.sliding_window is missing")
     window = _reach(window, kind)
-    pattern: Any = fields.values.get("attention.sliding_window_pattern")
-    if pattern is not None and not isinstance(pattern, int):  # the pattern is a list of one flag per layer
-        flags = pattern.tolist() if isinstance(pattern, np.ndarray) else pattern
-        if not isinstance(flags, list) or len(flags) != count or not all(type(flag) in (bool, int) for flag in flags):
-            fields.fail("attention.sliding_window_pattern", f"an integer or a list of {count} flags")
-        return [window if flag else None for flag in flags]
-    period = fields.integer("attention.sliding_window_pattern", 2 if kind == "gemma2" else 6)
-    return [window if number % period else None for number in range(1, count + 1)]
+    flags = fields.flags("attention.sliding_window_pattern", count, 2 if kind == "gemma2" else 6)
+    return [window if flag else None for flag in flags]
 
 
 def _ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:

@@ -152,7 +152,8 @@ class App:
     def _described(self) -> dict[str, Any]:
         service = self.service
         return {"id": service.model, "object": "model", "created": service.created, "owned_by": "gemma_py",
-                "context_length": service.engine.context, "note": service.template.note}  # fmt: skip
+                "context_length": service.engine.context, "note": service.template.note,
+                "thinking": service.format.knows_thinking, "tools": service.format.knows_tools}  # fmt: skip
 
     async def health(self, request: Request) -> Response:
         scheduler = self.service.scheduler

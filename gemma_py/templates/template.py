@@ -32,7 +32,7 @@ Message = dict[str, Any]  # role and content; also reasoning_content, and with t
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's format
 ROLES = ("system", "user", "assistant")
 _SECONDS = 5.0  # the time limit for rendering a prompt
-_STARTING = 30.0  # seconds more for the first prompt, because the rendering process has to start
+_STARTING = 30.0  # additional seconds for the first prompt, because the rendering process has to start
 _LARGEST_ANSWER = 1 << 30  # the most bytes read from the rendering process
 
 

@@ -14,7 +14,7 @@ from gemma_py.tokenizer.corpus import texts
 from gemma_py.tokenizer.tokenizer import Tokenizer
 from gemma_py.tokenizer.vocabulary import Tables, Vocabulary
 
-NEWLINE_SPLIT = r"[^\n]+|\n+"  # llama.cpp's split of Gemma 4's texts
+NEWLINE_SPLIT = r"[^\n]+|\n+"  # matches the parts into which llama.cpp splits a text for Gemma 4
 
 
 def package_from_document(document: dict[str, Any], where: str) -> Any:

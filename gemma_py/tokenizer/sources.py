@@ -153,7 +153,7 @@ def _ranked_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     return Vocabulary(pieces, merges, _added(pieces, kinds), split_newlines=True)
 
 
-# The function that reads the vocabulary, by the value of tokenizer.ggml.model
+# For each value of tokenizer.ggml.model, the function that reads the vocabulary.
 _VOCABULARIES = {"llama": _scored_vocabulary, "gemma4": _ranked_vocabulary}
 
 

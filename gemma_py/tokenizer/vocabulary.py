@@ -185,7 +185,7 @@ def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
             _write(file, made)
     except OSError:
         return made  # read-only directory or full disk; the next start builds the tables again
-    return _read(path) or made  # reading maps the file, so the memory of the built tables can be freed
+    return _read(path) or made  # return tables that are mapped from the file, so that the built ones are freed
 
 
 def _write(file: BinaryIO, made: Tables) -> None:

@@ -16,7 +16,7 @@ from gemma_py.formats.safetensors import read_index, read_safetensors
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.models.config import Config
 from gemma_py.models.families import config_from_gguf, config_from_hf
-from gemma_py.models.family import Family, dense_name
+from gemma_py.models.family import Family, dense_name, dense_shapes
 from gemma_py.models.fields import Fields
 from gemma_py.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_json
 from gemma_py.tokenizer.sources import appends_token
@@ -34,7 +34,6 @@ from gemma_py.weights.tensors import (
 )
 
 _GGUF_EMBEDDING, _GGUF_HEAD = "token_embd.weight", "output.weight"
-_GGUF_DENSE = ("dense_2.weight", "dense_3.weight")
 
 
 @dataclass(frozen=True)
@@ -102,13 +101,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{path}: tensor {_GGUF_EMBEDDING!r} should be a matrix, but is missing or has another shape")
     tied = _GGUF_HEAD not in file.tensors
-    dense = tuple(_matrix_shape(file.tensors[name]) for name in _GGUF_DENSE if name in file.tensors)
-    family, config = config_from_gguf(file.metadata, str(path), embedding.shape[0], tied, dense)
+    family, config = config_from_gguf(file.metadata, str(path), embedding.shape[0], tied, file.tensors)
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise ConfigError(f"{path}: tokenizer.chat_template should be a string, found {type(template).__name__}")
     tensors, left_out = _text_model(file.tensors)
-    source = gguf_source(tensors, family.tensors(config), tied, str(path))
+    source = gguf_source(tensors, family.tensors(config), tied, str(path), family.unused(config))
     return Checkpoint(path, "GGUF", family, config, source, template, file.metadata, left_out)
 
 
@@ -121,7 +119,7 @@ def _open_directory(path: Path) -> Checkpoint:
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if present(generation) else None
     modules = read_modules(path)
-    dense = tuple(_matrix_shape(tensor) for tensor in modules.dense)
+    dense = dense_shapes(modules.dense)
     family, config = config_from_hf(document, str(path / "config.json"), generation_config, dense)
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists():
@@ -134,14 +132,9 @@ def _open_directory(path: Path) -> Checkpoint:
         )
     tensors, left_out = _text_model(tensors)
     tensors |= {dense_name(number): tensor for number, tensor in enumerate(modules.dense)}
-    source = hugging_face_source(tensors, family.tensors(config), config.tie_word_embeddings, str(path))
+    tied, unused = config.tie_word_embeddings, family.unused(config)
+    source = hugging_face_source(tensors, family.tensors(config), tied, str(path), unused)
     return Checkpoint(path, "safetensors", family, config, source, _template(path), {}, left_out, modules=modules)
-
-
-def _matrix_shape(tensor: StoredTensor) -> tuple[int, int]:
-    if len(tensor.shape) != 2:
-        raise ConfigError(f"{tensor.where}: a dense layer should be a matrix, found the shape {list(tensor.shape)}")
-    return tensor.shape[0], tensor.shape[1]
 
 
 def _text_model(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], Counter[str]]:

@@ -1,7 +1,7 @@
 """Reading of a model's weights from a checkpoint's tensors. Names, shapes and values are checked."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
@@ -148,8 +148,8 @@ Weights = Mapping[str, Matrix | StoredMatrix | np.ndarray]
 StoredWeights = Mapping[str, Stored]
 _WRAPPERS = re.compile(r"((?:language_)?model\.)*")  # prefixes of tensor names in multimodal checkpoints
 _IGNORED = (".rotary_emb.inv_freq",)  # endings of the names of tensors that the model does not use
-_OTHER_PARTS = ("vision_tower", "vision_model", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio", "v",
-                "a", "mm")  # fmt: skip
+_OTHER_PARTS = ("vision_tower", "vision_model", "vision_embedder", "multi_modal_projector", "embed_vision", "audio_tower",
+                "embed_audio", "v", "a", "mm")  # fmt: skip
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 DENSE = "dense."  # the beginning of the names of an embedding model's dense layers, which stand in files of their own
 
@@ -161,6 +161,7 @@ class Source:
     specs: the expected tensors. names: for each expected tensor, the name in the checkpoint.
     plus_one: whether the format stores gain - 1 for tensors with `plus_one`.
     tied: whether the embedding matrix is also the output matrix, unless the checkpoint has a different output matrix.
+    unused: the names of tensors that the checkpoint may have although the model does not use them.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -169,14 +170,25 @@ class Source:
     plus_one: bool
     tied: bool
     where: str
+    unused: Collection[str] = ()
 
 
-def gguf_source(tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor], tied: bool, where: str) -> Source:
-    return Source(tensors, specs, {name: spec.gguf for name, spec in specs.items()}, False, tied, where)
+def gguf_source(
+    tensors: Mapping[str, StoredTensor],
+    specs: Mapping[str, Tensor],
+    tied: bool,
+    where: str,
+    unused: Collection[str] = (),
+) -> Source:
+    return Source(tensors, specs, {name: spec.gguf for name, spec in specs.items()}, False, tied, where, unused)
 
 
 def hugging_face_source(
-    tensors: Mapping[str, StoredTensor], specs: Mapping[str, Tensor], tied: bool, where: str
+    tensors: Mapping[str, StoredTensor],
+    specs: Mapping[str, Tensor],
+    tied: bool,
+    where: str,
+    unused: Collection[str] = (),
 ) -> Source:
     """Return the source for safetensors. In a multimodal checkpoint, the names of the text model's tensors have a prefix.
 
@@ -191,7 +203,7 @@ def hugging_face_source(
     if HEAD in specs:
         names[HEAD] = by_own_name.get(specs[HEAD].hugging_face, specs[HEAD].hugging_face)
     names |= {name: spec.hugging_face for name, spec in specs.items() if name.startswith(DENSE)}
-    return Source(tensors, specs, names, True, tied, where)
+    return Source(tensors, specs, names, True, tied, where, {prefix + name for name in unused})
 
 
 def _without_wrappers(name: str) -> str:
@@ -223,7 +235,10 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
             weights[name] = StoredMatrix(quantised_to(quant, tensor))
         else:
             weights[name] = _gain(tensor, source.plus_one and spec.plus_one)
-    used = {*source.names.values()}  # includes the head of tied embeddings, because some files store the matrix twice
+    used = {
+        *source.names.values(),
+        *source.unused,
+    }  # includes the head of tied embeddings, because some files store the matrix twice
     for name in source.tensors:
         if name not in used and not name.endswith(_IGNORED):
             raise ConfigError(f"{source.where}: tensor {name!r:.80} is not part of the model that the config describes")

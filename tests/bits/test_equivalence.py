@@ -22,6 +22,7 @@ from equivalence import (
 from gguf_files import write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import VARIANTS
 
 import gemma_py
 from gemma_py.kernels.decorator import kernel
@@ -41,7 +42,7 @@ def window_of(config: Config) -> int:
 
 
 @pytest.mark.parametrize("threads", THREADS)
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_every_chunk_size_matches_the_reference(checkpoints: dict[str, Path], name: str, threads: int) -> None:
     with opened(checkpoints[name], threads) as engine:
         want, W = expected(name, engine), window_of(engine.config)
@@ -51,11 +52,12 @@ def test_every_chunk_size_matches_the_reference(checkpoints: dict[str, Path], na
         assert want.same(engine, [TOKENS], all_logits=False)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-e2b"])
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 9, 10, 31, 32, 33, 63, 64, 65])
-def test_lengths_around_the_borders(checkpoints: dict[str, Path], length: int) -> None:
+def test_lengths_around_the_borders(checkpoints: dict[str, Path], length: int, name: str) -> None:
     """The borders are those of attention tiles (32), rings (window 9) and tiles of rows (8)."""
-    with opened(checkpoints["gemma3"], 3) as engine:
-        want = expected("gemma3", engine, length)
+    with opened(checkpoints[name], 3) as engine:
+        want = expected(name, engine, length)
         assert want.same(engine, [length])
         assert want.same(engine, [max(1, length - 1), 1])
 
@@ -134,7 +136,9 @@ def test_drawn_shapes_match_the_reference(tmp_path_factory: pytest.TempPathFacto
         assert want.same(engine, draw(st.lists(st.integers(1, 90), min_size=1, max_size=4)))
 
 
-@pytest.mark.parametrize("name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-multi-query"])
+@pytest.mark.parametrize(
+    "name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-multi-query", "gemma4-e2b", "gemma4-dense"]
+)
 def test_bfloat16_rows_match_their_reference(checkpoints: dict[str, Path], name: str) -> None:
     with opened(checkpoints[name], 2, kv="bfloat16") as engine:
         want = Expected(engine, prompt(engine.config, TOKENS))
@@ -161,7 +165,7 @@ def test_sessions_in_shared_use(checkpoints: dict[str, Path]) -> None:
             assert session.kv_digest() == want.digest
 
 
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_shared_passes_match_the_reference(checkpoints: dict[str, Path], name: str) -> None:
     with opened(checkpoints[name], 3) as engine:
         wants = expected_of_several(name, engine)
@@ -179,10 +183,11 @@ def test_shared_passes_of_quantised_weights_match_the_reference(tmp_path: Path, 
             assert together(engine, wants, seed), f"seed {seed}"
 
 
-def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path]) -> None:
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-e2b"])
+def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path], name: str) -> None:
     """Random delays and yields at every claim, publish, wait and barrier; tiles in random order; 4 workers."""
-    with opened(checkpoints["gemma3"], 4) as engine:
-        want = expected("gemma3", engine)
+    with opened(checkpoints[name], 4) as engine:
+        want = expected(name, engine)
         for seed in range(1, 41):
             engine.instruments.fault_plan = FaultPlan(seed=seed)
             assert want.same(engine, [TOKENS] if seed % 2 else [23]), f"seed {seed}"

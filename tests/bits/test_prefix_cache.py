@@ -6,8 +6,8 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import tiny_checkpoints as tiny
 from repository import TINY
+from tiny_models import VARIANTS
 
 import gemma_py
 from gemma_py.runtime.cache import Cache, bytes_needed
@@ -37,7 +37,7 @@ def computed(
     return cache, cached, np.concatenate(rows).view(np.uint32)
 
 
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_hit_matches_a_cold_start(checkpoints: dict[str, Path], name: str) -> None:
     """At every border, far behind the windows, in every logit and every row."""
     with gemma_py.load(checkpoints[name], threads=2) as engine:

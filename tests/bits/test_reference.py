@@ -12,6 +12,7 @@ import tiny_checkpoints as tiny
 from gguf_files import write_model
 from golden_bits import GOLDEN, PARTS, QUANTISED, WIDE, digests
 from repository import DATA
+from tiny_models import VARIANTS
 
 import gemma_py
 from gemma_py.reference import elementary
@@ -28,7 +29,7 @@ def error(engine: gemma_py.Engine, name: str) -> float:
     return float(np.abs(ours - LOGITS[name]).max() / LOGITS[name].std())
 
 
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_logits_match_transformers(checkpoints: dict[str, Path], name: str) -> None:
     with gemma_py.load(checkpoints[name]) as engine:
         assert error(engine, name) < BARS
@@ -41,6 +42,12 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "no attention cap": ("gemma2", {"attn_logit_softcapping": None}),
     "no final cap": ("gemma2", {"final_logit_softcapping": None}),
     "query scalar": ("gemma2", {"query_pre_attn_scalar": 12}),
+    "wider window of Gemma 4": ("gemma4-e2b", {"sliding_window": 10}),
+    "no final cap of Gemma 4": ("gemma4-dense", {"final_logit_softcapping": None}),
+    "all pairs turned": (
+        "gemma4-dense",
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6}}},
+    ),
     "no final cap of VaultGemma": ("vaultgemma", {"final_logit_softcapping": None}),
     "windows of VaultGemma elsewhere": ("vaultgemma", {"layer_types": None}),
     "rope theta": ("gemma1-multi-head", {"rope_theta": 20000.0}),
@@ -54,7 +61,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_wrong_description_is_caught(tmp_path: Path, change: str) -> None:
     """Negative controls: the comparison above sees each part of the config."""
     name, fields = CHANGES[change]
-    variant = copy.deepcopy(tiny.VARIANTS[name])
+    variant = copy.deepcopy(VARIANTS[name])
     variant.config.update(fields)
     tiny.write(variant, tmp_path, seed=GOLDEN["seed"])
     with gemma_py.load(tmp_path) as engine:

@@ -330,6 +330,7 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
         "/tokens": "of 4,096; in the KV cache",
         "/stats": "first token",
         "/threads 3": "threads 3",
+        "/think off": "thoughts: off",
         "/verify": "tokens computed again with 4 threads",
         f"/save {tmp_path / 'talk'}": "saved",
         f"/export {tmp_path / 'talk.md'}": "as markdown",

@@ -1,6 +1,7 @@
 """Gemma 4's conversations: prompts as transformers renders them, no forged marks, thoughts and calls apart from the text."""
 
 import dataclasses
+import io
 import itertools
 import json
 import random
@@ -13,9 +14,12 @@ import gemma4_model
 import pytest
 from gemma4_model import answer_ids, scripted
 from gemma4_vocabulary import Gemma4Vocabulary
+from repository import TINY
+from rich.console import Console
 
 import gemma_py
 from gemma_py import Conversation
+from gemma_py.cli.terminal import Terminal
 from gemma_py.errors import InputError, ToolError
 from gemma_py.generate.answer import AnswerStream
 from gemma_py.generate.core import Token
@@ -339,3 +343,54 @@ def test_a_model_that_cannot_think_says_so_in_one_line(tiny_engine: gemma_py.Eng
 def test_tokens_of_no_thought_have_no_reasoning(tiny_engine: gemma_py.Engine) -> None:
     token = next(iter(tiny_engine.generate("x", 1)))
     assert dataclasses.astuple(token) == dataclasses.astuple(Token(token.id, token.text, token.logprob, "length"))
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gemma4_model.write_checkpoint(tmp_path_factory.mktemp("gemma4") / "checkpoint")
+
+
+def test_the_command_line_shows_thoughts_apart(checkpoint: Path, tokenizer: Tokenizer, run: Any) -> None:
+    with scripted(answer_ids(tokenizer, *THOUGHT, "It is.", "<turn|>")):
+        code, out, err = run("chat", checkpoint, "--prompt", "Is it?", "--think")
+        assert (code, out) == (0, "It is.\n") and err.startswith("Let me see.\n\nYes, so.\n")
+        code, out, _ = run("chat", checkpoint, "--prompt", "Is it?", "--think", "--json")
+    document = json.loads(out)
+    assert (document["text"], document["reasoning_content"]) == ("It is.", "Let me see.\n\nYes, so.")
+
+
+def test_think_is_a_command_of_a_chat(checkpoint: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "/think\n/think on\n/think off\n/think default\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    code, _, err = run("chat", checkpoint)
+    said = ["as the chat template has them", "on", "off", "as the chat template has them"]
+    assert code == 0 and err.splitlines() == [f"thoughts: {one}" for one in said]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/think much\n")))
+    code, _, err = run("chat", checkpoint)
+    assert code == 1 and "/think takes on, off, default" in err
+
+
+def test_a_model_that_cannot_think_ends_the_command_in_one_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = run("chat", TINY, "--prompt", "x", "--think")
+    assert (code, out) == (1, "") and err.count("\n") == 1 and "does not think before it answers" in err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/think on\n")))
+    code, _, err = run("chat", TINY)
+    assert code == 1 and err.count("\n") == 1 and "does not think before it answers" in err
+
+
+def test_a_terminal_shows_thoughts_dimmed_and_without_controls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal({}, markdown=False)
+    shown = io.StringIO()
+    terminal._console = Console(
+        file=shown, force_terminal=True, color_system="standard", legacy_windows=False, _environ={}
+    )
+    for text in ("Let me \x1b[2J", "see."):
+        terminal.think(text)
+    terminal.write("It is.")
+    terminal.end_answer(None)
+    text = shown.getvalue()
+    assert text == "\x1b[2mLet me ␛[2J\x1b[0m\x1b[2msee.\x1b[0m\n\nIt is.\n"

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gemma4_model
 import pytest
 from browser import Page
-from serving import Running, idle, wait_until
+from serving import Running, idle, serving, wait_until
 
 from gemma_py.generate.core import Generation
 from gemma_py.server.web_ui import PAGE, POLICY
@@ -145,6 +146,32 @@ def test_an_answer_is_seen_while_it_is_made_and_can_be_stopped(page: Page, serve
     page.wait(lambda: page.all(".assistant[aria-busy]"))
     page.find("#input").send_keys("\ue00c")  # Escape
     wait_until(lambda: idle(server))
+
+
+@browsed
+def test_thoughts_are_shown_apart_and_not_sent_back(driver: Any, tmp_path: Path) -> None:
+    folder = gemma4_model.write_checkpoint(tmp_path / "checkpoint")
+    with gemma4_model.load(folder) as engine, serving(engine) as thinker:
+        page = Page(driver, thinker.url).open()
+        page.run("localStorage.clear()")
+        page.set(max_tokens=60, reasoning_effort="high")
+        tokenizer = engine.text_tokenizer()
+        thought = ("<|channel>", "thought\n<b>Hm</b>", "<channel|>")
+        with gemma4_model.scripted(gemma4_model.answer_ids(tokenizer, *thought, "It is.", "<turn|>")):
+            page.send("Is it?")
+            page.wait_for_answer()
+            assert page.texts(".assistant .thoughts summary") == ["Thoughts"]
+            shown = page.run("return document.querySelector('.assistant .thoughts p').textContent")
+            assert shown == page.run("return find(current).messages[1].thoughts") == "<b>Hm</b>"
+            assert page.run("return find(current).messages[1].content") == "It is."
+            page.run("window.bodies = []; const real = window.fetch; window.fetch = (at, given) => "
+                     "{ if (given?.body) window.bodies.push(given.body); return real(at, given); }")  # fmt: skip
+            page.send("Sure?")
+            page.wait(lambda: len(page.all(".assistant")) == 2)
+            page.wait_for_answer()
+        (body,) = page.run("return window.bodies")
+        assert "Hm" not in body and "It is." in body and '"reasoning_effort":"high"' in body
+        wait_until(lambda: idle(thinker))
 
 
 @browsed

@@ -6,6 +6,7 @@ import gguf
 import gguf.quants
 import numpy as np
 import tiny_checkpoints as tiny
+from gguf_fields import add_fields, architecture, rope_divisors
 
 from gemma_py.formats.blocks import TYPES
 
@@ -20,15 +21,53 @@ _PARTS = {
 PARTS_OF_A_LAYER = [part for part in _PARTS.values() if part not in ("token_embd", "output_norm", "output")]
 
 
+_FURTHER_PARTS = {
+    "embed_tokens_per_layer": "per_layer_token_embd", "per_layer_model_projection": "per_layer_model_proj",
+    "per_layer_projection_norm": "per_layer_proj_norm", "altup_projections": "altup_proj",
+    "altup_unembed_projections": "altup_unembd_proj", "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm", "layer_scalar": "layer_output_scale",
+    "router.proj": "ffn_gate_inp", "router.scale": "ffn_gate_inp.scale", "experts.gate_proj": "ffn_gate_exps",
+    "experts.up_proj": "ffn_up_exps", "experts.gate_up_proj": "ffn_gate_up_exps", "experts.down_proj": "ffn_down_exps",
+    "router.per_expert_scale": "ffn_down_exps.scale", "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "altup.correct_output_scale": "altup_correct_scale", "altup.correction_coefs": "altup_correct_coef",
+    "altup.prediction_coefs": "altup_predict_coef", "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm", "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm", "dense_2": "dense_2", "dense_3": "dense_3",
+}  # fmt: skip
+
+
 def gguf_name(name: str, family: str) -> str:
-    """Hugging Face's tensor name in GGUF's words."""
-    name = name.removeprefix("model.").removesuffix(".weight")
+    """Return the GGUF name of a tensor, given the Hugging Face name after the checkpoint's prefix."""
+    name = name.removesuffix(".weight")
     layer = ""
     if name.startswith("layers."):
         _, number, name = name.split(".", 2)
         layer = f"blk.{number}."
-    part = _PARTS[name]
-    return layer + ("ffn_norm" if (family, part) == ("gemma", "post_attention_norm") else part) + ".weight"
+    part = (_PARTS | _FURTHER_PARTS)[name]
+    if (family, part) == ("gemma", "post_attention_norm"):
+        part = "ffn_norm"
+    return layer + (part if part.endswith(".scale") else f"{part}.weight")
+
+
+def converted(variant: tiny.Variant, values: dict[str, np.ndarray], split_experts: bool) -> dict[str, np.ndarray]:
+    """Return the text tensors as llama.cpp's converter arranges them, by Hugging Face name without the prefix."""
+    c, made = tiny.text_config(variant), {}
+    for full_name, table in values.items():
+        if full_name in variant.extra and not full_name.startswith(variant.prefix):
+            continue
+        name = "lm_head.weight" if full_name == variant.head else full_name.removeprefix(variant.prefix)
+        if split_experts and name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), np.split(table, 2, axis=1), strict=True):
+                made[name.replace("gate_up", part)] = np.ascontiguousarray(half)
+        elif name.startswith("altup_"):
+            stack, _, number = name.removesuffix(".weight").partition(".")
+            made[stack] = table[None] if number == "0" else np.concatenate([made[stack], table[None]])
+        elif name == "embed_tokens_per_layer.weight":  # the converter gives image tokens rows of zeros
+            made[name] = np.pad(table, ((0, c["vocab_size"] - len(table)), (0, 0)))
+        else:
+            made[name] = table + 1 if table.ndim == 1 and tiny.adds_one(variant) else table
+    return made
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
@@ -59,52 +98,32 @@ def write_model(
     kinds: dict[str, str] | None = None,
     values: dict[str, np.ndarray] | None = None,
     quant: str | None = None,
+    split_experts: bool = False,
 ) -> Path:
-    """The variant's weights, or these values, as a GGUF.
+    """Write the variant's weights, or these values, as a GGUF file.
 
     kinds: tensor type by part ("q_proj", ...); those parts get random blocks. quant: a type that the gguf package packs
-    every matrix to whose rows are whole blocks.
+    every matrix to whose rows are whole blocks. split_experts: gate and up of the experts are separate tensors.
     """
-    c = variant.config.get("text_config", variant.config)
-    family = {"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3"}[c["model_type"]]
-    dense = tiny.dense_layers(variant, seed) if variant.dense else []
-    if c.get("use_bidirectional_attention"):
-        family = "gemma-embedding"
+    c = tiny.text_config(variant)
+    family = architecture(c)
     writer = gguf.GGUFWriter(str(path), family)
-    writer.add_context_length(c["max_position_embeddings"])
-    writer.add_embedding_length(c["hidden_size"])
-    writer.add_block_count(c["num_hidden_layers"])
-    writer.add_feed_forward_length(c["intermediate_size"])
-    writer.add_head_count(c["num_attention_heads"])
-    writer.add_head_count_kv(c["num_key_value_heads"])
-    writer.add_key_length(c["head_dim"])
-    writer.add_value_length(c["head_dim"])
-    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    if family != "gemma":
-        writer.add_sliding_window(c["sliding_window"])
-    if family == "gemma-embedding":
-        writer.add_causal_attention(False)
-        writer.add_pooling_type(gguf.PoolingType.MEAN)
-    if family in ("gemma3", "gemma-embedding"):
-        writer.add_rope_freq_base(c["rope_parameters"]["full_attention"]["rope_theta"])
-    if family == "gemma2":
-        writer.add_attn_logit_softcapping(c["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(c["final_logit_softcapping"])
-    for number, matrix in enumerate(dense, 2):
-        writer.add_uint32(f"{family}.dense_{number}_feat_in", matrix.shape[1])
-        writer.add_uint32(f"{family}.dense_{number}_feat_out", matrix.shape[0])
-    weights = {**(values or tiny.tensors(variant, seed)), **{f"dense_{n}.weight": w for n, w in enumerate(dense, 2)}}
-    for number, (name, table) in enumerate(weights.items()):
-        new = name if name.startswith("dense_") else gguf_name(name, family)
+    add_fields(writer, c, variant.dense)
+    tensors = converted(variant, values or tiny.tensors(variant, seed), split_experts)
+    tensors |= {f"dense_{n}.weight": layer for n, layer in enumerate(tiny.dense_layers(variant, seed), 2)}
+    for number, (name, table) in enumerate(tensors.items()):
+        new = gguf_name(name, family)
         kind = next((k for part, k in (kinds or {}).items() if part in name), None)
         if kind is not None:
             blocks = random_blocks(kind, table.shape[0], table.shape[1], seed * 100 + number)
             writer.add_tensor(new, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
-        elif quant is not None and table.ndim == 2 and table.shape[1] % TYPES[quant].block == 0:
+        elif quant is not None and table.ndim > 1 and table.shape[-1] % TYPES[quant].block == 0:
             packed = gguf.GGMLQuantizationType[quant]
             writer.add_tensor(new, gguf.quants.quantize(table, packed), raw_dtype=packed)
         else:
-            writer.add_tensor(new, table + 1 if table.ndim == 1 else table)
+            writer.add_tensor(new, table)
+    if family == "gemma4":
+        writer.add_tensor("rope_freqs.weight", rope_divisors(c))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -42,7 +42,7 @@ def config_from_hf(document: Any, where: str, generation: Any = None) -> Config:
 
 
 def config_from_gguf(metadata: dict[str, Any], where: str, vocab_size: int, tied: bool) -> Config:
-    return families.config_from_gguf(metadata, where, vocab_size, tied)[1]
+    return families.config_from_gguf(metadata, where, vocab_size, tied, {})[1]
 
 
 def norms(config: Config) -> set[str]:

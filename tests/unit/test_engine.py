@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_checkpoints as tiny
 from repository import TINY
+from tiny_models import VARIANTS
 
 import gemma_py
 from gemma_py.errors import ContextError, InputError
@@ -26,7 +26,7 @@ def bits(logits: np.ndarray) -> np.ndarray:
     return logits.view(np.uint32)
 
 
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_decode_matches_prefill(checkpoints: dict[str, Path], name: str) -> None:
     with gemma_py.load(checkpoints[name]) as engine:
         whole, cut, single = engine.session(), engine.session(), engine.session()

@@ -96,7 +96,7 @@ zero_totals, zero_dots = _zero_tile(f32x16, "zero_totals"), _zero_tile(i32x16, "
 
 @intrinsic
 def add_products(typing, a, offsets, step, b, at, stride, totals):
-    """Compute totals[r, c] += a[offsets[r] + step] * b[at + c * stride : ... + 16], rounded once."""
+    """Compute totals[r, c] += a[offsets[r] + step] * b[i : i + 16] for i = at + c * stride, rounded once."""
     if not (is_flat(a, types.float32, types.uint16) and is_flat(b, types.float32, types.uint16)):
         return None
 
@@ -119,8 +119,8 @@ def add_products(typing, a, offsets, step, b, at, stride, totals):
 def add_dots(typing, codes, offsets, step, weights, at, dots):
     """Add the exact dot products of 16 inputs and 16 C outputs to dots[r, c].
 
-    codes[offsets[r] + step : ... + 16]: the inputs
-    weights[at + 32 (c + C pair) : ... + 32]: for pair = 0 .. 7, two weights for each of the 16 outputs of vector c
+    inputs: 16 codes from codes[offsets[r] + step] on
+    weights: for pair = 0 .. 7, 32 codes from weights[at + 32 (c + C pair)] on, two for each of the 16 outputs
 
     The loop over pairs is unrolled, because the branch predictor misses the end of so short a loop every time.
     """
@@ -150,7 +150,7 @@ def add_dots(typing, codes, offsets, step, weights, at, dots):
 
 @intrinsic
 def add_scaled(typing, scales, offsets, step, weights, at, dots, totals):
-    """Compute totals[r, c] += (scales[offsets[r] + step] * weights[at + 16 c : ... + 16]) * dots[r, c]."""
+    """Compute totals[r, c] += (scales[offsets[r] + step] * weights[i : i + 16]) * dots[r, c] for i = at + 16 c."""
     if not (is_flat(scales, types.float32) and is_flat(weights, types.float32)):
         return None
 
@@ -172,7 +172,7 @@ def add_scaled(typing, scales, offsets, step, weights, at, dots, totals):
 
 @intrinsic
 def subtract_minimums(typing, scales, offsets, step, sums, sum_offsets, sum_step, weights, at, totals):
-    """Compute totals[r, c] -= (scale[r] * weights[at + 16 c : ... + 16]) * sum[r].
+    """Compute totals[r, c] -= (scale[r] * weights[i : i + 16]) * sum[r] for i = at + 16 c.
 
     scale[r]: scales[offsets[r] + step]
     sum[r]: sums[sum_offsets[r] + sum_step]
@@ -218,7 +218,7 @@ def scale_totals(typing, a, offsets, totals):
 
 @intrinsic(prefer_literal=True)
 def load_totals(typing, y, offsets, step, C):
-    """Load totals[r, c] from y[offsets[r] + step + 16 c : ... + 16]."""
+    """Load totals[r, c] from y[i : i + 16] for i = offsets[r] + step + 16 c."""
     if not (is_flat(y, types.float32) and isinstance(C, types.IntegerLiteral)):
         return None
     result = types.UniTuple(f32x16, offsets.count * C.literal_value)
@@ -234,7 +234,7 @@ def load_totals(typing, y, offsets, step, C):
 
 @intrinsic(prefer_literal=True)
 def prefetch_totals(typing, y, offsets, C):
-    """Prefetch y[offsets[r] : ... + 16 C] for writing.
+    """Prefetch, for writing, 16 C elements from y[offsets[r]] on, for each row r.
 
     Without the prefetch, fetching a cache line from memory would take half as long as computing a tile.
     """
@@ -256,7 +256,7 @@ def prefetch_totals(typing, y, offsets, C):
 
 @intrinsic
 def store_totals(typing, y, offsets, step, totals):
-    """Store totals[r, c] to y[offsets[r] + step + 16 c : ... + 16]."""
+    """Store totals[r, c] to y[i : i + 16] for i = offsets[r] + step + 16 c."""
     if not is_flat(y, types.float32):
         return None
 
@@ -274,7 +274,7 @@ def store_totals(typing, y, offsets, step, totals):
 
 @intrinsic
 def store_partial_totals(typing, y, offsets, columns, totals):
-    """Store the first `columns` lanes of each row totals[r] to y[offsets[r] : ... + columns]."""
+    """Store the first `columns` lanes of each row totals[r] to y, from index offsets[r] on."""
     if not is_flat(y, types.float32):
         return None
 

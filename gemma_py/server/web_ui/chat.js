@@ -73,11 +73,11 @@ function turn(conversation, message, at) {
     return element;
   }
   const live = running?.message === message;
-  text.append(...markdown(message.content));
+  text.append(...thoughts(message, live), ...markdown(message.content));
   if (live) {
     running.element = text; running.tools = tools;
     element.setAttribute("aria-busy", "true");
-    if (!message.content) text.append(make("span", { className: "reading", textContent: running.reading || "…" }));
+    if (!message.content && !message.thoughts) text.append(make("span", { className: "reading", textContent: running.reading || "…" }));
     return element;
   }
   if (message.error) element.insertBefore(make("p", { className: "failed", textContent: message.error }), tools);
@@ -85,6 +85,12 @@ function turn(conversation, message, at) {
   if (at === conversation.messages.length - 1) tools.append(iconButton("retry", "Answer again", () => retry(conversation)));
   tools.append(make("span", { className: "stats", textContent: [message.stats, message.stopped ? "stopped" : "", message.cut ? "cut at the token limit" : ""].filter(Boolean).join(" · ") }));
   return element;
+}
+
+// What the model thought before its answer. It is shown and stored, but never sent back.
+function thoughts(message, open) {
+  if (!message.thoughts) return [];
+  return [make("details", { className: "thoughts", open }, make("summary", { textContent: "Thoughts" }), make("p", { textContent: message.thoughts }))];
 }
 
 function choose(id) {
@@ -135,7 +141,7 @@ async function answer(conversation) {
   const asked = conversation.messages.map(({ role, content }) => ({ role, content }));
   if (options.system) asked.unshift({ role: "system", content: options.system });
   const body = { messages: asked, stream: true, stream_options: { include_usage: true }, return_progress: true };
-  for (const name of NUMBERS) if (options[name] !== undefined) body[name] = options[name];
+  for (const name of [...NUMBERS, "reasoning_effort"]) if (options[name] !== undefined) body[name] = options[name];
   conversation.messages.push(message);
   conversations = [conversation, ...conversations.filter(other => other !== conversation)];
   running = { conversation, message, controller: new AbortController(), saved: performance.now() };
@@ -187,11 +193,13 @@ function take(run, piece) {
     run.reading = processed < total ? `reading ${processed.toLocaleString()} of ${total.toLocaleString()} tokens` : "…";
   }
   for (const choice of piece.choices ?? []) {
-    if (choice.delta?.content) {
+    const { content, reasoning_content } = choice.delta ?? {};
+    if (content || reasoning_content) {
       run.last = performance.now();
       run.first ??= run.last;
       run.tokens = (run.tokens ?? 0) + 1;
-      message.content += choice.delta.content;
+      message.content += content ?? "";
+      if (reasoning_content) message.thoughts = (message.thoughts ?? "") + reasoning_content;
     }
     if (choice.finish_reason === "length") message.cut = true;
   }
@@ -204,7 +212,9 @@ function draw(run) {
   if (running !== run || current !== run.conversation.id || !run.element) return;
   keepPlace(() => {
     const { message, element } = run;
-    element.replaceChildren(...(message.content ? markdown(message.content) : [make("span", { className: "reading", textContent: run.reading || "…" })]));
+    const open = element.querySelector("details")?.open ?? true;
+    const waits = message.content || message.thoughts ? [] : [make("span", { className: "reading", textContent: run.reading || "…" })];
+    element.replaceChildren(...thoughts(message, open), ...markdown(message.content), ...waits);
     if (run.tokens > 2) run.tools.replaceChildren(make("span", { className: "stats", textContent: `${((run.tokens - 1) * 1000 / (run.last - run.first)).toFixed(1)} tok/s` }));
   });
 }
@@ -252,6 +262,7 @@ async function describe() {
     const told = await response.json();
     if (!response.ok) { if (response.status === 401) openSettings("key"); return say(told.error.message); }
     model = told.data[0];
+    $("thinking").classList.toggle("hidden", !model.thinking);
     $("model").textContent = `${model.id}, context of ${model.context_length.toLocaleString()} tokens`;
     say(model.note ? model.note[0].toUpperCase() + model.note.slice(1) + "." : "");
   } catch { say("The server cannot be reached."); }

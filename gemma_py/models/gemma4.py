@@ -1,0 +1,398 @@
+"""Gemma 4, text, dense: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
+
+Full and sliding layers differ in the width and number of their heads. In models with `num_kv_shared_layers` (E2B, E4B), the
+last layers have no keys and values of their own and read the KV rows of an earlier layer of the same type. Since these
+layers write no KV rows, they are computed for WANTED rows only. In models with `attention_k_eq_v`, the values of full
+layers are the keys before k_norm and rope. In models with per-layer inputs, every layer ends with a gate on a vector of
+width P that belongs to the token and the layer.
+"""
+
+import math
+
+import numpy as np
+
+from gemma_py.errors import ConfigError, UnsupportedError
+from gemma_py.models.config import Config, Layer, Rope, checked
+from gemma_py.models.family import Family, ModelDescription
+from gemma_py.models.fields import Fields
+from gemma_py.models.gemma import FULL, HEAD_NORMS, LAYER_NORMS, MATRICES, MOST_LAYERS, SLIDING, check_text_model
+from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+_KEY_TENSORS, _VALUE_TENSORS = ("k_proj", "k_norm"), ("v_proj",)
+# The tensors of a layer in models with per-layer inputs. Columns: name in this package, in Hugging Face, in GGUF, shape.
+_PER_LAYER_INPUT = (
+    ("per_layer_gate", "per_layer_input_gate", "inp_gate", "P", "D"),
+    ("per_layer_projection", "per_layer_projection", "proj", "D", "P"),
+    ("per_layer_norm", "post_per_layer_input_norm", "post_norm", "D"),
+)
+_ROPE_DIVISORS = "rope_freqs.weight"
+
+
+def tensors(config: Config) -> dict[str, Tensor]:
+    """Return the family's tensors by name, in the order in which the weights are packed."""
+    D, V, P, L = config.hidden_size, config.vocab_size, config.hidden_size_per_layer_input, len(config.layers)
+    made = {
+        "embed_tokens": Tensor((V, D), "embed_tokens.weight", "token_embd.weight"),
+        "lm_head": Tensor((V, D), "lm_head.weight", "output.weight"),
+        "norm": Tensor((D,), "norm.weight", "output_norm.weight"),
+    }
+    if P:
+        rows = config.vocab_size_per_layer_input
+        made |= {
+            "per_layer_table": Tensor(
+                (rows, L * P), "embed_tokens_per_layer.weight", "per_layer_token_embd.weight", gathered=True
+            ),
+            "per_layer_model_projection": Tensor(
+                (L * P, D), "per_layer_model_projection.weight", "per_layer_model_proj.weight"
+            ),
+            "per_layer_projection_norm": Tensor((P,), "per_layer_projection_norm.weight", "per_layer_proj_norm.weight"),
+        }
+    for number, layer in enumerate(config.layers):
+        E = layer.head_dim
+        sizes = {"D": D, "F": layer.intermediate_size, "E": E, "P": P}
+        sizes |= {"HE": layer.num_attention_heads * E, "GE": layer.num_key_value_heads * E}
+        parts = (*MATRICES, *LAYER_NORMS, *HEAD_NORMS, *(_PER_LAYER_INPUT if P else ()))
+        left_out = _left_out(layer, number)
+        for name, theirs, gguf, *letters in parts:
+            if name not in left_out:
+                made[f"layers.{number}.{name}"] = Tensor(
+                    tuple(sizes[letter] for letter in letters),
+                    f"layers.{number}.{theirs}.weight",
+                    f"blk.{number}.{gguf}.weight",
+                )
+        made[f"layers.{number}.scalar"] = Tensor(
+            (1,), f"layers.{number}.layer_scalar", f"blk.{number}.layer_output_scale.weight"
+        )
+    return made
+
+
+def _left_out(layer: Layer, number: int) -> tuple[str, ...]:
+    """Return the names of the tensors that this layer does not have."""
+    if layer.kv_source != number:
+        return _KEY_TENSORS + _VALUE_TENSORS
+    return _VALUE_TENSORS if layer.value_is_key else ()
+
+
+def unused(config: Config) -> frozenset[str]:
+    """Return the names of tensors that a checkpoint may have and the model does not use: keys and values of layers that
+    read the KV rows of another layer, and the divisors of rope frequencies, which the config reader has checked."""
+    names = {_ROPE_DIVISORS}
+    for number, layer in enumerate(config.layers):
+        left_out = _left_out(layer, number)
+        for name, theirs, gguf, *_ in (*MATRICES, *HEAD_NORMS):
+            if name in left_out:
+                names |= {f"layers.{number}.{theirs}.weight", f"blk.{number}.{gguf}.weight"}
+    return frozenset(names)
+
+
+# --- the pass ---------------------------------------------------------------------------------------------------------
+
+
+def write(p: Program) -> None:
+    """Append the operations of a forward pass to the program.
+
+    Buffers: x is the residual stream, n the output of a norm, a the output of the attention heads, y the output of a
+    matrix that is added to x, own the per-layer inputs of all layers.
+
+    The last layer that writes KV rows needs keys and values of all tokens. Everything after them is computed for WANTED
+    rows only, because no later layer stores KV rows: buffers with the suffix " wanted" replace x, n and own.
+    """
+    config, last_kv = p.config, p.config.kv_owners[-1]
+    p.embed("embed_tokens", "x")
+    p.rope_tables()
+    if config.hidden_size_per_layer_input:
+        _per_layer_inputs(p)
+    p.norm("x", "n", "layers.0.input_norm")
+    suffix = ""
+    for number in range(len(config.layers)):
+        if number < last_kv:
+            _queries_keys_values(p, number, ("q", "k", "v"))
+        else:
+            if number == last_kv:
+                _queries_keys_values(p, number, ("k", "v"))
+                suffix = " wanted"
+                p.phase("wanted rows", number, WANTED)
+                p.rope_tables()
+                for buffer in ("x", "n", "own") if config.hidden_size_per_layer_input else ("x", "n"):
+                    p.take(buffer, buffer + suffix)
+            _queries_keys_values(p, number, ("q",), suffix)
+        _rest_of_layer(p, number, suffix)
+    p.phase("head", len(config.layers), WANTED)
+    p.matmul("n" + suffix, LOGITS, "lm_head", config.final_logit_softcapping)
+
+
+def _per_layer_inputs(p: Program) -> None:
+    """own = (RMSNorm(projection of x * D^-1/2) + row of the table * sqrt(P)) * 2^-1/2, for all layers side by side."""
+    P, layers = p.config.hidden_size_per_layer_input, len(p.config.layers)
+    p.embed("per_layer_table", "own", math.sqrt(P))
+    p.phase("per-layer inputs", 0)
+    p.matmul("x", "c", "per_layer_model_projection")
+    p.multiply("c", 1.0 / math.sqrt(p.config.hidden_size))
+    p.norm("c", "c", "per_layer_projection_norm", layers)
+    p.add("own", "c")
+    p.multiply("own", math.sqrt(0.5))
+
+
+def _queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix: str = "") -> None:
+    """Compute q, or k and v, or all three, from n, and store k and v as KV rows."""
+    layer, of, rows = p.config.layers[number], f"layers.{number}.", WANTED if suffix else ALL
+    heads = {"q": layer.num_attention_heads, "k": layer.num_key_value_heads}
+    p.phase("query, key and value", number, rows)
+    for part in parts:
+        if part != "v" or not layer.value_is_key:
+            p.matmul("n" + suffix, part, f"{of}{part}_proj")
+    p.phase("rope and kv", number, rows)
+    if "v" in parts:
+        p.norm("k" if layer.value_is_key else "v", "v", "", layer.num_key_value_heads)
+    for part in parts:
+        if part != "v":
+            p.norm(part, part, f"{of}{part}_norm", heads[part])
+            p.rope(part, number, heads[part])
+    if "v" in parts:
+        p.store("k", "v", number)
+
+
+def _rest_of_layer(p: Program, number: int, suffix: str) -> None:
+    """From the queries to the input norm of the next layer."""
+    config, of, rows = p.config, f"layers.{number}.", WANTED if suffix else ALL
+    x, n, own, P = "x" + suffix, "n" + suffix, "own" + suffix, config.hidden_size_per_layer_input
+    p.attend("q", "a", number, config.attention_scale)
+    p.phase("output", number, rows)
+    p.matmul("a", "y", f"{of}o_proj")
+    p.phase("middle", number, rows)
+    p.add(x, "y", f"{of}post_attention_norm")
+    p.norm(x, n, f"{of}pre_feedforward_norm")
+    p.phase("gate and up", number, rows)
+    p.matmul(n, "gate", f"{of}gate_proj")
+    p.matmul(n, "up", f"{of}up_proj")
+    p.phase("down input", number, rows)
+    p.gelu_gate("gate", "up")
+    p.phase("down", number, rows)
+    p.matmul("gate", "y", f"{of}down_proj")
+    p.phase("end", number, rows)
+    p.add(x, "y", f"{of}post_feedforward_norm")
+    if P:
+        p.phase("per-layer gate", number, rows)
+        p.matmul(x, "g", f"{of}per_layer_gate")
+        p.columns(own, "part", number * P, P)
+        p.gelu_gate("g", "part")
+        p.phase("per-layer projection", number, rows)
+        p.matmul("g", "y", f"{of}per_layer_projection")
+        p.phase("end", number, rows)
+        p.add(x, "y", f"{of}per_layer_norm")
+    p.scale(x, f"{of}scalar")
+    p.norm(x, n, "norm" if number == len(config.layers) - 1 else f"layers.{number + 1}.input_norm")
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------
+
+_DEFAULT_ROPES = {FULL: Rope(1_000_000.0, share=0.25), SLIDING: Rope(10_000.0)}
+_DEFAULTS = {
+    "vocab_size": 262_144,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}  # transformers'
+
+
+def config_from_hf(description: ModelDescription) -> Config:
+    """Read a config.json with `global_head_dim` and `num_global_key_value_heads`, or with `per_layer_config`."""
+    fields, outer, where = description.fields, description.outer, description.outer.where
+    unified = fields.text("model_type", outer.text("model_type", "")).startswith("gemma4_unified")
+    check_text_model(description)
+    if fields.text("use_bidirectional_attention", "vision") != "vision":  # attention to images is left out with them
+        raise UnsupportedError(f"{where}: use_bidirectional_attention should be 'vision' or null")
+    if fields.flag("enable_moe_block", False):
+        raise UnsupportedError(f"{where}: enable_moe_block is set; mixture of experts is not supported yet")
+
+    types = _layer_types(fields)
+    window = fields.integer("sliding_window", 1024 if unified else 512)
+    shapes, ropes = _head_shapes(fields, types), _ropes_from_hf(fields)
+    k_eq_v = fields.flag("attention_k_eq_v", False)
+    sources = kv_sources(fields, "num_kv_shared_layers", types)
+    wide = 2 if fields.flag("use_double_wide_mlp", False) else 1
+    layers = tuple(
+        Layer(window if kind == SLIDING else None, ropes[kind],
+              fields.integer("num_attention_heads", _DEFAULTS["num_attention_heads"]), kv_heads, head_dim,
+              fields.integer("intermediate_size", 9216) * (wide if source != number else 1), source,
+              k_eq_v and kind == FULL)
+        for number, (kind, (kv_heads, head_dim), source) in enumerate(zip(types, shapes, sources, strict=True))
+    )  # fmt: skip
+    vocab_size = fields.integer("vocab_size", _DEFAULTS["vocab_size"])
+    P = 0 if unified else fields.integer("hidden_size_per_layer_input", 256, least=0)
+    config = Config(
+        model_type=description.name,
+        vocab_size=vocab_size,
+        hidden_size=fields.integer("hidden_size", 2304),
+        max_position_embeddings=fields.integer("max_position_embeddings", 262_144 if unified else 131_072),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        query_pre_attn_scalar=1.0,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=fields.number("final_logit_softcapping", None),
+        tie_word_embeddings=outer.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", True)),
+        bos_token_id=description.token_ids("bos_token_id", 2)[0],
+        eos_token_ids=description.token_ids("eos_token_id", 1),
+        layers=layers,
+        hidden_size_per_layer_input=P,
+        vocab_size_per_layer_input=fields.integer("vocab_size_per_layer_input", 262_144) if P else 0,
+    )
+    return checked(config, where)
+
+
+def _layer_types(fields: Fields) -> list[str]:
+    """Return the type of each layer. The last layer is a full one whatever the file says, as in transformers."""
+    count = fields.integer("num_hidden_layers", 30)
+    if count > MOST_LAYERS:
+        fields.fail("num_hidden_layers", f"at most {MOST_LAYERS}")
+    types = fields.values.get("layer_types")
+    if types is None:
+        types = [SLIDING if number % 6 else FULL for number in range(1, count + 1)]
+    if not isinstance(types, list) or len(types) != count or not all(entry in (SLIDING, FULL) for entry in types):
+        fields.fail("layer_types", f"a list of {count} entries, each {SLIDING} or {FULL}")
+    return [*types[:-1], FULL]
+
+
+def _head_shapes(fields: Fields, types: list[str]) -> list[tuple[int, int]]:
+    """Return the number of key/value heads and the width of a head, for each layer."""
+    usual = (
+        fields.integer("num_key_value_heads", _DEFAULTS["num_key_value_heads"]),
+        fields.integer("head_dim", _DEFAULTS["head_dim"]),
+    )
+    per_layer = fields.table("per_layer_config")
+    if per_layer is None:
+        heads = fields.integer("num_global_key_value_heads", None) if fields.flag("attention_k_eq_v", False) else None
+        full = (heads or usual[0], fields.integer("global_head_dim", 512))
+        return [full if kind == FULL else usual for kind in types]
+    shapes = [usual] * len(types)
+    numbers = {str(number): number for number in range(len(types))}
+    for key in per_layer.values:
+        layer = per_layer.table(key)
+        if key not in numbers or layer is None:
+            raise ConfigError(f"{per_layer.where}: {key!r:.40} should be the number of one of {len(types)} layers")
+        if unknown := set(layer.values) - {"num_key_value_heads", "head_dim"}:
+            raise UnsupportedError(f"{layer.where}: {min(unknown)!r:.40} is not supported")
+        shapes[numbers[key]] = (
+            layer.integer("num_key_value_heads", usual[0]),
+            layer.integer("head_dim", usual[1]),
+        )
+    return shapes
+
+
+def kv_sources(fields: Fields, name: str, types: list[str]) -> list[int]:
+    """Return, for each layer, the number of the layer whose KV rows it reads: its own number, or for the last layers, whose
+    number is the field `name`, the last layer of the same type before them."""
+    count = fields.integer(name, 0, least=0)
+    first = len(types) - count
+    own = dict(zip(types[: max(0, first)], range(first), strict=True))  # of each type, the last layer
+    if first <= 0 or not set(types[first:]) <= set(own):
+        fields.fail(name, f"fewer than the {len(types)} layers, with a layer of every type before them")
+    return [number if number < first else own[kind] for number, kind in enumerate(types)]
+
+
+def _ropes_from_hf(fields: Fields) -> dict[str, Rope]:
+    parameters = fields.table("rope_parameters")
+    ropes = dict(_DEFAULT_ROPES)
+    for kind in ropes:
+        table = None if parameters is None else parameters.table(kind)
+        if table is None:
+            continue
+        rope_type, theta = table.text("rope_type", "default"), table.number("rope_theta", 10_000.0)
+        share = table.number("partial_rotary_factor", 1.0)
+        if rope_type not in ("default", "proportional"):
+            raise UnsupportedError(
+                f"{table.where}: rope_type should be 'default' or 'proportional', found {rope_type!r:.40}"
+            )
+        if share > 1 or (rope_type == "default" and share != 1):
+            table.fail("partial_rotary_factor", "at most 1, and 1 where rope_type is 'default'")
+        factor = table.number("factor", 1.0) if rope_type == "proportional" else 1.0
+        ropes[kind] = Rope(theta, factor, share)
+    return ropes
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def config_from_gguf(description: ModelDescription) -> Config:
+    """Read a config from GGUF metadata, and from the names of tensors: a full layer without attn_v has keys as values."""
+    fields, where = description.fields, description.outer.where
+    count = fields.integer("block_count")
+    if count > MOST_LAYERS:
+        fields.fail("block_count", f"at most {MOST_LAYERS}")
+    if fields.integer("expert_count", 0, least=0):
+        raise UnsupportedError(f"{where}: expert_count is set; mixture of experts is not supported yet")
+    types = [SLIDING if flag else FULL for flag in fields.flags("attention.sliding_window_pattern", count)]
+    sources = kv_sources(fields, "attention.shared_kv_layers", types)
+    widths = {FULL: _head_width(fields, ""), SLIDING: _head_width(fields, "_swa")}
+    ropes = {
+        FULL: Rope(fields.number("rope.freq_base", 1e6), share=_rope_share(description, widths[FULL])),
+        SLIDING: Rope(fields.number("rope.freq_base_swa", 1e4)),
+    }
+    heads = fields.integers("attention.head_count", count)
+    kv_heads = fields.integers("attention.head_count_kv", count)
+    feed_forward = fields.integers("feed_forward_length", count)
+    window = fields.integer("attention.sliding_window")
+    layers = tuple(
+        Layer(window if kind == SLIDING else None, ropes[kind], heads[number], kv_heads[number], widths[kind],
+              feed_forward[number], sources[number],
+              sources[number] == number and f"blk.{number}.attn_v.weight" not in description.tensors)
+        for number, kind in enumerate(types)
+    )  # fmt: skip
+    P = fields.integer("embedding_length_per_layer_input", 0, least=0)
+    table = description.tensors.get("per_layer_token_embd.weight")
+    bos, ends = description.gguf_token_ids()
+    config = Config(
+        model_type=description.name,
+        vocab_size=description.vocab_size,
+        hidden_size=fields.integer("embedding_length"),
+        max_position_embeddings=fields.integer("context_length"),
+        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        query_pre_attn_scalar=1.0,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=fields.number("final_logit_softcapping", None),
+        tie_word_embeddings=description.tied,
+        bos_token_id=bos,
+        eos_token_ids=ends,
+        layers=layers,
+        hidden_size_per_layer_input=P,
+        vocab_size_per_layer_input=table.shape[0] if P and table is not None else description.vocab_size if P else 0,
+    )
+    return checked(config, where)
+
+
+def _head_width(fields: Fields, suffix: str) -> int:
+    """Return the width of a head. suffix: "" for full layers, "_swa" for sliding layers."""
+    width: int = fields.integer(f"attention.key_length{suffix}")
+    for name in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):
+        if fields.integer(name, width) != width:
+            raise UnsupportedError(f"{fields.where}: {name} should equal attention.key_length{suffix}, {width}")
+    return width
+
+
+def _rope_share(description: ModelDescription, width: int) -> float:
+    """Return the share of a head's width that full layers rotate, from the divisors of the frequencies: 1 for the pairs
+    that are rotated, and after them 1e30, which makes the angle of a pair 0."""
+    tensor = description.tensors.get(_ROPE_DIVISORS)
+    if tensor is None:
+        raise ConfigError(f"{description.outer.where}: tensor {_ROPE_DIVISORS!r} is missing")
+    expected = f"{tensor.where}: should hold {width // 2} float32, some ones and after them 1e30"
+    if tensor.shape != (width // 2,) or tensor.type.name != "F32":
+        raise ConfigError(f"{expected}, found {tensor.type.name} {list(tensor.shape)}")
+    values = tensor.to_float32()
+    turning = int((values == 1).sum())
+    if (values[:turning] != 1).any() or (values[turning:] != np.float32(1e30)).any():
+        raise ConfigError(f"{expected}, found other values")
+    return turning / (width // 2)
+
+
+_MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+FAMILY = Family(
+    model_types=dict.fromkeys(_MODEL_TYPES, "gemma4"),
+    architectures=("gemma4",),
+    config_from_hf=config_from_hf,
+    config_from_gguf=config_from_gguf,
+    tensors=tensors,
+    write=write,
+    unused=unused,
+)

@@ -1,0 +1,74 @@
+"""Gemma 4, text, dense: one token at a time through the operations of operations.py, which also explains the letters.
+
+P is the width of a layer's own input. Every layer is computed for every token here; the engine leaves out what no later
+layer and no wanted logit reads. Attention scores are not divided by anything, because queries and keys are normalised.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gemma_py.models.config import Config
+from gemma_py.reference import operations as op
+from gemma_py.reference.cache import ReferenceCache
+
+_F = np.float32
+_ONE, _NO_CAP = _F(1), _F(0)
+
+
+def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, token: int) -> np.ndarray:
+    """Return the logits after a token, which takes the next position of the cache.    [V]"""
+    x = op.embed(weights["embed_tokens"], token)
+    own = per_layer_inputs(weights, config, x, token) if config.hidden_size_per_layer_input else None
+    for number in range(len(config.layers)):
+        x = layer(x, own, op.of_layer(weights, number), config, cache, number)
+    cache.position += 1
+    x = op.rms_norm(x, _F(config.rms_norm_eps), weights["norm"])
+    return np.asarray(op.soft_cap_row(op.matmul(x, weights["lm_head"]), _F(config.final_logit_softcapping or 0.0)))
+
+
+def per_layer_inputs(weights: Mapping[str, Any], config: Config, x: np.ndarray, token: int) -> np.ndarray:
+    """Return the layers' own inputs: half from the token's embedding x, half from the token's row of a table.    [L, P]"""
+    P, D = config.hidden_size_per_layer_input, config.hidden_size
+    from_table = op.embed(weights["per_layer_table"], token, math.sqrt(P))
+    projected = op.scale_row(op.matmul(x, weights["per_layer_model_projection"]), _F(1.0 / math.sqrt(D)))
+    gain = weights["per_layer_projection_norm"]
+    normed = op.rms_norm_heads(projected.reshape(-1, P), _F(config.rms_norm_eps), gain).reshape(-1)
+    return np.asarray(op.scale_row(op.add(from_table, normed), _F(math.sqrt(0.5)))).reshape(-1, P)
+
+
+def layer(
+    x: np.ndarray, own: np.ndarray | None, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int
+) -> np.ndarray:
+    """Return the hidden state after a layer.    x: [D]   own: [L, P], or None   w: the layer's weights"""
+    eps = _F(config.rms_norm_eps)
+    y = attention(op.rms_norm(x, eps, w["input_norm"]), w, config, cache, number)
+    x = op.add(x, op.rms_norm(y, eps, w["post_attention_norm"]))
+    y = op.rms_norm(x, eps, w["pre_feedforward_norm"])
+    y = op.matmul(op.gelu_gate(op.matmul(y, w["gate_proj"]), op.matmul(y, w["up_proj"])), w["down_proj"])
+    x = op.add(x, op.rms_norm(y, eps, w["post_feedforward_norm"]))
+    if own is not None:
+        gated = op.gelu_gate(op.matmul(x, w["per_layer_gate"]), own[number])
+        y = op.matmul(gated, w["per_layer_projection"])
+        x = op.add(x, op.rms_norm(y, eps, w["per_layer_norm"]))
+    return np.asarray(op.scale_row(x, w["scalar"][0]))
+
+
+def attention(n: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
+    """Return the attention of a normalised hidden state to the KV rows that the layer reads.    [D]
+
+    A layer with KV rows of its own stores the row of this position first.
+    """
+    y, eps = config.layers[number], _F(config.rms_norm_eps)
+    E, frequencies = y.head_dim, op.rope_frequencies(y.head_dim, y.rope.theta, _F(y.rope.factor), y.rope.share)
+    q = op.rms_norm_heads(op.matmul(n, w["q_proj"]).reshape(-1, E), eps, w["q_norm"])
+    if y.kv_source == number:
+        k = op.matmul(n, w["k_proj"]).reshape(-1, E)
+        v = k if y.value_is_key else op.matmul(n, w["v_proj"]).reshape(-1, E)
+        k = op.rope(op.rms_norm_heads(k, eps, w["k_norm"]), cache.position, frequencies)
+        cache.store(number, k, op.rms_norm_heads(v, eps))
+    q = op.rope(q, cache.position, frequencies)
+    out = op.attend(q, *cache.rows(y), cache.first_visible(y), _ONE, _NO_CAP)
+    return op.matmul(out.reshape(-1), w["o_proj"])
