@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,12 @@ def config_of(name: str) -> tuple[Family, Config]:
     if entry is None:
         raise InputError(f"{name}: unknown model; `gemma_py models` lists the models with known shapes")
     shape = dict(entry.shape)
-    document: dict[str, Any] = {"model_type": shape.pop("family")}
+    kind, widths = shape.pop("family"), [shape["D"], *shape.pop("dense", [])]
+    document: dict[str, Any] = {"model_type": kind}
+    if kind == "gemma-embedding":  # the name in GGUF; in Hugging Face's config.json, the model type is that of Gemma 3
+        document = {"model_type": "gemma3_text", "use_bidirectional_attention": True}
     document |= {_BY_SHAPE[letter]: value for letter, value in shape.items()}
-    return config_from_hf(document, name)
+    return config_from_hf(document, name, dense=tuple((N, K) for K, N in pairwise(widths)))
 
 
 def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
