@@ -10,7 +10,7 @@ from gemma_py.templates.notation import Marks
 from gemma_py.templates.tools import Call, read_call
 from gemma_py.tokenizer import Tokenizer
 
-_THOUGHT = "thought\n"  # the name of the channel, which begins it
+_THOUGHT = "thought\n"  # the name of the channel, with which the text of a thought begins
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class TextStream:
         return self.write(self._decoded())
 
     def write(self, text: str) -> str:
-        """Return what a text completes that is not decoded from tokens."""
+        """Append a text that is not decoded from tokens, and return the text that is not held back."""
         return "" if self.stopped else self._pass(text)
 
     def _decoded(self) -> str:
@@ -88,7 +88,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text that is the beginning, but not the whole, of the stop string."""
+    """Return the length of the longest suffix of the text that is an incomplete prefix of the stop string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
@@ -159,7 +159,7 @@ class AnswerStream:
 
     def _in_call(self, token: int, marks: tuple[int, int], tokenizer: Tokenizer) -> Part:
         assert self._call is not None and self._marks is not None
-        if token == marks[0]:  # the call before it has no end
+        if token == marks[0]:  # a new call begins, although the previous call has not ended
             text, self._call = self._spelled(self._call, tokenizer), [token]
             return Part(text)
         self._call.append(token)
@@ -184,12 +184,12 @@ class AnswerStream:
 
 
 class _Thought:
-    """The text of a thought, without the channel's name and without white space around."""
+    """The text of a thought, without the channel's name and without white space at the beginning and the end."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = TextStream(tokenizer)
-        self._name: str | None = ""  # the text so far, while it may be the channel's name
-        self._space = ""  # held back, because it may be the end
+        self._name: str | None = ""  # the text so far, while it may be part of the channel's name; then None
+        self._space = ""  # white space that is held back, because the thought may end with it
         self._begun = False
 
     def push(self, token: int) -> str:
@@ -229,7 +229,7 @@ class Constraint(Protocol):
 
 
 class AfterThoughts:
-    """A constraint that leaves a thought at the beginning of an answer free, and restricts the answer after the thought.
+    """A constraint that does not restrict a thought at the beginning of an answer, but restricts the rest of the answer.
 
     thinking: whether the answer begins within a thought.
     """

@@ -85,8 +85,10 @@ class Runner:
         if self.instruments.poison:
             for entry in inputs:
                 entry.cache.poison_uncommitted()
-        T, longest = sum(len(entry.tokens) for entry in inputs), max(entry.cache.position for entry in inputs) + 1
-        scratch, program = self._scratch_for(T, longest), self.program
+        T = sum(len(entry.tokens) for entry in inputs)
+        # Several workers can share the attention of a single wanted row, which may be the last row of a long chunk.
+        keys = max(entry.cache.position + len(entry.tokens) for entry in inputs)
+        scratch, program = self._scratch_for(T, keys), self.program
         logits = np.empty(sum(entry.logits for entry in inputs) * program.outputs, np.float32)
         batch = _batch(inputs, self._addresses(scratch, T, logits))
         for table, buffer, width in program.gathers:

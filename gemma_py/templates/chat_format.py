@@ -13,7 +13,10 @@ NO_TOOLS = "This model's chat template does not support tools."
 
 
 class ChatFormat:
-    """knows_tools, knows_thinking: whether the template and the vocabulary support them."""
+    """A chat template, and the marks of the model's thoughts and tool calls.
+
+    knows_tools, knows_thinking: whether the template and the vocabulary support tools, or thoughts
+    """
 
     def __init__(self, template: Template, tokenizer: Tokenizer) -> None:
         self.template, self.tokenizer = template, tokenizer
@@ -26,7 +29,7 @@ class ChatFormat:
         return self._marks if self._marks is None or (tools and self.knows_tools) else self._marks.without_calls()
 
     def check_thinking(self, thinking: bool | None) -> None:
-        """Raise InputError if the model is to think and cannot."""
+        """Raise InputError if thinking is True and the model does not support thoughts."""
         if thinking and not self.knows_thinking:
             raise InputError(
                 f"this model does not think before it answers: {self.template.name} has no switch for thoughts"

@@ -1,9 +1,10 @@
-"""Masks for the text of messages, by which it is told apart from a template's own text in a rendered prompt.
+"""Masks, which distinguish the text of messages from a template's own text in a rendered prompt.
 
 A template is rendered twice. In the first rendering, each character of a message's text except white space is replaced
-by a code point of Unicode's private-use planes. In the second, only the delimiters are: the characters with which a
-control token begins or ends. So neither rendering contains a control token that a message spells, and if the two differ
-in more than the replaced characters, then the template changes or inspects the letters of messages.
+by a code point of Unicode's private-use planes. In the second rendering, only the delimiters are
+replaced: the characters with which a control token begins or ends. So neither rendering contains a control token that a
+message spells. If the two renderings differ in more than the replaced characters, then the template changes or inspects
+the letters of messages.
 
 In everything else that a client sends (tools, calls and their names, keys and arguments) only the delimiters are
 replaced, in both renderings, because templates sort keys and compare types.
@@ -31,8 +32,8 @@ _TEXTS = ("content", "reasoning_content", "reasoning")  # the fields of a messag
 class Masks:
     """The masks of one prompt.
 
-    messages: with every character of their texts masked except white space.
-    delimited, tools: with only the delimiters masked.
+    messages: the messages, with every character of their texts masked except white space.
+    delimited, tools: the messages and the tools, with only the delimiters masked.
     """
 
     def __init__(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], delimiters: str) -> None:
@@ -41,7 +42,7 @@ class Masks:
             given.encode("utf-8")
         except UnicodeEncodeError:
             raise InputError("the messages or tools contain an unpaired surrogate, which is not a character") from None
-        private = _PRIVATE.findall(given)  # they would look like masks
+        private = _PRIVATE.findall(given)  # these characters are masked too, because they would look like masks
         masked = sorted({*delimiters, *private})
         if len(masked) > _END - _DELIMITERS - 2:
             raise InputError("the messages contain too many different private-use characters")

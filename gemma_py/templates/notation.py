@@ -17,7 +17,11 @@ from gemma_py.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Marks:
-    """Token ids. channel, call: where a thought and a call begin and end; None if they are not looked for. quote: around strings."""
+    """The token ids of the marks in an answer.
+
+    channel, call: the ids at the beginning and the end of a thought, and of a call; None to ignore thoughts, or calls
+    quote: the id before and after a string
+    """
 
     channel: tuple[int, int] | None
     call: tuple[int, int] | None
@@ -27,7 +31,7 @@ class Marks:
         return replace(self, call=None)
 
     def thought_begins(self, prompt: Sequence[int]) -> int | None:
-        """Return the position after the mark of a thought that the prompt leaves open; None if it leaves none open."""
+        """Return where the thought at the end of the prompt begins; None if the prompt ends outside thoughts."""
         if self.channel is None:
             return None
         start, end = self.channel
@@ -44,7 +48,7 @@ _FUNCTION_GEMMA = None, ("<start_function_call>", "<end_function_call>"), "<esca
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks | None:
-    """Return the marks of the notation whose control tokens the vocabulary has; None if it has those of no notation."""
+    """Return the marks of the notation whose control tokens the vocabulary has, or None if there is none."""
 
     def pair(names: tuple[str, str]) -> tuple[int, int] | None:
         start, end = (tokenizer.token_id(name) for name in names)

@@ -233,10 +233,10 @@ def choose(
 
 @dataclass
 class Encoded:
-    """What was tokenised for the last prompt, so that the next turn of a long conversation need not do it again.
+    """The tokenised texts of the last prompt, so that the next turn does not tokenise them again.
 
     texts: the ids of texts without control tokens.
-    parts: of each text of a template, its control tokens with the text before each, and the text after the last.
+    parts: for each text of a template, each control token with the text before it, then the text after the last one.
     """
 
     texts: dict[str, list[int]] = field(default_factory=dict)
@@ -253,7 +253,7 @@ def encode(
 
     known: the ids of earlier answers as the model generated them, by the stripped text of the answer. Tokenising the
     text may give other ids, which would not match the KV cache.
-    encoded: what was tokenised for the last prompt; it is replaced.
+    encoded: the tokenised texts of the last prompt, which are replaced by those of this prompt.
     """
     before, used = encoded or Encoded(), Encoded()
     # Each text without control tokens, and the ids that follow it. These loops call few functions, because they run over all

@@ -14,6 +14,7 @@ from random_model import random_engine
 import gemma_py
 from gemma_py import reference
 from gemma_py.errors import WorkerError
+from gemma_py.kernels.attention_layout import LANES
 from gemma_py.models import gemma4
 from gemma_py.models.families import config_from_hf
 from gemma_py.models.program import STORE, WANTED, Program
@@ -41,7 +42,7 @@ def engine_of(name: str, kind: str, write: Callable[[Program], None] = gemma4.wr
     return engine
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "BF16"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_way_matches_the_reference(name: str, kind: str) -> None:
     """The table has rows for 50 of the 70 tokens."""
@@ -151,3 +152,12 @@ def test_control_a_barrier_dropped(phase: str) -> None:
             if found := differs(engine, want, [TOKENS]):
                 break
         assert found
+
+
+def test_workers_that_share_the_only_wanted_row_have_room_for_the_scores_of_all_keys() -> None:
+    with engine_of("per-layer inputs", "F32") as engine:
+        engine.set_threads(4)
+        want = Expected(engine, prompt(engine.config, TOKENS))
+        assert want.same(engine, [TOKENS], all_logits=False)
+        scratch = engine.runner._scratch
+        assert scratch is not None and len(scratch.scores) >= 3 * TOKENS * LANES
