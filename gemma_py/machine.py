@@ -1,8 +1,8 @@
-"""The processors and the memory that this process may use.
+"""The logical CPUs and the memory that this process may use.
 
 The default number of worker threads is the number of physical cores in the process's affinity, but at most the CPU quota of
-the cgroups. More workers than cores would be slower, because the two hardware threads of a core share arithmetic units. The
-quota is rounded down, because Linux suspends a process that uses up the quota of a period early.
+the cgroups. More workers than cores would be slower, because the two logical CPUs of a core share arithmetic units. The
+quota is rounded down, because Linux suspends a process that has used up the quota until the next period begins.
 
 Parameter of the functions: `root` is the directory that contains proc/ and sys/. Tests use another directory than "/".
 """
@@ -23,26 +23,26 @@ def threads(root: Path = ROOT) -> int:
 
 
 def affinity() -> set[int]:
-    """Return the numbers of the processors (hardware threads) that this process may run on."""
+    """Return the numbers of the logical CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
 
 
 def physical_cores(processors: Iterable[int], root: Path = ROOT) -> int:
-    """Return the number of cores that these processors belong to. Without topology in /sys, each processor is a core."""
+    """Return the number of cores of these logical CPUs. Without topology in /sys, each logical CPU counts as a core."""
     return len({_siblings(number, root) or str(number) for number in processors})
 
 
 def _siblings(number: int, root: Path) -> str | None:
-    """Return the list of processors of this processor's core, as /sys gives it, or None if /sys has no such list."""
+    """Return the list of the logical CPUs on the core of this logical CPU, as text, or None if /sys has no such list."""
     topology = root / "sys/devices/system/cpu" / f"cpu{number}" / "topology"
     # Linux before 5.3 has only thread_siblings_list.
     return _text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list")
 
 
 def quota(root: Path = ROOT) -> float | None:
-    """Return the smallest CPU quota of this process's cgroups, as a number of processors, or None if there is no quota."""
+    """Return the smallest CPU quota of this process's cgroups, as a number of logical CPUs, or None if there is no quota."""
     limits = []
     for folder in _cgroups("cpu", root):
         quota_us, period_us = (*(_text(folder / "cpu.max") or "").split(), "", "")[:2]

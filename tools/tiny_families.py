@@ -75,13 +75,19 @@ def _common(model_type: str, types: list[str]) -> Config:
     }  # fmt: skip
 
 
+def _of_full_layers(types: list[str], own: Config) -> Config:
+    """Return per_layer_config, whose keys transformers fills with zeros to one length."""
+    numbers = [n for n, kind in enumerate(types) if kind == FULL]
+    return {str(n).zfill(len(str(max(numbers)))): own for n in numbers}
+
+
 def gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = None, **changes: Any) -> Config:
     """Return a config as transformers from 5.22.2 on writes it: per_layer_config has the head width and the number of KV
     heads of the full layers, here `wide` and `wide_kv`."""
     own = {"head_dim": wide} | ({} if wide_kv is None else {"num_key_value_heads": wide_kv})
     return {
         **_common("gemma4_text", types), "architectures": ["Gemma4ForCausalLM"], "rope_parameters": _PROPORTIONAL_ROPES,
-        "per_layer_config": {str(n): own for n, kind in enumerate(types) if kind == FULL},
+        "per_layer_config": _of_full_layers(types, own),
         "final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64,
         "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "attention_k_eq_v": False, "enable_moe_block": False,
         "use_bidirectional_attention": None, "tie_word_embeddings": True, **changes,
@@ -125,7 +131,7 @@ def embedding_gemma2(types: list[str] = _MIXED, wide: int = 24, wide_kv: int = 1
     return {
         **_common("embedding_gemma2_text", types), "architectures": ["EmbeddingGemma2TextModel"],
         "rope_parameters": _DEFAULT_ROPES, "hidden_size_per_layer_input": 6, "embedding_dim": 20,
-        "per_layer_config": {str(n): own for n, kind in enumerate(types) if kind == FULL}, **changes,
+        "per_layer_config": _of_full_layers(types, own), **changes,
     }  # fmt: skip
 
 

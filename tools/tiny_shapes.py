@@ -41,7 +41,7 @@ def heads_of(c: Config, number: int) -> tuple[int, int, int]:
     """Return a layer's number of query heads, number of KV heads and head width, from either form of a config."""
     G, E = c["num_key_value_heads"], c["head_dim"]
     if "per_layer_config" in c:
-        own = c["per_layer_config"].get(str(number), {})
+        own: Config = next((table for key, table in c["per_layer_config"].items() if int(key) == number), {})
         G, E = own.get("num_key_value_heads", G), own.get("head_dim", E)
     elif "global_head_dim" in c and c["layer_types"][number] == FULL:
         E = c["global_head_dim"]

@@ -24,7 +24,7 @@ TokenStream = Generator[Token, None, None]  # the tokens of an answer; `close` i
 _REWIND_BYTES = 256 << 20  # the most memory for old KV rows of sliding-window layers, which only undo and retry need
 _COMPARED = 1024  # tokens compared at once in the search for a common prefix
 _FIRST_CHUNK = 32  # tokens in the first chunk of a prompt
-_SECONDS_A_CHUNK = 0.5  # the target duration of later chunks, because progress is reported after every chunk
+_SECONDS_A_CHUNK = 0.5  # the target duration of a chunk, and so the time between two reports of progress
 
 
 @dataclass

@@ -47,9 +47,9 @@ class BenchTest:
 
     @property
     def weight(self) -> int:
-        """The estimated relative duration, for the progress bar.
+        """The estimated duration in the time of one token, for the progress bar.
 
-        Reading the weights in a pass takes as long as computing 8 tokens.
+        A pass also reads all weights, which is estimated to take as long as 8 tokens.
         """
         return self.tokens + 8 * len(self.passes)
 

@@ -25,7 +25,9 @@ from gemma_py.weights.tensors import EMBEDDING, HEAD, gguf_source
 Make = Callable[[BlockType, int], np.ndarray]  # (type, count) -> the bytes of `count` values
 _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "G": "num_key_value_heads",
              "E": "head_dim", "F": "intermediate_size", "V": "vocab_size", "W": "sliding_window",
-             "context": "max_position_embeddings"}  # fmt: skip
+             "context": "max_position_embeddings", "EF": "global_head_dim", "GF": "num_global_key_value_heads",
+             "P": "hidden_size_per_layer_input", "shared": "num_kv_shared_layers", "k_eq_v": "attention_k_eq_v",
+             "double": "use_double_wide_mlp", "cap": "final_logit_softcapping"}  # fmt: skip
 
 
 def config_of(name: str) -> tuple[Family, Config]:
@@ -38,6 +40,10 @@ def config_of(name: str) -> tuple[Family, Config]:
     document: dict[str, Any] = {"model_type": kind}
     if kind == "gemma-embedding":  # the name in GGUF; in Hugging Face's config.json, the model type is that of Gemma 3
         document = {"model_type": "gemma3_text", "use_bidirectional_attention": True}
+    period = shape.pop("period", 0)
+    if period:
+        types = ("full_attention", *["sliding_attention"] * (period - 1))
+        document["layer_types"] = [types[number % period] for number in range(1, shape["L"] + 1)]
     document |= {_BY_SHAPE[letter]: value for letter, value in shape.items()}
     return config_from_hf(document, name, dense=tuple((N, K) for K, N in pairwise(widths)))
 
@@ -114,6 +120,7 @@ def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tu
         for y in config.kv_layers
     )
     widest = 2 * max(y.intermediate_size for y in config.layers) + 6 * config.hidden_size
+    widest += 3 * len(config.layers) * config.hidden_size_per_layer_input
     return PackingPlan(blank.stored_weights()).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
 
 

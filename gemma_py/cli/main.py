@@ -50,7 +50,7 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
             help=description.partition("\n")[0].rstrip("."),
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # `--api-key SECRET` must not mean --api-key-file, whose error message would print the secret
+            allow_abbrev=False,  # else `--api-key SECRET` would be taken for --api-key-file, whose error would print SECRET
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print JSON instead of text")

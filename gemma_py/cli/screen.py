@@ -104,7 +104,7 @@ class PlainScreen:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def ask(self, question: str) -> str:
-        raise InputError(f"this question needs a terminal: {question}")
+        raise InputError(f"cannot ask this question without a terminal: {question}")
 
     def computing(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
         return contextlib.nullcontext(lambda: False)  # Ctrl-C ends the program

@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> None:
             f"other machines can connect to {args.host}: give --api-key-file FILE, or --open to serve without an API key"
         )
     with (
-        bind(args.host, args.port) as listening,  # bind first, to report a port in use before loading
+        bind(args.host, args.port) as listening,  # before loading the model, to report a port in use early
         gemma_py.load(
             args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
         ) as engine,

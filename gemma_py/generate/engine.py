@@ -27,6 +27,7 @@ from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.program import LinkedProgram, link
 from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput
 from gemma_py.templates.chat_format import ChatFormat
+from gemma_py.templates.notation import end_ids
 from gemma_py.templates.template import TRANSCRIPT, Template, choose
 from gemma_py.tokenizer import Tokenizer
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
@@ -161,10 +162,15 @@ class Engine:
         """Return a chat template: "gemma", "transcript" or one from a file; without an argument, the checkpoint's own."""
         return choose(self.text_tokenizer(), self.checkpoint.chat_template, self.config.eos_token_ids, wanted)
 
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The ids of the tokens that end a text: those that the checkpoint names, and those of its vocabulary."""
+        return frozenset(self.config.eos_token_ids) | (end_ids(self.tokenizer) if self.tokenizer else frozenset())
+
     def ends(self, template: Template) -> frozenset[int]:
-        """Return the ids of the tokens that end an answer: the eos tokens of the model and of the template."""
+        """Return the ids of the tokens that end an answer: those that end a text, and those of the template."""
         named = (self.text_tokenizer().token_id(end) for end in template.ends)
-        return frozenset(self.config.eos_token_ids).union(end for end in named if end is not None)
+        return self.end_ids.union(end for end in named if end is not None)
 
     def fingerprint(self) -> str:
         """Return the sha256 of the logits, or the embedding, of eight fixed tokens, which identifies a model in any format.
@@ -220,7 +226,7 @@ class Engine:
             "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
             "frequency_penalty": frequency_penalty, "logit_bias": logit_bias, "seed": seed,
         }  # fmt: skip
-        sampling, ends = asked(options, self.sampling), frozenset(self.config.eos_token_ids)
+        sampling, ends = asked(options, self.sampling), self.end_ids
         return self._answer(Request(self.encode(prompt), max_tokens, sampling, stop=stop_strings(stop), ends=ends))
 
     def chat(
@@ -419,8 +425,8 @@ class Session:
     def rewind(self, position: int) -> None:
         """Remove the tokens from this position on. Later results are as if these tokens had never been added.
 
-        Raises InputError if the tokens to remove are more than the `keep` of this session and a sliding-window layer
-        has already overwritten older rows; see `can_rewind_to`.
+        Up to `keep` tokens can always be removed. Raises InputError if more tokens are to be removed and a
+        sliding-window layer has already overwritten KV rows that the remaining tokens need; see `can_rewind_to`.
         """
         self.engine.runner.rewind(self._cache, position)
 

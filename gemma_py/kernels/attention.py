@@ -230,7 +230,7 @@ def _add_values(ring, base, begin, end, block, scratch, layout):
 
 @inlined
 def _sees_any(starts, lasts, begin, last):
-    """Return the mask of the queries that see at least one of the keys begin .. last."""
+    """Return the mask of the queries that see at least one of the keys `begin` to `last`."""
     return mask_and(less(splat(np.int32(begin - 1)), lasts), less(starts, splat(np.int32(last + 1))))
 
 

@@ -39,7 +39,10 @@ def multiply_floats_6(worker, workers, cells, steps, x, out):
 
 @kernel
 def multiply_floats_12(worker, workers, cells, steps, x, out):
-    """Compute 12 * 16 multiply-adds per step, for machines on which six chains do not hide the latency of an FMA."""
+    """Compute 12 * 16 multiply-adds per step, in 12 chains that do not wait for each other.
+
+    On some machines, the six chains of `multiply_floats_6` do not hide the latency of an FMA.
+    """
     a, b = load_splat(x, 0), load_splat(x, 1)
     y0, y1, y2, y3, y4, y5 = zero(), zero(), zero(), zero(), zero(), zero()
     z0, z1, z2, z3, z4, z5 = zero(), zero(), zero(), zero(), zero(), zero()

@@ -266,14 +266,16 @@ def _head_shapes(fields: Fields, types: list[str]) -> list[tuple[int, int]]:
         full = (heads or usual[0], fields.integer("global_head_dim", 512))
         return [full if kind == FULL else usual for kind in types]
     shapes = [usual] * len(types)
-    numbers = {str(number): number for number in range(len(types))}
+    set_by: dict[int, str] = {}
+    digits = len(str(len(types)))
+    names = {str(n).zfill(width): n for n in range(len(types)) for width in range(1, digits + 1)}  # as "3", or "03"
     for key in per_layer.values:
-        layer = per_layer.table(key)
-        if key not in numbers or layer is None:
+        layer, number = per_layer.table(key), names.get(key)
+        if number is None or layer is None or set_by.setdefault(number, key) != key:
             raise ConfigError(f"{per_layer.where}: {key!r:.40} should be the number of one of {len(types)} layers")
         if unknown := set(layer.values) - {"num_key_value_heads", "head_dim"}:
             raise UnsupportedError(f"{layer.where}: {min(unknown)!r:.40} is not supported")
-        shapes[numbers[key]] = (
+        shapes[number] = (
             layer.integer("num_key_value_heads", usual[0]),
             layer.integer("head_dim", usual[1]),
         )

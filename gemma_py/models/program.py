@@ -184,7 +184,7 @@ class Program:
         self._add(GELU_GATE, source=up, target=gate, width=width)
 
     def take(self, source: str, target: str) -> None:
-        """Copy the rows of source whose logits are wanted to target, in a phase that computes WANTED rows."""
+        """Copy the WANTED rows of source to target. Call this in a phase that computes WANTED rows."""
         if self._phase.rows != WANTED or self._rows_now[source] != ALL:
             raise ValueError(
                 f"take needs a phase that computes WANTED rows and a source that holds ALL rows, found {source}"

@@ -344,9 +344,9 @@ def _await_keys(cells, worker, op, params, sequences, number, position):
 
 @inlined
 def workers_a_position(op, batch, workers):
-    """Return the number of workers that share each pair of a position and a key/value head.
+    """Return how many workers compute the attention of one position to one key/value head.
 
-    The number exceeds 1 only in a decoding pass with fewer such pairs than workers.
+    More than one worker does so only in a decoding pass that has more workers than pairs of a position and a head.
     """
     S, G, H, E = batch.tables.shape[0], op[p.KV_HEADS], op[p.HEADS], op[p.WIDTH]
     if batch.counts[op[p.ROWS_OF], LONGEST] > 1 or H // G > LANES or workers <= G * S:

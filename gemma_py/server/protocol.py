@@ -10,7 +10,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0  # time limit for receiving the headers of a request
-WRITE_SECONDS = 20.0  # time limit for a client that does not read, from when the send buffer is full
+WRITE_SECONDS = 20.0  # how long the send buffer may stay full before the connection is closed
 
 
 class LimitedProtocol(H11Protocol):

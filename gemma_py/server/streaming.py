@@ -59,7 +59,7 @@ async def _server_sent_events(builder: ResponseBuilder, queue: EventQueue) -> As
 
 
 def encode_events(chunks: list[dict[str, Any]], typed: bool) -> bytes:
-    """Encode chunks as server-sent events. typed: write an "event:" line with its type before each chunk, as in the Responses API."""
+    """Encode chunks as server-sent events. typed: write an "event:" line with the chunk's type before each chunk."""
     lines = []
     for chunk in chunks:
         if typed:

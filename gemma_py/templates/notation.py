@@ -61,6 +61,19 @@ def marks_of(tokenizer: Tokenizer) -> Marks | None:
     return None
 
 
+_GEMMA4_ENDS = ("<eos>", "<turn|>", "<|tool_response>")
+
+
+def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end an answer by the vocabulary itself: of Gemma 4, the ends of a text and of a turn, and the
+    place where the result of a tool call belongs. Its GGUF files name only some of them.
+    """
+    marks = marks_of(tokenizer)
+    if marks is None or marks.channel is None:
+        return frozenset()
+    return tokenizer.control_ids.intersection(map(tokenizer.token_id, _GEMMA4_ENDS))
+
+
 class CallConstraint:
     """Forces an answer to begin with a tool call. After the beginning, every token is allowed.
 

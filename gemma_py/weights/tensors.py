@@ -42,7 +42,7 @@ class CodeMatrix:
     block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: for scales and, if the format has them, for minimums
     sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group]: for scales and minimums; empty without sub-scales
     width: int  # the number of bits of code + offset
-    offset: int  # is added to codes, so that they are not negative
+    offset: int  # added to every code, so that no sum is negative
 
     @property
     def shape(self) -> tuple[int, int]:

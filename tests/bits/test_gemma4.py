@@ -136,7 +136,7 @@ def test_control_a_layer_that_reads_the_kv_rows_of_another(monkeypatch: pytest.M
         assert want.same(engine, [20]) and not changed.same(engine, [20])
 
 
-NEW_PHASES = ("per-layer inputs", "query, key and value", "per-layer gate", "per-layer gate input", "per-layer projection",
+NEW_PHASES = ("per-layer inputs", "query, key and value", "per-layer gate", "per-layer projection",
               "wanted rows", "end")  # fmt: skip
 
 

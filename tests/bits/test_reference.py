@@ -12,7 +12,7 @@ import tiny_checkpoints as tiny
 from gguf_files import write_model
 from golden_bits import GOLDEN, PARTS, QUANTISED, WIDE, digests
 from repository import DATA
-from tiny_models import VARIANTS
+from tiny_models import GEMMA4, VARIANTS
 
 import gemma_py
 from gemma_py.reference import elementary
@@ -71,9 +71,9 @@ def test_a_wrong_description_is_caught(tmp_path: Path, change: str) -> None:
 # --- one arithmetic for every format ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-scaled-untied"])
+@pytest.mark.parametrize("name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-scaled-untied", *GEMMA4])
 def test_gguf_matches_hugging_face_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
-    variant = tiny.VARIANTS[name]
+    variant = VARIANTS[name]
     if name == "gemma2":  # GGUF does not store the query scalar: both sides take the head width
         variant = copy.deepcopy(variant)
         variant.config["query_pre_attn_scalar"] = variant.config["head_dim"]

@@ -97,6 +97,15 @@ def test_an_answer_ends_at_the_end_of_text_of_a_turn_and_before_a_result(engine:
     assert engine.ends(engine.template()) == engine.ends(GEMMA4) == {1, 106, 50}
 
 
+@pytest.mark.parametrize("named", [1, 106])
+def test_the_vocabulary_names_the_ends_that_a_file_does_not(tmp_path: Path, named: int) -> None:
+    with gemma4_model.load(gemma4_model.write_checkpoint(tmp_path / "checkpoint", [named])) as engine:
+        assert engine.end_ids == engine.ends(engine.template()) == {1, 106, 50}
+        for end in (1, 106, 50):
+            with scripted([end]):
+                assert [token.finish_reason for token in engine.generate("x", 3)] == ["stop"]
+
+
 # --- forged marks -----------------------------------------------------------------------------------------------------
 
 

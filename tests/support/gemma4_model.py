@@ -18,7 +18,7 @@ from gemma_py.tokenizer import Tokenizer
 TEMPLATE = (DATA / "gemma4.jinja").read_text()
 
 
-def write_checkpoint(folder: Path) -> Path:
+def write_checkpoint(folder: Path, ends: Sequence[int] = ENDS) -> Path:
     """A checkpoint of the tiny model's weights with Gemma 4's tokenizer, template and end tokens."""
     shutil.copytree(TINY, folder)
     (folder / "tokenizer.json").write_text(json.dumps(Gemma4Vocabulary().document()))
@@ -26,7 +26,7 @@ def write_checkpoint(folder: Path) -> Path:
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         document = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(document | {"eos_token_id": list(ENDS)}))
+        path.write_text(json.dumps(document | {"eos_token_id": list(ends)}))
     return folder
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,9 +113,24 @@ def test_models(run: Run) -> None:
     assert len(out.splitlines()) == len(entries) + 1
 
 
+def gemma4_parameters(s: dict[str, Any]) -> int:
+    total = (s["V"] + 1) * s["D"] + s["P"] * (s["L"] * (s["V"] + s["D"]) + (s["P"] > 0))
+    for number in range(1, s["L"] + 1):
+        full, own = number % s["period"] == 0, number <= s["L"] - s.get("shared", 0)
+        E, G = (s["EF"], s.get("GF", s["G"])) if full else (s["E"], s["G"])
+        matrices_of_kv = 0 if not own else 1 if full and s.get("k_eq_v") else 2
+        F = s["F"] * (2 if s.get("double") and not own else 1)
+        total += s["D"] * E * (2 * s["H"] + matrices_of_kv * G) + 3 * s["D"] * F + 4 * s["D"] + 1
+        total += E * (2 if own else 1) + s["D"] * (2 * s["P"] + (s["P"] > 0))
+    return total
+
+
 def test_catalogue_sizes_follow_from_the_shapes() -> None:
     for entry in catalogue():
         s = entry.shape
+        if s["family"] == "gemma4":
+            assert entry.parameters == gemma4_parameters(s), entry.name
+            continue
         norms = 2 if s["family"] == "gemma" else 4
         heads = 2 * s["E"] if s["family"] in ("gemma3", "gemma-embedding") else 0
         dense = sum(N * K for K, N in pairwise([s["D"], *s.get("dense", [])]))

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
+import tiny_families
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -275,3 +276,20 @@ def test_gguf_27b_scales_by_hidden_over_heads() -> None:
 def test_a_wrong_gguf_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, UnsupportedError), match=message):
         config_from_gguf(GGUF_270M | change, "file", 262_144, tied=True)
+
+
+@pytest.mark.parametrize("keys", [("3", "10"), ("03", "10")])
+def test_layer_numbers_of_gemma4_may_have_leading_zeros(keys: tuple[str, str]) -> None:
+    """Transformers writes them with leading zeros, so that they sort."""
+    types = ["full_attention" if n in (3, 10) else "sliding_attention" for n in range(11)]
+    document = tiny_families.gemma4(types) | {"per_layer_config": {key: {"head_dim": 24} for key in keys}}
+    widths = [layer.head_dim for layer in config_from_hf(document, "c").layers]
+    assert widths == [24 if n in (3, 10) else 12 for n in range(11)]
+
+
+@pytest.mark.parametrize("keys", [("11",), ("003",), ("3", "03"), ("-1",), ("3.0",), ("",), ("x",)])
+def test_other_layer_numbers_of_gemma4_are_refused(keys: tuple[str, ...]) -> None:
+    document = tiny_families.gemma4(["full_attention"] * 11)
+    document["per_layer_config"] = {key: {"head_dim": 24} for key in keys}
+    with pytest.raises(ConfigError, match="should be the number of one of 11 layers"):
+        config_from_hf(document, "c")

@@ -245,7 +245,7 @@ class _Batch:
         return endpoint.builder(self._service, asked)
 
     def _submit(self, running: _RunningRow) -> None:
-        """Submit all choices of a row, waiting while the scheduler is full. Raises Overloaded if no other row is running."""
+        """Submit all choices of a row. While the scheduler is full, wait for running rows; if there are none, raise Overloaded."""
         for index, request in enumerate(running.builder.job.requests):
             while len(running.tickets) == index:
                 try:

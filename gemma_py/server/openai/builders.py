@@ -92,7 +92,7 @@ class ResponseBuilder:
             yield {**self._chunk([]), "usage": self.usage()}
 
     def failed(self, error: ApiError) -> Document:
-        """Return the chunk that reports the error which ends the stream."""
+        """Return the last chunk of a stream that an error ends."""
         return error.document()
 
     def document(self) -> Document:
@@ -220,7 +220,7 @@ class CompletionBuilder(ResponseBuilder):
         return self.job.echo[index // self._n] if self.job.echo else ""
 
     def _hidden(self, index: int) -> int:
-        """Return how many characters of the decoded prompt the echo leaves out: the text of the BOS token."""
+        """Return the length of the BOS token's text, which the decoded prompt contains and the echo does not."""
         ids = self.job.requests[index].ids if self.job.echo else []
         return len(self.service.tokenizer.decode(ids)) - len(self._echo(index))
 

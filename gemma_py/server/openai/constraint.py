@@ -55,7 +55,9 @@ class JsonConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ComputationError(f"the JSON schema is too costly to follow: {_line(self._matcher.get_error())}")
+            raise ComputationError(
+                f"llguidance cannot compute the tokens that the JSON schema allows: {_line(self._matcher.get_error())}"
+            )
 
 
 class JsonConstraints:

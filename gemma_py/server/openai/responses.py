@@ -13,7 +13,7 @@ from gemma_py.templates.tools import Call
 
 
 class _TextItem:
-    """An item of the output that is a text: a message or a thought. position: its place in the output."""
+    """An output item with text: a message or a thought. position: the index of the item in the output."""
 
     def __init__(self, reasoning: bool, position: int) -> None:
         self.reasoning, self.position, self.done = reasoning, position, False
@@ -52,7 +52,7 @@ class ResponsesBuilder(ResponseBuilder):
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
     def _open(self, reasoning: bool) -> _TextItem | None:
-        """Return the item to which text of this kind is added, if there is one. All texts that are no thoughts make one item."""
+        """Return the unfinished item to which a thought (reasoning=True) or a message text is appended, or None."""
         items = (item for item in self._items if isinstance(item, _TextItem) and not item.done)
         return next((item for item in items if item.reasoning == reasoning), None)
 

@@ -25,7 +25,7 @@ def _ranged(option: str) -> Any:
 
 
 def _length(least: int | None = None, most: int | None = None) -> Any:
-    """Return a pydantic field that checks a list's length. Checking stops at the first error, because a long list may have a million."""
+    """Return a pydantic field that checks a list's length. Checking stops at the first error, as there may be millions of errors."""
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
@@ -109,7 +109,7 @@ class NamedTool(OfFunctions):
 
 
 class StreamOptions(Strict):
-    """Options of a stream. continuous_usage_stats: add the usage so far to every chunk; needs include_usage too."""
+    """Options of a stream. continuous_usage_stats: with include_usage, add the token counts so far to every chunk."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -129,7 +129,7 @@ class Ignored(Strict):
 
 
 class Sampled(Ignored):
-    """The fields that requests to all endpoints which generate text have in common."""
+    """The fields that every endpoint that generates text accepts."""
 
     model: str | None = None
     stream: bool | None = False
@@ -201,7 +201,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TemplateOptions(Strict):
-    """The switch of a template by which a model thinks before it answers, by the name that vLLM and llama.cpp give it."""
+    """Options of a chat template, named as in vLLM and llama.cpp. enable_thinking: whether the model thinks before it answers."""
 
     enable_thinking: bool | None = None
 
@@ -256,7 +256,7 @@ class CompletionRequest(Penalised):
     @classmethod
     def _something(cls, prompt: object) -> object:
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt):
-            raise ValueError("should be a non-empty text, a non-empty list of token ids, or a non-empty list of either")
+            raise ValueError("should be a text, or a non-empty list of texts, of token ids, or of lists of token ids")
         return prompt
 
 

@@ -44,7 +44,7 @@ _SEEDS = 1 << 63
 class Job:
     """The scheduler's requests for one HTTP request.
 
-    requests: n for each prompt, one for each choice. echo: the text of each prompt if the client asked for `echo`, else empty.
+    requests: one for each choice; each prompt has n choices. echo: the texts of the prompts if the client set `echo`, else empty.
     """
 
     requests: list[Request]
@@ -121,7 +121,7 @@ class Service:
             given = asked.prompt
         if len(given) * (asked.n or 1) > MAX_PROMPTS:
             raise ApiError(400, f"A request may have at most {MAX_PROMPTS} choices in all.", "n", "invalid_value")
-        requests, ends = [], frozenset(self.engine.config.eos_token_ids)
+        requests, ends = [], self.engine.end_ids
         for prompt in given:
             ids = self.engine.encode(prompt)
             request = Request(
@@ -177,9 +177,9 @@ class Service:
         return self.format.marks(bool(asked.functions) and asked.chosen != "none")
 
     def _thinking(self, asked: ChatRequest | ResponsesRequest) -> bool | None:
-        """Return whether the model should think; None where the request leaves that to the template.
+        """Return whether the model should think, or None if the request leaves this decision to the template.
 
-        A model that cannot think ignores the effort that a request asks for, because clients send it to every model.
+        For a model that cannot think, a reasoning effort in the request is ignored, because clients send it to every model.
         """
         switch = asked.thinking_switch
         if switch and not self.format.knows_thinking:
