@@ -48,7 +48,7 @@ def _gemma3n() -> tiny.Variant:
     """Return a Gemma 3n with the sizes that llama.cpp takes for granted: 20 layers with KV rows, 10 sparse layers, 256
     per-layer inputs, 4 streams, rank 64, logits capped at 30."""
     types = [*([SLIDING] * 4 + [FULL]) * 4, SLIDING, FULL]
-    config = tiny_families.gemma3n(
+    config = tiny._gemma3n(
         types, num_kv_shared_layers=2, hidden_size_per_layer_input=256, laurel_rank=64, vocab_size_per_layer_input=64,
         activation_sparsity_pattern=[0.95] * 10 + [0.0] * 12, final_logit_softcapping=30.0,
     )  # fmt: skip

@@ -4,7 +4,7 @@ The weights are computed with splitmix64 and integer arithmetic, so a seed gives
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
-from tiny_shapes import text_shapes
+from tiny_shapes import FULL, SLIDING, Config, text_shapes, unused_kv
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,36 @@ def _old_gemma3(**changes: Any) -> dict[str, Any]:
     return config
 
 
+_MIXED = (SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL)
+
+
+def _gemma3n(types: Sequence[str] = _MIXED, **changes: Any) -> Config:
+    """Return a config as current transformers write it. Token ids from 50 on have no row in the table of per-layer inputs."""
+    return {
+        "model_type": "gemma3n_text", "architectures": ["Gemma3nForCausalLM"], "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": [48] * len(types), "num_hidden_layers": len(types), "layer_types": list(types),
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6, "sliding_window": 9, "max_position_embeddings": 128, "attention_bias": False,
+        "rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 1_000_000.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        "final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 50,
+        "num_kv_shared_layers": 3, "laurel_rank": 5, "altup_num_inputs": 4, "altup_active_idx": 0,
+        "altup_coef_clip": 120.0, "altup_correct_scale": True, "tie_word_embeddings": True,
+        "activation_sparsity_pattern": [0.95, 0.5] + [0.0] * (len(types) - 2), "bos_token_id": 2, "eos_token_id": 1,
+        "pad_token_id": 0, **changes,
+    }  # fmt: skip
+
+
+def _old_gemma3n(**changes: Any) -> Config:
+    """Return a config as transformers 4.53 wrote it, with three streams of which the second is active."""
+    config = _gemma3n(rope_theta=1_000_000.0, rope_local_base_freq=20_000.0, intermediate_size=80, altup_num_inputs=3,
+                      altup_active_idx=1, altup_correct_scale=False, num_kv_shared_layers=1, **changes)  # fmt: skip
+    del config["rope_parameters"], config["layer_types"], config["activation_sparsity_pattern"]
+    return config
+
+
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
            "image_size": 16, "patch_size": 8, "model_type": "siglip_vision_model"}  # fmt: skip
 
@@ -124,6 +154,8 @@ VARIANTS = {
     "gemma3-multi-query": Variant(
         _gemma3(num_key_value_heads=1, sliding_window=3, query_pre_attn_scalar=40, head_dim=10, rms_norm_eps=1e-5,
                 vocab_size=97), shards=2),
+    "gemma3n": Variant(_gemma3n(), extra=unused_kv(_gemma3n(), "model.")),
+    "gemma3n-old-config": Variant(_old_gemma3n(), dtype="BF16", shards=2),
     "gemma3-multimodal": Variant(
         _multimodal(_gemma3(rope_parameters=_SCALED)), dtype="BF16", prefix="model.language_model.",
         extra={f"model.{name}": shape for name, shape in _VISION_TENSORS.items()}),

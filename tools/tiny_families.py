@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tiny_checkpoints import Variant, _gemma3, _vaultgemma
+from tiny_checkpoints import Variant, _gemma3, _gemma3n, _vaultgemma
 from tiny_shapes import FULL, SLIDING, Config, Shapes, unused_kv
 
 _MINUS_INFINITY: Shapes = {
@@ -110,16 +110,6 @@ def unified(text: Config) -> Config:
     return kept | names | {"use_bidirectional_attention": "vision"}
 
 
-def gemma3n(types: list[str] = _MIXED, **changes: Any) -> Config:
-    return {
-        **_common("gemma3n_text", types), "architectures": ["Gemma3nForCausalLM"], "rope_parameters": _DEFAULT_ROPES,
-        "intermediate_size": [48] * len(types), "final_logit_softcapping": 5.0, "hidden_size_per_layer_input": 6,
-        "vocab_size_per_layer_input": 50, "num_kv_shared_layers": 3, "laurel_rank": 5, "altup_num_inputs": 4,
-        "altup_active_idx": 0, "altup_coef_clip": 120.0, "altup_correct_scale": True,
-        "activation_sparsity_pattern": [0.95, 0.5] + [0.0] * (len(types) - 2), "tie_word_embeddings": True, **changes,
-    }  # fmt: skip
-
-
 def embedding_gemma(**changes: Any) -> Config:
     """Return the config of EmbeddingGemma's transformer, which is Gemma 3 with bidirectional attention."""
     bidirectional = {"use_bidirectional_attention": True, "architectures": ["Gemma3TextModel"], "vocab_size": 64}
@@ -174,9 +164,8 @@ VARIANTS = {
         old_gemma4(**_REUSED, **(_EXPERTS | {"num_experts": 5, "top_k_experts": 3})), dtype="BF16"),
     "gemma4-unified": Variant(unified(gemma4(**_REUSED))),
     "gemma4-unified-wrapped": wrapped(unified(gemma4(**_REUSED)), dtype="F16"),
-    "gemma3n": Variant(gemma3n()),
     "gemma3n-wrapped": wrapped(
-        gemma3n(altup_active_idx=1, altup_num_inputs=3, altup_correct_scale=False, num_key_value_heads=1,
+        _gemma3n(altup_active_idx=1, altup_num_inputs=3, altup_correct_scale=False, num_key_value_heads=1,
                 intermediate_size=[40 + 4 * n for n in range(7)]), dtype="BF16"),
     "embeddinggemma": Variant(embedding_gemma(), prefix="", dense=(40, 32)),
     "embeddinggemma-backbone": Variant(
@@ -265,7 +254,7 @@ def _drawn_gemma3n(rng: random.Random) -> Variant:
         "activation_sparsity_pattern": [rng.choice([0.0, 0.1, 0.5, 0.95]) for _ in types],
         "final_logit_softcapping": rng.choice([2.0, 30.0]),
     }  # fmt: skip
-    return _drawn_layout(rng, gemma3n(types, **(sizes | own)))
+    return _drawn_layout(rng, _gemma3n(types, **(sizes | own)))
 
 
 def _drawn_vaultgemma(rng: random.Random) -> Variant:

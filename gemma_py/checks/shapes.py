@@ -60,7 +60,8 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     if kind is None:
         raise InputError(f"{type_name}: unknown type; expected one of {', '.join(TYPES).lower()}")
     for label, spec in _specs(family, config).items():
-        if len(spec.shape) == 2 and spec.shape[1] % kind.block and label != EMBEDDING:
+        whole = len(spec.shape) == 1 or spec.shape[1] < kind.block or spec.shape[1] % kind.block == 0
+        if not whole and label != EMBEDDING:
             raise InputError(
                 f"{name} in {kind.name}: row lengths should be multiples of {kind.block}, found {spec.shape[1]} in {label}"
             )
@@ -69,20 +70,26 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
 
 
 def _checkpoint(name: str, family: Family, config: Config, kind: BlockType, make: Make) -> Checkpoint:
-    made: dict[tuple[str, tuple[int, int]], np.ndarray] = {}
+    made: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
     tensors, specs, path = {}, _specs(family, config), Path(f"{name} random {kind.name}")
     for label, spec in specs.items():
         if len(spec.shape) == 1:
             ones = np.ones(spec.shape, np.float32).view(np.uint8)
             tensors[spec.gguf] = StoredTensor(spec.gguf, F32, spec.shape, ones, path)
             continue
-        stored = TYPES["Q8_0"] if kind.quantised and label == EMBEDDING else kind
-        shape = (spec.shape[0], spec.shape[1])
+        stored, shape = _stored_type(label, spec, kind), spec.gguf_shape
         if (stored.name, shape) not in made:
             made[stored.name, shape] = make(stored, math.prod(shape))
         tensors[spec.gguf] = StoredTensor(spec.gguf, stored, shape, made[stored.name, shape], path)
     source = gguf_source(tensors, family.tensors(config), True, name)
     return Checkpoint(path, f"random {kind.name}", family, config, source, None, {}, cacheable=False)
+
+
+def _stored_type(label: str, spec: Tensor, kind: BlockType) -> BlockType:
+    """Return the type of a matrix. Rows shorter than a block stay floats, because no converter quantises them."""
+    if spec.shape[1] < kind.block:
+        return F32
+    return TYPES["Q8_0"] if kind.quantised and label == EMBEDDING else kind
 
 
 def _specs(family: Family, config: Config) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
         "attn_logit_softcapping": config.attn_logit_softcapping,
         "final_logit_softcapping": config.final_logit_softcapping,
         "query_pre_attn_scalar": config.query_pre_attn_scalar,
+        "hidden_size_per_layer_input": config.hidden_size_per_layer_input,
         "eos_token_ids": list(config.eos_token_ids),
         "layers": [
             {
@@ -49,6 +50,9 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
                 "intermediate_size": layer.intermediate_size,
                 "rope_theta": layer.rope.theta,
                 "rope_factor": layer.rope.factor,
+                "rope_share": layer.rope.share,
+                "kv_source": layer.kv_source,
+                "value_is_key": layer.value_is_key,
                 "norms": norms_of(checkpoint, number),
             }
             for number, layer in enumerate(config.layers)
@@ -89,14 +93,24 @@ def run(args: argparse.Namespace) -> None:
         print_json(made)
         return
     layers = made["layers"]
-    first = layers[0]
     windows = Counter(layer["window"] for layer in layers)
     kinds = [f"{n} full" if window is None else f"{n} with a window of {window}" for window, n in windows.items()]
     ropes = {
         f"{y['rope_theta']:g}" + (f" / {y['rope_factor']:g}" if y["rope_factor"] != 1 else "")
+        + (f" for {y['rope_share']:.0%} of a head" if y["rope_share"] != 1 else "")
         + (" (full)" if y["window"] is None else " (window)")
         for y in layers
     }  # fmt: skip
+    heads = {
+        f"{y['heads']} query and {y['kv_heads']} key/value heads of {y['head_dim']}"
+        + (", keys as values" if y["value_is_key"] else "")
+        for y in layers
+    }  # fmt: skip
+    feed_forward = sorted({layer["intermediate_size"] for layer in layers})
+    sharing = sum(layer["kv_source"] != number for number, layer in enumerate(layers))
+    if sharing:
+        kinds.append(f"{sharing} read the KV rows of an earlier layer")
+    per_layer = made["hidden_size_per_layer_input"]
     caps = [
         f"{name} {made[f'{name}_logit_softcapping']:g}"
         for name in ("attn", "final")
@@ -109,11 +123,11 @@ def run(args: argparse.Namespace) -> None:
         ("format", made["format"] + ", " + ", ".join(
             f"{kind['tensors']} {name} ({size(kind['bytes'])})" for name, kind in made["types"].items())),
         ("model", f"{made['model_type']}, {made['parameters'] / 1e6:,.1f} M parameters, {size(made['bytes'])}"),
-        ("shape", f"hidden {made['hidden_size']}, feed-forward {first['intermediate_size']}, "
-                  f"vocabulary {made['vocab_size']}, context {made['context']}"),
+        ("shape", f"hidden {made['hidden_size']}, feed-forward {' and '.join(map(str, feed_forward))}, "
+                  + (f"per-layer input {per_layer}, " if per_layer else "")
+                  + f"vocabulary {made['vocab_size']}, context {made['context']}"),
         ("layers", f"{len(layers)}: " + ", ".join(kinds)),
-        ("attention", f"{first['heads']} query and {first['kv_heads']} key/value heads of {first['head_dim']}, "
-                      f"query scalar {made['query_pre_attn_scalar']:g}"),
+        ("attention", f"{'; '.join(sorted(heads))}, query scalar {made['query_pre_attn_scalar']:g}"),
         ("rope", ", ".join(sorted(ropes))),
         ("soft caps", ", ".join(caps) or "none"),
         ("head", "tied to the embedding" if made["tied_head"] else "its own matrix"),

@@ -339,6 +339,159 @@ def soft_cap(x, cap, first, last):
         store_up_to(x, n, last, vector_math.soft_cap(load_up_to(x, n, last), cap))
 
 
+@inlined
+def tanh_rows(x, first, last):
+    """Compute x[d] = tanh(x[d])."""
+    for d in range(first, last, COLUMNS):
+        store_up_to(x, d, last, vector_math.tanh(load_up_to(x, d, last)))
+
+
+@inlined
+def multiply_by_gain(x, gain, D, first, last):
+    """Compute x[t, d] = x[t, d] * gain[d].
+
+    x: [T * D] f32, read and written
+    gain: [D] f32, read
+    """
+    for t in range(first, last):
+        at, end = t * D, (t + 1) * D
+        for d in range(0, D, COLUMNS):
+            store_up_to(x, at + d, end, mul(load_up_to(x, at + d, end), load_up_to(gain, d, D)))
+
+
+@inlined
+def put_columns(x, D, y, width, column, first, last):
+    """Compute y[t, column + d] = x[t, d].
+
+    x: [T * D] f32, read
+    y: [T * width] f32, written in columns column .. column + D - 1
+    """
+    for t in range(first, last):
+        source, end, to = t * D, (t + 1) * D, t * width + column
+        for d in range(0, D, COLUMNS):
+            store_up_to(y, to + d, to + D, load_up_to(x, source + d, end))
+
+
+# --- sparsity ---------------------------------------------------------------------------------------------------------
+
+
+@inlined
+def _mean(x, at, D):
+    """Return the mean of x[at .. at + D - 1]; the sum adds with d ascending."""
+    total = _ZERO
+    for d in range(at, at + D):
+        total = total + load_scalar(x, d)
+    return total / _F(D)
+
+
+@inlined
+def sparsify_rows(x, D, deviations, first, last):
+    """Compute x[t, d] = max(x[t, d] - cutoff, 0), where cutoff = mean(x[t]) + deviations * deviation(x[t]).
+
+    The deviation is that of a population: the squares of the D differences from the mean are summed with d ascending and
+    divided by D. A NaN stays NaN.
+
+    x: [T * D] f32, read and written
+    """
+    for t in range(first, last):
+        at, end = t * D, (t + 1) * D
+        mean, total = _mean(x, at, D), _ZERO
+        for d in range(at, end):
+            difference = load_scalar(x, d) - mean
+            total = fma(difference, difference, total)
+        cutoff = splat(fma(sqrt(total / _F(D)), deviations, mean))
+        for d in range(at, end, COLUMNS):
+            value = sub(load_up_to(x, d, end), cutoff)
+            store_up_to(x, d, end, select(less(value, splat(_ZERO)), splat(_ZERO), value))
+
+
+# --- AltUp: a row holds n streams of width D --------------------------------------------------------------------------
+
+
+@inlined
+def _mean_square(x, at, D):
+    """Return the mean of the squares of x[at .. at + D - 1]; the sum is a chain of fma with d ascending."""
+    total = _ZERO
+    for d in range(at, at + D):
+        value = load_scalar(x, d)
+        total = fma(value, value, total)
+    return total / _F(D)
+
+
+@inlined
+def match_magnitude(x, like, D, least, first, last):
+    """Compute x[t, d] = x[t, d] * (sqrt(mean(like[t]^2)) / sqrt(max(mean(x[t]^2), least))).
+
+    x: [T * D] f32, read and written
+    like: [T * D] f32, read
+    """
+    for t in range(first, last):
+        at, end = t * D, (t + 1) * D
+        square = _mean_square(x, at, D)
+        if square < least:
+            square = least
+        factor = splat(sqrt(_mean_square(like, at, D)) / sqrt(square))
+        for d in range(at, end, COLUMNS):
+            store_up_to(x, d, end, mul(load_up_to(x, d, end), factor))
+
+
+@inlined
+def predict_streams(x, coefficients, n, D, y, first, last):
+    """Compute y[t, i, d] = x[t, i, d] + sum over p of coefficients[t, i, p] * x[t, p, d], with p ascending.
+
+    x: [T * n * D] f32, read
+    coefficients: [T * n * n] f32, read
+    y: [T * n * D] f32, written; another array than x, because every stream of y is computed from all streams of x
+    """
+    for t in range(first, last):
+        row = t * n * D
+        for i in range(n):
+            to, end = row + i * D, row + (i + 1) * D
+            for d in range(0, D, COLUMNS):
+                total = load_up_to(x, to + d, end)
+                for p in range(n):
+                    at, last_of_p = row + p * D + d, row + (p + 1) * D
+                    weight = splat(load_scalar(coefficients, (t * n + i) * n + p))
+                    total = vector_fma(weight, load_up_to(x, at, last_of_p), total)
+                store_up_to(y, to + d, end, total)
+
+
+@inlined
+def correct_streams(x, activated, coefficients, n, D, active, first, last):
+    """Compute x[t, i, d] = x[t, i, d] + (1 + coefficients[t, i]) * (activated[t, d] - x[t, active, d]).
+
+    The difference is computed before any stream is stored, because the active stream is stored too.
+
+    x: [T * n * D] f32, read and written
+    activated: [T * D] f32, read
+    coefficients: [T * n] f32, read
+    """
+    for t in range(first, last):
+        row, own, end = t * n * D, t * D, (t + 1) * D
+        for d in range(0, D, COLUMNS):
+            predicted = load_up_to(x, row + active * D + d, row + (active + 1) * D)
+            difference = sub(load_up_to(activated, own + d, end), predicted)
+            for i in range(n):
+                at, stop = row + i * D + d, row + (i + 1) * D
+                weight = splat(_ONE + load_scalar(coefficients, t * n + i))
+                store_up_to(x, at, stop, vector_fma(weight, difference, load_up_to(x, at, stop)))
+
+
+@inlined
+def add_to_streams(x, y, n, D, since, first, last):
+    """Compute x[t, i, d] = x[t, i, d] + y[t, d] for the streams i >= since.
+
+    x: [T * n * D] f32, read and written
+    y: [T * D] f32, read
+    """
+    for t in range(first, last):
+        for i in range(since, n):
+            at, stop = (t * n + i) * D, (t * n + i + 1) * D
+            for d in range(0, D, COLUMNS):
+                value = add(load_up_to(x, at + d, stop), load_up_to(y, t * D + d, (t + 1) * D))
+                store_up_to(x, at + d, stop, value)
+
+
 # --- embeddings: rows of a matrix in panels ---------------------------------------------------------------------------
 
 

@@ -40,6 +40,7 @@ class Layer:
     intermediate_size: int  # F
     kv_source: int
     value_is_key: bool = False  # whether the values are the keys before norm and rope
+    sparsity_cutoff: float | None = None  # see `Program.sparsify`; None for a dense feed-forward
     bidirectional: bool = False
 
 
@@ -71,6 +72,10 @@ class Config:
     layers: tuple[Layer, ...]
     hidden_size_per_layer_input: int = 0  # P; 0 for models without per-layer inputs
     vocab_size_per_layer_input: int = 0  # the number of rows of the table of per-layer inputs
+    altup_num_inputs: int = 1  # n, the number of AltUp's streams
+    altup_active_idx: int = 0  # the number of the stream that the layers work on
+    altup_correct_scale: bool = True  # whether the active stream is scaled before it meets a layer's own input
+    laurel_rank: int = 0  # R
     embedding: EmbeddingHead | None = None  # None: the model generates text
 
     @property

@@ -20,6 +20,8 @@ class Fields:
 
     def fail(self, name: str, expected: str) -> NoReturn:
         found = self.values.get(name)
+        if isinstance(found, np.ndarray):
+            found = found.tolist()  # an array's own representation has several lines
         raise ConfigError(f"{self.where}: {name} should be {expected}, found {found!r:.80}")
 
     def _get(self, name: str, default: Any) -> Any:

@@ -181,7 +181,7 @@ def config_from_hf(description: ModelDescription) -> Config:
         return value
 
     head_dim = dimension("head_dim")
-    ropes = _ropes_from_hf(fields, kind)
+    ropes = ropes_from_hf(fields, kind)
     embedding = EmbeddingHead(description.dense) if kind == "gemma-embedding" else None
     layers = tuple(
         Layer(window, ropes[FULL if window is None else SLIDING], dimension("num_attention_heads"),
@@ -255,7 +255,7 @@ def _reach(window: int, kind: str) -> int:
     return window // 2 + 1 if kind == "gemma-embedding" else window
 
 
-def _ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
+def ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
     """Return the rope of full layers and the rope of sliding layers.
 
     Current versions of transformers write rope_parameters, which holds one object per layer type for Gemma 3. Older
@@ -301,7 +301,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     head_dim = fields.integer("attention.key_length", max(1, hidden // heads))
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedError(f"{where}: attention.value_length should be {head_dim}, as attention.key_length is")
-    full, sliding = _ropes_from_gguf(fields, kind)
+    full, sliding = ropes_from_gguf(fields, kind)
     layers = tuple(
         Layer(window, full if window is None else sliding, heads, kv_heads, head_dim,
               fields.integer("feed_forward_length"), number, bidirectional=embedding is not None)
@@ -367,7 +367,7 @@ def _windows_from_gguf(fields: Fields, kind: str, count: int) -> list[int | None
     return [window if flag else None for flag in flags]
 
 
-def _ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
+def ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
     """Return the rope of full layers and the rope of sliding layers. For Gemma 3, scaling applies to full layers only."""
     scaling = fields.text("rope.scaling.type", None)
     named = next((name for name in ("rope.scaling.factor", "rope.scale_linear") if fields.values.get(name)), None)

@@ -282,10 +282,10 @@ def _head_shapes(fields: Fields, types: list[str]) -> list[tuple[int, int]]:
     return shapes
 
 
-def kv_sources(fields: Fields, name: str, types: list[str]) -> list[int]:
+def kv_sources(fields: Fields, name: str, types: list[str], default: int = 0) -> list[int]:
     """Return, for each layer, the number of the layer whose KV rows it reads: its own number, or for the last layers, whose
-    number is the field `name`, the last layer of the same type before them."""
-    count = fields.integer(name, 0, least=0)
+    number is the field `name` or the default, the last layer of the same type before them."""
+    count = fields.integer(name, default, least=0)
     first = len(types) - count
     own = dict(zip(types[: max(0, first)], range(first), strict=True))  # of each type, the last layer
     if first <= 0 or not set(types[first:]) <= set(own):
@@ -326,7 +326,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
         raise UnsupportedError(f"{where}: expert_count is set; mixture of experts is not supported yet")
     types = [SLIDING if flag else FULL for flag in fields.flags("attention.sliding_window_pattern", count)]
     sources = kv_sources(fields, "attention.shared_kv_layers", types)
-    widths = {FULL: _head_width(fields, ""), SLIDING: _head_width(fields, "_swa")}
+    widths = {FULL: head_width(fields, ""), SLIDING: head_width(fields, "_swa")}
     ropes = {
         FULL: Rope(fields.number("rope.freq_base", 1e6), share=_rope_share(description, widths[FULL])),
         SLIDING: Rope(fields.number("rope.freq_base_swa", 1e4)),
@@ -363,7 +363,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     return checked(config, where)
 
 
-def _head_width(fields: Fields, suffix: str) -> int:
+def head_width(fields: Fields, suffix: str) -> int:
     """Return the width of a head. suffix: "" for full layers, "_swa" for sliding layers."""
     width: int = fields.integer(f"attention.key_length{suffix}")
     for name in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):

@@ -18,10 +18,11 @@ from gemma_py.models.config import Config, Rope
 
 # Kinds of operations. The kinds before MATMUL compute each row by itself, so several of these operations can share a
 # phase, in which a worker takes a few rows through all the operations.
-(EMBED, ROPE_TABLE, NORM, ADD, SCALE, MULTIPLY, GELU_GATE, QUANTISE, TAKE, MEAN, TAKE_COLUMNS, ROPE, STORE, MATMUL,
- SCORES, ATTEND) = range(16)  # fmt: skip
-KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu gate", "quantise", "take", "mean",
-              "take columns", "rope", "store", "matmul", "scores", "attend")  # fmt: skip
+(EMBED, ROPE_TABLE, NORM, ADD, SCALE, MULTIPLY, GELU_GATE, QUANTISE, TAKE, MEAN, TAKE_COLUMNS, PUT_COLUMNS, GAIN, TANH, SPARSIFY,
+ MATCH, PREDICT, CORRECT, ADD_TO_STREAMS, ROPE, STORE, MATMUL, SCORES, ATTEND) = range(24)  # fmt: skip
+KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu gate", "quantise", "take", "mean", "take columns",
+              "put columns", "gain", "tanh", "sparsify", "match", "predict", "correct", "add to streams",
+              "rope", "store", "matmul", "scores", "attend")  # fmt: skip
 # The rows that a phase computes: the rows of all tokens, or the rows of the tokens whose logits are wanted.
 ALL, WANTED = range(2)
 # The name of the buffer that receives the logits or, in an embedding model, the embeddings before normalisation.
@@ -36,6 +37,7 @@ class Tensor:
     gguf: the tensor's name in GGUF.
     plus_one: whether safetensors store gain - 1 instead of gain.
     gathered: whether the matrix stays in the checkpoint's file, from which a pass reads the rows of its tokens.
+    stack: (i, count) where GGUF has `count` such matrices in one tensor [count, N, K], and this one is number i of them.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +45,12 @@ class Tensor:
     gguf: str
     plus_one: bool = False
     gathered: bool = False
+    stack: tuple[int, int] | None = None
+
+    @property
+    def gguf_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in a GGUF file."""
+        return self.shape if self.stack is None else (self.stack[1], *self.shape)
 
 
 @dataclass
@@ -62,8 +70,9 @@ class Op:
     window: int = 0  # sliding window; 0 means full attention
     bidirectional: bool = False  # for SCORES and ATTEND
     rope: int = -1  # index into Program.ropes
-    first: int = 0  # for TAKE_COLUMNS: the first column
-    stride: int = 0  # for TAKE_COLUMNS: the width of the source's rows
+    first: int = 0  # for TAKE_COLUMNS and PUT_COLUMNS: the first column in the wider of the two buffers
+    stride: int = 0  # for TAKE_COLUMNS and PUT_COLUMNS: the width of the source's rows
+    stream: int = 0  # for CORRECT: the active stream; for ADD_TO_STREAMS: the first stream that is added to
     numbers: tuple[float, float] = (0.0, 0.0)
     codes: "Op | None" = None  # for MATMUL: the QUANTISE operation of `source`
 
@@ -175,6 +184,86 @@ class Program:
             raise ValueError(f"{source} cannot be its own target, because its rows would change their width")
         self._write(target, width)
         self._add(TAKE_COLUMNS, source=source, target=target, width=width, first=first, stride=stride)
+
+    def put(self, source: str, target: str, first: int, width: int) -> None:
+        """Copy source to the columns first, first + 1, ... of target, whose rows have this width. The other columns of
+        target stay as they are."""
+        stride = self._widths_now[source]
+        if not 0 <= first <= width - stride or source == target:
+            raise ValueError(
+                f"{target} has {width} columns and no room for {source}, {stride} columns, from {first} on"
+            )
+        if first > 0:
+            self._check_rows(target)
+            self._check_width(target, width)
+        self._write(target, width)
+        self._add(PUT_COLUMNS, source=source, target=target, width=width, first=first, stride=stride)
+
+    def gain(self, target: str, tensor: str) -> None:
+        """Compute target *= tensor, column by column, in place."""
+        self._check_rows(target)
+        (width,) = self._shape(tensor, 1)
+        self._check_width(target, width)
+        self._write(target, width)
+        self._add(GAIN, target=target, tensor=tensor, width=width)
+
+    def tanh(self, target: str) -> None:
+        """Compute target = tanh(target), in place."""
+        self._check_rows(target)
+        width = self._widths_now[target]
+        self._write(target, width)
+        self._add(TANH, target=target, width=width)
+
+    def sparsify(self, target: str, deviations: float) -> None:
+        """Compute target = max(target - cutoff, 0), in place, where a row's cutoff lies so many standard deviations of the row
+        above its mean."""
+        self._check_rows(target)
+        width = self._widths_now[target]
+        self._write(target, width)
+        self._add(SPARSIFY, target=target, width=width, numbers=(deviations, 0.0))
+
+    def match(self, target: str, like: str, least: float) -> None:
+        """Multiply each row of target so that its root mean square becomes that of `like`, in place. A mean square of target
+        below `least` counts as `least`."""
+        self._check_rows(target)
+        if target == like:
+            raise ValueError(f"{target} cannot be matched with itself, because it changes while it is read")
+        width = self._same_width(target, like)
+        self._write(target, width)
+        self._add(MATCH, source=like, target=target, width=width, numbers=(least, 0.0))
+
+    def predict(self, source: str, target: str, coefficients: str, streams: int) -> None:
+        """Compute target[i] = source[i] + sum over p of coefficients[i, p] * source[p], for streams i and p of a row."""
+        width = self._width_of_streams(source, streams)
+        self._check_width(coefficients, streams * streams)
+        if target in (source, coefficients):
+            raise ValueError(
+                f"{target} cannot be predicted from itself, because every stream is read for every other one"
+            )
+        self._write(target, streams * width)
+        self._add(PREDICT, source=source, second=coefficients, target=target, heads=streams, width=width)
+
+    def correct(self, target: str, activated: str, coefficients: str, streams: int, active: int) -> None:
+        """Compute target[i] += (1 + coefficients[i]) * (activated - target[active]), in place, for every stream i; the active
+        stream is the one from before."""
+        self._check_rows(target)
+        width = self._width_of_streams(target, streams)
+        self._check_stream(active, streams)
+        self._check_width(activated, width)
+        self._check_width(coefficients, streams)
+        self._write(target, streams * width)
+        self._add(
+            CORRECT, source=activated, second=coefficients, target=target, heads=streams, width=width, stream=active
+        )
+
+    def add_to_streams(self, target: str, source: str, streams: int, since: int) -> None:
+        """Compute target[i] += source, in place, for every stream i >= since."""
+        self._check_rows(target)
+        width = self._width_of_streams(target, streams)
+        self._check_stream(since, streams)
+        self._check_width(source, width)
+        self._write(target, streams * width)
+        self._add(ADD_TO_STREAMS, source=source, target=target, heads=streams, width=width, stream=since)
 
     def gelu_gate(self, gate: str, up: str) -> None:
         """Compute gate = gelu(gate) * up, in place."""
@@ -304,6 +393,18 @@ class Program:
     def _check_width(self, buffer: str, width: int) -> None:
         if self._widths_now[buffer] != width:
             raise ValueError(f"rows of {buffer} should have {width} numbers, found {self._widths_now[buffer]}")
+
+    def _width_of_streams(self, buffer: str, streams: int) -> int:
+        width, rest = divmod(self._widths_now[buffer], streams)
+        if rest:
+            raise ValueError(
+                f"rows of {buffer} have {self._widths_now[buffer]} numbers, which are not {streams} streams"
+            )
+        return width
+
+    def _check_stream(self, stream: int, streams: int) -> None:
+        if not 0 <= stream < streams:
+            raise ValueError(f"there are {streams} streams, numbered from 0; found stream {stream}")
 
     def _same_width(self, target: str, source: str) -> int:
         if self._widths_now[target] != self._widths_now[source]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gemma_py.errors import ComputationError, UnsupportedError
 from gemma_py.models.config import Config
-from gemma_py.reference import bidirectional, gemma, gemma4, operations
+from gemma_py.reference import bidirectional, gemma, gemma3n, gemma4, operations
 from gemma_py.reference.arithmetic import is_ieee
 from gemma_py.reference.cache import ReferenceCache
 
@@ -22,6 +22,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, int], n
     "gemma2": gemma.logits,
     "vaultgemma": gemma.logits,
     "gemma3": gemma.logits,
+    "gemma3n": gemma3n.logits,
     "gemma4": gemma4.logits,
 }
 # By model_type: the function embedding(weights, config, cache, ids) of an embedding model.

@@ -243,6 +243,24 @@ def gelu_gate(gate, up):
 
 
 @jit
+def tanh_row(x):
+    """y[d] = tanh(x[d])"""
+    y = np.empty_like(x)
+    for d in range(x.shape[0]):
+        y[d] = tanh(x[d])
+    return y
+
+
+@jit
+def multiply_row(x, gain):
+    """y[d] = x[d] * gain[d]"""
+    y = np.empty_like(x)
+    for d in range(x.shape[0]):
+        y[d] = x[d] * gain[d]
+    return y
+
+
+@jit
 def soft_cap(value, cap):
     """Return cap * tanh(value / cap), or the value if cap is 0."""
     return cap * tanh(value / cap) if cap > _ZERO else value

@@ -68,6 +68,15 @@ def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
 
 
 @inlined
+def buffer_of(batch, scratch, number, width):
+    """Return a tuple with one element: the array of the buffer `number`, with rows of this width.
+
+    The array is in a tuple, because without numba's reference counting a compiled function must not return a new array.
+    """
+    return (array_from_address(batch.buffers[number], batch.tokens.shape[0] * width, scratch.floats),)
+
+
+@inlined
 def codes_of(scratch, batch, slot):
     """Return views of the codes in a slot."""
     at = slot * batch.tokens.shape[0]

@@ -14,7 +14,6 @@ import numpy as np
 from gemma_py.kernels.attention import attend, attend_columns, columns_of_part, score_keys
 from gemma_py.kernels.attention_layout import LANES, QUERY_BLOCK, AttentionParams, Ring
 from gemma_py.kernels.decorator import inlined, phase
-from gemma_py.kernels.intrinsics import array_from_address
 from gemma_py.kernels.matmul import (
     FEW_ROWS,
     MAX_TILE_ROWS,
@@ -24,38 +23,9 @@ from gemma_py.kernels.matmul import (
     matmul_codes,
     matmul_floats,
 )
-from gemma_py.kernels.panels import COLUMNS, CodePanels
-from gemma_py.kernels.rows import (
-    add_to,
-    copy_columns,
-    embed_codes,
-    embed_floats,
-    gelu_gate,
-    mean_rows,
-    quantise_rows,
-    rms_norm_rows,
-    rope_rows,
-    rope_table,
-    scale_rows,
-    soft_cap,
-)
-from gemma_py.kernels.simd.vectors import store_scalar
-from gemma_py.models.program import (
-    ADD,
-    ALL,
-    EMBED,
-    GELU_GATE,
-    MEAN,
-    MULTIPLY,
-    NORM,
-    QUANTISE,
-    ROPE,
-    ROPE_TABLE,
-    SCALE,
-    STORE,
-    TAKE,
-    TAKE_COLUMNS,
-)
+from gemma_py.kernels.panels import COLUMNS
+from gemma_py.kernels.rows import soft_cap
+from gemma_py.models.program import STORE
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
 from gemma_py.runtime.batch import (
@@ -64,6 +34,7 @@ from gemma_py.runtime.batch import (
     LONGEST,
     ORIGIN,
     ROWS,
+    buffer_of,
     codes_of,
     kv_rows_of,
     own_part,
@@ -71,8 +42,9 @@ from gemma_py.runtime.batch import (
     tiles_in,
     unpack_buffer_of,
 )
+from gemma_py.runtime.row_operations import panels_of_codes, row_operation, trace_operation
 from gemma_py.runtime.sync import await_rows, claim, claim_any, last_awaited, publish
-from gemma_py.runtime.trace import is_traced, trace_codes, trace_rows, trace_worker
+from gemma_py.runtime.trace import is_traced, trace_rows, trace_worker
 from gemma_py.weights import pack as w
 
 _TILE_ROWS = 8  # rows of a tile in `rows_phase`
@@ -80,115 +52,6 @@ _FULL_WINDOW = 1 << 40  # the sliding window that stands for full attention, lar
 
 
 # --- operations on rows -----------------------------------------------------------------------------------------------
-
-
-@inlined
-def _panels_of_codes(model, number):
-    row = model.weights.matrices[number]
-    return CodePanels(
-        model.weights.codes, row[w.AT], row[w.ROWS], row[w.INPUTS], row[w.WIDTH], row[w.OFFSET], row[w.GROUP], row[w.BLOCK],
-        row[w.MINIMUMS], row[w.BYTES], row[w.QUADS],
-    )  # fmt: skip
-
-
-@inlined
-def _embed(model, op, token, y, at, unpacked):
-    """Compute y[at : at + D] = factor * (row of the matrix for the token, or row 0 if the matrix has no row for the token)."""
-    number, factor = op[p.MATRIX], model.numbers[op[p.NUMBER]]
-    row = model.weights.matrices[number]
-    N, K = row[w.ROWS], row[w.INPUTS]
-    token = token if token < N else np.int64(0)
-    if row[w.KIND] == w.CODES:
-        embed_codes(_panels_of_codes(model, number), token, factor, y, at, unpacked)
-    elif row[w.KIND] == w.BF16_FLOATS:
-        embed_floats(FloatPanels(model.weights.bf16, row[w.AT], N, K), token, factor, y, at)
-    else:
-        embed_floats(FloatPanels(model.weights.floats, row[w.AT], N, K), token, factor, y, at)
-
-
-@inlined
-def _store_row(op, keys, values, capacity, position, k, v, t):
-    """Copy row t of k and v, [T, G, E], to the position's row of `keys` and `values`, [G, capacity, E]."""
-    G, E = op[p.KV_HEADS], op[p.WIDTH]
-    for g in range(G):
-        to, source = (g * capacity + position % capacity) * E, (t * G + g) * E
-        for e in range(E):
-            store_scalar(keys, to + e, k[source + e])
-            store_scalar(values, to + e, v[source + e])
-
-
-@inlined
-def _buffer(batch, scratch, number, width):
-    """Return a tuple with one element: the array of the buffer `number`, with rows of this width.
-
-    The array is in a tuple, because without numba's reference counting a compiled function must not return a new array.
-    """
-    return (array_from_address(batch.buffers[number], batch.tokens.shape[0] * width, scratch.floats),)
-
-
-@inlined
-def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, last):
-    """Apply one row operation to rows first .. last - 1. For STORE, these rows must belong to the sequence `sequence`."""
-    kind, heads, width = op[p.OP], op[p.HEADS], op[p.WIDTH]
-    rows, positions = batch.rows[op[p.ROWS_OF]], batch.positions[op[p.ROWS_OF]]
-    (x,) = _buffer(batch, scratch, op[p.SOURCE], heads * width)
-    (second,) = _buffer(batch, scratch, op[p.SECOND], heads * width)
-    (y,) = _buffer(batch, scratch, op[p.TARGET], heads * width)
-    if kind == EMBED:
-        for t in range(first, last):
-            _embed(model, op, batch.tokens[rows[t]], y, t * width, unpacked)
-    elif kind == ROPE_TABLE:
-        for t in range(first, last):
-            rope_table(model.frequencies[op[p.ROPE_ROW], :width], positions[t] - t, y, second, t, t + 1)
-    elif kind in (NORM, ADD):
-        gain = op[p.GAIN]
-        if gain >= 0:
-            to = y if kind == NORM else x
-            eps = model.numbers[op[p.NUMBER]]
-            rms_norm_rows(x, model.weights.gains[gain : gain + width], width, eps, to, first * heads, last * heads)
-        if kind == ADD:
-            add_to(y, x, first * width, last * width)
-    elif kind == SCALE:
-        scale_rows(y, model.weights.gains[op[p.GAIN]], first * width, last * width)
-    elif kind == MULTIPLY:
-        scale_rows(y, model.numbers[op[p.NUMBER]], first * width, last * width)
-    elif kind == GELU_GATE:
-        gelu_gate(y, x, first * width, last * width)
-    elif kind == QUANTISE:
-        quantise_rows(x, width, codes_of(scratch, batch, op[p.SLOT]), first, last, 0)
-    elif kind == TAKE:
-        for t in range(first, last):
-            for d in range(width):
-                y[t * width + d] = x[rows[t] * width + d]
-    elif kind == MEAN:
-        for t in range(first, last):
-            number, _, _ = rows_of_tile(batch.segments[op[p.ROWS_OF]], t, 1)
-            segment = batch.segments[ALL, number]
-            mean_rows(x, width, segment[FIRST], segment[END_ROW], y, t * width)
-    elif kind == TAKE_COLUMNS:
-        (wide,) = _buffer(batch, scratch, op[p.SOURCE], op[p.STRIDE])
-        copy_columns(wide, op[p.STRIDE], op[p.FIRST_COLUMN], y, width, first, last)
-    elif kind == ROPE:
-        rope_rows(y, heads, width, x, second, first, last)
-    elif kind == STORE:
-        kv_entry = batch.tables[sequence, op[p.KV]]
-        keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
-        for t in range(first, last):
-            _store_row(op, keys, values, kv_entry[c.ROWS], positions[t], x, second, t)
-
-
-@inlined
-def _trace_operation(op, scratch, batch, trace, first, last):
-    """Trace the output of a row operation. For STORE, only the values are traced, because ROPE has traced the keys."""
-    rows, width = batch.rows[op[p.ROWS_OF]], op[p.HEADS] * op[p.WIDTH]
-    if op[p.OP] == QUANTISE:
-        trace_codes(trace, op[p.TRACE], rows, codes_of(scratch, batch, op[p.SLOT]), op[p.WIDTH], first, last)
-    elif op[p.OP] == STORE:
-        (values,) = _buffer(batch, scratch, op[p.SECOND], op[p.KV_HEADS] * op[p.WIDTH])
-        trace_rows(trace, op[p.TRACE], rows, values, op[p.KV_HEADS] * op[p.WIDTH], first, last)
-    elif op[p.OP] != ROPE_TABLE and op[p.OP] != TAKE:  # cosines and sines are not traced, and TAKE copies traced rows
-        (made,) = _buffer(batch, scratch, op[p.TARGET], width)
-        trace_rows(trace, op[p.TRACE], rows, made, width, first, last)
 
 
 @phase
@@ -214,7 +77,7 @@ def rows_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
             op = model.ops[number]
             row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, last)
             if is_traced(trace) and op[p.TRACE] >= 0:
-                _trace_operation(op, scratch, batch, trace, first, last)
+                trace_operation(op, scratch, batch, trace, first, last)
                 trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], first, last)
         if stores:
             watermark = last_op[p.KV] * segments.shape[0] + sequence
@@ -231,12 +94,12 @@ def _matmul(model, op, scratch, batch, unpacked, first_row, last_row, first_pane
     """Compute target[t, n] for rows t in first_row .. last_row - 1 and outputs n in panels first_panel .. last_panel - 1."""
     row = model.weights.matrices[op[p.MATRIX]]
     N, K = row[w.ROWS], row[w.INPUTS]
-    (x,) = _buffer(batch, scratch, op[p.SOURCE], K)
-    (y,) = _buffer(batch, scratch, op[p.TARGET], N)
+    (x,) = buffer_of(batch, scratch, op[p.SOURCE], K)
+    (y,) = buffer_of(batch, scratch, op[p.TARGET], N)
     if row[w.KIND] == w.CODES:
         coded = codes_of(scratch, batch, op[p.SLOT])
         matmul_codes(
-            coded, _panels_of_codes(model, op[p.MATRIX]), y, first_row, last_row, first_panel, last_panel, unpacked
+            coded, panels_of_codes(model, op[p.MATRIX]), y, first_row, last_row, first_panel, last_panel, unpacked
         )
     elif row[w.KIND] == w.BF16_FLOATS:
         matmul_floats(
@@ -372,7 +235,7 @@ def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
     S, parts = segments.shape[0], workers_a_position(op, batch, workers)
-    (q,) = _buffer(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
+    (q,) = buffer_of(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
     tiles = G * S * parts
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:
@@ -399,8 +262,8 @@ def _columns(worker, workers, cells, model, scratch, batch, trace, op, parts):
     """Compute attention from the scores of `scores_phase`. A tile computes a range of output columns of one position."""
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
-    (q,) = _buffer(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
-    (out,) = _buffer(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
+    (q,) = buffer_of(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
+    (out,) = buffer_of(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
     tiles = G * segments.shape[0] * parts
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:
@@ -431,8 +294,8 @@ def attend_tile(model, op, scratch, batch, workspace, number, g, first, last):
     """
     H, kv_entry, segment = op[p.HEADS], batch.tables[number, op[p.KV]], batch.segments[op[p.ROWS_OF], number]
     keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
-    (q,) = _buffer(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
-    (out,) = _buffer(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
+    (q,) = buffer_of(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
+    (out,) = buffer_of(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
     ring = _ring_of(op, keys, values, kv_entry[c.ROWS])
     origin = segment[ORIGIN]
     attend(q, ring, _params_of(model, op, segment), g, origin, origin + first, origin + last, workspace, out)
@@ -480,7 +343,7 @@ def trace_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     for number in range(at, end):
         op = model.ops[number]
         count, width = batch.counts[op[p.ROWS_OF], ROWS], op[p.HEADS] * op[p.WIDTH]
-        (made,) = _buffer(batch, scratch, op[p.TARGET], width)
+        (made,) = buffer_of(batch, scratch, op[p.TARGET], width)
         first, last = worker * count // workers, (worker + 1) * count // workers
         trace_rows(trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], made, width, first, last)
     return True

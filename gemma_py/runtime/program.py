@@ -22,8 +22,8 @@ from gemma_py.weights.tensors import GatheredTable
 #   TARGET, SOURCE, SECOND: buffers.  MATRIX, GAIN: indices into the weights' `matrices` and `gains`.
 #   NUMBER: an index into `numbers`.  SLOT: the codes of a pass of T rows begin at SLOT * T.
 (OP, LAYER, LABEL, NEXT, COUNTER, TRACE, BARRIER, ROWS_OF, TARGET, SOURCE, SECOND, MATRIX, GAIN, HEADS, WIDTH, KV_HEADS,
- KV, WINDOW, BIDIRECTIONAL, ROPE_ROW, FIRST_COLUMN, STRIDE, NUMBER, SLOT) = range(24)  # fmt: skip
-_COLUMNS = 24
+ KV, WINDOW, BIDIRECTIONAL, ROPE_ROW, FIRST_COLUMN, STRIDE, STREAM, NUMBER, SLOT) = range(25)  # fmt: skip
+_COLUMNS = 25
 NO_BUFFER = -1
 
 
@@ -36,7 +36,7 @@ class ModelTables(NamedTuple):
     weights: PackedArrays  # `gains` ends with a vector of ones, for norms without a gain
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
     numbers: np.ndarray  # f32: the epsilons, scales, caps and factors of the operations
-    ops: np.ndarray  # int64 [operations, 24]
+    ops: np.ndarray  # int64 [operations, 25]
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
         row[[TARGET, SOURCE, SECOND]] = [buffers.get(name, NO_BUFFER) for name in (op.target, op.source, op.second)]
         row[MATRIX] = weights.matrices.get(op.tensor, -1)
         row[GAIN] = ones if op.kind == NORM and not op.tensor else weights.gains.get(op.tensor, -1)
-        row[[HEADS, WIDTH, KV_HEADS, KV, WINDOW, BIDIRECTIONAL, ROPE_ROW, FIRST_COLUMN, STRIDE]] = (
-            op.heads, op.width, op.kv_heads, op.kv, op.window, op.bidirectional, op.rope, op.first, op.stride,
+        row[[HEADS, WIDTH, KV_HEADS, KV, WINDOW, BIDIRECTIONAL, ROPE_ROW, FIRST_COLUMN, STRIDE, STREAM]] = (
+            op.heads, op.width, op.kv_heads, op.kv, op.window, op.bidirectional, op.rope, op.first, op.stride, op.stream,
         )  # fmt: skip
         row[NUMBER] = 2 * numbers.setdefault(pair, len(numbers))
         row[SLOT] = slots.get(id(op if op.kind == QUANTISE else op.codes), 0)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NoReturn
 
@@ -180,7 +180,29 @@ def gguf_source(
     where: str,
     unused: Collection[str] = (),
 ) -> Source:
-    return Source(tensors, specs, {name: spec.gguf for name, spec in specs.items()}, False, tied, where, unused)
+    """Return the source for GGUF. A tensor that holds several matrices is replaced by one tensor for each matrix."""
+    tensors, names = dict(tensors), {name: spec.gguf for name, spec in specs.items()}
+    for name, spec in specs.items():
+        if spec.stack is not None and spec.gguf in tensors:
+            part = _part_of_stack(tensors[spec.gguf], spec)
+            names[name] = part.name
+            tensors[part.name] = part
+    for whole in {spec.gguf for spec in specs.values() if spec.stack is not None}:
+        tensors.pop(whole, None)
+    return Source(tensors, specs, names, False, tied, where, unused)
+
+
+def _part_of_stack(tensor: StoredTensor, spec: Tensor) -> StoredTensor:
+    """Return one of the matrices of a tensor [count, N, K]."""
+    if tensor.shape != spec.gguf_shape:
+        raise ConfigError(
+            f"{tensor.where}: shape {list(spec.gguf_shape)} expected from the config, found {list(tensor.shape)}"
+        )
+    assert spec.stack is not None
+    number, count = spec.stack
+    size = len(tensor.data) // count
+    data = tensor.data[number * size : (number + 1) * size]
+    return replace(tensor, name=f"{tensor.name}[{number}]", shape=spec.shape, data=data)
 
 
 def hugging_face_source(

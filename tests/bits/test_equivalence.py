@@ -29,7 +29,7 @@ from gemma_py.kernels.decorator import kernel
 from gemma_py.models.config import Config
 from gemma_py.models.program import ATTEND, ROPE_TABLE, STORE
 from gemma_py.runtime import batch as batches
-from gemma_py.runtime import phases, program
+from gemma_py.runtime import phases, program, row_operations
 from gemma_py.runtime import runner as runners
 from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.runner import SequenceInput
@@ -249,7 +249,7 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
 
 @kernel
 def _row_operation(m, number, s, batch, first, last):
-    phases.row_operation(0, m, m.ops[number], s, batch, batches.unpack_buffer_of(s, 0, 1), 0, first, last)
+    row_operations.row_operation(0, m, m.ops[number], s, batch, batches.unpack_buffer_of(s, 0, 1), 0, first, last)
 
 
 @kernel

@@ -266,7 +266,8 @@ def test_responses(client: Any, tiny_engine: gemma_py.Engine) -> None:
 
 def test_models(client: Any, tiny_engine: gemma_py.Engine) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").model_extra == {"context_length": tiny_engine.context, "note": None}
+    described = {"context_length": tiny_engine.context, "note": None, "thinking": False, "tools": False}
+    assert client.models.retrieve("tiny").model_extra == described
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("gpt-9")
     assert caught.value.code == "model_not_found" and caught.value.param == "model"

@@ -17,7 +17,7 @@ def digests() -> dict[str, list[str]]:
     made = {}
     with tempfile.TemporaryDirectory() as scratch:
         paths = {}
-        for name in ("gemma1-multi-query", "gemma2", "gemma3-scaled-untied"):
+        for name in ("gemma1-multi-query", "gemma2", "gemma3-scaled-untied", "gemma3n"):
             paths[name] = Path(scratch) / name
             tiny.write(tiny.VARIANTS[name], paths[name], seed=1)
         for kind in ("Q8_0", "Q2_K", "Q4_K", "Q6_K"):

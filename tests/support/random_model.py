@@ -22,11 +22,14 @@ def random_checkpoint(family: Family, config: Config, kind: str, seed: int = 1) 
     """Every tensor of the family is drawn; matrices are stored in the type `kind`."""
     rng, made, specs, path = np.random.default_rng(seed), {}, family.tensors(config), Path(f"random {kind}")
     for name, spec in specs.items():
-        values, stored = rng.standard_normal(spec.shape, np.float32), TYPES[kind if len(spec.shape) == 2 else "F32"]
+        if spec.gguf in made:
+            continue  # a stack of matrices, which was made for the first of them
+        floats = len(spec.shape) == 1 or spec.shape[1] % TYPES[kind].block
+        values, stored = rng.standard_normal(spec.gguf_shape, np.float32), TYPES["F32" if floats else kind]
         data = values.view(np.uint8) if stored.pack is None else stored.pack(values.reshape(-1, stored.block))
         if stored.name == "BF16":
             data = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-        made[spec.gguf] = StoredTensor(name, stored, spec.shape, data.reshape(-1), path)
+        made[spec.gguf] = StoredTensor(name, stored, spec.gguf_shape, data.reshape(-1), path)
     source = gguf_source(made, specs, True, str(path))
     return Checkpoint(path, str(path), family, config, source, None, {}, cacheable=False)
 

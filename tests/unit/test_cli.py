@@ -1,6 +1,7 @@
 """The command line: what it prints, exit codes, and one line for every error."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from gguf_bytes import small
 from repository import TINY
+from tiny_models import VARIANTS
 
 import gemma_py
 from gemma_py.catalog import catalogue, resolve
@@ -93,8 +95,16 @@ def test_inspect(run: Run, checkpoints: dict[str, Path]) -> None:
         report = json.loads(out)
         assert report["bytes"] == sum(tensor["bytes"] for tensor in report["tensors"])
         assert report["model_type"] in name.replace("gemma1", "gemma")
-        assert report["left_out"] == ({"vision_tower": 1} if "multimodal" in name else {})
+        parts = Counter(other.removeprefix("model.").split(".")[0] for other in VARIANTS[name].extra)
+        del parts["language_model"]  # keys and values that the text model does not use
+        assert report["left_out"] == parts
+        assert bool(parts) == ("multimodal" in name or "wrapped" in name)
         assert run("inspect", path)[0] == 0
+    shown = run("inspect", checkpoints["gemma4-e2b"])[1]
+    for part in ("feed-forward 48 and 96, per-layer input 6", "3 read the KV rows of an earlier layer",
+                 "4 query and 1 key/value heads of 12; 4 query", "1e+06 for 25% of a head (full)"):  # fmt: skip
+        assert part in shown
+    assert ", keys as values" in run("inspect", checkpoints["gemma4-dense"])[1]
     report = json.loads(run("inspect", TINY, "--json")[1])
     assert [layer["window"] for layer in report["layers"]] == [16] * 5 + [None, 16]
     assert report["tokenizer"]["size"] == 1536

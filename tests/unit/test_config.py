@@ -1,6 +1,8 @@
 """Configs: old and new files give the same one, and errors name the wrong field."""
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemma_py.errors import ConfigError, GemmaError, UnsupportedError
+from gemma_py.formats.blocks import F32
+from gemma_py.formats.tensor import StoredTensor
 from gemma_py.models import families
 from gemma_py.models.config import Config, Rope
 
@@ -124,6 +128,76 @@ def test_shieldgemma_2_whose_text_config_names_no_model_type() -> None:
     assert config_from_hf(SHIELDGEMMA_2 | {"text_config": text}, "c") == config_from_hf(GEMMA_3_4B_IT, "c")
 
 
+# As in the released repository, shortened to the fields that matter.
+GEMMA_3N_E2B = {
+    "architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "eos_token_id": [1, 106],
+    "text_config": {
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20, "intermediate_size": [8192] * 30, "hidden_size": 2048,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 6, "model_type": "gemma3n_text",
+        "num_hidden_layers": 30, "num_kv_shared_layers": 10, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "vocab_size": 262_400, "vocab_size_per_layer_input": 262_144,
+    },
+    "vision_config": {"architecture": "mobilenetv5_300m_enc"}, "audio_config": {"hidden_size": 1536},
+}  # fmt: skip
+
+
+def test_gemma_3n() -> None:
+    config = config_from_hf(GEMMA_3N_E2B, "config.json")
+    assert [layer.kv_source for layer in config.layers] == [*range(20), *([18] * 4 + [19]) * 2]
+    assert windows(config)[:5] == [512] * 4 + [None]
+    assert config.layers[0].sparsity_cutoff == float(np.float32(1.6448536269514722))
+    assert config.layers[10].sparsity_cutoff is None
+    assert config.layers[4].rope == Rope(1e6) and config.layers[3].rope == Rope(1e4)
+    assert (config.attention_scale, config.final_logit_softcapping) == (1.0, 30.0)
+    assert (config.altup_num_inputs, config.laurel_rank, config.hidden_size_per_layer_input) == (4, 64, 256)
+    assert config.eos_token_ids == (1, 106)
+
+
+def test_gemma_3n_whose_config_leaves_defaults_out() -> None:
+    config = config_from_hf({"model_type": "gemma3n_text"}, "config.json")
+    assert len(config.layers) == 35
+    assert [layer.kv_source for layer in config.layers][19:24] == [19, 18, 18, 18, 18]
+    assert [layer.sparsity_cutoff is None for layer in config.layers] == [False] * 10 + [True] * 25
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"intermediate_size": [64] * 6}, "list of 7 positive integers"),
+        ({"intermediate_size": [64] * 6 + [0]}, "intermediate_size"),
+        ({"intermediate_size": [64] * 6 + [1 << 40]}, "intermediate_size"),
+        ({"intermediate_size": "64"}, "intermediate_size"),
+        ({"activation_sparsity_pattern": [0.5] * 8}, "activation_sparsity_pattern should be 7 entries"),
+        ({"activation_sparsity_pattern": [0.5] * 6 + [1.0]}, "each a number from 0 to below 1"),
+        ({"activation_sparsity_pattern": [0.5] * 6 + [-0.1]}, "activation_sparsity_pattern"),
+        ({"activation_sparsity_pattern": [0.5] * 6 + [float("nan")]}, "activation_sparsity_pattern"),
+        ({"layer_types": ["full_attention"] * 6}, "layer_types should be 7 entries"),
+        ({"layer_types": ["full_attention"] * 6 + ["wide_attention"]}, "layer_types"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({"layer_types": [["full_attention"]] * 7}, "layer_types"),
+        ({"num_kv_shared_layers": 7}, "num_kv_shared_layers should be fewer than the 7 layers.*found 7"),
+        ({"num_kv_shared_layers": 10**9}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 5}, "with a layer of every type before them, found 5"),
+        ({"altup_active_idx": 4}, "altup_active_idx should be below altup_num_inputs 4, found 4"),
+        ({"altup_active_idx": -1}, "altup_active_idx"),
+        ({"altup_num_inputs": 0}, "altup_num_inputs"),
+        ({"altup_num_inputs": 10**9}, "altup_num_inputs should be 1 to 64"),
+        ({"altup_correct_scale": 1}, "altup_correct_scale"),
+        ({"laurel_rank": 0}, "laurel_rank"),
+        ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input"),
+        ({"vocab_size_per_layer_input": 1.5}, "vocab_size_per_layer_input"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers should be at most 10000"),
+        ({"num_hidden_layers": 5}, "should be .*5"),
+        ({"use_bidirectional_attention": True}, "which no Gemma 3n has"),
+    ],
+)
+def test_a_wrong_field_of_gemma_3n_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=message) as caught:
+        config_from_hf(tiny.VARIANTS["gemma3n"].config | change, "some/config.json")
+    assert "some/config.json" in str(caught.value)
+
+
 def test_old_and_new_forms_say_the_same() -> None:
     new = dict(tiny.VARIANTS["gemma3"].config)
     old = {key: value for key, value in new.items() if key not in ("layer_types", "rope_parameters")}
@@ -166,7 +240,7 @@ def test_null_means_no_cap_but_absence_the_default() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
         ({"eos_token_id": -1}, "eos_token_id"),
         ({"model_type": "llama"}, "'llama' is not a Gemma model"),
-        ({"model_type": "gemma3n"}, "'gemma3n' is not supported yet"),
+        ({"model_type": "t5gemma"}, "'t5gemma' is not supported yet"),
         ({"model_type": None}, "is not a Gemma model"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_activation": "relu"}, "'relu'"),
@@ -209,7 +283,7 @@ JSON = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["gemma1-multi-head", "gemma2", "gemma3", "gemma3-old-config"]), st.data())
+@given(st.sampled_from(["gemma1-multi-head", "gemma2", "gemma3", "gemma3-old-config", "gemma3n"]), st.data())
 def test_any_value_in_any_field_gives_a_config_or_a_typed_error(name: str, data: st.DataObject) -> None:
     config = dict(tiny.VARIANTS[name].config)
     config[data.draw(st.sampled_from(sorted(config)))] = data.draw(JSON)
@@ -276,6 +350,73 @@ def test_gguf_27b_scales_by_hidden_over_heads() -> None:
 def test_a_wrong_gguf_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, UnsupportedError), match=message):
         config_from_gguf(GGUF_270M | change, "file", 262_144, tied=True)
+
+
+GGUF_3N = {
+    "general.architecture": "gemma3n", "gemma3n.context_length": 32768, "gemma3n.embedding_length": 2048,
+    "gemma3n.block_count": 30, "gemma3n.feed_forward_length": np.full(30, 8192), "gemma3n.attention.head_count": 8,
+    "gemma3n.attention.head_count_kv": 2, "gemma3n.attention.key_length": 256, "gemma3n.attention.value_length": 256,
+    "gemma3n.attention.layer_norm_rms_epsilon": 9.999999974752427e-07, "gemma3n.rope.freq_base": 1e6,
+    "gemma3n.attention.sliding_window": 512, "gemma3n.altup.active_idx": 0, "gemma3n.altup.num_inputs": 4,
+    "gemma3n.embedding_length_per_layer_input": 256, "gemma3n.attention.shared_kv_layers": 10.0,
+    "gemma3n.attention.sliding_window_pattern": np.array(([True] * 4 + [False]) * 6),
+    "gemma3n.activation_sparsity_scale": np.array([1.6448533535003662] * 10 + [-np.inf] * 20, np.float32),
+    "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.eot_token_id": 106,
+}  # fmt: skip
+TENSORS_3N = {
+    name: StoredTensor(name, F32, shape, np.empty(0, np.uint8), Path("file"))
+    for name, shape in {"per_layer_token_embd.weight": (262_144, 7680), "blk.0.laurel_l.weight": (64, 2048)}.items()
+}
+
+
+def config_3n_from_gguf(change: dict[str, Any]) -> Config:
+    return families.config_from_gguf(GGUF_3N | change, "file", 262_400, True, TENSORS_3N)[1]
+
+
+def test_gguf_of_gemma_3n() -> None:
+    theirs = config_from_hf(GEMMA_3N_E2B, "config.json")
+    assert config_3n_from_gguf({}).layers == theirs.layers
+    defaults = ("attention.sliding_window_pattern", "activation_sparsity_scale")
+    assert config_3n_from_gguf({f"gemma3n.{key}": None for key in defaults}).layers == theirs.layers
+    unsaid: dict[str, Any] = {"rms_norm_eps": 1e-6}
+    assert replace(config_3n_from_gguf({"gemma3n.feed_forward_length": 8192}), **unsaid) == theirs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"feed_forward_length": None}, "feed_forward_length is missing"),
+        ({"feed_forward_length": np.full(29, 8192)}, "list of 30 positive integers"),
+        ({"feed_forward_length": "x"}, "feed_forward_length"),
+        ({"activation_sparsity_scale": np.full(31, 1.0)}, "activation_sparsity_scale should be 30 entries"),
+        ({"activation_sparsity_scale": np.full(30, np.inf)}, "each a number or -inf"),
+        ({"activation_sparsity_scale": np.full(30, np.nan)}, "each a number or -inf"),
+        (
+            {"attention.sliding_window_pattern": [True]},
+            "sliding_window_pattern should be an integer or a list of 30 flags",
+        ),
+        ({"attention.sliding_window_pattern": ["x"] * 30}, "sliding_window_pattern"),
+        ({"attention.shared_kv_layers": 10.5}, "shared_kv_layers should be an integer"),
+        ({"attention.shared_kv_layers": 30.0}, "shared_kv_layers should be fewer than the 30 layers"),
+        ({"attention.shared_kv_layers": 26}, "with a layer of every type before them"),
+        ({"attention.shared_kv_layers": float("nan")}, "shared_kv_layers"),
+        ({"altup.num_inputs": None}, "altup.num_inputs is missing"),
+        ({"altup.num_inputs": 1 << 30}, "altup_num_inputs should be 1 to 64"),
+        ({"altup.active_idx": 4}, "altup_active_idx should be below"),
+        ({"embedding_length_per_layer_input": None}, "embedding_length_per_layer_input is missing"),
+        ({"attention.value_length": 128}, "value_length"),
+        ({"block_count": 10_001}, "block_count should be at most 10000"),
+    ],
+)
+def test_a_wrong_gguf_field_of_gemma_3n_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=message) as caught:
+        config_3n_from_gguf({f"gemma3n.{key}": value for key, value in change.items()})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_gguf_without_the_tensors_that_give_sizes_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'per_layer_token_embd.weight' is missing or not a matrix"):
+        families.config_from_gguf(GGUF_3N, "file", 262_400, True, {})
 
 
 @pytest.mark.parametrize("keys", [("3", "10"), ("03", "10")])

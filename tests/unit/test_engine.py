@@ -39,7 +39,7 @@ def test_decode_matches_prefill(checkpoints: dict[str, Path], name: str) -> None
         for at, token in enumerate(IDS):
             np.testing.assert_array_equal(bits(every[at]), bits(single.decode(token)))
         assert whole.kv_digest() == cut.kv_digest() == single.kv_digest()
-        assert len(set(whole.kv_digest())) == len(engine.config.layers)
+        assert len(set(whole.kv_digest())) == len(engine.config.kv_layers)
 
 
 def test_reference_logits_match_the_session(tiny_engine: gemma_py.Engine) -> None:

@@ -1,0 +1,141 @@
+"""Write a GGUF file with random weights in the shape of a released Gemma 4, to compare speeds without a download.
+
+    python tools/random_gguf.py e2b | e4b | 26b-a4b OUT.gguf [--layers N] [--type Q4_0] [--vocabulary MODEL.gguf]
+
+Every matrix of whole blocks has the type that is asked for; the embedding and the per-layer table have Q8_0 and Q4_0, as in
+published files. --layers writes the first N layers only, for a model that does not fit on the disk or into memory. The vocabulary
+is copied from another file with 262,144 tokens, by default the demo model's. `tools/compare_peers.py OUT.gguf --peers llama.cpp`
+then compares the speeds.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from gemma_py.catalog import DEFAULT_MODEL, resolve
+from gemma_py.formats.blocks import TYPES
+from gemma_py.formats.gguf import read_gguf
+from gemma_py.models.families import config_from_hf
+
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
+
+from gguf_fields import add_fields, architecture, rope_divisors
+
+_COMMON: dict[str, Any] = {
+    "model_type": "gemma4_text", "vocab_size": 262144, "head_dim": 256, "global_head_dim": 512, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}  # fmt: skip
+_PER_LAYER = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "sliding_window": 512}
+# The shapes that the reference implementation of the released models has; `period`: one layer of so many is full.
+SHAPES: dict[str, dict[str, Any]] = {
+    "e2b": {**_PER_LAYER, "num_hidden_layers": 35, "hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8,
+            "num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "period": 5},
+    "e4b": {**_PER_LAYER, "num_hidden_layers": 42, "hidden_size": 2560, "intermediate_size": 10240,
+            "num_attention_heads": 8, "num_key_value_heads": 2, "num_kv_shared_layers": 18, "period": 6},
+    "26b-a4b": {"num_hidden_layers": 30, "hidden_size": 2816, "intermediate_size": 2112, "num_attention_heads": 16,
+                "num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+                "hidden_size_per_layer_input": 0, "sliding_window": 1024, "enable_moe_block": True, "num_experts": 128,
+                "top_k_experts": 8, "moe_intermediate_size": 704, "period": 6},
+}  # fmt: skip
+_STORED = {"token_embd.weight": "Q8_0", "per_layer_token_embd.weight": "Q4_0"}
+_BLOCKS_AT_ONCE = 1 << 21
+
+
+def document(name: str, layers: int | None) -> dict[str, Any]:
+    made = _COMMON | SHAPES[name]
+    period, count = made.pop("period"), layers or made["num_hidden_layers"]
+    types = ["sliding_attention" if number % period else "full_attention" for number in range(1, count + 1)]
+    return made | {"num_hidden_layers": count, "layer_types": types}
+
+
+def blocks(kind: str, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the bytes of `count` random values: random codes, and float16 scales that keep activations near 1."""
+    stored = TYPES[kind]
+    made: np.ndarray = rng.integers(0, 256, (count // stored.block, stored.bytes), np.uint8)
+    made[:, :2] = np.frombuffer(np.float16(0.1 / math.sqrt(2048)).tobytes(), np.uint8)
+    return made
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, path: Path) -> None:
+    fields = {key: value for key, value in read_gguf(path).metadata.items() if key.startswith("tokenizer.ggml.")}
+    writer.add_tokenizer_model(fields["tokenizer.ggml.model"])
+    writer.add_token_list(list(fields["tokenizer.ggml.tokens"]))
+    writer.add_token_scores([float(score) for score in fields["tokenizer.ggml.scores"]])
+    writer.add_token_types([int(kind) for kind in fields["tokenizer.ggml.token_type"]])
+    writer.add_bos_token_id(int(fields["tokenizer.ggml.bos_token_id"]))
+    writer.add_eos_token_id(int(fields["tokenizer.ggml.eos_token_id"]))
+
+
+def write(name: str, path: Path, kind: str, layers: int | None, vocabulary: Path) -> None:
+    made = document(name, layers)
+    family, config = config_from_hf(made, name)
+    writer = gguf.GGUFWriter(str(path), architecture(made))
+    add_fields(writer, made, ())
+    add_vocabulary(writer, vocabulary)
+    stored: list[tuple[str, tuple[int, ...]]] = []
+    for tensor in family.tensors(config).values():
+        if tensor.gguf == "output.weight":
+            continue
+        quantised = len(tensor.shape) > 1 and tensor.shape[-1] % TYPES[kind].block == 0
+        if quantised:
+            block_type = gguf.GGMLQuantizationType[_STORED.get(tensor.gguf, kind)]
+            size = math.prod(tensor.shape) // TYPES[block_type.name].block * TYPES[block_type.name].bytes
+            writer.add_tensor_info(
+                tensor.gguf, _bytes_shape(tensor.shape, block_type.name), np.dtype(np.uint8), size, block_type
+            )
+        else:
+            writer.add_tensor_info(tensor.gguf, tensor.shape, np.dtype(np.float32), 4 * math.prod(tensor.shape))
+        stored.append((block_type.name if quantised else "F32", tensor.shape))
+    writer.add_tensor_info(
+        "rope_freqs.weight", rope_divisors(made).shape, np.dtype(np.float32), rope_divisors(made).nbytes
+    )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    rng = np.random.default_rng(1)
+    with path.open("r+b") as file:
+        file.seek(0, 2)
+        for block_type, shape in stored:
+            file.write(b"\0" * (-file.tell() % writer.data_alignment))
+            if block_type == "F32":
+                file.write(np.ones(shape, np.float32).tobytes())
+                continue
+            left, block = math.prod(shape), TYPES[block_type].block
+            while left:
+                now = min(left, _BLOCKS_AT_ONCE * block)
+                file.write(blocks(block_type, now, rng).tobytes())
+                left -= now
+        file.write(b"\0" * (-file.tell() % writer.data_alignment))
+        file.write(rope_divisors(made).tobytes())
+        file.write(b"\0" * (-file.tell() % writer.data_alignment))
+
+
+def _bytes_shape(shape: tuple[int, ...], block_type: str) -> tuple[int, ...]:
+    """Return the shape in bytes, from which the gguf package computes the shape in values."""
+    return (*shape[:-1], shape[-1] // TYPES[block_type].block * TYPES[block_type].bytes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, help="write the first N layers only")
+    parser.add_argument("--type", default="Q4_0", choices=[name for name, kind in TYPES.items() if kind.quantised])
+    parser.add_argument("--vocabulary", type=Path, help="a GGUF file with 262,144 tokens (default: the demo model)")
+    args = parser.parse_args()
+    write(args.shape, args.out, args.type, args.layers, args.vocabulary or resolve(DEFAULT_MODEL))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
