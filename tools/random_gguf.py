@@ -1,6 +1,6 @@
-"""Write a GGUF file with random weights in the shape of a released Gemma 4, to compare speeds without a download.
+"""Write a GGUF file with random weights in the shape of a Gemma 4 of the catalogue, to compare speeds without a download.
 
-    python tools/random_gguf.py e2b | e4b | 26b-a4b OUT.gguf [--layers N] [--type Q4_0] [--vocabulary MODEL.gguf]
+    python tools/random_gguf.py NAME OUT.gguf [--layers N] [--type Q4_0] [--vocabulary MODEL.gguf]
 
 Every matrix of whole blocks has the type that is asked for; the embedding and the per-layer table have Q8_0 and Q4_0, as in
 published files. --layers writes the first N layers only, for a model that does not fit on the disk or into memory. The vocabulary
@@ -17,7 +17,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from gemma_py.catalog import DEFAULT_MODEL, resolve
+from gemma_py.catalog import DEFAULT_MODEL, catalogue, resolve
+from gemma_py.checks.shapes import config_document
 from gemma_py.formats.blocks import TYPES
 from gemma_py.formats.gguf import read_gguf
 from gemma_py.models.families import config_from_hf
@@ -26,35 +27,24 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 
 from gguf_fields import add_fields, architecture, rope_divisors
 
+# What the catalogue does not say, because every Gemma 4 has it.
 _COMMON: dict[str, Any] = {
-    "model_type": "gemma4_text", "vocab_size": 262144, "head_dim": 256, "global_head_dim": 512, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131072, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-6, "num_kv_shared_layers": 0,
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
-}  # fmt: skip
-_PER_LAYER = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "sliding_window": 512}
-# The shapes that the reference implementation of the released models has; `period`: one layer of so many is full.
-SHAPES: dict[str, dict[str, Any]] = {
-    "e2b": {**_PER_LAYER, "num_hidden_layers": 35, "hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 8,
-            "num_key_value_heads": 1, "num_kv_shared_layers": 20, "use_double_wide_mlp": True, "period": 5},
-    "e4b": {**_PER_LAYER, "num_hidden_layers": 42, "hidden_size": 2560, "intermediate_size": 10240,
-            "num_attention_heads": 8, "num_key_value_heads": 2, "num_kv_shared_layers": 18, "period": 6},
-    "26b-a4b": {"num_hidden_layers": 30, "hidden_size": 2816, "intermediate_size": 2112, "num_attention_heads": 16,
-                "num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
-                "hidden_size_per_layer_input": 0, "sliding_window": 1024, "enable_moe_block": True, "num_experts": 128,
-                "top_k_experts": 8, "moe_intermediate_size": 704, "period": 6},
 }  # fmt: skip
 _STORED = {"token_embd.weight": "Q8_0", "per_layer_token_embd.weight": "Q4_0"}
 _BLOCKS_AT_ONCE = 1 << 21
 
 
 def document(name: str, layers: int | None) -> dict[str, Any]:
-    made = _COMMON | SHAPES[name]
-    period, count = made.pop("period"), layers or made["num_hidden_layers"]
-    types = ["sliding_attention" if number % period else "full_attention" for number in range(1, count + 1)]
-    return made | {"num_hidden_layers": count, "layer_types": types}
+    """Return the config as Hugging Face writes it, of the first layers only if a number of layers is given."""
+    made = _COMMON | config_document(name) | {"model_type": "gemma4_text"}
+    made["vocab_size_per_layer_input"] = made["vocab_size"]
+    types = made["layer_types"][:layers]
+    return made | {"num_hidden_layers": len(types), "layer_types": types}
 
 
 def blocks(kind: str, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -127,13 +117,13 @@ def _bytes_shape(shape: tuple[int, ...], block_type: str) -> tuple[int, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("name", choices=[e.name for e in catalogue() if e.shape["family"] == "gemma4"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, help="write the first N layers only")
     parser.add_argument("--type", default="Q4_0", choices=[name for name, kind in TYPES.items() if kind.quantised])
     parser.add_argument("--vocabulary", type=Path, help="a GGUF file with 262,144 tokens (default: the demo model)")
     args = parser.parse_args()
-    write(args.shape, args.out, args.type, args.layers, args.vocabulary or resolve(DEFAULT_MODEL))
+    write(args.name, args.out, args.type, args.layers, args.vocabulary or resolve(DEFAULT_MODEL))
     return 0
 
 

@@ -348,7 +348,7 @@ class Conversation:
 
     def save(self, path: str | Path) -> None:
         """Write messages, settings and KV cache to a file, so that a loaded conversation needs no new prefill."""
-        self._forget()  # remove answers that retry or edit replaced
+        self._forget()  # removes the tokens of answers that `retry` or `edit` replaced
         description = {
             "messages": self.messages,
             "sampling": asdict(self.sampling) | {"logit_bias": list(self.sampling.logit_bias.items())},

@@ -47,9 +47,9 @@ class BenchTest:
 
     @property
     def weight(self) -> int:
-        """The estimated duration in the time of one token, for the progress bar.
+        """The estimated duration of a run, as a multiple of the time to compute one token, for the progress bar.
 
-        A pass also reads all weights, which is estimated to take as long as 8 tokens.
+        Every pass reads all weights, which is assumed to take as long as computing 8 tokens.
         """
         return self.tokens + 8 * len(self.passes)
 

@@ -30,13 +30,18 @@ _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_h
              "double": "use_double_wide_mlp", "cap": "final_logit_softcapping"}  # fmt: skip
 
 
-def config_of(name: str) -> tuple[Family, Config]:
-    """Return the family and the config of a model in the catalogue."""
+def _shape(name: str) -> dict[str, Any]:
     entry = next((entry for entry in catalogue() if entry.name == name), None)
     if entry is None:
         raise InputError(f"{name}: unknown model; `gemma_py models` lists the models with known shapes")
-    shape = dict(entry.shape)
-    kind, widths = shape.pop("family"), [shape["D"], *shape.pop("dense", [])]
+    return dict(entry.shape)
+
+
+def config_document(name: str) -> dict[str, Any]:
+    """Return the fields of a Hugging Face config that the shape of a model in the catalogue gives."""
+    shape = _shape(name)
+    kind = shape.pop("family")
+    shape.pop("dense", None)  # the modules of sentence-transformers have the dense layers, not config.json
     document: dict[str, Any] = {"model_type": kind}
     if kind == "gemma-embedding":  # the name in GGUF; in Hugging Face's config.json, the model type is that of Gemma 3
         document = {"model_type": "gemma3_text", "use_bidirectional_attention": True}
@@ -44,8 +49,14 @@ def config_of(name: str) -> tuple[Family, Config]:
     if period:
         types = ("full_attention", *["sliding_attention"] * (period - 1))
         document["layer_types"] = [types[number % period] for number in range(1, shape["L"] + 1)]
-    document |= {_BY_SHAPE[letter]: value for letter, value in shape.items()}
-    return config_from_hf(document, name, dense=tuple((N, K) for K, N in pairwise(widths)))
+    return document | {_BY_SHAPE[letter]: value for letter, value in shape.items()}
+
+
+def config_of(name: str) -> tuple[Family, Config]:
+    """Return the family and the config of a model in the catalogue."""
+    shape = _shape(name)
+    widths = [shape["D"], *shape.get("dense", [])]
+    return config_from_hf(config_document(name), name, dense=tuple((N, K) for K, N in pairwise(widths)))
 
 
 def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:

@@ -132,9 +132,7 @@ def check_comparable(trace: dict[str, Any], path: Path, engine: Engine, tokens: 
     if trace["tokens"] != prompt(length, engine.config.vocab_size):
         raise InputError(f"{path}: the {length} tokens of the trace are not the fixed prompt")
     if len(trace["hashes"]) != engine.program.layers or len(trace["kv"]) != len(engine.config.kv_owners):
-        raise FormatError(
-            f"{path}: damaged trace: {len(trace['hashes'])} layers are not the number of the model's layers"
-        )
+        raise FormatError(f"{path}: damaged trace: the trace and the model differ in the number of layers")
 
 
 def compare(trace: dict[str, Any], made: dict[str, Any], between: str) -> Difference | None:

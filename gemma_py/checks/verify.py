@@ -287,9 +287,9 @@ class VerifyReport:
 
 
 def cost(tokens: int, chunk: int) -> int:
-    """Return the estimated relative duration, for the progress bar.
+    """Return the estimated duration of a run, as a multiple of the time to compute one token, for the progress bar.
 
-    Reading the weights in a pass takes as long as computing 8 tokens.
+    Every pass reads all weights, which is assumed to take as long as computing 8 tokens.
     """
     return tokens + 8 * -(-tokens // chunk)
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         return gemma_py.load(args.model, threads=threads, quant=args.quant, progress=LoadProgress())
 
     with ProgressBar("checking", wanted=not args.json) as progress:
-        with open_engine(max(args.threads)) as engine:  # loading first reports invalid arguments early
+        with open_engine(max(args.threads)) as engine:  # load the model first, to report invalid arguments early
             note_exceptions(engine)
             wanted, theirs = args.tokens, None
             if args.against is not None:

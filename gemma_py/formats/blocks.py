@@ -137,7 +137,7 @@ def _q4_0(b: np.ndarray) -> Unpacked:
 def _inverse(scales: np.ndarray) -> np.ndarray:
     """Return 1 / scale, or 0 where the scale is 0.
 
-    The result is infinite for the smallest scales. Codes do not matter then, because such a scale is 0 as f16.
+    The result is infinite for the smallest scales. The codes then have no effect, because such a scale is stored as 0.
     """
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(scales == 0, np.float32(0), np.float32(1) / scales)

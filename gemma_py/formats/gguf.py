@@ -84,7 +84,8 @@ def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
     """
     zeros = data == 0
     for step in (1, 2, 3):
-        zeros = zeros[:-step] & zeros[step:]  # places where 2 zeros begin, in the second round 4, in the third 7
+        # True where 2 zeros begin after the first round, 4 zeros after the second, 7 zeros after the third.
+        zeros = zeros[:-step] & zeros[step:]
     at = np.flatnonzero(zeros[1:])
     for _ in range(_MOST_FALSE_LENGTHS):
         if len(at) < count or at[0] != 0:
@@ -138,7 +139,8 @@ class _Cursor:
             places, lengths = found
             end = int(places[-1]) + int(lengths[-1])
             try:
-                # Decode strings and lengths together. Decoding fails for a length of 128 or more, which is not ASCII.
+                # Decode the strings and the lengths between them together. If a length is 128 or more, decoding fails,
+                # because the byte of the length is not ASCII. The strings are then read one by one.
                 str(window[:end].data, "utf-8")
             except UnicodeDecodeError:
                 found = None

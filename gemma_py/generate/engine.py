@@ -342,7 +342,7 @@ class Engine:
     def cache_bytes(self, tokens: int, keep: int = 0) -> int:
         """Return the size in bytes that a cache from `new_cache(keep)` has after `tokens` tokens were prefilled.
 
-        The size is that for chunks of the default size.
+        The tokens are assumed to be prefilled in chunks of the default size.
         """
         return bytes_needed(self.config, self.kv_type, tokens, CHUNK, keep)
 

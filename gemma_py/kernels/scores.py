@@ -26,7 +26,7 @@ def _maximum(x):
 
 @kernel
 def log_sum_exp(logits, terms):
-    """Return (max, ln(sum over v of exp(logits[v] - max))) in f64, where the sum has v ascending.
+    """Return (max, ln(sum over v of exp(logits[v] - max))) in f64. The terms are summed with v ascending.
 
     logits: [V] f32, read
     terms: [V] f64, written: the exponentials

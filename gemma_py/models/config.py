@@ -74,7 +74,7 @@ class Config:
     vocab_size_per_layer_input: int = 0  # the number of rows of the table of per-layer inputs
     altup_num_inputs: int = 1  # n, the number of AltUp's streams
     altup_active_idx: int = 0  # the number of the stream that the layers work on
-    altup_correct_scale: bool = True  # whether the active stream is scaled before it meets a layer's own input
+    altup_correct_scale: bool = True  # whether the active stream is scaled before it is used with a layer's own input
     laurel_rank: int = 0  # R
     embedding: EmbeddingHead | None = None  # None: the model generates text
 

@@ -1,9 +1,9 @@
 """Gemma 3n's text model: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
 
-A token has n hidden states, its streams, and a layer works on the active one. AltUp predicts all streams before the layer and
-corrects them after it. LAuReL is a product of two narrow matrices beside attention. Every layer has an input of its own, which
-depends on the token alone. The last layers read the KV rows of the last earlier layer of their type, so they run only for the
-rows whose logits are wanted.
+A token has n hidden states, its streams, and a layer works on one of them, the active stream. AltUp predicts all streams
+before the layer and corrects the predictions after the layer. LAuReL is a product of two narrow matrices, which is added to
+the output of attention. Every layer has an input of its own, which depends only on the token. The last layers read the KV
+rows of an earlier layer of their type and store none, so they run only for the rows whose logits are wanted.
 """
 
 import math
@@ -55,7 +55,7 @@ _OF_KV_ROWS = (
     "k_proj",
     "v_proj",
     "k_norm",
-)  # checkpoints have them for every layer, also for those that store no KV rows
+)  # checkpoints have these tensors even for layers that store no KV rows
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ _HALF_ROOT = math.sqrt(0.5)
 def write(p: Program) -> None:
     """Append the operations of a forward pass to the program.
 
-    Buffers: streams and predictions hold n streams each, x the active one, n the output of a norm, r the router's input,
+    Buffers: streams and predictions hold n streams each, x the active stream, n the output of a norm, r the router's input,
     y the output of attention, of the feed-forward or of the layer's own input, and inputs the layers' own inputs.
     """
     config, rows = p.config, ALL
@@ -338,7 +338,7 @@ def _default_sparsity(count: int) -> list[float]:
 
 
 def _list(fields: Fields, name: str, default: list[Any], valid: Callable[[Any], bool], expected: str) -> list[Any]:
-    """Return a list with one value for each layer; the default has as many."""
+    """Return a list with one value for each layer. default: the list for a missing field."""
     values = fields.values.get(name)
     values = default if values is None else values.tolist() if isinstance(values, np.ndarray) else values
     if not isinstance(values, list) or len(values) != len(default) or not all(valid(value) for value in values):
@@ -347,8 +347,7 @@ def _list(fields: Fields, name: str, default: list[Any], valid: Callable[[Any], 
 
 
 def _cutoff(sparsity: float) -> float | None:
-    """Return the number of standard deviations above the mean below which this share of a normal distribution lies; None
-    for a dense layer."""
+    """Return the quantile of the standard normal distribution for this share, or None if the share is 0 (a dense layer)."""
     return float(np.float32(NormalDist().inv_cdf(sparsity))) if sparsity else None
 
 

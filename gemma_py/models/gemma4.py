@@ -155,7 +155,7 @@ def _queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix
 
 
 def _rest_of_layer(p: Program, number: int, suffix: str) -> None:
-    """From the queries to the input norm of the next layer."""
+    """Append the operations from the attention of the queries to the input norm of the next layer."""
     config, of, rows = p.config, f"layers.{number}.", WANTED if suffix else ALL
     x, n, own, P = "x" + suffix, "n" + suffix, "own" + suffix, config.hidden_size_per_layer_input
     p.attend("q", "a", number, config.attention_scale)
@@ -202,7 +202,9 @@ def config_from_hf(description: ModelDescription) -> Config:
     fields, outer, where = description.fields, description.outer, description.outer.where
     unified = fields.text("model_type", outer.text("model_type", "")).startswith("gemma4_unified")
     check_text_model(description)
-    if fields.text("use_bidirectional_attention", "vision") != "vision":  # attention to images is left out with them
+    if (
+        fields.text("use_bidirectional_attention", "vision") != "vision"
+    ):  # 'vision' affects only images, which are left out
         raise UnsupportedError(f"{where}: use_bidirectional_attention should be 'vision' or null")
     if fields.flag("enable_moe_block", False):
         raise UnsupportedError(f"{where}: enable_moe_block is set; mixture of experts is not supported yet")
@@ -283,11 +285,14 @@ def _head_shapes(fields: Fields, types: list[str]) -> list[tuple[int, int]]:
 
 
 def kv_sources(fields: Fields, name: str, types: list[str], default: int = 0) -> list[int]:
-    """Return, for each layer, the number of the layer whose KV rows it reads: its own number, or for the last layers, whose
-    number is the field `name` or the default, the last layer of the same type before them."""
+    """Return, for each layer, the number of the layer whose KV rows it reads.
+
+    The field `name`, or the default, says how many layers at the end of the model store no KV rows. Such a layer reads
+    the KV rows of the last layer of the same type that stores KV rows. Every other layer reads its own KV rows.
+    """
     count = fields.integer(name, default, least=0)
     first = len(types) - count
-    own = dict(zip(types[: max(0, first)], range(first), strict=True))  # of each type, the last layer
+    own = dict(zip(types[: max(0, first)], range(first), strict=True))  # type -> the last layer that stores KV rows
     if first <= 0 or not set(types[first:]) <= set(own):
         fields.fail(name, f"fewer than the {len(types)} layers, with a layer of every type before them")
     return [number if number < first else own[kind] for number, kind in enumerate(types)]
@@ -373,8 +378,11 @@ def head_width(fields: Fields, suffix: str) -> int:
 
 
 def _rope_share(description: ModelDescription, width: int) -> float:
-    """Return the share of a head's width that full layers rotate, from the divisors of the frequencies: 1 for the pairs
-    that are rotated, and after them 1e30, which makes the angle of a pair 0."""
+    """Return the share of a head's width that full layers rotate.
+
+    The file has one divisor of the rope frequency for each pair: 1 for the pairs that are rotated, then 1e30 for the
+    other pairs, whose angles become 0.
+    """
     tensor = description.tensors.get(_ROPE_DIVISORS)
     if tensor is None:
         raise ConfigError(f"{description.outer.where}: tensor {_ROPE_DIVISORS!r} is missing")

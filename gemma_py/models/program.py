@@ -215,8 +215,10 @@ class Program:
         self._add(TANH, target=target, width=width)
 
     def sparsify(self, target: str, deviations: float) -> None:
-        """Compute target = max(target - cutoff, 0), in place, where a row's cutoff lies so many standard deviations of the row
-        above its mean."""
+        """Compute target = max(target - cutoff, 0), in place.
+
+        The cutoff of a row is (mean of the row) + deviations * (standard deviation of the row).
+        """
         self._check_rows(target)
         width = self._widths_now[target]
         self._write(target, width)
@@ -244,8 +246,10 @@ class Program:
         self._add(PREDICT, source=source, second=coefficients, target=target, heads=streams, width=width)
 
     def correct(self, target: str, activated: str, coefficients: str, streams: int, active: int) -> None:
-        """Compute target[i] += (1 + coefficients[i]) * (activated - target[active]), in place, for every stream i; the active
-        stream is the one from before."""
+        """Compute target[i] += (1 + coefficients[i]) * (activated - target[active]), in place, for every stream i.
+
+        The difference is that before any stream of target changes.
+        """
         self._check_rows(target)
         width = self._width_of_streams(target, streams)
         self._check_stream(active, streams)

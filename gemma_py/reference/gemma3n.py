@@ -1,11 +1,12 @@
-"""Gemma 3n: one token at a time through the operations of operations.py, and through those below, which it alone has.
+"""Gemma 3n: one token at a time through the operations of operations.py and those of this file, which only Gemma 3n has.
 
     n streams   a the active stream   L layers   P width of a layer's own input   R rank of LAuReL
 
-A token has n hidden states, its streams, and a layer works on the active one. Before the layer, AltUp predicts what each
-stream will be; after the layer, AltUp corrects each prediction by what the layer made of the active one. Beside attention,
-each layer has LAuReL, a product of two narrow matrices, and a layer's own input, which is a function of the token alone.
-The last layers have no keys and values of their own: they read those of the last layer of the same kind that has.
+A token has n hidden states, its streams, and a layer works on one of them, the active stream. Before the layer, AltUp
+predicts each stream. After the feed-forward, AltUp corrects each prediction by the difference between the layer's hidden
+state and the prediction of the active stream. Each layer has attention, LAuReL (a product of two narrow matrices) and an input of its
+own, which depends only on the token. The last layers store no KV rows. Such a layer reads the KV rows of the last layer
+of the same type that stores KV rows.
 """
 
 import math
@@ -46,8 +47,10 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 
 def layer_inputs(x: np.ndarray, weights: Mapping[str, Any], config: Config, token: int) -> np.ndarray:
-    """The layers' own inputs: a product of the embedding, and a row of a table, which is row 0 for a token that the table
-    does not have.    x: [D]   [L, P]"""
+    """Return the layers' own inputs [L, P]: (a projection of the embedding x + the token's row of a table) * 2^-1/2.
+
+    For a token that the table does not have, row 0 is used.
+    """
     L, P = len(config.layers), config.hidden_size_per_layer_input
     own = op.embed(weights["embed_tokens_per_layer"], token, math.sqrt(P))
     made = op.scale_row(op.matmul(x, weights["per_layer_model_projection"]), _F(1.0 / math.sqrt(config.hidden_size)))
@@ -58,7 +61,7 @@ def layer_inputs(x: np.ndarray, weights: Mapping[str, Any], config: Config, toke
 def layer(
     streams: np.ndarray, own: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int
 ) -> np.ndarray:
-    """One layer.    streams: [n, D]   own: the layer's own input, [P]   w: the layer's weights"""
+    """Return the streams [n, D] after a layer.    streams: [n, D]   own: the layer's own input, [P]   w: the layer's weights"""
     a, eps = config.altup_active_idx, _F(config.rms_norm_eps)
     mixing = op.matmul(router(streams[a], w, config), w["prediction_coefs"])
     predictions = predict(streams, mixing.reshape(len(streams), len(streams)))
@@ -88,14 +91,16 @@ def layer(
 
 
 def router(x: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
-    """What AltUp's coefficients are computed from.    x: [D]   [n]"""
+    """Return the input [n] of the matrices that give AltUp's coefficients.    x: [D]"""
     x = op.rms_norm(x, _F(config.rms_norm_eps), w["router_norm"])
     return np.asarray(op.tanh_row(op.matmul(op.scale_row(x, _F(1.0 / config.hidden_size)), w["modality_router"])))
 
 
 def attention(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
-    """Attention of a normalised hidden state to all that the layer sees. A layer with keys and values of its own stores
-    those of this position.    [D]"""
+    """Return the attention [D] of a normalised hidden state x [D] to the KV rows that the layer reads.
+
+    A layer with KV rows of its own stores the row of this position first.
+    """
     layer, eps = config.layers[number], _F(config.rms_norm_eps)
     E, frequencies = layer.head_dim, op.rope_frequencies(layer.head_dim, layer.rope.theta, _F(layer.rope.factor))
     if layer.kv_source == number:

@@ -1,7 +1,7 @@
 """Gemma 4, text, dense: one token at a time through the operations of operations.py, which also explains the letters.
 
-P is the width of a layer's own input. Every layer is computed for every token here; the engine leaves out what no later
-layer and no wanted logit reads. Attention scores are not divided by anything, because queries and keys are normalised.
+P is the width of a layer's own input. Every layer is computed for every token here; the engine leaves out results that
+neither a later layer nor a wanted logit needs. Attention scores are not scaled, because queries and keys are normalised.
 """
 
 import math
@@ -30,7 +30,7 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 
 def per_layer_inputs(weights: Mapping[str, Any], config: Config, x: np.ndarray, token: int) -> np.ndarray:
-    """Return the layers' own inputs: half from the token's embedding x, half from the token's row of a table.    [L, P]"""
+    """Return the layers' own inputs: (a projection of the embedding x + the token's row of a table) * 2^-1/2.    [L, P]"""
     P, D = config.hidden_size_per_layer_input, config.hidden_size
     from_table = op.embed(weights["per_layer_table"], token, math.sqrt(P))
     projected = op.scale_row(op.matmul(x, weights["per_layer_model_projection"]), _F(1.0 / math.sqrt(D)))

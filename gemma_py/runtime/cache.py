@@ -157,8 +157,8 @@ class Cache:
     def commit(self, tokens: list[int]) -> None:
         """Append tokens to the sequence, after a pass has written their KV rows in every layer."""
         position = self.position + len(tokens)
-        # The next pass cannot overwrite the rows from `intact` on, because a ring has enough rows for the window, a chunk
-        # and `keep`.
+        # The next pass does not overwrite the row of position `intact` or of a later position, because a ring has room
+        # for the window, a chunk and `keep` more rows.
         intact = (first_readable(layer, position) - self.keep for layer in self.config.kv_layers)
         oldest = [max(pair) for pair in zip(self._oldest, intact, strict=True)]
         # `_oldest` and `ids` always match, because Python raises KeyboardInterrupt only at function calls and jumps, and so

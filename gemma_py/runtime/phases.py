@@ -209,7 +209,7 @@ def _await_keys(cells, worker, op, params, sequences, number, position):
 def workers_a_position(op, batch, workers):
     """Return how many workers compute the attention of one position to one key/value head.
 
-    More than one worker does so only in a decoding pass that has more workers than pairs of a position and a head.
+    More than one worker does so only in a decoding pass of S sequences with more than S * G workers.
     """
     S, G, H, E = batch.tables.shape[0], op[p.KV_HEADS], op[p.HEADS], op[p.WIDTH]
     if batch.counts[op[p.ROWS_OF], LONGEST] > 1 or H // G > LANES or workers <= G * S:
@@ -219,7 +219,7 @@ def workers_a_position(op, batch, workers):
 
 @inlined
 def _scores_of(scratch, workers, pair):
-    """Return the slice of scratch.scores for one pair of a position and a key/value head, numbered `pair`."""
+    """Return the slice of scratch.scores for key/value head g of sequence s. pair: s * G + g"""
     size = scratch.scores.shape[0] // (workers - 1) // LANES * LANES
     return slice(pair * size, (pair + 1) * size)
 
@@ -229,7 +229,7 @@ def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     """Compute attention scores in a decoding pass in which several workers share a position.
 
     A tile scores a range of the keys of one position, after waiting until that position's KV row is published. Scores are
-    not traced, because the attention outputs computed from scores are.
+    not traced, because the trace has the attention outputs that are computed from the scores.
     """
     op = model.ops[at]
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]

@@ -68,7 +68,7 @@ class LinkedProgram:
     labels: tuple[str, ...]
     layers: int  # the number of the model's layers plus one, because the head counts as a layer in errors and traces
     outputs: int  # the width of a row of logits, or of an embedding
-    phases: int  # the number of phases, and of tile counters
+    phases: int  # the number of phases, each of which has one tile counter
 
     @property
     def store_label(self) -> int:

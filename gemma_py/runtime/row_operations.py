@@ -1,4 +1,4 @@
-"""Row operations: what a phase of them does with some rows of each buffer, and what a trace records of it.
+"""Row operations, which compute some rows of a buffer, and the recording of their outputs in a trace.
 
 An operation works on each row by itself. Only STORE and MEAN know sequences, because each sequence has KV rows of its own, and
 MEAN reads all rows of a sequence.

@@ -162,7 +162,7 @@ class Runner:
         if self._scratch is None or self._rows < T:
             # If the allocation fails, neither attribute changes, so `_rows` always matches `_scratch`.
             self._scratch, self._rows = new_scratch(self.program.sizes, T, self.team.workers), T
-        # Workers share positions only if there are more workers than pairs of a position and a key/value head.
+        # Workers share a position only if there are more workers than (number of positions) * (key/value heads).
         shared = self.team.workers - 1
         if len(self._scratch.scores) < shared * keys * LANES:
             self._scratch = self._scratch._replace(scores=aligned(shared * keys * 3 // 2 * LANES))

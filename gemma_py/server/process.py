@@ -24,8 +24,8 @@ from gemma_py.server.protocol import LimitedProtocol
 MAX_HEADERS = 32 << 10  # bytes
 _SEND_BUFFER = 256 << 10  # size of each connection's send buffer in the kernel, in bytes
 _SPARE_CONNECTIONS = 8  # connections beyond the admitted requests, to answer /health and to refuse requests with 429
-# Failed health checks in a row, 0.1 s apart, that count as an engine failure. A few checks also fail when the process is
-# resumed after SIGSTOP.
+# So many failed health checks in a row, 0.1 s apart, count as an engine failure. A few checks also fail when the process
+# is resumed after SIGSTOP.
 _UNHEALTHY_TICKS = 20
 _LAST_SECONDS = 5.0  # seconds after the deadline of a shutdown, for sending errors to clients
 

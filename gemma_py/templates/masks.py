@@ -19,7 +19,8 @@ import numpy as np
 
 from gemma_py.errors import InputError
 
-# Plane 15 for the texts of systems, users and tools, plane 16 for those of the model, and its end for delimiters.
+# Where masks begin: in plane 15 for the texts of systems, users and tools, in plane 16 for the texts of the model. The last
+# 256 code points of plane 16 are for delimiters.
 _OTHERS, _ANSWERS, _DELIMITERS, _END = 0xF0000, 0x100000, 0x10FF00, 0x110000
 _ROOM = 0xFF00  # code points for the letters of one plane
 _PRIVATE = re.compile(f"[{chr(_OTHERS)}-{chr(_END - 1)}]")
@@ -102,7 +103,10 @@ class Masks:
         return self._unmasked(text, _OTHERS)
 
     def original_of_delimiters(self, text: str) -> np.ndarray:
-        """Return the characters of the second rendering. Other private-use characters in it are not masks."""
+        """Return the characters of the second rendering, with the original character in place of each masked delimiter.
+
+        Other private-use characters stay as they are, because they are not masks.
+        """
         return self._unmasked(text, _DELIMITERS)
 
     def _unmasked(self, text: str, first: int) -> np.ndarray:

@@ -65,8 +65,10 @@ _GEMMA4_ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokens that end an answer by the vocabulary itself: of Gemma 4, the ends of a text and of a turn, and the
-    place where the result of a tool call belongs. Its GGUF files name only some of them.
+    """Return the ids of Gemma 4's tokens that end an answer, or an empty set for other models.
+
+    These tokens end a text or a turn, or mark the place for the result of a tool call. GGUF files of Gemma 4 name only
+    some of these tokens as end tokens.
     """
     marks = marks_of(tokenizer)
     if marks is None or marks.channel is None:

@@ -236,7 +236,7 @@ class Encoded:
     """The tokenised texts of the last prompt, so that the next turn does not tokenise them again.
 
     texts: the ids of texts without control tokens.
-    parts: for each text of a template, each control token with the text before it, then the text after the last one.
+    parts: for each text that a template wrote, the result of `Tokenizer.control_parts`.
     """
 
     texts: dict[str, list[int]] = field(default_factory=dict)
@@ -256,8 +256,8 @@ def encode(
     encoded: the tokenised texts of the last prompt, which are replaced by those of this prompt.
     """
     before, used = encoded or Encoded(), Encoded()
-    # Each text without control tokens, and the ids that follow it. These loops call few functions, because they run over all
-    # messages of a long conversation at each turn.
+    # texts[i] is a text without control tokens, and following[i] has the ids after this text. The loops call few functions,
+    # because they run over all messages of a long conversation at each turn.
     texts: list[str] = []
     following: list[Sequence[int]] = []
     text = ""

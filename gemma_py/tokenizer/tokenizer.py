@@ -89,7 +89,7 @@ class Tokenizer:
         return ids
 
     def control_parts(self, text: str) -> list[tuple[str, int | None]]:
-        """Return each control token in a text with the text before it, and the text after the last with None."""
+        """Return (text before a control token, id of the token) for each control token, then (the remaining text, None)."""
         return list(self._control.split(text))
 
     def _merged(self, text: str) -> list[int]:

@@ -117,8 +117,8 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
     # Leave out merges that produce a control token, because ordinary text could otherwise be encoded to that token.
     omitted = [number for number, content, special in added if is_control(content, special)]
     if vocabulary.split_newlines:
-        # In a text that is split at its runs of newlines, a newline never merges with another character. Leaving out the
-        # merges that would do so gives the same ids without splitting the text.
+        # Texts are split at their runs of newlines, so a newline never merges with another character. If the merges of
+        # newlines with other characters are left out, the ids are the same without splitting the text.
         omitted += [number for number, piece in enumerate(pieces) if "\n" in piece and piece.strip("\n")]
     order = np.lexsort((np.arange(len(made)), right, left))
     order = order[~np.isin(made[order], omitted)]

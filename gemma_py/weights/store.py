@@ -238,7 +238,8 @@ def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> 
         if re.fullmatch(rb"[0-9a-f]{64}\n", text):
             return bytes.fromhex(text.decode())
     key = _digest(tensors, progress)
-    # Files that have just changed get no record, because another change could leave the rounded times as they are.
+    # Times of change are rounded, so a second change soon after the first may leave the time as it is. Files that have
+    # just changed therefore get no record.
     latest = max(max(identity[3:]) for identity in before)
     if [_identity(path) for path in paths] == before and time.time_ns() - latest > _FRESH:
         # If the record cannot be written, the next start computes the sha256 again.

@@ -39,8 +39,8 @@ class CodeMatrix:
     """
 
     codes: np.ndarray  # int8 [N, K]
-    block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: for scales and, if the format has them, for minimums
-    sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group]: for scales and minimums; empty without sub-scales
+    block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: scales, then minimums if the format has any
+    sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group] for each array of block_scales, or empty
     width: int  # the number of bits of code + offset
     offset: int  # added to every code, so that no sum is negative
 
@@ -323,7 +323,7 @@ def stays_float(quant: str, tensor: StoredTensor) -> bool:
 
 
 def quantised_to(quant: str | None, tensor: StoredTensor) -> StoredTensor:
-    """Return the matrix quantised to the type `quant`, or unchanged if quant is None or if `stays_float`."""
+    """Return the matrix quantised to the type `quant`, or unchanged if quant is None or the matrix cannot be quantised."""
     if quant is None:
         return tensor
     if tensor.type.quantised:

@@ -147,9 +147,11 @@ def test_control_a_barrier_dropped(phase: str) -> None:
         want = Expected(engine, prompt(engine.config, TOKENS))
         assert want.same(engine, [TOKENS])
         label, found = engine.program.label(phase), False
+        # With logits of all rows, "wanted rows" writes the codes that are in the slot already.
+        all_logits = phase != "wanted rows"
         for seed in range(1, 300):
             engine.instruments.fault_plan = FaultPlan(seed=seed, omit="barrier", omit_phase=label)
-            if found := differs(engine, want, [TOKENS]):
+            if found := differs(engine, want, [TOKENS], all_logits):
                 break
         assert found
 

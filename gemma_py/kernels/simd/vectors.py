@@ -150,7 +150,7 @@ def load_columns(typing, array, index, stride):
             value.align = align
             return value if stored == F32 else widen_bf16(builder, value, 4)
 
-        # Rows k and k + 4 are joined to a vector of 8 lanes, so that no later shuffle moves a lane across 128 bits.
+        # Rows k and k + 4 are joined to a vector of 8 lanes, so that later shuffles move lanes only within 128 bits.
         by_eight = []
         for first in (0, 8):
             a, b, c, d = (shuffle(builder, row(first + k), row(first + k + 4), range(8)) for k in range(4))

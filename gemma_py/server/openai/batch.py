@@ -209,9 +209,8 @@ class _Batch:
     def run(self, rows: Iterator[InputRow]) -> None:
         self._progress(self._counts)
         for row in rows:
-            while (
-                len(self._running) > self._service.scheduler.parallel
-            ):  # keep one more row submitted than can run, so that a row is always waiting
+            # Submit one row more than can run at once, so that the scheduler always has a waiting row.
+            while len(self._running) > self._service.scheduler.parallel:
                 self._take()
             self._begin(row)
         while self._running:
