@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gemma_py.errors import ComputationError, ContextError, InputError
-from gemma_py.kernels.rows import normalise_rows
+from gemma_py.kernels.pooling import normalise_rows
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
 

@@ -9,6 +9,7 @@ import numpy as np
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.matmul import FloatPanels
 from gemma_py.kernels.panels import CodePanels
+from gemma_py.kernels.pooling import mean_rows
 from gemma_py.kernels.rows import (
     add_to,
     add_to_streams,
@@ -18,7 +19,6 @@ from gemma_py.kernels.rows import (
     embed_floats,
     gelu_gate,
     match_magnitude,
-    mean_rows,
     multiply_by_gain,
     predict_streams,
     put_columns,

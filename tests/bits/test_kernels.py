@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from repository import child_environment
 
 from gemma_py.formats.blocks import TYPES, Minimum
-from gemma_py.kernels import attention, elementary, matmul, rows, vector_math
+from gemma_py.kernels import attention, elementary, matmul, pooling, rows, vector_math
 from gemma_py.kernels.attention_layout import AttentionParams, Ring, scratch_size
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.matmul import CodedRows, FloatPanels
@@ -46,7 +46,7 @@ add_to, soft_cap = entry(rows.add_to), entry(rows.soft_cap)
 scale_rows, copy_columns = entry(rows.scale_rows), entry(rows.copy_columns)
 embed_codes, embed_floats = entry(rows.embed_codes), entry(rows.embed_floats)
 matmul_codes, matmul_floats = entry(matmul.matmul_codes), entry(matmul.matmul_floats)
-mean_rows, normalise_rows = entry(rows.mean_rows), rows.normalise_rows
+mean_rows, normalise_rows = entry(pooling.mean_rows), pooling.normalise_rows
 attend = entry(attention.attend)
 
 
