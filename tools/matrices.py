@@ -32,7 +32,7 @@ from gemma_py.kernels.memory import aligned
 from gemma_py.kernels.simd.target import USES_ZMM
 from gemma_py.models.program import ALL, MATMUL
 from gemma_py.runtime import program as p
-from gemma_py.runtime.phases import matmul_phase
+from gemma_py.runtime.products import matmul_phase
 from gemma_py.runtime.program import ModelTables
 from gemma_py.runtime.runner import SequenceInput, _batch
 from gemma_py.runtime.sync import barrier

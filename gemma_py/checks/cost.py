@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gemma_py.models.program import ALL, ATTEND, MATMUL
+from gemma_py.models.program import ALL, ATTEND, EXPERT_MATMUL, MATMUL
 from gemma_py.runtime import program as p
 from gemma_py.runtime.program import LinkedProgram
 from gemma_py.weights.pack import INPUTS, ROWS, matrix_bytes
@@ -22,8 +22,9 @@ def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> n
     """Return the cost of a pass of T tokens after `position` earlier tokens: int64 [labels of phases, 2].
 
     Column FLOP has the floating-point operations, two per multiply-add. Column BYTES has the bytes read: each matrix,
-    key and value counts as read once per pass, because repeated reads come from the processor's cache. Only the last
-    token has logits. kv_bytes: the size of one number in the KV cache.
+    key and value counts as read once per pass, because repeated reads come from the processor's cache. Each product with
+    an expert counts as a product with another expert, up to the number of experts. Only the last token has logits.
+    kv_bytes: the size of one number in the KV cache.
     """
     cost = np.zeros((len(program.labels), 2), np.int64)
     for op in program.model.ops:
@@ -31,6 +32,11 @@ def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> n
         if kind == MATMUL:
             N, K = (int(value) for value in program.model.weights.matrices[op[p.MATRIX], [ROWS, INPUTS]])
             cost[label] += (2 * N * K * rows, matrix_bytes(program.model.weights, int(op[p.MATRIX])))
+        elif kind == EXPERT_MATMUL:
+            N, K = (int(value) for value in program.model.weights.matrices[op[p.MATRIX], [ROWS, INPUTS]])
+            products, experts = rows * int(op[p.HEADS]), int(op[p.EXPERTS])
+            read = min(products, experts) * matrix_bytes(program.model.weights, int(op[p.MATRIX]))
+            cost[label] += (2 * N * K * products, read)
         elif kind == ATTEND:
             H, G, E, W = (int(value) for value in op[[p.HEADS, p.KV_HEADS, p.WIDTH, p.WINDOW]])
             before = position + T - rows

@@ -27,7 +27,8 @@ _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_h
              "E": "head_dim", "F": "intermediate_size", "V": "vocab_size", "W": "sliding_window",
              "context": "max_position_embeddings", "EF": "global_head_dim", "GF": "num_global_key_value_heads",
              "P": "hidden_size_per_layer_input", "shared": "num_kv_shared_layers", "k_eq_v": "attention_k_eq_v",
-             "double": "use_double_wide_mlp", "cap": "final_logit_softcapping"}  # fmt: skip
+             "double": "use_double_wide_mlp", "cap": "final_logit_softcapping", "moe": "enable_moe_block",
+             "X": "num_experts", "C": "top_k_experts", "FX": "moe_intermediate_size"}  # fmt: skip
 
 
 def _shape(name: str) -> dict[str, Any]:
@@ -71,10 +72,10 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     if kind is None:
         raise InputError(f"{type_name}: unknown type; expected one of {', '.join(TYPES).lower()}")
     for label, spec in _specs(family, config).items():
-        whole = len(spec.shape) == 1 or spec.shape[1] < kind.block or spec.shape[1] % kind.block == 0
+        whole = len(spec.shape) == 1 or spec.shape[-1] < kind.block or spec.shape[-1] % kind.block == 0
         if not whole and label != EMBEDDING:
             raise InputError(
-                f"{name} in {kind.name}: row lengths should be multiples of {kind.block}, found {spec.shape[1]} in {label}"
+                f"{name} in {kind.name}: row lengths should be multiples of {kind.block}, found {spec.shape[-1]} in {label}"
             )
     _check_memory(name, family, config, kind, tokens)
     return _checkpoint(name, family, config, kind, _random)
@@ -138,6 +139,7 @@ def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tu
         for y in config.kv_layers
     )
     widest = 2 * max(y.intermediate_size for y in config.layers) + 6 * config.hidden_size
+    widest += config.top_k_experts * (2 * config.moe_intermediate_size + config.hidden_size)
     widest += 3 * len(config.layers) * config.hidden_size_per_layer_input
     return PackingPlan(blank.stored_weights()).bytes, sum(random.values()) + 4 * (rows + CHUNK * widest)
 

@@ -42,7 +42,12 @@ def run(args: argparse.Namespace) -> None:
     with (
         batch.Output(args.output) as output,
         gemma_py.load(
-            args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
+            args.model,
+            threads=args.threads,
+            context=args.context,
+            quant=args.quant,
+            progress=LoadProgress(),
+            pack=args.pack,
         ) as engine,
     ):
         note_exceptions(engine)

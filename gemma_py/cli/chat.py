@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> None:
     screen = open_screen(args)
     prompt = read_standard_input() if args.prompt == "-" else args.prompt
     screen.waiting("loading the model")
-    with gemma_py.load(args.model, threads=args.threads, context=args.context, progress=LoadProgress()) as engine:
+    with gemma_py.load(
+        args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress(), pack=args.pack,
+    ) as engine:  # fmt: skip
         sampling = engine.chat_sampling(sampling_options(args))
         conversation = Conversation(
             engine, args.system, sampling, args.template, args.max_tokens, args.stop, True if args.think else None

@@ -165,6 +165,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the context length in tokens (default: the model's limit)",
     )
+    parser.add_argument(
+        "--no-pack",
+        dest="pack",
+        action="store_false",
+        help="keep the packed weights in memory instead of a file; takes no disk space, but every start packs again",
+    )
 
 
 def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:

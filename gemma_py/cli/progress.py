@@ -64,6 +64,8 @@ class LoadProgress:
             self._count(what, done, total, first)
         elif what.startswith("downloading"):  # huggingface_hub draws its own progress bar
             _line(f"{what}, {total / (1 << 20):,.0f} MiB, once")
+        elif what.startswith("writing"):
+            _line(f"{what}, {total / (1 << 30):.1f} GiB of disk space, once; --no-pack keeps them in memory instead")
         elif what.startswith("assembling"):
             self._bar(what, done, total, first)
         elif not first and time.monotonic() >= self._next_line[what]:

@@ -20,7 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     with gemma_py.load(
-        args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
+        args.model,
+        threads=args.threads,
+        context=args.context,
+        quant=args.quant,
+        progress=LoadProgress(),
+        pack=args.pack,
     ) as engine:
         note_exceptions(engine)
         ids = read_input(args, engine)

@@ -138,7 +138,12 @@ def run(args: argparse.Namespace) -> None:
     with (
         bind(args.host, args.port) as listening,  # before loading the model, to report a port in use early
         gemma_py.load(
-            args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
+            args.model,
+            threads=args.threads,
+            context=args.context,
+            quant=args.quant,
+            progress=LoadProgress(),
+            pack=args.pack,
         ) as engine,
     ):
         note_exceptions(engine)

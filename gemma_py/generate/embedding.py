@@ -88,6 +88,11 @@ def check_embeds(engine: "Engine") -> None:
         raise InputError(f"{engine.path}: this model generates text; only an embedding model can embed texts")
 
 
+def check_generates(engine: "Engine") -> None:
+    if engine.config.embedding is not None:
+        raise InputError(f"{engine.path}: this is an embedding model, which generates no text; use embed")
+
+
 def embed_all(engine: "Engine", texts: Sequence[list[int]]) -> np.ndarray:
     """Return the embedding of each text before `normalised`, f32 [N, D]. The texts are given as token ids."""
     made, caches = np.empty((len(texts), engine.program.outputs), np.float32), list[Cache]()

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -130,13 +131,8 @@ class Engine:
 
     def session(self, keep: int = 0) -> "Session":
         """Return a new session. keep: the number of tokens that `Session.rewind` must be able to remove."""
-        self.check_generates()
+        embedding.check_generates(self)
         return Session(self, keep)
-
-    def check_generates(self) -> None:
-        """Raise InputError if the model is an embedding model, which has no logits."""
-        if self.config.embedding is not None:
-            raise InputError(f"{self.path}: this is an embedding model, which generates no text; use embed")
 
     @property
     def sampling(self) -> Sampling:
@@ -175,8 +171,8 @@ class Engine:
     def fingerprint(self) -> str:
         """Return the sha256 of the logits, or the embedding, of eight fixed tokens, which identifies a model in any format.
 
-        The logits depend on every matrix, so models differ in their fingerprints. Threads, chunk size and machine do
-        not matter.
+        The logits depend on every matrix, except on experts that none of the tokens is routed to, so models differ in
+        their fingerprints. Threads, chunk size and machine do not matter.
         """
         if self._fingerprint is None:
             probe = [number * (self.config.vocab_size - 1) // 7 for number in range(8)][: self.context]
@@ -276,7 +272,7 @@ class Engine:
 
     def generation(self, request: Request, least_tokens: int = 1) -> Generation:
         """Check a request against the model and the context. least_tokens: the smallest max_tokens that is accepted."""
-        self.check_generates()
+        embedding.check_generates(self)
         return Generation(request, self.config.vocab_size, self.context, self.tokenizer, least_tokens)
 
     def _answer(self, request: Request) -> Iterator[Token]:
@@ -301,7 +297,7 @@ class Engine:
 
     def score(self, ids: Sequence[int]) -> Iterator[float]:
         """Return an iterator over the negative log likelihoods, in nats, of all tokens but the first."""
-        self.check_generates()
+        embedding.check_generates(self)
         tokens = self.check_ids(ids)
         if len(tokens) < 2:
             raise InputError(f"scoring needs at least 2 tokens, found {len(tokens)}")
@@ -483,6 +479,8 @@ def load(
     kv: str = "float32",
     quant: str | None = None,
     progress: ReportProgress = no_report,
+    *,
+    pack: bool = True,
 ) -> Engine:
     """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
@@ -493,7 +491,10 @@ def load(
     quant: "q8_0" or "q4_0" quantises float matrices while loading, to the same values as in a GGUF file of that type.
     progress: called as `progress(what, done, total, unit)` while the first start downloads, compiles and packs, which
     may take minutes; see `gemma_py.progress`.
+    pack: without it, packed weights are kept in memory instead of a file, which takes no disk space, but is repeated at
+    every start.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
-    return Engine(open_checkpoint(resolve(model, progress)), threads, context, deadline, kv, quant, progress)
+    checkpoint = replace(open_checkpoint(resolve(model, progress)), cacheable=pack)
+    return Engine(checkpoint, threads, context, deadline, kv, quant, progress)

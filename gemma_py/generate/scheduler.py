@@ -16,6 +16,7 @@ import numpy as np
 from gemma_py import machine
 from gemma_py.errors import ComputationError, ContextError, GemmaError, InputError, Overloaded, WorkerError
 from gemma_py.generate.core import Generation, Request
+from gemma_py.generate.embedding import check_generates
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.events import Event, Failed, Finished, Generated, Listener, PrefillProgress, Scored, Usage
 from gemma_py.generate.sampling import ROWS_AT_ONCE
@@ -174,7 +175,7 @@ class Scheduler:
         prefix_bytes: the memory for the prefix cache, 0 for none; by default, a sixth of the free memory and at most 1
         GiB.
         """
-        engine.check_generates()
+        check_generates(engine)
         free = machine.memory() or _UNKNOWN_MEMORY
         self.kv_bytes = free // 3 if kv_bytes is None else kv_bytes
         prefix_bytes = min(free // 6, _MOST_PREFIX_BYTES) if prefix_bytes is None else prefix_bytes

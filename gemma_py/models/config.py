@@ -72,6 +72,9 @@ class Config:
     layers: tuple[Layer, ...]
     hidden_size_per_layer_input: int = 0  # P; 0 for models without per-layer inputs
     vocab_size_per_layer_input: int = 0  # the number of rows of the table of per-layer inputs
+    num_experts: int = 0  # X; 0 for models without a mixture of experts
+    top_k_experts: int = 0  # the number of experts that are chosen for a token
+    moe_intermediate_size: int = 0  # the feed-forward width of an expert
     altup_num_inputs: int = 1  # n, the number of AltUp's streams
     altup_active_idx: int = 0  # the number of the stream that the layers work on
     altup_correct_scale: bool = True  # whether the active stream is scaled before it is used with a layer's own input

@@ -1,13 +1,15 @@
-"""Gemma 4, text, dense: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
+"""Gemma 4, text: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
 
 Full and sliding layers differ in the width and number of their heads. In models with `num_kv_shared_layers` (E2B, E4B), the
 last layers have no keys and values of their own and read the KV rows of an earlier layer of the same type. Since these
 layers write no KV rows, they are computed for WANTED rows only. In models with `attention_k_eq_v`, the values of full
 layers are the keys before k_norm and rope. In models with per-layer inputs, every layer ends with a gate on a vector of
-width P that belongs to the token and the layer.
+width P that belongs to the token and the layer. In models with a mixture of experts, the output of the feed-forward is added
+to the weighted outputs of the experts that a router chooses for the token.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,15 @@ _PER_LAYER_INPUT = (
     ("per_layer_gate", "per_layer_input_gate", "inp_gate", "P", "D"),
     ("per_layer_projection", "per_layer_projection", "proj", "D", "P"),
     ("per_layer_norm", "post_per_layer_input_norm", "post_norm", "D"),
+)
+# The tensors of a layer with a mixture of experts. Columns as above, but the names are whole. X: experts, M: their width.
+_ROUTER = (
+    ("router", "router.proj.weight", "ffn_gate_inp.weight", "X", "D"),
+    ("router_scale", "router.scale", "ffn_gate_inp.scale", "D"),
+    ("expert_scale", "router.per_expert_scale", "ffn_down_exps.scale", "X"),
+    ("experts_norm", "pre_feedforward_layernorm_2.weight", "pre_ffw_norm_2.weight", "D"),
+    ("post_dense_norm", "post_feedforward_layernorm_1.weight", "post_ffw_norm_1.weight", "D"),
+    ("post_experts_norm", "post_feedforward_layernorm_2.weight", "post_ffw_norm_2.weight", "D"),
 )
 _ROPE_DIVISORS = "rope_freqs.weight"
 
@@ -62,10 +73,28 @@ def tensors(config: Config) -> dict[str, Tensor]:
                     f"layers.{number}.{theirs}.weight",
                     f"blk.{number}.{gguf}.weight",
                 )
+        if config.num_experts:
+            made |= _expert_tensors(config, number)
         made[f"layers.{number}.scalar"] = Tensor(
             (1,), f"layers.{number}.layer_scalar", f"blk.{number}.layer_output_scale.weight"
         )
     return made
+
+
+def _expert_tensors(config: Config, number: int) -> dict[str, Tensor]:
+    D, X, M = config.hidden_size, config.num_experts, config.moe_intermediate_size
+    theirs, gguf, sizes = f"layers.{number}.", f"blk.{number}.", {"D": D, "X": X}
+    made = {
+        name: Tensor(tuple(sizes[letter] for letter in letters), theirs + hf, gguf + own, stays_float=name == "router")
+        for name, hf, own, *letters in _ROUTER
+    }
+    for part, name in enumerate(("gate", "up")):
+        made[f"experts_{name}"] = Tensor(
+            (X, M, D), f"{theirs}experts.gate_up_proj", f"{gguf}ffn_{name}_exps.weight", part=(part, 2),
+            gguf_fused=f"{gguf}ffn_gate_up_exps.weight",
+        )  # fmt: skip
+    made["experts_down"] = Tensor((X, D, M), f"{theirs}experts.down_proj", f"{gguf}ffn_down_exps.weight")
+    return {f"layers.{number}.{name}": tensor for name, tensor in made.items()}
 
 
 def _left_out(layer: Layer, number: int) -> tuple[str, ...]:
@@ -164,14 +193,24 @@ def _rest_of_layer(p: Program, number: int, suffix: str) -> None:
     p.phase("middle", number, rows)
     p.add(x, "y", f"{of}post_attention_norm")
     p.norm(x, n, f"{of}pre_feedforward_norm")
+    if config.num_experts:
+        p.norm(x, "r", f"{of}router_scale")
+        p.norm(x, "m", f"{of}experts_norm")
     p.phase("gate and up", number, rows)
     p.matmul(n, "gate", f"{of}gate_proj")
     p.matmul(n, "up", f"{of}up_proj")
+    if config.num_experts:
+        p.matmul("r", "router", f"{of}router")
     p.phase("down input", number, rows)
     p.gelu_gate("gate", "up")
+    if config.num_experts:
+        p.route("router", "routes", f"{of}expert_scale", config.top_k_experts, 1.0 / math.sqrt(config.hidden_size))
     p.phase("down", number, rows)
     p.matmul("gate", "y", f"{of}down_proj")
-    p.phase("end", number, rows)
+    if config.num_experts:
+        _experts(p, number, rows)
+    else:
+        p.phase("end", number, rows)
     p.add(x, "y", f"{of}post_feedforward_norm")
     if P:
         p.phase("per-layer gate", number, rows)
@@ -184,6 +223,22 @@ def _rest_of_layer(p: Program, number: int, suffix: str) -> None:
         p.add(x, "y", f"{of}per_layer_norm")
     p.scale(x, f"{of}scalar")
     p.norm(x, n, "norm" if number == len(config.layers) - 1 else f"layers.{number + 1}.input_norm")
+
+
+def _experts(p: Program, number: int, rows: int) -> None:
+    """y = RMSNorm(y) + RMSNorm(weighted sum of the chosen experts' outputs for m)."""
+    of = f"layers.{number}."
+    p.phase("experts' gate and up", number, rows)
+    p.expert_matmul("m", "experts' gate", f"{of}experts_gate", "routes")
+    p.expert_matmul("m", "experts' up", f"{of}experts_up", "routes")
+    p.phase("experts' down input", number, rows)
+    p.gelu_gate("experts' gate", "experts' up")
+    p.phase("experts' down", number, rows)
+    p.expert_matmul("experts' gate", "experts' outputs", f"{of}experts_down", "routes")
+    p.phase("end", number, rows)
+    p.norm("y", "y", f"{of}post_dense_norm")
+    p.mix("experts' outputs", "mixed", "routes")
+    p.add("y", "mixed", f"{of}post_experts_norm")
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
@@ -206,8 +261,6 @@ def config_from_hf(description: ModelDescription) -> Config:
         fields.text("use_bidirectional_attention", "vision") != "vision"
     ):  # 'vision' affects only images, which are left out
         raise UnsupportedError(f"{where}: use_bidirectional_attention should be 'vision' or null")
-    if fields.flag("enable_moe_block", False):
-        raise UnsupportedError(f"{where}: enable_moe_block is set; mixture of experts is not supported yet")
 
     types = _layer_types(fields)
     window = fields.integer("sliding_window", 1024 if unified else 512)
@@ -239,8 +292,20 @@ def config_from_hf(description: ModelDescription) -> Config:
         layers=layers,
         hidden_size_per_layer_input=P,
         vocab_size_per_layer_input=fields.integer("vocab_size_per_layer_input", 262_144) if P else 0,
+        **(_experts_of(fields, _EXPERT_FIELDS) if fields.flag("enable_moe_block", False) else {}),
     )
     return checked(config, where)
+
+
+_EXPERT_FIELDS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+
+
+def _experts_of(fields: Fields, names: tuple[str, str, str]) -> dict[str, Any]:
+    """Return the fields of `Config` for a mixture of experts. names: the names of these fields in the file."""
+    count, chosen, width = (fields.integer(name) for name in names)
+    if chosen > count:
+        fields.fail(names[1], f"at most {names[0]}, {count}")
+    return dict(zip(_EXPERT_FIELDS, (count, chosen, width), strict=True))
 
 
 def _layer_types(fields: Fields) -> list[str]:
@@ -327,8 +392,6 @@ def config_from_gguf(description: ModelDescription) -> Config:
     count = fields.integer("block_count")
     if count > MOST_LAYERS:
         fields.fail("block_count", f"at most {MOST_LAYERS}")
-    if fields.integer("expert_count", 0, least=0):
-        raise UnsupportedError(f"{where}: expert_count is set; mixture of experts is not supported yet")
     types = [SLIDING if flag else FULL for flag in fields.flags("attention.sliding_window_pattern", count)]
     sources = kv_sources(fields, "attention.shared_kv_layers", types)
     widths = {FULL: head_width(fields, ""), SLIDING: head_width(fields, "_swa")}
@@ -364,8 +427,12 @@ def config_from_gguf(description: ModelDescription) -> Config:
         layers=layers,
         hidden_size_per_layer_input=P,
         vocab_size_per_layer_input=table.shape[0] if P and table is not None else description.vocab_size if P else 0,
+        **(_experts_of(fields, _GGUF_EXPERT_FIELDS) if fields.integer("expert_count", 0, least=0) else {}),
     )
     return checked(config, where)
+
+
+_GGUF_EXPERT_FIELDS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 
 
 def head_width(fields: Fields, suffix: str) -> int:

@@ -19,10 +19,10 @@ from gemma_py.models.config import Config, Rope
 # Kinds of operations. The kinds before MATMUL compute each row by itself, so several of these operations can share a
 # phase, in which a worker takes a few rows through all the operations.
 (EMBED, ROPE_TABLE, NORM, ADD, SCALE, MULTIPLY, GELU_GATE, QUANTISE, TAKE, MEAN, TAKE_COLUMNS, PUT_COLUMNS, GAIN, TANH, SPARSIFY,
- MATCH, PREDICT, CORRECT, ADD_TO_STREAMS, ROPE, STORE, MATMUL, SCORES, ATTEND) = range(24)  # fmt: skip
+ MATCH, PREDICT, CORRECT, ADD_TO_STREAMS, ROPE, ROUTE, MIX, STORE, MATMUL, EXPERT_MATMUL, SCORES, ATTEND) = range(27)  # fmt: skip
 KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu gate", "quantise", "take", "mean", "take columns",
               "put columns", "gain", "tanh", "sparsify", "match", "predict", "correct", "add to streams",
-              "rope", "store", "matmul", "scores", "attend")  # fmt: skip
+              "rope", "route", "mix", "store", "matmul", "expert matmul", "scores", "attend")  # fmt: skip
 # The rows that a phase computes: the rows of all tokens, or the rows of the tokens whose logits are wanted.
 ALL, WANTED = range(2)
 # The name of the buffer that receives the logits or, in an embedding model, the embeddings before normalisation.
@@ -31,12 +31,16 @@ LOGITS = "logits"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a model family: a matrix [N, K], or a vector such as the gain of a norm.
+    """A tensor of a model family: a matrix [N, K], the matrices [X, N, K] of X experts, or a vector such as a norm's gain.
 
     hugging_face: the tensor's name in safetensors, without a prefix such as "model.".
     gguf: the tensor's name in GGUF.
     plus_one: whether safetensors store gain - 1 instead of gain.
     gathered: whether the matrix stays in the checkpoint's file, from which a pass reads the rows of its tokens.
+    part: (i, n) for experts' matrices that are part i of n equal parts of each expert's matrix in a fused tensor
+    [X, n * N, K]. The tensor `hugging_face` is fused; in GGUF, the tensor `gguf_fused` is fused and `gguf` is not.
+    gguf_fused: the fused tensor's name in GGUF, or "".
+    stays_float: whether the matrix is never quantised while loading, because llama.cpp does not quantise it either.
     stack: (i, count) where GGUF has `count` such matrices in one tensor [count, N, K], and this one is number i of them.
     """
 
@@ -45,6 +49,9 @@ class Tensor:
     gguf: str
     plus_one: bool = False
     gathered: bool = False
+    part: tuple[int, int] = (0, 1)
+    gguf_fused: str = ""
+    stays_float: bool = False
     stack: tuple[int, int] | None = None
 
     @property
@@ -71,10 +78,16 @@ class Op:
     bidirectional: bool = False  # for SCORES and ATTEND
     rope: int = -1  # index into Program.ropes
     first: int = 0  # for TAKE_COLUMNS and PUT_COLUMNS: the first column in the wider of the two buffers
-    stride: int = 0  # for TAKE_COLUMNS and PUT_COLUMNS: the width of the source's rows
+    stride: int = 0  # for TAKE_COLUMNS, PUT_COLUMNS, ROUTE, MIX and EXPERT_MATMUL: the width of the source's rows
     stream: int = 0  # for CORRECT: the active stream; for ADD_TO_STREAMS: the first stream that is added to
+    experts: int = 0  # for EXPERT_MATMUL: the number of experts, each of which has a matrix
     numbers: tuple[float, float] = (0.0, 0.0)
-    codes: "Op | None" = None  # for MATMUL: the QUANTISE operation of `source`
+    codes: "Op | None" = None  # for MATMUL and EXPERT_MATMUL: the QUANTISE operation of `source`
+
+    @property
+    def first_matrix(self) -> str:
+        """The name of the packed matrix, or of the first expert's matrix."""
+        return f"{self.tensor}.0" if self.experts else self.tensor
 
 
 @dataclass(eq=False)
@@ -106,6 +119,7 @@ class Program:
     _rows_now: dict[str, int] = field(default_factory=dict)
     # By buffer: the QUANTISE operation whose codes match the buffer's content. Writing the buffer removes the entry.
     _coded: dict[str, Op] = field(default_factory=dict)
+    _experts: dict[str, int] = field(default_factory=dict)  # by buffer that `route` wrote: the number of experts
     _phase: Phase = field(default_factory=lambda: Phase("embedding", 0, ALL))
 
     def phase(self, name: str, layer: int, rows: int = ALL) -> None:
@@ -278,21 +292,20 @@ class Program:
 
     def take(self, source: str, target: str) -> None:
         """Copy the WANTED rows of source to target. Call this in a phase that computes WANTED rows."""
-        if self._phase.rows != WANTED or self._rows_now[source] != ALL:
-            raise ValueError(
-                f"take needs a phase that computes WANTED rows and a source that holds ALL rows, found {source}"
-            )
-        width = self._widths_now[source]
-        self._write(target, width)
-        self._add(TAKE, source=source, target=target, width=width)
+        self._from_all_rows(TAKE, source, target)
 
     def mean(self, source: str, target: str) -> None:
         """Compute the mean of all rows of each sequence. The phase computes WANTED rows, of which a sequence has one."""
+        self._from_all_rows(MEAN, source, target)
+
+    def _from_all_rows(self, kind: int, source: str, target: str) -> None:
         if self._phase.rows != WANTED or self._rows_now[source] != ALL:
-            raise ValueError(f"{source} has no mean: mean needs a source of ALL rows in a phase of WANTED rows")
+            raise ValueError(
+                f"{KIND_NAMES[kind]} needs a phase that computes WANTED rows and a source that holds ALL rows, found {source}"
+            )
         width = self._widths_now[source]
         self._write(target, width)
-        self._add(MEAN, source=source, target=target, width=width)
+        self._add(kind, source=source, target=target, width=width)
 
     def rope(self, target: str, layer: int, heads: int) -> None:
         """Apply rotary position embedding to each head of target, in place."""
@@ -320,10 +333,59 @@ class Program:
         N, K = self._shape(tensor, 2)
         self._check_width(source, K)
         op = self._add(MATMUL, source=source, target=target, tensor=tensor, width=N, numbers=(cap or 0.0, 0.0))
-        if source not in self._coded:
-            self._quantise(source, before=op.phase)
-        op.codes = self._coded[source]
+        self._read_codes(op)
         self._write(target, N)
+
+    def route(self, logits: str, routes: str, gain: str, count: int, scale: float) -> None:
+        """Choose `count` experts for each row, and compute the experts' weights. The logits are overwritten.
+
+        p = softmax(logits * scale) over all experts. The experts with the largest p are chosen, of equal p the expert with
+        the lower number. An expert's weight is p / (sum of p over the chosen experts) * gain[expert]. A row of `routes` is
+        the numbers of the chosen experts in ascending order, then the weights of these experts.
+        """
+        self._check_rows(logits)
+        experts = self._widths_now[logits]
+        if self._shape(gain, 1) != (experts,) or not 1 <= count <= experts:
+            raise ValueError(
+                f"{gain} of shape {list(self._shape(gain, 1))} cannot choose {count} experts from {experts} logits"
+            )
+        self._write(logits, experts)
+        self._write(routes, 2 * count)
+        self._add(
+            ROUTE, source=logits, target=routes, tensor=gain, width=2 * count, stride=experts, numbers=(scale, 0.0)
+        )
+        self._experts[routes] = experts
+
+    def expert_matmul(self, source: str, target: str, tensor: str, routes: str) -> None:
+        """Compute target = source @ tensor[expert].T for each expert that `routes` has for a row.
+
+        A row of the target has one part for each of these experts, in the order of `routes`. A row of the source is read by
+        each of the experts, or has one part for each of the experts.
+        """
+        experts, N, K = self._shape(tensor, 3)
+        if self._experts.get(routes) != experts:
+            raise ValueError(
+                f"{tensor} has {experts} experts, but {routes} has routes to {self._experts.get(routes, 0)}"
+            )
+        count, stride = self._widths_now[routes] // 2, self._widths_now[source]
+        if stride not in (K, count * K):
+            raise ValueError(f"rows of {source} should have {K} or {count} * {K} numbers, found {stride}")
+        op = self._add(
+            EXPERT_MATMUL, source=source, second=routes, target=target, tensor=tensor, heads=count, width=N, stride=stride,
+            experts=experts,
+        )  # fmt: skip
+        self._read_codes(op)
+        self._write(target, count * N)
+
+    def mix(self, source: str, target: str, routes: str) -> None:
+        """Compute target = the sum of the experts' parts of source, each times the weight in `routes`, in the order of routes."""
+        if routes not in self._experts:
+            raise ValueError(f"{routes} has no routes")
+        count, stride = self._widths_now[routes] // 2, self._widths_now[source]
+        if stride % count or source == target:
+            raise ValueError(f"rows of {source} should have {count} equal parts and another name than the target")
+        self._write(target, stride // count)
+        self._add(MIX, source=source, second=routes, target=target, width=stride // count, stride=stride)
 
     def attend(self, source: str, target: str, layer: int, scale: float, cap: float | None = None) -> None:
         """Compute target = attention of the queries in source to the layer's KV rows.
@@ -352,19 +414,31 @@ class Program:
         self.ops.append(op)
         return op
 
+    def _read_codes(self, op: Op) -> None:
+        """Set the operation that quantises the source of a matrix product. Insert that operation if there is none."""
+        if op.source not in self._coded:
+            self._quantise(op.source, before=op.phase)
+        op.codes = self._coded[op.source]
+
     def _quantise(self, source: str, before: Phase) -> None:
         """Insert a QUANTISE operation, which quantises `source`, in front of the phase `before`.
 
-        QUANTISE joins the preceding phase if that phase consists of row operations on the same rows. Otherwise QUANTISE
-        gets a phase of its own.
+        QUANTISE joins the last phase of row operations on the same rows, if source is not written after that phase.
+        Otherwise QUANTISE gets a phase of its own.
         """
-        at = next(number for number, op in enumerate(self.ops) if op.phase is before)
-        phase = self.ops[at - 1].phase
-        if self.ops[at - 1].kind >= STORE or phase.rows != before.rows:
-            phase = Phase(f"{before.name} input", before.layer, before.rows)
-        op = Op(QUANTISE, phase, source=source, width=self._widths_now[source])
-        self.ops.insert(at, op)
-        self._coded[source] = op
+        at = number = next(number for number, op in enumerate(self.ops) if op.phase is before)
+        phase = Phase(f"{before.name} input", before.layer, before.rows)
+        while number > 0:
+            op = self.ops[number - 1]
+            if op.kind < STORE and op.phase.rows == before.rows:
+                at, phase = number, op.phase
+                break
+            if source in (op.target, op.second) or (op.kind in (ADD, ROUTE) and source == op.source):
+                break
+            number -= 1
+        made = Op(QUANTISE, phase, source=source, width=self._widths_now[source])
+        self.ops.insert(at, made)
+        self._coded[source] = made
 
     def _shares_phase(self, op: Op) -> bool:
         """Return whether the operation can join the current phase without a barrier in front of the operation."""
@@ -372,7 +446,10 @@ class Program:
         if op.kind < MATMUL:
             # STORE must be the last operation of a phase, because KV rows are published after the last operation.
             return all(other.kind < STORE for other in others)
-        return all(other.kind == op.kind == MATMUL and _independent(op, other) for other in others)
+        if op.kind not in (MATMUL, EXPERT_MATMUL):
+            return not others
+        # Products of one phase read the same routes, because a worker sorts the rows by expert once for each phase.
+        return all(other.kind == op.kind and other.second == op.second and _independent(op, other) for other in others)
 
     def _write(self, target: str, width: int) -> None:
         """Record that the current phase writes rows of this width to target. Codes made from older rows are invalid."""
@@ -380,6 +457,7 @@ class Program:
         self.widths[target] = max(self.widths.get(target, 0), width)
         self._rows_now[target] = self._phase.rows
         self._coded.pop(target, None)
+        self._experts.pop(target, None)
 
     def _shape(self, tensor: str, dimensions: int) -> tuple[int, ...]:
         shape = self.tensors[tensor].shape
@@ -426,4 +504,4 @@ class Program:
 
 def _independent(a: Op, b: Op) -> bool:
     """Return whether two matrix products can run at the same time: neither writes a buffer that the other one uses."""
-    return a.target not in (b.source, b.target) and b.target != a.source
+    return a.target not in (b.source, b.second, b.target) and b.target not in (a.source, a.second)

@@ -1,4 +1,4 @@
-"""Gemma 4, text, dense: one token at a time through the operations of operations.py, which also explains the letters.
+"""Gemma 4, text: one token at a time through the operations of operations.py, which also explains the letters.
 
 P is the width of a layer's own input. Every layer is computed for every token here; the engine leaves out results that
 neither a later layer nor a wanted logit needs. Attention scores are not scaled, because queries and keys are normalised.
@@ -13,6 +13,7 @@ import numpy as np
 from gemma_py.models.config import Config
 from gemma_py.reference import operations as op
 from gemma_py.reference.cache import ReferenceCache
+from gemma_py.weights.tensors import Matrix
 
 _F = np.float32
 _ONE, _NO_CAP = _F(1), _F(0)
@@ -46,14 +47,31 @@ def layer(
     eps = _F(config.rms_norm_eps)
     y = attention(op.rms_norm(x, eps, w["input_norm"]), w, config, cache, number)
     x = op.add(x, op.rms_norm(y, eps, w["post_attention_norm"]))
-    y = op.rms_norm(x, eps, w["pre_feedforward_norm"])
-    y = op.matmul(op.gelu_gate(op.matmul(y, w["gate_proj"]), op.matmul(y, w["up_proj"])), w["down_proj"])
+    y = feed_forward(op.rms_norm(x, eps, w["pre_feedforward_norm"]), w["gate_proj"], w["up_proj"], w["down_proj"])
+    if config.num_experts:
+        from_experts = op.rms_norm(experts(x, w, config), eps, w["post_experts_norm"])
+        y = op.add(op.rms_norm(y, eps, w["post_dense_norm"]), from_experts)
     x = op.add(x, op.rms_norm(y, eps, w["post_feedforward_norm"]))
     if own is not None:
         gated = op.gelu_gate(op.matmul(x, w["per_layer_gate"]), own[number])
         y = op.matmul(gated, w["per_layer_projection"])
         x = op.add(x, op.rms_norm(y, eps, w["per_layer_norm"]))
     return np.asarray(op.scale_row(x, w["scalar"][0]))
+
+
+def feed_forward(n: np.ndarray, gate: Matrix, up: Matrix, down: Matrix) -> np.ndarray:
+    """Return the output of a gated feed-forward for a normalised hidden state.    n: [D]"""
+    return op.matmul(op.gelu_gate(op.matmul(n, gate), op.matmul(n, up)), down)
+
+
+def experts(x: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
+    """Return the sum of the outputs of the experts that the router chooses, each times the router's weight.    x: [D]"""
+    eps, scale = _F(config.rms_norm_eps), _F(1.0 / math.sqrt(config.hidden_size))
+    router_logits = op.matmul(op.rms_norm(x, eps, w["router_scale"]), w["router"])
+    chosen, weights = op.route(router_logits, scale, w["expert_scale"], config.top_k_experts)
+    n = op.rms_norm(x, eps, w["experts_norm"])
+    parts = [feed_forward(n, *(w[f"experts_{name}.{number}"] for name in ("gate", "up", "down"))) for number in chosen]
+    return np.asarray(op.mix(np.stack(parts), weights))
 
 
 def attention(n: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:

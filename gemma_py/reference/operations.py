@@ -285,6 +285,64 @@ def round_to_bfloat16(x):
     return y
 
 
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def softmax(x):
+    """Return y[i] = exp(x[i] - max(x)) / sum over j of exp(x[j] - max(x))."""
+    y = np.empty_like(x)
+    largest, total = x[0], _ZERO
+    for i in range(x.shape[0]):
+        if x[i] > largest:
+            largest = x[i]
+    for i in range(x.shape[0]):
+        y[i] = exp(x[i] - largest)
+        total = total + y[i]
+    for i in range(x.shape[0]):
+        y[i] = y[i] / total
+    return y
+
+
+@jit
+def route(logits, scale, gain, count):
+    """Return the numbers of the chosen experts, ascending, and the experts' weights.    logits, gain: [X]
+
+    p = softmax(logits * scale). The `count` experts with the largest p are chosen, of equal p the lower number. The weight
+    of an expert is p / (sum of p over the chosen experts) * gain. If p is NaN, the first `count` experts are chosen.
+    """
+    p = softmax(scale_row(logits, scale))
+    chosen = np.zeros(p.shape[0], np.bool_)
+    for _ in range(count):
+        best = -1
+        for expert in range(p.shape[0]):
+            if not chosen[expert] and (best < 0 or p[expert] > p[best]):
+                best = expert
+        chosen[best] = True
+    experts, weights, total = np.empty(count, np.int64), np.empty(count, np.float32), _ZERO
+    number = 0
+    for expert in range(p.shape[0]):
+        if chosen[expert]:
+            experts[number] = expert
+            total = total + p[expert]
+            number += 1
+    for number in range(count):
+        weights[number] = p[experts[number]] / total * gain[experts[number]]
+    return experts, weights
+
+
+@jit
+def mix(parts, weights):
+    """Return y[d] = sum over c of weights[c] * parts[c, d].    parts: [C, D]   weights: [C]   y: [D]"""
+    y = np.empty(parts.shape[1], np.float32)
+    for d in range(parts.shape[1]):
+        total = _ZERO
+        for c in range(parts.shape[0]):
+            total = fma(weights[c], parts[c, d], total)
+        y[d] = total
+    return y
+
+
 @jit
 def mean_rows(x):
     """Return y[d] = (sum over t of x[t, d]) / T.    x: [T, D]   y: [D]"""

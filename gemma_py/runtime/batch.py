@@ -9,13 +9,16 @@ import numpy as np
 
 from gemma_py.kernels.attention_layout import scratch_size
 from gemma_py.kernels.decorator import inlined
+from gemma_py.kernels.experts import lists_size
 from gemma_py.kernels.intrinsics import array_from_address
-from gemma_py.kernels.matmul import CodedRows, unpack_buffer_sizes
+from gemma_py.kernels.matmul import TILE_ROWS_MULTIPLE, CodedRows, unpack_buffer_sizes
 from gemma_py.kernels.memory import aligned
 from gemma_py.kernels.panels import INPUT_BLOCK, UnpackBuffer
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
 
+# The most rows of an expert that a tile computes: enough that unpacking the expert's panels anew for each tile costs little.
+EXPERT_ROWS = 8 * TILE_ROWS_MULTIPLE
 FIRST, END_ROW, ORIGIN = range(3)  # columns of the segments
 ROWS, LONGEST = range(2)  # columns of the counts
 
@@ -38,14 +41,27 @@ class Batch(NamedTuple):
     buffers: np.ndarray  # int64 [buffers + 1]: the addresses of the program's buffers and of the logits [R * V]
 
 
+class ExpertScratch(NamedTuple):
+    """The scratch memory of products with experts' matrices. Every array has a part for each worker.
+
+    Rows of an expert are copied to `floats` or `coded`, to lie side by side. R: the most rows that are copied.
+    """
+
+    lists: np.ndarray  # int64 [workers * lists_size(T, experts, chosen experts of a row)]
+    floats: np.ndarray  # f32 [workers * R * K]
+    coded: CodedRows  # [workers * R] rows of K codes
+    outputs: np.ndarray  # f32 [workers * R * N]
+
+
 class Scratch(NamedTuple):
-    """The scratch memory of a pass. Workers share the arrays, but `attention` and `unpacked` have a part for each worker."""
+    """The scratch memory of a pass. Workers share `floats`, `coded` and `scores`; the rest has a part for each worker."""
 
     floats: np.ndarray  # the buffers of the program
     coded: CodedRows  # the quantised inputs of matrix products
     unpacked: UnpackBuffer  # [workers * unpack_buffer_sizes(widest)]
     attention: np.ndarray  # [workers * scratch_size(E)]
     scores: np.ndarray  # [(workers - 1) * keys * LANES]: attention scores of positions that several workers share
+    experts: ExpertScratch
 
 
 def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
@@ -54,17 +70,22 @@ def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
     def floats(count: int) -> np.ndarray:
         return aligned(max(1, count))
 
-    codes = T * max(INPUT_BLOCK, sizes.codes)
-    blocks = codes // INPUT_BLOCK
-    coded = CodedRows(
-        aligned(codes, np.int16), aligned(2 * codes, np.int8),
-        floats(blocks), floats(blocks), floats(blocks), floats(2 * blocks),
-    )  # fmt: skip
+    def coded(codes: int) -> CodedRows:
+        blocks = codes // INPUT_BLOCK
+        return CodedRows(
+            aligned(codes, np.int16), aligned(2 * codes, np.int8),
+            floats(blocks), floats(blocks), floats(blocks), floats(2 * blocks),
+        )  # fmt: skip
+
     panel, scales = (workers * size for size in unpack_buffer_sizes(max(INPUT_BLOCK, sizes.widest_input)))
     unpacked = UnpackBuffer(aligned(panel, np.int16), floats(scales), floats(scales))
+    K, N = (workers * min(T, EXPERT_ROWS) * size for size in (sizes.expert_inputs, sizes.expert_outputs))
+    lists = workers * lists_size(T, sizes.experts, sizes.routes)
+    experts = ExpertScratch(aligned(lists, np.int64), floats(K), coded(max(INPUT_BLOCK, K)), floats(N))
     return Scratch(
-        floats(T * sizes.floats), coded, unpacked, floats(workers * scratch_size(sizes.widest_head)), floats(0)
-    )
+        floats(T * sizes.floats), coded(T * max(INPUT_BLOCK, sizes.codes)), unpacked,
+        floats(workers * scratch_size(sizes.widest_head)), floats(0), experts,
+    )  # fmt: skip
 
 
 @inlined
@@ -92,6 +113,17 @@ def own_part(part, worker, workers):
     """Return the slice of an array that belongs to this worker. Every worker has an equal part of the array."""
     size = part.shape[0] // workers
     return slice(worker * size, (worker + 1) * size)
+
+
+@inlined
+def own_codes(coded, worker, workers):
+    """Return views of the rows of codes that belong to this worker."""
+    blocks = own_part(coded.scales, worker, workers)
+    return CodedRows(
+        coded.codes[own_part(coded.codes, worker, workers)], coded.byte_planes[own_part(coded.byte_planes, worker, workers)],
+        coded.scales[blocks], coded.sums[blocks], coded.high_byte_sums[blocks],
+        coded.sums_of_16[own_part(coded.sums_of_16, worker, workers)],
+    )  # fmt: skip
 
 
 @inlined

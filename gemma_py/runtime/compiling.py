@@ -30,7 +30,8 @@ from gemma_py.runtime.batch import Batch, new_scratch
 from gemma_py.runtime.cache import KV_TYPES
 from gemma_py.runtime.cells import make_cells
 from gemma_py.runtime.forward import forward
-from gemma_py.runtime.phases import attention_phase, matmul_phase, rows_phase, scores_phase, trace_phase
+from gemma_py.runtime.phases import attention_phase, rows_phase, scores_phase, trace_phase
+from gemma_py.runtime.products import matmul_phase
 from gemma_py.runtime.program import ModelTables, Sizes
 from gemma_py.runtime.trace import NO_TRACE
 from gemma_py.weights.pack import PackedArrays
@@ -66,7 +67,7 @@ def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
             ),
             _read_only(np.float32, 2), _read_only(np.float32), _read_only(np.int64, 2),
         ),
-        new_scratch(Sizes(i64, 1, 1, 1, 2), 1, 1),
+        new_scratch(Sizes(i64, 1, 1, 1, 2, 0, 0, 0, 0), 1, 1),
         Batch(i64, i64.reshape(2, 0), i64.reshape(2, 0), i64.reshape(2, 0, 3), i64.reshape(0, 2), i64.reshape(0, 0, 3),
               np.empty(0, KV_TYPES[kv]), i64),
         NO_TRACE, 0, 0,

@@ -7,16 +7,16 @@ published in position order (`publish`), and an attention tile waits for the las
 import numpy as np
 
 from gemma_py.kernels.decorator import kernel
-from gemma_py.models.program import ATTEND, MATMUL, SCORES
+from gemma_py.models.program import ATTEND, EXPERT_MATMUL, MATMUL, SCORES
 from gemma_py.runtime import program as p
 from gemma_py.runtime.phases import (
     attention_phase,
-    matmul_phase,
     rows_phase,
     scores_phase,
     trace_phase,
     workers_a_position,
 )
+from gemma_py.runtime.products import matmul_phase
 from gemma_py.runtime.sync import barrier, enter
 from gemma_py.runtime.trace import is_traced
 
@@ -35,7 +35,8 @@ def forward(worker, workers, cells, model, scratch, batch, trace):
             continue
         if not enter(cells, worker, op[p.LAYER], op[p.LABEL]):
             return False
-        if op[p.OP] == MATMUL:
+        multiplies = op[p.OP] == MATMUL or op[p.OP] == EXPERT_MATMUL
+        if multiplies:
             done = matmul_phase(worker, workers, cells, model, scratch, batch, trace, at, end)
         elif op[p.OP] == SCORES:
             done = scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end)
@@ -47,7 +48,7 @@ def forward(worker, workers, cells, model, scratch, batch, trace):
             return False
         if op[p.BARRIER] and not barrier(cells, worker, workers):
             return False
-        if is_traced(trace) and (op[p.OP] == MATMUL or op[p.OP] == ATTEND):
+        if is_traced(trace) and (multiplies or op[p.OP] == ATTEND):
             trace_phase(worker, workers, cells, model, scratch, batch, trace, at, end)
             if not barrier(cells, worker, workers):  # the next phase may overwrite rows that other workers are tracing
                 return False

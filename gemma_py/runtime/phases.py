@@ -14,17 +14,6 @@ import numpy as np
 from gemma_py.kernels.attention import attend, attend_columns, columns_of_part, score_keys
 from gemma_py.kernels.attention_layout import LANES, QUERY_BLOCK, AttentionParams, Ring
 from gemma_py.kernels.decorator import inlined, phase
-from gemma_py.kernels.matmul import (
-    FEW_ROWS,
-    MAX_TILE_ROWS,
-    MIN_TILE_ROWS,
-    TILE_ROWS_MULTIPLE,
-    FloatPanels,
-    matmul_codes,
-    matmul_floats,
-)
-from gemma_py.kernels.panels import COLUMNS
-from gemma_py.kernels.rows import soft_cap
 from gemma_py.models.program import STORE
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
@@ -35,17 +24,15 @@ from gemma_py.runtime.batch import (
     ORIGIN,
     ROWS,
     buffer_of,
-    codes_of,
     kv_rows_of,
     own_part,
     rows_of_tile,
     tiles_in,
     unpack_buffer_of,
 )
-from gemma_py.runtime.row_operations import panels_of_codes, row_operation, trace_operation
+from gemma_py.runtime.row_operations import row_operation, trace_operation
 from gemma_py.runtime.sync import await_rows, claim, claim_any, last_awaited, publish
 from gemma_py.runtime.trace import is_traced, trace_rows, trace_worker
-from gemma_py.weights import pack as w
 
 _TILE_ROWS = 8  # rows of a tile in `rows_phase`
 _FULL_WINDOW = 1 << 40  # the sliding window that stands for full attention, larger than any context
@@ -84,101 +71,6 @@ def rows_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
             origin = segments[sequence, ORIGIN]
             if not publish(cells, worker, watermark, origin + first, origin + last):
                 return False
-
-
-# --- products with matrices -------------------------------------------------------------------------------------------
-
-
-@inlined
-def _matmul(model, op, scratch, batch, unpacked, first_row, last_row, first_panel, last_panel):
-    """Compute target[t, n] for rows t in first_row .. last_row - 1 and outputs n in panels first_panel .. last_panel - 1."""
-    row = model.weights.matrices[op[p.MATRIX]]
-    N, K = row[w.ROWS], row[w.INPUTS]
-    (x,) = buffer_of(batch, scratch, op[p.SOURCE], K)
-    (y,) = buffer_of(batch, scratch, op[p.TARGET], N)
-    if row[w.KIND] == w.CODES:
-        coded = codes_of(scratch, batch, op[p.SLOT])
-        matmul_codes(
-            coded, panels_of_codes(model, op[p.MATRIX]), y, first_row, last_row, first_panel, last_panel, unpacked
-        )
-    elif row[w.KIND] == w.BF16_FLOATS:
-        matmul_floats(
-            x, FloatPanels(model.weights.bf16, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
-        )
-    else:
-        matmul_floats(
-            x, FloatPanels(model.weights.floats, row[w.AT], N, K), y, first_row, last_row, first_panel, last_panel
-        )
-    cap = model.numbers[op[p.NUMBER]]
-    if cap > 0:
-        for t in range(first_row, last_row):
-            soft_cap(y, cap, t * N + first_panel * COLUMNS, t * N + min(last_panel * COLUMNS, N))
-
-
-@inlined
-def _panels_for(model, op):
-    return (model.weights.matrices[op[p.MATRIX], w.ROWS] + COLUMNS - 1) // COLUMNS
-
-
-@inlined
-def _rows_together(panels, T, workers):
-    """Return the number of rows of a tile.
-
-    Larger tiles are better, because every tile unpacks its panels anew. But the rows are cut into enough blocks that
-    blocks * panels >= 32 * workers, which gives each worker 8 tiles of 4 panels.
-    """
-    blocks = max((T + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS, (32 * workers + panels - 1) // panels)
-    rows = (T + blocks - 1) // blocks
-    return max(MIN_TILE_ROWS, (rows + TILE_ROWS_MULTIPLE - 1) // TILE_ROWS_MULTIPLE * TILE_ROWS_MULTIPLE)
-
-
-@inlined
-def _panels_together(panels, blocks, T, workers):
-    """Return the number of panels of a tile, a multiple of 4.
-
-    panels: the number of panels of the phase's matrices. blocks: the number of blocks that `_rows_together` cuts rows into.
-
-    With many rows, each worker gets about 8 tiles, for balance. With few rows, memory bandwidth is the limit, and long
-    contiguous reads are faster: each worker gets up to 8 tiles of at least 16 panels, or one smaller tile.
-    """
-    if T > FEW_ROWS:
-        return max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
-    tiles = workers * max(1, min(8, panels // (16 * workers)))
-    return min(64, (panels + 4 * tiles - 1) // (4 * tiles) * 4)
-
-
-@phase
-def matmul_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Run a phase of matrix products. The tile numbers of each matrix follow those of the matrix before it."""
-    counter, T, unpacked = (
-        model.ops[at, p.COUNTER],
-        batch.counts[model.ops[at, p.ROWS_OF], ROWS],
-        unpack_buffer_of(scratch, worker, workers),
-    )
-    panels = tiles = np.int64(0)
-    for number in range(at, end):
-        panels += _panels_for(model, model.ops[number])
-    together = _rows_together(panels, T, workers)
-    blocks = (T + together - 1) // together
-    width = _panels_together(panels, blocks, T, workers)
-    for number in range(at, end):
-        tiles += blocks * ((_panels_for(model, model.ops[number]) + width - 1) // width)
-    tile = claim_any(cells, worker, counter, tiles)
-    while tile >= 0:
-        number, local = at, tile
-        columns = (_panels_for(model, model.ops[number]) + width - 1) // width
-        while local >= blocks * columns:
-            local -= blocks * columns
-            number += 1
-            columns = (_panels_for(model, model.ops[number]) + width - 1) // width
-        op = model.ops[number]
-        row, panel = local % blocks * together, local // blocks * width
-        row_end, panel_end = min(row + together, T), min(panel + width, _panels_for(model, op))
-        _matmul(model, op, scratch, batch, unpacked, row, row_end, panel, panel_end)
-        if is_traced(trace):
-            trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], row, row_end)
-        tile = claim_any(cells, worker, counter, tiles)
-    return True
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

@@ -9,8 +9,20 @@ import numpy as np
 from gemma_py.kernels.panels import COLUMNS, INPUT_BLOCK
 from gemma_py.kernels.rows import rope_frequencies
 from gemma_py.models.config import Rope
-from gemma_py.models.program import ADD, ATTEND, LOGITS, MATMUL, NORM, QUANTISE, SCORES, STORE, Op, Program
-from gemma_py.weights.pack import CODES, KIND, PackedArrays, PackedWeights
+from gemma_py.models.program import (
+    ADD,
+    ATTEND,
+    EXPERT_MATMUL,
+    LOGITS,
+    MATMUL,
+    NORM,
+    QUANTISE,
+    SCORES,
+    STORE,
+    Op,
+    Program,
+)
+from gemma_py.weights.pack import CODES, INPUTS, KIND, ROWS, PackedArrays, PackedWeights
 from gemma_py.weights.tensors import GatheredTable
 
 # Columns of the table `ops`, which has one row per operation. These columns describe the operation's phase:
@@ -22,8 +34,8 @@ from gemma_py.weights.tensors import GatheredTable
 #   TARGET, SOURCE, SECOND: buffers.  MATRIX, GAIN: indices into the weights' `matrices` and `gains`.
 #   NUMBER: an index into `numbers`.  SLOT: the codes of a pass of T rows begin at SLOT * T.
 (OP, LAYER, LABEL, NEXT, COUNTER, TRACE, BARRIER, ROWS_OF, TARGET, SOURCE, SECOND, MATRIX, GAIN, HEADS, WIDTH, KV_HEADS,
- KV, WINDOW, BIDIRECTIONAL, ROPE_ROW, FIRST_COLUMN, STRIDE, STREAM, NUMBER, SLOT) = range(25)  # fmt: skip
-_COLUMNS = 25
+ KV, WINDOW, BIDIRECTIONAL, ROPE_ROW, FIRST_COLUMN, STRIDE, STREAM, EXPERTS, NUMBER, SLOT) = range(26)  # fmt: skip
+_COLUMNS = 26
 NO_BUFFER = -1
 
 
@@ -36,7 +48,7 @@ class ModelTables(NamedTuple):
     weights: PackedArrays  # `gains` ends with a vector of ones, for norms without a gain
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
     numbers: np.ndarray  # f32: the epsilons, scales, caps and factors of the operations
-    ops: np.ndarray  # int64 [operations, 25]
+    ops: np.ndarray  # int64 [operations, 26]
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,10 @@ class Sizes:
     codes: int  # the number of codes per row of the pass, summed over slots
     widest_input: int  # K of the widest quantised matrix
     widest_head: int
+    experts: int  # the most experts of an operation; 0 without experts, as the following numbers
+    routes: int  # the most experts that are chosen for a row
+    expert_inputs: int  # K of the widest matrix of an expert
+    expert_outputs: int  # the largest N of a matrix of an expert
 
 
 class Gather(NamedTuple):
@@ -100,10 +116,10 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
         row[[OP, LAYER, LABEL, ROWS_OF]] = op.kind, phase.layer, label, phase.rows
         row[TRACE] = phase.layer * len(labels) + label
         row[[TARGET, SOURCE, SECOND]] = [buffers.get(name, NO_BUFFER) for name in (op.target, op.source, op.second)]
-        row[MATRIX] = weights.matrices.get(op.tensor, -1)
+        row[MATRIX] = weights.matrices.get(op.first_matrix, -1)
         row[GAIN] = ones if op.kind == NORM and not op.tensor else weights.gains.get(op.tensor, -1)
-        row[[HEADS, WIDTH, KV_HEADS, KV, WINDOW, BIDIRECTIONAL, ROPE_ROW, FIRST_COLUMN, STRIDE, STREAM]] = (
-            op.heads, op.width, op.kv_heads, op.kv, op.window, op.bidirectional, op.rope, op.first, op.stride, op.stream,
+        row[[HEADS, WIDTH, KV_HEADS, KV, WINDOW, BIDIRECTIONAL, ROPE_ROW, FIRST_COLUMN, STRIDE, STREAM, EXPERTS]] = (
+            op.heads, op.width, op.kv_heads, op.kv, op.window, op.bidirectional, op.rope, op.first, op.stride, op.stream, op.experts,
         )  # fmt: skip
         row[NUMBER] = 2 * numbers.setdefault(pair, len(numbers))
         row[SLOT] = slots.get(id(op if op.kind == QUANTISE else op.codes), 0)
@@ -113,9 +129,7 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
         weights.arrays._replace(gains=_read_only(_with_ones(program, weights.arrays))),
         frequencies, _read_only(np.array(list(numbers), np.float32).reshape(-1)), _read_only(table),
     )  # fmt: skip
-    widest = max((op.width for op in ops if op.kind == QUANTISE), default=0)
-    heads = max((op.width for op in ops if op.kind == ATTEND), default=0)
-    sizes = Sizes(np.array(offsets, np.int64), floats, codes, widest, heads)
+    sizes = Sizes(np.array(offsets, np.int64), floats, codes, *_widest(table, weights.arrays.matrices))
     gathers = tuple(
         Gather(weights.tables[tensor], buffers[target], program.tensors[tensor].shape[1])
         for tensor, target in program.gathers
@@ -124,10 +138,24 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
     return LinkedProgram(model, sizes, gathers, labels, layers, outputs, phases)
 
 
+def _widest(table: np.ndarray, matrices: np.ndarray) -> tuple[int, int, int, int, int, int]:
+    """Return the fields of `Sizes` from `widest_input` on."""
+
+    def largest(values: np.ndarray) -> int:
+        return int(values.max(initial=0))
+
+    heads, products = table[table[:, OP] == ATTEND], table[table[:, OP] == EXPERT_MATMUL]
+    of_experts = matrices[products[:, MATRIX]]
+    return (
+        largest(matrices[matrices[:, KIND] == CODES, INPUTS]), largest(heads[:, WIDTH]), largest(products[:, EXPERTS]),
+        largest(products[:, HEADS]), largest(of_experts[:, INPUTS]), largest(of_experts[:, ROWS]),
+    )  # fmt: skip
+
+
 def _needed(program: Program, weights: PackedWeights) -> list[Op]:
     """Return the program's operations without the QUANTISE operations whose codes no quantised matrix reads."""
     matrices = weights.arrays.matrices
-    reading = [op for op in program.ops if op.kind == MATMUL and matrices[weights.matrices[op.tensor], KIND] == CODES]
+    reading = [op for op in program.ops if op.codes and matrices[weights.matrices[op.first_matrix], KIND] == CODES]
     wanted = {id(op.codes) for op in reading}
     return [op for op in program.ops if op.kind != QUANTISE or id(op) in wanted]
 

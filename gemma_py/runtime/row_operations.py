@@ -7,6 +7,7 @@ MEAN reads all rows of a sequence.
 import numpy as np
 
 from gemma_py.kernels.decorator import inlined
+from gemma_py.kernels.experts import mix_rows, route_rows
 from gemma_py.kernels.matmul import FloatPanels
 from gemma_py.kernels.panels import CodePanels
 from gemma_py.kernels.pooling import mean_rows
@@ -118,6 +119,15 @@ def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, 
         copy_columns(wide, op[p.STRIDE], op[p.FIRST_COLUMN], y, width, first, last)
     elif kind == o.ROPE:
         rope_rows(y, heads, width, x, second, first, last)
+    elif kind == o.ROUTE:
+        X, C, gain = op[p.STRIDE], width // 2, op[p.GAIN]
+        (logits,) = buffer_of(batch, scratch, op[p.SOURCE], X)
+        route_rows(logits, X, model.numbers[op[p.NUMBER]], model.weights.gains[gain : gain + X], C, y, first, last)
+    elif kind == o.MIX:
+        C = op[p.STRIDE] // width
+        (parts,) = buffer_of(batch, scratch, op[p.SOURCE], op[p.STRIDE])
+        (routes,) = buffer_of(batch, scratch, op[p.SECOND], 2 * C)
+        mix_rows(parts, routes, C, width, y, first, last)
     elif kind == o.PUT_COLUMNS:
         put_columns(x, op[p.STRIDE], y, width, op[p.FIRST_COLUMN], first, last)
     elif kind == o.GAIN:

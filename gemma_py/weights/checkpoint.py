@@ -47,7 +47,9 @@ class Checkpoint:
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
     left_out: Mapping[str, int] = field(default_factory=dict)  # the number of tensors of each part for images or sound
     modules: Modules = field(default_factory=Modules)  # empty for GGUF
-    cacheable: bool = True  # whether the packed weights may be written to the cache on disk
+    cacheable: bool = (
+        True  # whether the packed weights may be in the cache on disk; otherwise, they are packed into memory
+    )
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:

@@ -2,10 +2,14 @@
 
 The panels of all matrices lie in three flat arrays, the arenas: float32, bfloat16 and quantised. A table says where each
 matrix begins. The array types do not depend on the model, so that one compiled forward pass serves every model.
+
+The matrices of experts are at the end of each arena, after the matrices that every pass reads, and begin at a page
+boundary. A start then reads the pages of the other matrices, and the pages of an expert are read when a row is routed there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +62,21 @@ def matrix_bytes(arrays: PackedArrays, number: int) -> int:
 # The version of the layout of panels and arenas. Cached files of other versions are not read.
 LAYOUT = 3
 _TYPES = tuple(np.dtype(kind) for kind in ("<f4", "<u2", "i1"))  # dtypes of the arenas floats, bf16, codes
+PAGE = 4096
+
+
+class Arena(NamedTuple):
+    """The size of an arena: the number of values of dense matrices, padded to whole pages if matrices of experts follow, and
+    the number of values of experts.
+    """
+
+    kind: np.dtype
+    dense: int
+    experts: int
+
+    @property
+    def size(self) -> int:
+        return self.dense + self.experts
 
 
 class PackingPlan:
@@ -68,8 +87,12 @@ class PackingPlan:
 
     def __init__(self, weights: StoredWeights) -> None:
         self.matrices = matrices_of(weights)
-        self._sizes = [0] * len(_TYPES)
+        self._dense, self._of_experts = [0] * len(_TYPES), [0] * len(_TYPES)
         self._rows = {id(matrix): (number, self._place(matrix)) for number, matrix in enumerate(self.matrices)}
+        for matrix in self.matrices:
+            if matrix.of_expert:
+                row = self._rows[id(matrix)][1]
+                row[AT] += self.arenas[row[KIND]].dense
         self._numbers = {name: self._rows[id(part)][0] for name, part in weights.items() if id(part) in self._rows}
         self._gathered = {name: part for name, part in weights.items() if isinstance(part, GatheredTable)}
         gains = {name: part for name, part in weights.items() if isinstance(part, np.ndarray)}
@@ -80,15 +103,19 @@ class PackingPlan:
             np.array([row for _, row in self._rows.values()], np.int64),
         )
 
-    @property
-    def arenas(self) -> list[tuple[np.dtype, int]]:
-        """The dtype and the number of values of each arena. An unused arena has one value, so that it has an address."""
-        return [(kind, max(1, size)) for kind, size in zip(_TYPES, self._sizes, strict=True)]
+    @cached_property
+    def arenas(self) -> list[Arena]:
+        """The size of each arena. An unused arena has one value, so that it has an address."""
+        made = []
+        for kind, dense, experts in zip(_TYPES, self._dense, self._of_experts, strict=True):
+            step = PAGE // kind.itemsize if experts else 1
+            made.append(Arena(kind, -(-dense // step) * step or int(not experts), experts))
+        return made
 
     @property
     def bytes(self) -> int:
         """The size of the arenas in bytes."""
-        return sum(kind.itemsize * size for kind, size in self.arenas)
+        return sum(arena.kind.itemsize * arena.size for arena in self.arenas)
 
     def fill(self, arenas: Sequence[np.ndarray]) -> Iterator[StoredMatrix]:
         """Pack the matrices into the arenas, and yield each matrix after packing it."""
@@ -106,15 +133,19 @@ class PackingPlan:
         return PackedWeights(arrays, self._numbers, self._gains, self._gathered)
 
     def _place(self, matrix: StoredMatrix) -> list[int]:
-        """Reserve room for a matrix in an arena, and return the matrix's row of the table `matrices`."""
+        """Reserve room for a matrix in an arena, and return the matrix's row of the table `matrices`.
+
+        AT of an expert's matrix is relative to the first expert's matrix of the arena.
+        """
         kind, (N, K) = matrix.tensor.type, matrix.shape
         arena, panel, row = BF16_FLOATS if kind is BF16 else FLOATS, K * COLUMNS, [0] * 7
         if kind.quantised:
             minimums = int(kind.minimum is not Minimum.NONE)
             arena, panel = CODES, panel_bytes(K, kind.width, kind.group, kind.block, minimums)
             row = [kind.width, kind.offset, kind.group, kind.block, minimums, panel, 4]
-        at = self._sizes[arena]
-        self._sizes[arena] += panel_count(N) * panel
+        sizes = self._of_experts if matrix.of_expert else self._dense
+        at = sizes[arena]
+        sizes[arena] += panel_count(N) * panel
         return [arena, N, K, at, *row]
 
 

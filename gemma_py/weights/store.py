@@ -1,11 +1,21 @@
 """The cache of packed weights on disk: one safetensors file per checkpoint, memory-mapped at every start.
 
-    header    metadata: layout, content key, source, checksums of the arenas, sha256 of the header; padded to whole pages
-    arenas    one tensor per arena, which begins at a page boundary and is padded with zeros to the next page boundary
+    header    metadata: layout, content key, source, checksums of the sections, sha256 of the header; padded to whole pages
+    sections  of each arena one section with the matrices that every pass reads, and one with the matrices of experts, if there
+              are any; a section begins at a page boundary and is padded with zeros to the next page boundary
 
-Every start checks the whole file. The header must equal, byte for byte, the header that this program would write for this
-checkpoint and for the checksums of the arenas in the file. Checking reads each weight once and so takes about as long as
-generating a token. If a file is damaged or writable by another user, the weights are packed again.
+Every start checks the header and the sections that every pass reads. The header must equal, byte for byte, the header that
+this program would write for this checkpoint and for the checksums of these sections in the file. Checking reads each weight
+once and so takes about as long as generating a token. If a file is damaged or writable by another user, the weights are
+packed again.
+
+The sections of experts are not read at a start, because most of them are not needed for an answer. Right after writing, they
+are read from the disk once, and compared with the checksums in the header. A record on disk then keeps the file's device,
+inode, size and time of modification. Without a record for these values, the next start checks the experts again.
+
+    a write that was interrupted, or a change of the file   the checksum, or for experts the missing record
+    other users                                             the permissions of the file and the directory
+    damage of the disk, without a change of the file        the checksum; experts are not protected after they were checked
 
 The content key is the sha256 of the checkpoint's tensors. Computing the sha256 takes seconds per gigabyte, so a record on
 disk keeps the sha256 of files whose device, inode, size and times of change are unchanged.
@@ -22,6 +32,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,16 +46,17 @@ from gemma_py.kernels.memory import aligned
 from gemma_py.paths import PARTIAL, atomic_write, cache_dir, is_abandoned, private_dir
 from gemma_py.progress import ReportProgress, no_report
 from gemma_py.weights.checkpoint import Checkpoint
-from gemma_py.weights.pack import LAYOUT, PackedWeights, PackingPlan
+from gemma_py.weights.pack import LAYOUT, PAGE, PackedWeights, PackingPlan
 
 FOLDER, RECORDS = "weights", "records"
 OLD_SUFFIX = ".packed"  # suffix of files that older versions wrote, which are no longer read
-_PAGE = 4096
 _LONGEST_SOURCE = 1024  # maximum length of the checkpoint's path in the header
 # The minimum size in bytes of cached weights. Packing smaller weights is about as fast as checking a cached file.
 _SMALLEST = 8 << 20
+_LARGE = 1 << 30  # the size in bytes from which on a file is announced before it is written
 _MARGIN = 1 << 30  # bytes that must stay free on the disk
 _BLOCK = 1 << 22
+_EXPERTS_BLOCK = 1 << 28  # bytes of experts that are checked at a time
 _FRESH = 2_000_000_000  # nanoseconds; some file systems round times of change to two seconds
 
 
@@ -64,7 +76,7 @@ def packed_weights(
     plan = PackingPlan(checkpoint.stored_weights(quant))
     for tensor in checkpoint.tensors.values():  # frees the pages that reading the gains has loaded
         drop_pages(tensor.data)
-    if not checkpoint.cacheable or sum(_sizes(plan)) < _SMALLEST:
+    if not checkpoint.cacheable or sum(section.bytes for section in _sections(plan)) < _SMALLEST:
         return plan.packed(_in_memory(plan, checkpoint.path, progress))
     try:
         arenas = _cached(plan, checkpoint.path, progress)
@@ -76,7 +88,7 @@ def packed_weights(
 
 
 def _in_memory(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[np.ndarray]:
-    arenas = [aligned(count, kind, np.zeros) for kind, count in plan.arenas]
+    arenas = [aligned(arena.size, arena.kind, np.zeros) for arena in plan.arenas]
     _fill(plan, arenas, source, progress)
     return arenas
 
@@ -87,7 +99,7 @@ def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[n
     key = _content_key(plan, folder / RECORDS, progress)
     path = folder / f"{key.hex()[:40]}-{LAYOUT}{SUFFIX}"
     try:
-        return _mapped(path, plan, key)
+        return _mapped(path, plan, key, progress)
     except FileNotFoundError:
         pass
     except _DamagedError as error:
@@ -95,14 +107,39 @@ def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[n
     _write(path, plan, key, source, progress)
     _drop_from_page_cache(path)
     try:
-        return _mapped(path, plan, key)
+        return _mapped(path, plan, key, progress)
     except _DamagedError as error:
         raise OSError(f"{path}: the file was just written, but {error}") from None
 
 
-def _sizes(plan: PackingPlan) -> list[int]:
-    """Return the size in bytes of each arena in the file, padded to whole pages."""
-    return [-(-kind.itemsize * count // _PAGE) * _PAGE for kind, count in plan.arenas]
+class _Section(NamedTuple):
+    """A part of an arena in the file: the matrices that every pass reads, or the matrices of experts.
+
+    first: the index of the section's first byte, counted from the first section. values: without the padding.
+    """
+
+    name: str
+    arena: int
+    kind: np.dtype
+    first: int
+    values: int
+    of_experts: bool
+
+    @property
+    def bytes(self) -> int:
+        """The size in the file, padded to whole pages."""
+        return -(-self.kind.itemsize * self.values // PAGE) * PAGE
+
+
+def _sections(plan: PackingPlan) -> list[_Section]:
+    """Return the sections in the order of the file. The sections of an arena are side by side."""
+    made: list[_Section] = []
+    for number, arena in enumerate(plan.arenas):
+        for name, values in (("arena", arena.dense), ("experts", arena.experts)):
+            if values:
+                first = made[-1].first + made[-1].bytes if made else 0
+                made.append(_Section(f"{name}.{number}", number, arena.kind, first, values, name == "experts"))
+    return made
 
 
 def _header(plan: PackingPlan, key: bytes, source: str, checksums: Sequence[int]) -> bytes:
@@ -112,30 +149,61 @@ def _header(plan: PackingPlan, key: bytes, source: str, checksums: Sequence[int]
         "checksums": " ".join(f"{checksum:016x}" for checksum in checksums),
     }  # fmt: skip
     specs = {
-        f"arena.{number}": Spec(dtype_name(kind), (size // kind.itemsize,))
-        for number, ((kind, _), size) in enumerate(zip(plan.arenas, _sizes(plan), strict=True))
+        section.name: Spec(dtype_name(section.kind), (section.bytes // section.kind.itemsize,))
+        for section in _sections(plan)
     }
-    header = make_header(specs, metadata, _PAGE)
+    header = make_header(specs, metadata, PAGE)
     return with_digest(header, hashlib.sha256(header).hexdigest())
 
 
-def _padded_arenas(data: np.ndarray, plan: PackingPlan) -> list[np.ndarray]:
-    """Return uint8 views of the arenas at the end of a file's data, including the padding of each arena."""
-    sizes = _sizes(plan)
-    ends = np.cumsum(sizes) + len(data) - sum(sizes)
-    return [data[end - size : end] for end, size in zip(ends.tolist(), sizes, strict=True)]
+def _blank_header(plan: PackingPlan, key: bytes, source: str) -> bytes:
+    return _header(plan, key, source, [0] * len(_sections(plan)))
+
+
+def _file_size(plan: PackingPlan, header: bytes) -> int:
+    return len(header) + sum(section.bytes for section in _sections(plan))
 
 
 def _arenas(data: np.ndarray, plan: PackingPlan) -> list[np.ndarray]:
-    padded = zip(_padded_arenas(data, plan), plan.arenas, strict=True)
-    return [arena[: kind.itemsize * count].view(kind) for arena, (kind, count) in padded]
+    """Return views of the arenas at the end of a file's data."""
+    sections, made = _sections(plan), []
+    start = len(data) - sum(section.bytes for section in sections)
+    for number, arena in enumerate(plan.arenas):
+        first = start + min(section.first for section in sections if section.arena == number)
+        made.append(data[first : first + arena.kind.itemsize * arena.size].view(arena.kind))
+    return made
 
 
-def _checksums(data: np.ndarray, plan: PackingPlan) -> list[int]:
-    return [int(checksum(arena.view("<u8"))) for arena in _padded_arenas(data, plan)]
+def _checksum(data: np.ndarray, plan: PackingPlan, section: _Section) -> int:
+    """Return the checksum of a section, including the padding."""
+    first = len(data) - sum(other.bytes for other in _sections(plan)) + section.first
+    part = data[first : first + section.bytes]
+    if not section.of_experts:
+        return int(checksum(part.view("<u8")))
+    # Sections of experts may be larger than the memory, so their pages are dropped, block by block.
+    sums = np.zeros(-(-len(part) // _EXPERTS_BLOCK) * 8, np.uint64)
+    for number, at in enumerate(range(0, len(part), _EXPERTS_BLOCK)):
+        block = part[at : at + _EXPERTS_BLOCK]
+        sums[8 * number] = checksum(block.view("<u8"))
+        drop_pages(block)
+    return int(checksum(sums))
 
 
-def _mapped(path: Path, plan: PackingPlan, key: bytes) -> list[np.ndarray]:
+def _found_checksums(data: np.ndarray, plan: PackingPlan, recorded: str) -> list[int]:
+    """Return the checksums of the sections in a file. For experts, this is the checksum in the header.
+
+    recorded: the field of the header with the checksums
+    """
+    words, sections = recorded.split(" "), _sections(plan)
+    if len(words) != len(sections) or not all(re.fullmatch("[0-9a-f]{16}", word) for word in words):
+        raise _DamagedError("the header is damaged")
+    return [
+        int(word, 16) if section.of_experts else _checksum(data, plan, section)
+        for section, word in zip(sections, words, strict=True)
+    ]
+
+
+def _mapped(path: Path, plan: PackingPlan, key: bytes, progress: ReportProgress) -> list[np.ndarray]:
     """Check a cached file, and return read-only views of its arenas.
 
     Raises FileNotFoundError if there is no file, and _DamagedError if the file is not exactly what `_write` would write.
@@ -152,21 +220,51 @@ def _mapped(path: Path, plan: PackingPlan, key: bytes) -> list[np.ndarray]:
         except GemmaError:
             raise _DamagedError("the header is damaged") from None
         source = header.metadata.get("source", "")
-        blank = _header(plan, key, source, [0] * len(plan.arenas))
-        if header.size != len(blank) or status.st_size != len(blank) + sum(_sizes(plan)):
+        blank = _blank_header(plan, key, source)
+        if header.size != len(blank) or status.st_size != _file_size(plan, blank):
             raise _DamagedError("the size of the file is wrong")
         mapped = mmap.mmap(handle, status.st_size, access=mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # some systems have no huge pages for files
                 mapped.madvise(mmap.MADV_HUGEPAGE)
         data = np.frombuffer(mapped, np.uint8)
-        if data[: header.size].tobytes() != _header(plan, key, source, _checksums(data, plan)):
+        sums = _found_checksums(data, plan, header.metadata.get("checksums", ""))
+        if data[: header.size].tobytes() != _header(plan, key, source, sums):
             raise _DamagedError("the content of the file is damaged")
-        with contextlib.suppress(OSError):
-            os.utime(handle)  # `gemma_py cache` shows this time as the time of last use
+        _check_experts(path, data, plan, sums, progress)
+        with contextlib.suppress(OSError):  # `gemma_py cache` shows this time as the time of last use
+            os.utime(handle, ns=(time.time_ns(), status.st_mtime_ns))
     finally:
         os.close(handle)
     return _arenas(data, plan)
+
+
+def _check_experts(
+    path: Path, data: np.ndarray, plan: PackingPlan, sums: Sequence[int], progress: ReportProgress
+) -> None:
+    """Raise _DamagedError if a section of experts does not have its checksum, unless a record says that it was checked.
+
+    data: the bytes of the file. sums: the checksums in the header, in the order of the sections.
+    """
+    sections = [(section, found) for section, found in zip(_sections(plan), sums, strict=True) if section.of_experts]
+    if not sections:
+        return
+    identity = repr((path.name, _identity(path)[:4]))
+    record = path.parent / RECORDS / hashlib.sha256(identity.encode()).hexdigest()
+    wanted = f"{path.name[:40]} {identity}\n".encode("utf-8", "surrogateescape")
+    with contextlib.suppress(OSError):
+        if record.read_bytes() == wanted:
+            return
+    what, done, total = f"checking {path.name}", 0, sum(section.bytes for section, _ in sections)
+    for section, found in sections:
+        progress(what, done, total, "bytes")
+        if _checksum(data, plan, section) != found:
+            raise _DamagedError("the content of the file is damaged")
+        done += section.bytes
+    progress(what, done, total, "bytes")
+    # If the record cannot be written, the next start checks the experts again.
+    with contextlib.suppress(OSError), atomic_write(record) as file:
+        file.write(wanted)
 
 
 def _drop_from_page_cache(path: Path) -> None:
@@ -195,13 +293,14 @@ def _write(path: Path, plan: PackingPlan, key: bytes, source: Path, progress: Re
         if is_abandoned(left):
             left.unlink(missing_ok=True)
     name = os.fsencode(source.absolute()).decode("utf-8", "replace")[:_LONGEST_SOURCE]
-    blank = _header(plan, key, name, [0] * len(plan.arenas))
-    size = len(blank) + sum(_sizes(plan))
+    size = _file_size(plan, _blank_header(plan, key, name))
     free = shutil.disk_usage(path.parent).free
     if free < size + _MARGIN:
         raise OSError(
             f"{path.parent}: {(size + _MARGIN) >> 20} MiB of free disk space are needed, {free >> 20} MiB are free"
         )
+    if size >= _LARGE:
+        progress(f"writing packed weights to {path.parent}", 0, size, "bytes")
     with atomic_write(path) as file:
         # Allocate the file's disk space first. If the disk became full while the mapped file is written, SIGBUS would end
         # the process. macOS lacks posix_fallocate; there, only _MARGIN protects against a full disk.
@@ -209,26 +308,26 @@ def _write(path: Path, plan: PackingPlan, key: bytes, source: Path, progress: Re
         reserve(file.fileno(), 0, size)
         data = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
         _fill(plan, _arenas(data, plan), source, progress)
-        header = _header(plan, key, name, _checksums(data, plan))
+        header = _header(plan, key, name, [_checksum(data, plan, section) for section in _sections(plan)])
         data[: len(header)] = np.frombuffer(header, np.uint8)
 
 
 def _fill(plan: PackingPlan, arenas: Sequence[np.ndarray], source: Path, progress: ReportProgress) -> None:
     """Pack the matrices. Pages that are finished are dropped from memory, to limit the memory that packing takes."""
     what, done = f"packing the weights of {source.name}", 0
-    total = sum(matrix.tensor.data.nbytes for matrix in plan.matrices)
+    total = sum(matrix.data.nbytes for matrix in plan.matrices)
     progress(what, done, total, "bytes")
     for matrix in plan.fill(arenas):
-        drop_pages(matrix.tensor.data)
+        drop_pages(matrix.data)
         for arena in arenas:
             drop_pages(arena)
-        done += matrix.tensor.data.nbytes
+        done += matrix.data.nbytes
         progress(what, done, total, "bytes")
 
 
 def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> bytes:
     """Return the sha256 of the plan's matrices, from a record on disk if the checkpoint's files are unchanged."""
-    tensors = [matrix.tensor for matrix in plan.matrices]
+    tensors = list({matrix.tensor.name: matrix.tensor for matrix in plan.matrices}.values())  # experts share tensors
     shapes = [(tensor.name, tensor.type.name, tensor.shape, str(tensor.path)) for tensor in tensors]
     paths = sorted({tensor.path for tensor in tensors})
     before = [_identity(path) for path in paths]

@@ -1,5 +1,6 @@
 """Reading of a model's weights from a checkpoint's tensors. Names, shapes and values are checked."""
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -74,16 +75,35 @@ Matrix = FloatMatrix | CodeMatrix
 
 @dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix whose name and shape are checked, and whose values are still in the checkpoint's file."""
+    """A matrix whose name and shape are checked, and whose values are still in the checkpoint's file.
+
+    first, count: the matrix is rows first .. first + count - 1 of the tensor, as an expert's matrix is; the whole tensor if
+    count is None.
+    """
 
     tensor: StoredTensor
+    first: int = 0
+    count: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.tensor.shape[0], self.tensor.shape[1]
+        return self.tensor.shape[0] if self.count is None else self.count, self.tensor.shape[-1]
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether this is the matrix of an expert, which only the rows that are routed to the expert read."""
+        return self.count is not None
+
+    @property
+    def data(self) -> np.ndarray:
+        """The bytes of the matrix in the file."""
+        rows, bytes_ = math.prod(self.tensor.shape[:-1]), self.tensor.data.reshape(-1)
+        per_row = len(bytes_) // rows
+        return bytes_[self.first * per_row : (self.first + self.shape[0]) * per_row]
 
     def rows(self, first: int, last: int) -> Matrix:
         """Read rows first .. last - 1, and check the values."""
+        first, last = self.first + first, self.first + last
         quantised = self.tensor.type.quantised
         return _code_rows(self.tensor, first, last) if quantised else _float_rows(self.tensor, first, last)
 
@@ -97,7 +117,7 @@ class StoredMatrix:
     def whole(self) -> Matrix:
         """Return the whole matrix, for the specification. Floats are memory-mapped if possible; codes are unpacked."""
         if not self.tensor.type.quantised:
-            return _float_rows(self.tensor, 0, self.shape[0])
+            return self.rows(0, self.shape[0])
         parts = [part for _, part in self.parts() if isinstance(part, CodeMatrix)]
         block_scales = tuple(np.concatenate(of_all) for of_all in zip(*(p.block_scales for p in parts), strict=True))
         sub_scales = tuple(np.concatenate(of_all) for of_all in zip(*(p.sub_scales for p in parts), strict=True))
@@ -158,7 +178,8 @@ DENSE = "dense."  # the beginning of the names of an embedding model's dense lay
 class Source:
     """A checkpoint's tensors, and the tensors that the model family expects.
 
-    specs: the expected tensors. names: for each expected tensor, the name in the checkpoint.
+    specs: the expected tensors. names: for each expected tensor, the name in the checkpoint. fused: the expected tensors
+    that are a part of a fused tensor in the checkpoint, see `Tensor.part`.
     plus_one: whether the format stores gain - 1 for tensors with `plus_one`.
     tied: whether the embedding matrix is also the output matrix, unless the checkpoint has a different output matrix.
     unused: the names of tensors that the checkpoint may have although the model does not use them.
@@ -171,6 +192,7 @@ class Source:
     tied: bool
     where: str
     unused: Collection[str] = ()
+    fused: frozenset[str] = frozenset()
 
 
 def gguf_source(
@@ -181,7 +203,9 @@ def gguf_source(
     unused: Collection[str] = (),
 ) -> Source:
     """Return the source for GGUF. A tensor that holds several matrices is replaced by one tensor for each matrix."""
-    tensors, names = dict(tensors), {name: spec.gguf for name, spec in specs.items()}
+    fused = frozenset(name for name, spec in specs.items() if spec.gguf_fused and spec.gguf_fused in tensors)
+    tensors = dict(tensors)
+    names = {name: spec.gguf_fused if name in fused else spec.gguf for name, spec in specs.items()}
     for name, spec in specs.items():
         if spec.stack is not None and spec.gguf in tensors:
             part = _part_of_stack(tensors[spec.gguf], spec)
@@ -189,7 +213,7 @@ def gguf_source(
             tensors[part.name] = part
     for whole in {spec.gguf for spec in specs.values() if spec.stack is not None}:
         tensors.pop(whole, None)
-    return Source(tensors, specs, names, False, tied, where, unused)
+    return Source(tensors, specs, names, False, tied, where, unused, fused)
 
 
 def _part_of_stack(tensor: StoredTensor, spec: Tensor) -> StoredTensor:
@@ -225,7 +249,8 @@ def hugging_face_source(
     if HEAD in specs:
         names[HEAD] = by_own_name.get(specs[HEAD].hugging_face, specs[HEAD].hugging_face)
     names |= {name: spec.hugging_face for name, spec in specs.items() if name.startswith(DENSE)}
-    return Source(tensors, specs, names, True, tied, where, {prefix + name for name in unused})
+    fused = frozenset(name for name, spec in specs.items() if spec.part[1] > 1)
+    return Source(tensors, specs, names, True, tied, where, {prefix + name for name in unused}, fused)
 
 
 def _without_wrappers(name: str) -> str:
@@ -250,11 +275,13 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
         if name == HEAD and source.tied and not _differs(source):
             weights[HEAD] = weights[EMBEDDING]
             continue
-        tensor = _take(source, source.names[name], spec.shape)
-        if spec.gathered:
+        tensor = _take(source, source.names[name], _stored_shape(source, name))
+        if len(spec.shape) == 3:
+            weights |= _experts(source, name, tensor, quant)
+        elif spec.gathered:
             weights[name] = GatheredTable.of(tensor)
         elif len(spec.shape) == 2:
-            weights[name] = StoredMatrix(quantised_to(quant, tensor))
+            weights[name] = StoredMatrix(tensor if spec.stays_float else quantised_to(quant, tensor))
         else:
             weights[name] = _gain(tensor, source.plus_one and spec.plus_one)
     used = {
@@ -284,6 +311,21 @@ def read_weights(stored: StoredWeights) -> dict[str, Matrix | StoredMatrix | np.
 def matrices_of(stored: StoredWeights) -> list[StoredMatrix]:
     """Return the matrices in the order in which they are packed. A matrix with two names (tied embeddings) occurs once."""
     return list({id(part): part for part in stored.values() if isinstance(part, StoredMatrix)}.values())
+
+
+def _stored_shape(source: Source, name: str) -> tuple[int, ...]:
+    """Return the shape that the tensor of this name should have in the checkpoint."""
+    shape = source.specs[name].shape
+    return (shape[0], source.specs[name].part[1] * shape[1], shape[2]) if name in source.fused else shape
+
+
+def _experts(source: Source, name: str, tensor: StoredTensor, quant: str | None) -> dict[str, Stored]:
+    """Return the matrix of each expert, as NAME.0, NAME.1 and so on."""
+    (experts, N, _), (part, parts) = source.specs[name].shape, source.specs[name].part
+    if name not in source.fused:
+        part, parts = 0, 1
+    stored = quantised_to(quant, tensor)
+    return {f"{name}.{expert}": StoredMatrix(stored, (expert * parts + part) * N, N) for expert in range(experts)}
 
 
 def _take(source: Source, name: str, shape: tuple[int, ...]) -> StoredTensor:
@@ -319,7 +361,7 @@ def _differs(source: Source) -> bool:
 
 def stays_float(quant: str, tensor: StoredTensor) -> bool:
     """Return whether the matrix cannot be quantised, because the length of a row is not a multiple of the block size."""
-    return len(tensor.shape) == 2 and tensor.shape[1] % QUANTS[quant].block != 0
+    return len(tensor.shape) > 1 and tensor.shape[-1] % QUANTS[quant].block != 0
 
 
 def quantised_to(quant: str | None, tensor: StoredTensor) -> StoredTensor:
@@ -339,7 +381,7 @@ def _not_finite(tensor: StoredTensor) -> NoReturn:
 
 def _float_rows(tensor: StoredTensor, first: int, last: int) -> FloatMatrix:
     """Read rows of a float tensor. float32 and bfloat16 (as uint16) are memory-mapped; float16 is converted to float32."""
-    shape = (last - first, tensor.shape[1])
+    shape = (last - first, tensor.shape[-1])
     blocks = tensor.blocks(first, last)
     if tensor.type.name == "F16":
         values = tensor.type.dequantise(blocks).reshape(shape)
@@ -358,7 +400,7 @@ def _float_rows(tensor: StoredTensor, first: int, last: int) -> FloatMatrix:
 
 def _code_rows(tensor: StoredTensor, first: int, last: int) -> CodeMatrix:
     """Read rows of a quantised tensor, and unpack the codes to one int8 per weight."""
-    kind, K = tensor.type, tensor.shape[1]
+    kind, K = tensor.type, tensor.shape[-1]
     assert kind.unpack is not None
     part = kind.unpack(tensor.blocks(first, last))
     block_scales = [part.block_scale.reshape(last - first, -1)]

@@ -96,4 +96,4 @@ def test_a_gathered_table_is_not_packed() -> None:
 
 
 def arenas_of(plan: PackingPlan) -> list[np.ndarray]:
-    return [np.zeros(count, kind) for kind, count in plan.arenas]
+    return [np.zeros(arena.size, arena.kind) for arena in plan.arenas]

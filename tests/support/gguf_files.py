@@ -103,7 +103,8 @@ def write_model(
     """Write the variant's weights, or these values, as a GGUF file.
 
     kinds: tensor type by part ("q_proj", ...); those parts get random blocks. quant: a type that the gguf package packs
-    every matrix to whose rows are whole blocks. split_experts: gate and up of the experts are separate tensors.
+    every matrix to whose rows are whole blocks, except routers, as llama.cpp does. split_experts: gate and up of the experts
+    are separate tensors.
     """
     c = tiny.text_config(variant)
     family = architecture(c)
@@ -117,7 +118,7 @@ def write_model(
         if kind is not None:
             blocks = random_blocks(kind, table.shape[0], table.shape[1], seed * 100 + number)
             writer.add_tensor(new, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
-        elif quant is not None and table.ndim > 1 and table.shape[-1] % TYPES[quant].block == 0:
+        elif quant and table.ndim > 1 and table.shape[-1] % TYPES[quant].block == 0 and "router" not in name:
             packed = gguf.GGMLQuantizationType[quant]
             writer.add_tensor(new, gguf.quants.quantize(table, packed), raw_dtype=packed)
         else:

@@ -19,12 +19,12 @@ from gemma_py.weights.tensors import gguf_source
 
 
 def random_checkpoint(family: Family, config: Config, kind: str, seed: int = 1) -> Checkpoint:
-    """Every tensor of the family is drawn; matrices are stored in the type `kind`."""
+    """Every tensor of the family is drawn; matrices, also those of experts, are stored in the type `kind`."""
     rng, made, specs, path = np.random.default_rng(seed), {}, family.tensors(config), Path(f"random {kind}")
     for name, spec in specs.items():
         if spec.gguf in made:
             continue  # a stack of matrices, which was made for the first of them
-        floats = len(spec.shape) == 1 or spec.shape[1] % TYPES[kind].block
+        floats = len(spec.shape) == 1 or spec.shape[-1] % TYPES[kind].block
         values, stored = rng.standard_normal(spec.gguf_shape, np.float32), TYPES["F32" if floats else kind]
         data = values.view(np.uint8) if stored.pack is None else stored.pack(values.reshape(-1, stored.block))
         if stored.name == "BF16":
