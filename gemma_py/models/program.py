@@ -25,8 +25,7 @@ KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu g
               "rope", "route", "mix", "store", "matmul", "expert matmul", "scores", "attend")  # fmt: skip
 # The rows that a phase computes: the rows of all tokens, or the rows of the tokens whose logits are wanted.
 ALL, WANTED = range(2)
-# The name of the buffer that receives the logits or, in an embedding model, the embeddings before normalisation.
-LOGITS = "logits"
+LOGITS = "logits"  # the name of the buffer that receives the logits, or the embeddings of an embedding model
 
 
 @dataclass(frozen=True)
@@ -290,22 +289,19 @@ class Program:
         self._write(gate, width)
         self._add(GELU_GATE, source=up, target=gate, width=width)
 
-    def take(self, source: str, target: str) -> None:
+    def take(self, source: str, target: str, kind: int = TAKE) -> None:
         """Copy the WANTED rows of source to target. Call this in a phase that computes WANTED rows."""
-        self._from_all_rows(TAKE, source, target)
-
-    def mean(self, source: str, target: str) -> None:
-        """Compute the mean of all rows of each sequence. The phase computes WANTED rows, of which a sequence has one."""
-        self._from_all_rows(MEAN, source, target)
-
-    def _from_all_rows(self, kind: int, source: str, target: str) -> None:
         if self._phase.rows != WANTED or self._rows_now[source] != ALL:
             raise ValueError(
-                f"{KIND_NAMES[kind]} needs a phase that computes WANTED rows and a source that holds ALL rows, found {source}"
+                f"{KIND_NAMES[kind]} needs a phase of WANTED rows and a source of ALL rows, found {source}"
             )
         width = self._widths_now[source]
         self._write(target, width)
         self._add(kind, source=source, target=target, width=width)
+
+    def mean(self, source: str, target: str) -> None:
+        """Compute the mean of all rows of each sequence. The phase computes WANTED rows, of which a sequence has one."""
+        self.take(source, target, MEAN)
 
     def rope(self, target: str, layer: int, heads: int) -> None:
         """Apply rotary position embedding to each head of target, in place."""
@@ -394,8 +390,7 @@ class Program:
         position; otherwise the attention phase computes the scores as well.
         """
         y = self.config.layers[layer]
-        H, E = y.num_attention_heads, y.head_dim
-        rows = self._phase.rows
+        H, E, rows = y.num_attention_heads, y.head_dim, self._phase.rows
         self._check_width(source, H * E)
         self._write(target, H * E)
         for kind, name in ((SCORES, "scores"), (ATTEND, "attention")):
