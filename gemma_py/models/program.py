@@ -292,9 +292,7 @@ class Program:
     def take(self, source: str, target: str, kind: int = TAKE) -> None:
         """Copy the WANTED rows of source to target. Call this in a phase that computes WANTED rows."""
         if self._phase.rows != WANTED or self._rows_now[source] != ALL:
-            raise ValueError(
-                f"{KIND_NAMES[kind]} needs a phase of WANTED rows and a source of ALL rows, found {source}"
-            )
+            raise ValueError(f"{KIND_NAMES[kind]} needs a phase of WANTED rows and a source of ALL, found {source}")
         width = self._widths_now[source]
         self._write(target, width)
         self._add(kind, source=source, target=target, width=width)
