@@ -95,7 +95,7 @@ def _their_embedding(model: transformers.PreTrainedModel, modules: list[torch.nn
 def our_result(directory: Path, variant: tiny.Variant, texts: list[list[int]]) -> np.ndarray:
     with gemma_py.load(directory) as engine:
         if tiny.is_embedding(variant):
-            return np.asarray(engine.embed(texts))  # type: ignore[attr-defined]
+            return np.asarray(engine.embed(texts))
         return engine.session().prefill(texts[0], all_logits=True)
 
 

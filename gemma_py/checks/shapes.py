@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,21 @@ _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_h
              "X": "num_experts", "C": "top_k_experts", "FX": "moe_intermediate_size"}  # fmt: skip
 
 
-def config_document(name: str) -> dict[str, Any]:
-    """Return the fields of a Hugging Face config that the shape of a model in the catalogue gives."""
+def _shape(name: str) -> dict[str, Any]:
     entry = next((entry for entry in catalogue() if entry.name == name), None)
     if entry is None:
         raise InputError(f"{name}: unknown model; `gemma_py models` lists the models with known shapes")
-    shape = dict(entry.shape)
-    document: dict[str, Any] = {"model_type": shape.pop("family")}
+    return dict(entry.shape)
+
+
+def config_document(name: str) -> dict[str, Any]:
+    """Return the fields of a Hugging Face config that the shape of a model in the catalogue gives."""
+    shape = _shape(name)
+    kind = shape.pop("family")
+    shape.pop("dense", None)  # the modules of sentence-transformers have the dense layers, not config.json
+    document: dict[str, Any] = {"model_type": kind}
+    if kind == "gemma-embedding":  # the name in GGUF; in Hugging Face's config.json, the model type is that of Gemma 3
+        document = {"model_type": "gemma3_text", "use_bidirectional_attention": True}
     period = shape.pop("period", 0)
     if period:
         types = ("full_attention", *["sliding_attention"] * (period - 1))
@@ -46,7 +55,9 @@ def config_document(name: str) -> dict[str, Any]:
 
 def config_of(name: str) -> tuple[Family, Config]:
     """Return the family and the config of a model in the catalogue."""
-    return config_from_hf(config_document(name), name)
+    shape = _shape(name)
+    widths = [shape["D"], *shape.get("dense", [])]
+    return config_from_hf(config_document(name), name, dense=tuple((N, K) for K, N in pairwise(widths)))
 
 
 def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:

@@ -17,7 +17,7 @@ from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _COMMANDS = (
-    "chat", "generate", "serve", "batch", "score", "bench", "sweep", "inspect", "verify", "models", "cache",
+    "chat", "generate", "serve", "batch", "embed", "score", "bench", "sweep", "inspect", "verify", "models", "cache",
 )  # fmt: skip
 
 

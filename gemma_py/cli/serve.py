@@ -1,7 +1,8 @@
 """Serve a model over HTTP with OpenAI's API, and a page to chat with.
 
 Endpoints: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /detokenize, /health, /metrics and
-/openapi.json. The chat page is at /. A response has the same bits whichever other requests run at the same time.
+/openapi.json; an embedding model has /v1/embeddings instead of the first three. The chat page is at /. A response has the same
+bits whichever other requests run at the same time.
 
 By default only this machine can connect. With another --host, give --api-key-file, or --open to serve without an API key. After
 SIGTERM or Ctrl-C, the server waits for running requests for at most --drain seconds. A second signal ends the server at once.
@@ -121,10 +122,9 @@ def add_service(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     try:
-        from gemma_py.generate.scheduler import Scheduler
         from gemma_py.server.app import App
         from gemma_py.server.auth import Keys, is_loopback
-        from gemma_py.server.openai.service import Service
+        from gemma_py.server.openai.service import Service, new_scheduler
         from gemma_py.server.process import Server, address, bind
     except ModuleNotFoundError as error:
         raise needs_extra(error) from None
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> None:
     ):
         note_exceptions(engine)
         url = address(listening)
-        scheduler = Scheduler(engine, args.parallel, args.queue)
+        scheduler = new_scheduler(engine, args.parallel, args.queue)
         try:
             service = Service(engine, scheduler, args.name or model_name(args.model), args.template)
             service.prepare()

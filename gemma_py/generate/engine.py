@@ -14,7 +14,7 @@ from gemma_py import machine
 from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, InputError
 from gemma_py.formats.blocks import QUANTS
-from gemma_py.generate import sampling
+from gemma_py.generate import embedding, sampling
 from gemma_py.generate.answer import stop_strings
 from gemma_py.generate.core import Generation, Request, Token, check_ids
 from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, recommended, with_options
@@ -131,6 +131,7 @@ class Engine:
 
     def session(self, keep: int = 0) -> "Session":
         """Return a new session. keep: the number of tokens that `Session.rewind` must be able to remove."""
+        embedding.check_generates(self)
         return Session(self, keep)
 
     @property
@@ -168,14 +169,17 @@ class Engine:
         return self.end_ids.union(end for end in named if end is not None)
 
     def fingerprint(self) -> str:
-        """Return the sha256 of the model's logits for eight fixed tokens, which identifies a model in any file format.
+        """Return the sha256 of the logits, or the embedding, of eight fixed tokens, which identifies a model in any format.
 
         The logits depend on every matrix, except on experts that none of the tokens is routed to, so models differ in
         their fingerprints. Threads, chunk size and machine do not matter.
         """
         if self._fingerprint is None:
-            probe = [number * (self.config.vocab_size - 1) // 7 for number in range(8)]
-            logits = self.session().prefill(probe[: self.context], all_logits=True)
+            probe = [number * (self.config.vocab_size - 1) // 7 for number in range(8)][: self.context]
+            if self.config.embedding is None:
+                logits = self.session().prefill(probe, all_logits=True)
+            else:
+                logits = embedding.embed_all(self, [probe])
             self._fingerprint = hashlib.sha256(np.ascontiguousarray(logits, "<f4").tobytes()).hexdigest()
         return self._fingerprint
 
@@ -268,6 +272,7 @@ class Engine:
 
     def generation(self, request: Request, least_tokens: int = 1) -> Generation:
         """Check a request against the model and the context. least_tokens: the smallest max_tokens that is accepted."""
+        embedding.check_generates(self)
         return Generation(request, self.config.vocab_size, self.context, self.tokenizer, least_tokens)
 
     def _answer(self, request: Request) -> Iterator[Token]:
@@ -278,8 +283,21 @@ class Engine:
         session = self.session()
         yield from generation.tokens(session.prefill(generation.prompt), session.decode)
 
+    def embed(
+        self, texts_or_ids: Sequence[str | Sequence[int]], task: str | None = None, dimensions: int | None = None
+    ) -> np.ndarray:
+        """Return the embeddings of texts, float32 [N, D], each of length 1. Only embedding models have embeddings.
+
+        texts_or_ids: a list of texts or of lists of token ids. A text gets the prompt of the task, and bos and eos tokens.
+        task: the name of a prompt in config_sentence_transformers.json, or else in EmbeddingGemma's model card, for
+        example "query" or "document".
+        dimensions: the number of leading elements of an embedding to keep; the embedding is normalised afterwards.
+        """
+        return embedding.embeddings(self, texts_or_ids, task, dimensions)
+
     def score(self, ids: Sequence[int]) -> Iterator[float]:
         """Return an iterator over the negative log likelihoods, in nats, of all tokens but the first."""
+        embedding.check_generates(self)
         tokens = self.check_ids(ids)
         if len(tokens) < 2:
             raise InputError(f"scoring needs at least 2 tokens, found {len(tokens)}")

@@ -16,6 +16,7 @@ import numpy as np
 from gemma_py import machine
 from gemma_py.errors import ComputationError, ContextError, GemmaError, InputError, Overloaded, WorkerError
 from gemma_py.generate.core import Generation, Request
+from gemma_py.generate.embedding import check_generates
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.events import Event, Failed, Finished, Generated, Listener, PrefillProgress, Scored, Usage
 from gemma_py.generate.sampling import ROWS_AT_ONCE
@@ -28,7 +29,7 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
 _FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass is hardly faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
-_SLOWEST_STEP = 60.0  # seconds that one step may take before the scheduler reports itself as hanging
+SLOWEST_STEP = 60.0  # seconds that one step may take before the scheduler reports itself as hanging
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,7 @@ class Scheduler:
         prefix_bytes: the memory for the prefix cache, 0 for none; by default, a sixth of the free memory and at most 1
         GiB.
         """
+        check_generates(engine)
         free = machine.memory() or _UNKNOWN_MEMORY
         self.kv_bytes = free // 3 if kv_bytes is None else kv_bytes
         prefix_bytes = min(free // 6, _MOST_PREFIX_BYTES) if prefix_bytes is None else prefix_bytes
@@ -245,7 +247,7 @@ class Scheduler:
                 return Health(False, "the scheduler's thread has ended", True, waiting)
             if self._trouble is not None and not self._idle():
                 return Health(False, str(self._trouble), False, waiting)
-            if waiting > _SLOWEST_STEP:
+            if waiting > SLOWEST_STEP:
                 return Health(False, f"no step has ended for {waiting:.0f} s", True, waiting)
             return Health(True, "", False, waiting)
 
@@ -269,7 +271,7 @@ class Scheduler:
                 sequence.ticket.cancelled = True
             self._changed.notify_all()
             # A cancelled request ends when the current pass does; a pass that hangs ends at the engine's deadline.
-            self._changed.wait_for(self._idle, _SLOWEST_STEP)
+            self._changed.wait_for(self._idle, SLOWEST_STEP)
             return len(left)
 
     def close(self) -> None:
@@ -278,7 +280,7 @@ class Scheduler:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(_SLOWEST_STEP)
+        self._thread.join(SLOWEST_STEP)
 
     def _idle(self) -> bool:
         return not self._waiting and not self._running

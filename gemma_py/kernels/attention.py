@@ -229,9 +229,9 @@ def _add_values(ring, base, begin, end, block, scratch, layout):
 
 
 @inlined
-def _sees_any(starts, positions, begin, last):
+def _sees_any(starts, lasts, begin, last):
     """Return the mask of the queries that see at least one of the keys `begin` to `last`."""
-    return mask_and(less(splat(np.int32(begin - 1)), positions), less(starts, splat(np.int32(last + 1))))
+    return mask_and(less(splat(np.int32(begin - 1)), lasts), less(starts, splat(np.int32(last + 1))))
 
 
 @inlined
@@ -245,7 +245,7 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
     query does not see changes neither the query's maximum nor the query's sum of weights.
     """
     maximum, s = load(scratch, layout.maximum + lane), layout.scores + lane
-    starts, positions = bitcast(load(scratch, layout.starts + lane)), bitcast(load(scratch, layout.positions + lane))
+    starts, lasts = bitcast(load(scratch, layout.starts + lane)), bitcast(load(scratch, layout.lasts + lane))
     before = maximum
     for key in range(keys):
         score = mul(load(scratch, s + key * QUERY_BLOCK), splat(params.scale))
@@ -254,11 +254,11 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
         store(scratch, s + key * QUERY_BLOCK, score)
         larger = less(maximum, score)
         if not all_seen:
-            larger = mask_and(larger, _sees_any(starts, positions, begin + key, begin + key))
+            larger = mask_and(larger, _sees_any(starts, lasts, begin + key, begin + key))
         maximum = select(larger, score, maximum)
     # A query that sees no key of this tile gets rescale 1. The maximum of such a query may still be -infinity, and
     # the difference of two infinities is NaN.
-    seen = _sees_any(starts, positions, begin, begin + keys - 1)
+    seen = _sees_any(starts, lasts, begin, begin + keys - 1)
     rescale = select(seen, exp(sub(before, maximum)), splat(_ONE))
     weight_sum = mul(load(scratch, layout.weight_sum + lane), rescale)
     for key in range(keys):
@@ -266,7 +266,7 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
         store(scratch, s + key * QUERY_BLOCK, weight)
         total = add(weight_sum, weight)
         if not all_seen:
-            total = select(_sees_any(starts, positions, begin + key, begin + key), total, weight_sum)
+            total = select(_sees_any(starts, lasts, begin + key, begin + key), total, weight_sum)
         weight_sum = total
     store(scratch, layout.maximum + lane, maximum)
     store(scratch, layout.weight_sum + lane, weight_sum)
@@ -294,10 +294,9 @@ def _load_queries(q, E, H, g, block, scratch, layout):
         for key in range(TILE):
             store(scratch, layout.scores + key * QUERY_BLOCK, zero())
     for lane in range((block.used + COLUMNS - 1) // COLUMNS * COLUMNS):
-        position, start, row = np.int64(-1), np.int64(0), layout.out + lane * E
+        start, end, row = np.int64(0), np.int64(0), layout.out + lane * E
         if lane < block.used:
-            position = block.origin + (block.first + lane) // block.heads
-            start = max(np.int64(0), position - block.window + 1)
+            start, end = keys_of_any(block, lane, lane + 1)
             source = _row_of(block.first + lane, block.heads, H, g, E)
             for e in range(0, E, LANES):
                 store_up_to(scratch, row + e, row + E, load_up_to(q, source + e, source + E))
@@ -305,7 +304,7 @@ def _load_queries(q, E, H, g, block, scratch, layout):
             for e in range(0, E, LANES):
                 store_up_to(scratch, row + e, row + E, zero())
         scratch[layout.starts + lane] = f32_of_bits(np.int32(start))
-        scratch[layout.positions + lane] = f32_of_bits(np.int32(position))
+        scratch[layout.lasts + lane] = f32_of_bits(np.int32(end - 1))
     for lane in range(0, block.used, LANES):
         row, to = layout.out + lane * E, layout.q + lane // COLUMNS * COLUMNS * E + lane % COLUMNS
         for e in range(0, E // 4 * 4, 4):
@@ -371,7 +370,7 @@ def attend(q, ring, params, g, origin, first, last, scratch, out):
     the positions s that position t sees.
 
     q: [T * H * E] f32, read; row 0 is position `origin`
-    ring: Ring, read; holds all keys and values up to position last - 1
+    ring: Ring, read; holds all keys and values that these positions see
     params: AttentionParams
     scratch: [scratch_size(E)] f32, written
     out: [T * H * E] f32, written for these positions and heads
@@ -379,7 +378,8 @@ def attend(q, ring, params, g, origin, first, last, scratch, out):
     heads = params.H // ring.G
     end = (last - origin) * heads
     for query in range((first - origin) * heads, end, QUERY_BLOCK):
-        block = Block(query, min(QUERY_BLOCK, end - query), heads, origin, params.window, 0, ring.E)
+        used = min(QUERY_BLOCK, end - query)
+        block = Block(query, used, heads, origin, params.window, params.ahead, params.length, 0, ring.E)
         _attend_block(q, ring, params, g, block, scratch[:0], scratch, out)
 
 
@@ -390,7 +390,7 @@ def attend(q, ring, params, g, origin, first, last, scratch, out):
 def _block_of_one(ring, params, origin, row, left, right):
     """Return the block of the queries at position origin + row."""
     heads = params.H // ring.G
-    return Block(row * heads, heads, heads, origin, params.window, left, right)
+    return Block(row * heads, heads, heads, origin, params.window, params.ahead, params.length, left, right)
 
 
 @inlined

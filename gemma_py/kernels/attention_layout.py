@@ -39,7 +39,9 @@ class AttentionParams(NamedTuple):
     """The parameters that turn a dot product q . k into a score and determine which keys a query sees."""
 
     H: int  # query heads
-    window: int  # number of keys that a query sees, its own key included; a huge number means no limit
+    window: int  # number of keys that a query sees up to its own key, which is included; a huge number means no limit
+    ahead: int  # number of keys after its own key that a query sees; 0 in causal attention
+    length: int  # number of positions of the sequence; a query sees no key at a later position
     scale: np.float32
     cap: np.float32  # soft cap of scores; 0 means no cap
 
@@ -54,7 +56,7 @@ class ScratchLayout(NamedTuple):
     out: int  # [QUERY_BLOCK, E]: the weighted sum of the values so far
     scores: int  # [TILE + ROWS, QUERY_BLOCK]: scores of a tile, later weights; the last ROWS rows are padding
     starts: int  # first key that each query sees, stored as the bits of an int32
-    positions: int  # position of each query, stored as the bits of an int32
+    lasts: int  # last key that each query sees, stored as the bits of an int32
     maximum: int  # running maximum of each query's scores
     weight_sum: int  # running sum of each query's weights
     rescale: int  # exp(old maximum - new maximum), the factor for each query's earlier sums
@@ -66,9 +68,9 @@ def scratch_layout(E):
     out = QUERY_BLOCK * E
     scores = 2 * out
     starts = scores + (TILE + ROWS) * QUERY_BLOCK
-    positions, maximum = starts + QUERY_BLOCK, starts + 2 * QUERY_BLOCK
+    lasts, maximum = starts + QUERY_BLOCK, starts + 2 * QUERY_BLOCK
     weight_sum, rescale = starts + 3 * QUERY_BLOCK, starts + 4 * QUERY_BLOCK
-    return ScratchLayout(0, out, scores, starts, positions, maximum, weight_sum, rescale, starts + 5 * QUERY_BLOCK)
+    return ScratchLayout(0, out, scores, starts, lasts, maximum, weight_sum, rescale, starts + 5 * QUERY_BLOCK)
 
 
 def scratch_size(E: int) -> int:
@@ -83,7 +85,9 @@ class Block(NamedTuple):
     used: int  # number of queries; the block is queries first .. first + used - 1
     heads: int  # number of query heads that share the key/value head
     origin: int  # position of row 0 of q and out
-    window: int  # number of keys that a query sees, its own key included
+    window: int  # as in AttentionParams, and likewise ahead and length
+    ahead: int
+    length: int
     left: int  # columns left .. right - 1 of each head are computed
     right: int
 
@@ -96,7 +100,7 @@ def keys_of_all(block, lane, end):
     """
     first = block.origin + (block.first + lane) // block.heads
     last = block.origin + (block.first + end - 1) // block.heads
-    return max(np.int64(0), last - block.window + 1), first + 1
+    return max(np.int64(0), last - block.window + 1), min(first + block.ahead + 1, block.length)
 
 
 @inlined
@@ -107,4 +111,4 @@ def keys_of_any(block, lane, end):
     """
     first = block.origin + (block.first + lane) // block.heads
     last = block.origin + (block.first + end - 1) // block.heads
-    return max(np.int64(0), first - block.window + 1), last + 1
+    return max(np.int64(0), first - block.window + 1), min(last + block.ahead + 1, block.length)

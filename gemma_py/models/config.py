@@ -28,6 +28,7 @@ class Layer:
     """The shape of one transformer layer.
 
     sliding_window: a query at position i attends to positions i - sliding_window + 1 .. i; None means full attention.
+    bidirectional: a query also attends to later positions, those below i + sliding_window, or all with full attention.
     kv_source: the number of the layer whose KV rows this layer reads, which is this layer or an earlier one.
     """
 
@@ -40,6 +41,17 @@ class Layer:
     kv_source: int
     value_is_key: bool = False  # whether the values are the keys before norm and rope
     sparsity_cutoff: float | None = None  # see `Program.sparsify`; None for a dense feed-forward
+    bidirectional: bool = False
+
+
+@dataclass(frozen=True)
+class EmbeddingHead:
+    """What an embedding model computes from the mean of a text's hidden states.
+
+    dense: the shape [N, K] of each dense layer, in order. Without dense layers, the mean is the embedding.
+    """
+
+    dense: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,7 @@ class Config:
     altup_active_idx: int = 0  # the number of the stream that the layers work on
     altup_correct_scale: bool = True  # whether the active stream is scaled before it is used with a layer's own input
     laurel_rank: int = 0  # R
+    embedding: EmbeddingHead | None = None  # None: the model generates text
 
     @property
     def attention_scale(self) -> float:
@@ -107,10 +120,20 @@ def checked(config: Config, where: str) -> Config:
                 f"which is not an earlier layer that stores KV rows"
             )
         source = config.layers[layer.kv_source]
-        shapes = [(y.num_key_value_heads, y.head_dim, y.sliding_window) for y in (layer, source)]
+        shapes = [(y.num_key_value_heads, y.head_dim, y.sliding_window, y.bidirectional) for y in (layer, source)]
         if shapes[0] != shapes[1]:
             raise ConfigError(
                 f"{where}: layer {number} reads the KV rows of layer {layer.kv_source}, "
-                f"but the two layers differ in num_key_value_heads, head_dim or sliding_window"
+                f"but the two layers differ in num_key_value_heads, head_dim, sliding_window or attention's direction"
             )
+    _check_embedding(config, where)
     return config
+
+
+def _check_embedding(config: Config, where: str) -> None:
+    """Raise ConfigError unless each dense layer of an embedding model reads what the layer before computes."""
+    width = config.hidden_size
+    for number, (N, K) in enumerate(config.embedding.dense if config.embedding else ()):
+        if width != K:
+            raise ConfigError(f"{where}: dense layer {number} of the embedding should have {width} inputs, found {K}")
+        width = N

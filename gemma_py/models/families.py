@@ -7,19 +7,22 @@ from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.models import gemma, gemma3n, gemma4
 from gemma_py.models.config import Config
-from gemma_py.models.family import Family, ModelDescription
+from gemma_py.models.family import Family, ModelDescription, dense_shapes
 from gemma_py.models.fields import Fields
 
 FAMILIES = (gemma.FAMILY, gemma3n.FAMILY, gemma4.FAMILY)
 _LATER = ("t5gemma",)
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+_DENSE = ("dense_2.weight", "dense_3.weight")  # GGUF's names of the dense layers of an embedding model
+Shapes = tuple[tuple[int, int], ...]
 
 
-def config_from_hf(document: Any, where: str, generation: Any = None) -> tuple[Family, Config]:
+def config_from_hf(document: Any, where: str, generation: Any = None, dense: Shapes = ()) -> tuple[Family, Config]:
     """Read the config of a Hugging Face checkpoint.
 
     document: the parsed config.json. generation: the parsed generation_config.json, or None if the file is missing.
+    dense: the shapes of the dense layers among the modules of sentence-transformers.
     """
     if not isinstance(document, dict):
         raise ConfigError(f"{where}: should be a JSON object")
@@ -34,7 +37,10 @@ def config_from_hf(document: Any, where: str, generation: Any = None) -> tuple[F
         raise UnsupportedError(f"{where}: model_type {written!r:.40} {what}; supported model types: {known}")
     family = _BY_MODEL_TYPE[written]
     tokens = Fields(f"{where}: generation_config", generation or {})
-    return family, family.config_from_hf(ModelDescription(family.model_types[written], fields, outer, tokens))
+    config = family.config_from_hf(ModelDescription(family.model_types[written], fields, outer, tokens, dense=dense))
+    if dense and config.embedding is None:
+        raise UnsupportedError(f"{where}: modules.json has dense layers, but the model has causal attention")
+    return family, config
 
 
 def config_from_gguf(
@@ -51,5 +57,7 @@ def config_from_gguf(
         raise UnsupportedError(f"{where}: architecture {name!r:.40} is not supported; supported architectures: {known}")
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     family = _BY_ARCHITECTURE[name]
-    description = ModelDescription(name, Fields(where, own), outer, Fields(where, {}), vocab_size, tied, tensors)
+    dense = dense_shapes(tensors[name] for name in _DENSE if name in tensors)
+    none = Fields(where, {})
+    description = ModelDescription(name, Fields(where, own), outer, none, vocab_size, tied, tensors, dense)
     return family, family.config_from_gguf(description)

@@ -1,8 +1,9 @@
 """The interface that every model family implements."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gemma_py.errors import ConfigError
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.models.config import Config
 from gemma_py.models.fields import Fields
@@ -18,6 +19,7 @@ class ModelDescription:
     outer: the whole config.json, or all GGUF metadata.
     tokens: the fields of generation_config.json; empty for GGUF.
     tensors: the tensors by name; set for GGUF only.
+    dense: the shapes [N, K] of the dense layers that follow the pooling of an embedding model.
     vocab_size: the number of rows of the embedding matrix; set for GGUF only.
     tied: whether the embedding matrix is also the output matrix; set for GGUF only.
     """
@@ -29,6 +31,7 @@ class ModelDescription:
     vocab_size: int = 0
     tied: bool = True
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    dense: tuple[tuple[int, int], ...] = ()
 
     def token_ids(self, name: str, default: int) -> tuple[int, ...]:
         """Token ids from Hugging Face's files, in which generation_config.json takes precedence."""
@@ -43,6 +46,21 @@ class ModelDescription:
 
 def _nothing(config: Config) -> frozenset[str]:
     return frozenset()
+
+
+def dense_shapes(tensors: Iterable[StoredTensor]) -> tuple[tuple[int, int], ...]:
+    """Return the shapes [N, K] of the weights of dense layers. Raise ConfigError if one is not a matrix."""
+    made = []
+    for tensor in tensors:
+        if len(tensor.shape) != 2:
+            raise ConfigError(f"{tensor.where}: a dense layer should be a matrix, found the shape {list(tensor.shape)}")
+        made.append((tensor.shape[0], tensor.shape[1]))
+    return tuple(made)
+
+
+def dense_name(number: int) -> str:
+    """Return the name that `Tensor.hugging_face` has for dense layer `number` of an embedding model."""
+    return f"dense.{number}.linear.weight"
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,17 @@
-"""Gemma 1, 2 and 3 and VaultGemma: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
+"""Gemma 1, 2 and 3, VaultGemma and EmbeddingGemma: tensor names, programs, and config readers for Hugging Face and GGUF.
 
 Gemma 2 adds to Gemma 1 norms of the outputs of attention and feed-forward, soft caps, and sliding windows.
 VaultGemma is Gemma 2 without these two norms.
 Gemma 3 adds to Gemma 2 norms of queries and keys, and a separate rope for sliding layers, and has no soft caps by default.
+EmbeddingGemma is Gemma 3 with bidirectional attention. Instead of logits, the program computes the mean of a text's hidden
+states, and then the dense layers.
 """
 
+from itertools import pairwise
+
 from gemma_py.errors import ConfigError, UnsupportedError
-from gemma_py.models.config import Config, Layer, Rope, checked
-from gemma_py.models.family import Family, ModelDescription
+from gemma_py.models.config import Config, EmbeddingHead, Layer, Rope, checked
+from gemma_py.models.family import Family, ModelDescription, dense_name
 from gemma_py.models.fields import Fields
 from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 
@@ -45,17 +49,20 @@ _NORMS = {
     "gemma2": LAYER_NORMS,
     "vaultgemma": tuple(norm for norm in LAYER_NORMS if not norm[0].startswith("post_")),
     "gemma3": LAYER_NORMS + HEAD_NORMS,
+    "gemma-embedding": LAYER_NORMS + HEAD_NORMS,
 }
+_GEMMA3 = ("gemma3", "gemma-embedding")  # the model types with a rope of their own for sliding layers
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
     """Return the family's tensors by name, in the order in which the weights are packed."""
     D, V = config.hidden_size, config.vocab_size
-    made = {
-        "embed_tokens": Tensor((V, D), "embed_tokens.weight", "token_embd.weight"),
-        "lm_head": Tensor((V, D), "lm_head.weight", "output.weight"),
-        "norm": Tensor((D,), "norm.weight", "output_norm.weight", plus_one=True),
-    }
+    made = {"embed_tokens": Tensor((V, D), "embed_tokens.weight", "token_embd.weight")}
+    if config.embedding is None:
+        made["lm_head"] = Tensor((V, D), "lm_head.weight", "output.weight")
+    made["norm"] = Tensor((D,), "norm.weight", "output_norm.weight", plus_one=True)
+    for number, shape in enumerate(config.embedding.dense if config.embedding else ()):
+        made[f"dense.{number}"] = Tensor(shape, dense_name(number), f"dense_{number + 2}.weight")
     for number, layer in enumerate(config.layers):
         E = layer.head_dim
         sizes = {"D": D, "F": layer.intermediate_size, "E": E}
@@ -92,7 +99,7 @@ def write(p: Program) -> None:
         for part in ("q", "k", "v"):
             p.matmul("n", part, f"{of}{part}_proj")
         p.phase("rope and kv", number)
-        if config.model_type == "gemma3":
+        if config.model_type in _GEMMA3:
             for part in ("q", "k"):
                 p.norm(part, part, f"{of}{part}_norm", heads[part])
         for part in ("q", "k"):
@@ -116,9 +123,17 @@ def write(p: Program) -> None:
         p.add("x", "y", _present(p, f"{of}post_feedforward_norm"))
         p.norm("x", "n", "norm" if number == last else f"layers.{number + 1}.input_norm")
     p.phase("end", last, WANTED)
-    p.take("n", "last")
-    p.phase("head", last + 1, WANTED)
-    p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
+    if config.embedding is None:
+        p.take("n", "last")
+        p.phase("head", last + 1, WANTED)
+        p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
+        return
+    buffers = ["mean", *(f"dense {number}" for number in range(len(config.embedding.dense)))]
+    buffers[-1] = LOGITS
+    p.mean("n", buffers[0])
+    for number, (source, target) in enumerate(pairwise(buffers)):
+        p.phase("dense", last + 1, WANTED)
+        p.matmul(source, target, f"dense.{number}")
 
 
 def _present(p: Program, gain: str) -> str:
@@ -141,6 +156,7 @@ _DEFAULTS = {
     "gemma3": {"vocab_size": 262_208, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
                "max_position_embeddings": 131_072},
 }  # fmt: skip
+_DEFAULTS["gemma-embedding"] = _DEFAULTS["gemma3"]
 # The default soft caps by model type. For a model type without an entry, a soft cap in the config is ignored, as in
 # transformers.
 _CAPS: dict[str, dict[str, float | None]] = {
@@ -153,11 +169,11 @@ def config_from_hf(description: ModelDescription) -> Config:
     """Read a config.json that an old or a current version of transformers wrote."""
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
-    if fields.flag("use_bidirectional_attention", False):
-        raise UnsupportedError(
-            f"{where}: use_bidirectional_attention is set; embedding models (EmbeddingGemma) are not supported yet"
-        )
     check_text_model(description)
+    if fields.flag("use_bidirectional_attention", False):
+        if kind != "gemma3":
+            raise UnsupportedError(f"{where}: use_bidirectional_attention is set, which only gemma3_text supports")
+        kind = "gemma-embedding"
     default = _DEFAULTS[kind]
 
     def dimension(name: str) -> int:
@@ -166,9 +182,11 @@ def config_from_hf(description: ModelDescription) -> Config:
 
     head_dim = dimension("head_dim")
     ropes = ropes_from_hf(fields, kind)
+    embedding = EmbeddingHead(description.dense) if kind == "gemma-embedding" else None
     layers = tuple(
         Layer(window, ropes[FULL if window is None else SLIDING], dimension("num_attention_heads"),
-              dimension("num_key_value_heads"), head_dim, fields.integer("intermediate_size"), number)
+              dimension("num_key_value_heads"), head_dim, fields.integer("intermediate_size"), number,
+              bidirectional=embedding is not None)
         for number, window in enumerate(_windows_from_hf(fields, kind))
     )  # fmt: skip
     config = Config(
@@ -184,6 +202,7 @@ def config_from_hf(description: ModelDescription) -> Config:
         bos_token_id=description.token_ids("bos_token_id", 2)[0],
         eos_token_ids=description.token_ids("eos_token_id", 1),
         layers=layers,
+        embedding=embedding,
     )
     return checked(config, where)
 
@@ -223,11 +242,17 @@ def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
     window = fields.integer("sliding_window", 4096)
     types = fields.values.get("layer_types")
     if types is None:
-        pattern = fields.integer("sliding_window_pattern", 6 if kind == "gemma3" else 2)
+        pattern = fields.integer("sliding_window_pattern", 6 if kind in _GEMMA3 else 2)
         types = [SLIDING if number % pattern else FULL for number in range(1, count + 1)]
     if not isinstance(types, list) or len(types) != count or not all(entry in (SLIDING, FULL) for entry in types):
         fields.fail("layer_types", f"a list of {count} entries, each {SLIDING} or {FULL}")
+    window = _reach(window, kind)
     return [window if entry == SLIDING else None for entry in types]
+
+
+def _reach(window: int, kind: str) -> int:
+    """Return Layer.sliding_window. With bidirectional attention, a stored window of 512 keys reaches 256 in each direction."""
+    return window // 2 + 1 if kind == "gemma-embedding" else window
 
 
 def ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
@@ -238,7 +263,7 @@ def ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
     """
     parameters = fields.table("rope_parameters") or Fields(f"{fields.where}: rope_parameters", {})
     scaling = fields.table("rope_scaling")
-    if kind != "gemma3":
+    if kind not in _GEMMA3:
         table = parameters if scaling is None else scaling  # as in transformers, rope_scaling takes precedence
         rope = _rope(table, table.number("rope_theta", fields.number("rope_theta", 10_000.0)))
         return {FULL: rope, SLIDING: rope}
@@ -265,8 +290,8 @@ def config_from_gguf(description: ModelDescription) -> Config:
     """Read a config from GGUF metadata. Fields that the metadata lack get the values that llama.cpp uses."""
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
-    if fields.values.get("attention.causal") is False:
-        raise UnsupportedError(f"{where}: attention.causal is false; embedding models are not supported yet")
+    embedding = EmbeddingHead(description.dense) if kind == "gemma-embedding" else None
+    _check_direction(description)
     layer_count = fields.integer("block_count")
     if layer_count > MOST_LAYERS:
         fields.fail("block_count", f"at most {MOST_LAYERS}")
@@ -279,7 +304,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     full, sliding = ropes_from_gguf(fields, kind)
     layers = tuple(
         Layer(window, full if window is None else sliding, heads, kv_heads, head_dim,
-              fields.integer("feed_forward_length"), number)
+              fields.integer("feed_forward_length"), number, bidirectional=embedding is not None)
         for number, window in enumerate(_windows_from_gguf(fields, kind, layer_count))
     )  # fmt: skip
     # Gemma 2 27B (46 layers) and Gemma 3 27B (62 layers) scale attention by (hidden / heads)^-0.5 instead of
@@ -299,8 +324,29 @@ def config_from_gguf(description: ModelDescription) -> Config:
         bos_token_id=bos,
         eos_token_ids=ends,
         layers=layers,
+        embedding=embedding,
     )
     return checked(config, where)
+
+
+_MEAN = 1  # the value of pooling_type for the mean of all hidden states
+
+
+def _check_direction(description: ModelDescription) -> None:
+    """Raise an error unless an embedding model has bidirectional attention and mean pooling, and another model has neither."""
+    fields, where, embeds = description.fields, description.outer.where, description.name == "gemma-embedding"
+    if fields.flag("attention.causal", not embeds) is embeds:
+        found = "true" if embeds else "false; only gemma-embedding files are embedding models"
+        raise UnsupportedError(f"{where}: attention.causal should be {str(not embeds).lower()}, found {found}")
+    if description.dense and not embeds:
+        raise ConfigError(f"{where}: the dense layers of an embedding are not part of a {description.name} model")
+    pooling = fields.integer("pooling_type", _MEAN, least=0)
+    if embeds and pooling != _MEAN:
+        raise UnsupportedError(f"{where}: pooling_type should be 1 (mean), found {pooling}")
+    for number, (N, K) in enumerate(description.dense, 2):
+        for name, size in ((f"dense_{number}_feat_in", K), (f"dense_{number}_feat_out", N)):
+            if fields.integer(name, size) != size:
+                raise ConfigError(f"{where}: {name} should be {size}, as in tensor dense_{number}.weight")
 
 
 def _cap_from_gguf(fields: Fields, kind: str, name: str) -> float | None:
@@ -316,6 +362,7 @@ def _windows_from_gguf(fields: Fields, kind: str, count: int) -> list[int | None
     window = fields.integer("attention.sliding_window", 4096 if kind == "gemma2" else None)
     if window is None:
         raise ConfigError(f"{fields.where}: {kind}.attention.sliding_window is missing")
+    window = _reach(window, kind)
     flags = fields.flags("attention.sliding_window_pattern", count, 2 if kind == "gemma2" else 6)
     return [window if flag else None for flag in flags]
 
@@ -328,9 +375,9 @@ def ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
     factor = 1.0 if named is None else fields.number(named)
     if scaling not in (None, "none", "linear"):
         raise UnsupportedError(f"{fields.where}: rope.scaling.type should be 'none' or 'linear', found {scaling!r:.40}")
-    theta = fields.number("rope.freq_base", 1e6 if kind == "gemma3" else 1e4)
+    theta = fields.number("rope.freq_base", 1e6 if kind in _GEMMA3 else 1e4)
     full = Rope(theta, 1.0 if scaling == "none" else factor)
-    if kind != "gemma3":
+    if kind not in _GEMMA3:
         return full, full
     return full, Rope(fields.number("rope.freq_base_swa", 10_000.0))
 
@@ -340,7 +387,7 @@ _MODEL_TYPES = {"gemma": "gemma", "gemma2": "gemma2", "vaultgemma": "vaultgemma"
                 "gemma3_text": "gemma3", "shieldgemma2": "gemma3"}  # fmt: skip
 FAMILY = Family(
     model_types=_MODEL_TYPES,
-    architectures=("gemma", "gemma2", "gemma3"),
+    architectures=("gemma", "gemma2", "gemma3", "gemma-embedding"),
     config_from_hf=config_from_hf,
     config_from_gguf=config_from_gguf,
     tensors=tensors,

@@ -18,14 +18,14 @@ from gemma_py.models.config import Config, Rope
 
 # Kinds of operations. The kinds before MATMUL compute each row by itself, so several of these operations can share a
 # phase, in which a worker takes a few rows through all the operations.
-(EMBED, ROPE_TABLE, NORM, ADD, SCALE, MULTIPLY, GELU_GATE, QUANTISE, TAKE, TAKE_COLUMNS, PUT_COLUMNS, GAIN, TANH, SPARSIFY,
- MATCH, PREDICT, CORRECT, ADD_TO_STREAMS, ROPE, ROUTE, MIX, STORE, MATMUL, EXPERT_MATMUL, SCORES, ATTEND) = range(26)  # fmt: skip
-KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu gate", "quantise", "take", "take columns",
+(EMBED, ROPE_TABLE, NORM, ADD, SCALE, MULTIPLY, GELU_GATE, QUANTISE, TAKE, MEAN, TAKE_COLUMNS, PUT_COLUMNS, GAIN, TANH, SPARSIFY,
+ MATCH, PREDICT, CORRECT, ADD_TO_STREAMS, ROPE, ROUTE, MIX, STORE, MATMUL, EXPERT_MATMUL, SCORES, ATTEND) = range(27)  # fmt: skip
+KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu gate", "quantise", "take", "mean", "take columns",
               "put columns", "gain", "tanh", "sparsify", "match", "predict", "correct", "add to streams",
               "rope", "route", "mix", "store", "matmul", "expert matmul", "scores", "attend")  # fmt: skip
 # The rows that a phase computes: the rows of all tokens, or the rows of the tokens whose logits are wanted.
 ALL, WANTED = range(2)
-LOGITS = "logits"  # the name of the buffer that receives the logits
+LOGITS = "logits"  # the name of the buffer that receives the logits, or the embeddings of an embedding model
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Op:
     kv_heads: int = 0
     kv: int = -1  # index into config.kv_layers
     window: int = 0  # sliding window; 0 means full attention
+    bidirectional: bool = False  # for SCORES and ATTEND
     rope: int = -1  # index into Program.ropes
     first: int = 0  # for TAKE_COLUMNS and PUT_COLUMNS: the first column in the wider of the two buffers
     stride: int = 0  # for TAKE_COLUMNS, PUT_COLUMNS, ROUTE, MIX and EXPERT_MATMUL: the width of the source's rows
@@ -288,15 +289,17 @@ class Program:
         self._write(gate, width)
         self._add(GELU_GATE, source=up, target=gate, width=width)
 
-    def take(self, source: str, target: str) -> None:
+    def take(self, source: str, target: str, kind: int = TAKE) -> None:
         """Copy the WANTED rows of source to target. Call this in a phase that computes WANTED rows."""
         if self._phase.rows != WANTED or self._rows_now[source] != ALL:
-            raise ValueError(
-                f"take needs a phase that computes WANTED rows and a source that holds ALL rows, found {source}"
-            )
+            raise ValueError(f"{KIND_NAMES[kind]} needs a phase of WANTED rows and a source of ALL, found {source}")
         width = self._widths_now[source]
         self._write(target, width)
-        self._add(TAKE, source=source, target=target, width=width)
+        self._add(kind, source=source, target=target, width=width)
+
+    def mean(self, source: str, target: str) -> None:
+        """Compute the mean of all rows of each sequence. The phase computes WANTED rows, of which a sequence has one."""
+        self.take(source, target, MEAN)
 
     def rope(self, target: str, layer: int, heads: int) -> None:
         """Apply rotary position embedding to each head of target, in place."""
@@ -385,18 +388,18 @@ class Program:
         position; otherwise the attention phase computes the scores as well.
         """
         y = self.config.layers[layer]
-        H, E = y.num_attention_heads, y.head_dim
-        rows = self._phase.rows
+        H, E, rows = y.num_attention_heads, y.head_dim, self._phase.rows
         self._check_width(source, H * E)
         self._write(target, H * E)
         for kind, name in ((SCORES, "scores"), (ATTEND, "attention")):
             self.phase(name, layer, rows)
             op = self._add(kind, source=source, target=target, heads=H, width=E, kv_heads=y.num_key_value_heads)
             op.kv, op.window, op.numbers = self.config.kv_numbers[layer], y.sliding_window or 0, (scale, cap or 0.0)
+            op.bidirectional = y.bidirectional
 
     def _add(self, kind: int, **fields: object) -> Op:
         op = Op(kind, self._phase, **fields)  # type: ignore[arg-type]
-        if kind != TAKE:
+        if kind not in (TAKE, MEAN):
             self._check_rows(op.source)
             self._check_rows(op.second)
         if not self._shares_phase(op):

@@ -5,16 +5,17 @@ mistake in shared code would not show in the comparison. Read operations.py firs
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from gemma_py.errors import ComputationError, UnsupportedError
 from gemma_py.models.config import Config
-from gemma_py.reference import gemma, gemma3n, gemma4
+from gemma_py.reference import bidirectional, gemma, gemma3n, gemma4, operations
 from gemma_py.reference.arithmetic import is_ieee
 from gemma_py.reference.cache import ReferenceCache
 
+Function = TypeVar("Function")
 # By model_type: the function logits(weights, config, cache, token) that runs the model for one token.
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, int], np.ndarray]] = {
     "gemma": gemma.logits,
@@ -23,6 +24,10 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, int], n
     "gemma3": gemma.logits,
     "gemma3n": gemma3n.logits,
     "gemma4": gemma4.logits,
+}
+# By model_type: the function embedding(weights, config, cache, ids) of an embedding model.
+EMBEDDING_FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, Sequence[int]], np.ndarray]] = {
+    "gemma-embedding": bidirectional.embedding,
 }
 
 
@@ -33,16 +38,37 @@ def logits(engine: Any, ids: Sequence[int]) -> np.ndarray:
 
 def logits_and_rows(engine: Any, ids: Sequence[int]) -> tuple[np.ndarray, ReferenceCache]:
     """Return what `logits` returns, and the KV cache after the last token."""
+    step, weights, cache = _prepared(engine, FAMILIES)
+    rows = [step(weights, engine.config, cache, token) for token in engine.check_ids(ids)]
+    return np.stack(rows), cache
+
+
+def embedding(engine: Any, ids: Sequence[int], dimensions: int | None = None) -> np.ndarray:
+    """Return the embedding of one text, float32 [dimensions], with the engine's weights.
+
+    dimensions: the number of leading elements that are kept before the embedding is normalised; None keeps all.
+    """
+    made = embedding_and_rows(engine, ids)[0]
+    return np.asarray(operations.normalise(made[:dimensions]))
+
+
+def embedding_and_rows(engine: Any, ids: Sequence[int]) -> tuple[np.ndarray, ReferenceCache]:
+    """Return the embedding of one text before it is cut and normalised, and the KV cache after the text."""
+    whole, weights, cache = _prepared(engine, EMBEDDING_FAMILIES)
+    return whole(weights, engine.config, cache, engine.check_ids(ids)), cache
+
+
+def _prepared(engine: Any, families: Mapping[str, Function]) -> tuple[Function, Mapping[str, Any], ReferenceCache]:
+    """Return the function of the engine's family, the weights, and an empty KV cache."""
     if not is_ieee():
         raise ComputationError(
             "this thread flushes subnormals to zero or does not round to nearest, so results would not be bit-exact"
         )
     config: Config = engine.config
-    if config.model_type not in FAMILIES:
+    if config.model_type not in families:
         raise UnsupportedError(f"gemma_py.reference does not implement the model_type {config.model_type!r:.40}")
-    weights, cache = engine.reference_weights(), ReferenceCache(config, engine.kv_type == "bfloat16")
-    rows = [FAMILIES[config.model_type](weights, config, cache, token) for token in engine.check_ids(ids)]
-    return np.stack(rows), cache
+    cache = ReferenceCache(config, engine.kv_type == "bfloat16")
+    return families[config.model_type], engine.reference_weights(), cache
 
 
 def kv_digest(cache: ReferenceCache) -> list[str]:

@@ -38,8 +38,13 @@ class ReferenceCache:
         return self.keys[layer.kv_source][:end], self.values[layer.kv_source][:end]
 
     def first_visible(self, layer: Layer) -> int:
-        """Return the first position that a query at the current position attends to in this layer."""
-        return 0 if layer.sliding_window is None else max(0, self.position - layer.sliding_window + 1)
+        """Return the first position that a query at the current position attends to in this layer.
+
+        For a bidirectional layer, this is the first position that any query attends to.
+        """
+        if layer.sliding_window is None or layer.bidirectional:
+            return 0
+        return max(0, self.position - layer.sliding_window + 1)
 
     def digests(self) -> list[str]:
         """Return one sha256 per layer that stores rows, over the keys and then the values that the next token attends to."""

@@ -30,8 +30,15 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 def layer(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
     """Return the hidden state [D] after a layer: x + attention, then + feed-forward.    x: [D]   w: the layer's weights"""
+    q = query(x, w, config, cache, number)
+    first = cache.first_visible(config.layers[number])
+    return after_attention(x, attend(q, *cache.rows(config.layers[number]), first, config), w, config)
+
+
+def after_attention(x: np.ndarray, out: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
+    """Return the hidden state [D] after a layer.    x: [D], before the layer   out: [H, E], of all heads"""
     eps = _F(config.rms_norm_eps)
-    y = attention(op.rms_norm(x, eps, w["input_norm"]), w, config, cache, number)
+    y = op.matmul(out.reshape(-1), w["o_proj"])
     if "post_attention_norm" in w:
         y = op.rms_norm(y, eps, w["post_attention_norm"])
     x = op.add(x, y)
@@ -41,9 +48,10 @@ def layer(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceC
     return np.asarray(op.add(x, y))
 
 
-def attention(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
-    """Return the attention output [D] for a normalised hidden state x [D], and store this position's keys and values."""
+def query(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
+    """Return the query heads [H, E] for a hidden state x [D], and store the keys and values at the cache's position."""
     layer, eps = config.layers[number], _F(config.rms_norm_eps)
+    x = op.rms_norm(x, eps, w["input_norm"])
     E, frequencies = layer.head_dim, op.rope_frequencies(layer.head_dim, layer.rope.theta, _F(layer.rope.factor))
     q = op.matmul(x, w["q_proj"]).reshape(-1, E)
     k = op.matmul(x, w["k_proj"]).reshape(-1, E)
@@ -51,10 +59,13 @@ def attention(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: Refere
     if "q_norm" in w:
         q, k = op.rms_norm_heads(q, eps, w["q_norm"]), op.rms_norm_heads(k, eps, w["k_norm"])
     cache.store(number, op.rope(k, cache.position, frequencies), v)
-    scale = _F(1.0 / math.sqrt(config.query_pre_attn_scalar))
-    first, cap = cache.first_visible(layer), _F(config.attn_logit_softcapping or 0.0)
-    out = op.attend(op.rope(q, cache.position, frequencies), *cache.rows(layer), first, scale, cap)
-    return op.matmul(out.reshape(-1), w["o_proj"])
+    return np.asarray(op.rope(q, cache.position, frequencies))
+
+
+def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, first: int, config: Config) -> np.ndarray:
+    """Return the attention [H, E] to the keys from position `first` on.    keys, values: [last + 1, G, E]"""
+    scale, cap = _F(1.0 / math.sqrt(config.query_pre_attn_scalar)), _F(config.attn_logit_softcapping or 0.0)
+    return np.asarray(op.attend(q, keys, values, first, scale, cap))
 
 
 def feed_forward(x: np.ndarray, w: Mapping[str, Any]) -> np.ndarray:

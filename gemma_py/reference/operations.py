@@ -343,6 +343,30 @@ def mix(parts, weights):
     return y
 
 
+@jit
+def mean_rows(x):
+    """Return y[d] = (sum over t of x[t, d]) / T.    x: [T, D]   y: [D]"""
+    y = x[0].copy()
+    for d in range(y.shape[0]):
+        for t in range(1, x.shape[0]):
+            y[d] = y[d] + x[t, d]
+        y[d] = y[d] / _F(x.shape[0])
+    return y
+
+
+@jit
+def normalise(x):
+    """Return y[d] = x[d] / max(|x|, 1e-12), computed in float64 and rounded to float32.    x, y: [D]"""
+    total = 0.0
+    for d in range(x.shape[0]):
+        total = fma(np.float64(x[d]), np.float64(x[d]), total)
+    length = max(np.sqrt(total), 1e-12)
+    y = np.empty(x.shape[0], np.float32)
+    for d in range(x.shape[0]):
+        y[d] = _F(np.float64(x[d]) / length)
+    return y
+
+
 # --- positions --------------------------------------------------------------------------------------------------------
 
 
@@ -380,7 +404,7 @@ def rope(x, position, frequencies):
 
 @jit
 def attend(q, keys, values, first, scale, cap):
-    """Return the attention of a query at position `last` to the keys of the positions first .. last.
+    """Return the attention of a query to the keys of the positions first .. last.
 
     out[h] = sum over t of softmax(soft_cap(q[h] . keys[t, g] * scale, cap))[t] * values[t, g],    g = h // (H / G)
 

@@ -44,8 +44,13 @@ def check_context(context: int, tokens: int, after: int | None = None, new: int 
 
 
 def first_readable(layer: Layer, position: int) -> int:
-    """Return the first position that the token at `position` attends to in this layer."""
-    return 0 if layer.sliding_window is None else max(0, position - layer.sliding_window + 1)
+    """Return the first position that the token at `position` attends to in this layer.
+
+    A bidirectional layer keeps the rows of a whole text, so there the first position is 0.
+    """
+    if layer.sliding_window is None or layer.bidirectional:
+        return 0
+    return max(0, position - layer.sliding_window + 1)
 
 
 def digest(keys: np.ndarray, values: np.ndarray) -> str:
@@ -58,7 +63,7 @@ def digest(keys: np.ndarray, values: np.ndarray) -> str:
 
 def rows_needed(config: Config, tokens: int, chunk: int, keep: int = 0) -> list[int]:
     """Return the number of KV rows that each layer needs for `tokens` tokens in passes of up to `chunk` tokens."""
-    windows = [layer.sliding_window for layer in config.kv_layers]
+    windows = [None if layer.bidirectional else layer.sliding_window for layer in config.kv_layers]
     return [tokens if window is None else min(tokens, window + chunk - 1 + keep) for window in windows]
 
 

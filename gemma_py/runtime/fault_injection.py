@@ -17,10 +17,11 @@ from gemma_py.runtime import cells as c
 ENTER, CLAIM, PUBLISH, AWAIT, BARRIER, ANYWHERE = 1, 2, 3, 4, 5, -1
 ANY = -1
 _STALL, _RAISE = 1, 2
-_NOTHING, OMIT_BARRIER, OMIT_ORDER, OMIT_AWAIT = 0, 1, 2, 3
+_NOTHING, OMIT_BARRIER, OMIT_ORDER, OMIT_AWAIT, OMIT_AHEAD = 0, 1, 2, 3, 4
 _PLACES = {"anywhere": ANYWHERE, "enter": ENTER, "claim": CLAIM, "publish": PUBLISH, "await": AWAIT, "barrier": BARRIER}
 _FAULTS = {"": 0, "stall": _STALL, "raise": _RAISE}
-_OMISSIONS = {"": _NOTHING, "barrier": OMIT_BARRIER, "order": OMIT_ORDER, "await": OMIT_AWAIT}
+_OMISSIONS = {"": _NOTHING, "barrier": OMIT_BARRIER, "order": OMIT_ORDER, "await": OMIT_AWAIT,
+              "ahead": OMIT_AHEAD}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class FaultPlan:
     place: the call of sync.py in which the fault occurs: "enter", "claim" (after a tile is claimed), "publish", "await",
         "barrier" (before the worker arrives), or "anywhere" for the first of these calls.
     omit: the synchronisation to leave out, as a negative control. "barrier": workers do not wait at barriers. "order": rows
-        are published without waiting for earlier rows. "await": workers do not wait for published rows. "": none.
+        are published without waiting for earlier rows. "await": workers do not wait for published rows.
+        "ahead": workers wait for the rows up to the position of a query only, not for later rows that the query sees.
+        "": none.
     omit_layer, omit_phase: the layer and phase in which synchronisation is left out. ANY matches every layer or phase.
     """
 

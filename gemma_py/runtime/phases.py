@@ -31,7 +31,7 @@ from gemma_py.runtime.batch import (
     unpack_buffer_of,
 )
 from gemma_py.runtime.row_operations import row_operation, trace_operation
-from gemma_py.runtime.sync import await_rows, claim, claim_any, publish
+from gemma_py.runtime.sync import await_rows, claim, claim_any, last_awaited, publish
 from gemma_py.runtime.trace import is_traced, trace_rows, trace_worker
 
 _TILE_ROWS = 8  # rows of a tile in `rows_phase`
@@ -83,9 +83,18 @@ def _ring_of(op, keys, values, capacity):
 
 
 @inlined
-def _params_of(model, op):
+def _params_of(model, op, segment):
     window = op[p.WINDOW] if op[p.WINDOW] > 0 else _FULL_WINDOW
-    return AttentionParams(op[p.HEADS], window, model.numbers[op[p.NUMBER]], model.numbers[op[p.NUMBER] + 1])
+    ahead = op[p.BIDIRECTIONAL] * (window - 1)
+    scale, cap = model.numbers[op[p.NUMBER]], model.numbers[op[p.NUMBER] + 1]
+    return AttentionParams(op[p.HEADS], window, ahead, segment[ORIGIN] + segment[END_ROW], scale, cap)
+
+
+@inlined
+def _await_keys(cells, worker, op, params, sequences, number, position):
+    """Wait until the KV rows that a query at `position` of a sequence sees, and all earlier rows, are published."""
+    last = last_awaited(cells, worker, position, min(position + params.ahead, params.length - 1))
+    return await_rows(cells, worker, op[p.KV] * sequences + number, last)
 
 
 @inlined
@@ -128,13 +137,14 @@ def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
         if row < segments[number, END_ROW]:
             kv_entry = batch.tables[number, op[p.KV]]
             keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
-            if not await_rows(cells, worker, op[p.KV] * S + number, origin + row):
+            params = _params_of(model, op, segments[number])
+            if not _await_keys(cells, worker, op, params, S, number, origin + row):
                 return False
             ring, scores = (
                 _ring_of(op, keys, values, kv_entry[c.ROWS]),
                 scratch.scores[_scores_of(scratch, workers, pair)],
             )
-            score_keys(q, ring, _params_of(model, op), g, origin, row, part, parts, workspace, scores)
+            score_keys(q, ring, params, g, origin, row, part, parts, workspace, scores)
         tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     return True
 
@@ -160,7 +170,8 @@ def _columns(worker, workers, cells, model, scratch, batch, trace, op, parts):
                 scratch.scores[_scores_of(scratch, workers, pair)],
             )
             left, right = columns_of_part(part, parts, op[p.WIDTH])
-            attend_columns(q, ring, _params_of(model, op), g, origin, row, left, right, scores, workspace, out)
+            params = _params_of(model, op, segments[number])
+            attend_columns(q, ring, params, g, origin, row, left, right, scores, workspace, out)
             if is_traced(trace):
                 trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], row, row + 1)
         tile = claim_any(cells, worker, op[p.COUNTER], tiles)
@@ -171,14 +182,15 @@ def _columns(worker, workers, cells, model, scratch, batch, trace, op, parts):
 def attend_tile(model, op, scratch, batch, workspace, number, g, first, last):
     """Compute attention of rows first .. last - 1 of a sequence for one key/value head.
 
-    The caller has waited until the KV rows up to the position of row last - 1 are published.
+    The caller has waited until the KV rows that row last - 1 sees are published.
     """
-    H, kv_entry, origin = op[p.HEADS], batch.tables[number, op[p.KV]], batch.segments[op[p.ROWS_OF], number, ORIGIN]
+    H, kv_entry, segment = op[p.HEADS], batch.tables[number, op[p.KV]], batch.segments[op[p.ROWS_OF], number]
     keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
     (q,) = buffer_of(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
     (out,) = buffer_of(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
     ring = _ring_of(op, keys, values, kv_entry[c.ROWS])
-    attend(q, ring, _params_of(model, op), g, origin, origin + first, origin + last, workspace, out)
+    origin = segment[ORIGIN]
+    attend(q, ring, _params_of(model, op, segment), g, origin, origin + first, origin + last, workspace, out)
 
 
 @inlined
@@ -194,7 +206,8 @@ def _attend_tiles(worker, workers, cells, model, scratch, batch, trace, op):
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:
         number, first, last = rows_of_tile(segments, tile // G, rows)
-        if not await_rows(cells, worker, op[p.KV] * segments.shape[0] + number, segments[number, ORIGIN] + last - 1):
+        params, position = _params_of(model, op, segments[number]), segments[number, ORIGIN] + last - 1
+        if not _await_keys(cells, worker, op, params, segments.shape[0], number, position):
             return False
         attend_tile(model, op, scratch, batch, workspace, number, tile % G, first, last)
         if is_traced(trace):

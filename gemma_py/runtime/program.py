@@ -34,8 +34,8 @@ from gemma_py.weights.tensors import GatheredTable
 #   TARGET, SOURCE, SECOND: buffers.  MATRIX, GAIN: indices into the weights' `matrices` and `gains`.
 #   NUMBER: an index into `numbers`.  SLOT: the codes of a pass of T rows begin at SLOT * T.
 (OP, LAYER, LABEL, NEXT, COUNTER, TRACE, BARRIER, ROWS_OF, TARGET, SOURCE, SECOND, MATRIX, GAIN, HEADS, WIDTH, KV_HEADS,
- KV, WINDOW, ROPE_ROW, FIRST_COLUMN, STRIDE, STREAM, EXPERTS, NUMBER, SLOT) = range(25)  # fmt: skip
-_COLUMNS = 25
+ KV, WINDOW, BIDIRECTIONAL, ROPE_ROW, FIRST_COLUMN, STRIDE, STREAM, EXPERTS, NUMBER, SLOT) = range(26)  # fmt: skip
+_COLUMNS = 26
 NO_BUFFER = -1
 
 
@@ -48,7 +48,7 @@ class ModelTables(NamedTuple):
     weights: PackedArrays  # `gains` ends with a vector of ones, for norms without a gain
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
     numbers: np.ndarray  # f32: the epsilons, scales, caps and factors of the operations
-    ops: np.ndarray  # int64 [operations, 25]
+    ops: np.ndarray  # int64 [operations, 26]
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class LinkedProgram:
     gathers: tuple[Gather, ...]
     labels: tuple[str, ...]
     layers: int  # the number of the model's layers plus one, because the head counts as a layer in errors and traces
+    outputs: int  # the width of a row of logits, or of an embedding
     phases: int  # the number of phases, each of which has one tile counter
 
     @property
@@ -117,8 +118,8 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
         row[[TARGET, SOURCE, SECOND]] = [buffers.get(name, NO_BUFFER) for name in (op.target, op.source, op.second)]
         row[MATRIX] = weights.matrices.get(op.first_matrix, -1)
         row[GAIN] = ones if op.kind == NORM and not op.tensor else weights.gains.get(op.tensor, -1)
-        row[[HEADS, WIDTH, KV_HEADS, KV, WINDOW, ROPE_ROW, FIRST_COLUMN, STRIDE, STREAM, EXPERTS]] = (
-            op.heads, op.width, op.kv_heads, op.kv, op.window, op.rope, op.first, op.stride, op.stream, op.experts,
+        row[[HEADS, WIDTH, KV_HEADS, KV, WINDOW, BIDIRECTIONAL, ROPE_ROW, FIRST_COLUMN, STRIDE, STREAM, EXPERTS]] = (
+            op.heads, op.width, op.kv_heads, op.kv, op.window, op.bidirectional, op.rope, op.first, op.stride, op.stream, op.experts,
         )  # fmt: skip
         row[NUMBER] = 2 * numbers.setdefault(pair, len(numbers))
         row[SLOT] = slots.get(id(op if op.kind == QUANTISE else op.codes), 0)
@@ -133,7 +134,8 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
         Gather(weights.tables[tensor], buffers[target], program.tensors[tensor].shape[1])
         for tensor, target in program.gathers
     )
-    return LinkedProgram(model, sizes, gathers, labels, layers, phases=int(table[:, COUNTER].max()) + 1)
+    outputs, phases = program.widths[LOGITS], int(table[:, COUNTER].max()) + 1
+    return LinkedProgram(model, sizes, gathers, labels, layers, outputs, phases)
 
 
 def _widest(table: np.ndarray, matrices: np.ndarray) -> tuple[int, int, int, int, int, int]:

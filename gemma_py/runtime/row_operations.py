@@ -1,6 +1,7 @@
 """Row operations, which compute some rows of a buffer, and the recording of their outputs in a trace.
 
-An operation works on each row by itself. Only STORE knows sequences, because each sequence has KV rows of its own.
+An operation works on each row by itself. Only STORE and MEAN know sequences, because each sequence has KV rows of its own, and
+MEAN reads all rows of a sequence.
 """
 
 import numpy as np
@@ -9,6 +10,7 @@ from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.experts import mix_rows, route_rows
 from gemma_py.kernels.matmul import FloatPanels
 from gemma_py.kernels.panels import CodePanels
+from gemma_py.kernels.pooling import mean_rows
 from gemma_py.kernels.rows import (
     add_to,
     add_to_streams,
@@ -33,7 +35,7 @@ from gemma_py.kernels.simd.vectors import store_scalar
 from gemma_py.models import program as o
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
-from gemma_py.runtime.batch import buffer_of, codes_of, kv_rows_of
+from gemma_py.runtime.batch import END_ROW, FIRST, buffer_of, codes_of, kv_rows_of, rows_of_tile
 from gemma_py.runtime.trace import trace_codes, trace_rows
 from gemma_py.weights import pack as w
 
@@ -107,6 +109,11 @@ def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, 
         for t in range(first, last):
             for d in range(width):
                 y[t * width + d] = x[rows[t] * width + d]
+    elif kind == o.MEAN:
+        for t in range(first, last):
+            number, _, _ = rows_of_tile(batch.segments[op[p.ROWS_OF]], t, 1)
+            segment = batch.segments[o.ALL, number]
+            mean_rows(x, width, segment[FIRST], segment[END_ROW], y, t * width)
     elif kind == o.TAKE_COLUMNS:
         (wide,) = buffer_of(batch, scratch, op[p.SOURCE], op[p.STRIDE])
         copy_columns(wide, op[p.STRIDE], op[p.FIRST_COLUMN], y, width, first, last)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gemma_py.errors import InputError
 from gemma_py.kernels.attention_layout import LANES
 from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config
@@ -77,6 +78,10 @@ class Runner:
 
     def _pass(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
         """Run one pass. The caller has reserved room for the tokens in the caches."""
+        if self.config.embedding and any(entry.cache.position or entry.logits != 1 for entry in inputs):
+            raise InputError(
+                "an embedding model needs every text whole, in one pass, and returns one row for each text"
+            )
         if self.instruments.poison:
             for entry in inputs:
                 entry.cache.poison_uncommitted()
@@ -84,7 +89,7 @@ class Runner:
         # Several workers can share the attention of a single wanted row, which may be the last row of a long chunk.
         keys = max(entry.cache.position + len(entry.tokens) for entry in inputs)
         scratch, program = self._scratch_for(T, keys), self.program
-        logits = np.empty(sum(entry.logits for entry in inputs) * self.config.vocab_size, np.float32)
+        logits = np.empty(sum(entry.logits for entry in inputs) * program.outputs, np.float32)
         batch = _batch(inputs, self._addresses(scratch, T, logits))
         for table, buffer, width in program.gathers:
             at = int(program.sizes.offsets[buffer]) * T
@@ -109,7 +114,7 @@ class Runner:
         for entry in inputs:
             entry.cache.commit(entry.tokens)
         ends = np.cumsum([entry.logits for entry in inputs])
-        return np.split(logits.reshape(-1, self.config.vocab_size), ends[:-1])
+        return np.split(logits.reshape(-1, program.outputs), ends[:-1])
 
     def _addresses(self, scratch: Scratch, T: int, logits: np.ndarray) -> np.ndarray:
         """Return the addresses of the program's buffers in a pass of T rows, followed by the address of the logits."""

@@ -184,6 +184,17 @@ def publish(cells, worker, mark, first, last):
 
 
 @inlined
+def last_awaited(cells, worker, position, last):
+    """Return the position of the row to wait for before a query at `position`, which sees rows up to `last`, is computed.
+
+    This is `last`, unless fault injection leaves out the wait for the rows after `position`.
+    """
+    if load_acquire(cells.shared, FAULT_PLAN) and fault_injection.omits(cells, worker, fault_injection.OMIT_AHEAD):
+        return position
+    return last
+
+
+@inlined
 def await_rows(cells, worker, mark, position):
     """Wait until the row at `position` and all earlier rows are published."""
     if load_acquire(cells.shared, FAULT_PLAN):

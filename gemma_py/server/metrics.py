@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gemma_py.generate.embedding_scheduler import EmbeddingScheduler
 from gemma_py.generate.events import Usage
 from gemma_py.generate.scheduler import Scheduler
 
@@ -18,7 +19,7 @@ prometheus.disable_created_metrics()
 
 
 class Metrics:
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler | EmbeddingScheduler) -> None:
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(_SchedulerCollector(scheduler))
         self.requests = prometheus.Counter(
@@ -46,6 +47,9 @@ class Metrics:
         if usage.generated:
             self._first.observe(usage.first_token_seconds)
 
+    def embedded(self, tokens: int) -> None:
+        self._tokens.labels("prompt").inc(tokens)
+
     def text(self) -> bytes:
         return prometheus.generate_latest(self._registry)
 
@@ -53,7 +57,7 @@ class Metrics:
 class _SchedulerCollector(Collector):
     """Reads the scheduler's statistics each time that /metrics is requested."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler | EmbeddingScheduler) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:

@@ -162,6 +162,14 @@ def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
     return Tokenizer(cached(path, "json", lambda: _tables_of_json(path)), bos_token=bos_token)
 
 
+def appends_token(path: Path) -> bool:
+    """Return whether the post-processor of a tokenizer.json appends a token, such as eos, to every text."""
+    document = read_json(path, _LARGEST_JSON)
+    processor = document.get("post_processor") if isinstance(document, dict) else None
+    parts = processor.get("single") if isinstance(processor, dict) else None
+    return isinstance(parts, list) and bool(parts) and isinstance(parts[-1], dict) and "SpecialToken" in parts[-1]
+
+
 def _tables_of_json(path: Path) -> Tables:
     settings = _known_settings(path)
     package = package_from_document(settings, str(path))

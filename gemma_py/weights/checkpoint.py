@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from gemma_py.formats.safetensors import read_index, read_safetensors
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.models.config import Config
 from gemma_py.models.families import config_from_gguf, config_from_hf
-from gemma_py.models.family import Family
+from gemma_py.models.family import Family, dense_name, dense_shapes
+from gemma_py.models.fields import Fields
 from gemma_py.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_json
+from gemma_py.tokenizer.sources import appends_token
+from gemma_py.weights.modules import Modules, read_modules
 from gemma_py.weights.tensors import (
     Matrix,
     Source,
@@ -42,6 +46,7 @@ class Checkpoint:
     chat_template: str | None
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
     left_out: Mapping[str, int] = field(default_factory=dict)  # the number of tensors of each part for images or sound
+    modules: Modules = field(default_factory=Modules)  # empty for GGUF
     cacheable: bool = (
         True  # whether the packed weights may be in the cache on disk; otherwise, they are packed into memory
     )
@@ -57,6 +62,19 @@ class Checkpoint:
     def stored_weights(self, quant: str | None = None) -> dict[str, Stored]:
         """Check names and shapes, and return the weights. The values of matrices are not read yet."""
         return stored_weights(self.source, quant)
+
+    @cached_property
+    def text_end(self) -> int | None:
+        """The id of the eos token that the checkpoint's tokenizer appends to a text to embed, or None if it appends none."""
+        if self.format == "GGUF":
+            wanted = Fields(str(self.path), self.metadata).flag("tokenizer.ggml.add_eos_token", False)
+        else:
+            wanted = _appends_eos(self.path)
+        if not wanted:
+            return None
+        if not self.config.eos_token_ids:
+            raise ConfigError(f"{self.path}: the tokenizer should append an eos token, but the checkpoint names none")
+        return self.config.eos_token_ids[0]
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the checkpoint's tokenizer, or None if the checkpoint has no tokenizer."""
@@ -102,7 +120,9 @@ def _open_directory(path: Path) -> Checkpoint:
     document = read_json(path / "config.json")
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if present(generation) else None
-    family, config = config_from_hf(document, str(path / "config.json"), generation_config)
+    modules = read_modules(path)
+    dense = dense_shapes(modules.dense)
+    family, config = config_from_hf(document, str(path / "config.json"), generation_config, dense)
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists():
         tensors = read_safetensors(single)
@@ -113,9 +133,10 @@ def _open_directory(path: Path) -> Checkpoint:
             f"{path}: neither model.safetensors nor model.safetensors.index.json in this directory"
         )
     tensors, left_out = _text_model(tensors)
+    tensors |= {dense_name(number): tensor for number, tensor in enumerate(modules.dense)}
     tied, unused = config.tie_word_embeddings, family.unused(config)
     source = hugging_face_source(tensors, family.tensors(config), tied, str(path), unused)
-    return Checkpoint(path, "safetensors", family, config, source, _template(path), {}, left_out)
+    return Checkpoint(path, "safetensors", family, config, source, _template(path), {}, left_out, modules=modules)
 
 
 def _text_model(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], Counter[str]]:
@@ -143,6 +164,15 @@ def _bos_token(path: Path) -> str:
     if not isinstance(token, str):
         raise ConfigError(f"{path / 'tokenizer_config.json'}: bos_token should be a string, found {token!r:.60}")
     return token
+
+
+def _appends_eos(path: Path) -> bool:
+    """Return whether the tokenizer appends an eos token, by tokenizer_config.json or else by tokenizer.json."""
+    settings = Fields(str(path / "tokenizer_config.json"), _tokenizer_config(path))
+    if settings.values.get("add_eos_token") is not None:
+        return settings.flag("add_eos_token", False)
+    file = path / "tokenizer.json"
+    return present(file) and appends_token(file)
 
 
 def _template(path: Path) -> str | None:

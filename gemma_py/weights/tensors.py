@@ -171,6 +171,7 @@ _IGNORED = (".rotary_emb.inv_freq",)  # endings of the names of tensors that the
 _OTHER_PARTS = ("vision_tower", "vision_model", "vision_embedder", "multi_modal_projector", "embed_vision", "audio_tower",
                 "embed_audio", "v", "a", "mm")  # fmt: skip
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
+DENSE = "dense."  # the beginning of the names of an embedding model's dense layers, which stand in files of their own
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,7 @@ def hugging_face_source(
     names = {name: prefix + spec.hugging_face for name, spec in specs.items()}
     if HEAD in specs:
         names[HEAD] = by_own_name.get(specs[HEAD].hugging_face, specs[HEAD].hugging_face)
+    names |= {name: spec.hugging_face for name, spec in specs.items() if name.startswith(DENSE)}
     fused = frozenset(name for name, spec in specs.items() if spec.part[1] > 1)
     return Source(tensors, specs, names, True, tied, where, {prefix + name for name in unused}, fused)
 

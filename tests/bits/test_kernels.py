@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from repository import child_environment
 
 from gemma_py.formats.blocks import TYPES, Minimum
-from gemma_py.kernels import attention, elementary, matmul, rows, vector_math
+from gemma_py.kernels import attention, elementary, matmul, pooling, rows, vector_math
 from gemma_py.kernels.attention_layout import AttentionParams, Ring, scratch_size
 from gemma_py.kernels.decorator import kernel
 from gemma_py.kernels.matmul import CodedRows, FloatPanels
@@ -46,6 +46,7 @@ add_to, soft_cap = entry(rows.add_to), entry(rows.soft_cap)
 scale_rows, copy_columns = entry(rows.scale_rows), entry(rows.copy_columns)
 embed_codes, embed_floats = entry(rows.embed_codes), entry(rows.embed_floats)
 matmul_codes, matmul_floats = entry(matmul.matmul_codes), entry(matmul.matmul_floats)
+mean_rows, normalise_rows = entry(pooling.mean_rows), pooling.normalise_rows
 attend = entry(attention.attend)
 
 
@@ -328,6 +329,27 @@ def test_columns_of_rows_match_the_reference(seed, T, width, before, after):
     assert y[-1] == 7
 
 
+@some
+@given(seeds, st.integers(1, 40), st.integers(1, 70), st.integers(0, 5))
+def test_the_mean_of_rows_matches_the_reference(seed, T, D, before):
+    x, y = normal(np.random.default_rng(seed), before + T + 1, D), np.full(D + 2, 7, F)
+    mean_rows(x.reshape(-1), D, before, before + T, y, 1)
+    assert_same(y[1:-1], reference.mean_rows(x[before : before + T]))
+    assert y[0] == y[-1] == 7
+
+
+@some
+@given(seeds, st.integers(1, 40), st.integers(1, 70))
+def test_normalised_rows_match_the_reference(seed, cut, width):
+    x = normal(np.random.default_rng(seed), 3, width + cut)
+    x[1] = 0
+    x[2] = F(1e30) - x[2]  # the square of the length is beyond float32
+    y = np.empty((3, width), F)
+    normalise_rows(x, width, y)
+    assert_same(y, np.stack([reference.normalise(row[:width]) for row in x]))
+    assert abs(np.linalg.norm(y[2].astype(np.float64)) - 1) < 1e-6
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -346,7 +368,7 @@ def ring_of(keys, values, first, capacity, by_head, at=3):
     return Ring(arenas[0], arenas[1], at, capacity, stride, head, G, E)
 
 
-def check_attention(seed, T, before, G, group, E, window, cap, cuts=()):
+def check_attention(seed, T, before, G, group, E, window, cap, cuts=(), ahead=0):
     """T positions after `before` others, in blocks: the rows outside all their windows are poison."""
     rng, H, last = np.random.default_rng(seed), G * group, before + T
     keys, values = normal(rng, last, G, E), normal(rng, last, G, E)
@@ -355,7 +377,7 @@ def check_attention(seed, T, before, G, group, E, window, cap, cuts=()):
     capacity = last - first + int(rng.integers(0, 40))
     ring = ring_of(keys, values, first, capacity, bool(rng.integers(2)))
     out, scratch = np.full((T, H, E), np.nan, F), np.full(scratch_size(E), np.nan, F)
-    params = AttentionParams(H, window, scale, cap)
+    params = AttentionParams(H, window, ahead, last, scale, cap)
     borders = sorted({0, T, *(cut for cut in cuts if cut < T)})
     for begin, end in pairwise(borders):
         for g in range(G):
@@ -363,8 +385,9 @@ def check_attention(seed, T, before, G, group, E, window, cap, cuts=()):
             attend(q.reshape(-1), ring, params, g, before, *positions, scratch, out.reshape(-1))
     expected = np.empty((T, H, E), F)
     for t in range(T):
-        end = before + t + 1
-        expected[t] = reference.attend(q[t], keys[:end], values[:end], max(0, end - window), scale, cap)
+        end = min(last, before + t + 1 + ahead)
+        first = max(0, before + t + 1 - window)
+        expected[t] = reference.attend(q[t], keys[:end], values[:end], first, scale, cap)
     assert not np.isnan(expected).any()
     assert_same(out, expected)
 
@@ -385,6 +408,15 @@ def test_attend_matches_the_reference(seed, T, before, G, group, E, window, cap,
     check_attention(seed, T, before, G, group, E, window, cap, cuts)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seeds, st.integers(1, 150), st.integers(1, 2), st.integers(1, 9), st.integers(1, 40).map(lambda half: 2 * half),
+    st.one_of(st.just(ALL), st.integers(1, 100)), st.lists(st.integers(1, 149), max_size=3),
+)  # fmt: skip
+def test_bidirectional_attention_matches_the_reference(seed, T, G, group, E, window, cuts):
+    check_attention(seed, T, 0, G, group, E, window, F(0), cuts, ahead=window - 1)
+
+
 @pytest.mark.parametrize(("T", "G", "group"), [(1, 1, 4), (1, 4, 2), (1, 1, 8), (9, 1, 4), (20, 2, 1), (70, 1, 1)])
 def test_attend_matches_the_reference_at_real_widths(T, G, group):
     check_attention(5, T, 600, G, group, 256, 512, F(0))
@@ -403,7 +435,7 @@ def test_keys_after_a_position_do_not_touch_it():
     keys, values, q = normal(rng, T, 1, E), normal(rng, T, 1, E), normal(rng, T, 2, E)
     keys[5:] = values[5:] = np.nan
     ring, scratch, out = ring_of(keys, values, 0, T, False), np.full(scratch_size(E), np.nan, F), np.empty((T, 2, E), F)
-    attend(q.reshape(-1), ring, AttentionParams(2, ALL, F(1), F(0)), 0, 0, 0, T, scratch, out.reshape(-1))
+    attend(q.reshape(-1), ring, AttentionParams(2, ALL, 0, T, F(1), F(0)), 0, 0, 0, T, scratch, out.reshape(-1))
     for t in range(5):
         assert_same(out[t], reference.attend(q[t], keys[: t + 1], values[: t + 1], 0, F(1), F(0)))
     assert np.isnan(out[5:]).all()
@@ -432,7 +464,7 @@ def digest():
     found.update(y.tobytes())
     keys, values, q = normal(rng, 75, 1, 16), normal(rng, 75, 1, 16), normal(rng, 5, 4, 16)
     ring, scratch, out = ring_of(keys, values, 0, 75, False), np.empty(scratch_size(16), F), np.empty(q.size, F)
-    params = AttentionParams(4, 40, F(0.25), F(20))
+    params = AttentionParams(4, 40, 0, 75, F(0.25), F(20))
     attend(q.reshape(-1), ring, params, 0, 70, 70, 74, scratch, out)
     attend(q.reshape(-1), ring, params, 0, 70, 74, 75, scratch, out)
     found.update(out.tobytes())

@@ -19,10 +19,9 @@ from repository import TINY, child_environment
 
 import gemma_py
 from gemma_py.generate.core import Request, Token
-from gemma_py.generate.scheduler import Scheduler
 from gemma_py.server.app import App
 from gemma_py.server.auth import Keys
-from gemma_py.server.openai.service import Service
+from gemma_py.server.openai.service import Service, new_scheduler
 from gemma_py.server.process import Server, address, bind
 
 NO_END = {"1": -100, "6": -100}  # as logit_bias: without the tokens at which an answer would end
@@ -152,7 +151,7 @@ def serving(
     names: Sequence[str] = (),
     template: str | None = None,
 ) -> Iterator[Running]:
-    scheduler = Scheduler(engine, parallel, queue)
+    scheduler = new_scheduler(engine, parallel, queue)
     app = App(Service(engine, scheduler, "tiny", template), parallel + queue)
     ready: SimpleQueue[asyncio.AbstractEventLoop] = SimpleQueue()
     asgi = app.asgi(host, names, origins, Keys(keys))

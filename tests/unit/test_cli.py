@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,10 @@ def test_catalogue_sizes_follow_from_the_shapes() -> None:
             assert entry.parameters == gemma4_parameters(s), entry.name
             continue
         norms = 2 if s["family"] == "gemma" else 4
-        heads = 2 * s["E"] if s["family"] == "gemma3" else 0
+        heads = 2 * s["E"] if s["family"] in ("gemma3", "gemma-embedding") else 0
+        dense = sum(N * K for K, N in pairwise([s["D"], *s.get("dense", [])]))
         layer = s["D"] * s["E"] * 2 * (s["H"] + s["G"]) + 3 * s["D"] * s["F"] + norms * s["D"] + heads
-        assert entry.parameters == s["V"] * s["D"] + s["L"] * layer + s["D"], entry.name
+        assert entry.parameters == s["V"] * s["D"] + s["L"] * layer + s["D"] + dense, entry.name
     assert resolve("tiny-gemma3").is_dir()
 
 

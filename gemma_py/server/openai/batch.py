@@ -248,7 +248,7 @@ class _Batch:
         for index, request in enumerate(running.builder.job.requests):
             while len(running.tickets) == index:
                 try:
-                    running.tickets.append(self._service.scheduler.submit(request, partial(self._put, running, index)))
+                    running.tickets.append(self._service.generating.submit(request, partial(self._put, running, index)))
                 except Overloaded:
                     if index == 0 and len(self._running) == 1:
                         raise

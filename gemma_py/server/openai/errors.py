@@ -57,7 +57,8 @@ def api_error(error: GemmaError, prompt_field: str | None = None) -> ApiError:
     return ApiError(500, str(error), None, "internal_error")
 
 
-_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias", "seed", "stop", "max_tokens")
+_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logit_bias", "seed", "stop", "max_tokens",
+            "dimensions", "task")  # fmt: skip
 T = TypeVar("T", bound=BaseModel)
 
 

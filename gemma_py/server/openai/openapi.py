@@ -11,6 +11,7 @@ from gemma_py.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     ResponsesRequest,
     TokenizeRequest,
 )
@@ -19,6 +20,7 @@ _POSTS: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/chat/completions": (ChatRequest, "Generate the next message of a conversation."),
     "/v1/completions": (CompletionRequest, "Continue a text."),
     "/v1/responses": (ResponsesRequest, "Generate a response with the Responses API; nothing is stored."),
+    "/v1/embeddings": (EmbeddingRequest, "Embed texts; needs an embedding model."),
     "/tokenize": (TokenizeRequest, "Turn text into token ids."),
     "/detokenize": (DetokenizeRequest, "Turn token ids into text."),
 }

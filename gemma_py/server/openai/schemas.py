@@ -15,6 +15,7 @@ _SEED = (1 << 63) - 1
 _MAX_STOP = 1024  # characters
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
+MAX_TEXTS = 2048  # of an embedding request, as in OpenAI's API
 
 
 def _ranged(option: str) -> Any:
@@ -358,6 +359,37 @@ class ResponsesRequest(Sampled):
         """The name of the function that must be called, or "none", "auto" or "required"."""
         choice = self.tool_choice
         return choice.name if isinstance(choice, NamedFlatTool) else choice or "auto"
+
+
+class EmbeddingRequest(Strict):
+    """task is an addition to OpenAI's API: the name of a prompt that precedes each text, such as "query" or "document"."""
+
+    input: (
+        str
+        | Annotated[list[TokenId], _length(1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], _length(1, MAX_TEXTS)]
+        | Annotated[list[Annotated[list[TokenId], _length(1)]], _length(1, MAX_TEXTS)]
+    )
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: Annotated[int | None, Field(ge=1)] = None
+    task: str | None = None
+    user: str | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _something(cls, given: object) -> object:
+        several = isinstance(given, list) and not isinstance(next(iter(given), None), int)
+        if not given or not isinstance(given, str | list) or (several and len(given) > MAX_TEXTS):
+            raise ValueError(f"should be a text, a list of token ids, or a list of 1 to {MAX_TEXTS} of either")
+        return given
+
+    @property
+    def texts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.input, str):
+            return [self.input]
+        ids = [token for token in self.input if isinstance(token, int)]
+        return [ids] if ids else self.input  # type: ignore[return-value]
 
 
 class TokenizeRequest(Strict):

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from gemma_py.errors import InputError
 from gemma_py.generate.answer import AfterThoughts, Constraint
 from gemma_py.generate.core import Request
+from gemma_py.generate.embedding_scheduler import EmbeddingScheduler
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.options import RANGES, Sampling
 from gemma_py.generate.scheduler import Scheduler
@@ -49,10 +51,19 @@ class Job:
     echo: list[str]
 
 
+def new_scheduler(engine: Engine, parallel: int, queue: int) -> Scheduler | EmbeddingScheduler:
+    """Start the scheduler that suits the engine's model."""
+    if engine.config.embedding is not None:
+        return EmbeddingScheduler(engine, parallel, queue)
+    return Scheduler(engine, parallel, queue)
+
+
 class Service:
     """Converts requests for the served model, from several threads at once. model: the name of the model in requests."""
 
-    def __init__(self, engine: Engine, scheduler: Scheduler, model: str, template: str | None = None) -> None:
+    def __init__(
+        self, engine: Engine, scheduler: Scheduler | EmbeddingScheduler, model: str, template: str | None = None
+    ) -> None:
         self.engine, self.scheduler, self.model = engine, scheduler, model
         self.tokenizer = engine.text_tokenizer()
         self.format: ChatFormat = engine.chat_format(engine.template(template))
@@ -66,7 +77,15 @@ class Service:
 
     def prepare(self) -> None:
         """Build the tables for JSON schemas at startup, because building them later would delay every running request."""
-        self._constraints.prepare()
+        if self.engine.config.embedding is None:
+            self._constraints.prepare()
+
+    @property
+    def generating(self) -> Scheduler:
+        """The scheduler of a model that generates text. Raises InputError if the model is an embedding model."""
+        if isinstance(self.scheduler, EmbeddingScheduler):
+            raise InputError(f"The model {self.model!r:.80} is an embedding model; use /v1/embeddings.")
+        return self.scheduler
 
     def check_model(self, wanted: str | None) -> None:
         if wanted is not None and wanted != self.model:

@@ -1,0 +1,136 @@
+"""Embeddings of texts: the prompts of tasks, the checks of a request, and passes of several texts.
+
+A text goes through the model in one pass, because attention is bidirectional. The other texts of the pass do not change the
+bits of an embedding.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gemma_py.errors import ComputationError, ContextError, InputError
+from gemma_py.kernels.pooling import normalise_rows
+from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.runner import CHUNK, SequenceInput
+
+if TYPE_CHECKING:
+    from gemma_py.generate.engine import Engine
+
+_MOST_TEXTS = 64  # texts of a pass, because each has KV rows in memory of its own
+_QUERY, _SIMILARITY = "task: search result | query: ", "task: sentence similarity | query: "
+_CLASSIFICATION, _CLUSTERING = "task: classification | query: ", "task: clustering | query: "
+_CODE, _SUMMARY, _DOCUMENT = "task: code retrieval | query: ", "task: summarization | query: ", "title: none | text: "
+# EmbeddingGemma's prompts by task, for a checkpoint without config_sentence_transformers.json.
+PROMPTS: Mapping[str, str] = {
+    "query": _QUERY, "document": _DOCUMENT, "question answering": "task: question answering | query: ",
+    "fact checking": "task: fact checking | query: ", "classification": _CLASSIFICATION, "clustering": _CLUSTERING,
+    "sentence similarity": _SIMILARITY, "code retrieval": _CODE, "summarization": _SUMMARY,
+    "BitextMining": _QUERY, "Clustering": _CLUSTERING, "Classification": _CLASSIFICATION, "InstructionRetrieval": _CODE,
+    "MultilabelClassification": _CLASSIFICATION, "PairClassification": _SIMILARITY, "Reranking": _QUERY,
+    "Retrieval": _QUERY, "Retrieval-query": _QUERY, "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
+    "Summarization": _SUMMARY,
+}  # fmt: skip
+Text = str | Sequence[int]
+
+
+def prompt_of(engine: "Engine", task: str | None) -> str:
+    """Return the text that precedes each text of a task. Without a task, this is the checkpoint's default prompt, or ""."""
+    modules = engine.checkpoint.modules
+    prompts = modules.prompts or PROMPTS
+    name = modules.default if task is None else task
+    if name is None:
+        return ""
+    if name not in prompts:
+        raise InputError(f"task should be one of {', '.join(repr(known) for known in prompts)}, found {task!r:.60}")
+    return prompts[name]
+
+
+def width_of(engine: "Engine", dimensions: int | None) -> int:
+    """Return the number of dimensions of the embeddings. Raise InputError unless the model has that many."""
+    most = engine.program.outputs
+    if dimensions is None:
+        return most
+    if isinstance(dimensions, bool) or not isinstance(dimensions, int) or not 1 <= dimensions <= most:
+        raise InputError(f"dimensions should be 1 to {most}, found {dimensions!r:.40}")
+    return dimensions
+
+
+def texts_to_ids(engine: "Engine", texts: Sequence[Text], task: str | None = None) -> list[list[int]]:
+    """Return the token ids of each text, of which some may be given as ids.
+
+    A text gets the prompt of the task, and the bos and eos tokens that the checkpoint's tokenizer adds. Ids are only checked.
+    """
+    check_embeds(engine)
+    if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Sequence | np.ndarray):
+        raise InputError(f"texts should be a list of texts or of lists of token ids, found {texts!r:.60}")
+    prompt, made = prompt_of(engine, task), []
+    for number, text in enumerate(texts):
+        if not isinstance(text, str) and task is not None:
+            raise InputError(f"a task needs texts, because its prompt is text; found token ids as text {number}")
+        try:
+            ids = _encoded(engine, prompt + text) if isinstance(text, str) else engine.check_ids(text)
+        except InputError as error:
+            raise InputError(f"text {number}: {error}") from None
+        if len(ids) > engine.context:
+            raise ContextError(f"text {number}: {len(ids)} tokens exceed the context of {engine.context} tokens")
+        made.append(ids)
+    return made
+
+
+def _encoded(engine: "Engine", text: str) -> list[int]:
+    end = engine.checkpoint.text_end
+    return engine.encode(text) + ([] if end is None else [end])
+
+
+def check_embeds(engine: "Engine") -> None:
+    if engine.config.embedding is None:
+        raise InputError(f"{engine.path}: this model generates text; only an embedding model can embed texts")
+
+
+def check_generates(engine: "Engine") -> None:
+    if engine.config.embedding is not None:
+        raise InputError(f"{engine.path}: this is an embedding model, which generates no text; use embed")
+
+
+def embed_all(engine: "Engine", texts: Sequence[list[int]]) -> np.ndarray:
+    """Return the embedding of each text before `normalised`, f32 [N, D]. The texts are given as token ids."""
+    made, caches = np.empty((len(texts), engine.program.outputs), np.float32), list[Cache]()
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]), reverse=True)
+    while order:
+        count = how_many([len(texts[number]) for number in order[:_MOST_TEXTS]])
+        chosen, order = order[:count], order[count:]
+        made[chosen] = embed_pass(engine, [texts[number] for number in chosen], caches)
+    return made
+
+
+def how_many(lengths: Sequence[int]) -> int:
+    """Return how many of the first texts to compute in one pass. lengths: the number of tokens of each text."""
+    totals = np.cumsum(lengths[:_MOST_TEXTS])
+    return max(1, int(np.searchsorted(totals, CHUNK, "right")))
+
+
+def embed_pass(engine: "Engine", texts: Sequence[list[int]], caches: list[Cache]) -> np.ndarray:
+    """Compute the texts in one pass. Return the embeddings before `normalised`, f32 [N, D].
+
+    caches: memory for the KV rows of each text, which later passes use again. The function appends missing ones.
+    """
+    caches += [engine.new_cache() for _ in range(len(texts) - len(caches))]
+    for cache in caches:
+        cache.rewind(0)
+    return np.concatenate(engine.run_together([SequenceInput(*pair) for pair in zip(caches, texts, strict=False)]))
+
+
+def normalised(made: np.ndarray, width: int) -> np.ndarray:
+    """Return the first `width` elements of each embedding, scaled to length 1: f32 [N, width].    made: f32 [N, D]"""
+    result = np.empty((len(made), width), np.float32)
+    normalise_rows(made, width, result)
+    if not np.isfinite(result).all():
+        raise ComputationError("an embedding has NaN or infinite elements")
+    return result
+
+
+def embeddings(engine: "Engine", texts: Sequence[Text], task: str | None, dimensions: Any) -> np.ndarray:
+    """Return the embeddings of texts, f32 [N, dimensions]."""
+    ids, width = texts_to_ids(engine, texts, task), width_of(engine, dimensions)
+    return normalised(embed_all(engine, ids), width)

@@ -1,0 +1,173 @@
+"""Embeddings: the bits of the specification in any company, results of transformers, and negative controls."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoints as tiny
+import tiny_families
+from equivalence import bits, opened
+from gguf_files import write_model
+from golden_bits import GOLDEN
+from repository import DATA
+
+import gemma_py
+from gemma_py import reference
+from gemma_py.errors import ContextError, InputError, WorkerError
+from gemma_py.runtime.fault_injection import FaultPlan
+from gemma_py.runtime.runner import SequenceInput
+
+RESULTS = np.load(DATA / "tiny_logits.npz")
+# Rows of whole blocks for Q8_0. The texts are shorter, as long and longer than a window and a tile of attention.
+WIDE = tiny.Variant(
+    tiny_families.embedding_gemma(hidden_size=64, intermediate_size=64, head_dim=32, num_hidden_layers=7, sliding_window=40),
+    prefix="", dense=(96, 64),
+)  # fmt: skip
+LENGTHS = (70, 1, 33, 2, 100, 64, 20, 21, 40, 7)
+NAMES = ["embeddinggemma", "embeddinggemma-backbone"]
+
+
+def texts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(64) for _ in range(length)] for length in lengths]
+
+
+def expected(engine: gemma_py.Engine, ids: Sequence[list[int]]) -> np.ndarray:
+    return np.stack([reference.embedding(engine, text) for text in ids])
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("gguf") / "q8.gguf", WIDE, seed=3, quant="Q8_0")
+
+
+@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+def test_embeddings_match_the_reference(quantised: Path, tmp_path: Path, kv: str) -> None:
+    tiny.write(WIDE, tmp_path, 3)
+    for path, threads in itertools.product((tmp_path, quantised), (1, 2, 3)):
+        with opened(path, threads, kv=kv) as engine:
+            ids = texts()
+            if threads == 1:
+                want = expected(engine, ids)
+            order = random.Random(threads).sample(range(len(ids)), len(ids))
+            made = engine.embed([ids[number] for number in order])
+            assert (bits(made) == bits(want[order])).all()
+            assert (bits(engine.embed([ids[4]])) == bits(want[4])).all()
+
+
+def test_kv_rows_match_the_reference(quantised: Path) -> None:
+    with opened(quantised, 3) as engine:
+        ids, caches = texts(), [engine.new_cache() for _ in LENGTHS]
+        engine.run_together([SequenceInput(*pair) for pair in zip(caches, ids, strict=True)])
+        for cache, text in zip(caches, ids, strict=True):
+            assert cache.digest() == reference.kv_digest(reference.embedding_and_rows(engine, text)[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_embeddings_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    tiny.write(tiny_families.VARIANTS[name], tmp_path, GOLDEN["seed"])
+    with gemma_py.load(tmp_path) as engine:
+        made = engine.embed(GOLDEN["ids"][name]).astype(np.float64)
+    theirs = RESULTS[name].astype(np.float64)
+    distance = 1 - (made * theirs).sum(1) / np.linalg.norm(theirs, axis=1)
+    assert distance.max() < 1e-5
+
+
+def test_a_gguf_has_the_bits_of_the_directory(tmp_path: Path) -> None:
+    for name in NAMES:
+        variant = replace(tiny_families.VARIANTS[name], dtype="F32")
+        tiny.write(variant, tmp_path / name, 1)
+        path = write_model(tmp_path / f"{name}.gguf", variant, seed=1)
+        with gemma_py.load(tmp_path / name) as one, gemma_py.load(path) as other:
+            assert (bits(one.embed(texts())) == bits(other.embed(texts()))).all()
+            assert one.fingerprint() == other.fingerprint()
+
+
+def caught(engine: gemma_py.Engine, want: np.ndarray, ids: list[list[int]], plans: Sequence[FaultPlan]) -> bool:
+    """Whether any of these schedules gives other bits, or an error."""
+    for plan in plans:
+        engine.instruments.fault_plan = plan
+        try:
+            if (bits(engine.embed(ids)) != bits(want)).any():
+                return True
+        except (WorkerError, gemma_py.GemmaError):
+            return True
+    return False
+
+
+def test_perturbed_schedules_change_no_bit(quantised: Path) -> None:
+    with opened(quantised, 4) as engine:
+        ids = texts()
+        want = expected(engine, ids)
+        assert not caught(engine, want, ids, [FaultPlan(seed=seed) for seed in range(1, 12)])
+
+
+def test_control_a_wait_for_a_querys_own_row_only(quantised: Path) -> None:
+    """Attention that reads later rows without waiting for them is noticed, alone and in company."""
+    with opened(quantised, 4) as engine:
+        # Each text is longer than a tile of queries, so that a tile waits too short whichever rows are published last.
+        ids = texts((100, 100, 100))
+        want = expected(engine, ids)
+        plans = [FaultPlan(seed=seed, omit="ahead") for seed in range(1, 300)]
+        assert caught(engine, want, ids, plans)
+        assert caught(engine, want[:1], ids[:1], plans)
+
+
+@pytest.mark.parametrize("phase", ["end", "dense", "dense input"])
+def test_control_a_barrier_of_the_head_dropped(quantised: Path, phase: str) -> None:
+    with opened(quantised, 4) as engine:
+        ids = texts()
+        want, label = expected(engine, ids), engine.program.label(phase)
+        last = len(engine.config.layers)
+        layer = last - 1 if phase == "end" else -1
+        plans = [FaultPlan(seed=seed, omit="barrier", omit_phase=label, omit_layer=layer) for seed in range(1, 200)]
+        assert caught(engine, want, ids, plans)
+
+
+def test_a_text_is_embedded_whole_or_not_at_all(quantised: Path) -> None:
+    with gemma_py.load(quantised, context=50) as engine:
+        with pytest.raises(ContextError, match="text 1: 51 tokens exceed the context of 50 tokens"):
+            engine.embed([[1], [1] * 51])
+        cache = engine.new_cache()
+        engine.run_together([SequenceInput(cache, [1, 2])])
+        for part in (SequenceInput(cache, [3]), SequenceInput(engine.new_cache(), [3, 4], 2)):
+            with pytest.raises(InputError, match="every text whole"):
+                engine.run_together([part])
+
+
+def test_dimensions_are_cut_before_the_embedding_is_normalised(quantised: Path) -> None:
+    with gemma_py.load(quantised) as engine:
+        ids = texts()[:3]
+        made = engine.embed(ids, dimensions=5)
+        assert made.shape == (3, 5)
+        assert made.dtype == np.float32
+        np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, rtol=1e-6)
+        assert (bits(made[0]) == bits(reference.embedding(engine, ids[0], 5))).all()
+        whole = engine.embed(ids)[:, :5]
+        np.testing.assert_allclose(made, whole / np.linalg.norm(whole, axis=1, keepdims=True), rtol=1e-5)
+        for wrong in (0, 65, -1, 2.0, True, "5"):
+            with pytest.raises(InputError, match="dimensions should be 1 to 64"):
+                engine.embed(ids, dimensions=wrong)  # type: ignore[arg-type]
+
+
+def test_many_texts_come_back_in_their_order(quantised: Path) -> None:
+    rng = random.Random(3)
+    ids = [[rng.randrange(64) for _ in range(rng.randint(1, 30))] for _ in range(300)]
+    with gemma_py.load(quantised) as engine:
+        made = engine.embed(ids)
+        for number in (0, 17, 150, 299):
+            assert (bits(engine.embed([ids[number]])[0]) == bits(made[number])).all()
+        assert engine.embed([]).shape == (0, 64)
+
+
+def test_a_model_does_one_of_the_two(quantised: Path, checkpoints: dict[str, Path]) -> None:
+    with gemma_py.load(quantised) as engine:
+        for generates in (engine.session, lambda: engine.generate([1]), lambda: engine.score([1, 2])):
+            with pytest.raises(InputError, match="this is an embedding model, which generates no text; use embed"):
+                generates()
+    with gemma_py.load(checkpoints["gemma3"]) as engine, pytest.raises(InputError, match="only an embedding model"):
+        engine.embed([[1]])
