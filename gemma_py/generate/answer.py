@@ -65,7 +65,10 @@ class TextStream:
         return self.write(self._decoded())
 
     def write(self, text: str) -> str:
-        """Append a text that is not decoded from tokens, and return the text that is not held back."""
+        """Append a text that comes from no token. Return the text that can be shown now.
+
+        The rest is held back, because it may be the beginning of a stop string.
+        """
         return "" if self.stopped else self._pass(text)
 
     def _decoded(self) -> str:

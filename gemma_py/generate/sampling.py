@@ -112,7 +112,7 @@ class Sampler:
     def _candidates(self, x: np.ndarray, largest: np.float32) -> tuple[np.ndarray, np.ndarray | None]:
         """Apply top-k and top-p. Return the weights and ids of the remaining tokens, likeliest first.
 
-        Without top-k, return a weight for every token id, 0 for removed tokens, and None instead of the ids.
+        Without top-k, the weights are those of all token ids, with 0 for a removed token, and the ids are None.
         """
         s = self.sampling
         if 0 < s.top_k < len(x):

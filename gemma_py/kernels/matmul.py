@@ -228,11 +228,11 @@ def _add_group(total, w, dot, offset, sx, scales, minimums, code_sum):
 
 @force_inlined
 def _add_quad_dots(x, at, quads, width, high, low):
-    """Add the dot products of four input codes and a quad of weights of each output, and return the new (high, low).
+    """Add, for each output, the dot product of four input codes and four weights. Return the new (high, low).
 
     VNNI multiplies unsigned bytes with signed bytes. So `high` accumulates products of the input's signed high bytes
-    with unsigned weights, and `low` products of the input's unsigned low bytes with signed weights. Without VNNI, `low`
-    accumulates products of whole 16-bit codes.
+    with unsigned weights, and `low` accumulates products of the input's unsigned low bytes with signed weights.
+    Without VNNI, `low` accumulates products of whole 16-bit codes.
     """
     if USES_VNNI:
         unsigned = words_xor(quads, _SIGN_BITS) if width == 8 else quads

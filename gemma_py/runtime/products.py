@@ -31,7 +31,8 @@ from gemma_py.runtime.sync import claim_any
 from gemma_py.runtime.trace import is_traced, trace_worker
 from gemma_py.weights import pack as w
 
-_MIN_EXPERT_PANELS = 16  # panels of a tile of an expert, because every tile copies the expert's input rows anew
+# The fewest panels in a tile of an expert. Every tile copies the expert's input rows anew, which makes small tiles slow.
+_MIN_EXPERT_PANELS = 16
 
 
 @inlined

@@ -153,7 +153,7 @@ def _widest(table: np.ndarray, matrices: np.ndarray) -> tuple[int, int, int, int
 
 
 def _needed(program: Program, weights: PackedWeights) -> list[Op]:
-    """Return the program's operations without the QUANTISE operations whose codes no quantised matrix reads."""
+    """Return the program's operations. A QUANTISE operation is left out if only float matrices read its buffer."""
     matrices = weights.arrays.matrices
     reading = [op for op in program.ops if op.codes and matrices[weights.matrices[op.first_matrix], KIND] == CODES]
     wanted = {id(op.codes) for op in reading}

@@ -162,6 +162,6 @@ def trace_operation(op, scratch, batch, trace, first, last):
         trace_rows(trace, op[p.TRACE], rows, values, op[p.KV_HEADS] * op[p.WIDTH], first, last)
     elif (
         op[p.OP] != o.ROPE_TABLE and op[p.OP] != o.TAKE
-    ):  # cosines and sines are not traced, and TAKE copies traced rows
+    ):  # not traced: cosines and sines, and the rows that TAKE copies, which are traced where they are computed
         (made,) = buffer_of(batch, scratch, op[p.TARGET], width)
         trace_rows(trace, op[p.TRACE], rows, made, width, first, last)

@@ -287,7 +287,7 @@ class Team:
 
     def _look(self, run: _Run, threads: list[_WorkerThread], watch: _Watch, elapsed: float) -> None:
         for number, thread in enumerate(threads):
-            # A thread that has ended may have put its outcome into the queue, so only an empty queue shows that it died.
+            # A thread that finished its work has put its outcome into the queue. Without an outcome, the thread has died.
             if number not in watch.left and not thread.is_alive() and run.outcomes.empty():
                 run.break_run(number)
                 watch.left.add(number)
