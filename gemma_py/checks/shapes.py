@@ -71,8 +71,9 @@ def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     kind = TYPES.get(type_name.upper())
     if kind is None:
         raise InputError(f"{type_name}: unknown type; expected one of {', '.join(TYPES).lower()}")
+    shortest = min(kind.block, config.hidden_size)  # shorter rows stay floats
     for label, spec in _specs(family, config).items():
-        whole = len(spec.shape) == 1 or spec.shape[-1] < kind.block or spec.shape[-1] % kind.block == 0
+        whole = len(spec.shape) == 1 or spec.shape[-1] < shortest or spec.shape[-1] % kind.block == 0
         if not whole and label != EMBEDDING:
             raise InputError(
                 f"{name} in {kind.name}: row lengths should be multiples of {kind.block}, found {spec.shape[-1]} in {label}"

@@ -124,7 +124,7 @@ def test_other_types_paths_and_methods(server: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "advice"),
     [
-        ("/v1/embeddings", "/openapi.json lists all."),  # of which there are none here
+        ("/v1/images/generations", "/openapi.json lists all."),  # no model here makes images
         ("/chat/completions", "did you mean '/v1/chat/completions'?"),
         ("/v1/chat/completions/", "did you mean '/v1/chat/completions'?"),
         ("/v1/v1/completions", "did you mean '/v1/completions'?"),

@@ -423,7 +423,7 @@ def test_an_engine_that_fails_again_and_again_is_given_up(
 
 
 def test_health_notices_that_nothing_moves(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedulers, "_SLOWEST_STEP", 0.05)
+    monkeypatch.setattr(schedulers, "SLOWEST_STEP", 0.05)
     scheduler = Scheduler(tiny_engine)
     assert scheduler.health().ok
     blocked, free, ended = threading.Event(), threading.Event(), threading.Event()

@@ -288,7 +288,7 @@ from gemma_py.cli.main import main
 from gemma_py.runtime.fault_injection import FaultPlan
 gemma_py.load, step, fault = functools.partial(gemma_py.load, deadline=1.0), scheduler.Scheduler._step, sys.argv.pop()
 if fault == "hang":
-    scheduler._SLOWEST_STEP = 1.0
+    scheduler.SLOWEST_STEP = 1.0
 def faulty(self):
     if len(self._waiting) >= 2 and fault == "hang":
         time.sleep(3600)
