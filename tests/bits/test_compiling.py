@@ -96,7 +96,7 @@ def test_processes_compile_what_this_one_finds(tmp_path: Path) -> None:
     for times in range(2):
         out, err = start(tmp_path, "-c", PROGRAM).communicate(timeout=LONG)
         assert out.split() == ["begun", "3", "0", "0"], err
-        assert err == "compiling kernels, once per machine: about half a minute\n", times
+        assert err == "compiling kernels, once per machine: about a minute\n", times
 
 
 def test_a_process_that_dies_is_done_without(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.warns(GemmaWarning, match="kernels ended early"):
         compilation.wait()
     first, shown = capsys.readouterr().err.split("\n")
-    assert first == "compiling kernels, once per machine: about half a minute"
+    assert first == "compiling kernels, once per machine: about a minute"
     assert shown == "\r\x1b[Kcompiling kernels: 2 of 3\r\x1b[K"
 
 
