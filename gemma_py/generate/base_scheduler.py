@@ -4,11 +4,13 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from gemma_py.errors import ComputationError, GemmaError, InputError, Overloaded, WorkerError
 from gemma_py.generate.engine import Engine
+from gemma_py.generate.events import Event, Failed, Finished, Listener, Usage
 
 SLOWEST_STEP = 60.0  # seconds that one step may take before the scheduler reports itself as hanging
 
@@ -53,34 +55,44 @@ class SchedulerStats:
     computed_tokens: int
 
 
+class Ticket:
+    """A handle to cancel an accepted request."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """End the request before the next pass, with a Finished event whose reason is "cancelled"."""
+        self.cancelled = True
+        self._notify()
+
+
 class ScheduledRequest(ABC):
     """A waiting or running request."""
 
-    def __init__(self) -> None:
+    def __init__(self, listener: Listener, ticket: Ticket) -> None:
+        self._listener, self.ticket = listener, ticket
         self.arrived = time.monotonic()
-
-    @property
-    @abstractmethod
-    def cancelled(self) -> bool:
-        """Whether the request is to end before the next pass."""
+        self.admitted = 0.0
 
     @abstractmethod
-    def cancel(self) -> None:
-        """Set `cancelled`."""
+    def usage(self) -> Usage: ...
 
-    @abstractmethod
-    def report_cancelled(self) -> None:
-        """Tell the client that the request has ended because it was cancelled."""
+    def tell(self, event: Event) -> None:
+        """Call the listener with an event. If the listener raises an exception, this request is cancelled."""
+        try:
+            self._listener(event)
+        except Exception:
+            traceback.print_exc()
+            self.ticket.cancelled = True
 
-    @abstractmethod
-    def report_error(self, error: GemmaError) -> None:
-        """Tell the client that the request has ended with an error."""
 
-
+Q = TypeVar("Q")  # what a client asks for
 R = TypeVar("R", bound=ScheduledRequest)
 
 
-class BaseScheduler(ABC, Generic[R]):
+class BaseScheduler(ABC, Generic[Q, R]):
     """Runs all passes of an engine in one thread. Close the scheduler before the engine."""
 
     def __init__(self, engine: Engine, parallel: int, queue: int) -> None:
@@ -102,8 +114,14 @@ class BaseScheduler(ABC, Generic[R]):
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
-    def _enqueue(self, request: R) -> None:
-        """Accept a request. Raise Overloaded if the queue is full."""
+    def submit(self, request: Q, listener: Listener) -> Ticket:
+        """Accept a request. Raise InputError or ContextError if the request is invalid, Overloaded if the queue is
+        full.
+
+        The listener is called in the scheduler's thread and must not block. The last event is Finished or Failed.
+        """
+        ticket = Ticket(self._notify)
+        scheduled = self._scheduled(request, listener, ticket)
         with self._changed:
             if self._error is not None:
                 raise ComputationError(f"the engine has failed: {self._error}")
@@ -113,8 +131,13 @@ class BaseScheduler(ABC, Generic[R]):
                 raise Overloaded(f"the queue is full: {len(self._waiting)} requests are waiting", self._retry_after())
             if self._idle():
                 self._stepped = time.monotonic()
-            self._waiting.append(request)
+            self._waiting.append(scheduled)
             self._changed.notify_all()
+        return ticket
+
+    @abstractmethod
+    def _scheduled(self, request: Q, listener: Listener, ticket: Ticket) -> R:
+        """Check a request and return it in the form in which it is scheduled."""
 
     def _retry_after(self) -> float:
         """Estimate the seconds until the queue has a free place."""
@@ -145,7 +168,7 @@ class BaseScheduler(ABC, Generic[R]):
             self._changed.wait_for(self._idle, max(0.0, deadline))
             left = (*self._waiting, *self._running)
             for request in left:
-                request.cancel()
+                request.ticket.cancelled = True
             self._changed.notify_all()
             # A cancelled request ends when the current pass does; a pass that hangs ends at the engine's deadline.
             self._changed.wait_for(self._idle, SLOWEST_STEP)
@@ -162,8 +185,7 @@ class BaseScheduler(ABC, Generic[R]):
     def _idle(self) -> bool:
         return not self._waiting and not self._running
 
-    def notify(self) -> None:
-        """Make the scheduler's thread look at the requests again, because one of them was cancelled."""
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -192,21 +214,19 @@ class BaseScheduler(ABC, Generic[R]):
 
     def _remove_cancelled(self) -> None:
         with self._changed:
-            cancelled = [request for request in (*self._waiting, *self._running) if request.cancelled]
+            cancelled = [request for request in (*self._waiting, *self._running) if request.ticket.cancelled]
         for request in cancelled:
-            self._remove(request)
-            request.report_cancelled()
+            self._finish(request, Finished("cancelled", request.usage()))
 
-    def _remove(self, request: R) -> None:
-        """Remove a request that ends. The caller reports the end afterwards, so that a new request can already take the
-        free place.
-        """
+    def _finish(self, request: R, last: Finished | Failed) -> None:
+        """Remove the request, then send the last event, so that a new request can already take the free place."""
         with self._changed:
             if request in self._running:
                 self._running.remove(request)
                 self._request_seconds += 0.2 * (time.monotonic() - request.arrived - self._request_seconds)
             else:
                 self._waiting.remove(request)
+        request.tell(last)
 
     def _note_failed_pass(self, error: WorkerError) -> None:
         """Count a failed pass, which the next step repeats. Raise the error if the pass before also failed."""
@@ -221,5 +241,4 @@ class BaseScheduler(ABC, Generic[R]):
             self._error = error
             left = [*self._running, *self._waiting]
         for request in left:
-            self._remove(request)
-            request.report_error(error)
+            self._finish(request, Failed(error))

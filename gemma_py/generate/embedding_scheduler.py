@@ -4,51 +4,37 @@ At most `parallel` requests run, and each pass takes texts of the running reques
 does not delay the others. The company of a text does not change the bits of the text's embedding.
 """
 
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from itertools import chain, zip_longest
 
 import numpy as np
 
-from gemma_py.errors import ComputationError, GemmaError, WorkerError
-from gemma_py.generate.base_scheduler import BaseScheduler, ScheduledRequest, SchedulerStats
+from gemma_py.errors import WorkerError
+from gemma_py.generate.base_scheduler import BaseScheduler, ScheduledRequest, SchedulerStats, Ticket
 from gemma_py.generate.embedding import check_embeds, embed_pass, how_many
 from gemma_py.generate.engine import Engine
+from gemma_py.generate.events import Embedded, Finished, Listener, Usage
 from gemma_py.runtime.cache import Cache
 
 
 class _Texts(ScheduledRequest):
     """A request: texts as token ids, and the rows computed so far."""
 
-    def __init__(self, texts: Sequence[list[int]], width: int) -> None:
-        super().__init__()
+    def __init__(self, texts: Sequence[list[int]], width: int, listener: Listener, ticket: Ticket) -> None:
+        super().__init__(listener, ticket)
         self.texts, self.rows = texts, np.empty((len(texts), width), np.float32)
         self.order = sorted(range(len(texts)), key=lambda number: len(texts[number]), reverse=True)
         self.done = 0  # the first `done` texts of `order` are computed
-        self.result: Future[np.ndarray] = Future()
-        self._cut_off = False
 
-    @property
-    def cancelled(self) -> bool:
-        return self._cut_off or self.result.cancelled()
-
-    def cancel(self) -> None:
-        self._cut_off = True
-
-    def report_cancelled(self) -> None:
-        self.report_error(ComputationError("the server ended before the request was complete"))
-
-    def report_error(self, error: GemmaError) -> None:
-        if self.result.set_running_or_notify_cancel():
-            self.result.set_exception(error)
-
-    def report_rows(self) -> None:
-        if self.result.set_running_or_notify_cancel():
-            self.result.set_result(self.rows)
+    def usage(self) -> Usage:
+        now = time.monotonic()
+        queued = (self.admitted or now) - self.arrived
+        return Usage(sum(map(len, self.texts)), 0, 0, queued, now - self.arrived, now - self.arrived)
 
 
-class EmbeddingScheduler(BaseScheduler[_Texts]):
-    """The scheduler of an embedding model."""
+class EmbeddingScheduler(BaseScheduler[Sequence[list[int]], _Texts]):
+    """The scheduler of an embedding model. A request is a list of texts, as `texts_to_ids` returns them."""
 
     def __init__(self, engine: Engine, parallel: int = 8, queue: int = 64) -> None:
         """Start the scheduler's thread. parallel: the most requests that run at once. queue: the most requests that wait."""
@@ -59,14 +45,8 @@ class EmbeddingScheduler(BaseScheduler[_Texts]):
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
-    def submit(self, texts: Sequence[list[int]]) -> "Future[np.ndarray]":
-        """Accept texts, as `texts_to_ids` returns them. Raise Overloaded if the queue is full.
-
-        The result is what `embed_all` returns. Cancelling the future ends the request before the next pass.
-        """
-        request = _Texts(texts, self.engine.program.outputs)
-        self._enqueue(request)
-        return request.result
+    def _scheduled(self, request: Sequence[list[int]], listener: Listener, ticket: Ticket) -> _Texts:
+        return _Texts(request, self.engine.program.outputs, listener, ticket)
 
     def stats(self) -> SchedulerStats:
         with self._changed:
@@ -80,9 +60,11 @@ class EmbeddingScheduler(BaseScheduler[_Texts]):
     def _step(self) -> None:
         self._remove_cancelled()
         with self._changed:
-            room = self.parallel - len(self._running)
-            self._running += self._waiting[:room]
-            del self._waiting[:room]
+            admitted = self._waiting[: self.parallel - len(self._running)]
+            del self._waiting[: len(admitted)]
+            self._running += admitted
+            for request in admitted:
+                request.admitted = time.monotonic()
             running = list(self._running)
         chosen = self._choose(running)
         try:
@@ -100,8 +82,8 @@ class EmbeddingScheduler(BaseScheduler[_Texts]):
             request.done += 1
         for request in running:
             if request.done == len(request.texts):
-                self._remove(request)
-                request.report_rows()
+                request.tell(Embedded(request.rows))
+                self._finish(request, Finished("stop", request.usage()))
 
     def _choose(self, running: Sequence[_Texts]) -> list[tuple[_Texts, int]]:
         """Return the texts of the next pass: of each running request the longest text that is left, then the next one."""

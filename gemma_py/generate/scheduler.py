@@ -6,18 +6,17 @@ not change a request's logits. Between passes, the scheduler removes cancelled r
 """
 
 import time
-import traceback
 from collections.abc import Sequence
 
 import numpy as np
 
 from gemma_py import machine
 from gemma_py.errors import ContextError, GemmaError, InputError, WorkerError
-from gemma_py.generate.base_scheduler import BaseScheduler, ScheduledRequest, SchedulerStats
+from gemma_py.generate.base_scheduler import BaseScheduler, ScheduledRequest, SchedulerStats, Ticket
 from gemma_py.generate.core import Generation, Request
 from gemma_py.generate.embedding import check_generates
 from gemma_py.generate.engine import Engine
-from gemma_py.generate.events import Event, Failed, Finished, Generated, Listener, PrefillProgress, Scored, Usage
+from gemma_py.generate.events import Failed, Finished, Generated, Listener, PrefillProgress, Scored, Usage
 from gemma_py.generate.sampling import ROWS_AT_ONCE
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
@@ -30,32 +29,18 @@ _FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass i
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
 
 
-class Ticket:
-    """A handle to cancel an accepted request."""
-
-    def __init__(self, scheduler: "Scheduler") -> None:
-        self._scheduler = scheduler
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        """End the request before the next pass, with a Finished event whose reason is "cancelled"."""
-        self.cancelled = True
-        self._scheduler.notify()
-
-
 class _Sequence(ScheduledRequest):
     """A request: a prompt and its answer."""
 
     def __init__(self, generation: Generation, listener: Listener, ticket: Ticket, kv_bytes: int) -> None:
-        super().__init__()
-        self.generation, self.ticket, self.kv_bytes = generation, ticket, kv_bytes
-        self._listener = listener
+        super().__init__(listener, ticket)
+        self.generation, self.kv_bytes = generation, kv_bytes
         self.ids = list(generation.prompt)  # prompt and answer
         self.prompt = np.array(generation.prompt)
         self.cache: Cache | None = None  # None while waiting
         self.cached = 0
         self.scores = 0  # the number of Scored events sent
-        self.admitted = self.first_token = 0.0
+        self.first_token = 0.0
 
     @property
     def position(self) -> int:
@@ -83,31 +68,6 @@ class _Sequence(ScheduledRequest):
         """
         return not self.answering or self.pending > 1
 
-    def tell(self, event: Event) -> None:
-        """Call the listener with an event. If the listener raises an exception, this request is cancelled."""
-        try:
-            self._listener(event)
-        except Exception:
-            traceback.print_exc()
-            self.cancel()
-
-    @property
-    def cancelled(self) -> bool:
-        return self.ticket.cancelled
-
-    def cancel(self) -> None:
-        self.ticket.cancelled = True
-
-    def report_cancelled(self) -> None:
-        self.end(Finished("cancelled", self.usage()))
-
-    def report_error(self, error: GemmaError) -> None:
-        self.end(Failed(error))
-
-    def end(self, last: Finished | Failed) -> None:
-        self.cache = None
-        self.tell(last)
-
     def usage(self) -> Usage:
         now = time.monotonic()
         return Usage(
@@ -131,7 +91,7 @@ def shares(needs: Sequence[int], room: int) -> list[int]:
     return given
 
 
-class Scheduler(BaseScheduler[_Sequence]):
+class Scheduler(BaseScheduler[Request, _Sequence]):
     """The scheduler of a model that generates text."""
 
     def __init__(
@@ -166,16 +126,9 @@ class Scheduler(BaseScheduler[_Sequence]):
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, listener: Listener) -> Ticket:
-        """Accept a request. Raise InputError or ContextError if the request is invalid, Overloaded if the queue is
-        full.
-
-        The listener is called in the scheduler's thread and must not block. The last event is Finished or Failed.
-        """
+    def _scheduled(self, request: Request, listener: Listener, ticket: Ticket) -> _Sequence:
         generation = self.engine.generation(request, least_tokens=0)
-        sequence = _Sequence(generation, listener, Ticket(self), self._kv_bytes(generation))
-        self._enqueue(sequence)
-        return sequence.ticket
+        return _Sequence(generation, listener, ticket, self._kv_bytes(generation))
 
     def _kv_bytes(self, generation: Generation) -> int:
         """Return the size of the KV cache for the prompt and the longest possible answer."""
@@ -226,9 +179,9 @@ class Scheduler(BaseScheduler[_Sequence]):
             except GemmaError as error:
                 self._finish(sequence, Failed(error))
 
-    def _finish(self, sequence: _Sequence, last: Finished | Failed) -> None:
-        self._remove(sequence)
-        sequence.end(last)
+    def _finish(self, request: _Sequence, last: Finished | Failed) -> None:
+        request.cache = None
+        super()._finish(request, last)
 
     def _admit(self) -> None:
         """Start waiting requests, in order of arrival, as long as fewer than `parallel` run and KV memory is free."""

@@ -19,7 +19,7 @@ prometheus.disable_created_metrics()
 
 
 class Metrics:
-    def __init__(self, scheduler: BaseScheduler[Any]) -> None:
+    def __init__(self, scheduler: BaseScheduler[Any, Any]) -> None:
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(_SchedulerCollector(scheduler))
         self.requests = prometheus.Counter(
@@ -47,9 +47,6 @@ class Metrics:
         if usage.generated:
             self._first.observe(usage.first_token_seconds)
 
-    def embedded(self, tokens: int) -> None:
-        self._tokens.labels("prompt").inc(tokens)
-
     def text(self) -> bytes:
         return prometheus.generate_latest(self._registry)
 
@@ -57,7 +54,7 @@ class Metrics:
 class _SchedulerCollector(Collector):
     """Reads the scheduler's statistics each time that /metrics is requested."""
 
-    def __init__(self, scheduler: BaseScheduler[Any]) -> None:
+    def __init__(self, scheduler: BaseScheduler[Any, Any]) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
