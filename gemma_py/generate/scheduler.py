@@ -1,7 +1,7 @@
 """The scheduler: a thread that batches requests, computes their passes and reports events to listeners.
 
-A request waits in a bounded queue until fewer than `parallel` requests run and there is memory for the request's whole
-KV cache. Every pass then computes one token of each answer and a part of each prompt. The other requests of a pass do
+A request waits in a bounded queue until fewer than `parallel` requests run and the request's whole KV cache fits into
+the memory. Every pass then computes one token of each answer and a part of each prompt. The other requests of a pass do
 not change a request's logits. Between passes, the scheduler removes cancelled requests and admits waiting ones.
 """
 
@@ -24,19 +24,19 @@ from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
 
-# The target duration of a pass that computes only prompts, and of a pass that also decodes. The second duration is
-# shorter, because the next token of every answer waits for the end of the pass.
+# Durations of a pass to aim at: of a pass that computes only prompts, and of a pass that also decodes. The second one
+# is shorter, because the next token of every answer waits for the end of the pass.
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
-_FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass is hardly faster
+_FEWEST_ROWS = 8  # a pass has at least so many prompt tokens, because a smaller pass would hardly be faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
-SLOWEST_STEP = 60.0  # seconds that one step may take before the scheduler reports itself as hanging
+SLOWEST_STEP = 60.0  # seconds after which a step counts as hanging
 
 
 @dataclass(frozen=True)
 class Health:
     """The health of the scheduler.
 
-    why: what is wrong; empty if nothing is.
+    why: what is wrong, or an empty string.
     permanent: whether every later pass will fail too.
     waiting: seconds since the end of the last step; 0 if there are no requests.
     """
@@ -51,12 +51,12 @@ class Health:
 class SchedulerStats:
     """Counters of the scheduler.
 
-    running, waiting: the number of requests now.
+    running, waiting: the number of requests that run now, and that wait now.
     kv_bytes: the memory reserved for the KV caches of running requests.
     prefix_bytes: the size of the prefix cache.
-    prefix_hits, prefix_misses: requests since the start that found, or did not find, a prefix in the prefix cache.
+    prefix_hits: requests since the start for which the prefix cache had a prefix. prefix_misses: the other requests.
     cached_tokens: prompt tokens since the start that were found in the prefix cache.
-    passes, failed_passes: passes since the start that succeeded, and passes that failed and were repeated.
+    passes: passes since the start that succeeded. failed_passes: passes that failed and were repeated.
     computed_tokens: tokens computed since the start.
     """
 
@@ -80,7 +80,7 @@ class Ticket:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """End the request before the next pass, with a Finished event whose reason is "cancelled"."""
+        """End the request before the next pass. The last event is then Finished with the reason "cancelled"."""
         self.cancelled = True
         self._scheduler._notify()
 
@@ -91,11 +91,11 @@ class _Sequence:
     def __init__(self, generation: Generation, listener: Listener, ticket: Ticket, kv_bytes: int) -> None:
         self.generation, self.ticket, self.kv_bytes = generation, ticket, kv_bytes
         self._listener = listener
-        self.ids = list(generation.prompt)  # prompt and answer
+        self.ids = list(generation.prompt)
         self.prompt = np.array(generation.prompt)
         self.cache: Cache | None = None  # None while waiting
         self.cached = 0
-        self.scores = 0  # the number of Scored events sent
+        self.scores = 0
         self.arrived = time.monotonic()
         self.admitted = self.first_token = 0.0
 
@@ -105,7 +105,7 @@ class _Sequence:
 
     @property
     def pending(self) -> int:
-        """The number of tokens of prompt and answer that are not in the KV cache yet."""
+        """The number of tokens, of prompt and answer, that are not in the KV cache yet."""
         return len(self.ids) - self.position
 
     @property
@@ -114,14 +114,17 @@ class _Sequence:
 
     @property
     def scoring(self) -> bool:
-        """Whether the next tokens belong to a prompt with requested log probabilities, so that each token needs logits."""
+        """Whether the next tokens are tokens of a prompt whose log probabilities were requested, so that all logits are
+        needed.
+        """
         return self.generation.request.scored and not self.answering
 
     @property
     def prefilling(self) -> bool:
-        """Whether there are tokens to prefill, rather than one token to decode.
+        """Whether the next tokens have to be prefilled. If not, one token is decoded.
 
-        These are the tokens of the prompt or, if a failed pass made the KV cache unusable, of prompt and answer.
+        These are the tokens of the prompt. After a failed pass that made the KV cache unusable, the answer is prefilled
+        too.
         """
         return not self.answering or self.pending > 1
 
@@ -142,11 +145,11 @@ class _Sequence:
 
 
 def shares(needs: Sequence[int], room: int) -> list[int]:
-    """Return how many tokens of each prompt to compute in a pass that has room for `room` tokens.
+    """Return how many tokens of each prompt to compute in a pass that has room for `room` prompt tokens.
 
-    needs: the number of pending tokens of each prompt, in order of arrival.
+    needs: for each prompt, the number of tokens that are not computed yet, in order of arrival.
 
-    The oldest prompt gets half of the room, so that no prompt waits for ever; the shortest prompts get the rest.
+    The oldest prompt gets half of the room, so that it never waits for ever. The shortest prompts get the rest.
     """
     given = [0] * len(needs)
     order = sorted(range(len(needs)), key=lambda number: needs[number])
@@ -185,13 +188,14 @@ class Scheduler:
                 f"kv_bytes {self.kv_bytes}, queue {queue} and prefix_bytes {prefix_bytes}"
             )
         self.engine, self.parallel, self.queue = engine, parallel, queue
-        self._changed = threading.Condition()  # the lock of the fields from here to _request_seconds
+        self._changed = threading.Condition()  # also the lock of the fields from _changed to _request_seconds
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
         self._open, self._closed = True, False
         self._error: GemmaError | None = None
         self._trouble: WorkerError | None = None  # the error of the last pass; None if the pass succeeded
-        self._stepped = time.monotonic()  # when the last step ended, or a request arrived at the idle scheduler
+        # When the last step ended, or when a request arrived while there was nothing to do.
+        self._stepped = time.monotonic()
         self._request_seconds = 1.0  # running average of the duration of a request
         # Only the scheduler's thread writes the fields below.
         self._prefixes = PrefixCache(engine.config, engine.kv_type, prefix_bytes)
@@ -203,8 +207,7 @@ class Scheduler:
     # --- from any thread ----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        """Accept a request. Raise InputError or ContextError if the request is invalid, Overloaded if the queue is
-        full.
+        """Accept a request. An invalid request raises InputError or ContextError, a full queue Overloaded.
 
         The listener is called in the scheduler's thread and must not block. The last event is Finished or Failed.
         """
@@ -235,7 +238,7 @@ class Scheduler:
         return size
 
     def _retry_after(self) -> float:
-        """Estimate the seconds until the queue has a free place."""
+        """Estimate in how many seconds the queue will have room for a request."""
         return min(60.0, max(1.0, self._request_seconds / self.parallel))
 
     def health(self) -> Health:
@@ -260,9 +263,7 @@ class Scheduler:
             )  # fmt: skip
 
     def drain(self, deadline: float) -> int:
-        """Accept no more requests, wait `deadline` seconds, then cancel the rest. Return the number of cancelled
-        requests.
-        """
+        """Accept no more requests, wait `deadline` seconds, then cancel the requests that are left. Return their number."""
         with self._changed:
             self._open = False
             self._changed.wait_for(self._idle, max(0.0, deadline))
@@ -270,7 +271,8 @@ class Scheduler:
             for sequence in left:
                 sequence.ticket.cancelled = True
             self._changed.notify_all()
-            # A cancelled request ends when the current pass does; a pass that hangs ends at the engine's deadline.
+            # A cancelled request ends together with the current pass. If that pass hangs, the engine ends it at its
+            # deadline.
             self._changed.wait_for(self._idle, SLOWEST_STEP)
             return len(left)
 
@@ -325,7 +327,7 @@ class Scheduler:
             if not error.settled:  # a stalled worker may still write to these caches
                 for sequence in sequences:
                     self._allocate(sequence)
-            return  # the next step repeats the pass
+            return  # the failed pass is repeated by the next step
         self._trouble = None
         for sequence, part, logits in zip(sequences, inputs, results, strict=True):
             self._prefixes.insert(part.cache, part.cache.position - len(part.tokens))
@@ -346,7 +348,9 @@ class Scheduler:
             self._finish(sequence, Finished("cancelled", sequence.usage()))
 
     def _finish(self, sequence: _Sequence, last: Finished | Failed) -> None:
-        """Remove the request, then send the last event, so that a new request can already take the free place."""
+        """Remove the request, then send the last event. In this order, a client that sees the event finds room for a
+        new request.
+        """
         sequence.cache = None
         with self._changed:
             if sequence in self._running:
@@ -370,9 +374,7 @@ class Scheduler:
                 self._running.append(sequence)
 
     def _allocate(self, sequence: _Sequence) -> int:
-        """Allocate a KV cache and copy the longest cached prefix of the request into it. Return the number of copied
-        tokens.
-        """
+        """Allocate a KV cache, and copy the request's longest cached prefix to it. Return the number of copied tokens."""
         cache = self.engine.new_cache(BLOCK_TOKENS)
         cache.prepare(len(sequence.prompt) + sequence.generation.max_tokens, CHUNK)
         hit = 0 if sequence.scoring else self._prefixes.restore(cache, sequence.ids)
@@ -380,9 +382,9 @@ class Scheduler:
         return hit
 
     def _being_computed(self, sequence: _Sequence) -> bool:
-        """Whether a running request is computing a prefix that this request shares.
+        """Whether a running request is computing a prefix of this request's prompt.
 
-        Copying the prefix from the prefix cache afterwards is faster than computing it twice.
+        Waiting for that prefix and copying it from the prefix cache is faster than computing it a second time.
         """
         if self._prefixes.capacity == 0:
             return False
@@ -395,9 +397,7 @@ class Scheduler:
         return False
 
     def _plan(self) -> tuple[list[_Sequence], list[SequenceInput]]:
-        """Choose the tokens of the next pass: one token of every answer, and as many prompt tokens as the target
-        duration allows.
-        """
+        """Choose the tokens of the next pass: one token of every answer, and as many prompt tokens as the duration allows."""
         answers = [s for s in self._running if not s.prefilling]
         prompts = [s for s in self._running if s.prefilling]
         seconds = _PASS_SECONDS_BESIDE if answers else _PASS_SECONDS
@@ -416,11 +416,11 @@ class Scheduler:
         return sequences, inputs
 
     def _pass(self, inputs: list[SequenceInput]) -> list[np.ndarray]:
-        """Run one pass. Return the logits of each sequence."""
         start = time.monotonic()
         results = self.engine.run_together(inputs)
         rows = sum(len(part.tokens) for part in inputs)
-        # Leave passes that only decode out of the average, because such a pass spends most of its time reading weights.
+        # Do not count passes that only decode: they spend most of their time reading weights, whatever the number of
+        # tokens.
         if rows > len(inputs):
             self._row_seconds += 0.8 * ((time.monotonic() - start) / rows - self._row_seconds)
         self._passes += 1
@@ -428,14 +428,14 @@ class Scheduler:
         return results
 
     def _score(self, sequence: _Sequence, logits: np.ndarray) -> None:
-        """Send a Scored event for each prompt token that the logits of this pass predict.
+        """Send a Scored event for each prompt token whose probability follows from the logits of this pass.
 
         logits: [tokens, V]
         """
         if sequence.scores == 0:
             sequence.tell(Scored(sequence.ids[0], None, ()))
             sequence.scores = 1
-        # Tokens that were scored before a failed pass are not reported twice.
+        # A pass that is repeated after a failure computes scores again that were already sent.
         for at in range(sequence.scores, min(sequence.position + 1, len(sequence.ids))):
             row, token = logits[at - 1 - sequence.position], sequence.ids[at]
             sequence.tell(Scored(token, *sequence.generation.score(row, token)))
@@ -454,7 +454,7 @@ class Scheduler:
             self._finish(sequence, Finished(token.finish_reason, sequence.usage()))
 
     def _fail(self, error: GemmaError) -> None:
-        """End every request with this error, and refuse later requests."""
+        """End every request with this error, and accept no more requests."""
         with self._changed:
             self._error = error
             left = [*self._running, *self._waiting]

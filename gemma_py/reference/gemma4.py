@@ -60,7 +60,6 @@ def layer(
 
 
 def feed_forward(n: np.ndarray, gate: Matrix, up: Matrix, down: Matrix) -> np.ndarray:
-    """Return the output of a gated feed-forward for a normalised hidden state.    n: [D]"""
     return op.matmul(op.gelu_gate(op.matmul(n, gate), op.matmul(n, up)), down)
 
 

@@ -55,8 +55,6 @@ class Metrics:
 
 
 class _SchedulerCollector(Collector):
-    """Reads the scheduler's statistics each time that /metrics is requested."""
-
     def __init__(self, scheduler: Scheduler | EmbeddingScheduler) -> None:
         self._scheduler = scheduler
 
@@ -78,7 +76,7 @@ class _SchedulerCollector(Collector):
 
 
 class RequestCounter:
-    """Middleware that counts requests by path and status. Unknown paths are counted together, as "other"."""
+    """Middleware that counts requests by path and status. All unknown paths are counted as "other"."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
