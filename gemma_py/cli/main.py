@@ -70,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GemmaError as error:
         message = str(error)
     except BrokenPipeError:
-        # The program that reads the output has ended, as in `...
-        #  head`. Python flushes stdout at exit, which would raise this error again.
+        # The program that reads the output has ended, as in `gemma_py ... | head`. Python flushes stdout at exit, which
+        # would raise this error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
