@@ -105,9 +105,7 @@ def _sum_high_bytes(low, high):
 
 @inlined
 def quantise_rows(x, K, coded, first, last, shift):
-    """Quantise rows first .. last - 1 in blocks of 32 numbers: scale = max
-    x
-     / 32767, code = round(x / scale).
+    """Quantise rows first .. last - 1 in blocks of 32 numbers: scale = max|x| / 32767, code = round(x / scale).
 
     Row t of x becomes row t - shift of `coded`. A block with a NaN or an infinity gets the scale NaN.
 
