@@ -240,7 +240,7 @@ def gelu_gate(gate, up):
 
 @jit
 def tanh_row(x):
-    """y[d] = tanh(x[d])"""
+    """Return y[d] = tanh(x[d])."""
     y = np.empty_like(x)
     for d in range(x.shape[0]):
         y[d] = tanh(x[d])
@@ -249,7 +249,7 @@ def tanh_row(x):
 
 @jit
 def multiply_row(x, gain):
-    """y[d] = x[d] * gain[d]"""
+    """Return y[d] = x[d] * gain[d]."""
     y = np.empty_like(x)
     for d in range(x.shape[0]):
         y[d] = x[d] * gain[d]

@@ -3,10 +3,11 @@
 import asyncio
 import time
 from functools import partial
+from typing import Any
 
 from gemma_py.errors import GemmaError
+from gemma_py.generate.base_scheduler import BaseScheduler, Ticket
 from gemma_py.generate.events import Event, Failed, Finished, Generated
-from gemma_py.generate.scheduler import Scheduler, Ticket
 from gemma_py.server.metrics import Metrics
 from gemma_py.server.openai.service import Job
 
@@ -18,7 +19,9 @@ class EventQueue:
     run.
     """
 
-    def __init__(self, scheduler: Scheduler, job: Job, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, scheduler: BaseScheduler[Any, Any], job: Job, metrics: Metrics, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._metrics, self._loop = metrics, loop
         self._queue: asyncio.Queue[ChoiceEvent] = asyncio.Queue()
         self._last_token: dict[int, float] = {}  # for each choice, the time of its last token

@@ -5,7 +5,7 @@ an error, as in OpenAI's API. Fields that OpenAI's API does not have: `top_k`, `
 `return_progress`, and, because benchmarks of inference servers send them, `ignore_eos` and `continuous_usage_stats`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -378,6 +378,7 @@ class EmbeddingRequest(Strict):
     dimensions: Annotated[int | None, Field(ge=1)] = None
     task: str | None = None
     user: str | None = None
+    stream: ClassVar[bool] = False
 
     @field_validator("input", mode="before")
     @classmethod
