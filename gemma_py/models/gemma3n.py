@@ -278,9 +278,7 @@ def _end(p: Program, streams: str, rows: int) -> None:
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config.json. A missing field has the default of transformers, which does not write fields with default
-    values.
-    """
+    """Read a config.json. A missing field has the default of transformers, which does not write fields with default values."""
     fields, outer = description.fields, description.outer
     check_text_model(description)
     if fields.flag("use_bidirectional_attention", False):

@@ -257,9 +257,7 @@ _DEFAULTS = {
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config.json. The width of full layers' heads is in `global_head_dim`, or in `per_layer_config` in newer
-    files.
-    """
+    """Read a config.json. The width of full layers' heads is in `global_head_dim`, or in `per_layer_config` in newer files."""
     fields, outer, where = description.fields, description.outer, description.outer.where
     unified = fields.text("model_type", outer.text("model_type", "")).startswith("gemma4_unified")
     check_text_model(description)

@@ -31,9 +31,7 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 
 def per_layer_inputs(weights: Mapping[str, Any], config: Config, x: np.ndarray, token: int) -> np.ndarray:
-    """Return the own inputs of all layers, [L, P]: (a projection of the embedding x + the token's row of a table) *
-    2^-1/2.
-    """
+    """Return the own inputs of all layers, [L, P]: (a projection of the embedding x + the token's row of a table) * 2^-1/2."""
     P, D = config.hidden_size_per_layer_input, config.hidden_size
     from_table = op.embed(weights["per_layer_table"], token, math.sqrt(P))
     projected = op.scale_row(op.matmul(x, weights["per_layer_model_projection"]), _F(1.0 / math.sqrt(D)))
