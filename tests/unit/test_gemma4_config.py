@@ -131,7 +131,7 @@ HOSTILE_GGUF = [
     ({"attention.head_count_kv": [1] * 6 + [0]}, TENSORS, "a list of 7 positive integers"),
     ({"feed_forward_length": [48] * 8}, TENSORS, "a list of 7 positive integers"),
     ({"attention.value_length_swa": 10}, TENSORS, "value_length_swa should be 12, as attention.key_length_swa is"),
-    ({"rope.dimension_count": 12}, TENSORS, "rope.dimension_count should equal"),
+    ({"rope.dimension_count": 12}, TENSORS, "rope.dimension_count should be 24, as attention.key_length is"),
     ({"block_count": 10**9}, TENSORS, "block_count should be at most"),
     ({"expert_count": 8}, TENSORS, "expert_used_count is missing"),
     ({}, {}, "'rope_freqs.weight' is missing"),
