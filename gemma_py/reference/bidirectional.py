@@ -1,7 +1,7 @@
-"""The forward pass of embedding models, one layer after another for all tokens of a text.
+"""The forward pass of embedding models. Each layer is computed for all tokens of a text before the next layer.
 
-Attention is bidirectional: a query at position t attends to the positions from t - W + 1 to t + W - 1, or to all positions of
-the text in a layer without a window. A layer therefore needs the keys and values of all tokens before the first query.
+Attention is bidirectional: a query at position t attends to the positions from t - W + 1 to t + W - 1, or to all
+positions if the layer has no window. So a layer needs all keys and values before it computes the first query.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _F = np.float32
 
 
 def embedding(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, ids: Sequence[int]) -> np.ndarray:
-    """Return the embedding of a text before it is cut and normalised, and add the text's keys and values to the cache.
+    """Return the embedding of a text, uncut and not normalised. The text's keys and values are added to the cache.
 
     This is the mean of the normalised hidden states [D], multiplied with each dense layer in turn.
     """

@@ -1,7 +1,7 @@
-"""Gemma 4, text: one token at a time through the operations of operations.py, which also explains the letters.
+"""Gemma 4, text: one token at a time, with the operations of operations.py, which also explains the letters.
 
-P is the width of a layer's own input. Every layer is computed for every token here; the engine leaves out results that
-neither a later layer nor a wanted logit needs. Attention scores are not scaled, because queries and keys are normalised.
+P is the width of a layer's own input. Here, every layer is computed for every token; the engine leaves out layers whose
+results are not needed. Attention scores are not scaled, because queries and keys are normalised.
 """
 
 import math
@@ -20,7 +20,7 @@ _ONE, _NO_CAP = _F(1), _F(0)
 
 
 def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, token: int) -> np.ndarray:
-    """Return the logits after a token, which takes the next position of the cache.    [V]"""
+    """Return the logits [V] after a token, and store the token's keys and values at the cache's next position."""
     x = op.embed(weights["embed_tokens"], token)
     own = per_layer_inputs(weights, config, x, token) if config.hidden_size_per_layer_input else None
     for number in range(len(config.layers)):
@@ -31,7 +31,7 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 
 def per_layer_inputs(weights: Mapping[str, Any], config: Config, x: np.ndarray, token: int) -> np.ndarray:
-    """Return the layers' own inputs: (a projection of the embedding x + the token's row of a table) * 2^-1/2.    [L, P]"""
+    """Return the own inputs of all layers, [L, P]: (a projection of the embedding x + the token's row of a table) * 2^-1/2."""
     P, D = config.hidden_size_per_layer_input, config.hidden_size
     from_table = op.embed(weights["per_layer_table"], token, math.sqrt(P))
     projected = op.scale_row(op.matmul(x, weights["per_layer_model_projection"]), _F(1.0 / math.sqrt(D)))
@@ -60,12 +60,11 @@ def layer(
 
 
 def feed_forward(n: np.ndarray, gate: Matrix, up: Matrix, down: Matrix) -> np.ndarray:
-    """Return the output of a gated feed-forward for a normalised hidden state.    n: [D]"""
     return op.matmul(op.gelu_gate(op.matmul(n, gate), op.matmul(n, up)), down)
 
 
 def experts(x: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
-    """Return the sum of the outputs of the experts that the router chooses, each times the router's weight.    x: [D]"""
+    """Return the sum over the chosen experts of (an expert's output) * (the router's weight for the expert).    x: [D]"""
     eps, scale = _F(config.rms_norm_eps), _F(1.0 / math.sqrt(config.hidden_size))
     router_logits = op.matmul(op.rms_norm(x, eps, w["router_scale"]), w["router"])
     chosen, weights = op.route(router_logits, scale, w["expert_scale"], config.top_k_experts)
@@ -75,9 +74,9 @@ def experts(x: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
 
 
 def attention(n: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
-    """Return the attention of a normalised hidden state to the KV rows that the layer reads.    [D]
+    """Return the attention [D] of a normalised hidden state to the KV rows that the layer reads.
 
-    A layer with KV rows of its own stores the row of this position first.
+    If the layer stores KV rows, the row of this position is stored first.
     """
     y, eps = config.layers[number], _F(config.rms_norm_eps)
     E, frequencies = y.head_dim, op.rope_frequencies(y.head_dim, y.rope.theta, _F(y.rope.factor), y.rope.share)
