@@ -14,6 +14,7 @@ from gemma_py.generate.answer import stop_strings
 from gemma_py.generate.core import Generation, Request, Token
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.options import Sampling
+from gemma_py.generate.session import Decoder
 from gemma_py.paths import atomic_write
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.templates.template import Encoded, Message, checked_messages
@@ -165,7 +166,7 @@ class Conversation:
         logits = self._advance_to(generation.prompt, stats)
         stats.prefill_seconds = time.perf_counter() - start
         stats.seed = generation.sampling.seed if generation.sampling.temperature else None
-        tokens = generation.tokens(logits, self._session.decode)
+        tokens = generation.tokens(logits, Decoder(self._session, generation).decode)
         made: list[int] = []
         text = thought = ""
         try:

@@ -21,7 +21,8 @@ import numpy as np
 from gemma_py import reference
 from gemma_py.errors import ComputationError, MismatchError
 from gemma_py.generate.embedding import embed_pass
-from gemma_py.generate.engine import Engine, Session
+from gemma_py.generate.engine import Engine
+from gemma_py.generate.session import Session
 from gemma_py.runtime.cache import Cache, check_context
 from gemma_py.runtime.trace import Trace
 

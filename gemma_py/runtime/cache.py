@@ -4,11 +4,15 @@ that grow.
 The keys and the values of a layer are [G, capacity, E] each. Position t is stored in row t % capacity of every head. A
 ring has at least window + chunk - 1 rows, so that a chunk never overwrites a row that a query of this chunk reads. With
 `keep` additional rows, a session can remove its last `keep` tokens without computing any KV rows again.
+
+A chunk may end with guesses: tokens that sampling may not choose. A pass stores the KV rows of guesses too, but commits only
+the tokens before the guesses. `accept` then commits the guesses that sampling chose. A rejected guess needs no rollback: its
+position was never committed, and its row lies in the part of the ring that the chunk was allowed to overwrite.
 """
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -109,6 +113,7 @@ class Cache:
         self.config, self.poison, self.keep = config, poison, keep
         self.dtype = KV_TYPES[kv]
         self.ids: list[int] = []
+        self._guesses: list[int] = []  # tokens after `ids` whose rows are stored, but not committed
         self._oldest = [0] * len(config.kv_layers)  # for each layer, the first position whose row is stored
         layers = [
             Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
@@ -156,16 +161,35 @@ class Cache:
                 # never written take no physical memory.
                 self._reallocate(number, max(rows + spare, capacity * 3 // 2, 64))
 
-    def commit(self, tokens: list[int]) -> None:
-        """Append tokens to the sequence, after a pass has written their KV rows in every layer."""
+    def commit(self, tokens: list[int], guesses: Sequence[int] = ()) -> None:
+        """Append tokens to the sequence, after a pass has written their KV rows in every layer.
+
+        guesses: the tokens of the pass that only `accept` commits.
+        """
+        self._commit(tokens, list(guesses))
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Commit the first guesses of the last pass, which must be equal to these tokens."""
+        if list(tokens) != self._guesses[: len(tokens)]:
+            raise InputError(
+                f"accept expects the first guesses of the last pass, {self._guesses!r:.40}, found {tokens!r:.40}"
+            )
+        self._commit(tokens, self._guesses[len(tokens) :])
+
+    def reject_guesses(self) -> None:
+        """Forget the guesses that are not accepted. The next pass overwrites their KV rows."""
+        self._guesses = []
+
+    def _commit(self, tokens: Sequence[int], guesses: list[int]) -> None:
         position = self.position + len(tokens)
         # The next pass overwrites only rows of positions below `intact`, because a ring has room for the window, a
         # chunk and `keep` more rows.
         intact = (first_readable(layer, position) - self.keep for layer in self.config.kv_layers)
         oldest = [max(pair) for pair in zip(self._oldest, intact, strict=True)]
-        # Ctrl-C cannot separate the next two statements, because Python raises KeyboardInterrupt only at function calls
-        # and jumps. So `_oldest` and `ids` always match.
+        # Ctrl-C cannot separate the next three statements, because Python raises KeyboardInterrupt only at function calls
+        # and jumps. So `_oldest`, `_guesses` and `ids` always match.
         self._oldest = oldest
+        self._guesses = guesses
         self.ids += tokens
 
     def can_rewind_to(self, position: int) -> bool:
@@ -182,6 +206,7 @@ class Cache:
                 f"cannot rewind from position {self.position} to position {position}: "
                 f"the KV rows that a token at position {position} attends to are not stored"
             )
+        self.reject_guesses()
         del self.ids[position:]
 
     def _reallocate(self, number: int, capacity: int) -> None:
@@ -192,7 +217,7 @@ class Cache:
         for source, rows in zip(old, new, strict=True):
             if self.poison:
                 rows[:] = NAN[self.dtype]
-            for first, count in _runs(oldest, self.position, old.capacity, capacity):
+            for first, count in _runs(oldest, self.position + len(self._guesses), old.capacity, capacity):
                 at = first % old.capacity
                 rows[:, first % capacity :][:, :count] = source[:, at : at + count]
         # A running pass may still use the old list and table, so both are copied.

@@ -244,7 +244,7 @@ def test_logits_that_are_no_numbers_are_an_error(run: Run, monkeypatch: pytest.M
     def prefill(self: object, ids: list[int], all_logits: bool) -> np.ndarray:
         return np.full((len(ids), 1536), np.nan, np.float32)
 
-    monkeypatch.setattr("gemma_py.generate.engine.Session.prefill", prefill)
+    monkeypatch.setattr("gemma_py.generate.session.Session.prefill", prefill)
     code, out, err = run("score", TINY, "--text", "some text", "--json")
     assert (code, out) == (1, "")
     assert "NaN" in err
