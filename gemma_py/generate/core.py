@@ -15,9 +15,9 @@ import numpy as np
 from gemma_py.errors import InputError
 from gemma_py.generate.answer import AnswerStream, Constraint, Part, stop_strings
 from gemma_py.generate.drafting import Draft, Lookup
-from gemma_py.generate.options import Sampling
+from gemma_py.generate.options import Sampling, check_mode
 from gemma_py.generate.sampling import Sampler, likeliest, log_probabilities
-from gemma_py.generate.speculation import Pace, Speculation, check_mode
+from gemma_py.generate.speculation import Pace, Speculation
 from gemma_py.runtime.cache import check_context
 from gemma_py.templates.notation import Marks
 from gemma_py.templates.tools import Call

@@ -17,10 +17,10 @@ from gemma_py.formats.blocks import QUANTS
 from gemma_py.generate import drafting, embedding, sampling
 from gemma_py.generate.answer import stop_strings
 from gemma_py.generate.core import Generation, Request, Token, check_ids
-from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, recommended, with_options
+from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, check_mode, recommended, with_options
 from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
 from gemma_py.generate.session import Decoder, Session, counts
-from gemma_py.generate.speculation import Pace, check_mode
+from gemma_py.generate.speculation import Pace
 from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.progress import ReportProgress, no_report

@@ -77,7 +77,7 @@ class _Sequence(ScheduledRequest):
         now = time.monotonic()
         return Usage(
             len(self.prompt), self.cached, len(self.generation.generated), (self.admitted or now) - self.arrived,
-            (self.first_token or now) - self.arrived, now - self.arrived,
+            (self.first_token or now) - self.arrived, now - self.arrived, self.generation.speculation.predicted,
         )  # fmt: skip
 
 

@@ -6,13 +6,10 @@ A guess is used only if sampling chooses the same token. So speculation changes 
 import math
 from collections.abc import Sequence
 
-from gemma_py.errors import InputError
 from gemma_py.generate.drafting import Draft, Drafter
 
-MODES = ("auto", "off")  # the values of the option `speculate`
-MOST_GUESSES = (
-    15  # in a pass of any number of sequences, because more than 16 rows are a larger tile of a matrix product
-)
+# The most guesses of a pass, whatever the number of its sequences: more than 16 rows would be a larger tile of a product.
+MOST_GUESSES = 15
 # A guess must gain this much more than it costs, because the estimates of gain and cost are inexact.
 _MARGIN = 1.1
 # The cost of a row before anything is measured, as a share of the time of a pass of one row.
@@ -26,11 +23,6 @@ _LONGEST = (
 _PRIORS = (0.1, 0.15, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8)
 _PRIOR_PREDICTED = 0.7  # of a guess from the request's prediction
 _PRIOR_WEIGHT, _MEMORY = 2.0, 50.0  # the number of checks that a prior is worth, and the number of checks remembered
-
-
-def check_mode(mode: object) -> None:
-    if mode not in MODES:
-        raise InputError(f"speculate should be one of {', '.join(MODES)}, found {mode!r:.40}")
 
 
 _NO_DRAFT = Draft()
