@@ -188,9 +188,8 @@ def test_links_are_followed_as_in_the_hugging_face_cache(tmp_path: Path) -> None
 
 # --- quant: floats packed to blocks on the way in ----------------------------------------------------------------------
 
-UNEVEN = tiny.Variant(
-    tiny._gemma3(head_dim=20, query_pre_attn_scalar=20)
-)  # H * E = 80: the rows of o_proj are no whole blocks of 32
+# H * E = 80: the rows of o_proj are no whole blocks of 32.
+UNEVEN = tiny.Variant(tiny._gemma3(head_dim=20, query_pre_attn_scalar=20))
 
 
 def test_quant_reaches_the_specification(tmp_path: Path) -> None:
