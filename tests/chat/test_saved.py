@@ -87,9 +87,7 @@ def test_an_empty_conversation_is_saved_too(tiny_engine: gemma_py.Engine, tmp_pa
 
 
 def test_another_model_is_refused(told: tuple[Conversation, Path], tmp_path: Path) -> None:
-    """The models differ by one bit of one weight, or in the type of the KV cache. The KV rows would be wrong in both
-    cases.
-    """
+    """The models differ by one bit of one weight, or in the type of the KV cache. The KV rows would be wrong in both cases."""
     _, path = told
     shutil.copytree(TINY, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"

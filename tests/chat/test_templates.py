@@ -1,6 +1,4 @@
-"""Chat templates: the prompts of transformers, malicious templates that are stopped, and messages that cannot forge a
-turn.
-"""
+"""Chat templates: the prompts of transformers, malicious templates that are stopped, and messages that cannot forge a turn."""
 
 import itertools
 import os

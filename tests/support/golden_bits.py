@@ -1,4 +1,6 @@
-"""Digests of logits and KV rows of every tiny model, which are the same on every machine: tests/data/tiny_bits.json."""
+"""Digests of logits and KV rows of every tiny model. tests/data/tiny_bits.json has these digests, which all machines must
+give.
+"""
 
 import hashlib
 import json
@@ -21,7 +23,7 @@ QUANTISED = [name for name, kind in TYPES.items() if kind.quantised]
 
 
 def digests(checkpoints: dict[str, Path], scratch: Path) -> dict[str, str]:
-    """One sha256 of logits and KV rows a model."""
+    """Return a sha256 of logits and KV rows for each model."""
     paths = dict(checkpoints)
     for kind in QUANTISED:
         kinds = dict.fromkeys(PARTS, kind)
