@@ -18,7 +18,7 @@ _F = np.float32
 
 
 def embedding(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, ids: Sequence[int]) -> np.ndarray:
-    """Return the embedding of a text, uncut and not normalised. The text's keys and values are added to the cache.
+    """Return the embedding of a text with all dimensions, not normalised. Add the text's keys and values to the cache.
 
     This is the mean of the normalised hidden states [D], multiplied with each dense layer in turn.
     """
