@@ -21,15 +21,26 @@ _MOST_TEXTS = 64  # texts of a pass, because each has KV rows in memory of its o
 _QUERY, _SIMILARITY = "task: search result | query: ", "task: sentence similarity | query: "
 _CLASSIFICATION, _CLUSTERING = "task: classification | query: ", "task: clustering | query: "
 _CODE, _SUMMARY, _DOCUMENT = "task: code retrieval | query: ", "task: summarization | query: ", "title: none | text: "
-# EmbeddingGemma's prompts by task, for a checkpoint without config_sentence_transformers.json.
-PROMPTS: Mapping[str, str] = {
-    "query": _QUERY, "document": _DOCUMENT, "question answering": "task: question answering | query: ",
-    "fact checking": "task: fact checking | query: ", "classification": _CLASSIFICATION, "clustering": _CLUSTERING,
-    "sentence similarity": _SIMILARITY, "code retrieval": _CODE, "summarization": _SUMMARY,
-    "BitextMining": _QUERY, "Clustering": _CLUSTERING, "Classification": _CLASSIFICATION, "InstructionRetrieval": _CODE,
-    "MultilabelClassification": _CLASSIFICATION, "PairClassification": _SIMILARITY, "Reranking": _QUERY,
-    "Retrieval": _QUERY, "Retrieval-query": _QUERY, "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
-    "Summarization": _SUMMARY,
+_ANSWERING, _CHECKING = "task: question answering | query: ", "task: fact checking | query: "
+# The prompts that the two models have in common.
+_COMMON = {
+    "query": _QUERY, "document": _DOCUMENT, "BitextMining": _QUERY, "Clustering": _CLUSTERING,
+    "Classification": _CLASSIFICATION, "InstructionRetrieval": _CODE, "MultilabelClassification": _CLASSIFICATION,
+    "PairClassification": _SIMILARITY, "Reranking": _QUERY, "Retrieval": _QUERY, "Retrieval-query": _QUERY,
+    "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
+}  # fmt: skip
+# The prompts by model type and task, for a checkpoint without config_sentence_transformers.json.
+PROMPTS: Mapping[str, Mapping[str, str]] = {
+    "gemma-embedding": {
+        **_COMMON, "question answering": _ANSWERING, "fact checking": _CHECKING, "classification": _CLASSIFICATION,
+        "clustering": _CLUSTERING, "sentence similarity": _SIMILARITY, "code retrieval": _CODE,
+        "summarization": _SUMMARY, "Summarization": _SUMMARY,
+    },
+    "gemma-embedding2": {
+        **_COMMON, "SearchQuery": _QUERY, "Document": _DOCUMENT, "QuestionAnswering": _ANSWERING,
+        "FactChecking": _CHECKING, "CodeRetrieval": _CODE, "SentenceSimilarity": _SIMILARITY,
+        "Summarization": _SIMILARITY,
+    },
 }  # fmt: skip
 Text = str | Sequence[int]
 
@@ -37,7 +48,7 @@ Text = str | Sequence[int]
 def prompt_of(engine: "Engine", task: str | None) -> str:
     """Return the text that precedes each text of a task. Without a task, this is the checkpoint's default prompt, or ""."""
     modules = engine.checkpoint.modules
-    prompts = modules.prompts or PROMPTS
+    prompts = modules.prompts or PROMPTS[engine.config.model_type]
     name = modules.default if task is None else task
     if name is None:
         return ""

@@ -48,10 +48,13 @@ class Layer:
 class EmbeddingHead:
     """What an embedding model computes from the mean of a text's hidden states.
 
-    dense: the shape [N, K] of each dense layer, in order. Without dense layers, the mean is the embedding.
+    dense: the shape [N, K] of each dense layer, in order, which follow the projection if there is one.
+    projection: the number of rows of the matrix `embedding_projection`, with which EmbeddingGemma 2 multiplies the mean;
+    None for a model without this matrix.
     """
 
     dense: tuple[tuple[int, int], ...] = ()
+    projection: int | None = None
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,10 @@ def checked(config: Config, where: str) -> Config:
 
 def _check_embedding(config: Config, where: str) -> None:
     """Raise ConfigError unless each dense layer of an embedding model reads what the layer before computes."""
-    width = config.hidden_size
-    for number, (N, K) in enumerate(config.embedding.dense if config.embedding else ()):
+    if config.embedding is None:
+        return
+    width = config.embedding.projection or config.hidden_size
+    for number, (N, K) in enumerate(config.embedding.dense):
         if width != K:
             raise ConfigError(f"{where}: dense layer {number} of the embedding should have {width} inputs, found {K}")
         width = N

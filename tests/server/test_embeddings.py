@@ -24,11 +24,21 @@ from gemma_py.runtime.fault_injection import FaultPlan
 PROMPTS = {"query": "q: ", "passage": "p: "}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+TYPES = ["sliding_attention", "full_attention"]
+MODELS = {
+    "EmbeddingGemma": tiny.Variant(
+        tiny_families.embedding_gemma(vocab_size=1536, num_hidden_layers=2), prefix="", dense=(40, 24)),
+    "EmbeddingGemma 2": tiny_families.wrapped(
+        tiny_families.embedding_gemma2(TYPES, vocab_size=1536, embedding_dim=24), dtype="BF16"),
+}  # fmt: skip
+TEMPLATE = "{%- for message in messages -%}{{ message['content'] }}{%- endfor -%}"  # no turns, as the released model's
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     path = tmp_path_factory.mktemp("embedding")
-    config = tiny_families.embedding_gemma(vocab_size=1536, num_hidden_layers=2)
-    tiny.write(tiny.Variant(config, prefix="", dense=(40, 24)), path, seed=2)
+    tiny.write(MODELS[request.param], path, seed=2)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, path / name)
     settings = json.loads((path / "tokenizer_config.json").read_text())
