@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import embedding_model
 import pytest
 import tiny_checkpoints as tiny
 from repository import TINY
@@ -29,6 +30,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, variant in VARIANTS.items():
         tiny.write(variant, base / name, seed=1)
     return {name: base / name for name in VARIANTS}
+
+
+@pytest.fixture(scope="session")
+def embedding_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of an embedding model."""
+    path = tmp_path_factory.mktemp("embedding")
+    embedding_model.write_checkpoint(path)
+    return path
 
 
 @pytest.fixture(scope="session")

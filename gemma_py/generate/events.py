@@ -1,10 +1,13 @@
 """The events that a scheduler sends to the listener of a request.
 
-The order is PrefillProgress and Scored for the prompt, Generated for each token of the answer, then Finished or Failed.
+The order is PrefillProgress and Scored for the prompt, Generated for each token of the answer, then Finished or Failed. A
+request for embeddings has one Embedded event, then Finished, or only Failed.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from gemma_py.errors import GemmaError
 from gemma_py.generate.core import Token, TopLogprobs
@@ -56,6 +59,13 @@ class Scored:
 
 
 @dataclass(frozen=True)
+class Embedded:
+    """The embeddings of the texts of a request, as `embed_all` returns them."""
+
+    rows: np.ndarray
+
+
+@dataclass(frozen=True)
 class Finished:
     """The last event of a request that ended without an error. reason: "stop", "length" or "cancelled"."""
 
@@ -70,5 +80,5 @@ class Failed:
     error: GemmaError
 
 
-Event = PrefillProgress | Scored | Generated | Finished | Failed
+Event = PrefillProgress | Scored | Generated | Embedded | Finished | Failed
 Listener = Callable[[Event], None]

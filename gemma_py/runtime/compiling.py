@@ -107,6 +107,14 @@ class Compilation:
         if not first_time(self._kv):
             return self
         self._progress("compiling kernels", 0, self._total, "kernels")
+        try:
+            self._start()
+        except BaseException as error:  # Python calls `__exit__` only if `__enter__` has returned
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _start(self) -> None:
         if CACHE is not None and sys.executable:
             command = [sys.executable, "-P", "-m", "gemma_py.runtime.compiling", str(CACHE), self._kv]
             with contextlib.suppress(OSError):  # if no process starts, the main process compiles the kernels
@@ -121,12 +129,11 @@ class Compilation:
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                         )
                     )  # fmt: skip
-            for process in self.processes:
-                self._feeders.append(threading.Thread(target=self._feed, args=(process,), daemon=True))
-            self._busy = len(self._feeders)
-            for feeder in self._feeders:
-                feeder.start()
-        return self
+        feeders = [threading.Thread(target=self._feed, args=(process,), daemon=True) for process in self.processes]
+        self._busy = len(feeders)
+        for feeder in feeders:
+            feeder.start()
+            self._feeders.append(feeder)
 
     def _feed(self, process: "subprocess.Popen[bytes]") -> None:
         """Have a process compile share after share until none is left. The last process also compiles `forward`."""

@@ -3,10 +3,11 @@
 import asyncio
 import time
 from functools import partial
+from typing import Any
 
 from gemma_py.errors import GemmaError
+from gemma_py.generate.base_scheduler import BaseScheduler, Ticket
 from gemma_py.generate.events import Event, Failed, Finished, Generated
-from gemma_py.generate.scheduler import Scheduler, Ticket
 from gemma_py.server.metrics import Metrics
 from gemma_py.server.openai.service import Job
 
@@ -16,7 +17,9 @@ ChoiceEvent = tuple[int, Event]  # the index of a choice, and an event of that c
 class EventQueue:
     """Submits the requests of a job to the scheduler and queues their events. `close` cancels the unfinished requests."""
 
-    def __init__(self, scheduler: Scheduler, job: Job, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, scheduler: BaseScheduler[Any, Any], job: Job, metrics: Metrics, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._metrics, self._loop = metrics, loop
         self._queue: asyncio.Queue[ChoiceEvent] = asyncio.Queue()
         self._last_token: dict[int, float] = {}  # choice index -> the time of its last token

@@ -17,8 +17,7 @@ from gemma_py.server.openai.errors import ApiError, api_error
 
 MAX_BODY = 4 << 20  # bytes
 BODY_SECONDS = 30.0  # time limit for receiving a body
-_PROMPT_FIELDS = {**{path: endpoint.prompt_field for path, endpoint in ENDPOINTS.items()}, "/detokenize": "tokens",
-                  "/v1/embeddings": "input"}  # fmt: skip
+_PROMPT_FIELDS = {**{path: endpoint.prompt_field for path, endpoint in ENDPOINTS.items()}, "/detokenize": "tokens"}
 
 
 async def read_json(request: Request) -> Any:

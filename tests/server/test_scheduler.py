@@ -14,12 +14,14 @@ from serving import serving
 
 import gemma_py
 from gemma_py.errors import ComputationError, ContextError, InputError, Overloaded
+from gemma_py.generate import base_scheduler
 from gemma_py.generate import scheduler as schedulers
+from gemma_py.generate.base_scheduler import Health
 from gemma_py.generate.core import Request
 from gemma_py.generate.events import Event, Failed, Finished, Generated, PrefillProgress, Scored
 from gemma_py.generate.options import Sampling
 from gemma_py.generate.sampling import ROWS_AT_ONCE, likeliest, log_probability
-from gemma_py.generate.scheduler import Health, Scheduler, shares
+from gemma_py.generate.scheduler import Scheduler, shares
 from gemma_py.models.config import Config
 from gemma_py.models.program import WANTED
 from gemma_py.runtime import runner as runners
@@ -423,7 +425,7 @@ def test_an_engine_that_fails_again_and_again_is_given_up(
 
 
 def test_health_notices_that_nothing_moves(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedulers, "SLOWEST_STEP", 0.05)
+    monkeypatch.setattr(base_scheduler, "SLOWEST_STEP", 0.05)
     scheduler = Scheduler(tiny_engine)
     assert scheduler.health().ok
     blocked, free, ended = threading.Event(), threading.Event(), threading.Event()

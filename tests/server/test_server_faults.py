@@ -283,12 +283,12 @@ def test_what_cannot_be_served_is_said_in_a_line(server: Running, run: object, a
 FAULTY = """
 import functools, sys, time
 import gemma_py
-from gemma_py.generate import scheduler
+from gemma_py.generate import base_scheduler, scheduler
 from gemma_py.cli.main import main
 from gemma_py.runtime.fault_injection import FaultPlan
 gemma_py.load, step, fault = functools.partial(gemma_py.load, deadline=1.0), scheduler.Scheduler._step, sys.argv.pop()
 if fault == "hang":
-    scheduler.SLOWEST_STEP = 1.0
+    base_scheduler.SLOWEST_STEP = 1.0
 def faulty(self):
     if len(self._waiting) >= 2 and fault == "hang":
         time.sleep(3600)

@@ -10,10 +10,10 @@ from typing import Any
 from serving import Heard, Running
 
 import gemma_py
+from gemma_py.generate.base_scheduler import BaseScheduler, Ticket
 from gemma_py.generate.core import Request, Token
 from gemma_py.generate.events import Event, Failed, Finished, Generated, Scored
 from gemma_py.generate.options import Sampling
-from gemma_py.generate.scheduler import Scheduler, Ticket
 
 WAIT = 120  # seconds, for what takes one
 
@@ -21,7 +21,7 @@ WAIT = 120  # seconds, for what takes one
 class Client:
     """Receives the events of one request."""
 
-    def __init__(self, scheduler: Scheduler, request: Request) -> None:
+    def __init__(self, scheduler: BaseScheduler[Any, Any], request: Any) -> None:
         self.request = request
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.heard: list[Event] = []
@@ -90,7 +90,7 @@ class Crowd:
         ]
         self.scores = [scores_of(engine, list(request.ids)) if request.scored else [] for request in self.requests]
 
-    def same(self, scheduler: Scheduler) -> bool:
+    def same(self, scheduler: BaseScheduler[Any, Any]) -> bool:
         """Whether each request gets the same in shared passes. They arrive at random times, and some are cancelled."""
         clients, leaving = [], {}
         rng, longest = random.Random(self.rng.random()), max(request.max_tokens for request in self.requests)

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from gemma_py.errors import ComputationError, GemmaError, InputError, Overloaded
+from gemma_py.generate.base_scheduler import Ticket
 from gemma_py.generate.events import Event
-from gemma_py.generate.scheduler import Ticket
 from gemma_py.server.openai.builders import ResponseBuilder
 from gemma_py.server.openai.endpoints import ENDPOINTS
 from gemma_py.server.openai.errors import ApiError, api_error, checked
@@ -240,15 +240,14 @@ class _Batch:
         asked = checked(endpoint.schema, body)
         if asked.stream:
             raise ApiError(400, "A request in a batch cannot have 'stream': true.", "stream", "unsupported_parameter")
-        self._service.check_model(asked.model)
-        return endpoint.builder(self._service, asked)
+        return endpoint.response(self._service, asked)
 
     def _submit(self, running: _RunningRow) -> None:
         """Submit all choices of a row. While the scheduler is full, wait for running rows; if there are none, raise Overloaded."""
         for index, request in enumerate(running.builder.job.requests):
             while len(running.tickets) == index:
                 try:
-                    running.tickets.append(self._service.generating.submit(request, partial(self._put, running, index)))
+                    running.tickets.append(self._service.scheduler.submit(request, partial(self._put, running, index)))
                 except Overloaded:
                     if index == 0 and len(self._running) == 1:
                         raise
@@ -279,7 +278,7 @@ class _Batch:
             self._end(running)
             usage = running.builder.usage()
             self._counts.prompt_tokens += usage["prompt_tokens"]
-            self._counts.completion_tokens += usage["completion_tokens"]
+            self._counts.completion_tokens += usage["total_tokens"] - usage["prompt_tokens"]
             self._write(running.row, 200, running.builder.document(), None)
 
     def _end(self, running: _RunningRow) -> None:

@@ -5,7 +5,7 @@ error, as in OpenAI's API. `top_k`, `min_p`, `repetition_penalty` and `return_pr
 `ignore_eos` and `continuous_usage_stats`, which benchmarks of inference servers send.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -375,6 +375,7 @@ class EmbeddingRequest(Strict):
     dimensions: Annotated[int | None, Field(ge=1)] = None
     task: str | None = None
     user: str | None = None
+    stream: ClassVar[bool] = False
 
     @field_validator("input", mode="before")
     @classmethod

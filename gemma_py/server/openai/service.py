@@ -8,7 +8,9 @@ from typing import Any
 
 from gemma_py.errors import InputError
 from gemma_py.generate.answer import AfterThoughts, Constraint
+from gemma_py.generate.base_scheduler import BaseScheduler
 from gemma_py.generate.core import Request
+from gemma_py.generate.embedding import texts_to_ids
 from gemma_py.generate.embedding_scheduler import EmbeddingScheduler
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.options import RANGES, Sampling
@@ -21,6 +23,7 @@ from gemma_py.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
+    EmbeddingRequest,
     FunctionCall,
     InputItem,
     ReasoningItem,
@@ -44,14 +47,15 @@ _SEEDS = 1 << 63
 class Job:
     """The scheduler's requests for one HTTP request.
 
-    requests: one for each choice; each prompt has n choices. echo: the texts of the prompts if the client set `echo`, else empty.
+    requests: one for each choice; each prompt has n choices. A job for embeddings has one request, which is a list of texts as
+    token ids. echo: the texts of the prompts if the client set `echo`, else empty.
     """
 
-    requests: list[Request]
+    requests: list[Any]
     echo: list[str]
 
 
-def new_scheduler(engine: Engine, parallel: int, queue: int) -> Scheduler | EmbeddingScheduler:
+def new_scheduler(engine: Engine, parallel: int, queue: int = 64) -> BaseScheduler[Any, Any]:
     """Start the scheduler that suits the engine's model."""
     if engine.config.embedding is not None:
         return EmbeddingScheduler(engine, parallel, queue)
@@ -62,7 +66,7 @@ class Service:
     """Converts requests for the served model, from several threads at once. model: the name of the model in requests."""
 
     def __init__(
-        self, engine: Engine, scheduler: Scheduler | EmbeddingScheduler, model: str, template: str | None = None
+        self, engine: Engine, scheduler: BaseScheduler[Any, Any], model: str, template: str | None = None
     ) -> None:
         self.engine, self.scheduler, self.model = engine, scheduler, model
         self.tokenizer = engine.text_tokenizer()
@@ -80,12 +84,12 @@ class Service:
         if self.engine.config.embedding is None:
             self._constraints.prepare()
 
-    @property
-    def generating(self) -> Scheduler:
-        """The scheduler of a model that generates text. Raises InputError if the model is an embedding model."""
-        if isinstance(self.scheduler, EmbeddingScheduler):
+    def check_kind(self, embeds: bool) -> None:
+        """Raise InputError unless the model is an embedding model, or with `embeds` false, unless it generates text."""
+        if embeds and self.engine.config.embedding is None:
+            raise InputError(f"The model {self.model!r:.80} generates text; embeddings need an embedding model.")
+        if not embeds and self.engine.config.embedding is not None:
             raise InputError(f"The model {self.model!r:.80} is an embedding model; use /v1/embeddings.")
-        return self.scheduler
 
     def check_model(self, wanted: str | None) -> None:
         if wanted is not None and wanted != self.model:
@@ -162,6 +166,9 @@ class Service:
         form = None if asked.text is None else asked.text.format
         constraint = self._call(asked) or partial(self._constraint, form, "text.format")
         return Job(self._choices(request, 1, constraint, thinking), [])
+
+    def embedding(self, asked: EmbeddingRequest) -> Job:
+        return Job([texts_to_ids(self.engine, asked.texts, asked.task)], [])
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 
