@@ -38,7 +38,7 @@ from gemma_py.weights.pack import PackedArrays
 
 # A share is a tuple of kernels that one process compiles, because these kernels call common helper functions. The share
 # that takes longest comes first. `forward` calls every kernel of the shares, so `forward` is compiled last.
-SHARES = ((attention_phase, scores_phase), (matmul_phase,), (rows_phase, trace_phase))
+SHARES = ((matmul_phase,), (attention_phase, scores_phase), (rows_phase, trace_phase))
 _KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kernel in share}
 _TIMEOUT = 300.0  # seconds for one kernel; a kernel usually takes about ten seconds
 _TICK = 0.2
