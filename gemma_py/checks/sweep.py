@@ -1,4 +1,4 @@
-"""`sweep`: measures throughput for every number of threads and chunk size, and checks that all runs give equal bits."""
+"""`sweep` measures the speed of each number of threads and chunk size, and checks that all runs give equal bits."""
 
 import hashlib
 import statistics
@@ -41,7 +41,9 @@ class Sweep:
         return [point for point in self._all if point.decode]
 
     def run(self, rounds: int, open_engine: verify.OpenEngine, progress: ReportFraction) -> None:
-        """Measure all rounds. If two runs differ, stop and find the first difference with engines from `open_engine`."""
+        """Measure all rounds. If two runs give different bits, stop, and find the first difference with engines from
+        `open_engine`.
+        """
         costs = [verify.cost(self.tokens, point.setting.chunk) + verify.cost(self.new, 1) for point in self._all]
         done = 0
         for number in range(rounds):
@@ -83,18 +85,18 @@ class Sweep:
     # --- results
 
     def prefill(self, threads: int, chunk: int) -> float | None:
-        """Return the median prefill rate in tokens per second, or None if nothing has been measured."""
         rates = next((point.prefill for point in self.points if point.setting == RunSetting(threads, chunk)), None)
         return statistics.median(rates) if rates else None
 
     def decode(self, threads: int) -> float | None:
-        """Return the median decode rate in tokens per second over all chunk sizes, which do not matter for decoding."""
+        """Return the median decode rate in tokens per second. All chunk sizes count together, because decoding has no
+        chunks.
+        """
         rates = [rate for point in self.points if point.setting.threads == threads for rate in point.decode]
         return statistics.median(rates) if rates else None
 
     def efficiency(self, threads: int, chunk: int | None) -> float | None:
-        """Return the parallel efficiency: the rate per thread, relative to the rate per thread with the smallest number
-        of threads.
+        """Return the rate per thread, divided by the rate per thread with the fewest threads.
 
         chunk: the chunk size of a prefill; None for decoding
         """
@@ -109,7 +111,6 @@ class Sweep:
         return max((point.setting.threads for point in self.points), key=lambda count: self.decode(count) or 0.0)
 
     def raise_on_mismatch(self) -> None:
-        """Raise MismatchError if two runs differed."""
         if self.difference is not None:
             raise MismatchError(str(self.difference))
 
@@ -135,7 +136,6 @@ class Sweep:
         }  # fmt: skip
 
     def draw(self, path: Path, title: str) -> None:
-        """Plot prefill by chunk size, decoding by threads, and parallel efficiency by threads."""
         figure, (chunks, threads, shares) = plot.panels(3, title)
         for count in self.threads:
             self._line(
@@ -159,6 +159,6 @@ class Sweep:
         plot.save(figure, path)
 
     def _line(self, ax: Any, label: str, x: Sequence[int], y: Sequence[float | None]) -> None:
-        """Plot a line through the measured points; None is a point that has not been measured."""
+        """Plot a line through the measured points. None stands for a missing measurement."""
         measured = sorted((at, value) for at, value in zip(x, y, strict=True) if value is not None)
         plot.draw(ax, label, [at for at, _ in measured], [value for _, value in measured])

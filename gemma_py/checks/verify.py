@@ -1,11 +1,11 @@
-"""`verify`: checks that every number of threads and chunk size gives equal bits with this model on this machine.
+"""`verify` checks that this machine computes equal bits with every number of threads and every chunk size.
 
     T tokens   V vocabulary   L layers   P phases of a layer
 
-Every setting runs the same prompt. Digests of each token's logits and of each layer's KV cache are compared. If two
-settings differ, the two settings run again with a trace, which has a hash of each token's output of each phase. The
-first hash that differs shows where the error is. A trace can be written to a file and compared on another machine,
-because a trace does not depend on threads or chunk size.
+Every setting runs one prompt. Digests of each token's logits and of each layer's KV cache are compared. If two settings
+differ, the two settings run again with a trace: a hash of what each phase computed for each token. The first hash that
+differs shows where the error is. A trace does not depend on threads or chunk size, so a trace in a file can be compared
+with a run on another machine.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ from gemma_py.generate.engine import Engine, Session
 from gemma_py.runtime.cache import check_context
 from gemma_py.runtime.trace import Trace
 
-OpenEngine = Callable[[int], Engine]  # called with the number of threads, returns an engine
-ReportFraction = Callable[[str, float], None]  # called with (current step, fraction of the work that is done)
+OpenEngine = Callable[[int], Engine]
+ReportFraction = Callable[[str, float], None]  # called with (current step, fraction of the work that is done, 0 to 1)
 
 TOKENS, REFERENCE = 256, 16
-_ATTEMPTS = 5  # runs to reproduce a difference, because a race does not appear in every run
+_ATTEMPTS = 5  # attempts to reproduce a difference, because a race does not show in every run
 _MASK = (1 << 64) - 1
 
 
 def prompt(length: int, vocabulary: int) -> list[int]:
-    """Return a fixed prompt of pseudorandom ids. splitmix64 computes the ids, because numpy's generators may change."""
+    """Return a fixed prompt of pseudorandom ids. They come from splitmix64, because numpy may change its generators."""
     ids, state = [], 0
     for _ in range(length):
         state = (state + 0x9E3779B97F4A7C15) & _MASK
@@ -41,7 +41,6 @@ def prompt(length: int, vocabulary: int) -> list[int]:
 
 
 def prompt_length(wanted: int | None, context: int) -> int:
-    """Return the wanted number of tokens; by default, TOKENS, or the context if that is smaller."""
     if wanted is not None:
         check_context(context, wanted)
     return min(TOKENS, context) if wanted is None else wanted
@@ -56,8 +55,6 @@ def threads_text(count: int) -> str:
 
 @dataclass(frozen=True)
 class RunSetting:
-    """The number of threads and the chunk size of a run."""
-
     threads: int
     chunk: int
 
@@ -67,7 +64,7 @@ class RunSetting:
 
 @dataclass(frozen=True)
 class RunResult:
-    """Digests of the results of a run.
+    """Digests of what a run computed.
 
     rows: the sha256 of each token's logits. kv: the digest of each layer from `Session.kv_digest`. nan: whether a logit
     is NaN.
@@ -79,7 +76,6 @@ class RunResult:
 
     @property
     def logits(self) -> str:
-        """One sha256 for the logits of all tokens, computed from the digests of the tokens."""
         return hashlib.sha256(b"".join(self.rows)).hexdigest()
 
     @property
@@ -89,14 +85,12 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TracedRun:
-    """The result and the trace of a run."""
-
     result: RunResult
     session: Session
     hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer does not have the phase
     workers: np.ndarray  # int64 [L + 1, P, T]: the worker that computed the output; -1 for none
     phases: tuple[str, ...]
-    store_label: int  # the index of the phase that stores KV rows
+    store_label: int
 
 
 def row_digests(logits: np.ndarray) -> list[bytes]:
@@ -113,8 +107,8 @@ def compute(
 ) -> TracedRun:
     """Run the prompt in chunks, from an empty KV cache.
 
-    Scratch memory and unwritten KV rows are filled with NaN first. Otherwise, correct values of an earlier run could
-    hide that a worker reads a row before the row is written.
+    Scratch memory and unwritten KV rows are filled with NaN first. A worker that reads a row before the row is written
+    then reads NaN, and not the correct values that an earlier run left there.
     """
     instruments = engine.instruments
     instruments.poison = True
@@ -143,9 +137,9 @@ def compute(
 
 @dataclass(frozen=True)
 class Difference:
-    """The place where two results first differ. A field is None if unknown.
+    """The place where two results first differ. Fields that are not known are None.
 
-    first, last: the range of positions. workers: the worker of each run that computed the differing output.
+    first, last: the range of positions. workers: for each run, the worker that computed the differing output.
     """
 
     between: str
@@ -170,20 +164,21 @@ class Difference:
 
 
 def as_table(difference: Difference | None) -> dict[str, Any] | None:
-    """Return the difference as a JSON object; "message" is the text for people."""
+    """Return the difference as a JSON object. Its "message" is the text for people."""
     return None if difference is None else {"message": str(difference), **asdict(difference)}
 
 
 def first_phase(a: np.ndarray, b: np.ndarray) -> tuple[int, int, int] | None:
-    """Return the (layer, phase, position or block) where two tables [L + 1, P, ...] first differ, in the order of a
-    pass.
+    """Return where two tables [L + 1, P, ...] first differ: (layer, phase, index), in the order of a pass.
+
+    The index is that of a position or of a block of positions.
     """
     places = np.argwhere(a != b)
     return (int(places[0][0]), int(places[0][1]), int(places[0][2])) if len(places) else None
 
 
 def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> int | None:
-    """Return the first position where two lists of KV rows [positions, G, E] differ in a bit.
+    """Return the first position where two arrays of KV rows [positions, G, E] differ in a bit.
 
     first: the position of row 0
     """
@@ -194,7 +189,10 @@ def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> i
 
 
 def changed_row(a: TracedRun, b: TracedRun, layer: int) -> int | None:
-    """Return the first KV row of a layer that differs at the end of two runs, although the runs stored equal values."""
+    """Return the first KV row of a layer that was overwritten after it was stored.
+
+    Both runs stored equal rows, but the rows differ at the end of the runs.
+    """
     owners, phase = a.session.engine.config.kv_owners, a.store_label
     if layer not in owners:
         return None
@@ -206,7 +204,7 @@ def changed_row(a: TracedRun, b: TracedRun, layer: int) -> int | None:
 
 
 def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | None:
-    """Return the first phase that differs, or the first KV row that was overwritten after the store phase."""
+    """Return the first phase whose hashes differ, or else the first KV row that was overwritten after it was stored."""
     found = first_phase(a.hashes, b.hashes)
     if found is not None:
         layer, phase, position = found
@@ -222,7 +220,7 @@ def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | 
 
 
 def where_results_part(a: RunResult, b: RunResult, between: str, note: str = "") -> Difference:
-    """Return the difference of two results without traces.
+    """Return where two results differ, as far as this is known without traces.
 
     The layer is an index into the layers with KV rows, `Config.kv_owners`.
     """
@@ -253,7 +251,7 @@ def locate(
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The settings and results of `verify`. results: one for each setting."""
+    """The settings of `verify`, and one result for each setting."""
 
     tokens: int
     reference_tokens: int
@@ -263,7 +261,6 @@ class VerifyReport:
 
     @property
     def different(self) -> tuple[RunSetting, ...]:
-        """The settings whose results differ from the result of the first setting."""
         pairs = zip(self.settings, self.results, strict=True)
         return tuple(setting for setting, result in pairs if result != self.results[0])
 
@@ -281,15 +278,14 @@ class VerifyReport:
         }
 
     def raise_on_mismatch(self) -> None:
-        """Raise MismatchError if the report has a difference."""
         if self.difference is not None:
             raise MismatchError(str(self.difference))
 
 
 def cost(tokens: int, chunk: int) -> int:
-    """Return the estimated duration of a run, as a multiple of the time to compute one token, for the progress bar.
+    """The estimated duration of a run, for the progress bar. The unit is the time to compute one token.
 
-    Every pass reads all weights, which is assumed to take as long as computing 8 tokens.
+    Reading all weights, which every pass does, is assumed to take as long as computing 8 tokens.
     """
     return tokens + 8 * -(-tokens // chunk)
 
@@ -304,7 +300,7 @@ def verify(
 ) -> VerifyReport:
     """Compare every combination of threads and chunk size with the first combination.
 
-    The first tokens are also compared with the reference implementation. reference_tokens: the number of these tokens.
+    reference_tokens: the number of tokens that are also compared with the reference implementation.
     """
     settings = tuple(RunSetting(count, chunk) for count in dict.fromkeys(threads) for chunk in dict.fromkeys(chunks))
     prefix, results = min(reference_tokens, tokens), []
@@ -339,7 +335,7 @@ def verify(
 
 
 def against_specification(engine: Engine, ids: Sequence[int]) -> Difference | None:
-    """Compare the logits and KV rows of the ids, computed in one chunk, with the reference implementation."""
+    """Compare the engine's logits and KV rows, computed in one chunk, with those of the reference implementation."""
     logits, wanted = reference.logits_and_rows(engine, ids)
     made = compute(engine, ids, len(ids))
     expected = RunResult(tuple(row_digests(logits)), tuple(reference.kv_digest(wanted)), bool(np.isnan(logits).any()))

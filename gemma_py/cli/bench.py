@@ -70,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tests(args: argparse.Namespace) -> tuple[BenchTest, ...]:
-    """Return the tests for all given lengths and depths, or four default tests if -p, -n and -d are not given."""
     if args.p is None and args.n is None and args.d is None:
         return _TESTS
     prompts, new, depths = (
@@ -121,7 +120,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def as_csv(made: dict[str, Any]) -> str:
-    """Return the report as CSV, with one line for each test. Rounds and phases are only in the JSON report."""
     common = ("model", "bytes", "parameters")
     rows = [
         {name: made[name] for name in common}

@@ -73,7 +73,7 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
 
 
 def norms_of(checkpoint: Checkpoint, layer: int) -> list[str]:
-    """Return the names of a layer's norm weights, as the model family names them."""
+    """Return the names of a layer's norms, as the model family names them."""
     prefix, specs = f"layers.{layer}.", checkpoint.family.tensors(checkpoint.config)
     return [
         name.removeprefix(prefix) for name, spec in specs.items() if name.startswith(prefix) and len(spec.shape) == 1

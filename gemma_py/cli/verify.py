@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> None:
         return gemma_py.load(args.model, threads=threads, quant=args.quant, progress=LoadProgress())
 
     with ProgressBar("checking", wanted=not args.json) as progress:
-        with open_engine(max(args.threads)) as engine:  # load the model first, to report invalid arguments early
+        # The model is loaded first, so that invalid arguments are reported early.
+        with open_engine(max(args.threads)) as engine:
             note_exceptions(engine)
             wanted, theirs = args.tokens, None
             if args.against is not None:
@@ -83,7 +84,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(args: argparse.Namespace, report: verify.VerifyReport, apart: verify.Difference | None) -> None:
-    """Print the result as JSON, or as a table with an explanation."""
     if args.json:
         table = report.as_json()
         if args.against is not None and report.difference is None:
@@ -105,7 +105,7 @@ def show(args: argparse.Namespace, report: verify.VerifyReport, apart: verify.Di
 
 
 def grid(report: verify.VerifyReport) -> str:
-    """Return a table with the digest of each run. A star marks digests that differ from the digest of the first run."""
+    """Return a table with the digest of each run. A star marks a digest that differs from the first run's."""
     chunks = list(dict.fromkeys(setting.chunk for setting in report.settings))
     digests = {setting: result.digest[:8] for setting, result in zip(report.settings, report.results, strict=True)}
     lines = ["threads" + "".join(f"{f'chunks of {chunk}':>16}" for chunk in chunks)]

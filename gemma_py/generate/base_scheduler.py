@@ -1,4 +1,6 @@
-"""What the schedulers of text generation and of embeddings share: the queue, the thread of the passes, health and shutdown."""
+"""What the schedulers of text generation and of embeddings share: a queue, a thread that runs the passes, health and
+shutdown.
+"""
 
 import threading
 import time
@@ -12,14 +14,14 @@ from gemma_py.errors import ComputationError, GemmaError, InputError, Overloaded
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.events import Event, Failed, Finished, Listener, Usage
 
-SLOWEST_STEP = 60.0  # seconds that one step may take before the scheduler reports itself as hanging
+SLOWEST_STEP = 60.0  # seconds after which a step counts as hanging
 
 
 @dataclass(frozen=True)
 class Health:
     """The health of the scheduler.
 
-    why: what is wrong; empty if nothing is.
+    why: what is wrong, or an empty string.
     permanent: whether every later pass will fail too.
     waiting: seconds since the end of the last step; 0 if there are no requests.
     """
@@ -32,14 +34,14 @@ class Health:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """Counters of the scheduler. An embedding model has no prefix cache, so that the counters of the prefix cache are 0.
+    """Counters of the scheduler. Those of the prefix cache are 0 for an embedding model, which has no prefix cache.
 
-    running, waiting: the number of requests now.
+    running, waiting: the number of requests that run now, and that wait now.
     kv_bytes: the memory reserved for the KV caches of running requests.
     prefix_bytes: the size of the prefix cache.
-    prefix_hits, prefix_misses: requests since the start that found, or did not find, a prefix in the prefix cache.
+    prefix_hits: requests since the start for which the prefix cache had a prefix. prefix_misses: the other requests.
     cached_tokens: prompt tokens since the start that were found in the prefix cache.
-    passes, failed_passes: passes since the start that succeeded, and passes that failed and were repeated.
+    passes: passes since the start that succeeded. failed_passes: passes that failed and were repeated.
     computed_tokens: tokens computed since the start.
     """
 
@@ -63,7 +65,7 @@ class Ticket:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """End the request before the next pass, with a Finished event whose reason is "cancelled"."""
+        """End the request before the next pass. The last event is then Finished with the reason "cancelled"."""
         self.cancelled = True
         self._notify()
 
@@ -100,23 +102,23 @@ class BaseScheduler(ABC, Generic[Q, R]):
         if parallel < 1 or queue < 0:
             raise InputError(f"parallel should be at least 1 and queue at least 0, found {parallel} and {queue}")
         self.engine, self.parallel, self.queue = engine, parallel, queue
-        self._changed = threading.Condition()  # the lock of the fields from here to _request_seconds
+        self._changed = threading.Condition()  # also the lock of the fields from _changed to _request_seconds
         self._waiting: list[R] = []
         self._running: list[R] = []
         self._open, self._closed = True, False
         self._error: GemmaError | None = None
         self._trouble: WorkerError | None = None  # the error of the last pass; None if the pass succeeded
-        self._stepped = time.monotonic()  # when the last step ended, or a request arrived at the idle scheduler
+        # When the last step ended, or when a request arrived while there was nothing to do.
+        self._stepped = time.monotonic()
         self._request_seconds = 1.0  # running average of the duration of a request
         self._passes = self._failed = self._computed = 0  # only the scheduler's thread writes these counters
-        # A subclass starts the thread when all fields of the subclass are set.
+        # A subclass sets its fields first, and then starts the thread.
         self._thread = threading.Thread(target=self._work, name="gemma_py-scheduler", daemon=True)
 
     # --- from any thread ----------------------------------------------------------------------------------------------
 
     def submit(self, request: Q, listener: Listener) -> Ticket:
-        """Accept a request. Raise InputError or ContextError if the request is invalid, Overloaded if the queue is
-        full.
+        """Accept a request. An invalid request raises InputError or ContextError, a full queue Overloaded.
 
         The listener is called in the scheduler's thread and must not block. The last event is Finished or Failed.
         """
@@ -137,10 +139,10 @@ class BaseScheduler(ABC, Generic[Q, R]):
 
     @abstractmethod
     def _scheduled(self, request: Q, listener: Listener, ticket: Ticket) -> R:
-        """Check a request and return it in the form in which it is scheduled."""
+        """Check a request, and return it with the data that the scheduler needs."""
 
     def _retry_after(self) -> float:
-        """Estimate the seconds until the queue has a free place."""
+        """Estimate in how many seconds the queue will have room for a request."""
         return min(60.0, max(1.0, self._request_seconds / self.parallel))
 
     def health(self) -> Health:
@@ -160,9 +162,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
     def stats(self) -> SchedulerStats: ...
 
     def drain(self, deadline: float) -> int:
-        """Accept no more requests, wait `deadline` seconds, then cancel the rest. Return the number of cancelled
-        requests.
-        """
+        """Accept no more requests, wait `deadline` seconds, then cancel the requests that are left. Return their number."""
         with self._changed:
             self._open = False
             self._changed.wait_for(self._idle, max(0.0, deadline))
@@ -170,7 +170,8 @@ class BaseScheduler(ABC, Generic[Q, R]):
             for request in left:
                 request.ticket.cancelled = True
             self._changed.notify_all()
-            # A cancelled request ends when the current pass does; a pass that hangs ends at the engine's deadline.
+            # A cancelled request ends together with the current pass. If that pass hangs, the engine ends it at its
+            # deadline.
             self._changed.wait_for(self._idle, SLOWEST_STEP)
             return len(left)
 
@@ -219,7 +220,9 @@ class BaseScheduler(ABC, Generic[Q, R]):
             self._finish(request, Finished("cancelled", request.usage()))
 
     def _finish(self, request: R, last: Finished | Failed) -> None:
-        """Remove the request, then send the last event, so that a new request can already take the free place."""
+        """Remove the request, then send the last event. In this order, a client that sees the event finds room for a new
+        request.
+        """
         with self._changed:
             if request in self._running:
                 self._running.remove(request)
@@ -229,14 +232,14 @@ class BaseScheduler(ABC, Generic[Q, R]):
         request.tell(last)
 
     def _note_failed_pass(self, error: WorkerError) -> None:
-        """Count a failed pass, which the next step repeats. Raise the error if the pass before also failed."""
+        """Count a failed pass. The next step repeats it once: if the previous pass failed too, raise the error."""
         again, self._trouble = self._trouble is not None, error
         if again:
             raise error
         self._failed += 1
 
     def _fail(self, error: GemmaError) -> None:
-        """End every request with this error, and refuse later requests."""
+        """End every request with this error, and accept no more requests."""
         with self._changed:
             self._error = error
             left = [*self._running, *self._waiting]

@@ -1,7 +1,7 @@
-"""Embeddings of texts: the prompts of tasks, the checks of a request, and passes of several texts.
+"""Embeddings of texts: the prompts of tasks, the checks of a request, and passes that compute several texts at once.
 
-A text goes through the model in one pass, because attention is bidirectional. The other texts of the pass do not change the
-bits of an embedding.
+A whole text is computed in one pass, because attention is bidirectional. The other texts of a pass do not change the
+bits of a text's embedding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 if TYPE_CHECKING:
     from gemma_py.generate.engine import Engine
 
-_MOST_TEXTS = 64  # texts of a pass, because each has KV rows in memory of its own
+_MOST_TEXTS = 64  # the most texts of a pass, because each text needs KV rows of its own in memory
 _QUERY, _SIMILARITY = "task: search result | query: ", "task: sentence similarity | query: "
 _CLASSIFICATION, _CLUSTERING = "task: classification | query: ", "task: clustering | query: "
 _CODE, _SUMMARY, _DOCUMENT = "task: code retrieval | query: ", "task: summarization | query: ", "title: none | text: "
@@ -46,7 +46,9 @@ Text = str | Sequence[int]
 
 
 def prompt_of(engine: "Engine", task: str | None) -> str:
-    """Return the text that precedes each text of a task. Without a task, this is the checkpoint's default prompt, or ""."""
+    """Return the text to put in front of each text of a task. Without a task, this is the checkpoint's default prompt,
+    or "".
+    """
     modules = engine.checkpoint.modules
     prompts = modules.prompts or PROMPTS[engine.config.model_type]
     name = modules.default if task is None else task
@@ -58,7 +60,9 @@ def prompt_of(engine: "Engine", task: str | None) -> str:
 
 
 def width_of(engine: "Engine", dimensions: int | None) -> int:
-    """Return the number of dimensions of the embeddings. Raise InputError unless the model has that many."""
+    """Return the number of dimensions of the embeddings. Raise InputError if more dimensions are asked for than the
+    model has.
+    """
     most = engine.program.outputs
     if dimensions is None:
         return most
@@ -68,9 +72,10 @@ def width_of(engine: "Engine", dimensions: int | None) -> int:
 
 
 def texts_to_ids(engine: "Engine", texts: Sequence[Text], task: str | None = None) -> list[list[int]]:
-    """Return the token ids of each text, of which some may be given as ids.
+    """Return the token ids of each text. Some texts may be given as ids already.
 
-    A text gets the prompt of the task, and the bos and eos tokens that the checkpoint's tokenizer adds. Ids are only checked.
+    A text gets the prompt of the task, and the bos and eos tokens that the checkpoint's tokenizer adds. Given ids are
+    checked, but not changed.
     """
     check_embeds(engine)
     if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Sequence | np.ndarray):
@@ -105,7 +110,7 @@ def check_generates(engine: "Engine") -> None:
 
 
 def embed_all(engine: "Engine", texts: Sequence[list[int]]) -> np.ndarray:
-    """Return the embedding of each text before `normalised`, f32 [N, D]. The texts are given as token ids."""
+    """Return the embedding of each text, f32 [N, D], not yet normalised. The texts are given as token ids."""
     made, caches = np.empty((len(texts), engine.program.outputs), np.float32), list[Cache]()
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]), reverse=True)
     while order:
@@ -116,15 +121,16 @@ def embed_all(engine: "Engine", texts: Sequence[list[int]]) -> np.ndarray:
 
 
 def how_many(lengths: Sequence[int]) -> int:
-    """Return how many of the first texts to compute in one pass. lengths: the number of tokens of each text."""
+    """Return how many texts, from the first on, one pass can compute. lengths: the number of tokens of each text."""
     totals = np.cumsum(lengths[:_MOST_TEXTS])
     return max(1, int(np.searchsorted(totals, CHUNK, "right")))
 
 
 def embed_pass(engine: "Engine", texts: Sequence[list[int]], caches: list[Cache]) -> np.ndarray:
-    """Compute the texts in one pass. Return the embeddings before `normalised`, f32 [N, D].
+    """Compute the texts in one pass. Return the embeddings, f32 [N, D], not yet normalised.
 
-    caches: memory for the KV rows of each text, which later passes use again. The function appends missing ones.
+    caches: memory for the KV rows of each text. The list is reused by later passes, and this function appends missing
+    caches.
     """
     caches += [engine.new_cache() for _ in range(len(texts) - len(caches))]
     for cache in caches:
@@ -142,6 +148,5 @@ def normalised(made: np.ndarray, width: int) -> np.ndarray:
 
 
 def embeddings(engine: "Engine", texts: Sequence[Text], task: str | None, dimensions: Any) -> np.ndarray:
-    """Return the embeddings of texts, f32 [N, dimensions]."""
     ids, width = texts_to_ids(engine, texts, task), width_of(engine, dimensions)
     return normalised(embed_all(engine, ids), width)

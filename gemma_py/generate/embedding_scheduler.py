@@ -1,7 +1,7 @@
 """The scheduler of an embedding model: a thread that computes the texts of all requests in shared passes.
 
-At most `parallel` requests run, and each pass takes texts of the running requests in turn, so that a request with many texts
-does not delay the others. The company of a text does not change the bits of the text's embedding.
+At most `parallel` requests run. Each pass takes texts of the running requests in turn, so that a request with many texts
+does not delay the others. The other texts of a pass do not change the bits of a text's embedding.
 """
 
 import time
@@ -75,7 +75,7 @@ class EmbeddingScheduler(BaseScheduler[Sequence[list[int]], _Texts]):
         except WorkerError as error:
             self._note_failed_pass(error)
             self._caches = []  # a stalled worker may still write to the caches
-            return  # the next step repeats the pass
+            return  # the failed pass is repeated by the next step
         self._trouble = None
         for at, (request, number) in enumerate(chosen):
             request.rows[number] = rows[at]
@@ -86,7 +86,9 @@ class EmbeddingScheduler(BaseScheduler[Sequence[list[int]], _Texts]):
                 self._finish(request, Finished("stop", request.usage()))
 
     def _choose(self, running: Sequence[_Texts]) -> list[tuple[_Texts, int]]:
-        """Return the texts of the next pass: of each running request the longest text that is left, then the next one."""
+        """Return the texts of the next pass: from each running request its longest text, then from each the second longest,
+        and so on.
+        """
         queues = [[(request, number) for number in request.order[request.done :]] for request in running]
         turns = [entry for entry in chain.from_iterable(zip_longest(*queues)) if entry is not None]
         count = how_many([len(request.texts[number]) for request, number in turns]) if turns else 0

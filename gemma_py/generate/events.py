@@ -19,7 +19,7 @@ class Usage:
 
     prompt, generated: the number of tokens of the prompt and of the answer.
     cached: the number of prompt tokens that were found in the prefix cache.
-    queued_seconds: the time from the request's arrival until the request was admitted.
+    queued_seconds: the time that the request waited until it began to run.
     first_token_seconds: the time from the request's arrival until the first token.
     seconds: the time since the request's arrival.
     """
@@ -34,7 +34,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """How much of a prompt is in the KV cache: `done` of `total` tokens, `cached` of them copied from the prefix cache."""
+    """How much of a prompt is in the KV cache: `done` of `total` tokens, of which `cached` came from the prefix cache."""
 
     done: int
     total: int
@@ -51,7 +51,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Scored:
-    """A token of the prompt. logprob: the log probability given the tokens before; None for the first token."""
+    """A token of the prompt, with its log probability given the earlier tokens. The first token has None."""
 
     id: int
     logprob: float | None
@@ -75,8 +75,6 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last event of a request that an error ended."""
-
     error: GemmaError
 
 

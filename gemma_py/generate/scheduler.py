@@ -1,8 +1,8 @@
 """The scheduler: a thread that batches requests, computes their passes and reports events to listeners.
 
-A request waits in a bounded queue until fewer than `parallel` requests run and there is memory for the request's whole
-KV cache. Every pass then computes one token of each answer and a part of each prompt. The other requests of a pass do
-not change a request's logits. Between passes, the scheduler removes cancelled requests and admits waiting ones.
+A request waits in a bounded queue until fewer than `parallel` requests run and the request's whole KV cache fits into the
+memory. Every pass then computes one token of each answer and a part of each prompt. The other requests of a pass do not
+change a request's logits. Between passes, the scheduler removes cancelled requests and admits waiting ones.
 """
 
 import time
@@ -22,10 +22,10 @@ from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
 
-# The target duration of a pass that computes only prompts, and of a pass that also decodes. The second duration is
+# Durations of a pass to aim at: of a pass that computes only prompts, and of a pass that also decodes. The second one is
 # shorter, because the next token of every answer waits for the end of the pass.
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
-_FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass is hardly faster
+_FEWEST_ROWS = 8  # a pass has at least so many prompt tokens, because a smaller pass would hardly be faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
 
 
@@ -35,11 +35,11 @@ class _Sequence(ScheduledRequest):
     def __init__(self, generation: Generation, listener: Listener, ticket: Ticket, kv_bytes: int) -> None:
         super().__init__(listener, ticket)
         self.generation, self.kv_bytes = generation, kv_bytes
-        self.ids = list(generation.prompt)  # prompt and answer
+        self.ids = list(generation.prompt)
         self.prompt = np.array(generation.prompt)
         self.cache: Cache | None = None  # None while waiting
         self.cached = 0
-        self.scores = 0  # the number of Scored events sent
+        self.scores = 0
         self.first_token = 0.0
 
     @property
@@ -48,7 +48,7 @@ class _Sequence(ScheduledRequest):
 
     @property
     def pending(self) -> int:
-        """The number of tokens of prompt and answer that are not in the KV cache yet."""
+        """The number of tokens, of prompt and answer, that are not in the KV cache yet."""
         return len(self.ids) - self.position
 
     @property
@@ -57,14 +57,17 @@ class _Sequence(ScheduledRequest):
 
     @property
     def scoring(self) -> bool:
-        """Whether the next tokens belong to a prompt with requested log probabilities, so that each token needs logits."""
+        """Whether the next tokens are tokens of a prompt whose log probabilities were requested, so that all logits are
+        needed.
+        """
         return self.generation.request.scored and not self.answering
 
     @property
     def prefilling(self) -> bool:
-        """Whether there are tokens to prefill, rather than one token to decode.
+        """Whether the next tokens have to be prefilled. If not, one token is decoded.
 
-        These are the tokens of the prompt or, if a failed pass made the KV cache unusable, of prompt and answer.
+        These are the tokens of the prompt. After a failed pass that made the KV cache unusable, the answer is prefilled
+        too.
         """
         return not self.answering or self.pending > 1
 
@@ -77,11 +80,11 @@ class _Sequence(ScheduledRequest):
 
 
 def shares(needs: Sequence[int], room: int) -> list[int]:
-    """Return how many tokens of each prompt to compute in a pass that has room for `room` tokens.
+    """Return how many tokens of each prompt to compute in a pass that has room for `room` prompt tokens.
 
-    needs: the number of pending tokens of each prompt, in order of arrival.
+    needs: for each prompt, the number of tokens that are not computed yet, in order of arrival.
 
-    The oldest prompt gets half of the room, so that no prompt waits for ever; the shortest prompts get the rest.
+    The oldest prompt gets half of the room, so that it never waits for ever. The shortest prompts get the rest.
     """
     given = [0] * len(needs)
     order = sorted(range(len(needs)), key=lambda number: needs[number])
@@ -165,7 +168,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             if not error.settled:  # a stalled worker may still write to these caches
                 for sequence in sequences:
                     self._allocate(sequence)
-            return  # the next step repeats the pass
+            return  # the failed pass is repeated by the next step
         self._trouble = None
         for sequence, part, logits in zip(sequences, inputs, results, strict=True):
             self._prefixes.insert(part.cache, part.cache.position - len(part.tokens))
@@ -197,9 +200,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
                 self._running.append(sequence)
 
     def _allocate(self, sequence: _Sequence) -> int:
-        """Allocate a KV cache and copy the longest cached prefix of the request into it. Return the number of copied
-        tokens.
-        """
+        """Allocate a KV cache, and copy the request's longest cached prefix to it. Return the number of copied tokens."""
         cache = self.engine.new_cache(BLOCK_TOKENS)
         cache.prepare(len(sequence.prompt) + sequence.generation.max_tokens, CHUNK)
         hit = 0 if sequence.scoring else self._prefixes.restore(cache, sequence.ids)
@@ -207,9 +208,9 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         return hit
 
     def _being_computed(self, sequence: _Sequence) -> bool:
-        """Whether a running request is computing a prefix that this request shares.
+        """Whether a running request is computing a prefix of this request's prompt.
 
-        Copying the prefix from the prefix cache afterwards is faster than computing it twice.
+        Waiting for that prefix and copying it from the prefix cache is faster than computing it a second time.
         """
         if self._prefixes.capacity == 0:
             return False
@@ -222,9 +223,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         return False
 
     def _plan(self) -> tuple[list[_Sequence], list[SequenceInput]]:
-        """Choose the tokens of the next pass: one token of every answer, and as many prompt tokens as the target
-        duration allows.
-        """
+        """Choose the tokens of the next pass: one token of every answer, and as many prompt tokens as the duration allows."""
         answers = [s for s in self._running if not s.prefilling]
         prompts = [s for s in self._running if s.prefilling]
         seconds = _PASS_SECONDS_BESIDE if answers else _PASS_SECONDS
@@ -243,11 +242,11 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         return sequences, inputs
 
     def _pass(self, inputs: list[SequenceInput]) -> list[np.ndarray]:
-        """Run one pass. Return the logits of each sequence."""
         start = time.monotonic()
         results = self.engine.run_together(inputs)
         rows = sum(len(part.tokens) for part in inputs)
-        # Leave passes that only decode out of the average, because such a pass spends most of its time reading weights.
+        # Do not count passes that only decode: they spend most of their time reading weights, whatever the number of
+        # tokens.
         if rows > len(inputs):
             self._row_seconds += 0.8 * ((time.monotonic() - start) / rows - self._row_seconds)
         self._passes += 1
@@ -255,14 +254,14 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         return results
 
     def _score(self, sequence: _Sequence, logits: np.ndarray) -> None:
-        """Send a Scored event for each prompt token that the logits of this pass predict.
+        """Send a Scored event for each prompt token whose probability follows from the logits of this pass.
 
         logits: [tokens, V]
         """
         if sequence.scores == 0:
             sequence.tell(Scored(sequence.ids[0], None, ()))
             sequence.scores = 1
-        # Tokens that were scored before a failed pass are not reported twice.
+        # A pass that is repeated after a failure computes scores again that were already sent.
         for at in range(sequence.scores, min(sequence.position + 1, len(sequence.ids))):
             row, token = logits[at - 1 - sequence.position], sequence.ids[at]
             sequence.tell(Scored(token, *sequence.generation.score(row, token)))

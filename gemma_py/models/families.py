@@ -1,4 +1,4 @@
-"""The registry of model families, which selects the family that a config.json or GGUF file names."""
+"""The registry of model families. It finds the family that a config.json or a GGUF file names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ FAMILIES = (gemma.FAMILY, gemma3n.FAMILY, gemma4.FAMILY, embedding_gemma2.FAMILY
 _LATER = ("t5gemma",)
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
-_DENSE = ("dense_2.weight", "dense_3.weight")  # GGUF's names of the dense layers of an embedding model
+_DENSE = ("dense_2.weight", "dense_3.weight")  # names in GGUF of an embedding model's dense layers
 Shapes = tuple[tuple[int, int], ...]
 
 
@@ -22,7 +22,7 @@ def config_from_hf(document: Any, where: str, generation: Any = None, dense: Sha
     """Read the config of a Hugging Face checkpoint.
 
     document: the parsed config.json. generation: the parsed generation_config.json, or None if the file is missing.
-    dense: the shapes of the dense layers among the modules of sentence-transformers.
+    dense: the shapes of an embedding model's dense layers, which sentence-transformers stores in other files.
     """
     if not isinstance(document, dict):
         raise ConfigError(f"{where}: should be a JSON object")
@@ -46,9 +46,10 @@ def config_from_hf(document: Any, where: str, generation: Any = None, dense: Sha
 def config_from_gguf(
     metadata: dict[str, Any], where: str, vocab_size: int, tied: bool, tensors: Mapping[str, StoredTensor]
 ) -> tuple[Family, Config]:
-    """Read the config of a GGUF file with these metadata and tensors.
+    """Read the config of a GGUF file that has these metadata and tensors.
 
-    vocab_size: the number of rows of the embedding matrix. tied: whether the embedding matrix is also the output matrix.
+    vocab_size: the number of rows of the embedding matrix. tied: whether the embedding matrix is also the output
+    matrix.
     """
     outer = Fields(where, metadata)
     name = outer.text("general.architecture")

@@ -17,8 +17,8 @@ from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
-# The matrices of a layer. Columns: name in this package, name in Hugging Face, name in GGUF, N and K of the shape [N, K].
-# A size of two letters is a product: "HE" is the number of query heads times the head width.
+# The matrices of a layer. Columns: name in this package, name in Hugging Face, name in GGUF, N and K of the shape [N,
+# K]. A size of two letters is a product: "HE" is the number of query heads times the head width.
 MATRICES = (
     ("q_proj", "self_attn.q_proj", "attn_q", "HE", "D"),
     ("k_proj", "self_attn.k_proj", "attn_k", "GE", "D"),
@@ -51,11 +51,11 @@ _NORMS = {
     "gemma3": LAYER_NORMS + HEAD_NORMS,
     "gemma-embedding": LAYER_NORMS + HEAD_NORMS,
 }
-_GEMMA3 = ("gemma3", "gemma-embedding")  # the model types with a rope of their own for sliding layers
+_GEMMA3 = ("gemma3", "gemma-embedding")  # model types whose sliding layers have another rope than full layers
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
-    """Return the family's tensors by name, in the order in which the weights are packed."""
+    """Return the family's tensors by name, in the order in which they are packed."""
     D, V = config.hidden_size, config.vocab_size
     made = {"embed_tokens": Tensor((V, D), "embed_tokens.weight", "token_embd.weight")}
     if config.embedding is None:
@@ -154,7 +154,7 @@ def embedding_head(p: Program) -> None:
 
 
 def _present(p: Program, gain: str) -> str:
-    """Return the gain's name, or "" if the model type has no such norm."""
+    """Return the name of the norm's gain, or "" if the model type has no such norm."""
     return gain if gain in p.tensors else ""
 
 
@@ -162,7 +162,7 @@ def _present(p: Program, gain: str) -> str:
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 MOST_LAYERS = 10_000
-# The defaults of transformers. A multimodal checkpoint's text_config leaves out the fields that have these values.
+# The defaults of transformers. The text_config of a multimodal checkpoint leaves out fields that have these values.
 _DEFAULTS = {
     "gemma": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 16,
               "max_position_embeddings": 8192},
@@ -174,8 +174,8 @@ _DEFAULTS = {
                "max_position_embeddings": 131_072},
 }  # fmt: skip
 _DEFAULTS["gemma-embedding"] = _DEFAULTS["gemma3"]
-# The default soft caps by model type. For a model type without an entry, a soft cap in the config is ignored, as in
-# transformers.
+# The default soft caps by model type. If a model type is not listed, soft caps in the config are ignored, as
+# transformers does.
 _CAPS: dict[str, dict[str, float | None]] = {
     "attn_logit_softcapping": {"gemma2": 50.0, "vaultgemma": 50.0},
     "final_logit_softcapping": {"gemma2": 30.0, "vaultgemma": 30.0, "gemma3": None},
@@ -183,7 +183,7 @@ _CAPS: dict[str, dict[str, float | None]] = {
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config.json that an old or a current version of transformers wrote."""
+    """Read a config.json, as old and current versions of transformers write it."""
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
     check_text_model(description)
@@ -240,7 +240,9 @@ def check_text_model(description: ModelDescription) -> None:
 
 
 def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
-    """Return the soft cap of this name, or None. In the file, null means no cap; a missing field means the default."""
+    """Return the soft cap of this name, or None. In config.json, null means that there is no cap; a missing field means
+    the default.
+    """
     if kind not in _CAPS[name]:
         return None
     if name in fields.values and fields.values[name] is None:
@@ -250,7 +252,7 @@ def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
 
 
 def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
-    """Return the sliding window of each layer; None for a layer with full attention."""
+    """Return the sliding window of each layer; None for full attention."""
     count = fields.integer("num_hidden_layers")
     if count > MOST_LAYERS:
         fields.fail("num_hidden_layers", f"at most {MOST_LAYERS}")
@@ -268,14 +270,14 @@ def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
 
 
 def reach_of_width(width: int) -> int:
-    """Return Layer.sliding_window of a bidirectional layer: a window of 512 keys reaches 256 in each direction."""
+    """Return Layer.sliding_window. In bidirectional attention, a window of 512 in the file means 256 in each direction."""
     return width // 2 + 1
 
 
 def ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
     """Return the rope of full layers and the rope of sliding layers.
 
-    Current versions of transformers write rope_parameters, which holds one object per layer type for Gemma 3. Older
+    Current versions of transformers write rope_parameters, which for Gemma 3 has one object per layer type. Older
     versions wrote rope_theta, rope_local_base_freq and rope_scaling. For Gemma 3, rope_scaling applies to full layers.
     """
     parameters = fields.table("rope_parameters") or Fields(f"{fields.where}: rope_parameters", {})
@@ -304,7 +306,7 @@ def _rope(fields: Fields, theta: float) -> Rope:
 
 
 def config_from_gguf(description: ModelDescription) -> Config:
-    """Read a config from GGUF metadata. Fields that the metadata lack get the values that llama.cpp uses."""
+    """Read a config from GGUF metadata. Missing fields get the values that llama.cpp uses."""
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
     embedding = EmbeddingHead(description.dense) if kind == "gemma-embedding" else None
@@ -324,8 +326,8 @@ def config_from_gguf(description: ModelDescription) -> Config:
               fields.integer("feed_forward_length"), number, bidirectional=embedding is not None)
         for number, window in enumerate(_windows_from_gguf(fields, kind, layer_count))
     )  # fmt: skip
-    # Gemma 2 27B (46 layers) and Gemma 3 27B (62 layers) scale attention by (hidden / heads)^-0.5 instead of
-    # head_dim^-0.5. GGUF metadata do not record the scale, so the number of layers identifies these models.
+    # Gemma 2 27B and Gemma 3 27B scale attention by (hidden / heads)^-0.5, the other models by head_dim^-0.5. GGUF
+    # metadata do not say so, but only these two models have 46 and 62 layers.
     wide = (kind, layer_count) in (("gemma2", 46), ("gemma3", 62))
     bos, ends = description.gguf_token_ids()
     config = Config(
@@ -346,11 +348,13 @@ def config_from_gguf(description: ModelDescription) -> Config:
     return checked(config, where)
 
 
-_MEAN = 1  # the value of pooling_type for the mean of all hidden states
+_MEAN = 1  # the number in pooling_type that means the mean of all hidden states
 
 
 def check_direction(description: ModelDescription, embeds: bool) -> None:
-    """Raise an error unless an embedding model has bidirectional attention and mean pooling, and another model has neither."""
+    """Raise an error if an embedding model lacks bidirectional attention or mean pooling, or if another model has one
+    of these.
+    """
     fields, where = description.fields, description.outer.where
     if fields.flag("attention.causal", not embeds) is embeds:
         found = "true" if embeds else f"false; {description.name} is no architecture of embedding models"
@@ -388,7 +392,7 @@ def ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
     """Return the rope of full layers and the rope of sliding layers. For Gemma 3, scaling applies to full layers only."""
     scaling = fields.text("rope.scaling.type", None)
     named = next((name for name in ("rope.scaling.factor", "rope.scale_linear") if fields.values.get(name)), None)
-    # A stored factor of 0 counts as missing.
+    # Some files store 0 for a missing factor.
     factor = 1.0 if named is None else fields.number(named)
     if scaling not in (None, "none", "linear"):
         raise UnsupportedError(f"{fields.where}: rope.scaling.type should be 'none' or 'linear', found {scaling!r:.40}")
@@ -399,7 +403,7 @@ def ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
     return full, Rope(fields.number("rope.freq_base_swa", 10_000.0))
 
 
-# ShieldGemma 1 has the model type of Gemma 2; MedGemma and FunctionGemma have the model types of Gemma 3.
+# ShieldGemma 1 has Gemma 2's model type; MedGemma and FunctionGemma have those of Gemma 3.
 _MODEL_TYPES = {"gemma": "gemma", "gemma2": "gemma2", "vaultgemma": "vaultgemma", "gemma3": "gemma3",
                 "gemma3_text": "gemma3", "shieldgemma2": "gemma3"}  # fmt: skip
 FAMILY = Family(

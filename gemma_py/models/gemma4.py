@@ -1,11 +1,11 @@
 """Gemma 4, text: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
 
 Full and sliding layers differ in the width and number of their heads. In models with `num_kv_shared_layers` (E2B, E4B), the
-last layers have no keys and values of their own and read the KV rows of an earlier layer of the same type. Since these
-layers write no KV rows, they are computed for WANTED rows only. In models with `attention_k_eq_v`, the values of full
-layers are the keys before k_norm and rope. In models with per-layer inputs, every layer ends with a gate on a vector of
-width P that belongs to the token and the layer. In models with a mixture of experts, the output of the feed-forward is added
-to the weighted outputs of the experts that a router chooses for the token.
+last layers have no keys and values of their own and read the KV rows of an earlier layer of the same type. So the last
+layers are computed only for WANTED rows, those of the tokens whose logits are wanted. In models with `attention_k_eq_v`,
+the values of full layers are the keys, as they are before k_norm and rope. In models with per-layer inputs, every layer
+ends with a gate on a vector of width P that depends on the token and the layer. In models with a mixture of experts, the
+router chooses experts for each token, and their weighted outputs are added to the output of the feed-forward.
 """
 
 import math
@@ -29,7 +29,8 @@ PER_LAYER_INPUT = (
     ("per_layer_projection", "per_layer_projection", "proj", "D", "P"),
     ("per_layer_norm", "post_per_layer_input_norm", "post_norm", "D"),
 )
-# The tensors of a layer with a mixture of experts. Columns as above, but the names are whole. X: experts, M: their width.
+# The tensors of a layer with a mixture of experts. Columns as above, but no ending is added to a name. X: experts, M: an
+# expert's width.
 _ROUTER = (
     ("router", "router.proj.weight", "ffn_gate_inp.weight", "X", "D"),
     ("router_scale", "router.scale", "ffn_gate_inp.scale", "D"),
@@ -42,7 +43,7 @@ _ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
-    """Return the family's tensors by name, in the order in which the weights are packed."""
+    """Return the family's tensors by name, in the order in which they are packed."""
     D, V, P, L = config.hidden_size, config.vocab_size, config.hidden_size_per_layer_input, len(config.layers)
     made = {
         "embed_tokens": Tensor((V, D), "embed_tokens.weight", "token_embd.weight"),
@@ -105,8 +106,11 @@ def _left_out(layer: Layer, number: int) -> tuple[str, ...]:
 
 
 def unused(config: Config) -> frozenset[str]:
-    """Return the names of tensors that a checkpoint may have and the model does not use: keys and values of layers that
-    read the KV rows of another layer, and the divisors of rope frequencies, which the config reader has checked."""
+    """Return the names of tensors that a checkpoint may have although the model does not use them.
+
+    These are keys and values of layers that read the KV rows of another layer, and the divisors of rope frequencies, which
+    the config reader has already checked.
+    """
     names = {_ROPE_DIVISORS}
     for number, layer in enumerate(config.layers):
         left_out = _left_out(layer, number)
@@ -122,11 +126,11 @@ def unused(config: Config) -> frozenset[str]:
 def write(p: Program) -> None:
     """Append the operations of a forward pass to the program.
 
-    Buffers: x is the residual stream, n the output of a norm, a the output of the attention heads, y the output of a
-    matrix that is added to x, own the per-layer inputs of all layers.
+    Buffers: x is the residual stream, n the output of a norm, a the output of the attention heads, y the output of a matrix
+    that is added to x, own the per-layer inputs of all layers.
 
-    The last layer that writes KV rows needs keys and values of all tokens. Everything after them is computed for WANTED
-    rows only, because no later layer stores KV rows: buffers with the suffix " wanted" replace x, n and own.
+    The last layer that stores KV rows computes keys and values of all tokens. Everything after that is computed for WANTED
+    rows only, in buffers with the suffix " wanted", which replace x, n and own.
     """
     config, last_kv = p.config, p.config.kv_owners[-1]
     p.embed("embed_tokens", "x")
@@ -153,7 +157,7 @@ def write(p: Program) -> None:
 
 
 def _per_layer_inputs(p: Program) -> None:
-    """own = (RMSNorm(projection of x * D^-1/2) + row of the table * sqrt(P)) * 2^-1/2, for all layers side by side."""
+    """Compute own = (RMSNorm(projection of x * D^-1/2) + row of the table * sqrt(P)) * 2^-1/2, for all layers at once."""
     p.embed("per_layer_table", "own", math.sqrt(p.config.hidden_size_per_layer_input))
     project_inputs(p, "c")
     p.add("own", "c")
@@ -161,7 +165,7 @@ def _per_layer_inputs(p: Program) -> None:
 
 
 def project_inputs(p: Program, target: str) -> None:
-    """target = RMSNorm(projection of x * D^-1/2), for all layers side by side."""
+    """Compute target = RMSNorm(projection of x * D^-1/2), for all layers at once."""
     p.phase("per-layer inputs", 0)
     p.matmul("x", target, "per_layer_model_projection")
     p.multiply(target, 1.0 / math.sqrt(p.config.hidden_size))
@@ -169,7 +173,7 @@ def project_inputs(p: Program, target: str) -> None:
 
 
 def queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix: str = "") -> None:
-    """Compute q, or k and v, or all three, from n, and store k and v as KV rows."""
+    """Compute, from n, the queries, or keys and values, or all three. Keys and values are stored as KV rows."""
     layer, of, rows = p.config.layers[number], f"layers.{number}.", WANTED if suffix else ALL
     heads = {"q": layer.num_attention_heads, "k": layer.num_key_value_heads}
     p.phase("query, key and value", number, rows)
@@ -188,7 +192,7 @@ def queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix:
 
 
 def rest_of_layer(p: Program, number: int, suffix: str = "") -> None:
-    """Append the operations from the attention of the queries to the input norm of the next layer."""
+    """Append the operations of a layer from attention on, and the input norm of the next layer."""
     config, of, rows = p.config, f"layers.{number}.", WANTED if suffix else ALL
     x, n, own, P = "x" + suffix, "n" + suffix, "own" + suffix, config.hidden_size_per_layer_input
     p.attend("q", "a", number, config.attention_scale)
@@ -230,7 +234,7 @@ def rest_of_layer(p: Program, number: int, suffix: str = "") -> None:
 
 
 def _experts(p: Program, number: int, rows: int) -> None:
-    """y = RMSNorm(y) + RMSNorm(weighted sum of the chosen experts' outputs for m)."""
+    """Compute y = RMSNorm(y) + RMSNorm(weighted sum of what the chosen experts compute from m)."""
     of = f"layers.{number}."
     p.phase("experts' gate and up", number, rows)
     p.expert_matmul("m", "experts' gate", f"{of}experts_gate", "routes")
@@ -254,17 +258,17 @@ _DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
-}  # transformers'
+}  # the defaults of transformers
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config.json with `global_head_dim` and `num_global_key_value_heads`, or with `per_layer_config`."""
+    """Read a config.json. The width of full layers' heads is in `global_head_dim`, or in `per_layer_config` in newer files."""
     fields, outer, where = description.fields, description.outer, description.outer.where
     unified = fields.text("model_type", outer.text("model_type", "")).startswith("gemma4_unified")
     check_text_model(description)
     if (
         fields.text("use_bidirectional_attention", "vision") != "vision"
-    ):  # 'vision' affects only images, which are left out
+    ):  # 'vision' is allowed, because it affects only images, which this package does not support
         raise UnsupportedError(f"{where}: use_bidirectional_attention should be 'vision' or null")
 
     types = layer_types(fields, _DEFAULTS["num_hidden_layers"])
@@ -312,7 +316,7 @@ _EXPERT_FIELDS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 
 def _experts_of(fields: Fields, names: tuple[str, str, str]) -> dict[str, Any]:
-    """Return the fields of `Config` for a mixture of experts. names: the names of these fields in the file."""
+    """Return the fields of `Config` for a mixture of experts. names: how the file calls these fields."""
     count, chosen, width = (fields.integer(name) for name in names)
     if chosen > count:
         fields.fail(names[1], f"at most {names[0]}, {count}")
@@ -320,9 +324,10 @@ def _experts_of(fields: Fields, names: tuple[str, str, str]) -> dict[str, Any]:
 
 
 def layer_types(fields: Fields, default: int, period: int = 6) -> list[str]:
-    """Return the type of each layer. The last layer is a full one whatever the file says, as in transformers.
+    """Return the type of each layer. Even if the file says otherwise, the last layer is a full one, as in transformers.
 
-    default: the number of layers if the file has none. period: every period-th layer is a full one if the file has no types.
+    default: the number of layers of a file without that number. period: in a file without types, every period-th layer is
+    a full one.
     """
     count = fields.integer("num_hidden_layers", default)
     if count > MOST_LAYERS:
@@ -349,7 +354,8 @@ def head_shapes(
     shapes = [usual] * len(types)
     set_by: dict[int, str] = {}
     digits = len(str(len(types)))
-    names = {str(n).zfill(width): n for n in range(len(types)) for width in range(1, digits + 1)}  # as "3", or "03"
+    # The key of layer 3 can be "3", "03" and so on.
+    names = {str(n).zfill(width): n for n in range(len(types)) for width in range(1, digits + 1)}
     for key in per_layer.values:
         layer, number = per_layer.table(key), names.get(key)
         if number is None or layer is None or set_by.setdefault(number, key) != key:
@@ -366,12 +372,13 @@ def head_shapes(
 def kv_sources(fields: Fields, name: str, types: list[str], default: int = 0) -> list[int]:
     """Return, for each layer, the number of the layer whose KV rows it reads.
 
-    The field `name`, or the default, says how many layers at the end of the model store no KV rows. Such a layer reads
-    the KV rows of the last layer of the same type that stores KV rows. Every other layer reads its own KV rows.
+    The field `name`, or the default, says how many layers at the end of the model store no KV rows. Such a layer reads the
+    KV rows of the last layer of its type that stores some. Every other layer reads its own KV rows.
     """
     count = fields.integer(name, default, least=0)
     first = len(types) - count
-    own = dict(zip(types[: max(0, first)], range(first), strict=True))  # type -> the last layer that stores KV rows
+    # For each type, the last layer that stores KV rows.
+    own = dict(zip(types[: max(0, first)], range(first), strict=True))
     if first <= 0 or not set(types[first:]) <= set(own):
         fields.fail(name, f"fewer than the {len(types)} layers, with a layer of every type before them")
     return [number if number < first else own[kind] for number, kind in enumerate(types)]
@@ -402,7 +409,9 @@ def ropes_by_type(fields: Fields, defaults: dict[str, Rope]) -> dict[str, Rope]:
 
 
 def config_from_gguf(description: ModelDescription) -> Config:
-    """Read a config from GGUF metadata, and from the names of tensors: a full layer without attn_v has keys as values."""
+    """Read a config from GGUF metadata and from the names of tensors. In a full layer without attn_v, the values are the
+    keys.
+    """
     fields, where = description.fields, description.outer.where
     count = fields.integer("block_count")
     if count > MOST_LAYERS:
@@ -455,15 +464,15 @@ def head_width(fields: Fields, suffix: str) -> int:
     width: int = fields.integer(f"attention.key_length{suffix}")
     for name in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):
         if fields.integer(name, width) != width:
-            raise UnsupportedError(f"{fields.where}: {name} should equal attention.key_length{suffix}, {width}")
+            raise UnsupportedError(f"{fields.where}: {name} should be {width}, as attention.key_length{suffix} is")
     return width
 
 
 def _rope_share(description: ModelDescription, width: int) -> float:
     """Return the share of a head's width that full layers rotate.
 
-    The file has one divisor of the rope frequency for each pair: 1 for the pairs that are rotated, then 1e30 for the
-    other pairs, whose angles become 0.
+    For each pair, the file has a divisor of the rope frequency. It is 1 for the pairs that are rotated, which come first.
+    For the other pairs, it is 1e30, which makes their angles 0.
     """
     tensor = description.tensors.get(_ROPE_DIVISORS)
     if tensor is None:

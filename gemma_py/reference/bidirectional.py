@@ -1,7 +1,7 @@
-"""The forward pass of embedding models, one layer after another for all tokens of a text.
+"""The forward pass of embedding models. Each layer is computed for all tokens of a text before the next layer.
 
-Attention is bidirectional: a query at position t attends to the positions from t - W + 1 to t + W - 1, or to all positions of
-the text in a layer without a window. A layer therefore needs the keys and values of all tokens before the first query.
+Attention is bidirectional: a query at position t attends to the positions from t - W + 1 to t + W - 1, or to all
+positions if the layer has no window. So a layer needs all keys and values before it computes the first query.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,9 @@ Query = Callable[[np.ndarray, Mapping[str, Any], Config, ReferenceCache, int], n
 
 
 def embedding(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, ids: Sequence[int]) -> np.ndarray:
-    """Return EmbeddingGemma's embedding of a text before it is cut and normalised, and add the text's keys and values to
-    the cache."""
+    """Return EmbeddingGemma's embedding of a text, uncut and not normalised. The text's keys and values are added to the
+    cache.
+    """
     rows = [op.embed(weights["embed_tokens"], token) for token in ids]
     for number in range(len(config.layers)):
         w = op.of_layer(weights, number)
@@ -31,7 +32,7 @@ def embedding(weights: Mapping[str, Any], config: Config, cache: ReferenceCache,
 
 
 def embedding2(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, ids: Sequence[int]) -> np.ndarray:
-    """Return what `embedding` returns, for EmbeddingGemma 2. Its layers are Gemma 4's, each with an input of its own."""
+    """Return what `embedding` returns, for EmbeddingGemma 2, which has the layers of Gemma 4 with per-layer inputs."""
     rows = [op.embed(weights["embed_tokens"], token) for token in ids]
     own = [gemma4.projected_inputs(weights, config, x) for x in rows]
     for number in range(len(config.layers)):
@@ -64,8 +65,9 @@ def attention(
 
 
 def pooled(rows: Sequence[np.ndarray], weights: Mapping[str, Any], config: Config, cache: ReferenceCache) -> np.ndarray:
-    """Return the mean of the normalised hidden states [D], multiplied with the projection if there is one, and with each dense
-    layer in turn."""
+    """Return the mean of the normalised hidden states, multiplied with the projection, if the model has one, and then with
+    each dense layer in turn.    rows: T hidden states [D], after the last layer
+    """
     assert config.embedding is not None
     cache.position = len(rows)
     y = op.mean_rows(np.stack([op.rms_norm(x, _F(config.rms_norm_eps), weights["norm"]) for x in rows]))

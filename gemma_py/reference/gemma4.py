@@ -1,7 +1,7 @@
-"""Gemma 4, text: one token at a time through the operations of operations.py, which also explains the letters.
+"""Gemma 4, text: one token at a time, with the operations of operations.py, which also explains the letters.
 
-P is the width of a layer's own input. Every layer is computed for every token here; the engine leaves out results that
-neither a later layer nor a wanted logit needs. Attention scores are not scaled, because queries and keys are normalised.
+P is the width of a layer's own input. Here, every layer is computed for every token; the engine leaves out layers whose
+results are not needed. Attention scores are not scaled, because queries and keys are normalised.
 """
 
 import math
@@ -20,7 +20,7 @@ _ONE, _NO_CAP = _F(1), _F(0)
 
 
 def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, token: int) -> np.ndarray:
-    """Return the logits after a token, which takes the next position of the cache.    [V]"""
+    """Return the logits [V] after a token, and store the token's keys and values at the cache's next position."""
     x = op.embed(weights["embed_tokens"], token)
     own = per_layer_inputs(weights, config, x, token) if config.hidden_size_per_layer_input else None
     for number in range(len(config.layers)):
@@ -31,7 +31,7 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 
 def per_layer_inputs(weights: Mapping[str, Any], config: Config, x: np.ndarray, token: int) -> np.ndarray:
-    """Return the layers' own inputs: (a projection of the embedding x + the token's row of a table) * 2^-1/2.    [L, P]"""
+    """Return the own inputs of all layers, [L, P]: (a projection of the embedding x + the token's row of a table) * 2^-1/2."""
     P = config.hidden_size_per_layer_input
     from_table = op.embed(weights["per_layer_table"], token, math.sqrt(P))
     from_embedding = projected_inputs(weights, config, x).reshape(-1)
@@ -39,7 +39,7 @@ def per_layer_inputs(weights: Mapping[str, Any], config: Config, x: np.ndarray, 
 
 
 def projected_inputs(weights: Mapping[str, Any], config: Config, x: np.ndarray) -> np.ndarray:
-    """Return the projection of the embedding x for each layer, normalised.    [L, P]"""
+    """Return the normalised projection of the embedding x for each layer, [L, P]."""
     P, D = config.hidden_size_per_layer_input, config.hidden_size
     projected = op.scale_row(op.matmul(x, weights["per_layer_model_projection"]), _F(1.0 / math.sqrt(D)))
     gain = weights["per_layer_projection_norm"]
@@ -75,12 +75,11 @@ def after_attention(
 
 
 def feed_forward(n: np.ndarray, gate: Matrix, up: Matrix, down: Matrix) -> np.ndarray:
-    """Return the output of a gated feed-forward for a normalised hidden state.    n: [D]"""
     return op.matmul(op.gelu_gate(op.matmul(n, gate), op.matmul(n, up)), down)
 
 
 def experts(x: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
-    """Return the sum of the outputs of the experts that the router chooses, each times the router's weight.    x: [D]"""
+    """Return the sum over the chosen experts of (an expert's output) * (the router's weight for the expert).    x: [D]"""
     eps, scale = _F(config.rms_norm_eps), _F(1.0 / math.sqrt(config.hidden_size))
     router_logits = op.matmul(op.rms_norm(x, eps, w["router_scale"]), w["router"])
     chosen, weights = op.route(router_logits, scale, w["expert_scale"], config.top_k_experts)
@@ -92,7 +91,7 @@ def experts(x: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
 def query(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
     """Return the query heads [H, E] for a hidden state x [D].
 
-    A layer with KV rows of its own stores keys and values at the cache's position.
+    If the layer stores KV rows, the keys and values are stored at the cache's position.
     """
     y, eps = config.layers[number], _F(config.rms_norm_eps)
     n = op.rms_norm(x, eps, w["input_norm"])

@@ -2,10 +2,10 @@
 
     T rows   N outputs and K inputs of a matrix   C chosen experts of a row
 
-A product with an expert's matrix belongs to a row and to one of the C experts that are chosen for the row. Each worker
-sorts the products of a phase by expert (kernels/experts.py), in an order that depends only on the routes. A tile copies
-the input rows of some products of one expert side by side, so that the expert's codes are unpacked once for these rows.
-Which rows share a tile changes no bit, because each output is one sum.
+Every row is multiplied with the matrices of C experts. Each worker sorts these products by expert (kernels/experts.py), in
+an order that depends only on the routes. A tile copies the input rows of some products of one expert side by side, so that
+the expert's codes are unpacked once for these rows. Each output is one sum, so the bits do not depend on which rows share a
+tile.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ from gemma_py.runtime.sync import claim_any
 from gemma_py.runtime.trace import is_traced, trace_worker
 from gemma_py.weights import pack as w
 
-# The fewest panels in a tile of an expert. Every tile copies the expert's input rows anew, which makes small tiles slow.
+# The fewest panels in a tile of an expert. Small tiles are slow, because every tile copies the expert's input rows again.
 _MIN_EXPERT_PANELS = 16
 
 
@@ -39,8 +39,10 @@ _MIN_EXPERT_PANELS = 16
 def _multiply(model, number, x, coded, y, unpacked, first_row, last_row, first_panel, last_panel):
     """Compute y[t, n] for rows t in first_row .. last_row - 1 and outputs n in panels first_panel .. last_panel - 1.
 
-    number: the row of the matrix in `matrices`. x: [rows * K] f32, read if the matrix is a float matrix; otherwise, coded
-    is read. y: [rows * N] f32, written for these rows and outputs
+    number: the index of the matrix in `matrices`
+    x: [rows * K] f32, read if the matrix is a float matrix
+    coded: the quantised input, read otherwise
+    y: [rows * N] f32, written for these rows and outputs
     """
     row = model.weights.matrices[number]
     N, K = row[w.ROWS], row[w.INPUTS]
@@ -65,8 +67,8 @@ def _panels_for(model, op):
 def _rows_together(panels, T, workers):
     """Return the number of rows of a tile.
 
-    Larger tiles are better, because every tile unpacks its panels anew. But the rows are cut into enough blocks that
-    blocks * panels >= 32 * workers, which gives each worker 8 tiles of 4 panels.
+    Tiles are as large as possible, because every tile unpacks its panels again. But there must be enough of them to keep
+    the workers equally busy: blocks * panels >= 32 * workers, which gives each worker 8 tiles of 4 panels.
     """
     blocks = max((T + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS, (32 * workers + panels - 1) // panels)
     rows = (T + blocks - 1) // blocks
@@ -77,10 +79,11 @@ def _rows_together(panels, T, workers):
 def _panels_together(panels, blocks, T, workers):
     """Return the number of panels of a tile, a multiple of 4.
 
-    panels: the number of panels of the phase's matrices. blocks: the number of blocks that `_rows_together` cuts rows into.
+    panels: the number of panels of the phase's matrices. blocks: the number of blocks of `_rows_together` rows.
 
-    With many rows, each worker gets about 8 tiles, for balance. With few rows, memory bandwidth is the limit, and long
-    contiguous reads are faster: each worker gets up to 8 tiles of at least 16 panels, or one smaller tile.
+    With many rows, each worker gets about 8 tiles, so that workers finish at about the same time. With few rows, memory
+    bandwidth is the limit, and long contiguous reads are faster: each worker gets up to 8 tiles of at least 16 panels, or
+    one smaller tile.
     """
     if T > FEW_ROWS:
         return max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
@@ -90,13 +93,13 @@ def _panels_together(panels, blocks, T, workers):
 
 @inlined
 def _blocks_of(lists, expert):
-    """Return the number of blocks into which the products of an expert are cut."""
+    """Return the number of tiles into which an expert's products are divided."""
     return (lists[expert + 1] - lists[expert] + EXPERT_ROWS - 1) // EXPERT_ROWS
 
 
 @inlined
 def _columns_for(model, op, width):
-    """Return the number of tiles of `width` panels into which a matrix is cut."""
+    """Return the number of tiles of `width` panels into which an expert's matrix is divided."""
     return (_panels_for(model, op) + width - 1) // width
 
 
@@ -159,7 +162,8 @@ def _compute_tile(worker, workers, model, op, scratch, batch, lists, expert, fir
         unpack_buffer_of(scratch, worker, workers),
     )
     N, K = model.weights.matrices[number, w.ROWS], model.weights.matrices[number, w.INPUTS]
-    share = op[p.HEADS] if op[p.STRIDE] == K else np.int64(1)  # neighbouring products that have one input row
+    # The number of neighbouring products that read the same input row.
+    share = op[p.HEADS] if op[p.STRIDE] == K else np.int64(1)
     (x,) = buffer_of(batch, scratch, op[p.SOURCE], op[p.STRIDE] if of_expert else K)
     (y,) = buffer_of(batch, scratch, op[p.TARGET], op[p.HEADS] * N if of_expert else N)
     inputs, coded, outputs, first_row, last_row = x, codes_of(scratch, batch, op[p.SLOT]), y, first, last
@@ -189,7 +193,7 @@ def _compute_tile(worker, workers, model, op, scratch, batch, lists, expert, fir
 
 @phase
 def matmul_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Run a phase of matrix products, either all with dense matrices or all with the matrices of experts."""
+    """Run a phase of matrix products. Tiles are numbered matrix by matrix."""
     counter, T, C = model.ops[at, p.COUNTER], batch.counts[model.ops[at, p.ROWS_OF], ROWS], model.ops[at, p.HEADS]
     lists = scratch.experts.lists[own_part(scratch.experts.lists, worker, workers)]
     rows, blocks, width = _tile_shape(model, scratch, batch, lists, workers, at, end)

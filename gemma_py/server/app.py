@@ -1,4 +1,4 @@
-"""The routes. Handlers never run the model: they submit requests to the scheduler and send its events to the clients."""
+"""The routes. Handlers never run the model: they submit requests to the scheduler and send events back to the clients."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ class App:
         self.ending = False
         self.event_queues: set[EventQueue] = set()
         self._admitted = 0
-        # /tokenize and /detokenize handle one request at a time, to leave processor time for generation.
+        # /tokenize and /detokenize handle only one request at a time, to leave processor time for generation.
         self._tokenizing = asyncio.Lock()
 
     def asgi(
@@ -76,7 +76,8 @@ class App:
             middleware=[counter, *([cors] if origins else []), auth],
             exception_handlers=handlers,
         )
-        made.router.redirect_slashes = False  # reply 404 instead, because many clients do not follow a redirected POST
+        # The reply is 404 instead, because many clients do not follow the redirect of a POST.
+        made.router.redirect_slashes = False
         return made
 
     # --- generating ---------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ class App:
 
     @contextlib.contextmanager
     def _admission(self) -> Iterator[None]:
-        """Count a request as admitted while it is handled, or refuse the request before its body is read."""
+        """Count a request as admitted while it is handled. If there are too many, refuse it before its body is read."""
         if self.ending:
             raise ApiError(503, "The server is shutting down.", None, "server_ending", 10.0)
         health = self.service.scheduler.health()
@@ -169,7 +170,6 @@ class App:
         return JSONResponse(document())
 
     def fail(self, error: GemmaError) -> None:
-        """Send an error to every client whose request is still running."""
         for queue in self.event_queues:
             queue.fail(error)
 

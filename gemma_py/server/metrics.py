@@ -52,8 +52,6 @@ class Metrics:
 
 
 class _SchedulerCollector(Collector):
-    """Reads the scheduler's statistics each time that /metrics is requested."""
-
     def __init__(self, scheduler: BaseScheduler[Any, Any]) -> None:
         self._scheduler = scheduler
 
@@ -75,7 +73,7 @@ class _SchedulerCollector(Collector):
 
 
 class RequestCounter:
-    """Middleware that counts requests by path and status. Unknown paths are counted together, as "other"."""
+    """Middleware that counts requests by path and status. All unknown paths are counted as "other"."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics

@@ -16,7 +16,7 @@ from gemma_py.server.events import EventQueue
 from gemma_py.server.openai.builders import ResponseBuilder
 from gemma_py.server.openai.errors import api_error
 
-KEEP_ALIVE_SECONDS = 10.0  # seconds without an event before a stream sends a keep-alive comment
+KEEP_ALIVE_SECONDS = 10.0  # after so many seconds without an event, a stream sends a keep-alive comment
 
 
 class EventStream(StreamingResponse):

@@ -189,7 +189,7 @@ def test_gemma_3n_whose_config_leaves_defaults_out() -> None:
         ({"vocab_size_per_layer_input": 1.5}, "vocab_size_per_layer_input"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers should be at most 10000"),
         ({"num_hidden_layers": 5}, "should be .*5"),
-        ({"use_bidirectional_attention": True}, "which no Gemma 3n has"),
+        ({"use_bidirectional_attention": True}, "but Gemma 3n has causal attention"),
     ],
 )
 def test_a_wrong_field_of_gemma_3n_is_named(change: dict[str, Any], message: str) -> None:

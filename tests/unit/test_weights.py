@@ -167,7 +167,10 @@ def test_an_incomplete_directory(tmp_path: Path, files: dict[str, bytes], messag
 
 
 def test_paths_that_are_no_models(tmp_path: Path) -> None:
-    for path, message in ((tmp_path / "nothing", "no such file"), (Path("/dev/null"), "neither a file")):
+    for path, message in (
+        (tmp_path / "nothing", "no such file"),
+        (Path("/dev/null"), "should be a file or a directory"),
+    ):
         with pytest.raises((ModelNotFoundError, FormatError), match=message):
             gemma_py.load(path)
     rewritten(tmp_path, lambda values: None)

@@ -39,7 +39,7 @@ from gemma_py.templates.chat_format import NO_TOOLS, ChatFormat
 from gemma_py.templates.notation import CallConstraint, Marks
 from gemma_py.templates.template import Message, Template
 
-DEFAULT_TOKENS = 1024  # the limit for a chat response if the request sets none
+DEFAULT_TOKENS = 1024  # the most tokens of a chat response if the request sets no limit
 _SEEDS = 1 << 63
 
 
@@ -47,8 +47,8 @@ _SEEDS = 1 << 63
 class Job:
     """The scheduler's requests for one HTTP request.
 
-    requests: one for each choice; each prompt has n choices. A job for embeddings has one request, which is a list of texts as
-    token ids. echo: the texts of the prompts if the client set `echo`, else empty.
+    requests: one for each choice; each prompt has n choices. echo: the texts of the prompts if the client asked for an
+    echo, else empty.
     """
 
     requests: list[Any]
@@ -56,14 +56,13 @@ class Job:
 
 
 def new_scheduler(engine: Engine, parallel: int, queue: int = 64) -> BaseScheduler[Any, Any]:
-    """Start the scheduler that suits the engine's model."""
     if engine.config.embedding is not None:
         return EmbeddingScheduler(engine, parallel, queue)
     return Scheduler(engine, parallel, queue)
 
 
 class Service:
-    """Converts requests for the served model, from several threads at once. model: the name of the model in requests."""
+    """Converts requests in OpenAI's format. Several threads can use it at once. model: the model's name in requests."""
 
     def __init__(
         self, engine: Engine, scheduler: BaseScheduler[Any, Any], model: str, template: str | None = None
@@ -80,12 +79,14 @@ class Service:
         return self.format.template
 
     def prepare(self) -> None:
-        """Build the tables for JSON schemas at startup, because building them later would delay every running request."""
+        """Build the tables for JSON schemas at startup. If they were built later, every running request would be delayed."""
         if self.engine.config.embedding is None:
             self._constraints.prepare()
 
     def check_kind(self, embeds: bool) -> None:
-        """Raise InputError unless the model is an embedding model, or with `embeds` false, unless it generates text."""
+        """Raise InputError if the model is of the wrong kind. embeds: whether an embedding model is needed, or one that
+        generates text.
+        """
         if embeds and self.engine.config.embedding is None:
             raise InputError(f"The model {self.model!r:.80} generates text; embeddings need an embedding model.")
         if not embeds and self.engine.config.embedding is not None:
@@ -184,9 +185,9 @@ class Service:
         return self.format.marks(bool(asked.functions) and asked.chosen != "none")
 
     def _thinking(self, asked: ChatRequest | ResponsesRequest) -> bool | None:
-        """Return whether the model should think, or None if the request leaves this decision to the template.
+        """Return whether the model should think, or None if the template should decide.
 
-        For a model that cannot think, a reasoning effort in the request is ignored, because clients send it to every model.
+        Clients send a reasoning effort to every model, so it is ignored for a model that cannot think.
         """
         switch = asked.thinking_switch
         if switch and not self.format.knows_thinking:
@@ -197,7 +198,9 @@ class Service:
         return asked.effort != "none"
 
     def _call(self, asked: ChatRequest | ResponsesRequest) -> Callable[[], CallConstraint] | None:
-        """Return a function that creates the constraint for a required tool call, or None if no tool call is required."""
+        """Return a function that creates the constraint for a tool call, or None if the request does not require a tool
+        call.
+        """
         if asked.chosen in ("none", "auto"):
             return None
         names = [function.name for function in asked.functions]
@@ -238,8 +241,8 @@ class Service:
     def _choices(
         request: Request, n: int | None, constraint: Callable[[], Constraint | None], thinking: bool | None = None
     ) -> list[Request]:
-        """Return n copies of a request, one for each choice. Choice i has the seed + i and its own constraint, which a
-        thought before the answer need not follow.
+        """Return n copies of a request, one for each choice. Choice i has the seed + i and its own constraint. A thought
+        before the answer is not constrained.
         """
         marks = request.marks
         channel = None if marks is None else marks.channel
@@ -271,8 +274,8 @@ def _text(content: str | list[ContentPart]) -> str:
 
 
 def _turns(items: Sequence[InputItem | CallItem | ResultItem | ReasoningItem]) -> list[GivenMessage]:
-    """Convert the items of a Responses API input to messages. A tool call is added to the assistant message before it,
-    and a thought to the assistant message after it.
+    """Convert the items of a Responses API input to messages. A tool call is added to the assistant message before it, and
+    a thought to the assistant message after it.
     """
     made: list[GivenMessage] = []
     for item in items:
@@ -295,7 +298,7 @@ def _turns(items: Sequence[InputItem | CallItem | ResultItem | ReasoningItem]) -
 
 
 def _joined_system(messages: list[Message]) -> list[Message]:
-    """Join the system messages at the beginning into one message, separated by blank lines."""
+    """Join the system messages at the beginning to one message, with blank lines between them."""
     count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if count < 2:
         return messages
