@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from gemma_py.checks import limits, verify
 from gemma_py.checks.cost import BYTES, FLOP, run_cost
 from gemma_py.checks.limits import Limits
 from gemma_py.checks.verify import ReportFraction
-from gemma_py.errors import MismatchError
+from gemma_py.errors import InputError, MismatchError
 from gemma_py.generate.engine import Engine
 from gemma_py.runtime.cache import KV_TYPES, Cache, check_context
 from gemma_py.runtime.profile import WAIT, WORK, Profile
@@ -33,6 +33,7 @@ class BenchTest:
     prompt: bool
     tokens: int
     depth: int = 0
+    whole: bool = False  # the prompt is one pass, because an embedding model takes a text whole
 
     def __str__(self) -> str:
         at = f" @ d{self.depth}" if self.depth else ""
@@ -43,6 +44,8 @@ class BenchTest:
         """The number of tokens of each pass."""
         if not self.prompt:
             return [1] * self.tokens
+        if self.whole:
+            return [self.tokens]
         return [min(CHUNK, self.tokens - first) for first in range(0, self.tokens, CHUNK)]
 
     @property
@@ -78,6 +81,16 @@ class BenchRow:
         return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
 
 
+def for_embeddings(tests: Sequence[BenchTest]) -> tuple[BenchTest, ...]:
+    """Return the tests with whole texts. Raise InputError if an embedding model cannot run a test."""
+    for test in tests:
+        if not test.prompt or test.depth:
+            raise InputError(
+                f"{test}: an embedding model takes a text whole and generates nothing; give -p and -n 0, without -d"
+            )
+    return tuple(replace(test, whole=True) for test in tests)
+
+
 def check_tests_fit(tests: Sequence[BenchTest], context: int) -> None:
     for test in tests:
         check_context(context, test.tokens, after=test.depth or None)
@@ -87,6 +100,8 @@ class Benchmark:
     """Runs every test with every number of threads. `rows` has the results so far."""
 
     def __init__(self, engine: Engine, threads: Sequence[int], tests: Sequence[BenchTest]) -> None:
+        if engine.config.embedding is not None:
+            tests = for_embeddings(tests)
         check_tests_fit(tests, engine.context)
         self.engine = engine
         self._all = [BenchRow(count, test) for count in threads for test in tests]

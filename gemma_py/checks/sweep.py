@@ -10,7 +10,7 @@ from typing import Any
 
 from gemma_py.checks import plot, verify
 from gemma_py.checks.verify import Difference, ReportFraction, RunResult, RunSetting
-from gemma_py.errors import MismatchError
+from gemma_py.errors import InputError, MismatchError
 from gemma_py.generate.engine import Engine
 from gemma_py.runtime.cache import check_context
 
@@ -28,6 +28,10 @@ class Sweep:
     """Measures every combination of threads and chunk size. `points` has the results so far."""
 
     def __init__(self, engine: Engine, threads: Sequence[int], chunks: Sequence[int], tokens: int, new: int) -> None:
+        if engine.config.embedding is not None:
+            raise InputError(
+                "an embedding model has no chunks and decodes nothing, so there is nothing to sweep; use bench"
+            )
         check_context(engine.context, tokens, new=new)
         self.engine, self.threads, self.chunks = engine, tuple(threads), tuple(chunks)
         self.tokens, self.new = tokens, new

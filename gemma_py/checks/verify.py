@@ -6,10 +6,13 @@ Every setting runs one prompt. Digests of each token's logits and of each layer'
 differ, the two settings run again with a trace: a hash of what each phase computed for each token. The first hash that
 differs shows where the error is. A trace does not depend on threads or chunk size, so a trace in a file can be compared
 with a run on another machine.
+
+An embedding model takes each text whole, so that it has no chunks. Then the prompt is cut into texts, and a setting has a
+number of texts in a pass instead of a chunk size.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,8 +20,9 @@ import numpy as np
 
 from gemma_py import reference
 from gemma_py.errors import ComputationError, MismatchError
+from gemma_py.generate.embedding import embed_pass
 from gemma_py.generate.engine import Engine, Session
-from gemma_py.runtime.cache import check_context
+from gemma_py.runtime.cache import Cache, check_context
 from gemma_py.runtime.trace import Trace
 
 OpenEngine = Callable[[int], Engine]
@@ -46,6 +50,15 @@ def prompt_length(wanted: int | None, context: int) -> int:
     return min(TOKENS, context) if wanted is None else wanted
 
 
+def texts_of(ids: Sequence[int]) -> list[list[int]]:
+    """Cut the prompt into the texts for an embedding model: a half as one text, the rest as texts of 1, 2, 3 ... tokens."""
+    made, first = [list(ids[: (len(ids) + 1) // 2])], (len(ids) + 1) // 2
+    while first < len(ids):
+        made.append(list(ids[first : first + len(made)]))
+        first += len(made[-1])
+    return made
+
+
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
@@ -55,10 +68,15 @@ def threads_text(count: int) -> str:
 
 @dataclass(frozen=True)
 class RunSetting:
+    """embeds: `chunk` counts the texts of a pass, not tokens."""
+
     threads: int
     chunk: int
+    embeds: bool = False
 
     def __str__(self) -> str:
+        if self.embeds:
+            return f"{threads_text(self.threads)} with {self.chunk} text{'s' * (self.chunk > 1)} in a pass"
         return f"{threads_text(self.threads)} in chunks of {self.chunk}"
 
 
@@ -66,13 +84,14 @@ class RunSetting:
 class RunResult:
     """Digests of what a run computed.
 
-    rows: the sha256 of each token's logits. kv: the digest of each layer from `Session.kv_digest`. nan: whether a logit
-    is NaN.
+    rows: the sha256 of each token's logits, or of each text's embedding. kv: the digest of each layer from
+    `Session.kv_digest`. nan: whether a number is NaN. embeds: whether the model is an embedding model.
     """
 
     rows: tuple[bytes, ...]
     kv: tuple[str, ...]
     nan: bool = False
+    embeds: bool = False
 
     @property
     def logits(self) -> str:
@@ -85,8 +104,10 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TracedRun:
+    """session: None for an embedding model, which has a KV cache for each text."""
+
     result: RunResult
-    session: Session
+    session: Session | None
     hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer does not have the phase
     workers: np.ndarray  # int64 [L + 1, P, T]: the worker that computed the output; -1 for none
     phases: tuple[str, ...]
@@ -112,24 +133,50 @@ def compute(
     """
     instruments = engine.instruments
     instruments.poison = True
-    session, rows, nan = engine.session(), [], False
+    embeds, caches = engine.config.embedding is not None, list[Cache]()
+    session, rows, nan, done = None if embeds else engine.session(), [], False, 0
     traces: list[Trace] = []
     instruments.traces = traces if trace else None
     try:
-        for first in range(0, len(ids), chunk):
-            piece = list(ids[first : first + chunk])
-            logits = session.prefill(piece, chunk=chunk, all_logits=True)
-            nan = nan or bool(np.isnan(logits).any())
-            rows += row_digests(logits)
-            progress(first + len(piece))
+        for tokens, made in (
+            _passes_of_texts(engine, ids, chunk, caches) if session is None else _passes(session, ids, chunk)
+        ):
+            nan = nan or bool(np.isnan(made).any())
+            rows += row_digests(made)
+            done += tokens
+            progress(done)
     finally:
         instruments.traces = None
-    result = RunResult(tuple(rows), tuple(session.kv_digest()), nan)
+    kv = joined_digests([cache.digest() for cache in caches]) if session is None else session.kv_digest()
+    result = RunResult(tuple(rows), tuple(kv), nan, embeds)
     if not trace:
         return TracedRun(result, session, np.empty((0, 0, 0), np.int64), np.empty((0, 0, 0), np.int64), (), -1)
     shape = (engine.program.layers, len(engine.program.labels), len(ids))
     hashes, workers = (np.concatenate(parts, axis=1).reshape(shape) for parts in zip(*traces, strict=True))
     return TracedRun(result, session, hashes, workers, engine.program.labels, engine.program.store_label)
+
+
+def _passes(session: Session, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of tokens and the logits of each pass."""
+    for first in range(0, len(ids), chunk):
+        piece = list(ids[first : first + chunk])
+        yield len(piece), session.prefill(piece, chunk=chunk, all_logits=True)
+
+
+def _passes_of_texts(
+    engine: Engine, ids: Sequence[int], count: int, caches: list[Cache]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of tokens and the embeddings of each pass, and append the KV cache of each text."""
+    texts = texts_of(ids)
+    for first in range(0, len(texts), count):
+        part, own = texts[first : first + count], list[Cache]()
+        yield sum(map(len, part)), embed_pass(engine, part, own)
+        caches += own
+
+
+def joined_digests(texts: Sequence[Sequence[str]]) -> list[str]:
+    """Return one sha256 for each layer from the digests [texts][layers] of the KV caches of texts."""
+    return [hashlib.sha256(" ".join(layer).encode()).hexdigest() for layer in zip(*texts, strict=True)]
 
 
 # --- differences ------------------------------------------------------------------------------------------------------
@@ -193,6 +240,8 @@ def changed_row(a: TracedRun, b: TracedRun, layer: int) -> int | None:
 
     Both runs stored equal rows, but the rows differ at the end of the runs.
     """
+    if a.session is None or b.session is None:
+        return None
     owners, phase = a.session.engine.config.kv_owners, a.store_label
     if layer not in owners:
         return None
@@ -212,7 +261,7 @@ def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | 
         row = changed_row(a, b, layer)
         note = "" if row is None else f"the KV rows of position {row} differ too, though equal ones were computed"
         return Difference(between, layer, a.phases[phase], position, position, workers, note)
-    for layer in a.session.engine.config.kv_owners:
+    for layer in () if a.session is None else a.session.engine.config.kv_owners:
         row = changed_row(a, b, layer)
         if row is not None:
             return Difference(between, layer, "rows kept in the cache", row, row, note="equal ones were computed")
@@ -226,7 +275,10 @@ def where_results_part(a: RunResult, b: RunResult, between: str, note: str = "")
     """
     layer = next((number for number, (x, y) in enumerate(zip(a.kv, b.kv, strict=True)) if x != y), None)
     row = next((number for number, (x, y) in enumerate(zip(a.rows, b.rows, strict=True)) if x != y), None)
-    what = "logits" if layer is None else "keys and values" if row is None else "keys and values, and logits from"
+    made = "embeddings" if a.embeds else "logits"
+    what = made if layer is None else "keys and values" if row is None else f"keys and values, and {made} from"
+    if a.embeds and row is not None:  # a row belongs to a text, so that it has no position
+        return Difference(between, layer, f"{what} text {row}", note=note)
     return Difference(between, layer, what, row, row, note=note)
 
 
@@ -266,9 +318,10 @@ class VerifyReport:
 
     def as_json(self) -> dict[str, Any]:
         rows = [
-            {"threads": setting.threads, "chunk": setting.chunk, "logits": result.logits, "kv": list(result.kv)}
+            {"threads": setting.threads, "texts_in_a_pass" if setting.embeds else "chunk": setting.chunk,
+             "embeddings" if setting.embeds else "logits": result.logits, "kv": list(result.kv)}
             for setting, result in zip(self.settings, self.results, strict=True)
-        ]
+        ]  # fmt: skip
         return {
             "equal": self.difference is None,
             "tokens": self.tokens,
@@ -302,15 +355,17 @@ def verify(
 
     reference_tokens: the number of tokens that are also compared with the reference implementation.
     """
-    settings = tuple(RunSetting(count, chunk) for count in dict.fromkeys(threads) for chunk in dict.fromkeys(chunks))
+    pairs = [(count, chunk) for count in dict.fromkeys(threads) for chunk in dict.fromkeys(chunks)]
     prefix, results = min(reference_tokens, tokens), []
-    total, done = 100 * prefix + sum(cost(tokens, setting.chunk) for setting in settings), 0
+    total, done = 100 * prefix + sum(cost(tokens, chunk) for _, chunk in pairs), 0
     ids: list[int] = []
+    settings: tuple[RunSetting, ...] = ()
     difference = None
     for count in dict.fromkeys(threads):
         with open_engine(count) as engine:
             if not ids:
                 ids = prompt(tokens, engine.config.vocab_size)
+                settings = tuple(RunSetting(*pair, engine.config.embedding is not None) for pair in pairs)
                 if prefix:
                     progress(f"the specification, {prefix} tokens", 0.0)
                     difference = against_specification(engine, ids[:prefix])
@@ -330,14 +385,23 @@ def verify(
         found = locate(open_engine, ids, settings[0], settings[other], (results[0], results[other]))
         return VerifyReport(tokens, prefix, settings, tuple(results), found)
     if results[0].nan:
-        raise ComputationError("all runs gave equal bits, but the logits contain NaN, so the comparison proves nothing")
+        raise ComputationError("all runs gave equal bits, but some results are NaN, so the comparison proves nothing")
     return report
 
 
 def against_specification(engine: Engine, ids: Sequence[int]) -> Difference | None:
-    """Compare the engine's logits and KV rows, computed in one chunk, with those of the reference implementation."""
-    logits, wanted = reference.logits_and_rows(engine, ids)
+    """Compare the engine's results and KV rows, computed in one pass, with those of the reference implementation."""
     made = compute(engine, ids, len(ids))
+    if made.session is None:
+        results = [reference.embedding_and_rows(engine, text) for text in texts_of(ids)]
+        vectors, kv = np.stack([result for result, _ in results]), [reference.kv_digest(cache) for _, cache in results]
+        spec = RunResult(
+            tuple(row_digests(vectors)), tuple(joined_digests(kv)), bool(np.isnan(vectors).any()), embeds=True
+        )
+        if made.result == spec:
+            return None
+        return where_results_part(spec, made.result, f"the specification and {threads_text(engine.threads)}")
+    logits, wanted = reference.logits_and_rows(engine, ids)
     expected = RunResult(tuple(row_digests(logits)), tuple(reference.kv_digest(wanted)), bool(np.isnan(logits).any()))
     if made.result == expected:
         return None

@@ -159,7 +159,8 @@ def run(args: argparse.Namespace) -> None:
                     print(json.dumps({"url": url, "model": service.model, "pid": os.getpid()}), flush=True)
                 else:
                     threads = f"{engine.threads} thread{'s' * (engine.threads > 1)}"
-                    print(f"{service.model}, {threads}: API at {url}/v1, chat page at {url}", flush=True)
+                    page = "" if engine.config.embedding is not None else f", chat page at {url}"
+                    print(f"{service.model}, {threads}: API at {url}/v1{page}", flush=True)
 
             def ending(live: int) -> None:
                 if live and not args.json:

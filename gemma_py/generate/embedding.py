@@ -13,6 +13,7 @@ from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.kernels.pooling import normalise_rows
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
+from gemma_py.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from gemma_py.generate.engine import Engine
@@ -30,7 +31,7 @@ _COMMON = {
     "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
 }  # fmt: skip
 # The prompts by model type and task, for a checkpoint without config_sentence_transformers.json.
-PROMPTS: Mapping[str, Mapping[str, str]] = {
+_PROMPTS: Mapping[str, Mapping[str, str]] = {
     "gemma-embedding": {
         **_COMMON, "question answering": _ANSWERING, "fact checking": _CHECKING, "classification": _CLASSIFICATION,
         "clustering": _CLUSTERING, "sentence similarity": _SIMILARITY, "code retrieval": _CODE,
@@ -45,12 +46,17 @@ PROMPTS: Mapping[str, Mapping[str, str]] = {
 Text = str | Sequence[int]
 
 
+def prompts_of(checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Return the prompts of the checkpoint's embedding model, by task."""
+    return checkpoint.modules.prompts or _PROMPTS[checkpoint.config.model_type]
+
+
 def prompt_of(engine: "Engine", task: str | None) -> str:
     """Return the text to put in front of each text of a task. Without a task, this is the checkpoint's default prompt,
     or "".
     """
     modules = engine.checkpoint.modules
-    prompts = modules.prompts or PROMPTS[engine.config.model_type]
+    prompts = prompts_of(engine.checkpoint)
     name = modules.default if task is None else task
     if name is None:
         return ""

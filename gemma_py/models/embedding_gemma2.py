@@ -13,7 +13,6 @@ from gemma_py.models.gemma import (
     HEAD_NORMS,
     LAYER_NORMS,
     MATRICES,
-    MOST_LAYERS,
     SLIDING,
     check_direction,
     check_text_model,
@@ -86,7 +85,7 @@ _DEFAULT_ROPES = {FULL: Rope(1_000_000.0), SLIDING: Rope(10_000.0)}
 
 def config_from_hf(description: ModelDescription) -> Config:
     """Read a config.json, where a missing field has transformers' default."""
-    fields, outer = description.fields, description.outer
+    fields = description.fields
     check_text_model(description)
     types = layer_types(fields, 24, fields.integer("sliding_window_pattern", 6))
     usual = fields.integer("num_key_value_heads", 2), fields.integer("head_dim", 256)
@@ -104,27 +103,22 @@ def config_from_hf(description: ModelDescription) -> Config:
         vocab_size=fields.integer("vocab_size", 262_144),
         hidden_size=fields.integer("hidden_size", 512),
         max_position_embeddings=fields.integer("max_position_embeddings", 262_144),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         query_pre_attn_scalar=1.0,
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
-        tie_word_embeddings=True,
-        bos_token_id=description.token_ids("bos_token_id", 2)[0],
-        eos_token_ids=description.token_ids("eos_token_id", 1),
         layers=layers,
+        **description.common_from_hf(),
         hidden_size_per_layer_input=fields.integer("hidden_size_per_layer_input", 512),
         embedding=EmbeddingHead(description.dense, fields.integer("embedding_dim", 768)),
     )
-    return checked(config, outer.where)
+    return checked(config, description.outer.where)
 
 
 def config_from_gguf(description: ModelDescription) -> Config:
     """Read a config from GGUF metadata."""
     fields, where = description.fields, description.outer.where
     check_direction(description, embeds=True)
-    count = fields.integer("block_count")
-    if count > MOST_LAYERS:
-        fields.fail("block_count", f"at most {MOST_LAYERS}")
+    count = fields.layer_count("block_count")
     if fields.integer("attention.shared_kv_layers", 0, least=0):
         raise UnsupportedError(f"{where}: attention.shared_kv_layers should be 0, because every layer has KV rows")
     types = [SLIDING if flag else FULL for flag in fields.flags("attention.sliding_window_pattern", count, 6)]
@@ -139,23 +133,18 @@ def config_from_gguf(description: ModelDescription) -> Config:
               feed_forward[number], number, bidirectional=True)
         for number, kind in enumerate(types)
     )  # fmt: skip
-    hidden = fields.integer("embedding_length")
-    bos, ends = description.gguf_token_ids()
+    common = description.common_from_gguf() | {
+        "tie_word_embeddings": True
+    }  # output.weight is the projection, not a head
     config = Config(
         model_type=description.name,
-        vocab_size=description.vocab_size,
-        hidden_size=hidden,
-        max_position_embeddings=fields.integer("context_length"),
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         query_pre_attn_scalar=1.0,
         attn_logit_softcapping=None,
         final_logit_softcapping=None,
-        tie_word_embeddings=True,
-        bos_token_id=bos,
-        eos_token_ids=ends,
         layers=layers,
+        **common,
         hidden_size_per_layer_input=fields.integer("embedding_length_per_layer_input"),
-        embedding=EmbeddingHead(description.dense, fields.integer("embedding_length_out", hidden)),
+        embedding=EmbeddingHead(description.dense, fields.integer("embedding_length_out", common["hidden_size"])),
     )
     return checked(config, where)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gemma_py.errors import ConfigError
 from gemma_py.formats.tensor import StoredTensor
@@ -37,10 +38,29 @@ class ModelDescription:
         """The special token ids from Hugging Face's files. generation_config.json takes precedence over config.json."""
         return self.tokens.ids(name) or self.fields.ids(name) or self.outer.ids(name) or (default,)
 
-    def gguf_token_ids(self) -> tuple[int | None, tuple[int, ...]]:
-        bos = self.outer.ids("tokenizer.ggml.bos_token_id")
+    def common_from_hf(self) -> dict[str, Any]:
+        """Return the fields of `Config` that every family reads alike from Hugging Face's files."""
+        fields, tied = self.fields, "tie_word_embeddings"
+        return {
+            "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+            "tie_word_embeddings": self.outer.flag(tied, fields.flag(tied, True)),
+            "bos_token_id": self.token_ids("bos_token_id", 2)[0],
+            "eos_token_ids": self.token_ids("eos_token_id", 1),
+        }
+
+    def common_from_gguf(self) -> dict[str, Any]:
+        """Return the fields of `Config` that every family reads alike from GGUF metadata."""
+        fields, bos = self.fields, self.outer.ids("tokenizer.ggml.bos_token_id")
         ends = {*self.outer.ids("tokenizer.ggml.eos_token_id"), *self.outer.ids("tokenizer.ggml.eot_token_id")}
-        return bos[0] if bos else None, tuple(sorted(ends))
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": fields.integer("embedding_length"),
+            "max_position_embeddings": fields.integer("context_length"),
+            "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": bos[0] if bos else None,
+            "eos_token_ids": tuple(sorted(ends)),
+        }
 
 
 def _nothing(config: Config) -> frozenset[str]:

@@ -10,6 +10,7 @@ from gemma_py.errors import ConfigError
 
 _MISSING: Any = object()
 LARGEST = 1 << 31  # integers must be smaller than this, which is far above any dimension or token id of a real model
+_MOST_LAYERS = 10_000
 
 
 class Fields:
@@ -45,6 +46,12 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < LARGEST:
             self.fail(name, f"an integer from {least} to {LARGEST - 1}")
         return value
+
+    def layer_count(self, name: str, default: Any = _MISSING) -> int:
+        count: int = self.integer(name, default)
+        if count > _MOST_LAYERS:
+            self.fail(name, f"at most {_MOST_LAYERS}")
+        return count
 
     def number(self, name: str, default: Any = _MISSING) -> Any:
         """Return the field as a float. A value that is not positive and finite raises ConfigError."""

@@ -161,7 +161,6 @@ def _present(p: Program, gain: str) -> str:
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-MOST_LAYERS = 10_000
 # The defaults of transformers. The text_config of a multimodal checkpoint leaves out fields that have these values.
 _DEFAULTS = {
     "gemma": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -211,14 +210,11 @@ def config_from_hf(description: ModelDescription) -> Config:
         vocab_size=dimension("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         max_position_embeddings=dimension("max_position_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         query_pre_attn_scalar=float(head_dim) if kind == "gemma" else fields.number("query_pre_attn_scalar", 256.0),
         attn_logit_softcapping=_cap_from_hf(fields, kind, "attn_logit_softcapping"),
         final_logit_softcapping=_cap_from_hf(fields, kind, "final_logit_softcapping"),
-        tie_word_embeddings=outer.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", True)),
-        bos_token_id=description.token_ids("bos_token_id", 2)[0],
-        eos_token_ids=description.token_ids("eos_token_id", 1),
         layers=layers,
+        **description.common_from_hf(),
         embedding=embedding,
     )
     return checked(config, where)
@@ -253,9 +249,7 @@ def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
 
 def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
     """Return the sliding window of each layer; None for full attention."""
-    count = fields.integer("num_hidden_layers")
-    if count > MOST_LAYERS:
-        fields.fail("num_hidden_layers", f"at most {MOST_LAYERS}")
+    count = fields.layer_count("num_hidden_layers")
     if kind == "gemma":
         return [None] * count
     window = fields.integer("sliding_window", 4096)
@@ -311,9 +305,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     where = outer.where
     embedding = EmbeddingHead(description.dense) if kind == "gemma-embedding" else None
     check_direction(description, kind == "gemma-embedding")
-    layer_count = fields.integer("block_count")
-    if layer_count > MOST_LAYERS:
-        fields.fail("block_count", f"at most {MOST_LAYERS}")
+    layer_count = fields.layer_count("block_count")
     hidden = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count")
     kv_heads = fields.integer("attention.head_count_kv", heads)
@@ -329,20 +321,13 @@ def config_from_gguf(description: ModelDescription) -> Config:
     # Gemma 2 27B and Gemma 3 27B scale attention by (hidden / heads)^-0.5, the other models by head_dim^-0.5. GGUF
     # metadata do not say so, but only these two models have 46 and 62 layers.
     wide = (kind, layer_count) in (("gemma2", 46), ("gemma3", 62))
-    bos, ends = description.gguf_token_ids()
     config = Config(
         model_type=kind,
-        vocab_size=description.vocab_size,
-        hidden_size=hidden,
-        max_position_embeddings=fields.integer("context_length"),
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         query_pre_attn_scalar=hidden / heads if wide else float(head_dim),
         attn_logit_softcapping=_cap_from_gguf(fields, kind, "attn_logit_softcapping"),
         final_logit_softcapping=_cap_from_gguf(fields, kind, "final_logit_softcapping"),
-        tie_word_embeddings=description.tied,
-        bos_token_id=bos,
-        eos_token_ids=ends,
         layers=layers,
+        **description.common_from_gguf(),
         embedding=embedding,
     )
     return checked(config, where)

@@ -18,7 +18,7 @@ from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.models.config import Config, Layer, checked
 from gemma_py.models.family import Family, ModelDescription
 from gemma_py.models.fields import Fields
-from gemma_py.models.gemma import FULL, MOST_LAYERS, SLIDING, check_text_model, ropes_from_gguf, ropes_from_hf
+from gemma_py.models.gemma import FULL, SLIDING, check_text_model, ropes_from_gguf, ropes_from_hf
 from gemma_py.models.gemma4 import head_width, kv_sources
 from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
 
@@ -283,7 +283,7 @@ def config_from_hf(description: ModelDescription) -> Config:
     check_text_model(description)
     if fields.flag("use_bidirectional_attention", False):
         raise UnsupportedError(f"{outer.where}: use_bidirectional_attention is set, but Gemma 3n has causal attention")
-    count = _layer_count(fields, "num_hidden_layers", 35)
+    count = fields.layer_count("num_hidden_layers", 35)
     types = _list(fields, "layer_types", _default_types(count), lambda kind: kind in (SLIDING, FULL), "a type of layer")
     sizes = (
         fields.integers("intermediate_size", count)
@@ -308,14 +308,11 @@ def config_from_hf(description: ModelDescription) -> Config:
         vocab_size=fields.integer("vocab_size", 262_400),
         hidden_size=fields.integer("hidden_size", 2048),
         max_position_embeddings=fields.integer("max_position_embeddings", 32_768),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         query_pre_attn_scalar=1.0,
         attn_logit_softcapping=None,
         final_logit_softcapping=None if fields.values.get(cap, 0) is None else fields.number(cap, 30.0),
-        tie_word_embeddings=outer.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", True)),
-        bos_token_id=description.token_ids("bos_token_id", 2)[0],
-        eos_token_ids=description.token_ids("eos_token_id", 1),
         layers=layers,
+        **description.common_from_hf(),
         hidden_size_per_layer_input=fields.integer("hidden_size_per_layer_input", 256),
         vocab_size_per_layer_input=fields.integer("vocab_size_per_layer_input", 262_144),
         altup_num_inputs=fields.integer("altup_num_inputs", 4),
@@ -324,13 +321,6 @@ def config_from_hf(description: ModelDescription) -> Config:
         laurel_rank=fields.integer("laurel_rank", 64),
     )
     return _checked(config, outer.where)
-
-
-def _layer_count(fields: Fields, name: str, default: int | None = None) -> int:
-    count: int = fields.integer(name) if default is None else fields.integer(name, default)
-    if count > MOST_LAYERS:
-        fields.fail(name, f"at most {MOST_LAYERS}")
-    return count
 
 
 def _default_types(count: int) -> list[str]:
@@ -373,7 +363,7 @@ def _checked(config: Config, where: str) -> Config:
 def config_from_gguf(description: ModelDescription) -> Config:
     """Read a config from GGUF metadata. Missing fields get the values that llama.cpp uses."""
     fields = description.fields
-    count = _layer_count(fields, "block_count")
+    count = fields.layer_count("block_count")
     flags = fields.flags("attention.sliding_window_pattern", count, 5)
     types = [SLIDING if flag else FULL for flag in flags]
     cutoffs = _list(
@@ -389,20 +379,13 @@ def config_from_gguf(description: ModelDescription) -> Config:
         for number, (kind, source) in enumerate(
             zip(types, kv_sources(fields, "attention.shared_kv_layers", types), strict=True))
     )  # fmt: skip
-    bos, ends = description.gguf_token_ids()
     config = Config(
         model_type=description.name,
-        vocab_size=description.vocab_size,
-        hidden_size=fields.integer("embedding_length"),
-        max_position_embeddings=fields.integer("context_length"),
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         query_pre_attn_scalar=1.0,
         attn_logit_softcapping=None,
         final_logit_softcapping=fields.number("final_logit_softcapping", 30.0),
-        tie_word_embeddings=description.tied,
-        bos_token_id=bos,
-        eos_token_ids=ends,
         layers=layers,
+        **description.common_from_gguf(),
         hidden_size_per_layer_input=fields.integer("embedding_length_per_layer_input"),
         vocab_size_per_layer_input=_rows(description, "per_layer_token_embd.weight"),
         altup_num_inputs=fields.integer("altup.num_inputs"),

@@ -17,7 +17,7 @@ from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.models.config import Config, Layer, Rope, checked
 from gemma_py.models.family import Family, ModelDescription
 from gemma_py.models.fields import Fields
-from gemma_py.models.gemma import FULL, HEAD_NORMS, LAYER_NORMS, MATRICES, MOST_LAYERS, SLIDING, check_text_model
+from gemma_py.models.gemma import FULL, HEAD_NORMS, LAYER_NORMS, MATRICES, SLIDING, check_text_model
 from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -297,14 +297,11 @@ def config_from_hf(description: ModelDescription) -> Config:
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size", 2304),
         max_position_embeddings=fields.integer("max_position_embeddings", 262_144 if unified else 131_072),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         query_pre_attn_scalar=1.0,
         attn_logit_softcapping=None,
         final_logit_softcapping=fields.number("final_logit_softcapping", None),
-        tie_word_embeddings=outer.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", True)),
-        bos_token_id=description.token_ids("bos_token_id", 2)[0],
-        eos_token_ids=description.token_ids("eos_token_id", 1),
         layers=layers,
+        **description.common_from_hf(),
         hidden_size_per_layer_input=P,
         vocab_size_per_layer_input=fields.integer("vocab_size_per_layer_input", 262_144) if P else 0,
         **(_experts_of(fields, _EXPERT_FIELDS) if fields.flag("enable_moe_block", False) else {}),
@@ -329,9 +326,7 @@ def layer_types(fields: Fields, default: int, period: int = 6) -> list[str]:
     default: the number of layers of a file without that number. period: in a file without types, every period-th layer is
     a full one.
     """
-    count = fields.integer("num_hidden_layers", default)
-    if count > MOST_LAYERS:
-        fields.fail("num_hidden_layers", f"at most {MOST_LAYERS}")
+    count = fields.layer_count("num_hidden_layers", default)
     types = fields.values.get("layer_types")
     if types is None:
         types = [SLIDING if number % period else FULL for number in range(1, count + 1)]
@@ -413,9 +408,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     keys.
     """
     fields, where = description.fields, description.outer.where
-    count = fields.integer("block_count")
-    if count > MOST_LAYERS:
-        fields.fail("block_count", f"at most {MOST_LAYERS}")
+    count = fields.layer_count("block_count")
     types = [SLIDING if flag else FULL for flag in fields.flags("attention.sliding_window_pattern", count)]
     sources = kv_sources(fields, "attention.shared_kv_layers", types)
     widths = {FULL: head_width(fields, ""), SLIDING: head_width(fields, "_swa")}
@@ -435,20 +428,13 @@ def config_from_gguf(description: ModelDescription) -> Config:
     )  # fmt: skip
     P = fields.integer("embedding_length_per_layer_input", 0, least=0)
     table = description.tensors.get("per_layer_token_embd.weight")
-    bos, ends = description.gguf_token_ids()
     config = Config(
         model_type=description.name,
-        vocab_size=description.vocab_size,
-        hidden_size=fields.integer("embedding_length"),
-        max_position_embeddings=fields.integer("context_length"),
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         query_pre_attn_scalar=1.0,
         attn_logit_softcapping=None,
         final_logit_softcapping=fields.number("final_logit_softcapping", None),
-        tie_word_embeddings=description.tied,
-        bos_token_id=bos,
-        eos_token_ids=ends,
         layers=layers,
+        **description.common_from_gguf(),
         hidden_size_per_layer_input=P,
         vocab_size_per_layer_input=table.shape[0] if P and table is not None else description.vocab_size if P else 0,
         **(_experts_of(fields, _GGUF_EXPERT_FIELDS) if fields.integer("expert_count", 0, least=0) else {}),

@@ -1,6 +1,6 @@
 """Changes to a KV cache, or to the weights, between two passes, which `verify` must locate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +9,7 @@ import pytest
 from gemma_py.runtime import program as p
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.program import LinkedProgram, ModelTables
-from gemma_py.runtime.runner import Runner
+from gemma_py.runtime.runner import Runner, SequenceInput
 from gemma_py.weights import pack
 
 Before = Callable[[Runner, Cache], None]
@@ -17,17 +17,17 @@ Before = Callable[[Runner, Cache], None]
 
 def tamper(monkeypatch: pytest.MonkeyPatch, before: Before | None = None, after: Before | None = None) -> None:
     """Do something to the runner and the cache around every pass of two workers."""
-    honest = Runner.run
+    honest = Runner._pass
 
-    def run(self: Runner, cache: Cache, tokens: list[int], all_logits: bool, **limits: int) -> np.ndarray:
+    def run(self: Runner, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
         if before is not None and self.team.workers == 2:
-            before(self, cache)
-        logits = honest(self, cache, tokens, all_logits, **limits)
+            before(self, inputs[0].cache)
+        made = honest(self, inputs)
         if after is not None and self.team.workers == 2:
-            after(self, cache)
-        return logits
+            after(self, inputs[0].cache)
+        return made
 
-    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(Runner, "_pass", run)
 
 
 def flip_kept(layer: int, position: int, when: int) -> Before:

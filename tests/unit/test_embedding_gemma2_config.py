@@ -162,13 +162,17 @@ def test_a_gguf_without_its_projection_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_embedding_model_has_prompts_of_its_own() -> None:
-    assert set(embedding.PROMPTS) == set(reference.EMBEDDING_FAMILIES)
-    checkpoint = SimpleNamespace(modules=Modules())
-    engine: Any = SimpleNamespace(config=from_hf(PLAIN.config), checkpoint=checkpoint)
-    assert embedding.prompt_of(engine, None) == ""
-    assert embedding.prompt_of(engine, "SearchQuery") == "task: search result | query: "
-    assert embedding.prompt_of(engine, "Summarization") == "task: sentence similarity | query: "
-    first: Any = SimpleNamespace(config=replace(engine.config, model_type="gemma-embedding"), checkpoint=checkpoint)
+    engines = {name: prompted(name) for name in reference.EMBEDDING_FAMILIES}
+    first, second = engines["gemma-embedding"], engines["gemma-embedding2"]
+    assert embedding.prompt_of(second, None) == ""
+    assert embedding.prompt_of(second, "SearchQuery") == "task: search result | query: "
+    assert embedding.prompt_of(second, "Summarization") == "task: sentence similarity | query: "
     assert embedding.prompt_of(first, "Summarization") == "task: summarization | query: "
     with pytest.raises(InputError, match="task should be one of"):
         embedding.prompt_of(first, "SearchQuery")
+
+
+def prompted(model_type: str) -> Any:
+    """As much of an engine as the choice of a prompt needs."""
+    config = replace(from_hf(PLAIN.config), model_type=model_type)
+    return SimpleNamespace(checkpoint=SimpleNamespace(modules=Modules(), config=config))
