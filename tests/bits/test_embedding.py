@@ -1,4 +1,4 @@
-"""Embeddings: the bits of the specification in any company, results of transformers, and negative controls."""
+"""Embeddings have the bits of the specification, whichever texts share a pass. They are also compared with transformers."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.runner import SequenceInput
 
 RESULTS = np.load(DATA / "tiny_logits.npz")
-# Rows of whole blocks for Q8_0. The texts are shorter, as long and longer than a window and a tile of attention.
+# All rows are whole blocks of Q8_0. Some texts are shorter than a window or a tile of attention, some as long, some longer.
 WIDE = {
     "EmbeddingGemma": tiny.Variant(
         tiny_families.embedding_gemma(
@@ -101,7 +101,7 @@ def test_a_gguf_has_the_bits_of_the_directory(tmp_path: Path) -> None:
 
 
 def caught(engine: gemma_py.Engine, want: np.ndarray, ids: list[list[int]], plans: Sequence[FaultPlan]) -> bool:
-    """Whether any of these schedules gives other bits, or an error."""
+    """Return whether a run with one of these fault plans gives wrong bits or fails."""
     for plan in plans:
         engine.instruments.fault_plan = plan
         try:
@@ -119,10 +119,9 @@ def test_perturbed_schedules_change_no_bit(quantised: Path) -> None:
         assert not caught(engine, want, ids, [FaultPlan(seed=seed) for seed in range(1, 12)])
 
 
-def test_control_a_wait_for_a_querys_own_row_only(quantised: Path) -> None:
-    """Attention that reads later rows without waiting for them is noticed, alone and in company."""
+def test_control_attention_does_not_wait_for_later_rows(quantised: Path) -> None:
     with opened(quantised, 4) as engine:
-        # Each text is longer than a tile of queries, so that a tile waits too short whichever rows are published last.
+        # Each text is longer than a tile of queries. In some tile, attention then reads rows that are not published yet.
         ids = texts((100, 100, 100))
         want = expected(engine, ids)
         plans = [FaultPlan(seed=seed, omit="ahead") for seed in range(1, 300)]

@@ -53,7 +53,9 @@ def add_fields(writer: gguf.GGUFWriter, c: dict[str, Any], dense: tuple[int, ...
 
 
 def _add_gemma4(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
-    """Numbers that differ by layer are arrays; the head width has one key for full layers and another for sliding layers."""
+    """Add the fields of Gemma 4. Numbers that differ by layer are arrays. Full and sliding layers have separate keys for
+    the head width.
+    """
     layers = range(c["num_hidden_layers"])
     F, wide = c["intermediate_size"], next(heads_of(c, n)[2] for n in layers if c["layer_types"][n] == FULL)
     doubled = c.get("use_double_wide_mlp", False)
@@ -77,7 +79,9 @@ def _add_gemma4(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
 
 
 def rope_divisors(c: dict[str, Any]) -> np.ndarray:
-    """Return rope_freqs.weight: full layers divide each frequency by 1, or by 1e30 where the pair does not turn."""
+    """Return rope_freqs.weight, by which full layers divide the rope frequencies: 1, or 1e30 for pairs that are not
+    rotated.
+    """
     wide = next(heads_of(c, n)[2] for n in range(c["num_hidden_layers"]) if c["layer_types"][n] == FULL)
     turning = int(wide * c["rope_parameters"][FULL]["partial_rotary_factor"] / 2)
     return np.where(np.arange(wide // 2) < turning, 1.0, 1e30).astype(np.float32)

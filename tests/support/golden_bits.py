@@ -1,4 +1,6 @@
-"""Digests of every tiny model's logits or embeddings, and KV rows: tests/data/tiny_bits.json has those of every machine."""
+"""Digests of logits or embeddings, and KV rows, of every tiny model. tests/data/tiny_bits.json has these digests, which all
+machines must give.
+"""
 
 import hashlib
 import json
@@ -25,7 +27,7 @@ QUANTISED = [name for name, kind in TYPES.items() if kind.quantised]
 
 
 def digests(checkpoints: dict[str, Path], scratch: Path) -> dict[str, str]:
-    """One sha256 of logits and KV rows a model, or of embeddings and KV rows."""
+    """Return a sha256 for each model, of logits and KV rows or of embeddings and KV rows."""
     paths = dict(checkpoints)
     for kind in QUANTISED:
         kinds = dict.fromkeys(PARTS, kind)

@@ -1,4 +1,4 @@
-"""Digests that must be the same on every machine. As a program: prints them, for a process with another instruction set."""
+"""Digests that must be equal on every machine. A test runs this file as a program, with another instruction set."""
 
 import hashlib
 import json
@@ -15,7 +15,9 @@ import gemma_py
 
 
 def digests() -> dict[str, list[str]]:
-    """Logits and KV rows by the parallel path, of a float and of a quantised model of each arithmetic."""
+    """Return digests of logits and KV rows: of models with float weights and with quantised weights, computed by several
+    workers.
+    """
     made = {}
     with tempfile.TemporaryDirectory() as scratch:
         paths = {}
