@@ -40,6 +40,14 @@ def embedding_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session", params=embedding_model.MODELS)
+def each_embedding_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The directory of one embedding model after the other."""
+    path = tmp_path_factory.mktemp("embedding")
+    embedding_model.write_checkpoint(path, request.param)
+    return path
+
+
 @pytest.fixture(scope="session")
 def tiny_engine() -> gemma_py.Engine:
     return gemma_py.load(TINY)

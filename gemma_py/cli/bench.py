@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
     warn_of_threads(max(sizes))
     interrupted = None
     with open_engine(args, max(sizes), wanted) as engine:
-        # An embedding model generates no text, so the default of -n does not.
+        # An embedding model generates no text, so the default of -n does not apply.
         if engine.config.embedding is not None and args.n is None:
             wanted = tuple(test for test in wanted if test.prompt)
         bench = Benchmark(engine, sizes, wanted)

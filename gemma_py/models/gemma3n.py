@@ -278,8 +278,7 @@ def _end(p: Program, streams: str, rows: int) -> None:
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config.json. Missing fields have the defaults of transformers, because transformers does not write defaults.
-    """
+    """Read a config.json. Missing fields have the defaults of transformers, because transformers does not write defaults."""
     fields, outer = description.fields, description.outer
     check_text_model(description)
     if fields.flag("use_bidirectional_attention", False):

@@ -313,9 +313,7 @@ class Program:
         self._add(ROPE, target=target, source=cosines, second=sines, heads=heads, width=y.head_dim)
 
     def store(self, keys: str, values: str, layer: int) -> None:
-        """Store keys and values as KV rows of the layer. Attention sees a row when the row and all earlier ones are
-        stored.
-        """
+        """Store keys and values as KV rows of the layer. Attention sees a row when the row and all earlier ones are stored."""
         y, kv = self.config.layers[layer], self.config.kv_numbers[layer]
         if y.kv_source != layer:
             raise ValueError(f"layer {layer} must not store KV rows, because it reads those of layer {y.kv_source}")

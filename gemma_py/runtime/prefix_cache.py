@@ -115,8 +115,7 @@ class PrefixCache:
         return path
 
     def _touch(self, ids: Sequence[int], path: Sequence[_Block]) -> None:
-        """Mark the blocks of a chain as recently used, ending with the first one, so that the last block is evicted first.
-        """
+        """Mark the blocks of a chain as recently used, ending with the first one, so that the last block is evicted first."""
         parents = [_ROOT, *(block.number for block in path)]
         for index in range(len(path) - 1, -1, -1):
             self._blocks.move_to_end((parents[index], _tokens(ids, index)))

@@ -77,8 +77,7 @@ def _store_row(op, keys, values, capacity, position, k, v, t):
 
 @inlined
 def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, last):
-    """Apply one row operation to rows first .. last - 1. For STORE, all of these rows must be of one sequence, `sequence`.
-    """
+    """Apply one row operation to rows first .. last - 1. For STORE, all of these rows must be of one sequence, `sequence`."""
     kind, heads, width = op[p.OP], op[p.HEADS], op[p.WIDTH]
     rows, positions = batch.rows[op[p.ROWS_OF]], batch.positions[op[p.ROWS_OF]]
     (x,) = buffer_of(batch, scratch, op[p.SOURCE], heads * width)

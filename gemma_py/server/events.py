@@ -15,9 +15,7 @@ ChoiceEvent = tuple[int, Event]  # the index of a choice, and an event of that c
 
 
 class EventQueue:
-    """Submits the choices of an HTTP request to the scheduler, and queues their events. `close` cancels unfinished
-    choices.
-    """
+    """Submits the choices of an HTTP request to the scheduler, and queues their events. `close` cancels unfinished choices."""
 
     def __init__(
         self, scheduler: BaseScheduler[Any, Any], job: Job, metrics: Metrics, loop: asyncio.AbstractEventLoop

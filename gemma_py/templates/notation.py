@@ -1,6 +1,6 @@
 """The control tokens with which a model marks its thoughts and its tool calls, by family.
 
-    Gemma 4          <|channel>thought (newline) ...<channel|>  <|tool_call>call:NAME{place:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
+    Gemma 4          <|channel>thought, newline, ...<channel|>  <|tool_call>call:NAME{place:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
     FunctionGemma    <start_function_call>call:NAME{place:<escape>Rome<escape>,days:[1,2]}<end_function_call>
 
 The vocabulary decides which notation a model has. Marks are recognised by their ids, so text that only spells a mark is

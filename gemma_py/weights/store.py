@@ -329,8 +329,7 @@ def _fill(plan: PackingPlan, arenas: Sequence[np.ndarray], source: Path, progres
 
 
 def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> bytes:
-    """Return the sha256 of the plan's matrices. It is read from a record on disk if the checkpoint's files are unchanged.
-    """
+    """Return the sha256 of the plan's matrices. It is read from a record on disk if the checkpoint's files are unchanged."""
     tensors = list({matrix.tensor.name: matrix.tensor for matrix in plan.matrices}.values())
     shapes = [(tensor.name, tensor.type.name, tensor.shape, str(tensor.path)) for tensor in tensors]
     paths = sorted({tensor.path for tensor in tensors})

@@ -91,6 +91,13 @@ def error(name: str, text: str = "") -> Exception:
             ["config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja",
              "model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
         ),
+        (
+            ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin",
+             "config.json", "config_sentence_transformers.json", "model.safetensors", "modules.json", "onnx/config.json"],
+            ".",
+            ["config.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors",
+             "config_sentence_transformers.json", "modules.json", "model.safetensors"],
+        ),
         (["config.json", "a.gguf", "mmproj-a.gguf"], "a.gguf", ["a.gguf"]),
         (["big/b-00001-of-00002.gguf", "big/b-00002-of-00002.gguf"], "big/b-00001-of-00002.gguf", GGUFS[2:4]),
     ],

@@ -34,6 +34,9 @@ _FURTHER_PARTS = {
     "altup.prediction_coefs": "altup_predict_coef", "altup.modality_router": "altup_router",
     "altup.router_norm": "altup_router_norm", "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r",
     "laurel.post_laurel_norm": "laurel_post_norm", "dense_2": "dense_2", "dense_3": "dense_3",
+    "embedding_projection": "output", "ple.per_layer_model_projection": "per_layer_model_proj",
+    "ple.per_layer_projection_norm": "per_layer_proj_norm", "ple_block.per_layer_input_gate": "inp_gate",
+    "ple_block.per_layer_projection": "proj", "ple_block.post_per_layer_input_norm": "post_norm",
 }  # fmt: skip
 
 
