@@ -20,6 +20,9 @@ _REFERENCE = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:/([^@]+))?(?:@(.+))?")
 _BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
+# The files of sentence-transformers beside an embedding model, and in the folders of its modules.
+_MODULES = ("modules.json", "config_sentence_transformers.json")
+_OF_MODULE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors)")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
@@ -57,7 +60,6 @@ def fetched(reference: str, progress: ReportProgress = no_report) -> Path:
 
 
 def available_locally(reference: str) -> bool:
-    """Return whether the hub's cache has the whole model."""
     try:
         _library(reference)
         return _copy(reference) is not None
@@ -113,7 +115,7 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
     """Return the file to open ("." for the directory), and the list of files to download."""
     ggufs: dict[str, list[str]] = {}  # the shards of each GGUF model, by the model's name
     for name in names:
-        # Mmproj files are the image encoder.
+        # Files named mmproj... contain the image encoder.
         if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):
             ggufs.setdefault(_GGUF_PART.sub("", name), []).append(name)
     there = (
@@ -128,7 +130,8 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
         return file, parts
     weights = [_WHOLE] if _WHOLE in names else [_INDEX, *filter(_PART.fullmatch, names)] if _INDEX in names else []
     if weights and "config.json" in names:
-        return ".", [*(name for name in _BESIDE_WEIGHTS if name in names), *weights]
+        modules = [name for name in names if name in _MODULES or _OF_MODULE.fullmatch(name)]
+        return ".", [*(name for name in _BESIDE_WEIGHTS if name in names), *modules, *weights]
     if not ggufs:
         raise ModelNotFoundError(
             f"{reference}: the repository has neither config.json with {_WHOLE} (or shards) nor a GGUF file"

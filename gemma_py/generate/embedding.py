@@ -13,33 +13,50 @@ from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.kernels.pooling import normalise_rows
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
+from gemma_py.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from gemma_py.generate.engine import Engine
 
-_MOST_TEXTS = 64  # the most texts of a pass, because each text needs KV rows of its own in memory
+_MOST_TEXTS = 64  # the most texts of a pass; each text needs KV rows of its own in memory
 _QUERY, _SIMILARITY = "task: search result | query: ", "task: sentence similarity | query: "
 _CLASSIFICATION, _CLUSTERING = "task: classification | query: ", "task: clustering | query: "
 _CODE, _SUMMARY, _DOCUMENT = "task: code retrieval | query: ", "task: summarization | query: ", "title: none | text: "
-# The prompts of EmbeddingGemma's tasks, for a checkpoint without config_sentence_transformers.json.
-PROMPTS: Mapping[str, str] = {
-    "query": _QUERY, "document": _DOCUMENT, "question answering": "task: question answering | query: ",
-    "fact checking": "task: fact checking | query: ", "classification": _CLASSIFICATION, "clustering": _CLUSTERING,
-    "sentence similarity": _SIMILARITY, "code retrieval": _CODE, "summarization": _SUMMARY,
-    "BitextMining": _QUERY, "Clustering": _CLUSTERING, "Classification": _CLASSIFICATION, "InstructionRetrieval": _CODE,
-    "MultilabelClassification": _CLASSIFICATION, "PairClassification": _SIMILARITY, "Reranking": _QUERY,
-    "Retrieval": _QUERY, "Retrieval-query": _QUERY, "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
-    "Summarization": _SUMMARY,
+_ANSWERING, _CHECKING = "task: question answering | query: ", "task: fact checking | query: "
+# The prompts that the two models have in common.
+_COMMON = {
+    "query": _QUERY, "document": _DOCUMENT, "BitextMining": _QUERY, "Clustering": _CLUSTERING,
+    "Classification": _CLASSIFICATION, "InstructionRetrieval": _CODE, "MultilabelClassification": _CLASSIFICATION,
+    "PairClassification": _SIMILARITY, "Reranking": _QUERY, "Retrieval": _QUERY, "Retrieval-query": _QUERY,
+    "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
+}  # fmt: skip
+# The prompts by model type and task, for a checkpoint without config_sentence_transformers.json.
+_PROMPTS: Mapping[str, Mapping[str, str]] = {
+    "gemma-embedding": {
+        **_COMMON, "question answering": _ANSWERING, "fact checking": _CHECKING, "classification": _CLASSIFICATION,
+        "clustering": _CLUSTERING, "sentence similarity": _SIMILARITY, "code retrieval": _CODE,
+        "summarization": _SUMMARY, "Summarization": _SUMMARY,
+    },
+    "gemma-embedding2": {
+        **_COMMON, "SearchQuery": _QUERY, "Document": _DOCUMENT, "QuestionAnswering": _ANSWERING,
+        "FactChecking": _CHECKING, "CodeRetrieval": _CODE, "SentenceSimilarity": _SIMILARITY,
+        "Summarization": _SIMILARITY,
+    },
 }  # fmt: skip
 Text = str | Sequence[int]
 
 
+def prompts_of(checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Return the prompts of the checkpoint's embedding model, by task."""
+    return checkpoint.modules.prompts or _PROMPTS[checkpoint.config.model_type]
+
+
 def prompt_of(engine: "Engine", task: str | None) -> str:
-    """Return the text to put in front of each text of a task. Without a task, this is the checkpoint's default prompt,
-    or "".
+    """Return the prompt of a task, which precedes each text. Without a task, return the checkpoint's default prompt, or
+    "".
     """
     modules = engine.checkpoint.modules
-    prompts = modules.prompts or PROMPTS
+    prompts = prompts_of(engine.checkpoint)
     name = modules.default if task is None else task
     if name is None:
         return ""
@@ -49,9 +66,7 @@ def prompt_of(engine: "Engine", task: str | None) -> str:
 
 
 def width_of(engine: "Engine", dimensions: int | None) -> int:
-    """Return the number of dimensions of the embeddings. Raise InputError if more dimensions are asked for than the
-    model has.
-    """
+    """Return the wanted number of dimensions, or by default all. More dimensions than the model has raise InputError."""
     most = engine.program.outputs
     if dimensions is None:
         return most
@@ -61,10 +76,9 @@ def width_of(engine: "Engine", dimensions: int | None) -> int:
 
 
 def texts_to_ids(engine: "Engine", texts: Sequence[Text], task: str | None = None) -> list[list[int]]:
-    """Return the token ids of each text. Some texts may be given as ids already.
+    """Return the token ids of each text. An element may also be a list of token ids, which is checked, but not changed.
 
-    A text gets the prompt of the task, and the bos and eos tokens that the checkpoint's tokenizer adds. Given ids are
-    checked, but not changed.
+    A text gets the prompt of the task, and the bos and eos tokens that the checkpoint's tokenizer adds.
     """
     check_embeds(engine)
     if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Sequence | np.ndarray):
@@ -110,7 +124,7 @@ def embed_all(engine: "Engine", texts: Sequence[list[int]]) -> np.ndarray:
 
 
 def how_many(lengths: Sequence[int]) -> int:
-    """Return how many texts, from the first on, one pass can compute. lengths: the number of tokens of each text."""
+    """Return how many of the first texts fit into one pass. lengths: the number of tokens of each text."""
     totals = np.cumsum(lengths[:_MOST_TEXTS])
     return max(1, int(np.searchsorted(totals, CHUNK, "right")))
 
@@ -118,8 +132,8 @@ def how_many(lengths: Sequence[int]) -> int:
 def embed_pass(engine: "Engine", texts: Sequence[list[int]], caches: list[Cache]) -> np.ndarray:
     """Compute the texts in one pass. Return the embeddings, f32 [N, D], not yet normalised.
 
-    caches: memory for the KV rows of each text. The list is reused by later passes, and this function appends missing
-    caches.
+    caches: a list with memory for each text's KV rows. Later passes use it again. This function extends the list if
+    necessary.
     """
     caches += [engine.new_cache() for _ in range(len(texts) - len(caches))]
     for cache in caches:

@@ -88,8 +88,8 @@ class Session:
     def rewind(self, position: int) -> None:
         """Remove the tokens from this position on, as if they had never been added.
 
-        Up to `keep` tokens can always be removed. Removing more raises InputError if a sliding-window layer has already
-        overwritten KV rows that the next token would need; see `can_rewind_to`.
+        Up to `keep` tokens can always be removed. To remove more tokens, the KV rows that the next token needs must still
+        be stored. In a sliding-window layer, they may be overwritten, and InputError is raised; see `can_rewind_to`.
         """
         self.engine.runner.rewind(self._cache, position)
 

@@ -1,8 +1,8 @@
 """Gemma 1, 2 and 3, VaultGemma and EmbeddingGemma: tensor names, programs, and config readers for Hugging Face and GGUF.
 
-Gemma 2 adds to Gemma 1 norms of the outputs of attention and feed-forward, soft caps, and sliding windows.
-VaultGemma is Gemma 2 without these two norms.
-Gemma 3 adds to Gemma 2 norms of queries and keys, and a separate rope for sliding layers, and has no soft caps by default.
+Gemma 2 has what Gemma 1 has, and also soft caps, sliding windows, and norms after attention and after the feed-forward.
+VaultGemma is Gemma 2 without the norms after attention and after the feed-forward.
+Gemma 3 has what Gemma 2 has except soft caps, and also norms of queries and keys, and another rope in sliding layers.
 EmbeddingGemma is Gemma 3 with bidirectional attention. Instead of logits, the program computes the mean of a text's hidden
 states, and then the dense layers.
 """
@@ -61,8 +61,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
     if config.embedding is None:
         made["lm_head"] = Tensor((V, D), "lm_head.weight", "output.weight")
     made["norm"] = Tensor((D,), "norm.weight", "output_norm.weight", plus_one=True)
-    for number, shape in enumerate(config.embedding.dense if config.embedding else ()):
-        made[f"dense.{number}"] = Tensor(shape, dense_name(number), f"dense_{number + 2}.weight")
+    made |= dense_tensors(config)
     for number, layer in enumerate(config.layers):
         E = layer.head_dim
         sizes = {"D": D, "F": layer.intermediate_size, "E": E}
@@ -76,6 +75,12 @@ def tensors(config: Config) -> dict[str, Tensor]:
                 (sizes[width],), f"layers.{number}.{theirs}.weight", f"blk.{number}.{gguf}.weight", plus_one=True
             )
     return made
+
+
+def dense_tensors(config: Config) -> dict[str, Tensor]:
+    """Return the matrices of the dense layers that follow the pooling of an embedding model."""
+    shapes = config.embedding.dense if config.embedding else ()
+    return {f"dense.{n}": Tensor(shape, dense_name(n), f"dense_{n + 2}.weight") for n, shape in enumerate(shapes)}
 
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
@@ -122,18 +127,30 @@ def write(p: Program) -> None:
         p.phase("end", number)
         p.add("x", "y", _present(p, f"{of}post_feedforward_norm"))
         p.norm("x", "n", "norm" if number == last else f"layers.{number + 1}.input_norm")
-    p.phase("end", last, WANTED)
-    if config.embedding is None:
-        p.take("n", "last")
-        p.phase("head", last + 1, WANTED)
-        p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
+    if config.embedding is not None:
+        embedding_head(p)
         return
-    buffers = ["mean", *(f"dense {number}" for number in range(len(config.embedding.dense)))]
+    p.phase("end", last, WANTED)
+    p.take("n", "last")
+    p.phase("head", last + 1, WANTED)
+    p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
+
+
+def embedding_head(p: Program) -> None:
+    """Append the mean of each text's rows of n, and the products with the matrices that follow the mean.
+
+    EmbeddingGemma 2 projects the hidden state of each token. The projection of their mean is the mean of the projections, and
+    takes one product for a text.
+    """
+    dense = len(p.config.embedding.dense) if p.config.embedding else 0
+    matrices = [name for name in ("embedding_projection", *(f"dense.{n}" for n in range(dense))) if name in p.tensors]
+    buffers = ["mean", *matrices]
     buffers[-1] = LOGITS
+    p.phase("end", len(p.config.layers) - 1, WANTED)
     p.mean("n", buffers[0])
-    for number, (source, target) in enumerate(pairwise(buffers)):
-        p.phase("dense", last + 1, WANTED)
-        p.matmul(source, target, f"dense.{number}")
+    for matrix, (source, target) in zip(matrices, pairwise(buffers), strict=True):
+        p.phase("dense", len(p.config.layers), WANTED)
+        p.matmul(source, target, matrix)
 
 
 def _present(p: Program, gain: str) -> str:
@@ -219,9 +236,7 @@ def check_text_model(description: ModelDescription) -> None:
 
 
 def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
-    """Return the soft cap of this name, or None. In config.json, null means that there is no cap; a missing field means
-    the default.
-    """
+    """Return the soft cap of this name, or None. In config.json, null means no cap, and a missing field means the default."""
     if kind not in _CAPS[name]:
         return None
     if name in fields.values and fields.values[name] is None:
@@ -242,13 +257,13 @@ def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
         types = [SLIDING if number % pattern else FULL for number in range(1, count + 1)]
     if not isinstance(types, list) or len(types) != count or not all(entry in (SLIDING, FULL) for entry in types):
         fields.fail("layer_types", f"a list of {count} entries, each {SLIDING} or {FULL}")
-    window = _reach(window, kind)
+    window = reach_of_width(window) if kind == "gemma-embedding" else window
     return [window if entry == SLIDING else None for entry in types]
 
 
-def _reach(window: int, kind: str) -> int:
+def reach_of_width(width: int) -> int:
     """Return Layer.sliding_window. In bidirectional attention, a window of 512 in the file means 256 in each direction."""
-    return window // 2 + 1 if kind == "gemma-embedding" else window
+    return width // 2 + 1
 
 
 def ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
@@ -287,7 +302,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
     embedding = EmbeddingHead(description.dense) if kind == "gemma-embedding" else None
-    _check_direction(description)
+    check_direction(description, kind == "gemma-embedding")
     layer_count = fields.layer_count("block_count")
     hidden = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count")
@@ -301,8 +316,8 @@ def config_from_gguf(description: ModelDescription) -> Config:
               fields.integer("feed_forward_length"), number, bidirectional=embedding is not None)
         for number, window in enumerate(_windows_from_gguf(fields, kind, layer_count))
     )  # fmt: skip
-    # Gemma 2 27B and Gemma 3 27B scale attention by (hidden / heads)^-0.5, the other models by head_dim^-0.5. GGUF
-    # metadata do not say so, but only these two models have 46 and 62 layers.
+    # Gemma 2 27B and Gemma 3 27B scale attention by (hidden / heads)^-0.5, the other models by head_dim^-0.5. GGUF metadata
+    # do not tell which, so the models are recognised by their numbers of layers, 46 and 62.
     wide = (kind, layer_count) in (("gemma2", 46), ("gemma3", 62))
     config = Config(
         model_type=kind,
@@ -319,13 +334,14 @@ def config_from_gguf(description: ModelDescription) -> Config:
 _MEAN = 1  # the number in pooling_type that means the mean of all hidden states
 
 
-def _check_direction(description: ModelDescription) -> None:
-    """Raise an error if an embedding model lacks bidirectional attention or mean pooling, or if another model has one
-    of these.
+def check_direction(description: ModelDescription, embeds: bool) -> None:
+    """Raise an error if the direction of attention or the pooling is wrong for the model.
+
+    An embedding model has bidirectional attention and mean pooling, and any other model has neither.
     """
-    fields, where, embeds = description.fields, description.outer.where, description.name == "gemma-embedding"
+    fields, where = description.fields, description.outer.where
     if fields.flag("attention.causal", not embeds) is embeds:
-        found = "true" if embeds else "false; only gemma-embedding files are embedding models"
+        found = "true" if embeds else f"false; {description.name} is no architecture of embedding models"
         raise UnsupportedError(f"{where}: attention.causal should be {str(not embeds).lower()}, found {found}")
     if description.dense and not embeds:
         raise ConfigError(f"{where}: the dense layers of an embedding are not part of a {description.name} model")
@@ -351,7 +367,7 @@ def _windows_from_gguf(fields: Fields, kind: str, count: int) -> list[int | None
     window = fields.integer("attention.sliding_window", 4096 if kind == "gemma2" else None)
     if window is None:
         raise ConfigError(f"{fields.where}: {kind}.attention.sliding_window is missing")
-    window = _reach(window, kind)
+    window = reach_of_width(window) if kind == "gemma-embedding" else window
     flags = fields.flags("attention.sliding_window_pattern", count, 2 if kind == "gemma2" else 6)
     return [window if flag else None for flag in flags]
 

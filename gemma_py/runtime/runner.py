@@ -29,7 +29,7 @@ CHUNK = 512  # the default number of prompt tokens per pass
 class SequenceInput:
     """The tokens of one sequence in a pass.
 
-    logits: how many of the last tokens need logits.
+    logits: for how many of the last tokens to return logits.
     guesses: how many of the last tokens are guesses. A pass commits only the tokens before the guesses to the cache;
     `Runner.accept` commits guesses.
     """
@@ -199,7 +199,7 @@ class Runner:
 
 
 def _batch(inputs: Sequence[SequenceInput], buffers: np.ndarray) -> Batch:
-    """Return the arguments of the kernel for these inputs, whose rows are in the order of the inputs."""
+    """Return the arguments of the kernel. Rows are in the order of the inputs."""
     T = sum(len(entry.tokens) for entry in inputs)
     rows, positions = np.zeros((2, T), np.int64), np.zeros((2, T), np.int64)
     segments, counts = np.empty((2, len(inputs), 3), np.int64), np.zeros((2, 2), np.int64)
