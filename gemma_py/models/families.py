@@ -14,7 +14,8 @@ FAMILIES = (gemma.FAMILY, gemma3n.FAMILY, gemma4.FAMILY)
 _LATER = ("t5gemma",)
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
-_DENSE = ("dense_2.weight", "dense_3.weight")  # GGUF's names of the dense layers of an embedding model
+_DENSE = ("dense_2", "dense_3")  # GGUF's names of the dense layers of an embedding model
+_MEAN = 1  # the value of pooling_type for the mean of all hidden states
 Shapes = tuple[tuple[int, int], ...]
 
 
@@ -57,7 +58,29 @@ def config_from_gguf(
         raise UnsupportedError(f"{where}: architecture {name!r:.40} is not supported; supported architectures: {known}")
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     family = _BY_ARCHITECTURE[name]
-    dense = dense_shapes(tensors[name] for name in _DENSE if name in tensors)
+    dense = dense_shapes(tensors[f"{layer}.weight"] for layer in _DENSE if f"{layer}.weight" in tensors)
     none = Fields(where, {})
     description = ModelDescription(name, Fields(where, own), outer, none, vocab_size, tied, tensors, dense)
+    _check_direction(description)
     return family, family.config_from_gguf(description)
+
+
+def _check_direction(description: ModelDescription) -> None:
+    """Raise an error unless an embedding model has bidirectional attention and mean pooling, and another model has neither."""
+    fields, where, embeds = description.fields, description.outer.where, description.name == "gemma-embedding"
+    if fields.flag("attention.causal", not embeds) is embeds:
+        found = "true" if embeds else "false; only gemma-embedding files are embedding models"
+        raise UnsupportedError(f"{where}: attention.causal should be {str(not embeds).lower()}, found {found}")
+    if description.dense and not embeds:
+        raise ConfigError(f"{where}: the dense layers of an embedding are not part of a {description.name} model")
+    pooling = fields.integer("pooling_type", _MEAN, least=0)
+    if embeds and pooling != _MEAN:
+        raise UnsupportedError(f"{where}: pooling_type should be 1 (mean), found {pooling}")
+    for layer in _DENSE:
+        tensor, sizes = f"{layer}.weight", (f"{layer}_feat_out", f"{layer}_feat_in")
+        if tensor in description.tensors:
+            for name, size in zip(sizes, description.tensors[tensor].shape, strict=True):
+                if fields.integer(name, size) != size:
+                    raise ConfigError(f"{where}: {name} should be {size}, as in tensor {tensor}")
+        elif any(fields.values.get(name) is not None for name in sizes):
+            raise ConfigError(f"{where}: tensor {tensor} is missing, although {sizes[0]} or {sizes[1]} is set")

@@ -291,7 +291,6 @@ def config_from_gguf(description: ModelDescription) -> Config:
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
     embedding = EmbeddingHead(description.dense) if kind == "gemma-embedding" else None
-    _check_direction(description)
     layer_count = fields.integer("block_count")
     if layer_count > MOST_LAYERS:
         fields.fail("block_count", f"at most {MOST_LAYERS}")
@@ -327,26 +326,6 @@ def config_from_gguf(description: ModelDescription) -> Config:
         embedding=embedding,
     )
     return checked(config, where)
-
-
-_MEAN = 1  # the value of pooling_type for the mean of all hidden states
-
-
-def _check_direction(description: ModelDescription) -> None:
-    """Raise an error unless an embedding model has bidirectional attention and mean pooling, and another model has neither."""
-    fields, where, embeds = description.fields, description.outer.where, description.name == "gemma-embedding"
-    if fields.flag("attention.causal", not embeds) is embeds:
-        found = "true" if embeds else "false; only gemma-embedding files are embedding models"
-        raise UnsupportedError(f"{where}: attention.causal should be {str(not embeds).lower()}, found {found}")
-    if description.dense and not embeds:
-        raise ConfigError(f"{where}: the dense layers of an embedding are not part of a {description.name} model")
-    pooling = fields.integer("pooling_type", _MEAN, least=0)
-    if embeds and pooling != _MEAN:
-        raise UnsupportedError(f"{where}: pooling_type should be 1 (mean), found {pooling}")
-    for number, (N, K) in enumerate(description.dense, 2):
-        for name, size in ((f"dense_{number}_feat_in", K), (f"dense_{number}_feat_out", N)):
-            if fields.integer(name, size) != size:
-                raise ConfigError(f"{where}: {name} should be {size}, as in tensor dense_{number}.weight")
 
 
 def _cap_from_gguf(fields: Fields, kind: str, name: str) -> float | None:

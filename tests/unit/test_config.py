@@ -352,6 +352,67 @@ def test_a_wrong_gguf_field_is_named(change: dict[str, Any], message: str) -> No
         config_from_gguf(GGUF_270M | change, "file", 262_144, tied=True)
 
 
+GGUF_EMBEDDING = {
+    key.replace("gemma3.", "gemma-embedding."): value for key, value in GGUF_270M.items()
+} | {"general.architecture": "gemma-embedding", "gemma-embedding.pooling_type": 1,
+     "gemma-embedding.dense_2_feat_in": 640, "gemma-embedding.dense_2_feat_out": 1280,
+     "gemma-embedding.dense_3_feat_in": 1280, "gemma-embedding.dense_3_feat_out": 512}  # fmt: skip
+DENSE = {"dense_2.weight": (1280, 640), "dense_3.weight": (512, 1280)}
+
+
+def embedding_from_gguf(change: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Config:
+    tensors = {name: StoredTensor(name, F32, shape, np.empty(0, np.uint8), Path("f")) for name, shape in shapes.items()}
+    changed = {f"gemma-embedding.{key}": value for key, value in change.items()}
+    return families.config_from_gguf(GGUF_EMBEDDING | changed, "file", 262_144, True, tensors)[1]
+
+
+def test_gguf_of_an_embedding_model() -> None:
+    config = embedding_from_gguf({}, DENSE)
+    assert config.embedding is not None and config.embedding.dense == ((1280, 640), (512, 1280))
+    assert all(layer.bidirectional for layer in config.layers)
+    unsaid = {"pooling_type": None, "attention.causal": False, "dense_2_feat_in": None, "dense_3_feat_out": None}
+    assert embedding_from_gguf(unsaid, DENSE) == config
+    none = {f"dense_{number}_feat_{end}": None for number in (2, 3) for end in ("in", "out")}
+    backbone = embedding_from_gguf(none, {})
+    assert backbone.embedding is not None and backbone.embedding.dense == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "shapes", "message"),
+    [
+        *(({"pooling_type": kind}, DENSE, f"pooling_type should be 1 \\(mean\\), found {kind}") for kind in (0, 2, 3, 4)),
+        *(({"pooling_type": kind}, DENSE, "pooling_type should be an integer") for kind in (-1, "mean", True, 1.5)),
+        ({"attention.causal": True}, DENSE, "attention.causal should be false, found true"),
+        *(({"attention.causal": flag}, DENSE, "causal should be true or false") for flag in (0, "false", [])),
+        ({"dense_2_feat_in": 641}, DENSE, "dense_2_feat_in should be 640, as in tensor dense_2.weight"),
+        ({"dense_3_feat_out": 1 << 30}, DENSE, "dense_3_feat_out should be 512, as in tensor dense_3.weight"),
+        ({"dense_3_feat_out": -512}, DENSE, "dense_3_feat_out should be an integer"),
+        ({}, {"dense_2.weight": (1280, 640)}, "tensor dense_3.weight is missing, although dense_3_feat_out"),
+        ({}, {"dense_3.weight": (512, 1280)}, "tensor dense_2.weight is missing, although dense_2_feat_out"),
+        ({}, {}, "tensor dense_2.weight is missing, although dense_2_feat_out"),
+        ({}, DENSE | {"dense_2.weight": (819_200,)}, r"a dense layer should be a matrix, found the shape \[819200\]"),
+        ({}, DENSE | {"dense_3.weight": (512, 1280, 1)}, "a dense layer should be a matrix"),
+        ({"dense_3_feat_in": None}, DENSE | {"dense_3.weight": (512, 9)}, "dense layer 1 .* should have 1280 inputs, found 9"),
+        *(({"context_length": size}, DENSE, "context_length should be an integer") for size in (0, -1, 1 << 31, "9", 2.5)),
+        ({"context_length": None}, DENSE, "context_length is missing"),
+        ({"attention.sliding_window": None}, DENSE, "attention.sliding_window is missing"),
+        ({"attention.sliding_window": 0}, DENSE, "attention.sliding_window should be an integer from 1"),
+    ],
+)  # fmt: skip
+def test_a_wrong_gguf_field_of_an_embedding_model_is_named(
+    change: dict[str, Any], shapes: dict[str, tuple[int, ...]], message: str
+) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=message) as caught:
+        embedding_from_gguf(change, shapes)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_dense_layers_in_a_gguf_of_another_architecture_are_refused() -> None:
+    dense = StoredTensor("dense_2.weight", F32, (1280, 640), np.empty(0, np.uint8), Path("file"))
+    with pytest.raises(ConfigError, match="dense layers of an embedding are not part of a gemma3 model"):
+        families.config_from_gguf(GGUF_270M, "file", 262_144, True, {dense.name: dense})
+
+
 GGUF_3N = {
     "general.architecture": "gemma3n", "gemma3n.context_length": 32768, "gemma3n.embedding_length": 2048,
     "gemma3n.block_count": 30, "gemma3n.feed_forward_length": np.full(30, 8192), "gemma3n.attention.head_count": 8,
@@ -406,6 +467,7 @@ def test_gguf_of_gemma_3n() -> None:
         ({"embedding_length_per_layer_input": None}, "embedding_length_per_layer_input is missing"),
         ({"attention.value_length": 128}, "value_length"),
         ({"block_count": 10_001}, "block_count should be at most 10000"),
+        ({"attention.causal": False}, "only gemma-embedding files are embedding models"),
     ],
 )
 def test_a_wrong_gguf_field_of_gemma_3n_is_named(change: dict[str, Any], message: str) -> None:
