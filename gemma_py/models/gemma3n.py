@@ -86,6 +86,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
                     tuple(sizes[letter] for letter in letters),
                     f"layers.{number}.{theirs}",
                     f"blk.{number}.{gguf}.weight",
+                    stays_float=name == "modality_router",
                 )
     return made
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_checkpoints as tiny
 import tiny_families
+import tiny_models
 from equivalence import bits, opened
 from gguf_files import write_model
 from golden_bits import GOLDEN
@@ -22,11 +23,8 @@ from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.runner import SequenceInput
 
 RESULTS = np.load(DATA / "tiny_logits.npz")
-# Rows of whole blocks for Q8_0. The texts are shorter, as long and longer than a window and a tile of attention.
-WIDE = tiny.Variant(
-    tiny_families.embedding_gemma(hidden_size=64, intermediate_size=64, head_dim=32, num_hidden_layers=7, sliding_window=40),
-    prefix="", dense=(96, 64),
-)  # fmt: skip
+WIDE = tiny_models.WIDE["embeddinggemma"]
+# The texts are shorter, as long and longer than a window and a tile of attention.
 LENGTHS = (70, 1, 33, 2, 100, 64, 20, 21, 40, 7)
 NAMES = ["embeddinggemma", "embeddinggemma-backbone"]
 
