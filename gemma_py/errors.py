@@ -14,7 +14,7 @@ class FormatError(GemmaError):
 
 
 class UnsupportedError(GemmaError):
-    """A valid model file needs a feature that gemma_py does not support."""
+    """A valid model file needs a feature that gemma_py does not have."""
 
 
 class ConfigError(GemmaError):
@@ -30,7 +30,7 @@ class ModelNotFoundError(GemmaError):
 
 
 class ContextError(GemmaError):
-    """A request has more tokens than the context. Raised before any computation."""
+    """A request has more tokens than the context. Raised before anything is computed."""
 
 
 class InputError(GemmaError):
@@ -38,7 +38,7 @@ class InputError(GemmaError):
 
 
 class ToolError(InputError):
-    """A tool's declaration, call or result is invalid. field: the invalid part of the request, as in `messages[2].tool_calls`."""
+    """A tool's declaration, call or result is invalid. field: where, as in `messages[2].tool_calls`."""
 
     def __init__(self, message: str, field: str) -> None:
         self.field = field
@@ -62,15 +62,15 @@ class ComputationError(GemmaError):
 
 
 class MismatchError(GemmaError):
-    """Two computations that should give the same bits differ. The message says where the results differ."""
+    """Two computations that should give equal bits differ. The message says where the results differ."""
 
 
 class WorkerError(ComputationError):
     """A worker thread raised an exception, reported a failure, stalled or died.
 
-    layer, phase: the layer and phase of the worker at that time; None if the worker had not entered a phase.
-    settled: True if every worker has left the failed run. If False, the arrays of the run must not be used again, because a
-    stalled worker may still write to these arrays.
+    layer, phase: where the worker was; None if the worker had not begun any phase.
+    settled: whether every worker has left the failed run. If False, the arrays of the run must not be used again,
+    because a stalled worker may still write to these arrays.
     """
 
     def __init__(

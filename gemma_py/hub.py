@@ -1,7 +1,8 @@
 """Models of the Hugging Face hub, written `hf:owner/name[/file.gguf][@revision]`.
 
-The library huggingface_hub (extra `hf`) downloads files, resumes interrupted downloads, keeps the cache, and honours
-HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. This module selects the files of a model and words the error messages.
+The library huggingface_hub (extra `hf`) downloads files, resumes interrupted downloads, keeps the cache, and reads
+HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. This module selects the files of a model and writes the error
+messages.
 """
 
 import glob
@@ -19,23 +20,26 @@ _REFERENCE = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:/([^@]+))?(?:@(.+))?")
 _BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
+# The files of sentence-transformers beside an embedding model, and in the folders of its modules.
+_MODULES = ("modules.json", "config_sentence_transformers.json")
+_OF_MODULE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors)")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
-_SECONDS = 10.0  # timeout of the request for the list of a repository's files
+_SECONDS = 10.0  # timeout for listing a repository's files
 
 
 def fetched(reference: str, progress: ReportProgress = no_report) -> Path:
-    """Return the path of the model's directory or GGUF file, after downloading files that are not in the hub's cache.
+    """Return the path of the model's directory or GGUF file. Missing files are downloaded.
 
-    Every call asks the hub for the current revision, because a branch may have changed. With HF_HUB_OFFLINE, or if the hub
-    does not answer, the copy in the cache is used.
+    Every call asks the hub for the current revision, because a branch may have changed. With HF_HUB_OFFLINE, or if the
+    hub does not answer, the copy in the cache is used.
     """
     repository, file, revision = _parts(reference)
     hub = _library(reference)
     try:
         info = hub.model_info(repository, revision=revision, timeout=_SECONDS, files_metadata=True)
-    except Exception as error:  # which exceptions the library raises depends on its version
+    except Exception as error:  # different versions of the library raise different exceptions
         copy = _copy(reference)
         if copy is None:
             raise ModelNotFoundError(f"{reference}: {_why(error)}") from error
@@ -56,7 +60,7 @@ def fetched(reference: str, progress: ReportProgress = no_report) -> Path:
 
 
 def available_locally(reference: str) -> bool:
-    """Return whether the hub's cache has the model, so that no download is necessary."""
+    """Return whether the hub's cache has the whole model."""
     try:
         _library(reference)
         return _copy(reference) is not None
@@ -65,7 +69,7 @@ def available_locally(reference: str) -> bool:
 
 
 def repository_of(path: Path) -> str | None:
-    """Return owner/name for the directory of a snapshot in the hub's cache, or None for any other directory."""
+    """Return owner/name if the path is a directory in the hub's cache, else None."""
     folder = path.parents[1].name if len(path.parents) > 1 and path.parent.name == "snapshots" else ""
     owner, separator, name = folder.removeprefix("models--").partition("--")
     return f"{owner}/{name}" if folder.startswith("models--") and separator else None
@@ -93,7 +97,7 @@ def _library(reference: str) -> ModuleType:
 
 
 def _copy(reference: str) -> Path | None:
-    """Return the path of the model in the hub's cache, or None if files of the model are missing there."""
+    """Return the path of the model in the hub's cache, or None if the cache lacks files of the model."""
     repository, file, revision = _parts(reference)
     hub = _library(reference)
     try:
@@ -112,7 +116,8 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
     """Return the file to open ("." for the directory), and the list of files to download."""
     ggufs: dict[str, list[str]] = {}  # the shards of each GGUF model, by the model's name
     for name in names:
-        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):  # mmproj files are for images
+        # Mmproj files are the image encoder.
+        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):
             ggufs.setdefault(_GGUF_PART.sub("", name), []).append(name)
     there = (
         f"the repository has {', '.join(parts[0] for parts in ggufs.values())}"
@@ -126,7 +131,8 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
         return file, parts
     weights = [_WHOLE] if _WHOLE in names else [_INDEX, *filter(_PART.fullmatch, names)] if _INDEX in names else []
     if weights and "config.json" in names:
-        return ".", [*(name for name in _BESIDE_WEIGHTS if name in names), *weights]
+        modules = [name for name in names if name in _MODULES or _OF_MODULE.fullmatch(name)]
+        return ".", [*(name for name in _BESIDE_WEIGHTS if name in names), *modules, *weights]
     if not ggufs:
         raise ModelNotFoundError(
             f"{reference}: the repository has neither config.json with {_WHOLE} (or shards) nor a GGUF file"
@@ -138,7 +144,7 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
 
 
 def _why(error: Exception) -> str:
-    """Return one line that explains why the hub gave no model."""
+    """Return one line that says why the hub did not deliver the model."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

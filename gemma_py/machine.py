@@ -1,10 +1,10 @@
 """The logical CPUs and the memory that this process may use.
 
-The default number of worker threads is the number of physical cores in the process's affinity, but at most the CPU quota of
-the cgroups. More workers than cores would be slower, because the two logical CPUs of a core share arithmetic units. The
-quota is rounded down, because Linux suspends a process that has used up the quota until the next period begins.
+The default number of worker threads is the number of physical cores in the process's affinity, but at most the CPU
+quota of the cgroups. More workers than cores would be slower, because the two logical CPUs of a core share arithmetic
+units. The quota is rounded down, because Linux suspends a process that has used up its quota.
 
-Parameter of the functions: `root` is the directory that contains proc/ and sys/. Tests use another directory than "/".
+`root` is the directory that contains proc/ and sys/. Only tests use another directory than "/".
 """
 
 import os
@@ -16,7 +16,6 @@ ROOT = Path("/")
 
 
 def threads(root: Path = ROOT) -> int:
-    """Return the default number of worker threads, which is at least 1."""
     cores = physical_cores(affinity(), root)
     allowed = quota(root)
     return max(1, cores if allowed is None else min(cores, int(allowed)))
@@ -30,19 +29,19 @@ def affinity() -> set[int]:
 
 
 def physical_cores(processors: Iterable[int], root: Path = ROOT) -> int:
-    """Return the number of cores of these logical CPUs. Without topology in /sys, each logical CPU counts as a core."""
+    """Return the number of cores of these logical CPUs. If /sys does not say, each logical CPU counts as a core."""
     return len({_siblings(number, root) or str(number) for number in processors})
 
 
 def _siblings(number: int, root: Path) -> str | None:
-    """Return the list of the logical CPUs on the core of this logical CPU, as text, or None if /sys has no such list."""
+    """Return the logical CPUs that share a core with this one, as text, or None if /sys does not say."""
     topology = root / "sys/devices/system/cpu" / f"cpu{number}" / "topology"
     # Linux before 5.3 has only thread_siblings_list.
     return _text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list")
 
 
 def quota(root: Path = ROOT) -> float | None:
-    """Return the smallest CPU quota of this process's cgroups, as a number of logical CPUs, or None if there is no quota."""
+    """Return the smallest CPU quota of this process's cgroups, in CPUs, or None if there is no quota."""
     limits = []
     for folder in _cgroups("cpu", root):
         quota_us, period_us = (*(_text(folder / "cpu.max") or "").split(), "", "")[:2]
@@ -54,7 +53,7 @@ def quota(root: Path = ROOT) -> float | None:
 
 
 def memory(root: Path = ROOT) -> int | None:
-    """Return the smaller of the available memory in bytes and the cgroups' memory limit, or None if unknown."""
+    """Return the available memory in bytes, but at most the cgroups' memory limit; None if unknown."""
     limits = []
     for line in (_text(root / "proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
@@ -67,10 +66,10 @@ def memory(root: Path = ROOT) -> int | None:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the directories of this process's cgroup and of the cgroup's parents, for cgroups version 1 and 2.
+    """Yield the directories of this process's cgroup and of its parents, for cgroups version 1 and 2.
 
-    In a container, /proc/self/cgroup may give a path on the host that does not exist in the container. The limits of the
-    container are then in the top directory, which is yielded last.
+    Inside a container, /proc/self/cgroup may give a path that exists only on the host. The container's limits are then
+    in the top directory, which is yielded last.
     """
     base = root / "sys/fs/cgroup"
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():

@@ -1,4 +1,4 @@
-"""The cache and state directories of gemma_py, and functions that write files privately and atomically."""
+"""The cache and state directories of gemma_py, and functions that write private files atomically."""
 
 import contextlib
 import fcntl
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"  # the ending of a file that is being written
-_YOUNG = 60.0  # seconds; a younger partial file may not be locked yet, and does not count as abandoned
+# Seconds; a younger partial file never counts as abandoned, because its writer may not have locked it yet.
+_YOUNG = 60.0
 
 
 def cache_dir() -> Path:
@@ -34,7 +35,7 @@ def _ours(variable: str, otherwise: str) -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """Create the directory if needed, and return the path.
+    """Create the directory if needed, and return the path. Other users may read it, but not write to it.
 
     Raises OSError if the directory belongs to another user, or if other users may write to the directory.
     """
@@ -55,7 +56,7 @@ def is_ours(path: Path) -> bool:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return whether the process that wrote this partial file has ended. A running process holds a lock on the file."""
+    """Return whether a partial file was left by a process that has ended. A running process holds a lock on its file."""
     try:
         if time.time() - path.stat().st_ctime < _YOUNG:
             return False
@@ -67,7 +68,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def private_file(path: Path) -> Path:
-    """Create the file if needed, and set its permissions so that only this user can read and write the file."""
+    """Create the file if needed. Only this user can read and write it."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -79,7 +80,7 @@ def private_file(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file for writing, and rename the file to `path` at the end of the `with` statement.
+    """Open a temporary file for writing. At the end of the `with` statement, it is renamed to `path`.
 
     If an exception occurs, the temporary file is removed and `path` is unchanged.
     """

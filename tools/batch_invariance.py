@@ -50,7 +50,7 @@ def main() -> int:
         with contextlib.ExitStack() as stack:
             if args.http:
                 server = stack.enter_context(serving(engine, args.parallel, args.streams))
-                scheduler = server.app.service.generating
+                scheduler = server.app.service.scheduler
             else:
                 scheduler = Scheduler(engine, args.parallel, args.streams)
                 stack.callback(scheduler.close)

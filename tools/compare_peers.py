@@ -326,9 +326,7 @@ def report(figures: dict[str, Figures], counts: dict[str, int], whole: dict[str,
 def start(
     peers: Sequence[Peer], path: Path, directory: Path, threads: int, figures: dict[str, Figures]
 ) -> dict[tuple[str, str], Worker]:
-    """Start a process for gemma_py and for every setting of every peer. Runtimes that do not start are marked as
-    failed.
-    """
+    """Start a process for gemma_py and for every setting of every peer. Runtimes that do not start are marked as failed."""
     workers = {}
     wanted = [
         (OURS, "", {}),

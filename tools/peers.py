@@ -37,9 +37,7 @@ def dequantised(path: Path, **options: Any) -> Any:
 
 
 def prepare(path: Path, directory: Path) -> None:
-    """Write the model to DIRECTORY/float32 in Hugging Face's format and, if CTranslate2 is installed, to
-    DIRECTORY/int8.
-    """
+    """Write the model to DIRECTORY/float32 in Hugging Face's format and, if CTranslate2 is installed, to DIRECTORY/int8."""
     import tokenizers
     import transformers
 

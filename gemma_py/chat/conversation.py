@@ -1,4 +1,4 @@
-"""Conversations: the messages, and a session that keeps the KV cache from turn to turn."""
+"""Conversations, which hold the messages and a session. The session keeps the KV cache from turn to turn."""
 
 import json
 import time
@@ -19,12 +19,12 @@ from gemma_py.runtime.runner import CHUNK
 from gemma_py.templates.template import Encoded, Message, checked_messages
 
 ReportPrefill = Callable[[int, int], None]  # called with (tokens done, tokens in total)
-TokenStream = Generator[Token, None, None]  # the tokens of an answer; `close` interrupts the answer
+TokenStream = Generator[Token, None, None]
 
-_REWIND_BYTES = 256 << 20  # the most memory for old KV rows of sliding-window layers, which only undo and retry need
-_COMPARED = 1024  # tokens compared at once in the search for a common prefix
-_FIRST_CHUNK = 32  # tokens in the first chunk of a prompt
-_SECONDS_A_CHUNK = 0.5  # the target duration of a chunk, and so the time between two reports of progress
+_REWIND_BYTES = 256 << 20  # most bytes of KV rows outside the sliding windows, which only undo and retry read
+_COMPARED = 1024
+_FIRST_CHUNK = 32
+_SECONDS_A_CHUNK = 0.5  # the duration of a chunk to aim at; progress is reported after each chunk
 
 
 @dataclass
@@ -89,9 +89,9 @@ class Conversation:
         self.sampling = engine.sampling if sampling is None else sampling
         self.max_tokens = max_tokens
         self.stop = stop_strings(stop)
-        # Called after every chunk of a prompt; an exception of this function interrupts the prompt.
+        # Called after every chunk of a prompt. If the function raises an exception, the prefill stops.
         self.prefilling: ReportPrefill | None = None
-        self.stats: AnswerStats | None = None  # statistics of the last answer
+        self.stats: AnswerStats | None = None
         self._wanted = template
         self.template = engine.template(template)
         self._format = engine.chat_format(self.template)
@@ -102,7 +102,8 @@ class Conversation:
         self._answer_ids: dict[str, list[int]] = {}  # the token ids of each answer, by the text of the answer
         self._encoded = Encoded()
         self._attempt = 0
-        self._chunk = _FIRST_CHUNK  # tokens in the next chunk, chosen to take _SECONDS_A_CHUNK
+        # The number of tokens in the next chunk, which aims at a duration of _SECONDS_A_CHUNK.
+        self._chunk = _FIRST_CHUNK
         if system is not None:
             self.set_system(system)
 
@@ -111,7 +112,7 @@ class Conversation:
         return self._thinking
 
     def set_thinking(self, thinking: bool | None) -> None:
-        """Switch thoughts on or off from the next turn on. Raise InputError if the model cannot think."""
+        """Switch thinking on or off from the next turn on. Raise InputError if the model cannot think."""
         self._format.check_thinking(thinking)
         self._thinking = thinking
 
@@ -124,7 +125,7 @@ class Conversation:
     # --- talking ------------------------------------------------------------------------------------------------------
 
     def send(self, text: str) -> TokenStream:
-        """Return an iterator over the tokens of the answer. An error such as a full context is raised by this call."""
+        """Return an iterator over the tokens of the answer. The call itself raises errors such as a full context."""
         return self._begin(self.messages, text, 0)
 
     def retry(self) -> TokenStream:
@@ -132,7 +133,6 @@ class Conversation:
         return self._begin(self.messages[:-2], self.last_text(), self._attempt + 1)
 
     def edit(self, text: str) -> TokenStream:
-        """Replace the last user message, and generate the answer to the new text."""
         self.last_text()
         return self._begin(self.messages[:-2], text, 0)
 
@@ -166,7 +166,7 @@ class Conversation:
         stats.prefill_seconds = time.perf_counter() - start
         stats.seed = generation.sampling.seed if generation.sampling.temperature else None
         tokens = generation.tokens(logits, self._session.decode)
-        made: list[int] = []  # the ids of the answer's text, without those of thoughts
+        made: list[int] = []
         text = thought = ""
         try:
             while True:
@@ -190,7 +190,7 @@ class Conversation:
                     made = []
                 yield token
         finally:
-            if made and text.strip():  # the answer was interrupted before its last token
+            if made and text.strip():
                 self._keep_answer(messages, made, _message(text, thought), attempt, stats)
 
     def _keep_answer(
@@ -213,7 +213,7 @@ class Conversation:
     def _advance_to(self, ids: list[int], stats: AnswerStats) -> np.ndarray:
         """Make the session hold exactly these ids, by rewinding and prefilling. Return the logits of the last token."""
         common = self._common(ids)
-        common = min(common, len(ids) - 1)  # compute at least the last token, to get logits
+        common = min(common, len(ids) - 1)  # the last token is always computed again, because its logits are needed
         if self._session.usable and self._session.can_rewind_to(common):
             self._session.rewind(common)
         else:
@@ -223,7 +223,6 @@ class Conversation:
         return self._prefill(ids[common:])
 
     def _common(self, ids: list[int]) -> int:
-        """Return the length of the common prefix of these ids and the session's ids."""
         present = self._session.ids
         at, end = 0, min(len(present), len(ids))
         while at < end and present[at : at + _COMPARED] == ids[at : at + _COMPARED]:
@@ -276,9 +275,7 @@ class Conversation:
         return first["content"] if first is not None and first["role"] == "system" else None
 
     def set_system(self, text: str | None) -> None:
-        """Replace the system message, or remove the system message if text is None. The next turn prefills the whole
-        conversation again.
-        """
+        """Set or replace the system message; None removes it. The next turn then prefills the whole conversation again."""
         rest = self.messages[1:] if self.system is not None else self.messages
         first = [] if text is None else checked_messages([{"role": "system", "content": text}])
         self.messages = [*first, *rest]
@@ -288,13 +285,12 @@ class Conversation:
 
     @property
     def tokens_used(self) -> int:
-        """The number of tokens in the prompt of the next turn, without the next user message; at most the context."""
+        """The number of tokens of the conversation so far, at most the context."""
         spoken = any(message["role"] != "system" for message in self.messages)
         return min(self.context, len(self._prompt(self.messages))) if spoken else 0
 
     @property
     def context(self) -> int:
-        """The most tokens that the conversation can have."""
         return self.engine.context
 
     @property
@@ -306,7 +302,7 @@ class Conversation:
         return self._session.kv_digest()
 
     def verify(self, threads: int | None = None, chunk: int = 7, progress: ReportPrefill | None = None) -> int:
-        """Compute the tokens again with another number of threads and another chunk size, and compare the KV caches.
+        """Compute all tokens again with other threads and chunks, and compare the KV caches.
 
         Return the number of tokens. Raise MismatchError if a bit differs.
 
@@ -327,7 +323,7 @@ class Conversation:
         pairs = zip(self.kv_digest(), other.kv_digest(), strict=True)
         wrong = next((layer for layer, (a, b) in enumerate(pairs) if a != b), None)
         if wrong is not None:
-            raise MismatchError(f"computing the {len(ids)} tokens again gave other keys and values in layer {wrong}")
+            raise MismatchError(f"computing the {len(ids)} tokens again gave different keys or values in layer {wrong}")
         return len(ids)
 
     # --- keeping ------------------------------------------------------------------------------------------------------
@@ -347,7 +343,7 @@ class Conversation:
             raise InputError(f"{path}: cannot be written: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write messages, settings and KV cache to a file, so that a loaded conversation needs no new prefill."""
+        """Write messages, settings and KV cache to a file, so that the conversation can continue without a new prefill."""
         self._forget()  # removes the tokens of answers that `retry` or `edit` replaced
         description = {
             "messages": self.messages,
@@ -359,7 +355,7 @@ class Conversation:
             "attempt": self._attempt,
             "known": self._answer_ids,
         }
-        # Save the KV rows that the next turn needs, and those that undo and retry of the last turn need.
+        # The next turn needs some KV rows of sliding layers, and undoing the last turn needs older ones. Save both.
         since = 0
         if len(self.messages) >= 2:
             since = self._common(self._prompt([*self.messages[:-2], {"role": "user", "content": ""}]))
@@ -369,8 +365,8 @@ class Conversation:
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path) -> "Conversation":
-        """Load a saved conversation. Raise FormatError if the file is damaged, InputError if another model wrote the
-        file.
+        """Load a saved conversation. Raise FormatError if the file is damaged, and InputError if another model wrote
+        the file.
         """
         file = saved.SavedConversation(Path(path), engine)
         said = file.description
@@ -384,5 +380,4 @@ class Conversation:
 
 
 def _message(text: str, thought: str) -> Message:
-    """Return the message of an answer."""
     return {"role": "assistant", "content": text.rstrip()} | ({"reasoning_content": thought} if thought else {})

@@ -30,7 +30,7 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def write(path: Path, description: dict[str, Any], session: Session, since: int) -> None:
-    """Write the session's conversation. since: the first position to which the loaded session can be rewound."""
+    """Write the session's conversation. since: the smallest position to which the loaded session can rewind."""
     engine, ids = session.engine, np.array(session.ids, np.int32)
     text = json.dumps({**description, "since": since}, ensure_ascii=False).encode("utf-8")
     specs = {"ids": Spec("I32", ids.shape), "description": Spec("U8", (len(text),))}
@@ -61,7 +61,7 @@ def _row_specs(engine: Engine, position: int, since: int) -> dict[str, Spec]:
 
 
 class SavedConversation:
-    """A checked file of a saved conversation. The file is memory-mapped, and `restore` reads the KV rows."""
+    """A memory-mapped file of a saved conversation, which was checked when it was opened."""
 
     def __init__(self, path: Path, engine: Engine) -> None:
         _check_readable(path)
@@ -81,7 +81,6 @@ class SavedConversation:
             raise FormatError(f"{path}: damaged file: the shapes of the KV rows do not match {len(self._ids)} tokens")
 
     def restore(self, session: Session) -> None:
-        """Copy the token ids and KV rows into an empty session."""
         if self._ids:
             session.restore(self._ids, self._rows())
 

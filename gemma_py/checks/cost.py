@@ -19,11 +19,11 @@ FLOP, BYTES = 0, 1
 
 
 def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> np.ndarray:
-    """Return the cost of a pass of T tokens after `position` earlier tokens: int64 [labels of phases, 2].
+    """Return the cost of a pass of T tokens after `position` earlier tokens: int64 [phase labels, 2].
 
-    Column FLOP has the floating-point operations, two per multiply-add. Column BYTES has the bytes read: each matrix,
-    key and value counts as read once per pass, because repeated reads come from the processor's cache. Each product with
-    an expert counts as a product with another expert, up to the number of experts. Only the last token has logits.
+    Column FLOP has the floating-point operations, two per multiply-add. Column BYTES has the bytes read from memory.
+    Each matrix, key and value counts once per pass, because repeated reads come from the processor's cache. A mixture
+    of experts is assumed to choose as many different experts as possible. Logits are computed for the last token only.
     kv_bytes: the size of one number in the KV cache.
     """
     cost = np.zeros((len(program.labels), 2), np.int64)
@@ -48,7 +48,7 @@ def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> n
 def _keys(position: int, T: int, W: int) -> int:
     """Return the number of query-key pairs in the attention of T queries after `position` tokens.
 
-    A query attends to the last W tokens including the query's own token, or to all if W is 0.
+    A query attends to the last W tokens, its own token included, or to all tokens if W is 0.
     """
     first, last = position + 1, position + T
     if W == 0 or last <= W:
@@ -59,7 +59,6 @@ def _keys(position: int, T: int, W: int) -> int:
 
 
 def run_cost(program: LinkedProgram, kv_bytes: int, position: int, passes: Sequence[int]) -> np.ndarray:
-    """Return the total cost of consecutive passes. passes: the number of tokens of each pass."""
     total = np.zeros((len(program.labels), 2), np.int64)
     for T in passes:
         total += pass_cost(program, kv_bytes, position, T)

@@ -1,4 +1,4 @@
-"""Measurement of the machine's peak compute and memory rates, to compare benchmark results with."""
+"""Measurement of the machine's peak rates of computing and of reading memory."""
 
 import statistics
 import time
@@ -11,23 +11,23 @@ import numpy as np
 from gemma_py import machine
 from gemma_py.kernels import peak
 
-Run = Callable[..., Any]  # calls a kernel with arguments on all worker threads
+Run = Callable[..., Any]
 
-_LEAST_SECONDS = 0.005  # the duration of the shortest sample, so that waking the workers adds only 2%
-_MEMORY = 512 << 20  # bytes to read, more than fit into the processor's caches
+_LEAST_SECONDS = 0.005  # no sample is shorter, so that waking the workers adds at most 2%
+_MEMORY = 512 << 20  # bytes to read, which do not fit into the processor's caches
 
 
 @dataclass
 class Limits:
     """The peak rates of all threads together, as medians of samples. A multiply-add counts as two operations.
 
-    The limit during a matmul is lower than the one measured here, because a processor lowers the clock during long runs
-    of vector multiplications. tools/matrices.py measures that lower limit.
+    A real matrix product reaches less, because processors lower their clock during long runs of vector multiplications.
+    tools/matrices.py measures the rate at that lower clock.
     """
 
     threads: int
     samples: dict[str, list[float]] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)  # for each kernel, the number of loop steps in a sample
+    steps: dict[str, int] = field(default_factory=dict)
 
     @property
     def f32(self) -> float:
@@ -64,13 +64,13 @@ class Limits:
         self._note("memory", part.nbytes / _seconds(run, peak.read_memory, part, out))
 
     def _sample(self, run: Run, name: str, kernel: Callable[..., Any], operations: int, *args: Any) -> None:
-        """Add a sample, in operations per second of all workers together.
+        """Add one sample, in operations per second of all workers together.
 
-        operations: the operations in one loop step of one worker
+        operations: the operations of one worker in one step of the loop
         """
         if name not in self.steps:
             steps = 1
-            _seconds(run, kernel, steps, *args)  # compiles
+            _seconds(run, kernel, steps, *args)
             while _seconds(run, kernel, steps, *args) < _LEAST_SECONDS:
                 steps *= 2
             self.steps[name] = steps
@@ -82,7 +82,7 @@ class Limits:
 
 
 def memory_to_read() -> np.ndarray:
-    """Return the array for measuring the memory rate, smaller if little memory is free."""
+    """Return the array that the memory test reads. It is smaller than usual if little memory is free."""
     free = machine.memory()
     size = _MEMORY if free is None else min(_MEMORY, free // 4)
     return np.ones(size // 4, np.float32)

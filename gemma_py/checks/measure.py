@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from gemma_py.checks import limits, verify
 from gemma_py.checks.cost import BYTES, FLOP, run_cost
 from gemma_py.checks.limits import Limits
 from gemma_py.checks.verify import ReportFraction
-from gemma_py.errors import MismatchError
+from gemma_py.errors import InputError, MismatchError
 from gemma_py.generate.engine import Engine
 from gemma_py.runtime.cache import KV_TYPES, Cache, check_context
 from gemma_py.runtime.profile import WAIT, WORK, Profile
@@ -28,11 +28,12 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 @dataclass(frozen=True)
 class BenchTest:
-    """A benchmark of a prompt in chunks (pp) or of tokens decoded one by one (tg), after `depth` earlier tokens."""
+    """A benchmark that runs after `depth` earlier tokens: a prompt in chunks (pp), or tokens decoded one by one (tg)."""
 
     prompt: bool
     tokens: int
     depth: int = 0
+    whole: bool = False  # the prompt is one pass, because an embedding model takes a text whole
 
     def __str__(self) -> str:
         at = f" @ d{self.depth}" if self.depth else ""
@@ -43,13 +44,15 @@ class BenchTest:
         """The number of tokens of each pass."""
         if not self.prompt:
             return [1] * self.tokens
+        if self.whole:
+            return [self.tokens]
         return [min(CHUNK, self.tokens - first) for first in range(0, self.tokens, CHUNK)]
 
     @property
     def weight(self) -> int:
-        """The estimated duration of a run, as a multiple of the time to compute one token, for the progress bar.
+        """The estimated duration of a run, for the progress bar. The unit is the time to compute one token.
 
-        Every pass reads all weights, which is assumed to take as long as computing 8 tokens.
+        Reading all weights, which every pass does, is assumed to take as long as computing 8 tokens.
         """
         return self.tokens + 8 * len(self.passes)
 
@@ -62,7 +65,7 @@ class BenchRow:
     test: BenchTest
     seconds: list[float] = field(default_factory=list)
     digest: str = ""  # sha256 of the last logits and the final KV cache
-    profiles: list[Profile] = field(default_factory=list)  # one per round, if profiling is on
+    profiles: list[Profile] = field(default_factory=list)
 
     @property
     def rates(self) -> list[float]:
@@ -78,6 +81,16 @@ class BenchRow:
         return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
 
 
+def for_embeddings(tests: Sequence[BenchTest]) -> tuple[BenchTest, ...]:
+    """Return the tests with whole texts. Raise InputError if an embedding model cannot run a test."""
+    for test in tests:
+        if not test.prompt or test.depth:
+            raise InputError(
+                f"{test}: an embedding model takes a text whole and generates nothing; give -p and -n 0, without -d"
+            )
+    return tuple(replace(test, whole=True) for test in tests)
+
+
 def check_tests_fit(tests: Sequence[BenchTest], context: int) -> None:
     for test in tests:
         check_context(context, test.tokens, after=test.depth or None)
@@ -87,6 +100,8 @@ class Benchmark:
     """Runs every test with every number of threads. `rows` has the results so far."""
 
     def __init__(self, engine: Engine, threads: Sequence[int], tests: Sequence[BenchTest]) -> None:
+        if engine.config.embedding is not None:
+            tests = for_embeddings(tests)
         check_tests_fit(tests, engine.context)
         self.engine = engine
         self._all = [BenchRow(count, test) for count in threads for test in tests]
@@ -103,7 +118,7 @@ class Benchmark:
         return [found for found in self._limits.values() if found.samples]
 
     def run(self, rounds: int, profile: bool, progress: ReportFraction) -> None:
-        """Run every test once per round, so that a machine that is slow for a while slows all tests alike."""
+        """Run every test once per round. If the machine is slow for a while, all tests are slowed alike."""
         total = rounds * sum(row.test.weight for row in self._all)
         total += sum(depth for depth in {row.test.depth for row in self._all})
         done = 0
@@ -154,7 +169,6 @@ class Benchmark:
             )
 
     def _pass(self, cache: Cache, ids: list[int]) -> np.ndarray:
-        """Run one pass. Return the logits of the last token."""
         ((logits,),) = self.engine.run_together([SequenceInput(cache, ids)])
         return logits
 
@@ -162,7 +176,7 @@ class Benchmark:
         return verify.prompt(count, self.engine.config.vocab_size)
 
     def _start(self, depth: int) -> Cache:
-        """Return a copy of a KV cache with `depth` tokens. Only the first call for a depth computes the tokens."""
+        """Return a new copy of a KV cache with `depth` tokens, which are computed only once."""
         if depth not in self._starts:
             cache = self.engine.new_cache()
             ids = self._ids(depth)
@@ -191,13 +205,13 @@ def model_summary(engine: Engine) -> ModelSummary:
 
 
 def cost_of(engine: Engine, test: BenchTest) -> np.ndarray:
-    """Return the floating-point operations and the bytes read in one run of a test: int64 [phases, 2]."""
+    """Return the floating-point operations and the bytes read in one run of a test: int64 [phase labels, 2]."""
     kv_bytes = np.dtype(KV_TYPES[engine.kv_type]).itemsize
     return run_cost(engine.program, kv_bytes, test.depth, test.passes)
 
 
 def figures(engine: Engine, row: BenchRow, limit: Limits) -> dict[str, Any]:
-    """Return the results of the median run for JSON and tables. Rates are in 10^9 per second."""
+    """Return the results of the median run, for JSON and tables. Rates are in 10^9 per second."""
     flop, read = (int(part) for part in cost_of(engine, row.test).sum(0))
     seconds = row.test.tokens / row.rate
     return {
@@ -209,7 +223,7 @@ def figures(engine: Engine, row: BenchRow, limit: Limits) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# The lines of the profile, and the phases that each line sums, in the order of a pass.
+# Each line of the printed profile sums several phases. The lines are in the order of a pass.
 GROUPS: dict[str, tuple[str, ...]] = {
     "embedding": ("embedding",),
     "norms, gelu, codes": ("middle", "end", "output input", "down input"),
@@ -224,7 +238,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def phases(engine: Engine, row: BenchRow, limit: Limits) -> list[dict[str, Any]]:
-    """Return the profile: for each group of phases, the mean seconds per worker in all rounds, and the rates.
+    """Return the lines of the profile: for each, the rates and the mean seconds that a worker spends.
 
     "waiting" is the time that workers wait at barriers and for KV rows. "waking, Python" is the rest of the elapsed
     time.
@@ -252,7 +266,6 @@ def phases(engine: Engine, row: BenchRow, limit: Limits) -> list[dict[str, Any]]
 
 
 def report(engine: Engine, bench: Benchmark) -> dict[str, Any]:
-    """Return the results of all tests, for JSON."""
     model, by_threads = model_summary(engine), {limit.threads: limit for limit in bench.limits}
     tests = []
     for row in bench.rows:

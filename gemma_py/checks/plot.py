@@ -9,7 +9,7 @@ from gemma_py.paths import atomic_write
 
 
 def check_drawable(path: Path) -> None:
-    """Raise InputError if no figure can be written to the path. Called before a long measurement."""
+    """Raise InputError if no figure can be written to the path. Commands call this before a long measurement."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
@@ -39,7 +39,7 @@ def draw(ax: Any, label: str, x: list[int], y: list[float]) -> None:
 
 
 def finish(ax: Any, title: str, x_label: str, y_label: str, ticks: list[int], log: bool = False) -> None:
-    """Set titles, labels, scales and limits. ticks: the measured x values."""
+    """Set titles, labels, scales and limits. ticks: the x values to mark."""
     ax.set(title=title, xlabel=x_label, ylabel=y_label)
     if log:
         ax.set_xscale("log", base=2)

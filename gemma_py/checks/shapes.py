@@ -22,13 +22,19 @@ from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.pack import PackingPlan
 from gemma_py.weights.tensors import EMBEDDING, HEAD, gguf_source
 
-Make = Callable[[BlockType, int], np.ndarray]  # (type, count) -> the bytes of `count` values
+Make = Callable[[BlockType, int], np.ndarray]
 _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_heads", "G": "num_key_value_heads",
              "E": "head_dim", "F": "intermediate_size", "V": "vocab_size", "W": "sliding_window",
              "context": "max_position_embeddings", "EF": "global_head_dim", "GF": "num_global_key_value_heads",
              "P": "hidden_size_per_layer_input", "shared": "num_kv_shared_layers", "k_eq_v": "attention_k_eq_v",
              "double": "use_double_wide_mlp", "cap": "final_logit_softcapping", "moe": "enable_moe_block",
-             "X": "num_experts", "C": "top_k_experts", "FX": "moe_intermediate_size"}  # fmt: skip
+             "X": "num_experts", "C": "top_k_experts", "FX": "moe_intermediate_size",
+             "embedding": "embedding_dim"}  # fmt: skip
+# The fields of config.json that name the model, for model types that have another name in GGUF.
+_HUGGING_FACE: dict[str, dict[str, Any]] = {
+    "gemma-embedding": {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+    "gemma-embedding2": {"model_type": "embedding_gemma2_text"},
+}
 
 
 def _shape(name: str) -> dict[str, Any]:
@@ -39,13 +45,11 @@ def _shape(name: str) -> dict[str, Any]:
 
 
 def config_document(name: str) -> dict[str, Any]:
-    """Return the fields of a Hugging Face config that the shape of a model in the catalogue gives."""
+    """Return config.json as far as the catalogue describes the model."""
     shape = _shape(name)
     kind = shape.pop("family")
-    shape.pop("dense", None)  # the modules of sentence-transformers have the dense layers, not config.json
-    document: dict[str, Any] = {"model_type": kind}
-    if kind == "gemma-embedding":  # the name in GGUF; in Hugging Face's config.json, the model type is that of Gemma 3
-        document = {"model_type": "gemma3_text", "use_bidirectional_attention": True}
+    shape.pop("dense", None)  # config.json does not describe the dense layers; a file of sentence-transformers does
+    document = dict(_HUGGING_FACE.get(kind, {"model_type": kind}))
     period = shape.pop("period", 0)
     if period:
         types = ("full_attention", *["sliding_attention"] * (period - 1))
@@ -54,7 +58,6 @@ def config_document(name: str) -> dict[str, Any]:
 
 
 def config_of(name: str) -> tuple[Family, Config]:
-    """Return the family and the config of a model in the catalogue."""
     shape = _shape(name)
     widths = [shape["D"], *shape.get("dense", [])]
     return config_from_hf(config_document(name), name, dense=tuple((N, K) for K, N in pairwise(widths)))
@@ -63,15 +66,15 @@ def config_of(name: str) -> tuple[Family, Config]:
 def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     """Return a checkpoint with random matrices of a type. For quantised types, the embedding is Q8_0.
 
-    Matrices of one shape share memory in the checkpoint. Packing gives each matrix memory that is not shared, so that a
-    benchmark does not read weights from the processor's cache. tokens: the length of the session. Raise InputError if
-    weights and session do not fit into memory.
+    Matrices of equal shape share memory in this checkpoint, but not after packing. A benchmark therefore does not find
+    weights in the processor's cache because an earlier layer read them.
+    tokens: the length of the session. Raise InputError if weights and session do not fit into memory.
     """
     family, config = config_of(name)
     kind = TYPES.get(type_name.upper())
     if kind is None:
         raise InputError(f"{type_name}: unknown type; expected one of {', '.join(TYPES).lower()}")
-    shortest = min(kind.block, config.hidden_size)  # shorter rows stay floats
+    shortest = min(kind.block, config.hidden_size)
     for label, spec in _specs(family, config).items():
         whole = len(spec.shape) == 1 or spec.shape[-1] < shortest or spec.shape[-1] % kind.block == 0
         if not whole and label != EMBEDDING:
@@ -106,15 +109,15 @@ def _stored_type(label: str, spec: Tensor, kind: BlockType) -> BlockType:
 
 
 def _specs(family: Family, config: Config) -> dict[str, Tensor]:
-    """Return the tensors of a model except the output head, because the embedding is used as the output head."""
+    """Return the model's tensors. There is no output head, because the embedding serves as the head."""
     return {label: spec for label, spec in family.tensors(config).items() if label != HEAD}
 
 
 def _random(kind: BlockType, count: int) -> np.ndarray:
-    """Return the bytes of `count` random values, without subnormals and infinities, which might be slower."""
+    """Return the bytes of `count` random values without subnormals and infinities, which some processors compute slowly."""
     rng = np.random.default_rng(count)
     if kind.quantised:
-        # Bit 6 of each byte is cleared, so that every float16 scale in a block is below 2 and therefore finite.
+        # Clearing bit 6 of each byte makes every float16 scale in a block less than 2, and therefore finite.
         return rng.integers(0, 256, count // kind.block * kind.bytes, np.uint8) & np.uint8(0xBF)
     values = rng.standard_normal(count, np.float32)
     values *= np.float32(0.05)
@@ -124,12 +127,12 @@ def _random(kind: BlockType, count: int) -> np.ndarray:
 
 
 def _blank(kind: BlockType, count: int) -> np.ndarray:
-    """Return as many zero bytes as `count` values of type `kind` occupy. All elements share one byte of memory."""
+    """Return as many zero bytes as `count` values of type `kind` occupy. All elements are views of one byte of memory."""
     return np.broadcast_to(np.uint8(0), count // kind.block * kind.bytes)
 
 
 def estimate(family: Family, config: Config, kind: BlockType, tokens: int) -> tuple[int, int]:
-    """Return the bytes of the packed weights, and the bytes of everything else.
+    """Return two sizes in bytes: the packed weights, and everything else in memory.
 
     Everything else is the random weights before packing, the KV cache and the scratch memory of a chunk.
     """

@@ -1,4 +1,4 @@
-"""`sweep`: measures throughput for every number of threads and chunk size, and checks that all runs give equal bits."""
+"""`sweep` measures the speed of each number of threads and chunk size, and checks that all runs give equal bits."""
 
 import hashlib
 import statistics
@@ -10,7 +10,7 @@ from typing import Any
 
 from gemma_py.checks import plot, verify
 from gemma_py.checks.verify import Difference, ReportFraction, RunResult, RunSetting
-from gemma_py.errors import MismatchError
+from gemma_py.errors import InputError, MismatchError
 from gemma_py.generate.engine import Engine
 from gemma_py.runtime.cache import check_context
 
@@ -28,6 +28,10 @@ class Sweep:
     """Measures every combination of threads and chunk size. `points` has the results so far."""
 
     def __init__(self, engine: Engine, threads: Sequence[int], chunks: Sequence[int], tokens: int, new: int) -> None:
+        if engine.config.embedding is not None:
+            raise InputError(
+                "an embedding model has no chunks and decodes nothing, so there is nothing to sweep; use bench"
+            )
         check_context(engine.context, tokens, new=new)
         self.engine, self.threads, self.chunks = engine, tuple(threads), tuple(chunks)
         self.tokens, self.new = tokens, new
@@ -41,7 +45,9 @@ class Sweep:
         return [point for point in self._all if point.decode]
 
     def run(self, rounds: int, open_engine: verify.OpenEngine, progress: ReportFraction) -> None:
-        """Measure all rounds. If two runs differ, stop and find the first difference with engines from `open_engine`."""
+        """Measure all rounds. If two runs give different bits, stop, and find the first difference with engines from
+        `open_engine`.
+        """
         costs = [verify.cost(self.tokens, point.setting.chunk) + verify.cost(self.new, 1) for point in self._all]
         done = 0
         for number in range(rounds):
@@ -83,18 +89,18 @@ class Sweep:
     # --- results
 
     def prefill(self, threads: int, chunk: int) -> float | None:
-        """Return the median prefill rate in tokens per second, or None if nothing has been measured."""
         rates = next((point.prefill for point in self.points if point.setting == RunSetting(threads, chunk)), None)
         return statistics.median(rates) if rates else None
 
     def decode(self, threads: int) -> float | None:
-        """Return the median decode rate in tokens per second over all chunk sizes, which do not matter for decoding."""
+        """Return the median decode rate in tokens per second. All chunk sizes count together, because decoding has no
+        chunks.
+        """
         rates = [rate for point in self.points if point.setting.threads == threads for rate in point.decode]
         return statistics.median(rates) if rates else None
 
     def efficiency(self, threads: int, chunk: int | None) -> float | None:
-        """Return the parallel efficiency: the rate per thread, relative to the rate per thread with the smallest number
-        of threads.
+        """Return the rate per thread, divided by the rate per thread with the fewest threads.
 
         chunk: the chunk size of a prefill; None for decoding
         """
@@ -109,7 +115,6 @@ class Sweep:
         return max((point.setting.threads for point in self.points), key=lambda count: self.decode(count) or 0.0)
 
     def raise_on_mismatch(self) -> None:
-        """Raise MismatchError if two runs differed."""
         if self.difference is not None:
             raise MismatchError(str(self.difference))
 
@@ -135,7 +140,6 @@ class Sweep:
         }  # fmt: skip
 
     def draw(self, path: Path, title: str) -> None:
-        """Plot prefill by chunk size, decoding by threads, and parallel efficiency by threads."""
         figure, (chunks, threads, shares) = plot.panels(3, title)
         for count in self.threads:
             self._line(
@@ -159,6 +163,6 @@ class Sweep:
         plot.save(figure, path)
 
     def _line(self, ax: Any, label: str, x: Sequence[int], y: Sequence[float | None]) -> None:
-        """Plot a line through the measured points; None is a point that has not been measured."""
+        """Plot a line through the measured points. None stands for a missing measurement."""
         measured = sorted((at, value) for at, value in zip(x, y, strict=True) if value is not None)
         plot.draw(ax, label, [at for at, _ in measured], [value for _, value in measured])

@@ -22,17 +22,16 @@ from gemma_py.paths import atomic_write
 from gemma_py.runtime.trace import UNTRACED
 from gemma_py.weights.checkpoint import Checkpoint
 
-_BLOCK = 16  # consecutive positions that share one digest
-_TRACED_AT_ONCE = 64  # tokens in a chunk
-_FORM = "gemma_py trace 2"  # the format that is written
-_FORM_1 = "gemma_py trace 1"  # an older format that can still be read
+_BLOCK = 16  # the number of consecutive positions that share one digest
+_TRACED_AT_ONCE = 64
+_FORM = "gemma_py trace 2"
+_FORM_1 = "gemma_py trace 1"  # an older format, which can still be read
 
 
 def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
     """Return digests that identify a model without reading all weights.
 
-    The digests cover the config, the name, type and shape of each tensor, and 16 short pieces of the data of each
-    tensor.
+    One digest covers the config. The others cover each tensor's name, type, shape and 16 short pieces of the data.
     """
     weights = hashlib.sha256()
     for name, tensor in sorted(checkpoint.tensors.items()):
@@ -46,9 +45,10 @@ def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
 
 
 def fold(hashes: np.ndarray) -> list[list[str]]:
-    """Return a table of strings [L + 1][P]: 16 hex digits of a sha256 for each block of positions, joined.
+    """Shorten hashes to strings, one for each layer and phase: [L + 1][P].
 
-    The string is empty where a layer does not have the phase.
+    For each block of positions, the string has 16 hex digits of a sha256. It is empty if the layer does not have the
+    phase.
     """
     little = hashes.astype("<i8")
 
@@ -78,7 +78,7 @@ def trace_document(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise InputError if no trace can be written to the path. Called before a long run."""
+    """Raise InputError if no trace can be written to the path. Commands call this before a long run."""
     folder = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"{path}: no trace can be written to this path")
@@ -90,7 +90,6 @@ def write_trace(path: Path, document: dict[str, Any]) -> None:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Read a trace file and check the types of all fields."""
     document = read_json(path)
     if not isinstance(document, dict) or document.get("format") not in (_FORM, _FORM_1):
         raise FormatError(f"{path}: not a trace file of this version, whose format is {_FORM!r}")
@@ -115,28 +114,28 @@ def _is_layer(layer: list[Any], phases: int, blocks: int) -> bool:
 
 
 def check_comparable(trace: dict[str, Any], path: Path, engine: Engine, tokens: int | None) -> None:
-    """Raise InputError unless the trace belongs to the engine's model and to the fixed prompt.
+    """Raise InputError unless the trace was made with the engine's model and the fixed prompt.
 
-    Called before a long run. tokens: the wanted number of tokens, or None to use as many as the trace has.
+    Commands call this before a long run. tokens: the wanted number of tokens, or None for as many as the trace has.
     """
     ours, theirs = identity(engine.checkpoint, engine.quant), dict(trace["model"])
-    if trace["format"] == _FORM_1:  # config digests of format 1 are not comparable, so compare only the weights
+    if trace["format"] == _FORM_1:  # format 1 computed config digests differently, so compare only the weights
         ours.pop("config"), theirs.pop("config", None)
     if ours != theirs:
-        raise InputError(f"{path}: a trace of another model or quantisation than {engine.path}")
+        raise InputError(f"{path}: this trace was made with another model or quantisation than {engine.path}")
     length = len(trace["tokens"])
     if tokens not in (None, length):
         raise InputError(
             f"{path}: the trace has {length} tokens, but --tokens is {tokens}; leave --tokens out to use {length}"
         )
     if trace["tokens"] != prompt(length, engine.config.vocab_size):
-        raise InputError(f"{path}: the {length} tokens of the trace are not the fixed prompt")
+        raise InputError(f"{path}: the trace was made with other token ids than the fixed prompt of this version")
     if len(trace["hashes"]) != engine.program.layers or len(trace["kv"]) != len(engine.config.kv_owners):
         raise FormatError(f"{path}: damaged trace: the trace and the model differ in the number of layers")
 
 
 def compare(trace: dict[str, Any], made: dict[str, Any], between: str) -> Difference | None:
-    """Return the first difference of two traces of one prompt. A phase that one trace lacks counts as empty."""
+    """Return the first difference of two traces of one prompt. If a trace lacks a phase, the phase counts as empty."""
     names = [*made["phases"], *(name for name in trace["phases"] if name not in made["phases"])]
     for layer, (ours, theirs) in enumerate(zip(made["hashes"], trace["hashes"], strict=True)):
         of_ours, of_theirs = (
@@ -154,9 +153,7 @@ def compare(trace: dict[str, Any], made: dict[str, Any], between: str) -> Differ
 
 
 def _positions(a: str, b: str, tokens: int) -> tuple[int, int]:
-    """Return the first and last position of the first block that differs, or all positions if one trace lacks the
-    phase.
-    """
+    """Return the first and last position of the first block that differs, or all positions if one trace lacks the phase."""
     blocks: Iterable[int] = range(0, min(len(a), len(b)), 16)
     at = next((at for at in blocks if a[at : at + 16] != b[at : at + 16]), None)
     if at is None:

@@ -1,15 +1,18 @@
-"""`verify`: checks that every number of threads and chunk size gives equal bits with this model on this machine.
+"""`verify` checks that this machine computes equal bits with every number of threads and every chunk size.
 
     T tokens   V vocabulary   L layers   P phases of a layer
 
-Every setting runs the same prompt. Digests of each token's logits and of each layer's KV cache are compared. If two
-settings differ, the two settings run again with a trace, which has a hash of each token's output of each phase. The
-first hash that differs shows where the error is. A trace can be written to a file and compared on another machine,
-because a trace does not depend on threads or chunk size.
+Every setting runs one prompt. Digests of each token's logits and of each layer's KV cache are compared. If two settings
+differ, the two settings run again with a trace: a hash of what each phase computed for each token. The first hash that
+differs shows where the error is. A trace does not depend on threads or chunk size, so a trace in a file can be compared
+with a run on another machine.
+
+An embedding model takes each text whole, so that it has no chunks. Then the prompt is cut into texts, and a setting has a
+number of texts in a pass instead of a chunk size.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,20 +20,21 @@ import numpy as np
 
 from gemma_py import reference
 from gemma_py.errors import ComputationError, MismatchError
+from gemma_py.generate.embedding import embed_pass
 from gemma_py.generate.engine import Engine, Session
-from gemma_py.runtime.cache import check_context
+from gemma_py.runtime.cache import Cache, check_context
 from gemma_py.runtime.trace import Trace
 
-OpenEngine = Callable[[int], Engine]  # called with the number of threads, returns an engine
-ReportFraction = Callable[[str, float], None]  # called with (current step, fraction of the work that is done)
+OpenEngine = Callable[[int], Engine]
+ReportFraction = Callable[[str, float], None]  # called with (current step, fraction of the work that is done, 0 to 1)
 
 TOKENS, REFERENCE = 256, 16
-_ATTEMPTS = 5  # runs to reproduce a difference, because a race does not appear in every run
+_ATTEMPTS = 5  # attempts to reproduce a difference, because a race does not show in every run
 _MASK = (1 << 64) - 1
 
 
 def prompt(length: int, vocabulary: int) -> list[int]:
-    """Return a fixed prompt of pseudorandom ids. splitmix64 computes the ids, because numpy's generators may change."""
+    """Return a fixed prompt of pseudorandom ids. They come from splitmix64, because numpy may change its generators."""
     ids, state = [], 0
     for _ in range(length):
         state = (state + 0x9E3779B97F4A7C15) & _MASK
@@ -41,10 +45,18 @@ def prompt(length: int, vocabulary: int) -> list[int]:
 
 
 def prompt_length(wanted: int | None, context: int) -> int:
-    """Return the wanted number of tokens; by default, TOKENS, or the context if that is smaller."""
     if wanted is not None:
         check_context(context, wanted)
     return min(TOKENS, context) if wanted is None else wanted
+
+
+def texts_of(ids: Sequence[int]) -> list[list[int]]:
+    """Cut the prompt into the texts for an embedding model: a half as one text, the rest as texts of 1, 2, 3 ... tokens."""
+    made, first = [list(ids[: (len(ids) + 1) // 2])], (len(ids) + 1) // 2
+    while first < len(ids):
+        made.append(list(ids[first : first + len(made)]))
+        first += len(made[-1])
+    return made
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -56,30 +68,33 @@ def threads_text(count: int) -> str:
 
 @dataclass(frozen=True)
 class RunSetting:
-    """The number of threads and the chunk size of a run."""
+    """embeds: `chunk` counts the texts of a pass, not tokens."""
 
     threads: int
     chunk: int
+    embeds: bool = False
 
     def __str__(self) -> str:
+        if self.embeds:
+            return f"{threads_text(self.threads)} with {self.chunk} text{'s' * (self.chunk > 1)} in a pass"
         return f"{threads_text(self.threads)} in chunks of {self.chunk}"
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Digests of the results of a run.
+    """Digests of what a run computed.
 
-    rows: the sha256 of each token's logits. kv: the digest of each layer from `Session.kv_digest`. nan: whether a logit
-    is NaN.
+    rows: the sha256 of each token's logits, or of each text's embedding. kv: the digest of each layer from
+    `Session.kv_digest`. nan: whether a number is NaN. embeds: whether the model is an embedding model.
     """
 
     rows: tuple[bytes, ...]
     kv: tuple[str, ...]
     nan: bool = False
+    embeds: bool = False
 
     @property
     def logits(self) -> str:
-        """One sha256 for the logits of all tokens, computed from the digests of the tokens."""
         return hashlib.sha256(b"".join(self.rows)).hexdigest()
 
     @property
@@ -89,14 +104,14 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TracedRun:
-    """The result and the trace of a run."""
+    """session: None for an embedding model, which has a KV cache for each text."""
 
     result: RunResult
-    session: Session
+    session: Session | None
     hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer does not have the phase
     workers: np.ndarray  # int64 [L + 1, P, T]: the worker that computed the output; -1 for none
     phases: tuple[str, ...]
-    store_label: int  # the index of the phase that stores KV rows
+    store_label: int
 
 
 def row_digests(logits: np.ndarray) -> list[bytes]:
@@ -113,24 +128,27 @@ def compute(
 ) -> TracedRun:
     """Run the prompt in chunks, from an empty KV cache.
 
-    Scratch memory and unwritten KV rows are filled with NaN first. Otherwise, correct values of an earlier run could
-    hide that a worker reads a row before the row is written.
+    Scratch memory and unwritten KV rows are filled with NaN first. A worker that reads a row before the row is written
+    then reads NaN, and not the correct values that an earlier run left there.
     """
     instruments = engine.instruments
     instruments.poison = True
-    session, rows, nan = engine.session(), [], False
+    embeds, caches = engine.config.embedding is not None, list[Cache]()
+    session, rows, nan, done = None if embeds else engine.session(), [], False, 0
     traces: list[Trace] = []
     instruments.traces = traces if trace else None
     try:
-        for first in range(0, len(ids), chunk):
-            piece = list(ids[first : first + chunk])
-            logits = session.prefill(piece, chunk=chunk, all_logits=True)
-            nan = nan or bool(np.isnan(logits).any())
-            rows += row_digests(logits)
-            progress(first + len(piece))
+        for tokens, made in (
+            _passes_of_texts(engine, ids, chunk, caches) if session is None else _passes(session, ids, chunk)
+        ):
+            nan = nan or bool(np.isnan(made).any())
+            rows += row_digests(made)
+            done += tokens
+            progress(done)
     finally:
         instruments.traces = None
-    result = RunResult(tuple(rows), tuple(session.kv_digest()), nan)
+    kv = joined_digests([cache.digest() for cache in caches]) if session is None else session.kv_digest()
+    result = RunResult(tuple(rows), tuple(kv), nan, embeds)
     if not trace:
         return TracedRun(result, session, np.empty((0, 0, 0), np.int64), np.empty((0, 0, 0), np.int64), (), -1)
     shape = (engine.program.layers, len(engine.program.labels), len(ids))
@@ -138,14 +156,37 @@ def compute(
     return TracedRun(result, session, hashes, workers, engine.program.labels, engine.program.store_label)
 
 
+def _passes(session: Session, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of tokens and the logits of each pass."""
+    for first in range(0, len(ids), chunk):
+        piece = list(ids[first : first + chunk])
+        yield len(piece), session.prefill(piece, chunk=chunk, all_logits=True)
+
+
+def _passes_of_texts(
+    engine: Engine, ids: Sequence[int], count: int, caches: list[Cache]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the number of tokens and the embeddings of each pass, and append the KV cache of each text."""
+    texts = texts_of(ids)
+    for first in range(0, len(texts), count):
+        part, own = texts[first : first + count], list[Cache]()
+        yield sum(map(len, part)), embed_pass(engine, part, own)
+        caches += own
+
+
+def joined_digests(texts: Sequence[Sequence[str]]) -> list[str]:
+    """Return one sha256 for each layer from the digests [texts][layers] of the KV caches of texts."""
+    return [hashlib.sha256(" ".join(layer).encode()).hexdigest() for layer in zip(*texts, strict=True)]
+
+
 # --- differences ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The place where two results first differ. A field is None if unknown.
+    """The place where two results first differ. Fields that are not known are None.
 
-    first, last: the range of positions. workers: the worker of each run that computed the differing output.
+    first, last: the range of positions. workers: for each run, the worker that computed the differing output.
     """
 
     between: str
@@ -170,20 +211,21 @@ class Difference:
 
 
 def as_table(difference: Difference | None) -> dict[str, Any] | None:
-    """Return the difference as a JSON object; "message" is the text for people."""
+    """Return the difference as a JSON object. Its "message" is the text for people."""
     return None if difference is None else {"message": str(difference), **asdict(difference)}
 
 
 def first_phase(a: np.ndarray, b: np.ndarray) -> tuple[int, int, int] | None:
-    """Return the (layer, phase, position or block) where two tables [L + 1, P, ...] first differ, in the order of a
-    pass.
+    """Return where two tables [L + 1, P, ...] first differ: (layer, phase, index), in the order of a pass.
+
+    The index is that of a position or of a block of positions.
     """
     places = np.argwhere(a != b)
     return (int(places[0][0]), int(places[0][1]), int(places[0][2])) if len(places) else None
 
 
 def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> int | None:
-    """Return the first position where two lists of KV rows [positions, G, E] differ in a bit.
+    """Return the first position where two arrays of KV rows [positions, G, E] differ in a bit.
 
     first: the position of row 0
     """
@@ -194,7 +236,12 @@ def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> i
 
 
 def changed_row(a: TracedRun, b: TracedRun, layer: int) -> int | None:
-    """Return the first KV row of a layer that differs at the end of two runs, although the runs stored equal values."""
+    """Return the first KV row of a layer that was overwritten after it was stored.
+
+    Both runs stored equal rows, but the rows differ at the end of the runs.
+    """
+    if a.session is None or b.session is None:
+        return None
     owners, phase = a.session.engine.config.kv_owners, a.store_label
     if layer not in owners:
         return None
@@ -206,7 +253,7 @@ def changed_row(a: TracedRun, b: TracedRun, layer: int) -> int | None:
 
 
 def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | None:
-    """Return the first phase that differs, or the first KV row that was overwritten after the store phase."""
+    """Return the first phase whose hashes differ, or else the first KV row that was overwritten after it was stored."""
     found = first_phase(a.hashes, b.hashes)
     if found is not None:
         layer, phase, position = found
@@ -214,7 +261,7 @@ def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | 
         row = changed_row(a, b, layer)
         note = "" if row is None else f"the KV rows of position {row} differ too, though equal ones were computed"
         return Difference(between, layer, a.phases[phase], position, position, workers, note)
-    for layer in a.session.engine.config.kv_owners:
+    for layer in () if a.session is None else a.session.engine.config.kv_owners:
         row = changed_row(a, b, layer)
         if row is not None:
             return Difference(between, layer, "rows kept in the cache", row, row, note="equal ones were computed")
@@ -222,13 +269,16 @@ def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | 
 
 
 def where_results_part(a: RunResult, b: RunResult, between: str, note: str = "") -> Difference:
-    """Return the difference of two results without traces.
+    """Return where two results differ, as far as this is known without traces.
 
     The layer is an index into the layers with KV rows, `Config.kv_owners`.
     """
     layer = next((number for number, (x, y) in enumerate(zip(a.kv, b.kv, strict=True)) if x != y), None)
     row = next((number for number, (x, y) in enumerate(zip(a.rows, b.rows, strict=True)) if x != y), None)
-    what = "logits" if layer is None else "keys and values" if row is None else "keys and values, and logits from"
+    made = "embeddings" if a.embeds else "logits"
+    what = made if layer is None else "keys and values" if row is None else f"keys and values, and {made} from"
+    if a.embeds and row is not None:  # a row belongs to a text, so that it has no position
+        return Difference(between, layer, f"{what} text {row}", note=note)
     return Difference(between, layer, what, row, row, note=note)
 
 
@@ -253,7 +303,7 @@ def locate(
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The settings and results of `verify`. results: one for each setting."""
+    """The settings of `verify`, and one result for each setting."""
 
     tokens: int
     reference_tokens: int
@@ -263,15 +313,15 @@ class VerifyReport:
 
     @property
     def different(self) -> tuple[RunSetting, ...]:
-        """The settings whose results differ from the result of the first setting."""
         pairs = zip(self.settings, self.results, strict=True)
         return tuple(setting for setting, result in pairs if result != self.results[0])
 
     def as_json(self) -> dict[str, Any]:
         rows = [
-            {"threads": setting.threads, "chunk": setting.chunk, "logits": result.logits, "kv": list(result.kv)}
+            {"threads": setting.threads, "texts_in_a_pass" if setting.embeds else "chunk": setting.chunk,
+             "embeddings" if setting.embeds else "logits": result.logits, "kv": list(result.kv)}
             for setting, result in zip(self.settings, self.results, strict=True)
-        ]
+        ]  # fmt: skip
         return {
             "equal": self.difference is None,
             "tokens": self.tokens,
@@ -281,15 +331,14 @@ class VerifyReport:
         }
 
     def raise_on_mismatch(self) -> None:
-        """Raise MismatchError if the report has a difference."""
         if self.difference is not None:
             raise MismatchError(str(self.difference))
 
 
 def cost(tokens: int, chunk: int) -> int:
-    """Return the estimated duration of a run, as a multiple of the time to compute one token, for the progress bar.
+    """The estimated duration of a run, for the progress bar. The unit is the time to compute one token.
 
-    Every pass reads all weights, which is assumed to take as long as computing 8 tokens.
+    Reading all weights, which every pass does, is assumed to take as long as computing 8 tokens.
     """
     return tokens + 8 * -(-tokens // chunk)
 
@@ -304,17 +353,19 @@ def verify(
 ) -> VerifyReport:
     """Compare every combination of threads and chunk size with the first combination.
 
-    The first tokens are also compared with the reference implementation. reference_tokens: the number of these tokens.
+    reference_tokens: the number of tokens that are also compared with the reference implementation.
     """
-    settings = tuple(RunSetting(count, chunk) for count in dict.fromkeys(threads) for chunk in dict.fromkeys(chunks))
+    pairs = [(count, chunk) for count in dict.fromkeys(threads) for chunk in dict.fromkeys(chunks)]
     prefix, results = min(reference_tokens, tokens), []
-    total, done = 100 * prefix + sum(cost(tokens, setting.chunk) for setting in settings), 0
+    total, done = 100 * prefix + sum(cost(tokens, chunk) for _, chunk in pairs), 0
     ids: list[int] = []
+    settings: tuple[RunSetting, ...] = ()
     difference = None
     for count in dict.fromkeys(threads):
         with open_engine(count) as engine:
             if not ids:
                 ids = prompt(tokens, engine.config.vocab_size)
+                settings = tuple(RunSetting(*pair, engine.config.embedding is not None) for pair in pairs)
                 if prefix:
                     progress(f"the specification, {prefix} tokens", 0.0)
                     difference = against_specification(engine, ids[:prefix])
@@ -334,14 +385,23 @@ def verify(
         found = locate(open_engine, ids, settings[0], settings[other], (results[0], results[other]))
         return VerifyReport(tokens, prefix, settings, tuple(results), found)
     if results[0].nan:
-        raise ComputationError("all runs gave equal bits, but the logits contain NaN, so the comparison proves nothing")
+        raise ComputationError("all runs gave equal bits, but some results are NaN, so the comparison proves nothing")
     return report
 
 
 def against_specification(engine: Engine, ids: Sequence[int]) -> Difference | None:
-    """Compare the logits and KV rows of the ids, computed in one chunk, with the reference implementation."""
-    logits, wanted = reference.logits_and_rows(engine, ids)
+    """Compare the engine's results and KV rows, computed in one pass, with those of the reference implementation."""
     made = compute(engine, ids, len(ids))
+    if made.session is None:
+        results = [reference.embedding_and_rows(engine, text) for text in texts_of(ids)]
+        vectors, kv = np.stack([result for result, _ in results]), [reference.kv_digest(cache) for _, cache in results]
+        spec = RunResult(
+            tuple(row_digests(vectors)), tuple(joined_digests(kv)), bool(np.isnan(vectors).any()), embeds=True
+        )
+        if made.result == spec:
+            return None
+        return where_results_part(spec, made.result, f"the specification and {threads_text(engine.threads)}")
+    logits, wanted = reference.logits_and_rows(engine, ids)
     expected = RunResult(tuple(row_digests(logits)), tuple(reference.kv_digest(wanted)), bool(np.isnan(logits).any()))
     if made.result == expected:
         return None

@@ -1,8 +1,9 @@
 """Answer a file of requests in OpenAI's batch format.
 
 Each row of IN is {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}; the URL may also be
-/v1/completions or /v1/responses. Each row of OUT has the custom_id of a request, and a response or an error. To continue after an
-interruption, run the same command again: requests that have a complete row in OUT are skipped.
+/v1/completions or /v1/responses. With an embedding model, the URL is /v1/embeddings. Each row of OUT has the custom_id of a
+request, and a response or an error. To continue after an interruption, run the same command again: requests that have a complete
+row in OUT are skipped.
 
 With --json: {"rows", "before", "done", "failed", "prompt_tokens", "completion_tokens", "seconds"}.
 """
@@ -32,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     try:
-        from gemma_py.generate.scheduler import Scheduler
         from gemma_py.server.openai import batch
-        from gemma_py.server.openai.service import Service
+        from gemma_py.server.openai.service import Service, new_scheduler
     except ModuleNotFoundError as error:
         raise needs_extra(error) from None
     began = time.monotonic()
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         ) as engine,
     ):
         note_exceptions(engine)
-        scheduler = Scheduler(engine, args.parallel)
+        scheduler = new_scheduler(engine, args.parallel)
         try:
             service = Service(engine, scheduler, args.name or model_name(args.model), args.template)
             with ProgressBar("answering", wanted=not args.json) as progress:

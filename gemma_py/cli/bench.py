@@ -9,6 +9,8 @@ in each forward pass. The machine's limits are measured between the tests: float
 and memory reads. The share of the float32 limit can exceed 100% for quantised weights, because they are multiplied as int16. The
 share of the memory limit can exceed 100% for a small model, because reading a processor cache is faster than reading memory.
 
+An embedding model has only the tests of prompts, each of which is a text in one pass.
+
 --shape NAME measures a model of the catalogue with random weights, without downloading the model.
 """
 
@@ -70,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tests(args: argparse.Namespace) -> tuple[BenchTest, ...]:
-    """Return the tests for all given lengths and depths, or four default tests if -p, -n and -d are not given."""
     if args.p is None and args.n is None and args.d is None:
         return _TESTS
     prompts, new, depths = (
@@ -103,6 +104,8 @@ def run(args: argparse.Namespace) -> None:
     warn_of_threads(max(sizes))
     interrupted = None
     with open_engine(args, max(sizes), wanted) as engine:
+        if engine.config.embedding is not None and args.n is None:  # the default length of an answer does not apply
+            wanted = tuple(test for test in wanted if test.prompt)
         bench = Benchmark(engine, sizes, wanted)
         with ProgressBar("measuring", wanted=not args.json and not args.csv) as progress:
             try:
@@ -121,7 +124,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def as_csv(made: dict[str, Any]) -> str:
-    """Return the report as CSV, with one line for each test. Rounds and phases are only in the JSON report."""
     common = ("model", "bytes", "parameters")
     rows = [
         {name: made[name] for name in common}

@@ -2,7 +2,7 @@
 
 The cache holds models assembled from packages, weights packed for the kernels, tokenizers and compiled kernels. gemma_py creates
 a removed entry again when it needs the entry. An entry is stale if another version of gemma_py wrote it in another format, or
-if writing it was interrupted.
+if an interrupted process left it incomplete.
 """
 
 import argparse
@@ -36,7 +36,8 @@ _KINDS = {
 class CacheEntry:
     """One entry of the cache.
 
-    name: the kind and the file name, as --remove accepts them. source: the file that the entry was made from, if known.
+    name: the kind and the file name, in the form that --remove expects. source: the file that the entry was made from,
+    if known.
     """
 
     name: str
@@ -57,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def all_entries() -> list[CacheEntry]:
-    """Return all entries of the cache, without files that gemma_py did not create."""
     root = cache_dir()
     return [entry for kind in _KINDS if is_ours(root / kind) for entry in _of_kind(root / kind, kind)]
 

@@ -94,11 +94,9 @@ def open_screen(args: argparse.Namespace) -> Screen:
 
 
 class Chat:
-    """Reads messages and commands from a screen, and shows the answers of a conversation on the screen."""
-
     def __init__(self, conversation: Conversation, screen: Screen) -> None:
         self.conversation, self.screen = conversation, screen
-        self.draft = ""  # the message that /edit offers for editing
+        self.draft = ""
         self.over = False
         if screen.interactive:
             engine = conversation.engine
@@ -168,7 +166,7 @@ class Chat:
             self.screen.note(self._why_cut(stats))
 
     def watch(self, what: str, wanted: Callable[[], bool]) -> Callable[[int, int], None]:
-        """Return a callback that shows the progress of a computation, and raises Stopped if the user wants to stop."""
+        """Return a callback that shows progress. It raises Stopped if the user wants to stop."""
 
         def progress(done: int, total: int) -> None:
             self.screen.progress(what, done, total)

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from gemma_py.cli.chat import Chat
 
 FILE = "FILE"
-# The names of settings in /set, and their names in Sampling. max_tokens is an attribute of Conversation instead.
+# Names in /set, and the matching names in Sampling. max_tokens is not listed, because it belongs to Conversation.
 SETTINGS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repeat": "repetition_penalty",
     "presence": "presence_penalty", "frequency": "frequency_penalty", "max_tokens": "max_tokens", "seed": "seed",
 }  # fmt: skip
 _WHOLE = ("top_k", "max_tokens", "seed")
-_SWITCH = {"on": True, "off": False, "default": None}  # the arguments of /think
-_SHOWN_TOKENS = 30  # how many of a conversation's tokens /tokens shows
+_SWITCH = {"on": True, "off": False, "default": None}
+_SHOWN_TOKENS = 30
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,8 @@ def _load(chat: "Chat", name: str) -> None:
 
 def _export(chat: "Chat", argument: str) -> None:
     name, _, form = argument.rpartition(" ")
-    if not name or "." in form or "/" in form:  # no format given; file names may have spaces
+    # The last word is not a format but a part of the file name, which may have spaces.
+    if not name or "." in form or "/" in form:
         name, form = argument, "json" if argument.endswith(".json") else "markdown"
     path = Path(name).expanduser()
     chat.conversation.export(path, form)
@@ -221,7 +222,6 @@ def _exit(chat: "Chat", _: str) -> None:
 
 
 def _begin(text: str) -> str:
-    """Return the beginning of a text, short enough for one line."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:59] + "…"
 

@@ -1,4 +1,4 @@
-"""Helpers that several commands use: arguments, input, output and warnings."""
+"""Arguments, input, output and warnings that several commands share."""
 
 import argparse
 import json
@@ -42,12 +42,10 @@ def add_input(parser: argparse.ArgumentParser, text_flag: str) -> None:
 
 
 def positive(text: str) -> int:
-    """Parse an argument as a whole number of at least 1."""
     return _number(text, 1)
 
 
 def natural(text: str) -> int:
-    """Parse an argument as a whole number of at least 0."""
     return _number(text, 0)
 
 
@@ -62,12 +60,12 @@ def _number(text: str, least: int) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse whole numbers of at least 1, separated by commas. Repeated numbers are dropped."""
+    """Parse whole numbers of at least 1, separated by commas, and drop repeated ones."""
     return _numbers(text, 1)
 
 
 def naturals(text: str) -> tuple[int, ...]:
-    """Parse whole numbers of at least 0, separated by commas. Repeated numbers are dropped."""
+    """Parse whole numbers of at least 0, separated by commas, and drop repeated ones."""
     return _numbers(text, 0)
 
 
@@ -84,7 +82,7 @@ _THREADS = "GEMMA_PY_THREADS"
 
 
 def environment_threads() -> str | None:
-    """Return the default of --threads from the environment, as text. argparse parses a default that is text like an argument."""
+    """Return the value of --threads that an environment variable sets, as text, because argparse also parses default texts."""
     return os.environ.get(_THREADS) or None
 
 
@@ -101,11 +99,10 @@ def _from_environment_too(read: Callable[[str], T], text: str) -> T:
     try:
         return read(text)
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"the value (from the command line or {_THREADS}) {error}") from None
+        raise argparse.ArgumentTypeError(f"the value, from the command line or {_THREADS}, {error}") from None
 
 
 def notify(message: str) -> None:
-    """Print an error or a warning to stderr, in one line."""
     print(f"gemma_py: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 
@@ -132,7 +129,7 @@ def add_quant(parser: argparse.ArgumentParser) -> None:
 
 
 def note_exceptions(engine: "Engine") -> None:
-    """Name the parts of the checkpoint that are left out, and warn about weights that --quant could not quantise."""
+    """Print which parts of the checkpoint are not loaded, and which weights --quant could not quantise."""
     left_out = engine.checkpoint.left_out
     if left_out:
         notify(f"only the text model is used; tensors left out: {parts(left_out)}")
@@ -145,7 +142,7 @@ def note_exceptions(engine: "Engine") -> None:
 
 
 def parts(left_out: Mapping[str, int]) -> str:
-    """Return the left-out parts of a multimodal checkpoint, each with its number of tensors, as text."""
+    """Return the parts of a multimodal checkpoint that are not loaded, each with its number of tensors, as text."""
     return ", ".join(f"{name} {count}" for name, count in left_out.items())
 
 
@@ -174,7 +171,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:
-    """Return the token ids of the prompt. A text gets a BOS token in front; no BOS token is added to given ids."""
+    """Return the token ids of the prompt. A text gets a BOS token in front; given ids are used as they are."""
     from gemma_py.formats.files import read_json, read_text  # imported here, because numpy would slow down --help
 
     if args.ids is not None:
@@ -188,7 +185,6 @@ def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:
 
 
 def read_standard_input() -> str:
-    """Read all of standard input as UTF-8 text."""
     from gemma_py.formats.files import TEXT_LIMIT  # imported here, because numpy would slow down --help
 
     data = sys.stdin.buffer.read(TEXT_LIMIT + 1)
@@ -223,7 +219,6 @@ def size(count: float) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return a Markdown table. The first `left` columns are aligned to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _SUFFIXES = (".npy", ".safetensors", ".jsonl")
-_LIMIT = 1 << 30  # bytes of a file of texts
+_LIMIT = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _texts(args: argparse.Namespace) -> list[Any]:
-    """Return the texts of the arguments or of the given file. Texts of a JSONL file may be lists of token ids."""
     given = args.file or args.jsonl
     if bool(args.texts) == (given is not None):
         args.usage_error("give texts as arguments, or --file, or --jsonl, and only one of these")
@@ -111,7 +110,9 @@ def _rows(made: "np.ndarray") -> list[str]:
 
 
 def _write(path: Path, made: "np.ndarray") -> None:
-    """Write the embeddings atomically: an array "embeddings" of float32 [texts, dimensions], or a row for each text."""
+    """Write the embeddings atomically: an array "embeddings" of float32 [texts, dimensions], or a JSON row for each
+    text.
+    """
     import numpy as np
     from safetensors.numpy import save
 

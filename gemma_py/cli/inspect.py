@@ -10,6 +10,7 @@ from typing import Any
 from gemma_py.catalog import resolve
 from gemma_py.cli.common import add_model, parts, print_json, size
 from gemma_py.cli.progress import LoadProgress
+from gemma_py.generate.embedding import prompts_of
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
 
 
@@ -44,6 +45,7 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
         "layers": [
             {
                 "window": layer.sliding_window,
+                "bidirectional": layer.bidirectional,
                 "heads": layer.num_attention_heads,
                 "kv_heads": layer.num_key_value_heads,
                 "head_dim": layer.head_dim,
@@ -57,6 +59,7 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
             }
             for number, layer in enumerate(config.layers)
         ],
+        "embedding": embedding_of(checkpoint),
         "left_out": dict(checkpoint.left_out),
         "types": {name: {"tensors": counts[name], "bytes": types[name]} for name in types},
         "tokenizer": None
@@ -72,12 +75,36 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
     return made
 
 
+def embedding_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Return how an embedding model pools, and the tasks that have a prompt; None for a model that generates text."""
+    head, modules = checkpoint.config.embedding, checkpoint.modules
+    if head is None:
+        return None
+    return {
+        "dimensions": head.dense[-1][0] if head.dense else head.projection or checkpoint.config.hidden_size,
+        "pooling": "mean",
+        "projection": head.projection,
+        "dense": [list(shape) for shape in head.dense],
+        "prompts": dict(prompts_of(checkpoint)),
+        "default_prompt": modules.default,
+        "text_end": checkpoint.text_end,
+    }
+
+
 def norms_of(checkpoint: Checkpoint, layer: int) -> list[str]:
-    """Return the names of a layer's norm weights, as the model family names them."""
+    """Return the names of a layer's norms, as the model family names them."""
     prefix, specs = f"layers.{layer}.", checkpoint.family.tensors(checkpoint.config)
     return [
         name.removeprefix(prefix) for name, spec in specs.items() if name.startswith(prefix) and len(spec.shape) == 1
     ]
+
+
+def embedding_head(embedding: dict[str, Any]) -> str:
+    dense = "".join(f", a dense layer from {K} to {N}" for N, K in embedding["dense"])
+    if embedding["projection"] is not None:
+        dense = f", a projection to {embedding['projection']}{dense}"
+    end = "no token" if embedding["text_end"] is None else f"token {embedding['text_end']}"
+    return f"the mean of the tokens{dense}: {embedding['dimensions']} dimensions; {end} is appended to a text"
 
 
 def tensor_size(shape: tuple[int, ...]) -> int:
@@ -93,8 +120,13 @@ def run(args: argparse.Namespace) -> None:
         print_json(made)
         return
     layers = made["layers"]
-    windows = Counter(layer["window"] for layer in layers)
+    windows, embedding = Counter(layer["window"] for layer in layers), made["embedding"]
     kinds = [f"{n} full" if window is None else f"{n} with a window of {window}" for window, n in windows.items()]
+    if embedding is not None:
+        kinds = [
+            f"{n} full" if window is None else f"{n} with {window - 1} tokens in each direction"
+            for window, n in windows.items()
+        ]
     ropes = {
         f"{y['rope_theta']:g}" + (f" / {y['rope_factor']:g}" if y["rope_factor"] != 1 else "")
         + (f" for {y['rope_share']:.0%} of a head" if y["rope_share"] != 1 else "")
@@ -130,11 +162,13 @@ def run(args: argparse.Namespace) -> None:
         ("attention", f"{'; '.join(sorted(heads))}, query scalar {made['query_pre_attn_scalar']:g}"),
         ("rope", ", ".join(sorted(ropes))),
         ("soft caps", ", ".join(caps) or "none"),
-        ("head", "tied to the embedding" if made["tied_head"] else "its own matrix"),
+        ("head", embedding_head(embedding) if embedding else
+            "tied to the embedding" if made["tied_head"] else "its own matrix"),
         ("tokenizer", "none: token ids only" if tokenizer is None else
             f"{tokenizer['size']} pieces, {tokenizer['control_tokens']} control tokens, bos {tokenizer['bos']}, "
             f"end {', '.join(map(str, made['eos_token_ids']))}"),
-        ("template", "none" if template is None else f"{len(template)} characters"),
+        ("tasks", ", ".join(embedding["prompts"])) if embedding else
+            ("template", "none" if template is None else f"{len(template)} characters"),
         ("left out", parts(made["left_out"]) or "nothing"),
     ]  # fmt: skip
     for name, text in rows:

@@ -22,16 +22,14 @@ _COMMANDS = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that reports usage errors in one line."""
-
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message} (see --help)\n")
 
 
 def parser(wanted: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the command `wanted`, or of all commands if there is no such command.
+    """Return a parser with the command `wanted` only, or with all commands if `wanted` is not a command.
 
-    The modules of other commands are not imported, to start faster.
+    The modules of other commands are not imported, because imports take time.
     """
     top = _Parser(
         prog="gemma_py",
@@ -50,7 +48,8 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
             help=description.partition("\n")[0].rstrip("."),
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,  # else `--api-key SECRET` would be taken for --api-key-file, whose error would print SECRET
+            # Else argparse would read `--api-key SECRET` as --api-key-file, and the error message would show SECRET.
+            allow_abbrev=False,
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -71,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GemmaError as error:
         message = str(error)
     except BrokenPipeError:
-        # The reader closed the pipe (`... | head`). Python flushes stdout at exit, which would raise this error again.
+        # The program that reads the output has ended, as in `gemma_py ... | head`. Python flushes stdout at exit, which
+        # would raise this error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:

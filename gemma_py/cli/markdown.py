@@ -1,8 +1,9 @@
-"""Render Markdown while it is streamed: plain text is shown first, and each complete block is replaced by its rendering.
+"""Render Markdown while it is streamed: each block appears as plain text, and is replaced by its rendering when
+complete.
 
-The rows of the plain text are erased and the rendering is printed in one write, to avoid flicker. A block stays plain text if
-the rows to erase are not known: the block is taller than the window, the window was resized, or terminals disagree about the
-width of a character. A block also stays plain text if the rendering would lose one of its letters.
+The rows of the plain text are erased and the rendering is printed in one write, to avoid flicker. A block stays plain
+text if the rows to erase are not known: the block is taller than the window, the window was resized, or terminals
+disagree about the width of a character. A block also stays plain text if the rendering would lose one of its letters.
 """
 
 import re
@@ -32,16 +33,16 @@ def visible(text: str) -> str:
 
 
 class StreamedMarkdown:
-    """Writes one answer to the console, piece by piece."""
-
     def __init__(self, console: Console, rendered: bool) -> None:
         self._console, self._rendered = console, rendered
         self._block = ""
-        self._open = ""  # the opening fence of the current code block; empty outside code blocks
+        self._open = ""
         self._undisturbed = True
 
     def disturb(self) -> None:
-        """Keep the current block as plain text, because the window was resized or other output moved the block's rows."""
+        """Leave the current block as plain text, because its rows on the screen have moved. Called after a resize or
+        other output.
+        """
         self._undisturbed = False
 
     def write(self, text: str) -> None:
@@ -88,7 +89,6 @@ class StreamedMarkdown:
         self._emit(f"{to_its_start}\x1b[J{drawn}{end}")
 
     def _draw(self, block: str) -> str | None:
-        """Return the rendering of a block, or None if the block has to stay plain text."""
         if rows(block, self._console.width) > self._console.height - 2 or any(map(contested, block)):
             return None
         markdown = Markdown(block, hyperlinks=False)
@@ -109,7 +109,7 @@ def letters(text: str) -> Counter[str]:
 
 
 def contested(character: str) -> bool:
-    """Return whether terminals disagree about a character's width, as for joiners, combining marks, flags and skin tones."""
+    """Return whether terminals disagree about the width of a character, such as a combining mark or a flag."""
     if character.isascii():
         return False
     pair = "\U0001f1e6" <= character <= "\U0001f1ff" or "\U0001f3fb" <= character <= "\U0001f3ff"

@@ -13,7 +13,7 @@ from gemma_py.errors import GemmaWarning
 
 
 class ProgressBar:
-    """Draws a progress bar if stderr is a terminal, and prints a line for each step otherwise. If not `wanted`, shows nothing."""
+    """Draws a progress bar on a terminal, and prints a line for each step elsewhere. If `wanted` is false, shows nothing."""
 
     def __init__(self, doing: str, wanted: bool) -> None:
         self._doing = doing
@@ -31,7 +31,6 @@ class ProgressBar:
         self._last = what
 
     def _left(self, part: float) -> str:
-        """Estimate the time left, or return an empty text while it is too early for an estimate."""
         spent = time.monotonic() - self._began
         if part < 0.02 or spent < 1:
             return ""
@@ -42,7 +41,6 @@ class ProgressBar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Erase the bar, so that the next output begins on an empty line."""
         if self._bar:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
@@ -54,7 +52,7 @@ class LoadProgress:
     """A progress callback for `gemma_py.load` and `resolve` that prints to stderr."""
 
     def __init__(self) -> None:
-        self._next_line: dict[str, float] = {}  # name of a task -> earliest time of its next line
+        self._next_line: dict[str, float] = {}
 
     def __call__(self, what: str, done: int, total: int, unit: str) -> None:
         first = what not in self._next_line
@@ -79,7 +77,6 @@ class LoadProgress:
             _write("\r\x1b[K" + (f"{what}: {done} of {total}" if done < total else ""))
 
     def _bar(self, what: str, done: int, total: int, first: bool) -> None:
-        """Draw a progress bar if stderr is a terminal, and print one line otherwise."""
         if sys.stderr.isatty():
             full = 30 * done // total
             end = "\n" if done >= total else ""

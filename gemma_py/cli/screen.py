@@ -17,7 +17,7 @@ class Stopped(Exception):
 
 
 class Screen(Protocol):
-    interactive: bool  # whether a user is at a terminal, so that errors are shown instead of raised
+    interactive: bool  # whether a user sits at a terminal; errors are then shown instead of raised
 
     def read(self, draft: str) -> str | None:
         """Return the next message or command, or None at the end of input. draft: a text for the user to edit."""
@@ -29,7 +29,7 @@ class Screen(Protocol):
         """Show the next piece of a thought, apart from the answer."""
 
     def end_answer(self, stats: AnswerStats | None) -> None:
-        """Finish showing an answer. stats: statistics about the answer, or None if no answer was generated."""
+        """Finish showing an answer. stats: None if no answer was generated."""
 
     def note(self, text: str) -> None:
         """Show a text that is not part of an answer."""
@@ -44,7 +44,9 @@ class Screen(Protocol):
     def ask(self, question: str) -> str: ...
 
     def computing(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-        """Return a context manager for a long computation. Its value is a function that says whether the user wants to stop."""
+        """Return a context manager for a long computation. The manager's value is a function that says whether the user
+        wants to stop.
+        """
 
 
 class PlainScreen:
@@ -95,7 +97,7 @@ class PlainScreen:
     error = note
 
     def waiting(self, what: str) -> None:
-        pass  # there is no status line in a pipe
+        pass
 
     def progress(self, what: str, done: int, total: int) -> None:
         if sys.stderr.isatty() and (done < total or what != "reading"):
@@ -107,4 +109,4 @@ class PlainScreen:
         raise InputError(f"cannot ask this question without a terminal: {question}")
 
     def computing(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-        return contextlib.nullcontext(lambda: False)  # Ctrl-C ends the program
+        return contextlib.nullcontext(lambda: False)

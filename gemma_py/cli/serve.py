@@ -23,7 +23,7 @@ from gemma_py.cli.common import add_engine, add_model, natural, note_exceptions,
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.errors import InputError
 
-_HOST = re.compile(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%\w+)?")  # a host name, or an IPv4 or IPv6 address
+_HOST = re.compile(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%\w+)?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _host(text: str) -> str:
-    """Parse a host name or an IP address. An IPv6 address may be in brackets, as in a URL."""
     bare = text[1:-1] if text[:1] + text[-1:] == "[]" else text
     if not _HOST.fullmatch(bare):
         raise argparse.ArgumentTypeError(f"should be a host name or an IP address, without a port, found {text!r}")
@@ -87,7 +86,7 @@ def _port(text: str) -> int:
 
 
 def _origin(text: str) -> str:
-    """Parse an origin, which must be written exactly as browsers send it."""
+    """Parse an origin. It must be spelled exactly as browsers spell it, because the server compares texts."""
     try:
         parts = urlsplit(text)
         valid = (
@@ -136,7 +135,8 @@ def run(args: argparse.Namespace) -> None:
             f"other machines can connect to {args.host}: give --api-key-file FILE, or --open to serve without an API key"
         )
     with (
-        bind(args.host, args.port) as listening,  # before loading the model, to report a port in use early
+        # The port is bound before the model is loaded, so that a port in use is reported early.
+        bind(args.host, args.port) as listening,
         gemma_py.load(
             args.model,
             threads=args.threads,
@@ -159,7 +159,8 @@ def run(args: argparse.Namespace) -> None:
                     print(json.dumps({"url": url, "model": service.model, "pid": os.getpid()}), flush=True)
                 else:
                     threads = f"{engine.threads} thread{'s' * (engine.threads > 1)}"
-                    print(f"{service.model}, {threads}: API at {url}/v1, chat page at {url}", flush=True)
+                    page = "" if engine.config.embedding is not None else f", chat page at {url}"
+                    print(f"{service.model}, {threads}: API at {url}/v1{page}", flush=True)
 
             def ending(live: int) -> None:
                 if live and not args.json:

@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def default_teams() -> tuple[int, ...]:
-    """Return the numbers of threads to measure: 1 to 8, then powers of two, all cores, and all hardware threads."""
+    """Return the numbers of threads to measure: 1 to 8, then powers of two; also the numbers of cores and of hardware
+    threads.
+    """
     cores, processors = machine.threads(), len(machine.affinity())
     few = range(1, min(cores, 8) + 1)
     return tuple(sorted({*few, *(1 << n for n in range(4, 11) if 1 << n < cores), cores, processors}))

@@ -32,8 +32,8 @@ class Terminal:
         self._moves = not self._console.is_dumb_terminal
         self._markdown = markdown and self._moves
         self._answer: StreamedMarkdown | None = None
-        self._thinks = False  # whether the last text on the screen is a thought
-        self._waits = False  # whether a status line is on the screen
+        self._thinks = False
+        self._waits = False
         self._session: PromptSession[str] | None = None
         if self._moves:
             self._session = PromptSession(
@@ -69,7 +69,6 @@ class Terminal:
             return None
 
     def _show_message(self, text: str) -> None:
-        """Show a message of the user, shortened if it would fill more than half of the window."""
         shown, room = visible(text).replace("\n", "\n  "), max(3, self._console.height // 2)
         while rows(f"> {shown}", self._console.width) >= room:
             shown = f"{shown[: len(shown) * 3 // 4].rstrip()} …"
@@ -118,7 +117,8 @@ class Terminal:
         if self._moves and (what or self._waits):
             line = Text(visible(what))
             line.truncate(max(1, self._console.width - 1), overflow="ellipsis")
-            # The last \r moves the cursor to the start of the line, so that the next output overwrites the status line.
+            # The line ends with \r, which moves the cursor back to the start, so that the next output overwrites the
+            # status line.
             self._console.file.write(f"\r\x1b[K{line.plain}\r")
             self._console.file.flush()
             self._waits = bool(what)
@@ -128,7 +128,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[Callable[[], bool]]:
-        """Handle signals during a computation: the first Ctrl-C stops it at the next token or chunk, the second one at once."""
+        """Handle Ctrl-C during a computation. The first one stops it at the next token or chunk, the second one at once."""
         asked: list[int] = []
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -141,9 +141,9 @@ class Terminal:
                 self._answer.disturb()
 
         def leave(number: int, frame: FrameType | None) -> None:
-            self._give_back(keys)  # the shell uses the terminal while this process is suspended
+            self._give_back(keys)  # while this process is suspended, the shell uses the terminal
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)  # the kernel ignores SIGTSTP if no shell could resume this process
+            os.kill(os.getpid(), number)  # suspends this process, unless no shell could resume it
             signal.signal(number, leave)
             self._silence()
 
@@ -164,10 +164,12 @@ class Terminal:
                 signal.signal(number, handler)
 
     def _silence(self) -> None:
-        """Turn echo off, so that keys typed during an answer wait for the next prompt and do not appear in the answer.
+        """Turn echo off, so that keys typed during an answer do not appear in the answer. The next prompt reads these
+        keys.
 
-        If prompt_toolkit reads the next message, canonical mode is turned off as well: it would cut lines at 4,096 characters
-        and make each line of a pasted text a message of its own. NOFLSH keeps the typed keys when Ctrl-C is pressed.
+        If prompt_toolkit reads the next message, canonical mode is turned off as well, because it would cut lines at
+        4,096 characters and make each line of a pasted text a message of its own. NOFLSH keeps the typed keys when
+        Ctrl-C is pressed.
         """
         now = termios.tcgetattr(sys.stdin)
         now[3] = now[3] & ~termios.ECHO | termios.NOFLSH
@@ -200,7 +202,6 @@ def _keys() -> KeyBindings:
 
 
 def _completer(commands: Mapping[str, tuple[str, ...]]) -> Completer:
-    """Return a completer for the commands and their arguments."""
     following: dict[str, Completer | dict[str, None] | None] = {
         name: PathCompleter(expanduser=True) if words == (FILE,) else dict.fromkeys(words) or None
         for name, words in commands.items()

@@ -5,6 +5,9 @@ all tokens, and all keys and values, must have the same bits in all runs. For th
 the specification (gemma_py.reference). If two runs differ, the layer, phase, position and worker of the first difference are
 reported, and the exit code is 1.
 
+With an embedding model, the prompt is cut into texts, and their embeddings are compared. Instead of the chunk size, the number of
+texts that share a pass differs from run to run.
+
 To compare two machines, write digests of every phase with --trace FILE on one, and read the file with --against FILE on the other.
 """
 
@@ -30,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="numbers of worker threads (default: 1,2,3,4)",
     )
     parser.add_argument(
-        "--chunks", type=counts, default=(1, 7, 64, 512), metavar="N,N", help="chunk sizes (default: 1,7,64,512)"
+        "--chunks",
+        type=counts,
+        default=(1, 7, 64, 512),
+        metavar="N,N",
+        help="chunk sizes in tokens, or for an embedding model numbers of texts in a pass (default: 1,7,64,512)",
     )
     parser.add_argument(
         "--tokens",
@@ -54,7 +61,8 @@ def run(args: argparse.Namespace) -> None:
         return gemma_py.load(args.model, threads=threads, quant=args.quant, progress=LoadProgress())
 
     with ProgressBar("checking", wanted=not args.json) as progress:
-        with open_engine(max(args.threads)) as engine:  # load the model first, to report invalid arguments early
+        # The model is loaded first, so that invalid arguments are reported early.
+        with open_engine(max(args.threads)) as engine:
             note_exceptions(engine)
             wanted, theirs = args.tokens, None
             if args.against is not None:
@@ -83,7 +91,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(args: argparse.Namespace, report: verify.VerifyReport, apart: verify.Difference | None) -> None:
-    """Print the result as JSON, or as a table with an explanation."""
     if args.json:
         table = report.as_json()
         if args.against is not None and report.difference is None:
@@ -92,10 +99,7 @@ def show(args: argparse.Namespace, report: verify.VerifyReport, apart: verify.Di
         return
     print(grid(report))
     if report.difference is None:
-        runs = len(report.settings)
-        checked = f"{runs} run{'s' * (runs > 1)} of {report.tokens} tokens: all logits and all keys and values"
-        print(f"{checked} have the same bits, token by token as in chunks." if 1 in args.chunks else
-              f"{checked} have the same bits.")  # fmt: skip
+        print(equal(report))
         if report.reference_tokens:
             print(f"The first {report.reference_tokens} tokens have the bits of the specification.")
         if args.trace is not None:
@@ -104,13 +108,23 @@ def show(args: argparse.Namespace, report: verify.VerifyReport, apart: verify.Di
             print(f"Every phase has the bits of {args.against}.")
 
 
+def equal(report: verify.VerifyReport) -> str:
+    runs, embeds = len(report.settings), report.settings[0].embeds
+    texts = f"{len(report.results[0].rows)} texts with " if embeds else ""
+    results = "embeddings" if embeds else "logits"
+    checked = f"{runs} run{'s' * (runs > 1)} of {texts}{report.tokens} tokens: all {results} and all keys and values"
+    alone = any(setting.chunk == 1 for setting in report.settings)
+    apart = "" if not alone else ", each text alone as together" if embeds else ", token by token as in chunks"
+    return f"{checked} have the same bits{apart}."
+
+
 def grid(report: verify.VerifyReport) -> str:
-    """Return a table with the digest of each run. A star marks digests that differ from the digest of the first run."""
-    chunks = list(dict.fromkeys(setting.chunk for setting in report.settings))
+    """Return a table with the digest of each run. A star marks a digest that differs from the first run's."""
+    chunks, embeds = list(dict.fromkeys(setting.chunk for setting in report.settings)), report.settings[0].embeds
     digests = {setting: result.digest[:8] for setting, result in zip(report.settings, report.results, strict=True)}
-    lines = ["threads" + "".join(f"{f'chunks of {chunk}':>16}" for chunk in chunks)]
+    lines = ["threads" + "".join(f"{f'{chunk} a pass' if embeds else f'chunks of {chunk}':>16}" for chunk in chunks)]
     for threads in dict.fromkeys(setting.threads for setting in report.settings):
-        row = [verify.RunSetting(threads, chunk) for chunk in chunks]
+        row = [verify.RunSetting(threads, chunk, embeds) for chunk in chunks]
         cells = (f"{'*' if setting in report.different else ''}{digests[setting]}" for setting in row)
         lines.append(f"{threads:7}" + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)

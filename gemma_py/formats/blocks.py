@@ -1,6 +1,6 @@
-"""Tensor types: conversion of blocks of bytes to codes and scales, and to float32.
+"""Quantised tensor types: conversion between the bytes of blocks, codes with scales, and float32.
 
-A quantised value is `scale * code`, `scale * code + minimum` or `scale * code - minimum`, where each group of `group`
+A quantised value is `scale * code`, `scale * code + minimum` or `scale * code - minimum`. Each group of `group`
 neighbouring values has one scale and one minimum. `unpack` returns integer codes and scales. `dequantise` returns
 float32 values, and `pack` quantises them, each with the same bits as the numpy code of the `gguf` package. Nothing is
 summed here, so numpy's order of operations cannot change a bit.
@@ -15,9 +15,9 @@ import numpy as np
 
 
 class Minimum(Enum):
-    """How a format's minimum enters a value: value = scale * code + minimum, or value = scale * code - minimum.
+    """How a minimum is applied: value = scale * code + minimum, or value = scale * code - minimum.
 
-    The minimum is subtracted, not negated and added, because negation would change the bits of a NaN.
+    SUBTRACT is not replaced by adding the negated minimum, because negation would change the bits of a NaN.
     """
 
     NONE = 0
@@ -28,8 +28,8 @@ class Minimum(Enum):
 class Unpacked(NamedTuple):
     """The codes and scales of the blocks of a quantised tensor.
 
-    In formats with sub-scales, a group's scale is the block scale times the group's sub-scale. In other formats, it is
-    the block scale. Minimums are computed likewise from their own block scales and sub-scales.
+    In some formats, each group has a sub-scale, and the group's scale is block scale * sub-scale. In other formats, all
+    groups of a block have the block scale. Minimums follow the same rule.
 
     codes: int8 [blocks, block]
     block_scale, minimum_block_scale: float16 [blocks, 1]
@@ -44,19 +44,17 @@ class Unpacked(NamedTuple):
 
     @property
     def scales(self) -> np.ndarray:
-        """Return the scale of each group: f32 [blocks, groups]."""
         return scales_of(self.block_scale, self.sub_scales)
 
     @property
     def minimums(self) -> np.ndarray | None:
-        """Return the minimum of each group, f32 [blocks, groups], or None in formats without minimums."""
         return (
             None if self.minimum_block_scale is None else scales_of(self.minimum_block_scale, self.minimum_sub_scales)
         )
 
 
 def scales_of(block_scales: np.ndarray, sub_scales: np.ndarray | None) -> np.ndarray:
-    """Return the scale of each group, f32 [rows, groups]: block scale times sub-scale, which is exact in f32.
+    """Return the scale of each group, f32 [rows, groups]: block scale * sub-scale, which is exact in f32.
 
     block_scales: float16 [rows, blocks]
     sub_scales: int8 [rows, groups], or None in formats without sub-scales
@@ -64,7 +62,7 @@ def scales_of(block_scales: np.ndarray, sub_scales: np.ndarray | None) -> np.nda
     wide = block_scales.astype(np.float32)
     if sub_scales is None:
         return wide
-    # A malicious file may have infinite scales. Callers that need finite scales check for them.
+    # The scales may be infinite in a malicious file. Callers that need finite scales check them.
     with np.errstate(invalid="ignore"):
         return wide.repeat(sub_scales.shape[1] // block_scales.shape[1], 1) * sub_scales.astype(np.float32)
 
@@ -75,12 +73,13 @@ class BlockType:
     block: int  # values per block
     bytes: int  # bytes per block
     group: int = 0  # values per scale; 0 for a float type
-    width: int = 0  # bits that hold any code after `offset` is added: 4, 5, 6 or 8
+    width: int = 0  # bits of a stored code: 4, 5, 6 or 8
     offset: int = 0
     minimum: Minimum = Minimum.NONE
     unpack: Callable[[np.ndarray], Unpacked] | None = None
     widen: Callable[[np.ndarray], np.ndarray] | None = None
-    pack: Callable[[np.ndarray], np.ndarray] | None = None  # from finite f32 [blocks, block] to uint8 [blocks, bytes]
+    # From f32 [blocks, block], all finite, to uint8 [blocks, bytes].
+    pack: Callable[[np.ndarray], np.ndarray] | None = None
 
     @property
     def quantised(self) -> bool:
@@ -108,21 +107,22 @@ class BlockType:
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    """Return the f16 at byte `at` of every block: [blocks, 1]."""
+    """Return the float16 at byte `at` of every block: [blocks, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
 def _fields(packed: np.ndarray, width: int, run: int) -> np.ndarray:
-    """Return the bit fields of `width` bits in every block: uint8 [blocks, values].
+    """Split every byte of the blocks into bit fields of `width` bits: uint8 [blocks, values].
 
-    Each run of `run` bytes gives the lowest field of every byte first, then the next higher fields, and so on.
+    The bytes are taken in runs of `run` bytes. A run gives first the lowest field of each byte, then the next higher
+    field of each byte, and so on.
     """
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     return ((packed.reshape(len(packed), -1, 1, run) >> shifts) & np.uint8((1 << width) - 1)).reshape(len(packed), -1)
 
 
 def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
-    """Return the fifth bits of 32 codes, as 0 or 16. Bit i of the four bytes at byte `at` is that of code i."""
+    """Return 0 or 16 for each of 32 codes, from their fifth bits. Bit i of the four bytes at byte `at` belongs to code i."""
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
@@ -137,14 +137,16 @@ def _q4_0(b: np.ndarray) -> Unpacked:
 def _inverse(scales: np.ndarray) -> np.ndarray:
     """Return 1 / scale, or 0 where the scale is 0.
 
-    The result is infinite for the smallest scales. The codes then have no effect, because such a scale is stored as 0.
+    For the smallest scales, 1 / scale is infinite. The codes computed with it do not matter, because such a scale is
+    stored as 0.
     """
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(scales == 0, np.float32(0), np.float32(1) / scales)
 
 
 def _scaled_block(scales: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # a scale too large for f16 becomes infinite; the caller rejects it
+    # A scale too large for float16 becomes infinite, and the caller rejects infinite scales.
+    with np.errstate(over="ignore"):
         stored = scales.astype(np.float16).view(np.uint8)
     return np.concatenate([stored, codes], axis=1)
 
@@ -198,14 +200,15 @@ def _q2_k(b: np.ndarray) -> Unpacked:
 
 
 def _q3_k(b: np.ndarray) -> Unpacked:
-    # Q3_K subtracts 4 from codes whose mask bit is 0. This code adds 4 for a mask bit of 1 and always subtracts 4.
+    # Q3_K subtracts 4 from codes whose mask bit is 0. Here, 4 is added where the mask bit is 1, and then subtracted
+    # from all codes.
     codes = _fields(b[:, 32:96], 2, 32) | (_fields(b[:, :32], 1, 32) << np.uint8(2))
     scales = _fields(b[:, 96:104], 4, 8) | (_fields(b[:, 104:108], 2, 4) << np.uint8(4))
     return Unpacked(_signed(codes, 4), _half(b, 108), _signed(scales, 32))
 
 
 def _six_bit_pairs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return eight 6-bit scales and eight 6-bit minimums, [blocks, 8] each, from twelve bytes of every block."""
+    """Unpack twelve bytes of every block to eight 6-bit scales and eight 6-bit minimums, [blocks, 8] each."""
     scales, minimums, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     top = np.uint8(0x30)
     scales = np.concatenate([scales & np.uint8(63), rest & np.uint8(15) | scales >> np.uint8(2) & top], axis=1)
@@ -272,5 +275,4 @@ _QUANTISED = (
     BlockType("IQ4_XS", 256, 136, 32, 8, 0, unpack=_iq4_xs),
 )
 TYPES = {kind.name: kind for kind in (F32, F16, BF16, *_QUANTISED)}
-# The types to which floats can be quantised.
 QUANTS = {kind.name.lower(): kind for kind in TYPES.values() if kind.pack is not None}

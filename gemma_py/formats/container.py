@@ -23,21 +23,18 @@ _BLOCK = 1 << 22
 
 
 class Spec(NamedTuple):
-    """The dtype and shape of a tensor that will be written."""
-
     dtype: str
     shape: tuple[int, ...]
 
 
 def dtype_name(kind: np.dtype) -> str:
-    """Return the safetensors name of a numpy dtype."""
     return next(name for name, known in NUMPY_TYPES.items() if np.dtype(known) == kind and name != "BF16")
 
 
 def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str], alignment: int = 64) -> bytes:
-    """Return the header of a file, padded with spaces so that the first tensor begins at a multiple of `alignment`.
+    """Return a file's header, padded with spaces so that the first tensor begins at a multiple of `alignment`.
 
-    The metadata contains a digest of zeros, which `with_digest` replaces.
+    In place of the digest, the metadata has zeros, which `with_digest` replaces.
     """
     table: dict[str, Any] = {"__metadata__": {_DIGEST: _NO_DIGEST, **metadata}}
     first = 0
@@ -51,15 +48,12 @@ def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str], alignmen
 
 
 def with_digest(header: bytes, digest: str) -> bytes:
-    """Return the header with `digest`, 64 hexadecimal digits, in place of the digest of zeros."""
+    """Return the header with the zeros replaced by `digest`, which has 64 hexadecimal digits."""
     return header.replace(_digest_field(_NO_DIGEST), _digest_field(digest), 1)
 
 
 def without_digest(header: bytes, metadata: Mapping[str, str]) -> bytes:
-    """Return the header with the digest replaced by zeros, as it was when the digest was computed.
-
-    metadata: the metadata of the header, which contains the digest
-    """
+    """Return the header with the digest replaced by zeros, because the digest was computed from such a header."""
     return header.replace(_digest_field(metadata.get(_DIGEST, "")), _digest_field(_NO_DIGEST), 1)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from gemma_py.errors import FormatError, ModelNotFoundError
 
-JSON_LIMIT = 16 << 20  # bytes; the parsed document may need thirty times as much memory
+JSON_LIMIT = 16 << 20  # bytes; a parsed document can take thirty times as much memory
 TEXT_LIMIT = 16 << 20
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -36,7 +36,7 @@ def map_file(path: Path) -> np.ndarray:
 
 
 class FileState(NamedTuple):
-    """The identity, size and modification time of a file. If the file's content changes, the file's state changes.
+    """The identity, size and modification time of a file, which together change whenever the content changes.
 
     file: (device, inode)
     """
@@ -47,9 +47,9 @@ class FileState(NamedTuple):
 
 
 def file_state(path: Path) -> FileState | None:
-    """Return the state of the file at a path, or None if the path does not exist.
+    """Return the state of the file at a path, or None if no file has this path.
 
-    None does not mean that a mapped file is unusable: the content of a deleted file stays mapped.
+    A mapped file stays readable after its path is deleted.
     """
     try:
         status = path.stat()
@@ -59,12 +59,12 @@ def file_state(path: Path) -> FileState | None:
 
 
 def drop_pages(array: np.ndarray) -> None:
-    """Release the memory pages of a mapped array. A later access loads the data from the file again."""
+    """Release the memory of a mapped array. A later access reads the file again."""
     _advise(array, mmap.MADV_DONTNEED)
 
 
 def advise_random(array: np.ndarray) -> None:
-    """Tell the operating system that a mapped array is read at random places, so that the system does not read ahead."""
+    """Tell the operating system not to read ahead, because this mapped array is read at random places."""
     _advise(array, mmap.MADV_RANDOM)
 
 
@@ -94,10 +94,6 @@ def _check_regular(path: Path) -> None:
 
 
 def present(path: Path) -> bool:
-    """Return whether an optional file exists.
-
-    A dangling symbolic link raises FormatError, because it means that a download is broken.
-    """
     if path.is_symlink() and not path.exists():
         raise FormatError(f"{path}: a dangling link, whose target does not exist")
     return path.exists()

@@ -1,4 +1,4 @@
-"""GGUF: a memory-mapped reader that validates every field.
+"""A memory-mapped reader of GGUF files, which validates every field.
 
 The layout of a file is: magic, version, counts, metadata (key, type, value)*, tensor records (name, dims, type,
 offset)*, padding, data. Before memory is allocated for a count, the count is compared with the remaining bytes of the
@@ -21,16 +21,16 @@ from gemma_py.formats.tensor import StoredTensor
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-_SMALLEST_FIELD = 8 + 4 + 1  # bytes of a field: length of an empty key, type, a value of one byte
-_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes of a record: length of an empty name, rank, one dimension, type, offset
+_SMALLEST_FIELD = 8 + 4 + 1  # bytes: length of an empty key, type, a value of one byte
+_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes: length of an empty name, rank, one dimension, type, offset
 _LARGEST_ALIGNMENT = 1 << 16
-_MOST_STRINGS = 1 << 24  # largest number of strings in an array; Gemma 3's vocabulary has 2^18
-_SEARCH_MINIMUM = 1000  # arrays with fewer strings are read one by one, without `_find_strings`
-_SEARCH_BYTES = 20  # bytes that `_find_strings` searches per string; a vocabulary's strings and lengths take fewer
-_MOST_FALSE_LENGTHS = 64  # `_find_strings` fails after this many removals of false lengths
+_MOST_STRINGS = 1 << 24  # most strings in an array; Gemma 3's vocabulary has 2^18
+_SEARCH_MINIMUM = 1000  # an array with fewer strings is read string by string
+_SEARCH_BYTES = 20  # bytes to search for each string; in a vocabulary, a string and its length take fewer
+_MOST_FALSE_LENGTHS = 64  # `_find_strings` gives up when it has removed this many false lengths
 _LARGEST_SHARD_COUNT = 99_999
 
-# GGML's type numbers. Unsupported types are included, so that an error message can name them.
+# GGML's numbers of tensor types, with unsupported types, so that error messages can name them.
 _TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -54,7 +54,7 @@ class GGUFFile:
 
 
 class Texts(Sequence[str]):
-    """Strings that stay in the mapped file and are decoded on access, because a vocabulary has 262,144 strings."""
+    """A sequence of strings that are decoded from the mapped file on access, because a vocabulary has 262,144 strings."""
 
     def __init__(self, data: memoryview, places: np.ndarray, lengths: np.ndarray) -> None:
         self._data, self._places, self._lengths = data, places, lengths
@@ -76,15 +76,16 @@ class Texts(Sequence[str]):
 
 
 def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (starts, lengths) of `count` strings stored one after the other, or None if the search fails.
+    """Find `count` consecutive strings. Return (starts, lengths), or None if the search fails.
 
-    Each string follows its length, an int64. A length below 256 is one byte and seven zeros, so the search looks for
-    seven zeros. Zeros inside a string may look like a length. Such a false length does not begin where the previous
-    string ends, and is removed.
+    In a GGUF file, each string follows its length, an int64. A length below 256 is one byte and seven zeros, so the
+    search looks for seven zeros. A string that contains zeros may look like a length. Such a false length is
+    recognised, because it does not begin where the previous string ends, and is removed.
     """
     zeros = data == 0
     for step in (1, 2, 3):
-        # True where 2 zeros begin after the first round, 4 zeros after the second, 7 zeros after the third.
+        # After the first round, True means that 2 zeros begin here; after the second, 4 zeros; after the third, 7
+        # zeros.
         zeros = zeros[:-step] & zeros[step:]
     at = np.flatnonzero(zeros[1:])
     for _ in range(_MOST_FALSE_LENGTHS):
@@ -101,7 +102,7 @@ def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
 
 
 class _Cursor:
-    """A reader that moves forward through the mapped bytes and checks every step against the end of the file."""
+    """A reader that moves forward through the mapped bytes and never beyond the end of the file."""
 
     def __init__(self, path: Path, data: np.ndarray) -> None:
         self.path, self.at, self.size = path, 0, len(data)
@@ -132,15 +133,15 @@ class _Cursor:
             self.fail(f"{what} is not UTF-8: {error.reason} at byte {error.start}")
 
     def texts(self, count: int, what: str) -> Sequence[str]:
-        """Read and check many strings: all at once if they are short and valid, as in a vocabulary, else one by one."""
+        """Read many strings. Short and valid ones, as in a vocabulary, are checked all at once; others one by one."""
         window = np.frombuffer(self.bytes, np.uint8)[self.at : self.at + _SEARCH_BYTES * count]
         found = _find_strings(window, count) if count >= _SEARCH_MINIMUM else None
         if found is not None:
             places, lengths = found
             end = int(places[-1]) + int(lengths[-1])
             try:
-                # Decode the strings and the lengths between them together. If a length is 128 or more, decoding fails,
-                # because the byte of the length is not ASCII. The strings are then read one by one.
+                # Check that the strings are UTF-8 by decoding them together with the lengths between them. A length of
+                # 128 or more is not UTF-8 and makes decoding fail. The strings are then read one by one.
                 str(window[:end].data, "utf-8")
             except UnicodeDecodeError:
                 found = None
@@ -206,7 +207,7 @@ class _Cursor:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read one GGUF file, or all shards if the name is that of a shard (`-00001-of-0000N.gguf`)."""
+    """Read a GGUF file. A file whose name ends in `-00001-of-0000N.gguf` is read together with its other shards."""
     match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
     if match is None:
         file = _read_one(path)
@@ -308,7 +309,7 @@ def _read_tensors(cursor: _Cursor, data: np.ndarray, count: int, alignment: int)
             )
         kind = TYPES[type_name]
         size = kind.bytes
-        for dim in dims:  # Python integers cannot overflow
+        for dim in dims:  # a product of Python integers cannot overflow
             size *= dim
         if size == 0 or size // kind.block > len(data):
             cursor.fail(f"{what} of shape {dims[::-1]} takes {size // kind.block} bytes, but the file has {len(data)}")

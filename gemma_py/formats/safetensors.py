@@ -1,8 +1,8 @@
 """safetensors files, memory-mapped: a single file, or the shards that an index lists.
 
 The `safetensors` package parses and validates every header. The package copies tensors and has no bfloat16 for numpy,
-so this module returns views of the mapped file instead. The package gives the order, dtypes and shapes of the tensors
-and guarantees that the tensors fill the file up to its end without gaps. Every offset follows from that.
+so this module computes the offsets of the tensors and returns views of the mapped file. The package gives the order,
+dtypes and shapes of the tensors, and guarantees that they fill the file without gaps.
 """
 
 import math
@@ -27,7 +27,7 @@ _MOST_DIMENSIONS = 16
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of a file, whose data are bytes first .. last - 1."""
+    """A tensor in a file, stored in the bytes first .. last - 1."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,18 +36,13 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of a file.
-
-    size: number of bytes before the first tensor
-    """
-
     entries: dict[str, TensorEntry]
     metadata: dict[str, str]
     size: int
 
 
 def read_header(path: Path, size: int) -> Header:
-    """Read and validate the header of a file of `size` bytes. The entries are in the order of their offsets."""
+    """Read and validate the header of a file of `size` bytes. The entries are sorted by offset."""
     try:
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.offset_keys()}
@@ -82,7 +77,7 @@ def _bytes(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> int:
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Return the weights of one file by name.
 
-    Tensors that cannot be text weights (integers, masks, tensors without values) are left out.
+    Tensors that cannot be weights (integers, masks, tensors without values) are left out.
     """
     return {name: tensor for name, tensor in _read(path).items() if tensor is not None}
 
@@ -122,7 +117,7 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
 
 
 def _shard_name(index: Path, name: Any) -> str:
-    """Return the name of a shard, or raise FormatError if the name leads out of the index's directory."""
+    """Return a shard's name. Raise FormatError if the name leads out of the index's directory."""
     if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or len(name) > 255:
         raise FormatError(f"{index}: weight_map should name files beside the index, found {name!r:.80}")
     return name

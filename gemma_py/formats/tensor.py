@@ -28,19 +28,17 @@ class StoredTensor:
         return f"{self.path}: tensor {self.name!r:.80}"
 
     def blocks(self, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Return the blocks of rows first .. last - 1: uint8 [blocks, bytes]."""
         per_row = self.shape[-1] // self.type.block
         table = self.data.reshape(-1, self.type.bytes)
         return table[first * per_row : None if last is None else last * per_row]
 
     def to_float32(self) -> np.ndarray:
-        """Return all values as f32, in the stored shape."""
         return self.type.dequantise(self.blocks()).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class QuantisedTensor(StoredTensor):
-    """A float matrix whose blocks are quantised to `type` each time they are read.
+    """A float matrix that is quantised to `type` while it is read.
 
     data: the data of `source`
     """

@@ -1,4 +1,4 @@
-"""The text of an answer, decoded token by token, with thoughts and tool calls apart."""
+"""The text of an answer, decoded token by token, and the separation of thoughts and tool calls from the text."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -10,11 +10,11 @@ from gemma_py.templates.notation import Marks
 from gemma_py.templates.tools import Call, read_call
 from gemma_py.tokenizer import Tokenizer
 
-_THOUGHT = "thought\n"  # the name of the channel, with which the text of a thought begins
+_THOUGHT = "thought\n"  # a thought begins with the name of its channel
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the stop strings as a tuple. Raise InputError if a stop string is empty."""
+    """Return the stop strings as a tuple. An empty stop string raises InputError."""
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text for text in strings):
         raise InputError(f"stop should be a non-empty string or a list of them, found {stop!r:.60}")
@@ -24,8 +24,8 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 class TextStream:
     """Decodes token ids to text, one by one. The text ends before the first stop string.
 
-    Two kinds of text are held back: byte tokens until the next token of another kind, because one more byte can make
-    the sequence invalid UTF-8; and text that may be the beginning of a stop string.
+    Some text is held back until later tokens decide about it: byte tokens, which one more byte can make invalid UTF-8,
+    and text that may be the beginning of a stop string.
 
     trim: remove white space at the beginning of the text.
     stopped: whether a stop string was found.
@@ -35,14 +35,14 @@ class TextStream:
         if stop and tokenizer is None:
             raise InputError("stop strings need a tokenizer, but the checkpoint has none")
         self._tokenizer, self._stop, self._trim = tokenizer, tuple(stop), trim
-        self._run: list[int] = []  # ids held back, because a later byte token may change the text
+        self._run: list[int] = []  # ids whose text is held back
         self._held_back = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Return the text that this token completes, often an empty string."""
+        """Return the text that is complete with this token. It is often empty."""
         if self._tokenizer is None or token >= self._tokenizer.size:
-            return ""  # an id that only pads the embedding matrix has no text
+            return ""  # an id beyond the vocabulary, which only pads the embedding matrix
         self._run.append(token)
         final = self._tokenizer.final_prefix(self._run)
         if final == 0:
@@ -52,7 +52,7 @@ class TextStream:
         return self._pass(text)
 
     def finish(self) -> str:
-        """Return the text that is still held back. Called after the last token."""
+        """Return the text that is still held back. Call this after the last token."""
         if self.stopped:
             return ""
         text = self._pass(self._decoded())
@@ -61,13 +61,13 @@ class TextStream:
         return text
 
     def cut(self) -> str:
-        """Return the text of the tokens that are held back. Called before a mark, which completes their characters."""
+        """Return the text of the byte tokens that are held back, because a mark follows, and no byte can follow a mark."""
         return self.write(self._decoded())
 
     def write(self, text: str) -> str:
-        """Append a text that comes from no token. Return the text that can be shown now.
+        """Append a text that is not decoded from a token. Return the text that can be shown now.
 
-        The rest is held back, because it may be the beginning of a stop string.
+        The end of the text is held back if it may be the beginning of a stop string.
         """
         return "" if self.stopped else self._pass(text)
 
@@ -91,12 +91,12 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of the text that is an incomplete prefix of the stop string."""
+    """Return the length of the longest end of the text with which the stop string begins, without being complete."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Part(NamedTuple):
-    """What a token completes. reasoning: text of a thought; None if the token belongs to no thought."""
+    """What becomes complete with a token. reasoning: text of a thought; None if the token belongs to no thought."""
 
     text: str = ""
     reasoning: str | None = None
@@ -104,10 +104,11 @@ class Part(NamedTuple):
 
 
 class AnswerStream:
-    """Splits an answer into text, thoughts and tool calls by the ids of their marks.
+    """Splits an answer into text, thoughts and tool calls. The marks of thoughts and calls are recognised by their
+    token ids.
 
-    A mark without its partner, such as the end of a thought that has not begun, is left out. The tokens of an invalid or
-    incomplete call are text. Stop strings end only the text.
+    A mark without its partner, such as the end of a thought that has not begun, is left out. The tokens of an invalid
+    or incomplete call become text. Only the text is searched for stop strings.
 
     prompt: the ids of the prompt, which may end within a thought.
     """
@@ -122,7 +123,7 @@ class AnswerStream:
     ) -> None:
         self._tokenizer, self._marks, self._text = tokenizer, marks, TextStream(tokenizer, stop, trim)
         self._thought: _Thought | None = None
-        self._call: list[int] | None = None  # the ids since the beginning of a call
+        self._call: list[int] | None = None
         if marks is not None and tokenizer is not None:
             begins = marks.thought_begins(prompt)
             if begins is not None:
@@ -132,11 +133,10 @@ class AnswerStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
         return self._text.stopped
 
     def push(self, token: int) -> Part:
-        """Return what this token completes."""
+        """Return what becomes complete with this token."""
         marks = self._marks
         if marks is None or self._tokenizer is None:
             return Part(self._text.push(token))
@@ -162,7 +162,7 @@ class AnswerStream:
 
     def _in_call(self, token: int, marks: tuple[int, int], tokenizer: Tokenizer) -> Part:
         assert self._call is not None and self._marks is not None
-        if token == marks[0]:  # a new call begins, although the previous call has not ended
+        if token == marks[0]:  # a new call begins before the previous call has ended
             text, self._call = self._spelled(self._call, tokenizer), [token]
             return Part(text)
         self._call.append(token)
@@ -176,7 +176,7 @@ class AnswerStream:
         return self._text.write(tokenizer.decode([token for token in ids if token < tokenizer.size]))
 
     def finish(self) -> Part:
-        """Return what is still held back. Called after the last token."""
+        """Return what is still held back. Call this after the last token."""
         reasoning = None
         if self._thought is not None:
             reasoning, self._thought = self._thought.finish(), None
@@ -187,12 +187,12 @@ class AnswerStream:
 
 
 class _Thought:
-    """The text of a thought, without the channel's name and without white space at the beginning and the end."""
+    """Removes the channel's name from a thought, and white space at the thought's beginning and end."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = TextStream(tokenizer)
-        self._name: str | None = ""  # the text so far, while it may be part of the channel's name; then None
-        self._space = ""  # white space that is held back, because the thought may end with it
+        self._name: str | None = ""  # the text so far, while it may still be the channel's name; afterwards None
+        self._space = ""  # white space that is held back, because it may be the end of the thought
         self._begun = False
 
     def push(self, token: int) -> str:
@@ -218,13 +218,13 @@ class _Thought:
 
 
 class Constraint(Protocol):
-    """A grammar that restricts the tokens of one answer. A grammar has state, so requests cannot share one."""
+    """A grammar that restricts the tokens of one answer. The grammar's state belongs to that answer alone."""
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
-        """Return the logits [V] if every token is allowed, else a copy with -inf for the forbidden tokens."""
+        """Return the logits [V], with -inf for the forbidden tokens. The argument is not changed."""
 
     def accept(self, token: int) -> None:
-        """Advance the state of the grammar by the chosen token."""
+        """Tell the grammar which token was chosen."""
 
     @property
     def finished(self) -> bool:
@@ -232,7 +232,7 @@ class Constraint(Protocol):
 
 
 class AfterThoughts:
-    """A constraint that does not restrict a thought at the beginning of an answer, but restricts the rest of the answer.
+    """A constraint that begins after the thought at the beginning of an answer. The thought itself is free.
 
     thinking: whether the answer begins within a thought.
     """

@@ -1,8 +1,8 @@
 """Requests, and the choice of an answer's tokens from logits.
 
 A `Request` holds the prompt and the options. A `Generation` checks a request against a model, samples the tokens,
-streams the text and decides when the answer ends. `Engine`, `Conversation` and `Scheduler` compute the logits and call
-a `Generation`.
+streams the text and decides when the answer ends. `Engine`, `Conversation` and `Scheduler` compute the logits and pass
+them to a `Generation`.
 """
 
 import math
@@ -21,22 +21,20 @@ from gemma_py.templates.notation import Marks
 from gemma_py.templates.tools import Call
 from gemma_py.tokenizer import Tokenizer
 
-_MOST_TOP = 100  # the largest top_logprobs of a request
-TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log probability), likeliest token first
+_MOST_TOP = 100
+TopLogprobs = tuple[tuple[int, float], ...]  # pairs of token id and log probability, the likeliest token first
 
 
 @dataclass(frozen=True)
 class Token:
     """A generated token.
 
-    text: the text that the token completes; the texts of all tokens, joined, are the answer.
-    logprob: the log probability of the token before penalties, temperature and filters; NaN if the request asks for no
-    log probabilities.
-    finish_reason: None, except for the last token: "stop" (an end token or a stop string) or "length" (max_tokens
-    reached).
-    reasoning: the text of a thought that the token completes; None if the token belongs to no thought. It is not part of
-    the answer.
-    calls: the tool calls that the token completes.
+    text: the text that is complete with this token; the texts of all tokens, joined, are the answer.
+    logprob: the log probability of the token before penalties, temperature and filters; NaN unless requested.
+    finish_reason: for the last token, "stop" (an end token or a stop string) or "length" (max_tokens reached);
+    otherwise None.
+    reasoning: text of a thought, which is not part of the answer; None if the token belongs to no thought.
+    calls: the tool calls that are complete with this token.
     """
 
     id: int
@@ -53,14 +51,13 @@ class Request:
 
     ids: the token ids of the prompt.
     max_tokens: the most tokens to generate. 0 computes only the prompt, and only the scheduler accepts 0.
-    fit: if the context has no room for max_tokens, generate as many tokens as fit instead of raising ContextError.
+    fit: generate fewer than max_tokens if the context has no room for more, instead of raising ContextError.
     stop: strings that end the answer.
     ends: token ids that end the answer.
     trim: remove white space at the beginning of the answer.
     logprobs: compute the log probability of each token.
     top_logprobs: the number of likeliest tokens to report at each position.
-    scored: report log probabilities for the prompt's tokens too. The prefix cache is not used then, because
-    cached tokens have no logits.
+    scored: report the prompt's log probabilities too. The prefix cache is then not used, because it has no logits.
     marks: the marks by which thoughts and tool calls are split from the answer's text.
     """
 
@@ -85,7 +82,7 @@ class Generation:
     generated: the token ids chosen so far.
     top: the likeliest tokens at the position of the last chosen token.
     max_tokens: the most tokens that the answer can have within the context.
-    sampling: the sampling options of the request, with a random seed if the request has none.
+    sampling: the request's sampling options, in which a missing seed is replaced by a random one.
     """
 
     def __init__(
@@ -131,12 +128,12 @@ class Generation:
             rest = self._stream.finish()
             reasoning = part.reasoning if rest.reasoning is None else (part.reasoning or "") + rest.reasoning
             part = Part(part.text + rest.text, reasoning, part.calls)
-            if self._stream.stopped:  # `finish` found a stop string
+            if self._stream.stopped:  # the last piece of text completed a stop string
                 reason = "stop"
         return _token(token, part, logprob, reason)
 
     def tokens(self, logits: np.ndarray, decode: Callable[[int], np.ndarray]) -> Iterator[Token]:
-        """Yield the tokens of the answer. A token is decoded only when the caller asks for the next one.
+        """Yield the tokens of the answer. The next pass runs when the caller asks for the next token.
 
         logits: [V], of the last token of the prompt
         """

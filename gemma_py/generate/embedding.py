@@ -1,7 +1,7 @@
-"""Embeddings of texts: the prompts of tasks, the checks of a request, and passes of several texts.
+"""Embeddings of texts: the prompts of tasks, the checks of a request, and passes that compute several texts at once.
 
-A text goes through the model in one pass, because attention is bidirectional. The other texts of the pass do not change the
-bits of an embedding.
+A whole text is computed in one pass, because attention is bidirectional. The other texts of a pass do not change the
+bits of a text's embedding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,31 +13,50 @@ from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.kernels.pooling import normalise_rows
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
+from gemma_py.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from gemma_py.generate.engine import Engine
 
-_MOST_TEXTS = 64  # texts of a pass, because each has KV rows in memory of its own
+_MOST_TEXTS = 64  # the most texts of a pass, because each text needs KV rows of its own in memory
 _QUERY, _SIMILARITY = "task: search result | query: ", "task: sentence similarity | query: "
 _CLASSIFICATION, _CLUSTERING = "task: classification | query: ", "task: clustering | query: "
 _CODE, _SUMMARY, _DOCUMENT = "task: code retrieval | query: ", "task: summarization | query: ", "title: none | text: "
-# EmbeddingGemma's prompts by task, for a checkpoint without config_sentence_transformers.json.
-PROMPTS: Mapping[str, str] = {
-    "query": _QUERY, "document": _DOCUMENT, "question answering": "task: question answering | query: ",
-    "fact checking": "task: fact checking | query: ", "classification": _CLASSIFICATION, "clustering": _CLUSTERING,
-    "sentence similarity": _SIMILARITY, "code retrieval": _CODE, "summarization": _SUMMARY,
-    "BitextMining": _QUERY, "Clustering": _CLUSTERING, "Classification": _CLASSIFICATION, "InstructionRetrieval": _CODE,
-    "MultilabelClassification": _CLASSIFICATION, "PairClassification": _SIMILARITY, "Reranking": _QUERY,
-    "Retrieval": _QUERY, "Retrieval-query": _QUERY, "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
-    "Summarization": _SUMMARY,
+_ANSWERING, _CHECKING = "task: question answering | query: ", "task: fact checking | query: "
+# The prompts that the two models have in common.
+_COMMON = {
+    "query": _QUERY, "document": _DOCUMENT, "BitextMining": _QUERY, "Clustering": _CLUSTERING,
+    "Classification": _CLASSIFICATION, "InstructionRetrieval": _CODE, "MultilabelClassification": _CLASSIFICATION,
+    "PairClassification": _SIMILARITY, "Reranking": _QUERY, "Retrieval": _QUERY, "Retrieval-query": _QUERY,
+    "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
+}  # fmt: skip
+# The prompts by model type and task, for a checkpoint without config_sentence_transformers.json.
+_PROMPTS: Mapping[str, Mapping[str, str]] = {
+    "gemma-embedding": {
+        **_COMMON, "question answering": _ANSWERING, "fact checking": _CHECKING, "classification": _CLASSIFICATION,
+        "clustering": _CLUSTERING, "sentence similarity": _SIMILARITY, "code retrieval": _CODE,
+        "summarization": _SUMMARY, "Summarization": _SUMMARY,
+    },
+    "gemma-embedding2": {
+        **_COMMON, "SearchQuery": _QUERY, "Document": _DOCUMENT, "QuestionAnswering": _ANSWERING,
+        "FactChecking": _CHECKING, "CodeRetrieval": _CODE, "SentenceSimilarity": _SIMILARITY,
+        "Summarization": _SIMILARITY,
+    },
 }  # fmt: skip
 Text = str | Sequence[int]
 
 
+def prompts_of(checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Return the prompts of the checkpoint's embedding model, by task."""
+    return checkpoint.modules.prompts or _PROMPTS[checkpoint.config.model_type]
+
+
 def prompt_of(engine: "Engine", task: str | None) -> str:
-    """Return the text that precedes each text of a task. Without a task, this is the checkpoint's default prompt, or ""."""
+    """Return the text to put in front of each text of a task. Without a task, this is the checkpoint's default prompt,
+    or "".
+    """
     modules = engine.checkpoint.modules
-    prompts = modules.prompts or PROMPTS
+    prompts = prompts_of(engine.checkpoint)
     name = modules.default if task is None else task
     if name is None:
         return ""
@@ -47,7 +66,9 @@ def prompt_of(engine: "Engine", task: str | None) -> str:
 
 
 def width_of(engine: "Engine", dimensions: int | None) -> int:
-    """Return the number of dimensions of the embeddings. Raise InputError unless the model has that many."""
+    """Return the number of dimensions of the embeddings. Raise InputError if more dimensions are asked for than the
+    model has.
+    """
     most = engine.program.outputs
     if dimensions is None:
         return most
@@ -57,9 +78,10 @@ def width_of(engine: "Engine", dimensions: int | None) -> int:
 
 
 def texts_to_ids(engine: "Engine", texts: Sequence[Text], task: str | None = None) -> list[list[int]]:
-    """Return the token ids of each text, of which some may be given as ids.
+    """Return the token ids of each text. Some texts may be given as ids already.
 
-    A text gets the prompt of the task, and the bos and eos tokens that the checkpoint's tokenizer adds. Ids are only checked.
+    A text gets the prompt of the task, and the bos and eos tokens that the checkpoint's tokenizer adds. Given ids are
+    checked, but not changed.
     """
     check_embeds(engine)
     if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Sequence | np.ndarray):
@@ -94,7 +116,7 @@ def check_generates(engine: "Engine") -> None:
 
 
 def embed_all(engine: "Engine", texts: Sequence[list[int]]) -> np.ndarray:
-    """Return the embedding of each text before `normalised`, f32 [N, D]. The texts are given as token ids."""
+    """Return the embedding of each text, f32 [N, D], not yet normalised. The texts are given as token ids."""
     made, caches = np.empty((len(texts), engine.program.outputs), np.float32), list[Cache]()
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]), reverse=True)
     while order:
@@ -105,15 +127,16 @@ def embed_all(engine: "Engine", texts: Sequence[list[int]]) -> np.ndarray:
 
 
 def how_many(lengths: Sequence[int]) -> int:
-    """Return how many of the first texts to compute in one pass. lengths: the number of tokens of each text."""
+    """Return how many texts, from the first on, one pass can compute. lengths: the number of tokens of each text."""
     totals = np.cumsum(lengths[:_MOST_TEXTS])
     return max(1, int(np.searchsorted(totals, CHUNK, "right")))
 
 
 def embed_pass(engine: "Engine", texts: Sequence[list[int]], caches: list[Cache]) -> np.ndarray:
-    """Compute the texts in one pass. Return the embeddings before `normalised`, f32 [N, D].
+    """Compute the texts in one pass. Return the embeddings, f32 [N, D], not yet normalised.
 
-    caches: memory for the KV rows of each text, which later passes use again. The function appends missing ones.
+    caches: memory for the KV rows of each text. The list is reused by later passes, and this function appends missing
+    caches.
     """
     caches += [engine.new_cache() for _ in range(len(texts) - len(caches))]
     for cache in caches:
@@ -131,6 +154,5 @@ def normalised(made: np.ndarray, width: int) -> np.ndarray:
 
 
 def embeddings(engine: "Engine", texts: Sequence[Text], task: str | None, dimensions: Any) -> np.ndarray:
-    """Return the embeddings of texts, f32 [N, dimensions]."""
     ids, width = texts_to_ids(engine, texts, task), width_of(engine, dimensions)
     return normalised(embed_all(engine, ids), width)

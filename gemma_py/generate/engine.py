@@ -40,7 +40,7 @@ class Engine:
     """A loaded model: weights, config and tokenizer. Use an engine as a context manager, or call `close`.
 
     Several sessions can be used at once, from several Python threads; the engine computes one pass at a time. After a
-    fork, the child process can use the engine too, with worker threads of its own.
+    fork, the child process can use the engine too, and then starts its own worker threads.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Engine:
         self.quant = quant
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
-        # The tokenizer loads and the kernels compile in the background while the weights are packed.
+        # While the weights are packed, the tokenizer loads and the kernels compile in the background.
         with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside, Compilation(kv, progress) as compilation:
             tokenizer = aside.submit(checkpoint.tokenizer)
             packed = packed_weights(checkpoint, quant, progress)
@@ -86,9 +86,7 @@ class Engine:
             self._runner: Runner | None = Runner(program, self.config, threads or machine.threads(), deadline, kv)
 
     def _warm_up(self) -> None:
-        """Call the kernels of sampling and tokenizer once, so that the first answer does not wait for their
-        compilation.
-        """
+        """Call the kernels of sampling and tokenizer once, so that the first answer does not wait for their compilation."""
         sampling.warm_up()
         if self.tokenizer is not None:
             self.tokenizer.encode("a")
@@ -100,7 +98,6 @@ class Engine:
 
     @property
     def threads(self) -> int:
-        """The number of worker threads."""
         return self.runner.team.workers
 
     @property
@@ -109,16 +106,16 @@ class Engine:
         return self.runner.kv
 
     def reference_weights(self) -> Weights:
-        """Return the weights for the reference implementation, read from the checkpoint again.
+        """Read the checkpoint again, and return the weights for the reference implementation.
 
-        The engine keeps only packed weights, and the reference implementation needs weights that are not packed.
+        The engine itself keeps only packed weights, which the reference implementation cannot use.
         """
         return self.checkpoint.weights(self.quant)
 
     @property
     def kept_float(self) -> list[str]:
-        """The names of the matrices that `quant` left in float, because their row length is not a multiple of the block
-        size.
+        """The names of the matrices that `quant` did not quantise, because their row length is not a multiple of the
+        block size.
         """
         tensors = self.checkpoint.tensors.values()
         return [] if self.quant is None else [tensor.name for tensor in tensors if stays_float(self.quant, tensor)]
@@ -130,16 +127,16 @@ class Engine:
         self.runner.set_workers(threads)
 
     def session(self, keep: int = 0) -> "Session":
-        """Return a new session. keep: the number of tokens that `Session.rewind` must be able to remove."""
+        """Return a new session. keep: the most tokens that `Session.rewind` must be able to remove."""
         embedding.check_generates(self)
         return Session(self, keep)
 
     @property
     def sampling(self) -> Sampling:
-        """The default sampling options, as the checkpoint recommends them.
+        """The default sampling options, which are those that the checkpoint recommends.
 
-        A checkpoint without a recommendation gets Google's recommendation for Gemma, or greedy decoding if the model is
-        a base model without a chat template.
+        If the checkpoint recommends none, the defaults are Google's recommendation for Gemma. A base model without a
+        chat template gets greedy decoding instead.
         """
         if self._recommended is None:
             own = self.checkpoint.chat_template
@@ -149,30 +146,30 @@ class Engine:
         return self._recommended
 
     def text_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raise InputError if the checkpoint has none."""
+        """Return the tokenizer. A checkpoint without a tokenizer raises InputError."""
         if self.tokenizer is None:
             raise InputError(f"{self.path}: the checkpoint has no tokenizer; give token ids instead of text")
         return self.tokenizer
 
     def template(self, wanted: str | Path | None = None) -> Template:
-        """Return a chat template: "gemma", "transcript" or one from a file; without an argument, the checkpoint's own."""
+        """Return a chat template: "gemma", "transcript", or one from a file. By default, return the checkpoint's own."""
         return choose(self.text_tokenizer(), self.checkpoint.chat_template, self.config.eos_token_ids, wanted)
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The ids of the tokens that end a text: those that the checkpoint names, and those of its vocabulary."""
+        """The ids of the tokens that end a text, from the checkpoint's config and from the vocabulary."""
         return frozenset(self.config.eos_token_ids) | (end_ids(self.tokenizer) if self.tokenizer else frozenset())
 
     def ends(self, template: Template) -> frozenset[int]:
-        """Return the ids of the tokens that end an answer: those that end a text, and those of the template."""
+        """Return the ids of the tokens that end an answer: those of `end_ids`, and those of the template."""
         named = (self.text_tokenizer().token_id(end) for end in template.ends)
         return self.end_ids.union(end for end in named if end is not None)
 
     def fingerprint(self) -> str:
-        """Return the sha256 of the logits, or the embedding, of eight fixed tokens, which identifies a model in any format.
+        """Return a sha256 that identifies the model: that of the logits, or of the embedding, of eight fixed tokens.
 
-        The logits depend on every matrix, except on experts that none of the tokens is routed to, so models differ in
-        their fingerprints. Threads, chunk size and machine do not matter.
+        Threads, chunk size, machine and file format do not change the fingerprint. Every matrix does, except those of
+        experts that the router chooses for none of the eight tokens.
         """
         if self._fingerprint is None:
             probe = [number * (self.config.vocab_size - 1) // 7 for number in range(8)][: self.context]
@@ -184,7 +181,6 @@ class Engine:
         return self._fingerprint
 
     def check_ids(self, ids: Any) -> list[int]:
-        """Return the ids as a list of int. Raise InputError if an id is outside the vocabulary."""
         return check_ids(ids, self.config.vocab_size)
 
     def encode(self, prompt: str | Sequence[int], control: bool = False) -> list[int]:
@@ -214,8 +210,8 @@ class Engine:
     ) -> Iterator[Token]:
         """Return an iterator over the tokens that continue a prompt. The options are the fields of `Sampling`.
 
-        Decoding is greedy, unless temperature, top_k, top_p, min_p or seed is given. Then the other options have the
-        values that the checkpoint recommends.
+        Decoding is greedy by default. If temperature, top_k, top_p, min_p or seed is given, tokens are drawn at random,
+        and the options that are not given have the values that the checkpoint recommends.
         """
         options = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -239,9 +235,9 @@ class Engine:
         """Return an iterator over the tokens of the answer to messages in OpenAI's format.
 
         tools: functions that the model may call, in OpenAI's format. The calls are in `Token.calls`.
-        thinking: whether the model should think before it answers; by default, what its template does. The thoughts are
+        thinking: whether the model should think before it answers; by default, the chat template decides. Thoughts are
         in `Token.reasoning`.
-        options: fields of `Sampling`; the others have the values of `Engine.sampling`.
+        options: fields of `Sampling`. Options that are not given have the values of `Engine.sampling`.
 
         For several turns use `Conversation`, which keeps the KV cache from turn to turn.
         """
@@ -260,23 +256,23 @@ class Engine:
         return self._answer(request)
 
     def chat_format(self, template: Template) -> ChatFormat:
-        """Return how the model takes part in a conversation with a chat template."""
+        """Return a chat template together with the model's marks of thoughts and tool calls."""
         return ChatFormat(template, self.text_tokenizer())
 
     def chat_sampling(self, options: Mapping[str, Any]) -> Sampling:
-        """Return `Engine.sampling` with the given options replaced. An option that is None is ignored."""
+        """Return `Engine.sampling` with the given options in place of its own. None means that an option is not given."""
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise InputError(f"{unknown[0]}: unknown sampling option, expected one of {', '.join(OPTIONS)}")
         return with_options(self.sampling, options)
 
     def generation(self, request: Request, least_tokens: int = 1) -> Generation:
-        """Check a request against the model and the context. least_tokens: the smallest max_tokens that is accepted."""
+        """Check a request against the model and the context. least_tokens: the smallest max_tokens that is allowed."""
         embedding.check_generates(self)
         return Generation(request, self.config.vocab_size, self.context, self.tokenizer, least_tokens)
 
     def _answer(self, request: Request) -> Iterator[Token]:
-        """Check a request at once, and return an iterator that computes the answer."""
+        """Check a request now, and return an iterator that computes the answer later."""
         return self._tokens(self.generation(request))
 
     def _tokens(self, generation: Generation) -> Iterator[Token]:
@@ -286,17 +282,19 @@ class Engine:
     def embed(
         self, texts_or_ids: Sequence[str | Sequence[int]], task: str | None = None, dimensions: int | None = None
     ) -> np.ndarray:
-        """Return the embeddings of texts, float32 [N, D], each of length 1. Only embedding models have embeddings.
+        """Return the embeddings of texts, float32 [N, D], each of length 1. Other models than embedding models raise
+        InputError.
 
-        texts_or_ids: a list of texts or of lists of token ids. A text gets the prompt of the task, and bos and eos tokens.
-        task: the name of a prompt in config_sentence_transformers.json, or else in EmbeddingGemma's model card, for
-        example "query" or "document".
+        texts_or_ids: a list of texts or of lists of token ids. A text gets the prompt of the task, and bos and eos
+        tokens.
+        task: the name of a prompt, for example "query" or "document". Prompts are those of
+        config_sentence_transformers.json, or else of EmbeddingGemma's model card.
         dimensions: the number of leading elements of an embedding to keep; the embedding is normalised afterwards.
         """
         return embedding.embeddings(self, texts_or_ids, task, dimensions)
 
     def score(self, ids: Sequence[int]) -> Iterator[float]:
-        """Return an iterator over the negative log likelihoods, in nats, of all tokens but the first."""
+        """Return an iterator over the negative log likelihoods, in nats, of all tokens except the first."""
         embedding.check_generates(self)
         tokens = self.check_ids(ids)
         if len(tokens) < 2:
@@ -328,15 +326,17 @@ class Engine:
 
     @property
     def instruments(self) -> Instruments:
-        """Settings of later passes for tests and benchmarks: injected faults, NaN in unwritten memory, profile, traces."""
+        """Settings for tests and benchmarks, which apply to later passes: injected faults, NaN in unwritten memory,
+        profile, traces.
+        """
         return self.runner.instruments
 
     def new_cache(self, keep: int = 0) -> Cache:
-        """Return an empty KV cache for `run_together`. keep: the number of tokens that a rewind must be able to remove."""
+        """Return an empty KV cache for `run_together`. keep: the most tokens that a rewind must be able to remove."""
         return self.runner.cache(keep)
 
     def cache_bytes(self, tokens: int, keep: int = 0) -> int:
-        """Return the size in bytes that a cache from `new_cache(keep)` has after `tokens` tokens were prefilled.
+        """Return the size in bytes of a cache from `new_cache(keep)` that holds `tokens` tokens.
 
         The tokens are assumed to be prefilled in chunks of the default size.
         """
@@ -347,9 +347,7 @@ class Engine:
         return self.runner.run_together(inputs)
 
     def run_kernel(self, kernel: Callable[..., Any], *args: Any, counters: int = 0) -> None:
-        """Call a compiled kernel on every worker thread, for benchmarks. counters: the number of tile counters of the
-        kernel.
-        """
+        """Call a compiled kernel on every worker thread, for benchmarks. counters: how many tile counters the kernel uses."""
         self.runner.team.run(kernel, *args, counters=counters)
 
     def close(self) -> None:
@@ -366,7 +364,7 @@ class Engine:
 
 
 class Session:
-    """One sequence of tokens and its KV cache."""
+    """A sequence of tokens and its KV cache."""
 
     def __init__(self, engine: Engine, keep: int = 0) -> None:
         self.engine = engine
@@ -379,23 +377,22 @@ class Session:
 
     @property
     def position(self) -> int:
-        """The number of tokens in the KV cache."""
         return self._cache.position
 
     def kv_rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys and the values of a layer that later tokens can read, each f32 [positions, G, E].
+        """Return a layer's keys and values, each f32 [positions, G, E], for the positions that later tokens attend to.
 
         number: the index of the layer in `Config.kv_owners`
         """
         return self._cache.rows(number)
 
     def prefill(self, ids: Sequence[int], chunk: int | None = None, all_logits: bool = False) -> np.ndarray:
-        """Append tokens. Return the logits of the last token, float32 [V], or with all_logits of every token, [T, V].
+        """Append tokens. Return the logits of the last token, float32 [V]; with all_logits, of every token, [T, V].
 
         chunk: the number of tokens in a pass, which changes speed and memory, but not the logits.
 
-        If a worker thread fails, WorkerError is raised and no token of the failed chunk is added. If the thread stalled
-        and did not return, every later call raises InputError.
+        If a worker thread fails, WorkerError is raised, and the session keeps only the tokens of earlier chunks. If the
+        thread stalled and is still running, every later call raises InputError.
         """
         engine, runner = self.engine, self.engine.runner
         tokens = engine.check_ids(ids)
@@ -415,14 +412,14 @@ class Session:
         return self.prefill([token_id])
 
     def reserve(self, tokens: int) -> None:
-        """Allocate KV cache for this many more tokens, so that later passes do not have to reallocate."""
+        """Allocate KV cache for this many more tokens, so that later passes need not reallocate."""
         self.engine.runner.reserve(self._cache, min(tokens, self.engine.context - self.position))
 
     def rewind(self, position: int) -> None:
-        """Remove the tokens from this position on. Later results are as if these tokens had never been added.
+        """Remove the tokens from this position on, as if they had never been added.
 
-        Up to `keep` tokens can always be removed. Raises InputError if more tokens are to be removed and a
-        sliding-window layer has already overwritten KV rows that the remaining tokens need; see `can_rewind_to`.
+        Up to `keep` tokens can always be removed. Removing more raises InputError if a sliding-window layer has already
+        overwritten KV rows that the next token would need; see `can_rewind_to`.
         """
         self.engine.runner.rewind(self._cache, position)
 
@@ -438,15 +435,15 @@ class Session:
     def raw_kv_rows(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Return an iterator over the keys and values of each layer, [G, positions, E] in the type of the KV cache.
 
-        since: only rows that tokens after this position may read are included. Layers that share another layer's KV
-        rows are skipped.
+        since: leave out rows that no token after this position attends to. Layers that read another layer's KV rows are
+        skipped.
         """
         if not self.can_rewind_to(since):
             raise InputError(f"cannot rewind from position {self.position} to {since}: KV rows are overwritten")
         return (self._cache.raw_rows(number, since) for number in range(len(self.engine.config.kv_owners)))
 
     def restore(self, ids: Sequence[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Fill an empty session with the token ids and the `raw_kv_rows` of another session."""
+        """Fill an empty session with another session's token ids and `raw_kv_rows`."""
         if self.position:
             raise InputError(f"restore needs an empty session, found one with {self.position} tokens")
         tokens = self.engine.check_ids(ids)
@@ -454,7 +451,7 @@ class Session:
         self._cache.restore(tokens, kv_rows)
 
     def kv_digest(self) -> list[str]:
-        """Return, for each layer, the sha256 of the KV rows that later tokens can read.
+        """Return, for each layer, the sha256 of the KV rows that later tokens attend to.
 
         These are the last W - 1 rows of a sliding-window layer, and all rows of any other layer. The rows are hashed as
         little-endian float32 [positions, G, E], keys before values.
@@ -467,7 +464,6 @@ _LONGEST_DEADLINE = 86_400.0
 
 
 def _counts(value: object) -> bool:
-    """Whether the value is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -491,8 +487,8 @@ def load(
     quant: "q8_0" or "q4_0" quantises float matrices while loading, to the same values as in a GGUF file of that type.
     progress: called as `progress(what, done, total, unit)` while the first start downloads, compiles and packs, which
     may take minutes; see `gemma_py.progress`.
-    pack: without it, packed weights are kept in memory instead of a file, which takes no disk space, but is repeated at
-    every start.
+    pack: whether packed weights are stored in a file. If False, they are kept in memory only and packed again at every
+    start, which takes no disk space.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """

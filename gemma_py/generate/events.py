@@ -1,10 +1,13 @@
 """The events that a scheduler sends to the listener of a request.
 
-The order is PrefillProgress and Scored for the prompt, Generated for each token of the answer, then Finished or Failed.
+The order is PrefillProgress and Scored for the prompt, Generated for each token of the answer, then Finished or Failed. A
+request for embeddings has one Embedded event, then Finished, or only Failed.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from gemma_py.errors import GemmaError
 from gemma_py.generate.core import Token, TopLogprobs
@@ -16,7 +19,7 @@ class Usage:
 
     prompt, generated: the number of tokens of the prompt and of the answer.
     cached: the number of prompt tokens that were found in the prefix cache.
-    queued_seconds: the time from the request's arrival until the request was admitted.
+    queued_seconds: the time that the request waited until it began to run.
     first_token_seconds: the time from the request's arrival until the first token.
     seconds: the time since the request's arrival.
     """
@@ -31,7 +34,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """How much of a prompt is in the KV cache: `done` of `total` tokens, `cached` of them copied from the prefix cache."""
+    """How much of a prompt is in the KV cache: `done` of `total` tokens, of which `cached` came from the prefix cache."""
 
     done: int
     total: int
@@ -48,11 +51,18 @@ class Generated:
 
 @dataclass(frozen=True)
 class Scored:
-    """A token of the prompt. logprob: the log probability given the tokens before; None for the first token."""
+    """A token of the prompt, with its log probability given the earlier tokens. The first token has None."""
 
     id: int
     logprob: float | None
     top: TopLogprobs
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The embeddings of the texts of a request, as `embed_all` returns them."""
+
+    rows: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -65,10 +75,8 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The last event of a request that an error ended."""
-
     error: GemmaError
 
 
-Event = PrefillProgress | Scored | Generated | Finished | Failed
+Event = PrefillProgress | Scored | Generated | Embedded | Finished | Failed
 Listener = Callable[[Event], None]

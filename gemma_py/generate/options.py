@@ -13,7 +13,7 @@ from gemma_py.errors import ConfigError, InputError
 from gemma_py.formats.files import present, read_json
 
 _SEEDS = 1 << 63
-# The least and the greatest value of each option, as in OpenAI's API where the API has the option; top_p must be above 0.
+# The least and the greatest value of each option, which are OpenAI's if its API has the option. top_p must not be 0.
 RANGES = {
     "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "logit_bias": (-100.0, 100.0),
@@ -29,10 +29,10 @@ class Sampling:
     top_k: draw from this many of the likeliest tokens; 0 means all.
     top_p: draw from the likeliest tokens that together have this probability.
     min_p: draw from tokens with at least this fraction of the likeliest token's probability.
-    repetition_penalty: divides positive logits, and multiplies negative logits, of the tokens in the prompt and in the
-    answer so far.
-    presence_penalty: is subtracted from the logits of tokens in the answer so far.
-    frequency_penalty: is subtracted from a token's logit once for each occurrence in the answer so far.
+    repetition_penalty: for each token in the prompt or in the answer so far, a positive logit is divided by this number,
+    and a negative logit is multiplied by it.
+    presence_penalty: a number that is subtracted from the logit of each token in the answer so far.
+    frequency_penalty: a number that is subtracted from a token's logit once for each occurrence in the answer so far.
     logit_bias: numbers that are added to logits, by token id.
     seed: the seed of the random draws; None means a random seed.
     """
@@ -69,7 +69,7 @@ class Sampling:
             raise InputError(f"{name} should be a whole number from {least} to {most}, found {value!r:.40}")
 
     def seeded(self) -> "Sampling":
-        """Return these options with a random seed if the seed is None."""
+        """Return these options. A seed of None is replaced by a random seed."""
         return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4), "little"))
 
 
@@ -80,7 +80,7 @@ def _check_number(option: str, name: str, value: Any) -> None:
         raise InputError(f"{name} should be a number from {least:g} to {most:g}, found {value!r:.40}")
 
 
-# Google's recommendation for every instruction-tuned Gemma, used if the checkpoint has no recommendation.
+# Google recommends these options for every instruction-tuned Gemma. They are used if the checkpoint recommends none.
 GEMMA = Sampling(temperature=1.0, top_k=64, top_p=0.95)
 # The default of base models without a recommendation is greedy decoding. The base model gemma-3-270m answered 41% of a set of
 # short questions correctly with greedy decoding, 33% with temperature 0.2 and 16% with temperature 1.
@@ -90,7 +90,10 @@ _GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 
 
 def recommended(path: Path, metadata: Mapping[str, Any], default: Sampling = GEMMA) -> Sampling:
-    """Return the sampling options in generation_config.json or in the GGUF keys general.sampling.*, else the default."""
+    """Return the sampling options that the checkpoint recommends, else `default`.
+
+    A recommendation is in generation_config.json or in the GGUF keys general.sampling.*.
+    """
     file = path / "generation_config.json"
     said: dict[str, Any] = {}
     if path.is_dir() and present(file):
@@ -117,10 +120,10 @@ _RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
-    """Return `base` with the given options replaced. An option that is None is ignored.
+    """Return `base` with the given options in place of its own. None means that an option is not given.
 
-    If `base` is BASE_MODEL, a given top_k, top_p, min_p or seed sets the temperature to 1. A checkpoint that recommends
-    greedy decoding stays greedy unless a temperature is given.
+    If `base` is BASE_MODEL, giving top_k, top_p, min_p or seed sets the temperature to 1. If a checkpoint recommends
+    greedy decoding, decoding stays greedy unless a temperature is given.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     if base is BASE_MODEL and any(name in chosen for name in _RANDOM):
@@ -131,8 +134,8 @@ def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
 def asked(given: Mapping[str, Any], base: Sampling) -> Sampling:
     """Return the sampling options for `Engine.generate`.
 
-    Decoding is greedy, unless temperature, top_k, top_p, min_p or seed is given. Then options that are not given come
-    from `base`.
+    Decoding is greedy by default. If temperature, top_k, top_p, min_p or seed is given, the options that are not given
+    come from `base`.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     if chosen.get("temperature") != 0 and any(name in chosen for name in _RANDOM):

@@ -1,8 +1,8 @@
 """Sampling: penalties, filters and a random draw.
 
 The order is that of transformers: logit bias, repetition penalty, presence and frequency penalty, temperature, top-k,
-top-p, min-p. A token does not depend on threads, chunk size or other requests of a pass, because every sum has a fixed
-order and each random number is a hash of the seed and the token's position.
+top-p, min-p. A token does not depend on threads, chunk size or other requests, because every sum has a fixed order and
+each random number is a hash of the seed and the token's position.
 """
 
 import math
@@ -16,7 +16,7 @@ from gemma_py.kernels import sampling as kernels
 from gemma_py.kernels.scores import log_sum_exp
 
 _TINY = np.float32(1e-38)  # smaller than every nonzero weight
-ROWS_AT_ONCE = 32  # the most tokens with logits in memory at once: 32 MiB with Gemma's vocabulary
+ROWS_AT_ONCE = 32  # the most rows of logits in memory at once: 32 MiB with Gemma's vocabulary
 _NO_NUMBERS = "the logits contain NaN: a value of the forward pass was beyond the range of float32"
 
 
@@ -39,9 +39,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def likeliest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the `count` largest logits, in descending order, and their token ids. Of equal logits, the smaller id
-    comes first.
-    """
+    """Return the `count` largest logits, in descending order, and their token ids. Equal logits are ordered by id."""
     values, ids = np.empty(count, np.float32), np.empty(count, np.int64)
     kernels.top_k(logits, values, ids)
     return values, ids
@@ -59,8 +57,6 @@ def warm_up() -> None:
 
 
 class Sampler:
-    """Chooses the tokens that follow a prompt, by the given sampling options."""
-
     def __init__(self, sampling: Sampling, vocab_size: int, prompt: Sequence[int]) -> None:
         outside = [token for token in sampling.logit_bias if token >= vocab_size]
         if outside:
@@ -87,14 +83,12 @@ class Sampler:
         kernels.divide(x, np.float32(s.temperature))
         assert s.seed is not None
         weights, ids = self._candidates(x, x[likeliest])
-        least = max(np.float32(s.min_p), _TINY)  # the likeliest token has the weight 1
+        least = max(np.float32(s.min_p), _TINY)  # weights are relative to the likeliest token, whose weight is 1
         chosen = int(kernels.draw(weights, least, uniform(s.seed, self._start + len(made))))
         return chosen if ids is None else int(ids[chosen])
 
     def _penalised(self, logits: np.ndarray, made: Sequence[int]) -> np.ndarray:
-        """Apply logit bias and penalties to a copy of the logits. Without bias and penalties, return the logits
-        themselves.
-        """
+        """Return a copy of the logits with logit bias and penalties, or the logits themselves if there are neither."""
         s, x = self.sampling, logits
         if s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
             x = logits.copy()
@@ -112,7 +106,8 @@ class Sampler:
     def _candidates(self, x: np.ndarray, largest: np.float32) -> tuple[np.ndarray, np.ndarray | None]:
         """Apply top-k and top-p. Return the weights and ids of the remaining tokens, likeliest first.
 
-        Without top-k, the weights are those of all token ids, with 0 for a removed token, and the ids are None.
+        If there is no top-k, the ids are None, and the weights are those of the whole vocabulary, with 0 for removed
+        tokens.
         """
         s = self.sampling
         if 0 < s.top_k < len(x):
@@ -129,9 +124,9 @@ class Sampler:
 
     @staticmethod
     def _cut(x: np.ndarray, largest: np.float32, weights: np.ndarray, limit: float) -> None:
-        """Apply top-p: set all weights to 0, except the largest ones that together reach the limit.
+        """Apply top-p: keep the largest weights that together reach the limit, and set the others to 0.
 
-        Only the weights in the histogram bin that contains the limit are sorted.
+        Only one histogram bin has to be sorted, the one in which the limit is reached.
         """
         edge, before = kernels.find_edge_bin(x, largest, weights, limit, np.zeros(kernels.BINS))
         members = np.empty(len(x), np.int64)
@@ -144,7 +139,7 @@ class Sampler:
 
 
 def log_probabilities(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
-    """Return the natural logarithm of each token's probability. Raise ComputationError if a probability is NaN."""
+    """Return the natural logarithm of each token's probability. A NaN raises ComputationError."""
     largest, log_sum = log_sum_exp(logits, np.empty(len(logits)))
     values = [float(np.float64(logits[token]) - largest - log_sum) for token in tokens]
     if any(math.isnan(value) for value in values):
@@ -153,7 +148,6 @@ def log_probabilities(logits: np.ndarray, tokens: Sequence[int]) -> list[float]:
 
 
 def log_probability(logits: np.ndarray, token: int) -> float:
-    """Return the natural logarithm of the token's probability."""
     return log_probabilities(logits, [token])[0]
 
 

@@ -1,9 +1,9 @@
 """Atomic access to int64 cells, a spin-loop hint, a clock, and a check for IEEE arithmetic.
 
 A cell is one element of a contiguous int64 array. Loads have acquire ordering and stores have release ordering: a
-thread that loads a value from a cell also sees everything that the storing thread wrote before it stored that value.
-One thread can therefore hand a plain array to another thread through a cell. The runtime relies on no other memory
-ordering.
+thread that loads a value from a cell also sees everything that the storing thread wrote before it stored that value. So
+one thread can fill a plain array, store to a cell, and thereby hand the array to a thread that loads the cell. The
+runtime relies on no other memory ordering.
 """
 
 import time
@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.intrinsics import bits_of_f32
 
-_WORD = 8  # size and alignment of a cell in bytes; numpy aligns arrays to 16 bytes
+_WORD = 8  # bytes of a cell; atomic access needs alignment to this size, and numpy aligns to 16
 
 
 def _is_cells(array):
@@ -31,9 +31,7 @@ def _pointer(context, builder, sig, args):
 
 @intrinsic
 def load_acquire(typing, array, index):
-    """Return a cell's value, with acquire ordering: everything written before the matching `store_release` is visible
-    afterwards.
-    """
+    """Return a cell's value. Everything written before the `store_release` of this value is visible afterwards."""
     if not _is_cells(array):
         return None
 
@@ -45,9 +43,7 @@ def load_acquire(typing, array, index):
 
 @intrinsic
 def store_release(typing, array, index, value):
-    """Set a cell, with release ordering: a thread that loads this value sees everything that the calling thread wrote
-    before.
-    """
+    """Set a cell. A thread that loads this value sees everything that the calling thread wrote before."""
     if not _is_cells(array):
         return None
 
@@ -60,7 +56,7 @@ def store_release(typing, array, index, value):
 
 @intrinsic
 def fetch_add(typing, array, index, value):
-    """Add `value` to a cell atomically, with acquire and release ordering, and return the cell's previous value."""
+    """Add `value` to a cell atomically, and return the cell's previous value. The ordering is acquire and release."""
     if not _is_cells(array):
         return None
 
@@ -72,7 +68,7 @@ def fetch_add(typing, array, index, value):
 
 @intrinsic
 def compare_exchange(typing, array, index, expected, value):
-    """Set a cell to `value` atomically if the cell holds `expected`, and return the cell's previous value."""
+    """If the cell holds `expected`, set it to `value`, atomically. Return the cell's previous value."""
     if not _is_cells(array):
         return None
 
@@ -104,8 +100,8 @@ def sleep_microseconds(typing, duration):
 def nanoseconds(typing):
     """Return libc's monotonic clock in nanoseconds.
 
-    The processor's cycle counter is not used, because its rate differs between machines and some machines forbid
-    reading it.
+    The processor's cycle counter is no alternative: its rate differs between machines, and some machines forbid reading
+    it.
     """
 
     def codegen(context, builder, sig, args):
@@ -119,7 +115,7 @@ def nanoseconds(typing):
 
 @intrinsic
 def spin_hint(typing):
-    """Tell the core that this thread is in a spin loop: `pause` on x86, `yield` on ARM, no instruction elsewhere."""
+    """Tell the core that this thread is in a spin loop. The instruction is `pause` on x86, `yield` on ARM, none elsewhere."""
 
     def codegen(context, builder, sig, args):
         machine = binding.get_process_triple().split("-")[0]
@@ -135,22 +131,21 @@ def spin_hint(typing):
     return types.void(), codegen
 
 
-# Operands of `_is_ieee`, passed in an array so that the compiler cannot compute the results at compile time.
+# The operands of `_is_ieee` are in an array, so that the compiler cannot compute the results in advance.
 _PROBE = np.array([2.0**-140, 1.0, 2.0**-126, 0.5, 2.0**-24, 1.5 * 2.0**-24, 0.5 * 2.0**-24], np.float32)
 
 
 @inlined
 def _product_is_not_zero(a, b):
-    """Return whether a * b is nonzero, judged by its bits, because a float comparison may treat a subnormal as zero."""
+    """Return whether a * b is nonzero. The bits are tested, because a float comparison may treat a subnormal as zero."""
     return bits_of_f32(a * b) != 0
 
 
 @kernel
 def _is_ieee(probe):
     small, one, least, half, tie, above, below = probe[0], probe[1], probe[2], probe[3], probe[4], probe[5], probe[6]
-    subnormal = _product_is_not_zero(small, one) and _product_is_not_zero(
-        least, half
-    )  # subnormal operand, subnormal result
+    # The first product has a subnormal operand, the second one a subnormal result.
+    subnormal = _product_is_not_zero(small, one) and _product_is_not_zero(least, half)
     up = bits_of_f32(one + above) == bits_of_f32(one) + 1 and bits_of_f32(-one - above) == bits_of_f32(-one) + 1
     down = bits_of_f32(one + below) == bits_of_f32(one) and bits_of_f32(-one - below) == bits_of_f32(-one)
     return subnormal and up and down and bits_of_f32(one + tie) == bits_of_f32(one)
@@ -159,9 +154,8 @@ def _is_ieee(probe):
 def is_ieee() -> bool:
     """Return whether the calling thread keeps subnormal floats and rounds to nearest even.
 
-    Subnormals and rounding are modes of each thread, and a new thread inherits the modes of its creator. Some libraries
-    make a thread flush subnormals to zero for speed: those compiled with -ffast-math do so when they are loaded, and
-    torch.set_flush_denormal does so on request. The computed bits would then depend on which libraries a program has
-    loaded.
+    These are modes of a thread, which a new thread inherits from its creator. Some libraries make a thread flush
+    subnormals to zero for speed: libraries compiled with -ffast-math when they are loaded, torch.set_flush_denormal on
+    request. Without this check, the computed bits would depend on which libraries a program has loaded.
     """
     return bool(_is_ieee(_PROBE))

@@ -1,8 +1,9 @@
 """Attention of a block of queries to a ring of keys and values, bit-identical to `reference.operations.attend`.
 
-A query is one head at one position. A block of queries holds the query heads that share one key/value head, at some
+A query is one head at one position. A block consists of the query heads that share one key/value head, at some
 neighbouring positions. Each query sees its own range of keys. Each vector lane computes the score of one query and one
-key, or one column of an output, so every sum is one chain: e ascending for a score, t ascending for an output.
+key, or one column of an output. So every sum is one chain of additions: e ascending for a score, t ascending for an
+output.
 
 Position t is stored in row t % capacity of the ring. If a query does not see a key, a select discards the key's score.
 Multiplying the score by 0 would be wrong, because a row may hold anything, even NaN. Rows that no query of the block
@@ -56,7 +57,7 @@ _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 def _prefetch_rows(array, ring, base, t, stop, left, right):
     """Prefetch columns left .. right - 1 of the rows of positions t .. stop - 1.
 
-    A block of few queries computes little with each row, so the hardware prefetcher would load the rows too late.
+    With few queries, little time is spent on each row, and the hardware prefetcher alone would load the rows too late.
     """
     for position in range(t, stop):
         row = base + position % ring.capacity * ring.row_stride
@@ -71,8 +72,9 @@ def _prefetch_rows(array, ring, base, t, stop, left, right):
 def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
     """Compute out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for COLUMNS queries.
 
-    The lanes hold queries, so each element of a key is loaded once and multiplied with all queries. Where fewer than
-    ROWS keys are left, the last key is computed repeatedly, and the repeated results go to padding rows of `out`.
+    The lanes of a vector are queries, so that an element of a key is loaded once for all queries. ROWS keys are
+    computed at a time. If fewer are left, the last key is computed repeatedly, and the repeated results go to padding
+    rows of `out`.
     """
     for key in range(0, keys, ROWS):
         k = row_offsets(row + key * ring.row_stride, ring.row_stride, keys - key, ROWS)
@@ -84,10 +86,11 @@ def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
 
 @inlined
 def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
-    """Compute the scores of sixteen keys and four queries, the first of which is query `lane`.
+    """Compute the scores of sixteen keys and four queries, the first of which is query `lane`. E must be a multiple of
+    4.
 
-    The lanes hold keys. A decoded token has few queries, which would leave most lanes empty in
-    `_scores_by_query_lanes`. E must be a multiple of 4.
+    The lanes of a vector are keys. While a token is decoded, there are few queries, so lanes for queries would be
+    mostly empty.
     """
     s0, s1, s2, s3 = zero(), zero(), zero(), zero()
     for e in range(0, ring.E, 4):
@@ -107,7 +110,7 @@ def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
 def _make_scores(ring, base, begin, end, block, scratch, layout):
     """Compute the scores of keys begin .. end - 1 of a tile for all queries of the block.
 
-    For each group of COLUMNS queries, keys that no query of the group sees are skipped.
+    Keys that none of COLUMNS neighbouring queries sees are skipped.
     """
     for lane in range(0, block.used, COLUMNS):
         first, last = keys_of_any(block, lane, min(lane + COLUMNS, block.used))
@@ -129,20 +132,20 @@ def _make_scores(ring, base, begin, end, block, scratch, layout):
 
 
 def _make_add_values(rows):
-    """Return the function that adds values to `rows` queries at a time."""
+    """Return a function that adds values to `rows` queries at a time."""
 
     @inlined
     def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right):
         """Compute out[query, e] = out[query, e] * rescale[query] + sum over keys of weight[key, query] * v[key, e].
 
         The keys are positions t .. t + keys - 1, and the columns e are left .. right - 1. The arguments weights,
-        rescale and out are indices into `scratch`, for the first of `used` queries.
+        rescale and out are indices into `scratch`, where the data of the first of `used` queries begin.
 
         The outer loop runs over columns, so that the values of a few columns stay in the L1 cache for all queries.
         Columns that do not fill a vector are computed one by one.
         """
         E, stride, slot, values = ring.E, ring.row_stride, t % ring.capacity, ring.values
-        until_wrap = min(keys, ring.capacity - slot)  # keys before the ring wraps around to row 0
+        until_wrap = min(keys, ring.capacity - slot)  # the number of keys before the ring wraps around to row 0
         first, wrapped = base + slot * stride, base - until_wrap * stride
         whole = right - (right - left) % COLUMNS
         for e in range(left, whole, COLUMNS):
@@ -241,8 +244,9 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
         score  = soft_cap(scale * score)
         weight = exp(score - maximum)
 
-    If the maximum grows, rescale = exp(old maximum - new maximum) is the factor for all earlier sums. A key that a
-    query does not see changes neither the query's maximum nor the query's sum of weights.
+    The maximum is that of all scores so far. When it grows, the query's earlier sums have to be multiplied by rescale =
+    exp(old maximum - new maximum). Keys that a query does not see are left out of the query's maximum and of its sum of
+    weights.
     """
     maximum, s = load(scratch, layout.maximum + lane), layout.scores + lane
     starts, lasts = bitcast(load(scratch, layout.starts + lane)), bitcast(load(scratch, layout.lasts + lane))
@@ -256,8 +260,8 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
         if not all_seen:
             larger = mask_and(larger, _sees_any(starts, lasts, begin + key, begin + key))
         maximum = select(larger, score, maximum)
-    # A query that sees no key of this tile gets rescale 1. The maximum of such a query may still be -infinity, and
-    # the difference of two infinities is NaN.
+    # A query that sees no key of this tile gets rescale 1. Its maximum may still be -infinity, and then the formula
+    # would give NaN, the difference of two infinities.
     seen = _sees_any(starts, lasts, begin, begin + keys - 1)
     rescale = select(seen, exp(sub(before, maximum)), splat(_ONE))
     weight_sum = mul(load(scratch, layout.weight_sum + lane), rescale)
@@ -278,17 +282,16 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
 
 @inlined
 def _row_of(query, heads, H, g, E):
-    """Return the index at which a query's row begins in q and in out."""
     return (query // heads * H + g * heads + query % heads) * E
 
 
 @inlined
 def _load_queries(q, E, H, g, block, scratch, layout):
-    """Transpose the queries of a block into lanes, and reset all sums.
+    """Transpose the queries of a block, so that each query is a lane, and reset all sums.
 
-    Each query is first copied to its row of `out` in the scratch and then transposed from there. Unused lanes of the
-    last vectors hold zeros and see no key. In a block of few queries, the scores of unused lanes are never computed.
-    They are set to zero here, because subnormal floats left in the scratch would slow down every lane.
+    Each query is first copied to its row of `out` in the scratch, and transposed from there. Lanes after the last query
+    hold zeros and see no key. In a block of few queries, nothing computes the scores of these lanes. The scores are set
+    to zero here, because subnormal floats that an earlier call left there would slow down the vector instructions.
     """
     if block.used <= FEW_QUERIES:
         for key in range(TILE):
@@ -321,7 +324,7 @@ def _load_queries(q, E, H, g, block, scratch, layout):
 
 @inlined
 def _copy_scores(scores, source, keys, scratch, layout):
-    """Copy the scores of `keys` keys, which `score_keys` computed, to the scratch.
+    """Copy scores that `score_keys` computed to the scratch, for `keys` keys.
 
     scores: [keys * 16] f32, read from index `source` on
     """
@@ -333,7 +336,8 @@ def _copy_scores(scores, source, keys, scratch, layout):
 def _attend_block(q, ring, params, g, block, scores, scratch, out):
     """Compute out = softmax(scores) * values for the queries of a block, one tile of keys at a time.
 
-    scores: the scores that `score_keys` computed for a single position, or an empty array to compute the scores here
+    scores: for a single position, the scores that `score_keys` computed; if the array is empty, scores are computed
+    here
     """
     E, H, base, few = ring.E, params.H, ring.start + g * ring.head_stride, block.used <= FEW_QUERIES
     layout = scratch_layout(E)
@@ -383,31 +387,28 @@ def attend(q, ring, params, g, origin, first, last, scratch, out):
         _attend_block(q, ring, params, g, block, scratch[:0], scratch, out)
 
 
-# --- one position, computed by several workers: each scores a part of the keys, then adds values for a part of columns
+# one position, shared by several workers: each scores a part of the keys, then adds values for a part of the columns
 
 
 @inlined
 def _block_of_one(ring, params, origin, row, left, right):
-    """Return the block of the queries at position origin + row."""
     heads = params.H // ring.G
     return Block(row * heads, heads, heads, origin, params.window, params.ahead, params.length, left, right)
 
 
 @inlined
 def columns_of_part(part, parts, E):
-    """Return (first, last + 1) of the columns in one of `parts` parts of E columns.
-
-    A part begins at a multiple of COLUMNS.
-    """
+    """Divide E columns into `parts` parts that begin at multiples of COLUMNS. Return (first, last + 1) of part `part`."""
     left, right = E // COLUMNS * part // parts * COLUMNS, E // COLUMNS * (part + 1) // parts * COLUMNS
     return left, right if part < parts - 1 else E
 
 
 @inlined
 def score_keys(q, ring, params, g, origin, row, part, parts, scratch, scores):
-    """Compute scores[s, h] = q[row, h] . k[s, g], before scale and soft cap, for one of `parts` parts of the keys s.
+    """Compute scores[s, h] = q[row, h] . k[s, g] for one of `parts` parts of the keys s. Scale and soft cap are applied
+    later.
 
-    The query position is origin + row. At most sixteen query heads h share key/value head g.
+    The position of the query is origin + row. At most sixteen query heads h share key/value head g.
 
     q: [T * H * E] f32, read
     ring: Ring, read
@@ -432,9 +433,9 @@ def score_keys(q, ring, params, g, origin, row, part, parts, scratch, scores):
 
 @inlined
 def attend_columns(q, ring, params, g, origin, row, left, right, scores, scratch, out):
-    """Compute `attend` for position origin + row and columns left .. right - 1 of each head, from complete scores.
+    """Compute `attend` for position origin + row and columns left .. right - 1 of each head.
 
-    scores: the scores that `score_keys` computed, read
+    scores: [keys * 16] f32, read; complete, as all parts of `score_keys` computed them
     out: [T * H * E] f32, written for these columns
     """
     block = _block_of_one(ring, params, origin, row, left, right)

@@ -7,26 +7,28 @@ import numpy as np
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.simd.target import USES_ZMM
 
-TILE = 32  # keys between two updates of the running softmax maximum; a tile begins at a multiple of 32
+# Keys in a tile, after each of which the running softmax maximum is updated; a tile begins at a multiple of 32.
+TILE = 32
 LANES = 16
-QUERY_BLOCK = 64  # largest number of queries in a block
-FEW_QUERIES = 8  # in a block of at most 8 queries, vector lanes hold keys while scores are computed
-ROWS, VECTORS = (8, 2) if USES_ZMM else (4, 1)  # rows and vectors of a tile of sums that fits in the registers
+QUERY_BLOCK = 64  # the most queries in a block
+FEW_QUERIES = 8  # for at most 8 queries, the lanes of a vector are keys while scores are computed
+# Rows and vectors of the largest tile of sums that fits in the registers.
+ROWS, VECTORS = (8, 2) if USES_ZMM else (4, 1)
 COLUMNS = VECTORS * LANES
 
 
 class Ring(NamedTuple):
-    """The keys and values of a layer in a ring buffer. Element e of head g at position t has the index
+    """A layer's keys and values in a ring buffer. Element e of head g at position t has the index
 
         start + t % capacity * row_stride + g * head_stride + e
 
-    A layout of [capacity, G, E] has row_stride = G * E and head_stride = E. A layout of [G, capacity, E] has row_stride
-    = E and head_stride = capacity * E. The second layout is faster: in the first one, the rows of a head are G * E
-    elements apart, and rows at a distance of a multiple of 4 KiB evict each other from the L1 cache.
+    For the layout [capacity, G, E], row_stride = G * E and head_stride = E. For [G, capacity, E], row_stride = E and
+    head_stride = capacity * E. The second layout is faster. In the first one, the rows of a head are G * E elements
+    apart, and rows whose distance is a multiple of 4 KiB evict each other from the L1 cache.
     """
 
-    keys: np.ndarray  # flat arena: f32, or uint16 that holds bfloat16
-    values: np.ndarray  # flat arena of the dtype of `keys`
+    keys: np.ndarray  # f32, or uint16 that holds bfloat16
+    values: np.ndarray  # an array like `keys`
     start: int
     capacity: int  # rows
     row_stride: int
@@ -36,12 +38,12 @@ class Ring(NamedTuple):
 
 
 class AttentionParams(NamedTuple):
-    """The parameters that turn a dot product q . k into a score and determine which keys a query sees."""
+    """How a dot product q . k becomes a score, and which keys a query sees."""
 
     H: int  # query heads
-    window: int  # number of keys that a query sees up to its own key, which is included; a huge number means no limit
-    ahead: int  # number of keys after its own key that a query sees; 0 in causal attention
-    length: int  # number of positions of the sequence; a query sees no key at a later position
+    window: int  # a query sees the last `window` keys, its own included; a huge number means no limit
+    ahead: int  # a query sees so many keys after its own; 0 in causal attention
+    length: int  # number of positions of the sequence, beyond which there are no keys
     scale: np.float32
     cap: np.float32  # soft cap of scores; 0 means no cap
 
@@ -49,7 +51,7 @@ class AttentionParams(NamedTuple):
 class ScratchLayout(NamedTuple):
     """The indices at which the parts of a worker's scratch begin.
 
-    Each part from `starts` to `rescale` holds one number per query.
+    The parts `starts`, `lasts`, `maximum`, `weight_sum` and `rescale` hold one number per query.
     """
 
     q: int  # [QUERY_BLOCK / COLUMNS, E, COLUMNS]: the transposed queries
@@ -57,9 +59,9 @@ class ScratchLayout(NamedTuple):
     scores: int  # [TILE + ROWS, QUERY_BLOCK]: scores of a tile, later weights; the last ROWS rows are padding
     starts: int  # first key that each query sees, stored as the bits of an int32
     lasts: int  # last key that each query sees, stored as the bits of an int32
-    maximum: int  # running maximum of each query's scores
-    weight_sum: int  # running sum of each query's weights
-    rescale: int  # exp(old maximum - new maximum), the factor for each query's earlier sums
+    maximum: int  # the maximum of each query's scores so far
+    weight_sum: int  # the sum of each query's weights so far
+    rescale: int  # exp(old maximum - new maximum), by which the query's earlier sums are multiplied
     end: int
 
 
@@ -79,24 +81,24 @@ def scratch_size(E: int) -> int:
 
 
 class Block(NamedTuple):
-    """A block of queries, numbered so that query n is head n % heads at position origin + n // heads."""
+    """A block of queries. Query n is head n % heads at position origin + n // heads."""
 
     first: int
-    used: int  # number of queries; the block is queries first .. first + used - 1
+    used: int  # the block has the queries first .. first + used - 1
     heads: int  # number of query heads that share the key/value head
     origin: int  # position of row 0 of q and out
-    window: int  # as in AttentionParams, and likewise ahead and length
+    window: int  # the fields window, ahead and length are those of AttentionParams
     ahead: int
     length: int
-    left: int  # columns left .. right - 1 of each head are computed
+    left: int  # of each head, columns left .. right - 1 are computed
     right: int
 
 
 @inlined
 def keys_of_all(block, lane, end):
-    """Return (first, last + 1) of the keys that every query in lanes lane .. end - 1 sees.
+    """Return (first, last + 1) of the keys that each of the queries lane .. end - 1 sees.
 
-    The range is empty if last + 1 <= first.
+    There are no such keys if last + 1 <= first.
     """
     first = block.origin + (block.first + lane) // block.heads
     last = block.origin + (block.first + end - 1) // block.heads
@@ -105,9 +107,9 @@ def keys_of_all(block, lane, end):
 
 @inlined
 def keys_of_any(block, lane, end):
-    """Return (first, last + 1) of the keys that at least one query in lanes lane .. end - 1 sees.
+    """Return (first, last + 1) of the keys that at least one of the queries lane .. end - 1 sees.
 
-    The range is never empty, because a query sees the key at its own position.
+    There is at least one such key, because a query sees the key at its own position.
     """
     first = block.origin + (block.first + lane) // block.heads
     last = block.origin + (block.first + end - 1) // block.heads

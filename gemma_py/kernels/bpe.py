@@ -1,4 +1,4 @@
-"""Byte pair encoding: repeatedly merge the neighbouring pair of best rank, the leftmost one of pairs of equal rank."""
+"""Byte pair encoding: repeatedly merge the neighbouring pair of best rank, and of equal ranks the leftmost pair."""
 
 from gemma_py.kernels.decorator import inlined, kernel
 
@@ -9,7 +9,7 @@ _NONE = -1
 def _find_merge(left, right, starts, rights):
     """Return the index of the pair (left, right) in the table of merges, or -1.
 
-    This is a binary search: the table lists all pairs of a left half together, sorted by right half.
+    A binary search is possible, because the table is sorted by left half and then by right half.
     """
     low, high = starts[left], starts[left + 1]
     while low < high:
@@ -23,7 +23,7 @@ def _find_merge(left, right, starts, rights):
 
 @inlined
 def _push(heap, size, key, pair):
-    """Add an entry to the binary heap and return the heap's new size.
+    """Add an entry to the binary heap. Return the heap's new size.
 
     heap: int64 [slots, 2] of (key, index of the pair), with the smallest key at the root
     """
@@ -37,7 +37,7 @@ def _push(heap, size, key, pair):
 
 @inlined
 def _pop(heap, size):
-    """Remove the root of the heap and return the heap's new size."""
+    """Remove the root of the heap. Return the heap's new size."""
     size -= 1
     key, pair, at = heap[size, 0], heap[size, 1], 0
     while 2 * at + 1 < size:
@@ -54,7 +54,7 @@ def _pop(heap, size):
 
 @inlined
 def _push_pair(ids, at, following, starts, rights, ranks, heap, size):
-    """Push the pair of the piece at `at` and the next piece, if the pair can merge, and return the heap's new size."""
+    """If the piece at `at` and the next piece can merge, push the pair. Return the heap's new size."""
     if at < 0 or following[at] < 0:
         return size
     pair = _find_merge(ids[at], ids[following[at]], starts, rights)
@@ -63,7 +63,7 @@ def _push_pair(ids, at, following, starts, rights, ranks, heap, size):
 
 @kernel
 def merge(ids, starts, rights, ranks, made, following, before, heap):
-    """Merge pairs until no pair can merge, and return how many ids are left at the front of `ids`.
+    """Merge pairs until no pair can merge. The remaining ids are at the front of `ids`; return their number.
 
     ids: [n] int64, read and written
     following, before: [n] int64, scratch
@@ -79,7 +79,8 @@ def merge(ids, starts, rights, ranks, made, following, before, heap):
     while size > 0:
         at, pair = heap[0, 0] & 0xFFFFFFFF, heap[0, 1]
         size = _pop(heap, size)
-        # Skip a heap entry whose left or right piece has merged with another piece since the entry was pushed.
+        # Skip a pair that no longer exists, because one of the two pieces has merged with another piece since the pair
+        # was pushed.
         if ids[at] < 0 or following[at] < 0:
             continue
         right = following[at]

@@ -1,4 +1,4 @@
-"""A 64-bit checksum as fast as memory can be read. The checksum detects accidental damage, not tampering."""
+"""A 64-bit checksum, computed as fast as memory can be read. It detects accidental damage, not tampering."""
 
 import numpy as np
 
@@ -12,8 +12,8 @@ _HALF = np.uint64(32)
 def _mixed(digest, word):
     """Return the digest after mixing in one word.
 
-    The multiplication and the shift with xor are bijections, so different words give different digests. The shift moves
-    high bits down, because a multiplication moves bits only up.
+    Both steps are bijections, so different words give different digests. A multiplication moves bits only up, so the
+    second step, a shift with xor, moves high bits down.
     """
     digest = (digest ^ word) * _PRIME
     return digest ^ (digest >> _HALF)
@@ -23,7 +23,7 @@ def _mixed(digest, word):
 def checksum(words):
     """Return a 64-bit checksum. Eight independent chains hide the latency of the multiplication.
 
-    words: [8 n] uint64, read
+    words: uint64, whose number is a multiple of 8, read
     """
     a, b, c, d = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
     e, f, g, h = np.uint64(5), np.uint64(6), np.uint64(7), np.uint64(8)

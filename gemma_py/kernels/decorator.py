@@ -15,12 +15,14 @@ import llvmlite
 import numba
 from numba import types
 from numba.core.caching import FunctionCache
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 
 from gemma_py.paths import cache_dir, private_dir
 
-# numba's own cache key covers neither edits in other source files nor these settings of numba. So the name of the cache
-# directory contains a hash of all sources and of these settings.
+# numba's own cache key covers neither edits in other source files nor these settings of numba. Therefore the name of
+# the cache directory contains a hash of all sources and of these settings.
 _SWITCHES = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "CPU_NAME", "CPU_FEATURES", "BOUNDSCHECK")
 
 
@@ -32,7 +34,7 @@ def _sources() -> list[Path]:
 
 
 def _cache_path() -> Path | None:
-    """Return a private cache directory for exactly these sources and settings, or None if no directory is writable."""
+    """Return the private cache directory for these sources and settings, or None if the directory cannot be written."""
     key = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     for switch in _SWITCHES:
         key.update(f"{switch}={getattr(numba.config, switch, None)!r}".encode())
@@ -53,12 +55,12 @@ CACHE = _cache_path()
 class _SelfRepairingCache(FunctionCache):
     """numba's on-disk cache of one kernel, changed to load faster and to survive a damaged file.
 
-    numba's own `load_overload` first calls `target_context.refresh()`, which registers everything that numba can
-    compile and takes 0.25 s and 20 MB at every start. This class leaves out that call: machine code without reference
-    counts does not need the registrations, and every compilation calls `refresh()` by itself.
+    numba's own `load_overload` first calls `target_context.refresh()`, which takes 0.25 s and 20 MB at every start,
+    because it registers everything that numba can compile. Loading machine code without reference counts does not need
+    this, and compiling calls `refresh()` by itself. So this class leaves out the call.
 
-    numba handles cache files that are missing or of another version. A truncated file (full disk, crash) makes the
-    unpickling raise an arbitrary exception. This class then empties the kernel's index, and the kernel is compiled
+    numba handles cache files that are missing or of another version. But a file that a full disk or a crash has
+    truncated raises an arbitrary exception. This class then empties the kernel's index, so that the kernel is compiled
     again.
     """
 
@@ -74,7 +76,7 @@ class _Dispatcher(CPUDispatcher):
     """numba's dispatcher, changed to compile fewer functions and to use `_SelfRepairingCache`."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
-        """Return the signature for a call. A constant argument counts as a variable of the constant's type.
+        """Return the signature for a call, in which a constant argument counts as a variable.
 
         numba would otherwise compile a function again for every constant argument: 226 functions instead of 150 for a
         forward pass, in 70 s of CPU time instead of 51 s.
@@ -83,6 +85,35 @@ class _Dispatcher(CPUDispatcher):
 
     def enable_caching(self) -> None:
         self._cache = _SelfRepairingCache(self.py_func)
+
+
+class _InlinedLibrary(JITCodeLibrary):
+    """numba's library of a function's LLVM code, changed to emit no machine code for a function that is only linked.
+
+    numba would otherwise emit machine code for each of some 200 helpers, although only the kernels that the helpers are
+    linked into are executed: 37 s of CPU time instead of 56 s for a forward pass.
+    """
+
+    @property
+    def codegen(self) -> Any:
+        return self
+
+    def set_env(self, name: str, environment: object) -> None:
+        """Do nothing. An environment serves Python objects and exceptions, and no kernel has either."""
+
+    def get_pointer_to_function(self, name: str) -> int:
+        self._ensure_finalized()
+        return 0
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._verify_declare_only_symbols()
+        self._finalized = True
+
+
+class _InliningCompiler(Compiler):
+    def __init__(self, typing_context: Any, target_context: Any, _: None, *rest: Any) -> None:
+        super().__init__(typing_context, target_context, _InlinedLibrary(target_context.codegen(), "inlined"), *rest)
 
 
 class _InnerDispatcher(_Dispatcher):
@@ -95,20 +126,26 @@ class _InnerDispatcher(_Dispatcher):
         raise TypeError(f"{self.py_func.__name__} can only be called by a kernel")
 
 
-def _compiled(kind: type[_Dispatcher], function: Callable[..., Any], cached: bool = False, **options: Any) -> Any:
+def _compiled(
+    kind: type[_Dispatcher],
+    function: Callable[..., Any],
+    cached: bool = False,
+    compiler: type[Compiler] = Compiler,
+    **options: Any,
+) -> Any:
     """Return a dispatcher that compiles `function` without the GIL, without fastmath, and with IEEE division by zero.
 
     `_nrt=False` turns off reference counting. Kernels allocate nothing, and their callers hold the arrays, so nothing
-    has to be counted. numba would count with an atomic addition at every use of an array in a tuple: a call of
-    runtime/sync.py would take 60 ns instead of 6 ns. Hazard: without reference counting, a function must not return an
-    array other than one of its arguments, except as an element of a tuple.
+    has to be counted. With reference counting, every use of an array in a tuple would be an atomic addition, and a call
+    of runtime/sync.py would take 60 ns instead of 6 ns. Hazard: a function must not return an array unless the array is
+    one of its arguments or an element of a tuple.
 
     `no_cfunc_wrapper` leaves out an entry point for C, which nothing calls.
     """
     options |= {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
-    dispatcher = kind(function, targetoptions={**options, "no_cfunc_wrapper": True})
+    dispatcher = kind(function, targetoptions={**options, "no_cfunc_wrapper": True}, pipeline_class=compiler)
     if cached and CACHE is not None:
-        before = numba.config.CACHE_DIR  # restored below, so that numba caches other packages' functions elsewhere
+        before = numba.config.CACHE_DIR  # restored below, because other packages' functions must be cached elsewhere
         numba.config.CACHE_DIR = str(CACHE)
         try:
             dispatcher.enable_caching()
@@ -125,20 +162,20 @@ def kernel(function: Callable[..., Any]) -> Any:
 def phase(function: Callable[..., Any]) -> Any:
     """Compile a large part of a kernel, and cache the machine code on disk.
 
-    The separate cache entry lets another process compile the part (see runtime/compiling.py).
+    The part has a cache entry of its own, so that another process can compile it (see runtime/compiling.py).
     """
     return _compiled(_InnerDispatcher, function, cached=True, no_cpython_wrapper=True)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """Compile a small helper as part of the kernels that call it. The helper has no cache entry."""
-    return _compiled(_InnerDispatcher, function, no_cpython_wrapper=True)
+    return _compiled(_InnerDispatcher, function, compiler=_InliningCompiler, no_cpython_wrapper=True)
 
 
 def force_inlined(function: Callable[..., Any]) -> Any:
     """Compile a helper of an innermost loop, and make LLVM inline the helper at every call, however large it is.
 
-    LLVM would otherwise leave some calls, each of which passes every tuple of arrays through memory as some thirty
-    numbers.
+    LLVM alone would leave some helpers as calls. Such a call passes every tuple of arrays through memory, as some
+    thirty numbers.
     """
-    return _compiled(_InnerDispatcher, function, no_cpython_wrapper=True, forceinline=True)
+    return _compiled(_InnerDispatcher, function, compiler=_InliningCompiler, no_cpython_wrapper=True, forceinline=True)

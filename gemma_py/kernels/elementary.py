@@ -1,7 +1,7 @@
 """exp, tanh, log, sine and cosine made of add, mul, fma and div alone, so that every IEEE machine gives the same bits.
 
-The forward pass uses the f32 functions. RoPE's tables and log probabilities use the f64 functions. A float is converted
-to an integer without a cast: adding 1.5 * 2^p leaves the rounded integer in the low bits of the mantissa.
+The forward pass uses the f32 functions. RoPE's tables and log probabilities use the f64 functions. A float is rounded
+to an integer by adding 1.5 * 2^p: the low bits of the sum's mantissa are the integer.
 """
 
 import numpy as np
@@ -108,8 +108,8 @@ def exp64(x):
 def sine_cosine64(x):
     """Return (sin x, cos x) in f64 for |x| up to 2^26.
 
-    The nearest multiple of pi / 2 is subtracted in two parts (high and low bits of pi / 2), and Taylor series give the
-    result.
+    The nearest multiple of pi / 2 is subtracted from x, in two parts, because one float cannot hold pi / 2 exactly
+    enough. Taylor series of the remainder give the results.
     """
     shifted = fma(x, 0.6366197723675814, _ROUND64)
     n = shifted - _ROUND64

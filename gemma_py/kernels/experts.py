@@ -2,8 +2,9 @@
 
     T rows   X experts   C chosen experts of a row   K inputs of a matrix   D outputs of an expert
 
-A row of `routes` has 2 C numbers: the chosen experts in ascending order, as floats, then the experts' weights. The
-products of row t with its experts are numbered t * C .. t * C + C - 1, in the order of the routes.
+A row of `routes` has 2 C numbers: the numbers of the chosen experts in ascending order, then the weights of these
+experts. Row t is multiplied with C experts, and these products have the numbers t * C .. t * C + C - 1, in the order of
+the routes.
 """
 
 import numpy as np
@@ -39,7 +40,9 @@ def _softmax(x, at, X, scale):
 
 @inlined
 def _largest(x, at, X):
-    """Return the index of the largest number of x[at : at + X] that is not marked as chosen; of equal ones, the first."""
+    """Return the index of the largest number of x[at : at + X] that is not marked as chosen; if several are equal, the
+    first.
+    """
     best = np.int64(-1)
     for i in range(at, at + X):
         if x[i] != _CHOSEN and (best < 0 or x[i] > x[best]):
@@ -49,23 +52,24 @@ def _largest(x, at, X):
 
 @inlined
 def route_rows(logits, X, scale, gain, C, routes, first, last):
-    """Choose C experts for each row: those with the largest softmax(scale * logits), the lower number first if equal.
+    """Choose C experts for each row: those with the largest softmax(scale * logits), and of equal ones the lower
+    number.
 
-    An expert's weight is its probability / (sum over the chosen experts, ascending) * gain[expert].
+    An expert's weight is probability / (sum over the chosen experts, ascending) * gain[expert].
 
     logits: [T * X] f32, read and overwritten
     gain: [X] f32, read
     routes: [T * 2 C] f32, written for rows first .. last - 1
 
-    A chosen probability is moved to `routes`, and replaced by -1, which no probability is. With NaN, the first C experts
-    are chosen, because no comparison with NaN is true.
+    The probability of a chosen expert is moved to `routes` and replaced by -1, which marks the expert as chosen. With
+    NaN, the first C experts are chosen, because no comparison with NaN is true.
     """
     for t in range(first, last):
         at, out = t * X, t * 2 * C
         _softmax(logits, at, X, scale)
         for number in range(C):
             best = _largest(logits, at, X)
-            place = number  # the routes so far are in ascending order, so insert the new one
+            place = number  # insert the new route so that the routes stay in ascending order
             while place > 0 and routes[out + place - 1] > _F(best - at):
                 routes[out + place] = routes[out + place - 1]
                 routes[out + C + place] = routes[out + C + place - 1]
@@ -107,10 +111,12 @@ def lists_size(T: int, X: int, C: int) -> int:
 def list_products(routes, T, X, C, lists):
     """List the products of each expert in ascending order.
 
-    lists: int64 [X + 1 + 2 T C], written: first, for each expert, the place in `lists` of the expert's first product, then
-    the end of the last list; then the numbers of all products, expert after expert; then scratch.
+    lists: int64 [X + 1 + 2 T C], written. The first X + 1 numbers are places in `lists`: where each expert's products
+    begin, and where the last expert's products end. The next T C numbers are the products, expert after expert. The
+    rest is scratch.
 
-    A route that is not the number of an expert is left out, so that no value of `routes` makes a later access go astray.
+    If a route is not the number of an expert, the product is left out. Otherwise a damaged route would make a later
+    function access memory outside the arrays.
     """
     start, experts = X + 1, X + 1 + T * C
     for expert in range(X + 1):
@@ -129,7 +135,8 @@ def list_products(routes, T, X, C, lists):
         if number >= 0:
             lists[lists[number]] = product
             lists[number] += 1
-    for expert in range(X, 0, -1):  # each start has moved to the end of its list, which is the start of the next list
+    # Each start was moved to the end of its expert's products, which is where the next expert's products begin.
+    for expert in range(X, 0, -1):
         lists[expert] = lists[expert - 1]
     lists[0] = start
 
@@ -142,7 +149,7 @@ def _copy(x, at, y, to, count):
 
 @inlined
 def gather_floats(x, lists, first, last, share, K, y):
-    """Copy the input rows of the products lists[first : last]. `share` neighbouring products have one input row.
+    """Copy the input rows of the products lists[first : last]. `share` neighbouring products have the same input row.
 
     x: [rows * K] f32, read   y: [(last - first) * K] f32, written
     """
@@ -152,7 +159,7 @@ def gather_floats(x, lists, first, last, share, K, y):
 
 @inlined
 def gather_codes(x, lists, first, last, share, K, y):
-    """Copy the quantised input rows of the products lists[first : last], as `gather_floats` does.
+    """Copy the quantised input rows of the products lists[first : last], as `gather_floats` copies floats.
 
     x: CodedRows, read   y: CodedRows, written
     """
@@ -169,7 +176,7 @@ def gather_codes(x, lists, first, last, share, K, y):
 
 @inlined
 def scatter_floats(x, lists, first, last, N, left, right, y):
-    """Copy the columns left .. right - 1 of the outputs of the products lists[first : last] to these products' rows.
+    """Copy columns left .. right - 1 of an expert's outputs to the rows of the products lists[first : last].
 
     x: [(last - first) * N] f32, read   y: [T * C * N] f32, written for these products and columns
     """

@@ -48,7 +48,7 @@ bits_of_f64 = _cast(types.float64, types.int64, ir.IntType(64))
 
 @intrinsic
 def widen(typing, x):
-    """Return a stored weight as f32. A uint16 holds a bfloat16, which is the upper half of an f32."""
+    """Return a stored weight as f32. A uint16 is a bfloat16, which is the upper half of an f32."""
     if x == types.float32:
         return x(x), lambda context, builder, sig, args: args[0]
     if x != types.uint16:
@@ -63,7 +63,7 @@ def widen(typing, x):
 
 @intrinsic
 def array_from_address(typing, address, count, like):
-    """Return an array of `count` numbers, of the dtype of `like`, at a memory address.
+    """Return an array of `count` numbers at a memory address, with the dtype of `like`.
 
     The caller must keep the memory alive.
     """

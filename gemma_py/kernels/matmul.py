@@ -2,9 +2,9 @@
 
     T rows   K inputs   N outputs
 
-All panels of a kind lie in one flat array (an arena), so that one compiled function serves every matrix of a model.
-Each matrix records the index of its first panel. The number of panels is a multiple of four.
-Outputs that only pad the last panels have zero weights, and the results of these outputs are not stored.
+All panels of one format are in one flat array, the arena, so that one compiled function serves every matrix of a model.
+A matrix is identified by where its first panel begins. The number of panels is a multiple of four. The last panels are
+padded with outputs of weight zero, whose results are not stored.
 
     float panel   [K, 16] of f32, or of uint16 that hold bfloat16
     code panel    codes and scales as bytes, see panels.py
@@ -63,15 +63,17 @@ from gemma_py.kernels.simd.vectors import (
     zero_ints,
 )
 
-# Rows and panels in a tile of outputs: enough chains to hide the latency of an FMA, few enough to fit in the registers.
+# Rows and panels in a tile of outputs. There are enough sums to hide the latency of an FMA, and few enough to fit in
+# the registers.
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
 CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (5, 1)
-MATVEC_PANELS = 4  # float panels that a single row is multiplied with at a time
-FEW_ROWS = 16  # for at most 16 rows, codes are not unpacked, because that would take longer
-# How many rows one call of a matmul should compute: a multiple of 30, so that tiles of 5 and of 6 rows fit without a
-# remainder; at least 120, because fewer rows do not repay the unpacking; at most 540, because more rows gain nothing.
+MATVEC_PANELS = 4  # a single row is multiplied with so many float panels at a time
+FEW_ROWS = 16  # codes are not unpacked for 16 rows or fewer, because unpacking would take longer
+# How many rows one call of a matmul should compute. Multiples of 30 leave no remainder in tiles of 5 and of 6 rows.
+# Fewer than 120 rows do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
-_AHEAD = 2048  # prefetch distance in bytes, because the hardware prefetcher stops at the end of every page
+# Distance in bytes of software prefetches, which are needed because the hardware prefetcher stops at the end of a page.
+_AHEAD = 2048
 _SIGN_BITS, _LEAST_BYTE = 0x8080, np.int32(-128)
 
 
@@ -79,7 +81,7 @@ class FloatPanels(NamedTuple):
     """A matrix of float weights in panels."""
 
     arena: np.ndarray  # f32, or uint16 that holds bfloat16
-    start: int  # index of the first panel's first element in the arena
+    start: int  # index in the arena at which the first panel begins
     N: int
     K: int
 
@@ -87,25 +89,27 @@ class FloatPanels(NamedTuple):
 class CodedRows(NamedTuple):
     """The input of a matrix product, quantised to 16-bit codes in blocks of 32: x is about scale * code.
 
-    All sums are exact integers, stored as floats.
+    All sums are whole numbers, stored as floats without rounding.
     """
 
     codes: np.ndarray  # int16 [T * K]; every four codes are stored in the order 0, 2, 1, 3
-    byte_planes: np.ndarray  # int8 [T * K / 4, 2, 4]: of every four codes, signed high bytes, then unsigned low bytes
+    byte_planes: np.ndarray  # for every four codes, their signed high bytes, then their unsigned low bytes
     scales: np.ndarray  # f32 [T * K / 32]
-    sums: np.ndarray  # f32 [T * K / 32]: sum of each block of 32 codes
-    high_byte_sums: np.ndarray  # f32 [T * K / 32]: sum of the high bytes in each block of 32 codes
-    sums_of_16: np.ndarray  # f32 [T * K / 16]: sum of each half block of 16 codes
+    sums: np.ndarray  # f32 [T * K / 32]: the sum of the codes of each block
+    high_byte_sums: np.ndarray  # f32 [T * K / 32]: the sum of the high bytes of each block's codes
+    sums_of_16: np.ndarray  # f32 [T * K / 16]: the sum of the codes of each half block
 
 
 def unpack_buffer_sizes(K: int) -> tuple[int, int]:
-    """Return how many codes and how many scales (or minimums) an unpack buffer needs for matrices of K inputs."""
+    """Return how many codes and how many scales an unpack buffer has for matrices of K inputs. Minimums are as many as
+    scales.
+    """
     return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * CODE_PANELS) * COLUMNS
 
 
 @force_inlined
 def _store_columns(y, at, value, columns):
-    """Store the first `columns` lanes of value to y[at : at + 16], or all 16 lanes if `columns` is larger."""
+    """Store the first `columns` lanes of value to y[at : at + 16], or all 16 lanes if `columns` exceeds 16."""
     if columns >= COLUMNS:
         store(y, at, value)
     elif columns > 0:
@@ -119,7 +123,7 @@ def _store_columns(y, at, value, columns):
 def _float_tile(x, t, rows, w, panel, y):
     """Multiply FLOAT_ROWS rows, from row t on, with FLOAT_PANELS panels.
 
-    If `rows` is smaller than FLOAT_ROWS, only that many rows exist, and the last one is computed repeatedly.
+    If only `rows` rows are left, and these are fewer than FLOAT_ROWS, the last row is computed repeatedly.
     """
     N, K, column = w.N, w.K, panel * COLUMNS
     at, values = w.start + column * K, row_offsets(t * K, K, rows, FLOAT_ROWS)
@@ -136,7 +140,6 @@ def _float_tile(x, t, rows, w, panel, y):
 
 @inlined
 def _float_row(x, t, w, panel, y):
-    """Multiply row t with MATVEC_PANELS panels."""
     K, column = w.K, panel * COLUMNS
     at, values = w.start + column * K, row_offsets(t * K, K, 1, 1)
     totals = zero_totals(values, MATVEC_PANELS)
@@ -150,7 +153,7 @@ def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
     """Compute y[t, n] = sum over k of x[t, k] * w[n, k], k ascending, one fused multiply-add per product.
 
     One call computes rows first_row .. last_row - 1 and the outputs of panels first_panel .. last_panel - 1. Both panel
-    numbers are multiples of 4.
+    numbers must be multiples of 4.
 
     x: [T * K] f32, read
     w: FloatPanels, read
@@ -172,7 +175,7 @@ def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
 def _code_tile(x, t, rows, w, panel, unpacked, y):
     """Multiply CODE_ROWS rows, from row t on, with the panels in the unpack buffer.
 
-    If `rows` is smaller than CODE_ROWS, only that many rows exist, and the last one is computed repeatedly. The dot
+    If only `rows` rows are left, and these are fewer than CODE_ROWS, the last row is computed repeatedly. The dot
     product of a group of codes is an exact integer, which one fused multiply-add scales and adds to the total.
     """
     K, N, group, column = w.K, w.N, w.group, panel * COLUMNS
@@ -205,7 +208,7 @@ def _code_tile(x, t, rows, w, panel, unpacked, y):
 
 @force_inlined
 def _add_scaled_dot(total, sx, sw, dot):
-    """Return total + (sx * sw) * dot, for the scale sx of an input block and the weight scales sw of 16 outputs."""
+    """Return total + (sx * sw) * dot. sx: the scale of a block of inputs. sw: the weight scales of 16 outputs."""
     return fma(mul(splat(sx), sw), to_f32(dot), total)
 
 
@@ -219,8 +222,8 @@ def _subtract_minimum(total, sx, minimum, code_sum):
 def _add_group(total, w, dot, offset, sx, scales, minimums, code_sum):
     """Return the total plus the contribution of one group of weights.
 
-    dot: dot product of the group, in which each weight code is too large by `offset`
-    code_sum: sum of the group's input codes
+    dot: the dot product of the group's codes, where each weight code still includes `offset`
+    code_sum: the sum of the group's input codes, with which the offset's share of `dot` is subtracted
     """
     total = _add_scaled_dot(total, sx, scales, sub(dot, splat(np.int32(np.int32(code_sum) * offset))))
     return _subtract_minimum(total, sx, minimums, code_sum) if w.minimums else total
@@ -228,11 +231,11 @@ def _add_group(total, w, dot, offset, sx, scales, minimums, code_sum):
 
 @force_inlined
 def _add_quad_dots(x, at, quads, width, high, low):
-    """Add, for each output, the dot product of four input codes and four weights. Return the new (high, low).
+    """Add the dot product of four input codes and four weights to `high` and `low`, for each of 16 outputs.
 
     VNNI multiplies unsigned bytes with signed bytes. So `high` accumulates products of the input's signed high bytes
-    with unsigned weights, and `low` accumulates products of the input's unsigned low bytes with signed weights.
-    Without VNNI, `low` accumulates products of whole 16-bit codes.
+    with unsigned weights, and `low` accumulates products of the input's unsigned low bytes with signed weights. Without
+    VNNI, `low` accumulates products of whole 16-bit codes.
     """
     if USES_VNNI:
         unsigned = words_xor(quads, _SIGN_BITS) if width == 8 else quads
@@ -244,16 +247,14 @@ def _add_quad_dots(x, at, quads, width, high, low):
 
 @force_inlined
 def _join_dots(high, low):
-    """Combine the results of `_add_quad_dots`: return 256 * high + low if the machine has VNNI, else low."""
     return add(shift_left(high, splat(np.int32(8))), low) if USES_VNNI else low
 
 
 def _make_row_functions(quads: Any, width: int) -> Any:
-    """Return the functions (one_row, few_rows) for codes of `width` bits, which the function `quads` loads."""
+    """Return (one_row, few_rows) for codes of `width` bits. `quads` is the function that loads such codes."""
 
     @force_inlined
     def load_run(w, at):
-        """Load the eight quads of a run of 32 inputs, as four pairs of quads (v, v + 4), and prefetch a later run."""
         for line in range(_AHEAD, _AHEAD + 64 * (width + 1), 64):
             prefetch(w.arena, at + line)
         return quads(w.arena, at, 0), quads(w.arena, at, 1), quads(w.arena, at, 2), quads(w.arena, at, 3)
@@ -263,11 +264,12 @@ def _make_row_functions(quads: Any, width: int) -> Any:
         """Return the total of a row plus the products of 32 inputs with a run of weights.
 
         codes_at: index of the first of the 32 input codes
-        scales, minimums: pairs, with one element for each group of 16 inputs
+        scales, minimums: pairs, one element for each group of 16 inputs
         """
         block, offset = codes_at // INPUT_BLOCK, np.int32(w.offset)
         sx, (high, low, high_2, low_2) = load_scalar(x.scales, block), zero_ints(4)
-        # With VNNI, `_add_quad_dots` adds 128 to each 8-bit weight code. The excess is subtracted here in advance.
+        # With VNNI, `_add_quad_dots` adds 128 to each 8-bit weight code to make it unsigned. Subtract the excess in
+        # advance.
         if USES_VNNI and width == 8:
             high = splat(np.int32(np.int32(load_scalar(x.high_byte_sums, block)) * _LEAST_BYTE))
         for v, (first, second) in enumerate(run):
@@ -283,7 +285,7 @@ def _make_row_functions(quads: Any, width: int) -> Any:
 
     @inlined
     def one_row(x, row, w, panel, y):
-        """Multiply one row with one panel, reading the panel's bytes from first to last."""
+        """Multiply one row with one panel."""
         at, codes_at, total = w.start + panel * w.panel_bytes, row * w.K, zero()
         sub_scale_bytes = sub_scale_bytes_of(w)
         run_scale_bytes = sub_scale_bytes * (1 + w.minimums)
@@ -298,7 +300,7 @@ def _make_row_functions(quads: Any, width: int) -> Any:
 
     @inlined
     def few_rows(x, first_row, rows, w, panel, unpacked, y):
-        """Multiply `rows` rows with one panel, loading each run of the panel once for all rows.
+        """Multiply `rows` rows with one panel. Each run of the panel is loaded once for all rows.
 
         The rows' totals are kept in the unpack buffer.
         """
@@ -358,7 +360,7 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked
     """Compute y[t, n] = sum over groups of (sx * sw) * dot(x codes, w codes) - (sx * minimum) * sum(x codes).
 
     The groups of k are summed in ascending order. One call computes rows first_row .. last_row - 1 and the outputs of
-    panels first_panel .. last_panel - 1. Both panel numbers are multiples of 4.
+    panels first_panel .. last_panel - 1. Both panel numbers must be multiples of 4.
 
     x: CodedRows, read
     w: CodePanels, read

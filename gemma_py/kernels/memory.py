@@ -11,9 +11,9 @@ LINE = 64  # bytes in a cache line, and in the widest vector register
 def aligned(count: int, kind: Any = np.float32, make: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
     """Return an array of `count` numbers that begins at a cache line.
 
-    Loading a vector that crosses two cache lines would take twice as long.
+    A vector that lies in two cache lines takes twice as long to load.
 
-    make: np.empty, or np.zeros, which takes longer
+    make: np.empty, or np.zeros, which is slower
     """
     size = count * np.dtype(kind).itemsize
     bytes_ = make(size + LINE, np.uint8)

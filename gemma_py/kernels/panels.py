@@ -1,9 +1,9 @@
 """Panels of 16 quantised outputs, with codes as narrow as in the model file: the layout, packing and unpacking.
 
-    panel    blocks of 32 inputs each, or of 256 in formats with sub-scales (K-quants, IQ4_XS)
-    block    16 block scales (f16); in formats with minimums 16 block minimums (f16); then runs of 32 inputs
-    run      in formats with sub-scales, 16 sub-scales (int8) per group; in formats with minimums, 16 sub-minimums
-             (int8) per group; then codes
+    panel    blocks of 32 inputs, or of 256 inputs in formats with sub-scales (K-quants, IQ4_XS)
+    block    16 block scales (f16), in formats with minimums 16 block minimums (f16), then runs of 32 inputs
+    run      in formats with sub-scales 16 sub-scales (int8) per group, in formats with minimums also 16 sub-minimums
+             (int8) per group, then codes
     codes    8 bits: [8 quads, 16 outputs, 4] int8
              4 bits: [4 quads, 16 outputs, 4] bytes, with quad v in the low half and quad v + 4 in the high half
              5 bits: the low 4 bits as above, then the fifth bits: [16 outputs, 4] bytes, with bit v for quad v
@@ -41,17 +41,17 @@ from gemma_py.kernels.simd.vectors import mul, store
 
 COLUMNS = 16  # outputs of a panel
 INPUT_BLOCK = 32  # input codes that share a scale
-SMALL_GROUP = 16  # weights that share a scale in formats with small groups; 32 in the others
-_PAIRS = 2 * COLUMNS  # int16 elements in a panel for each pair of inputs
-_QUADS = 4 * COLUMNS  # bytes in a panel for each quad of inputs
-_BLOCK_SCALE_BYTES = 2 * COLUMNS  # bytes in a panel for the 16 block scales (f16)
+SMALL_GROUP = 16  # weights that share a scale in formats with small groups; in other formats, 32 weights share one
+_PAIRS = 2 * COLUMNS  # int16 numbers in a panel for a pair of inputs
+_QUADS = 4 * COLUMNS  # bytes in a panel for a quad of inputs
+_BLOCK_SCALE_BYTES = 2 * COLUMNS  # bytes of 16 block scales (f16)
 
 
 class CodePanels(NamedTuple):
     """A matrix of quantised weights in panels."""
 
     arena: np.ndarray  # int8
-    start: int  # index of the first panel's first byte in the arena
+    start: int  # index in the arena at which the first panel begins
     N: int
     K: int
     width: int  # bits of a code: 4, 5, 6 or 8
@@ -60,13 +60,13 @@ class CodePanels(NamedTuple):
     block: int  # inputs that share a block scale: 32 or 256
     minimums: int  # 1 in formats with minimums, else 0
     panel_bytes: int
-    quads: int  # always 4; a field, because LLVM would unroll an unpacking loop of constant length
+    quads: int  # always 4, but not a constant, because LLVM would unroll a loop of constant length
 
 
 class UnpackBuffer(NamedTuple):
-    """A worker's scratch, which holds `columns` unpacked panels side by side."""
+    """A worker's scratch for `columns` unpacked panels."""
 
-    codes: np.ndarray  # int16 [K / 2, columns, 16, 2]: pairs of codes, offset removed
+    codes: np.ndarray  # int16 [K / 2, columns, 16, 2]: pairs of codes, without the offset
     scales: np.ndarray  # f32 [K / group, columns, 16]
     minimums: np.ndarray  # f32 [K / group, columns, 16]
 
@@ -80,7 +80,6 @@ def panel_count(N: int) -> int:
 
 
 def panel_bytes(K: int, width: int, group: int, block: int, minimums: int) -> int:
-    """Return the size of a code panel in bytes."""
     sub_scale_bytes = INPUT_BLOCK // group * COLUMNS * (1 + minimums) if block > INPUT_BLOCK else 0
     run_bytes = sub_scale_bytes + 64 * width
     return K // block * (_BLOCK_SCALE_BYTES * (1 + minimums) + block // INPUT_BLOCK * run_bytes)
@@ -112,7 +111,7 @@ def pack_codes(
     offset: int,
     out: np.ndarray,
 ) -> None:
-    """Pack a quantised matrix, or a part of its rows that begins at a multiple of 64, into panels.
+    """Pack a quantised matrix, or some of its rows from a multiple of 64 on, into panels.
 
     codes: int8 [N, K], signed
     block_scales: f16 [N, K / block]: (scales,), or (scales, minimums) in formats with minimums
@@ -151,9 +150,9 @@ def pack_codes(
 
 
 def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
-    """Transpose [N, X] to [panels, X, 16], with zeros for rows beyond N.
+    """Transpose [N, X] to [panels, X, 16], and fill rows beyond N with zeros.
 
-    The result is contiguous, so that it can be viewed as bytes.
+    The result is contiguous, because the caller views it as bytes.
     """
     out = np.empty((panels, values.shape[1], COLUMNS), values.dtype)
     pack_floats(values, out.reshape(-1))
@@ -165,7 +164,7 @@ def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
 
 @force_inlined
 def _quads_8(arena, at, v):
-    """Load quads v and v + 4 of the codes that begin at `at`, where v is 0 to 3. The codes still include the offset."""
+    """Load quads v and v + 4, where v is 0 to 3. The codes begin at `at` and still include the offset."""
     return load_words(arena, at + v * _QUADS), load_words(arena, at + (v + 4) * _QUADS)
 
 
@@ -193,9 +192,9 @@ def _quads_6(arena, at, v):
 
 
 def for_each_width(make: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return a tuple of make(quads, width) for each width, where the function `quads` loads codes of `width` bits.
+    """For each width of codes in bits, call `make` with the function that loads such codes. Return the results.
 
-    Each width has a loop of its own, because one loop for all widths would keep the constants of all widths in
+    Each width has a compiled loop of its own, because a loop for all widths would keep the constants of all widths in
     registers.
     """
     return tuple(make(quads, width) for quads, width in ((_quads_4, 4), (_quads_5, 5), (_quads_6, 6), (_quads_8, 8)))
@@ -213,7 +212,7 @@ def quads_to_pairs(quads, width):
 def load_block_scales(w, at):
     """Return (scales, minimums, index of the first run) of the block that begins at `at`.
 
-    In formats without minimums, the scales are also returned as minimums, and the caller ignores them.
+    In formats without minimums, the second element has no meaning, and callers ignore it.
     """
     block_scales = load_f16(w.arena, at)
     if w.minimums:
@@ -225,20 +224,23 @@ def load_block_scales(w, at):
 def sub_scale_bytes_of(w):
     """Return the size of a run's sub-scales in bytes. A run's sub-minimums have an equal size.
 
-    Call this function outside of loops, because LLVM does not hoist the division.
+    Call this function before a loop and not inside, because LLVM does not move the division out of the loop.
     """
     return INPUT_BLOCK // w.group * COLUMNS if w.block > INPUT_BLOCK else 0
 
 
 @force_inlined
 def _group_scales(w, block_scales, at, group):
-    """Return the scales (or minimums) of a group. at: index of the first sub-scale (or sub-minimum) of the run"""
+    """Return the scales or the minimums of a group.
+
+    at: index of the run's first sub-scale or sub-minimum
+    """
     return mul(block_scales, load_bytes(w.arena, at + group * COLUMNS)) if w.block > INPUT_BLOCK else block_scales
 
 
 @force_inlined
 def load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes):
-    """Return (scales, minimums) of the run that begins at `at`, as pairs with one element for each group of 16 inputs.
+    """Return (scales, minimums) of the run that begins at `at`, each a pair with one element per group of 16 inputs.
 
     In formats with groups of 32, callers use only the first element of each pair.
     """
@@ -248,7 +250,7 @@ def load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes):
 
 
 def _make_unpack(quads: Any, width: int) -> Any:
-    """Return the unpack function for codes of `width` bits, which the function `quads` loads."""
+    """Return a function that unpacks codes of `width` bits. `quads` is the function that loads such codes."""
 
     @inlined
     def unpack(w, panel, unpacked, column, columns):
@@ -283,7 +285,7 @@ _unpack_4, _unpack_5, _unpack_6, _unpack_8 = for_each_width(_make_unpack)
 
 @inlined
 def unpack_panel(w, panel, unpacked, column, columns):
-    """Unpack the codes, scales and minimums of a panel into column `column` of an unpack buffer of `columns` panels."""
+    """Unpack a panel into column `column` of an unpack buffer of `columns` panels."""
     if w.width == 4:
         _unpack_4(w, panel, unpacked, column, columns)
     elif w.width == 5:

@@ -1,8 +1,8 @@
-"""Kernels that measure the machine's peak rates. Other kernels' speeds are reported as percentages of the peak rates.
+"""Kernels that measure the machine's peak rates, with which the speeds of other kernels are compared.
 
-A team of threads calls each kernel on every worker as `kernel(worker, workers, cells, ...)`. These kernels neither wait
-for each other nor claim tiles, so they do not use `cells`. Each kernel writes its sums to `out`, because the compiler
-would otherwise remove the computation.
+A team of threads calls each kernel on every worker as `kernel(worker, workers, cells, ...)`. These kernels do not use
+`cells`, because they neither wait for each other nor share out work. Each kernel writes its sums to `out`, because the
+compiler would otherwise remove the computation.
 """
 
 from gemma_py.kernels.decorator import kernel
@@ -11,13 +11,13 @@ from gemma_py.kernels.simd.builders import LANES
 from gemma_py.kernels.simd.tiles import add_dots, row_offsets, zero_dots
 from gemma_py.kernels.simd.vectors import add, bitcast, fma, load, load_splat, store, sum_lanes, to_f32, zero, zero_ints
 
-CHAINS = (6, 12)  # independent chains: 6 fill the registers of AVX2, 12 hide the FMA latency of AVX-512
-PAIRS = 128  # pairs of codes per step of `multiply_pairs`; the operands take 20 KB and fit in the L1 cache
+CHAINS = (6, 12)  # independent sums: 6 fill the registers of AVX2, 12 hide the FMA latency of AVX-512
+PAIRS = 128  # pairs of codes in a step of `multiply_pairs`, whose operands are 20 KB and fit in the L1 cache
 
 
 @kernel
 def multiply_floats_6(worker, workers, cells, steps, x, out):
-    """Compute 6 * 16 multiply-adds per step, in six independent chains.
+    """Compute 6 * 16 multiply-adds per step, in six independent sums.
 
     x: [2] f32, read
     out: [workers * 16] f32, written
@@ -39,9 +39,9 @@ def multiply_floats_6(worker, workers, cells, steps, x, out):
 
 @kernel
 def multiply_floats_12(worker, workers, cells, steps, x, out):
-    """Compute 12 * 16 multiply-adds per step, in 12 chains that do not wait for each other.
+    """Compute 12 * 16 multiply-adds per step, in 12 independent sums.
 
-    On some machines, the six chains of `multiply_floats_6` do not hide the latency of an FMA.
+    On some machines, the six sums of `multiply_floats_6` are too few to hide the latency of an FMA.
     """
     a, b = load_splat(x, 0), load_splat(x, 1)
     y0, y1, y2, y3, y4, y5 = zero(), zero(), zero(), zero(), zero(), zero()
@@ -76,8 +76,7 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
     w: [PAIRS * CODE_PANELS * 32] int16, read
     out: [workers * 16] f32, written
 
-    Every step loads the operands again, as a matmul does. If the operands were constant, the compiler would move the
-    products out of the loop.
+    Every step loads the operands again, because the compiler would compute a product of constant operands only once.
     """
     offsets = row_offsets(0, 2 * PAIRS, CODE_ROWS, CODE_ROWS)
     tile = zero_dots(offsets, CODE_PANELS)
@@ -93,7 +92,7 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
 
 @kernel
 def read_memory(worker, workers, cells, values, out):
-    """Read the calling worker's share of the values once, in four streams.
+    """Read the values once, each worker a share of them, in four streams.
 
     values: [n * 64 * workers] f32, read
     out: [workers * 16] f32, written
@@ -110,5 +109,5 @@ def read_memory(worker, workers, cells, values, out):
 
 
 def multiply_adds_of_pairs(steps: int) -> int:
-    """Return how many multiply-adds one worker computes in `steps` steps of `multiply_pairs`."""
+    """Return the number of multiply-adds of one worker in `steps` steps of `multiply_pairs`."""
     return steps * PAIRS * CODE_ROWS * CODE_PANELS * 2 * LANES

@@ -1,4 +1,4 @@
-"""The embeddings of texts: the mean of a text's rows, and normalisation. Rows are as in rows.py."""
+"""The embedding of a text: the mean of the text's rows, normalised. Row t of x is x[t * D : (t + 1) * D]."""
 
 import numpy as np
 
@@ -28,7 +28,7 @@ def mean_rows(x, D, first, last, y, at):
 
 @kernel
 def normalise_rows(x, width, y):
-    """Compute y[n, d] = x[n, d] / max(|x[n, :width]|, 1e-12), in float64, where the length's sum has d ascending.
+    """Compute y[n, d] = x[n, d] / max(length of x[n, :width], 1e-12) in float64. Squares are summed with d ascending.
 
     x: [N, D] f32, read; D >= width
     y: [N, width] f32, written

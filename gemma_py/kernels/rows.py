@@ -53,7 +53,7 @@ _GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)
 def _larger_magnitude(a, b):
     """Return the bits of the larger of |a| and |b| in each lane.
 
-    As integers, the bits of magnitudes are in the order of the floats, with infinity and then NaN above finite numbers.
+    Read as integers, the bits have the order of the floats. Infinity is above all finite numbers, and NaN above infinity.
     """
     mask = splat(_MAGNITUDE)
     low, high = bit_and(bitcast(a), mask), bit_and(bitcast(b), mask)
@@ -62,7 +62,7 @@ def _larger_magnitude(a, b):
 
 @inlined
 def _codes_of(x, scale):
-    """Return x / scale rounded to the nearest integer, ties to even, in each lane, or 0 where scale is not positive."""
+    """Return x / scale rounded to the nearest integer, ties to even, or 0 where scale is not positive."""
     valid = less(splat(_ZERO), scale)
     code = div(x, select(valid, scale, splat(_ONE)))
     code = sub(add(code, splat(_ROUND)), splat(_ROUND))
@@ -73,10 +73,9 @@ def _codes_of(x, scale):
 
 @inlined
 def _block_offset(block, number, blocks):
-    """Return the offset of the block with index block + number.
+    """Return the offset of block number `block + number`, or of the last block if there are fewer blocks.
 
-    If there is no such block, return the offset of the last block. The caller then computes the last block more than
-    once.
+    The caller processes four blocks at a time, and then processes the last one more than once.
     """
     return min(block + number, blocks - 1) * INPUT_BLOCK
 
@@ -91,7 +90,7 @@ def _load_four(x, at, offsets):
 def _store_block(coded, at, low, high):
     """Store the 32 codes of a block, as int16 and as byte planes.
 
-    low, high: the first and the last sixteen codes
+    low: the first sixteen codes   high: the last sixteen codes
     """
     store_codes(coded.codes, at, low)
     store_codes(coded.codes, at + COLUMNS, high)
@@ -101,7 +100,6 @@ def _store_block(coded, at, low, high):
 
 @inlined
 def _sum_high_bytes(low, high):
-    """Return (low >> 8) + (high >> 8), the sum of the high bytes of two codes, in each lane."""
     return add(shift_right(low, splat(_BYTE_BITS)), shift_right(high, splat(_BYTE_BITS)))
 
 
@@ -114,7 +112,8 @@ def quantise_rows(x, K, coded, first, last, shift):
     x: [T * K] f32, read
     coded: CodedRows, written for these rows
 
-    The loop takes four blocks at a time, so that one division gives four scales and reductions share shuffles.
+    Four blocks are processed at a time, because then one division gives all four scales, and one reduction all four
+    maximums.
     """
     blocks, target = (last - first) * (K // INPUT_BLOCK), (first - shift) * K
     for block in range(0, blocks, 4):
@@ -157,7 +156,6 @@ def quantise_rows(x, K, coded, first, last, shift):
 
 @inlined
 def _normalise(x, at, gain, D, total, eps, y):
-    """Normalise one row, whose squares have the sum `total`."""
     factor = splat(_ONE / sqrt(total / _F(D) + eps))
     for d in range(0, D, COLUMNS):
         store_up_to(y, at + d, at + D, mul(mul(load_up_to(x, at + d, at + D), factor), load_up_to(gain, d, D)))
@@ -171,8 +169,8 @@ def rms_norm_rows(x, gain, D, eps, y, first, last):
     gain: [D] f32, read
     y: [T * D] f32, written; may be x
 
-    The sum of a row is one chain of additions, so eight rows are summed side by side. To normalise heads, the caller
-    passes T * H rows of width E.
+    Eight rows are summed side by side, because each sum is one chain of dependent additions. To normalise heads, the
+    caller passes T * H rows of width E.
     """
     t = first
     while t + 8 <= last:
@@ -276,14 +274,12 @@ def gelu_gate(gate, up, first, last):
 
 @inlined
 def add_to(x, y, first, last):
-    """Compute x[d] = x[d] + y[d]."""
     for d in range(first, last, COLUMNS):
         store_up_to(x, d, last, add(load_up_to(x, d, last), load_up_to(y, d, last)))
 
 
 @inlined
 def scale_rows(x, factor, first, last):
-    """Compute x[d] = x[d] * factor."""
     for d in range(first, last, COLUMNS):
         store_up_to(x, d, last, mul(load_up_to(x, d, last), splat(factor)))
 
@@ -342,7 +338,7 @@ def put_columns(x, D, y, width, column, first, last):
 
 @inlined
 def _mean(x, at, D):
-    """Return the mean of x[at .. at + D - 1]; the sum adds with d ascending."""
+    """Return the mean of x[at .. at + D - 1], summed with d ascending."""
     total = _ZERO
     for d in range(at, at + D):
         total = total + load_scalar(x, d)
@@ -353,8 +349,8 @@ def _mean(x, at, D):
 def sparsify_rows(x, D, deviations, first, last):
     """Compute x[t, d] = max(x[t, d] - cutoff, 0), where cutoff = mean(x[t]) + deviations * deviation(x[t]).
 
-    The deviation is that of a population: the squares of the D differences from the mean are summed with d ascending and
-    divided by D. A NaN stays NaN.
+    The variance is the sum of the squared differences from the mean, with d ascending, divided by D and not by D - 1. A
+    NaN stays NaN.
 
     x: [T * D] f32, read and written
     """
@@ -370,12 +366,12 @@ def sparsify_rows(x, D, deviations, first, last):
             store_up_to(x, d, end, select(less(value, splat(_ZERO)), splat(_ZERO), value))
 
 
-# --- AltUp: a row holds n streams of width D --------------------------------------------------------------------------
+# AltUp, in which a row holds n streams of width D
 
 
 @inlined
 def _mean_square(x, at, D):
-    """Return the mean of the squares of x[at .. at + D - 1]; the sum is a chain of fma with d ascending."""
+    """Return the mean of the squares of x[at .. at + D - 1], summed by fma with d ascending."""
     total = _ZERO
     for d in range(at, at + D):
         value = load_scalar(x, d)
@@ -385,7 +381,9 @@ def _mean_square(x, at, D):
 
 @inlined
 def match_magnitude(x, like, D, least, first, last):
-    """Compute x[t, d] = x[t, d] * (sqrt(mean(like[t]^2)) / sqrt(max(mean(x[t]^2), least))).
+    """Give each row of x the root mean square of the same row of `like`: x[t, d] = x[t, d] * factor, where
+
+        factor = sqrt(mean(like[t]^2)) / sqrt(max(mean(x[t]^2), least))
 
     x: [T * D] f32, read and written
     like: [T * D] f32, read
@@ -406,7 +404,7 @@ def predict_streams(x, coefficients, n, D, y, first, last):
 
     x: [T * n * D] f32, read
     coefficients: [T * n * n] f32, read
-    y: [T * n * D] f32, written; another array than x, because every stream of y is computed from all streams of x
+    y: [T * n * D] f32, written; must not be x, because every stream of y is computed from all streams of x
     """
     for t in range(first, last):
         row = t * n * D
@@ -425,7 +423,7 @@ def predict_streams(x, coefficients, n, D, y, first, last):
 def correct_streams(x, activated, coefficients, n, D, active, first, last):
     """Compute x[t, i, d] = x[t, i, d] + (1 + coefficients[t, i]) * (activated[t, d] - x[t, active, d]).
 
-    The difference is computed before any stream is stored, because the active stream is stored too.
+    x[t, active, d] is read before the first stream is stored, because it changes too.
 
     x: [T * n * D] f32, read and written
     activated: [T * D] f32, read
@@ -474,7 +472,7 @@ def embed_floats(w, token, factor, y, at):
 
 @inlined
 def embed_codes(w, token, factor, y, at, unpacked):
-    """Compute y[at + k] = (scale * code - minimum) * factor for row `token` of w, rounding after each operation.
+    """Compute y[at + k] = (scale * code - minimum) * factor for row `token` of w. Each operation is rounded.
 
     w: CodePanels, read
     y: f32, written from y[at] to y[at + K - 1]

@@ -9,8 +9,9 @@ import numpy as np
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp
 
-_BLOCK = 64  # number of logits that `top_k` examines or skips with one branch
-BINS = 1024  # bins of logits, each 1/16 wide, down from the largest logit; the last bin also holds all lower logits
+_BLOCK = 64  # `top_k` examines or skips so many logits at a time
+# Number of bins of logits, each 1/16 wide; the first begins at the largest logit, the last also holds all lower ones.
+BINS = 1024
 
 
 @inlined
@@ -21,7 +22,7 @@ def _ranks_before(a, a_id, b, b_id):
 
 @inlined
 def _sift_down(values, ids, at, size):
-    """Move entry `at` down until the arrays are a heap again. The root of the heap is the entry that ranks last."""
+    """Move entry `at` down until the arrays are a heap again. The entry that ranks last is at the root."""
     value, token = values[at], ids[at]
     while 2 * at + 1 < size:
         child = 2 * at + 1
@@ -43,7 +44,8 @@ def top_k(x, values, ids):
     ids: [k] int64, written
 
     The k best logits so far form a heap, with the worst of them at the root. Most blocks of 64 logits have none above
-    the root. So a loop without branches counts the logits above the root, and a block with a count of 0 is skipped.
+    the root. So a loop without branches counts a block's logits above the root, and the block is skipped if there are
+    none.
     """
     k = values.shape[0]
     for v in range(k):
@@ -76,7 +78,8 @@ def softmax_weights(x, largest, weights):
     x: [V] f32, read
     weights: [V] f32, written
 
-    The sum has its own loop, because a chain of dependent additions would slow down the independent exponentials.
+    The weights are summed in a second loop, because the exponentials are independent of each other, and the additions
+    are not.
     """
     total = 0.0
     for v in range(x.shape[0]):
@@ -88,7 +91,7 @@ def softmax_weights(x, largest, weights):
 
 @kernel
 def count_until(weights, limit):
-    """Return the smallest k such that the first k weights sum to at least `limit`, or n + 1 if all n sum to less.
+    """Return the smallest k such that the first k weights sum to at least `limit`, or n + 1 if there is no such k.
 
     weights: [n] f32, read
     """
@@ -129,11 +132,11 @@ def find_edge_bin(x, largest, weights, limit, masses):
 
 @kernel
 def zero_below_bin(x, largest, edge, weights, members):
-    """Set the weights of all bins below bin `edge` to 0, and return how many logits lie in bin `edge`.
+    """Set the weights of logits below bin `edge` to 0. Return how many logits are in bin `edge`.
 
     x: [V] f32, read
     weights: [V] f32, written
-    members: [V] int64, written: the token ids in bin `edge`, at the front
+    members: [V] int64, written: begins with the token ids of the logits in bin `edge`
     """
     count = 0
     for v in range(x.shape[0]):
@@ -150,7 +153,7 @@ def zero_below_bin(x, largest, edge, weights, members):
 def draw(weights, least, u):
     """Return the first index at which the running sum of the weights exceeds u * (sum of all weights).
 
-    Weights below `least` are ignored.
+    Weights below `least` count as 0.
 
     weights: [n] f32, read
     """
@@ -170,6 +173,5 @@ def draw(weights, least, u):
 
 @kernel
 def divide(x, temperature):
-    """Compute x[v] = x[v] / temperature.    x: [V] f32, read and written"""
     for v in range(x.shape[0]):
         x[v] = x[v] / temperature

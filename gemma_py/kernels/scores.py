@@ -8,7 +8,7 @@ from gemma_py.kernels.elementary import exp64, log64
 
 @inlined
 def _maximum(x):
-    """Return the largest number of x, in four independent chains that hide the latency of a comparison.
+    """Return the largest number of x. Four independent maximums hide the latency of a comparison.
 
     x: [V] f32, read
     """
@@ -31,7 +31,8 @@ def log_sum_exp(logits, terms):
     logits: [V] f32, read
     terms: [V] f64, written: the exponentials
 
-    The sum has its own loop, because a chain of dependent additions would slow down the independent exponentials.
+    The terms are summed in a second loop, because the exponentials are independent of each other, and the additions are
+    not.
     """
     largest = np.float64(_maximum(logits))
     for v in range(logits.shape[0]):

@@ -35,7 +35,7 @@ _LEAST, _MOST, _INFINITY = scalar._LEAST, scalar._MOST, scalar._INFINITY
 
 @inlined
 def exp(x):
-    """Return e^x in every lane. For x below -87 or above 88, selects replace a meaningless result by 0 or infinity."""
+    """Return e^x in every lane: 0 for x below -87, and infinity for x above 88, where the formula has no valid result."""
     shifted = fma(x, splat(_LOG2E), splat(_ROUND))
     n = sub(shifted, splat(_ROUND))
     r = fma(n, splat(_MINUS_LN2_LOW), fma(n, splat(_MINUS_LN2_HIGH), x))
@@ -53,7 +53,6 @@ def exp(x):
 
 @inlined
 def tanh(x):
-    """Return tanh x in every lane."""
     negative = less(x, zero())
     a = select(negative, neg(x), x)
     s = mul(a, a)
@@ -75,7 +74,7 @@ def soft_cap(x, cap):
 
 @inlined
 def load_up_to(x, at, end):
-    """Load x[at : at + 16]. Elements from x[end] on are not read, and their lanes are zero."""
+    """Load x[at : at + 16]. Where an index is `end` or more, memory is not read, and the lane is zero."""
     if at + 16 <= end:
         return load(x, at)
     return load_partial(x, at, end - at)
@@ -83,7 +82,7 @@ def load_up_to(x, at, end):
 
 @inlined
 def store_up_to(x, at, end, value):
-    """Store value to x[at : at + 16], without writing x[end] or any later element."""
+    """Store value to x[at : at + 16]. Where an index is `end` or more, memory is not written."""
     if at + 16 <= end:
         store(x, at, value)
     else:

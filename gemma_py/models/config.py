@@ -11,7 +11,7 @@ from gemma_py.errors import ConfigError
 class Rope:
     """Rotary position embedding: elements i and i + E / 2 are rotated by position * theta^(-2i / E) / factor.
 
-    share: only the pairs with i < share * E / 2 are rotated (rope_type "proportional" in transformers).
+    share: only pairs with i < share * E / 2 are rotated (rope_type "proportional" in transformers).
     """
 
     theta: float
@@ -19,7 +19,6 @@ class Rope:
     share: float = 1.0
 
     def turning(self, width: int) -> int:
-        """Return the number of pairs that are rotated in a head of this width."""
         return int(self.share * width // 2)
 
 
@@ -27,9 +26,10 @@ class Rope:
 class Layer:
     """The shape of one transformer layer.
 
-    sliding_window: a query at position i attends to positions i - sliding_window + 1 .. i; None means full attention.
-    bidirectional: a query also attends to later positions, those below i + sliding_window, or all with full attention.
-    kv_source: the number of the layer whose KV rows this layer reads, which is this layer or an earlier one.
+    sliding_window: a query at position i attends to positions i - sliding_window + 1 .. i. None means full attention.
+    bidirectional: a query also attends to the later positions below i + sliding_window. With full attention, it attends
+    to all.
+    kv_source: the number of the layer whose KV rows this layer reads: this layer itself or an earlier one.
     """
 
     sliding_window: int | None
@@ -39,7 +39,7 @@ class Layer:
     head_dim: int  # E
     intermediate_size: int  # F
     kv_source: int
-    value_is_key: bool = False  # whether the values are the keys before norm and rope
+    value_is_key: bool = False  # whether the values are the keys, as they are before norm and rope
     sparsity_cutoff: float | None = None  # see `Program.sparsify`; None for a dense feed-forward
     bidirectional: bool = False
 
@@ -48,10 +48,14 @@ class Layer:
 class EmbeddingHead:
     """What an embedding model computes from the mean of a text's hidden states.
 
-    dense: the shape [N, K] of each dense layer, in order. Without dense layers, the mean is the embedding.
+    dense: the shape [N, K] of each dense layer, in order. If there are none, the embedding is the mean itself, or the
+    projection of the mean.
+    projection: the width to which a matrix of EmbeddingGemma 2 projects the mean before the dense layers; None if the
+    model has no such matrix.
     """
 
     dense: tuple[tuple[int, int], ...] = ()
+    projection: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,24 +75,24 @@ class Config:
     eos_token_ids: tuple[int, ...]
     layers: tuple[Layer, ...]
     hidden_size_per_layer_input: int = 0  # P; 0 for models without per-layer inputs
-    vocab_size_per_layer_input: int = 0  # the number of rows of the table of per-layer inputs
+    vocab_size_per_layer_input: int = 0  # rows of the table of per-layer inputs
     num_experts: int = 0  # X; 0 for models without a mixture of experts
-    top_k_experts: int = 0  # the number of experts that are chosen for a token
+    top_k_experts: int = 0  # experts that are chosen for a token
     moe_intermediate_size: int = 0  # the feed-forward width of an expert
     altup_num_inputs: int = 1  # n, the number of AltUp's streams
-    altup_active_idx: int = 0  # the number of the stream that the layers work on
-    altup_correct_scale: bool = True  # whether the active stream is scaled before it is used with a layer's own input
+    altup_active_idx: int = 0  # the stream on which layers work
+    altup_correct_scale: bool = True  # whether the active stream is scaled before a layer's own input is applied to it
     laurel_rank: int = 0  # R
-    embedding: EmbeddingHead | None = None  # None: the model generates text
+    embedding: EmbeddingHead | None = None  # None for a model that generates text
 
     @property
     def attention_scale(self) -> float:
-        # math.sqrt is correctly rounded on every machine; `** -0.5` would call pow, which differs between C libraries.
+        # math.sqrt is correctly rounded on every machine. `** -0.5` would call pow, which differs between C libraries.
         return 1.0 / math.sqrt(self.query_pre_attn_scalar)
 
     @cached_property
     def kv_owners(self) -> tuple[int, ...]:
-        """The numbers of the layers that store KV rows. Every other layer reads the KV rows of one of these layers."""
+        """The numbers of the layers that store KV rows. Each of the other layers reads the KV rows of one of these."""
         return tuple(number for number, layer in enumerate(self.layers) if layer.kv_source == number)
 
     @cached_property
@@ -98,12 +102,12 @@ class Config:
 
     @cached_property
     def kv_numbers(self) -> tuple[int, ...]:
-        """For each layer of the model, the index of the layer's `kv_source` in `kv_owners`."""
+        """For each layer, the index in `kv_owners` of the layer whose KV rows it reads."""
         return tuple(self.kv_owners.index(layer.kv_source) for layer in self.layers)
 
 
 def checked(config: Config, where: str) -> Config:
-    """Return the config. Raise ConfigError if there are no layers or if the shapes of the layers are inconsistent."""
+    """Return the config. If there are no layers, or if the shapes of layers contradict each other, raise ConfigError."""
     if not config.layers:
         raise ConfigError(f"{where}: the model has no layers")
     for number, layer in enumerate(config.layers):
@@ -131,9 +135,11 @@ def checked(config: Config, where: str) -> Config:
 
 
 def _check_embedding(config: Config, where: str) -> None:
-    """Raise ConfigError unless each dense layer of an embedding model reads what the layer before computes."""
-    width = config.hidden_size
-    for number, (N, K) in enumerate(config.embedding.dense if config.embedding else ()):
+    """Raise ConfigError unless the inputs of each dense layer are as many as the outputs of the layer before."""
+    if config.embedding is None:
+        return
+    width = config.embedding.projection or config.hidden_size
+    for number, (N, K) in enumerate(config.embedding.dense):
         if width != K:
             raise ConfigError(f"{where}: dense layer {number} of the embedding should have {width} inputs, found {K}")
         width = N

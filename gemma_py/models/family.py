@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from gemma_py.errors import ConfigError
 from gemma_py.formats.tensor import StoredTensor
@@ -34,14 +35,32 @@ class ModelDescription:
     dense: tuple[tuple[int, int], ...] = ()
 
     def token_ids(self, name: str, default: int) -> tuple[int, ...]:
-        """Token ids from Hugging Face's files, in which generation_config.json takes precedence."""
+        """The special token ids from Hugging Face's files. generation_config.json takes precedence over config.json."""
         return self.tokens.ids(name) or self.fields.ids(name) or self.outer.ids(name) or (default,)
 
-    def gguf_token_ids(self) -> tuple[int | None, tuple[int, ...]]:
-        """From GGUF metadata: the bos token, and the tokens that end a text or a turn."""
-        bos = self.outer.ids("tokenizer.ggml.bos_token_id")
+    def common_from_hf(self) -> dict[str, Any]:
+        """Return the fields of `Config` that every family reads alike from Hugging Face's files."""
+        fields, tied = self.fields, "tie_word_embeddings"
+        return {
+            "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+            "tie_word_embeddings": self.outer.flag(tied, fields.flag(tied, True)),
+            "bos_token_id": self.token_ids("bos_token_id", 2)[0],
+            "eos_token_ids": self.token_ids("eos_token_id", 1),
+        }
+
+    def common_from_gguf(self) -> dict[str, Any]:
+        """Return the fields of `Config` that every family reads alike from GGUF metadata."""
+        fields, bos = self.fields, self.outer.ids("tokenizer.ggml.bos_token_id")
         ends = {*self.outer.ids("tokenizer.ggml.eos_token_id"), *self.outer.ids("tokenizer.ggml.eot_token_id")}
-        return bos[0] if bos else None, tuple(sorted(ends))
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": fields.integer("embedding_length"),
+            "max_position_embeddings": fields.integer("context_length"),
+            "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": bos[0] if bos else None,
+            "eos_token_ids": tuple(sorted(ends)),
+        }
 
 
 def _nothing(config: Config) -> frozenset[str]:
@@ -49,7 +68,7 @@ def _nothing(config: Config) -> frozenset[str]:
 
 
 def dense_shapes(tensors: Iterable[StoredTensor]) -> tuple[tuple[int, int], ...]:
-    """Return the shapes [N, K] of the weights of dense layers. Raise ConfigError if one is not a matrix."""
+    """Return the shapes [N, K] of dense layers. A weight that is not a matrix raises ConfigError."""
     made = []
     for tensor in tensors:
         if len(tensor.shape) != 2:
@@ -59,7 +78,7 @@ def dense_shapes(tensors: Iterable[StoredTensor]) -> tuple[tuple[int, int], ...]
 
 
 def dense_name(number: int) -> str:
-    """Return the name that `Tensor.hugging_face` has for dense layer `number` of an embedding model."""
+    """Return the value of `Tensor.hugging_face` for dense layer `number` of an embedding model."""
     return f"dense.{number}.linear.weight"
 
 
@@ -77,7 +96,7 @@ class Family:
     config_from_gguf: Callable[[ModelDescription], Config]
     tensors: Callable[[Config], dict[str, Tensor]]
     write: Callable[[Program], None]  # appends the operations of a forward pass to the program
-    # Returns names, in both formats, of tensors that a checkpoint may have although the model does not use them.
+    # Returns the names, in both formats, of tensors that a checkpoint may contain although the model does not use them.
     unused: Callable[[Config], frozenset[str]] = _nothing
 
     def program(self, config: Config) -> Program:

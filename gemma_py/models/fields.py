@@ -1,4 +1,4 @@
-"""Typed access to the fields of a config document. A wrong value raises ConfigError with the name of the field."""
+"""Typed access to the fields of a config document. A wrong value raises ConfigError with the field's name."""
 
 import math
 from collections.abc import Mapping
@@ -9,11 +9,12 @@ import numpy as np
 from gemma_py.errors import ConfigError
 
 _MISSING: Any = object()
-LARGEST = 1 << 31  # exclusive upper bound of integers, far above any dimension or token id of a real model
+LARGEST = 1 << 31  # integers must be smaller than this, which is far above any dimension or token id of a real model
+_MOST_LAYERS = 10_000
 
 
 class Fields:
-    """A mapping with typed getters. A value of None counts as missing, because Hugging Face writes null for unset fields."""
+    """A mapping with typed getters. None counts as missing, because Hugging Face writes null for fields that are not set."""
 
     def __init__(self, where: str, values: Mapping[str, Any]) -> None:
         self.where, self.values = where, values
@@ -21,7 +22,7 @@ class Fields:
     def fail(self, name: str, expected: str) -> NoReturn:
         found = self.values.get(name)
         if isinstance(found, np.ndarray):
-            found = found.tolist()  # an array's own representation has several lines
+            found = found.tolist()  # as a list, because an array is printed in several lines
         raise ConfigError(f"{self.where}: {name} should be {expected}, found {found!r:.80}")
 
     def _get(self, name: str, default: Any) -> Any:
@@ -29,7 +30,7 @@ class Fields:
         if isinstance(value, np.generic):
             value = value.item()
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # some GGUF files repeat a value that applies to all layers, once per layer
+            value = value[0].item()  # some GGUF files repeat one value for every layer
         if value is not None:
             return value
         if default is _MISSING:
@@ -46,8 +47,14 @@ class Fields:
             self.fail(name, f"an integer from {least} to {LARGEST - 1}")
         return value
 
+    def layer_count(self, name: str, default: Any = _MISSING) -> int:
+        count: int = self.integer(name, default)
+        if count > _MOST_LAYERS:
+            self.fail(name, f"at most {_MOST_LAYERS}")
+        return count
+
     def number(self, name: str, default: Any = _MISSING) -> Any:
-        """Return the field as a float. Raise ConfigError unless the value is positive and finite."""
+        """Return the field as a float. A value that is not positive and finite raises ConfigError."""
         value = self._get(name, default)
         if value is default:
             return value
@@ -63,7 +70,7 @@ class Fields:
         return value
 
     def integers(self, name: str, count: int) -> list[int]:
-        """Positive integers, one for each of `count` layers: a list, or one integer for all layers."""
+        """Return a positive integer for each of `count` layers. The field is a list, or one integer for all layers."""
         values = self._list(name)
         if values is None:
             return [self.integer(name)] * count
@@ -72,9 +79,10 @@ class Fields:
         return values
 
     def flags(self, name: str, count: int, period: int | None = None) -> list[bool]:
-        """One flag for each of `count` layers: a list, or a period n, which means false for every nth layer.
+        """Return a flag for each of `count` layers. The field is a list, or a number n: false for every nth layer, else
+        true.
 
-        period: the default; None if the field is required.
+        period: the default for n; None if the field is required.
         """
         values = self._list(name)
         if values is None:
@@ -85,7 +93,6 @@ class Fields:
         return [bool(value) for value in values]
 
     def _list(self, name: str) -> list[Any] | None:
-        """The elements of a list or array; None for any other value."""
         value = self.values.get(name)
         value = value.tolist() if isinstance(value, np.ndarray) else value
         return value if isinstance(value, list) else None
@@ -97,7 +104,7 @@ class Fields:
         return value
 
     def table(self, name: str) -> "Fields | None":
-        """Return the nested object of this name, or None if it is missing."""
+        """Return the nested object of this name, or None if the field is missing."""
         value = self._get(name, None)
         if value is None:
             return None
@@ -106,7 +113,7 @@ class Fields:
         return Fields(f"{self.where}: {name}", value)
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """Return the token ids of a field that holds one id or a list of ids. A missing field gives an empty tuple."""
+        """Return the token ids of a field, which holds one id or a list. If the field is missing, return an empty tuple."""
         value = self._get(name, None)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < LARGEST for v in values):

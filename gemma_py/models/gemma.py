@@ -17,8 +17,8 @@ from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
-# The matrices of a layer. Columns: name in this package, name in Hugging Face, name in GGUF, N and K of the shape [N, K].
-# A size of two letters is a product: "HE" is the number of query heads times the head width.
+# The matrices of a layer. Columns: name in this package, name in Hugging Face, name in GGUF, N and K of the shape [N,
+# K]. A size of two letters is a product: "HE" is the number of query heads times the head width.
 MATRICES = (
     ("q_proj", "self_attn.q_proj", "attn_q", "HE", "D"),
     ("k_proj", "self_attn.k_proj", "attn_k", "GE", "D"),
@@ -51,18 +51,17 @@ _NORMS = {
     "gemma3": LAYER_NORMS + HEAD_NORMS,
     "gemma-embedding": LAYER_NORMS + HEAD_NORMS,
 }
-_GEMMA3 = ("gemma3", "gemma-embedding")  # the model types with a rope of their own for sliding layers
+_GEMMA3 = ("gemma3", "gemma-embedding")  # model types whose sliding layers have another rope than full layers
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
-    """Return the family's tensors by name, in the order in which the weights are packed."""
+    """Return the family's tensors by name, in the order in which they are packed."""
     D, V = config.hidden_size, config.vocab_size
     made = {"embed_tokens": Tensor((V, D), "embed_tokens.weight", "token_embd.weight")}
     if config.embedding is None:
         made["lm_head"] = Tensor((V, D), "lm_head.weight", "output.weight")
     made["norm"] = Tensor((D,), "norm.weight", "output_norm.weight", plus_one=True)
-    for number, shape in enumerate(config.embedding.dense if config.embedding else ()):
-        made[f"dense.{number}"] = Tensor(shape, dense_name(number), f"dense_{number + 2}.weight")
+    made |= dense_tensors(config)
     for number, layer in enumerate(config.layers):
         E = layer.head_dim
         sizes = {"D": D, "F": layer.intermediate_size, "E": E}
@@ -76,6 +75,12 @@ def tensors(config: Config) -> dict[str, Tensor]:
                 (sizes[width],), f"layers.{number}.{theirs}.weight", f"blk.{number}.{gguf}.weight", plus_one=True
             )
     return made
+
+
+def dense_tensors(config: Config) -> dict[str, Tensor]:
+    """Return the matrices of the dense layers that follow the pooling of an embedding model."""
+    shapes = config.embedding.dense if config.embedding else ()
+    return {f"dense.{n}": Tensor(shape, dense_name(n), f"dense_{n + 2}.weight") for n, shape in enumerate(shapes)}
 
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
@@ -122,30 +127,41 @@ def write(p: Program) -> None:
         p.phase("end", number)
         p.add("x", "y", _present(p, f"{of}post_feedforward_norm"))
         p.norm("x", "n", "norm" if number == last else f"layers.{number + 1}.input_norm")
-    p.phase("end", last, WANTED)
-    if config.embedding is None:
-        p.take("n", "last")
-        p.phase("head", last + 1, WANTED)
-        p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
+    if config.embedding is not None:
+        embedding_head(p)
         return
-    buffers = ["mean", *(f"dense {number}" for number in range(len(config.embedding.dense)))]
+    p.phase("end", last, WANTED)
+    p.take("n", "last")
+    p.phase("head", last + 1, WANTED)
+    p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
+
+
+def embedding_head(p: Program) -> None:
+    """Append the mean of each text's rows of n, and the products with the matrices that follow the mean.
+
+    EmbeddingGemma 2 projects the hidden state of each token. The projection of their mean is the mean of the projections, and
+    takes one product for a text.
+    """
+    dense = len(p.config.embedding.dense) if p.config.embedding else 0
+    matrices = [name for name in ("embedding_projection", *(f"dense.{n}" for n in range(dense))) if name in p.tensors]
+    buffers = ["mean", *matrices]
     buffers[-1] = LOGITS
+    p.phase("end", len(p.config.layers) - 1, WANTED)
     p.mean("n", buffers[0])
-    for number, (source, target) in enumerate(pairwise(buffers)):
-        p.phase("dense", last + 1, WANTED)
-        p.matmul(source, target, f"dense.{number}")
+    for matrix, (source, target) in zip(matrices, pairwise(buffers), strict=True):
+        p.phase("dense", len(p.config.layers), WANTED)
+        p.matmul(source, target, matrix)
 
 
 def _present(p: Program, gain: str) -> str:
-    """Return the gain's name, or "" if the model type has no such norm."""
+    """Return the name of the norm's gain, or "" if the model type has no such norm."""
     return gain if gain in p.tensors else ""
 
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
 SLIDING, FULL = "sliding_attention", "full_attention"
-MOST_LAYERS = 10_000
-# The defaults of transformers. A multimodal checkpoint's text_config leaves out the fields that have these values.
+# The defaults of transformers. The text_config of a multimodal checkpoint leaves out fields that have these values.
 _DEFAULTS = {
     "gemma": {"vocab_size": 256_000, "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 16,
               "max_position_embeddings": 8192},
@@ -157,8 +173,8 @@ _DEFAULTS = {
                "max_position_embeddings": 131_072},
 }  # fmt: skip
 _DEFAULTS["gemma-embedding"] = _DEFAULTS["gemma3"]
-# The default soft caps by model type. For a model type without an entry, a soft cap in the config is ignored, as in
-# transformers.
+# The default soft caps by model type. If a model type is not listed, soft caps in the config are ignored, as
+# transformers does.
 _CAPS: dict[str, dict[str, float | None]] = {
     "attn_logit_softcapping": {"gemma2": 50.0, "vaultgemma": 50.0},
     "final_logit_softcapping": {"gemma2": 30.0, "vaultgemma": 30.0, "gemma3": None},
@@ -166,7 +182,7 @@ _CAPS: dict[str, dict[str, float | None]] = {
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config.json that an old or a current version of transformers wrote."""
+    """Read a config.json, as old and current versions of transformers write it."""
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
     check_text_model(description)
@@ -194,14 +210,11 @@ def config_from_hf(description: ModelDescription) -> Config:
         vocab_size=dimension("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         max_position_embeddings=dimension("max_position_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         query_pre_attn_scalar=float(head_dim) if kind == "gemma" else fields.number("query_pre_attn_scalar", 256.0),
         attn_logit_softcapping=_cap_from_hf(fields, kind, "attn_logit_softcapping"),
         final_logit_softcapping=_cap_from_hf(fields, kind, "final_logit_softcapping"),
-        tie_word_embeddings=outer.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", True)),
-        bos_token_id=description.token_ids("bos_token_id", 2)[0],
-        eos_token_ids=description.token_ids("eos_token_id", 1),
         layers=layers,
+        **description.common_from_hf(),
         embedding=embedding,
     )
     return checked(config, where)
@@ -223,7 +236,9 @@ def check_text_model(description: ModelDescription) -> None:
 
 
 def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
-    """Return the soft cap of this name, or None. In the file, null means no cap; a missing field means the default."""
+    """Return the soft cap of this name, or None. In config.json, null means that there is no cap; a missing field means
+    the default.
+    """
     if kind not in _CAPS[name]:
         return None
     if name in fields.values and fields.values[name] is None:
@@ -233,10 +248,8 @@ def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
 
 
 def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
-    """Return the sliding window of each layer; None for a layer with full attention."""
-    count = fields.integer("num_hidden_layers")
-    if count > MOST_LAYERS:
-        fields.fail("num_hidden_layers", f"at most {MOST_LAYERS}")
+    """Return the sliding window of each layer; None for full attention."""
+    count = fields.layer_count("num_hidden_layers")
     if kind == "gemma":
         return [None] * count
     window = fields.integer("sliding_window", 4096)
@@ -246,19 +259,19 @@ def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
         types = [SLIDING if number % pattern else FULL for number in range(1, count + 1)]
     if not isinstance(types, list) or len(types) != count or not all(entry in (SLIDING, FULL) for entry in types):
         fields.fail("layer_types", f"a list of {count} entries, each {SLIDING} or {FULL}")
-    window = _reach(window, kind)
+    window = reach_of_width(window) if kind == "gemma-embedding" else window
     return [window if entry == SLIDING else None for entry in types]
 
 
-def _reach(window: int, kind: str) -> int:
-    """Return Layer.sliding_window. With bidirectional attention, a stored window of 512 keys reaches 256 in each direction."""
-    return window // 2 + 1 if kind == "gemma-embedding" else window
+def reach_of_width(width: int) -> int:
+    """Return Layer.sliding_window. In bidirectional attention, a window of 512 in the file means 256 in each direction."""
+    return width // 2 + 1
 
 
 def ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
     """Return the rope of full layers and the rope of sliding layers.
 
-    Current versions of transformers write rope_parameters, which holds one object per layer type for Gemma 3. Older
+    Current versions of transformers write rope_parameters, which for Gemma 3 has one object per layer type. Older
     versions wrote rope_theta, rope_local_base_freq and rope_scaling. For Gemma 3, rope_scaling applies to full layers.
     """
     parameters = fields.table("rope_parameters") or Fields(f"{fields.where}: rope_parameters", {})
@@ -287,13 +300,12 @@ def _rope(fields: Fields, theta: float) -> Rope:
 
 
 def config_from_gguf(description: ModelDescription) -> Config:
-    """Read a config from GGUF metadata. Fields that the metadata lack get the values that llama.cpp uses."""
+    """Read a config from GGUF metadata. Missing fields get the values that llama.cpp uses."""
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
     embedding = EmbeddingHead(description.dense) if kind == "gemma-embedding" else None
-    layer_count = fields.integer("block_count")
-    if layer_count > MOST_LAYERS:
-        fields.fail("block_count", f"at most {MOST_LAYERS}")
+    check_direction(description, kind == "gemma-embedding")
+    layer_count = fields.layer_count("block_count")
     hidden = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count")
     kv_heads = fields.integer("attention.head_count_kv", heads)
@@ -306,26 +318,45 @@ def config_from_gguf(description: ModelDescription) -> Config:
               fields.integer("feed_forward_length"), number, bidirectional=embedding is not None)
         for number, window in enumerate(_windows_from_gguf(fields, kind, layer_count))
     )  # fmt: skip
-    # Gemma 2 27B (46 layers) and Gemma 3 27B (62 layers) scale attention by (hidden / heads)^-0.5 instead of
-    # head_dim^-0.5. GGUF metadata do not record the scale, so the number of layers identifies these models.
+    # Gemma 2 27B and Gemma 3 27B scale attention by (hidden / heads)^-0.5, the other models by head_dim^-0.5. GGUF
+    # metadata do not say so, but only these two models have 46 and 62 layers.
     wide = (kind, layer_count) in (("gemma2", 46), ("gemma3", 62))
-    bos, ends = description.gguf_token_ids()
     config = Config(
         model_type=kind,
-        vocab_size=description.vocab_size,
-        hidden_size=hidden,
-        max_position_embeddings=fields.integer("context_length"),
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         query_pre_attn_scalar=hidden / heads if wide else float(head_dim),
         attn_logit_softcapping=_cap_from_gguf(fields, kind, "attn_logit_softcapping"),
         final_logit_softcapping=_cap_from_gguf(fields, kind, "final_logit_softcapping"),
-        tie_word_embeddings=description.tied,
-        bos_token_id=bos,
-        eos_token_ids=ends,
         layers=layers,
+        **description.common_from_gguf(),
         embedding=embedding,
     )
     return checked(config, where)
+
+
+_MEAN = 1  # the number in pooling_type that means the mean of all hidden states
+
+
+def check_direction(description: ModelDescription, embeds: bool) -> None:
+    """Raise an error if an embedding model lacks bidirectional attention or mean pooling, or if another model has one
+    of these.
+    """
+    fields, where = description.fields, description.outer.where
+    if fields.flag("attention.causal", not embeds) is embeds:
+        found = "true" if embeds else f"false; {description.name} is no architecture of embedding models"
+        raise UnsupportedError(f"{where}: attention.causal should be {str(not embeds).lower()}, found {found}")
+    if description.dense and not embeds:
+        raise ConfigError(f"{where}: the dense layers of an embedding are not part of a {description.name} model")
+    pooling = fields.integer("pooling_type", _MEAN, least=0)
+    if embeds and pooling != _MEAN:
+        raise UnsupportedError(f"{where}: pooling_type should be 1 (mean), found {pooling}")
+    for layer in ("dense_2", "dense_3"):
+        tensor, sizes = f"{layer}.weight", (f"{layer}_feat_out", f"{layer}_feat_in")
+        if tensor in description.tensors:
+            for name, size in zip(sizes, description.tensors[tensor].shape, strict=True):
+                if fields.integer(name, size) != size:
+                    raise ConfigError(f"{where}: {name} should be {size}, as in tensor {tensor}")
+        elif any(fields.values.get(name) is not None for name in sizes):
+            raise ConfigError(f"{where}: tensor {tensor} is missing, although {sizes[0]} or {sizes[1]} is set")
 
 
 def _cap_from_gguf(fields: Fields, kind: str, name: str) -> float | None:
@@ -341,7 +372,7 @@ def _windows_from_gguf(fields: Fields, kind: str, count: int) -> list[int | None
     window = fields.integer("attention.sliding_window", 4096 if kind == "gemma2" else None)
     if window is None:
         raise ConfigError(f"{fields.where}: {kind}.attention.sliding_window is missing")
-    window = _reach(window, kind)
+    window = reach_of_width(window) if kind == "gemma-embedding" else window
     flags = fields.flags("attention.sliding_window_pattern", count, 2 if kind == "gemma2" else 6)
     return [window if flag else None for flag in flags]
 
@@ -350,7 +381,7 @@ def ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
     """Return the rope of full layers and the rope of sliding layers. For Gemma 3, scaling applies to full layers only."""
     scaling = fields.text("rope.scaling.type", None)
     named = next((name for name in ("rope.scaling.factor", "rope.scale_linear") if fields.values.get(name)), None)
-    # A stored factor of 0 counts as missing.
+    # Some files store 0 for a missing factor.
     factor = 1.0 if named is None else fields.number(named)
     if scaling not in (None, "none", "linear"):
         raise UnsupportedError(f"{fields.where}: rope.scaling.type should be 'none' or 'linear', found {scaling!r:.40}")
@@ -361,7 +392,7 @@ def ropes_from_gguf(fields: Fields, kind: str) -> tuple[Rope, Rope]:
     return full, Rope(fields.number("rope.freq_base_swa", 10_000.0))
 
 
-# ShieldGemma 1 has the model type of Gemma 2; MedGemma and FunctionGemma have the model types of Gemma 3.
+# ShieldGemma 1 has Gemma 2's model type; MedGemma and FunctionGemma have those of Gemma 3.
 _MODEL_TYPES = {"gemma": "gemma", "gemma2": "gemma2", "vaultgemma": "vaultgemma", "gemma3": "gemma3",
                 "gemma3_text": "gemma3", "shieldgemma2": "gemma3"}  # fmt: skip
 FAMILY = Family(

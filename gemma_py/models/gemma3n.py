@@ -1,9 +1,10 @@
 """Gemma 3n's text model: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
 
 A token has n hidden states, its streams, and a layer works on one of them, the active stream. AltUp predicts all streams
-before the layer and corrects the predictions after the layer. LAuReL is a product of two narrow matrices, which is added to
-the output of attention. Every layer has an input of its own, which depends only on the token. The last layers read the KV
-rows of an earlier layer of their type and store none, so they run only for the rows whose logits are wanted.
+before the layer and corrects the predictions after the layer. LAuReL is a product with two narrow matrices, and is added to
+the output of attention. Every layer has an input of its own, which depends only on the token. The last layers store no KV
+rows, but read those of an earlier layer of the same type. So the last layers are computed only for the tokens whose logits
+are wanted.
 """
 
 import math
@@ -17,13 +18,14 @@ from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.models.config import Config, Layer, checked
 from gemma_py.models.family import Family, ModelDescription
 from gemma_py.models.fields import Fields
-from gemma_py.models.gemma import FULL, MOST_LAYERS, SLIDING, check_text_model, ropes_from_gguf, ropes_from_hf
+from gemma_py.models.gemma import FULL, SLIDING, check_direction, check_text_model, ropes_from_gguf, ropes_from_hf
 from gemma_py.models.gemma4 import head_width, kv_sources
 from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
-# A layer's tensors: our name, Hugging Face's, GGUF's, and the letters of its shape, which is [N, K] or [width].
+# The tensors of a layer. Columns: name in this package, in Hugging Face, in GGUF, and letters of the shape, which is [N, K]
+# or [width].
 _LAYER = (
     ("q_proj", "self_attn.q_proj.weight", "attn_q", ("HE", "D")),
     ("k_proj", "self_attn.k_proj.weight", "attn_k", ("GE", "D")),
@@ -55,11 +57,11 @@ _OF_KV_ROWS = (
     "k_proj",
     "v_proj",
     "k_norm",
-)  # checkpoints have these tensors even for layers that store no KV rows
+)  # even for layers that store no KV rows, checkpoints have these tensors
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
-    """Return the tensors by our names, in the order of the packed weights."""
+    """Return the family's tensors by name, in the order in which they are packed."""
     D, V, L, n = config.hidden_size, config.vocab_size, len(config.layers), config.altup_num_inputs
     P, rows = config.hidden_size_per_layer_input, config.vocab_size_per_layer_input
     table = "embed_tokens_per_layer.weight"
@@ -98,7 +100,7 @@ def _is_unused(config: Config, number: int, name: str) -> bool:
 
 
 def unused(config: Config) -> frozenset[str]:
-    """Return the names of tensors that a checkpoint may have and the model does not use."""
+    """Return the names of tensors that a checkpoint may have although the model does not use them."""
     names: set[str] = set()
     for number in range(len(config.layers)):
         for name, theirs, gguf, _ in _LAYER:
@@ -109,15 +111,16 @@ def unused(config: Config) -> frozenset[str]:
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
-_LEAST = 1e-5  # the least mean square of a stream whose magnitude is matched
+_LEAST = 1e-5  # when the magnitude of a stream is changed, its mean square counts as at least this
 _HALF_ROOT = math.sqrt(0.5)
 
 
 def write(p: Program) -> None:
     """Append the operations of a forward pass to the program.
 
-    Buffers: streams and predictions hold n streams each, x the active stream, n the output of a norm, r the router's input,
-    y the output of attention, of the feed-forward or of the layer's own input, and inputs the layers' own inputs.
+    Buffers: streams and predictions have n streams, and x has the active stream. n is the output of a norm, and r the
+    router's input. y is the output of attention, of the feed-forward or of the layer's own input. inputs has the own inputs
+    of all layers.
     """
     config, rows = p.config, ALL
     D, P, n = config.hidden_size, config.hidden_size_per_layer_input, config.altup_num_inputs
@@ -165,7 +168,7 @@ def write(p: Program) -> None:
 
 
 def _begin(p: Program) -> None:
-    """Compute the streams and the layers' own inputs from the token."""
+    """Compute, from the token, the streams and the own inputs of all layers."""
     config = p.config
     D, n, L = config.hidden_size, config.altup_num_inputs, len(config.layers)
     p.embed("embed_tokens", "x")
@@ -201,7 +204,9 @@ def _router(p: Program, number: int, rows: int, coefficients: str) -> None:
 
 
 def _attention(p: Program, number: int, layer: Layer, rows: int) -> None:
-    """Compute x = (x + attention of n + LAuReL of n) / sqrt(2), each with its norms."""
+    """Compute x = (x + attention of n + LAuReL of n) / sqrt(2), where the outputs of attention and of LAuReL are
+    normalised.
+    """
     of, stores = f"layers.{number}.", layer.kv_source == number
     p.phase("query, key and value", number, rows)
     p.matmul("n", "q", f"{of}q_proj")
@@ -229,7 +234,7 @@ def _attention(p: Program, number: int, layer: Layer, rows: int) -> None:
 
 
 def _feed_forward(p: Program, number: int, layer: Layer, rows: int) -> None:
-    """Compute x = x + feed-forward of x, with its norms."""
+    """Compute x = x + feed-forward of x, where input and output of the feed-forward are normalised."""
     of = f"layers.{number}."
     p.norm("x", "n", f"{of}pre_feedforward_norm")
     p.phase("gate and up", number, rows)
@@ -274,12 +279,12 @@ def _end(p: Program, streams: str, rows: int) -> None:
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config as transformers writes it. transformers leaves out fields that have its default values."""
+    """Read a config.json. A missing field has the default of transformers, which does not write fields with default values."""
     fields, outer = description.fields, description.outer
     check_text_model(description)
     if fields.flag("use_bidirectional_attention", False):
-        raise UnsupportedError(f"{outer.where}: use_bidirectional_attention is set, which no Gemma 3n has")
-    count = _layer_count(fields, "num_hidden_layers", 35)
+        raise UnsupportedError(f"{outer.where}: use_bidirectional_attention is set, but Gemma 3n has causal attention")
+    count = fields.layer_count("num_hidden_layers", 35)
     types = _list(fields, "layer_types", _default_types(count), lambda kind: kind in (SLIDING, FULL), "a type of layer")
     sizes = (
         fields.integers("intermediate_size", count)
@@ -304,14 +309,11 @@ def config_from_hf(description: ModelDescription) -> Config:
         vocab_size=fields.integer("vocab_size", 262_400),
         hidden_size=fields.integer("hidden_size", 2048),
         max_position_embeddings=fields.integer("max_position_embeddings", 32_768),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         query_pre_attn_scalar=1.0,
         attn_logit_softcapping=None,
         final_logit_softcapping=None if fields.values.get(cap, 0) is None else fields.number(cap, 30.0),
-        tie_word_embeddings=outer.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", True)),
-        bos_token_id=description.token_ids("bos_token_id", 2)[0],
-        eos_token_ids=description.token_ids("eos_token_id", 1),
         layers=layers,
+        **description.common_from_hf(),
         hidden_size_per_layer_input=fields.integer("hidden_size_per_layer_input", 256),
         vocab_size_per_layer_input=fields.integer("vocab_size_per_layer_input", 262_144),
         altup_num_inputs=fields.integer("altup_num_inputs", 4),
@@ -320,13 +322,6 @@ def config_from_hf(description: ModelDescription) -> Config:
         laurel_rank=fields.integer("laurel_rank", 64),
     )
     return _checked(config, outer.where)
-
-
-def _layer_count(fields: Fields, name: str, default: int | None = None) -> int:
-    count: int = fields.integer(name) if default is None else fields.integer(name, default)
-    if count > MOST_LAYERS:
-        fields.fail(name, f"at most {MOST_LAYERS}")
-    return count
 
 
 def _default_types(count: int) -> list[str]:
@@ -348,7 +343,7 @@ def _list(fields: Fields, name: str, default: list[Any], valid: Callable[[Any], 
 
 
 def _cutoff(sparsity: float) -> float | None:
-    """Return the quantile of the standard normal distribution for this share, or None if the share is 0 (a dense layer)."""
+    """Return the quantile of the standard normal distribution for this share. A share of 0, for a dense layer, gives None."""
     return float(np.float32(NormalDist().inv_cdf(sparsity))) if sparsity else None
 
 
@@ -367,9 +362,10 @@ def _checked(config: Config, where: str) -> Config:
 
 
 def config_from_gguf(description: ModelDescription) -> Config:
-    """Read a config from GGUF metadata. Fields that the file does not have get the values that llama.cpp uses."""
+    """Read a config from GGUF metadata. Missing fields get the values that llama.cpp uses."""
     fields = description.fields
-    count = _layer_count(fields, "block_count")
+    check_direction(description, embeds=False)
+    count = fields.layer_count("block_count")
     flags = fields.flags("attention.sliding_window_pattern", count, 5)
     types = [SLIDING if flag else FULL for flag in flags]
     cutoffs = _list(
@@ -385,20 +381,13 @@ def config_from_gguf(description: ModelDescription) -> Config:
         for number, (kind, source) in enumerate(
             zip(types, kv_sources(fields, "attention.shared_kv_layers", types), strict=True))
     )  # fmt: skip
-    bos, ends = description.gguf_token_ids()
     config = Config(
         model_type=description.name,
-        vocab_size=description.vocab_size,
-        hidden_size=fields.integer("embedding_length"),
-        max_position_embeddings=fields.integer("context_length"),
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         query_pre_attn_scalar=1.0,
         attn_logit_softcapping=None,
         final_logit_softcapping=fields.number("final_logit_softcapping", 30.0),
-        tie_word_embeddings=description.tied,
-        bos_token_id=bos,
-        eos_token_ids=ends,
         layers=layers,
+        **description.common_from_gguf(),
         hidden_size_per_layer_input=fields.integer("embedding_length_per_layer_input"),
         vocab_size_per_layer_input=_rows(description, "per_layer_token_embd.weight"),
         altup_num_inputs=fields.integer("altup.num_inputs"),
@@ -409,7 +398,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
 
 
 def _rows(description: ModelDescription, name: str) -> int:
-    """Return the number of rows of a matrix, which the metadata do not give."""
+    """Return the number of rows of a matrix. The metadata do not have this number."""
     tensor = description.tensors.get(name)
     if tensor is None or len(tensor.shape) != 2:
         raise ConfigError(f"{description.outer.where}: tensor {name!r} is missing or not a matrix")
@@ -417,11 +406,11 @@ def _rows(description: ModelDescription, name: str) -> int:
 
 
 def _stored_cutoff(stored: float) -> float | None:
-    """Return the cutoff that a GGUF file stores; it stores -inf for a dense layer.
+    """Return the cutoff that a GGUF file stores for a layer, or None for a dense layer, where the file has -inf.
 
-    Converters compute the quantile in float32, each with rounding errors of its own. Where the stored number is within these
-    errors of the quantile of a sparsity of four digits, the cutoff is that of this sparsity, so that a model has the bits that
-    it has in Hugging Face's format.
+    The stored cutoff is a quantile that a converter computed in float32, with rounding errors. The sparsity behind it has
+    at most four digits. If one of these sparsities has a quantile within the rounding errors, this exact quantile is
+    returned, because Hugging Face's format gives the exact quantile too, and both formats should give equal bits.
     """
     if stored == -math.inf:
         return None

@@ -1,11 +1,11 @@
 """Gemma 4, text: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
 
 Full and sliding layers differ in the width and number of their heads. In models with `num_kv_shared_layers` (E2B, E4B), the
-last layers have no keys and values of their own and read the KV rows of an earlier layer of the same type. Since these
-layers write no KV rows, they are computed for WANTED rows only. In models with `attention_k_eq_v`, the values of full
-layers are the keys before k_norm and rope. In models with per-layer inputs, every layer ends with a gate on a vector of
-width P that belongs to the token and the layer. In models with a mixture of experts, the output of the feed-forward is added
-to the weighted outputs of the experts that a router chooses for the token.
+last layers have no keys and values of their own and read the KV rows of an earlier layer of the same type. So the last
+layers are computed only for WANTED rows, those of the tokens whose logits are wanted. In models with `attention_k_eq_v`,
+the values of full layers are the keys, as they are before k_norm and rope. In models with per-layer inputs, every layer
+ends with a gate on a vector of width P that depends on the token and the layer. In models with a mixture of experts, the
+router chooses experts for each token, and their weighted outputs are added to the output of the feed-forward.
 """
 
 import math
@@ -17,19 +17,20 @@ from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.models.config import Config, Layer, Rope, checked
 from gemma_py.models.family import Family, ModelDescription
 from gemma_py.models.fields import Fields
-from gemma_py.models.gemma import FULL, HEAD_NORMS, LAYER_NORMS, MATRICES, MOST_LAYERS, SLIDING, check_text_model
+from gemma_py.models.gemma import FULL, HEAD_NORMS, LAYER_NORMS, MATRICES, SLIDING, check_direction, check_text_model
 from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 _KEY_TENSORS, _VALUE_TENSORS = ("k_proj", "k_norm"), ("v_proj",)
 # The tensors of a layer in models with per-layer inputs. Columns: name in this package, in Hugging Face, in GGUF, shape.
-_PER_LAYER_INPUT = (
+PER_LAYER_INPUT = (
     ("per_layer_gate", "per_layer_input_gate", "inp_gate", "P", "D"),
     ("per_layer_projection", "per_layer_projection", "proj", "D", "P"),
     ("per_layer_norm", "post_per_layer_input_norm", "post_norm", "D"),
 )
-# The tensors of a layer with a mixture of experts. Columns as above, but the names are whole. X: experts, M: their width.
+# The tensors of a layer with a mixture of experts. Columns as above, but no ending is added to a name. X: experts, M: an
+# expert's width.
 _ROUTER = (
     ("router", "router.proj.weight", "ffn_gate_inp.weight", "X", "D"),
     ("router_scale", "router.scale", "ffn_gate_inp.scale", "D"),
@@ -42,7 +43,7 @@ _ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
-    """Return the family's tensors by name, in the order in which the weights are packed."""
+    """Return the family's tensors by name, in the order in which they are packed."""
     D, V, P, L = config.hidden_size, config.vocab_size, config.hidden_size_per_layer_input, len(config.layers)
     made = {
         "embed_tokens": Tensor((V, D), "embed_tokens.weight", "token_embd.weight"),
@@ -64,7 +65,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
         E = layer.head_dim
         sizes = {"D": D, "F": layer.intermediate_size, "E": E, "P": P}
         sizes |= {"HE": layer.num_attention_heads * E, "GE": layer.num_key_value_heads * E}
-        parts = (*MATRICES, *LAYER_NORMS, *HEAD_NORMS, *(_PER_LAYER_INPUT if P else ()))
+        parts = (*MATRICES, *LAYER_NORMS, *HEAD_NORMS, *(PER_LAYER_INPUT if P else ()))
         left_out = _left_out(layer, number)
         for name, theirs, gguf, *letters in parts:
             if name not in left_out:
@@ -105,8 +106,11 @@ def _left_out(layer: Layer, number: int) -> tuple[str, ...]:
 
 
 def unused(config: Config) -> frozenset[str]:
-    """Return the names of tensors that a checkpoint may have and the model does not use: keys and values of layers that
-    read the KV rows of another layer, and the divisors of rope frequencies, which the config reader has checked."""
+    """Return the names of tensors that a checkpoint may have although the model does not use them.
+
+    These are keys and values of layers that read the KV rows of another layer, and the divisors of rope frequencies, which
+    the config reader has already checked.
+    """
     names = {_ROPE_DIVISORS}
     for number, layer in enumerate(config.layers):
         left_out = _left_out(layer, number)
@@ -122,11 +126,11 @@ def unused(config: Config) -> frozenset[str]:
 def write(p: Program) -> None:
     """Append the operations of a forward pass to the program.
 
-    Buffers: x is the residual stream, n the output of a norm, a the output of the attention heads, y the output of a
-    matrix that is added to x, own the per-layer inputs of all layers.
+    Buffers: x is the residual stream, n the output of a norm, a the output of the attention heads, y the output of a matrix
+    that is added to x, own the per-layer inputs of all layers.
 
-    The last layer that writes KV rows needs keys and values of all tokens. Everything after them is computed for WANTED
-    rows only, because no later layer stores KV rows: buffers with the suffix " wanted" replace x, n and own.
+    The last layer that stores KV rows computes keys and values of all tokens. Everything after that is computed for WANTED
+    rows only, in buffers with the suffix " wanted", which replace x, n and own.
     """
     config, last_kv = p.config, p.config.kv_owners[-1]
     p.embed("embed_tokens", "x")
@@ -137,35 +141,39 @@ def write(p: Program) -> None:
     suffix = ""
     for number in range(len(config.layers)):
         if number < last_kv:
-            _queries_keys_values(p, number, ("q", "k", "v"))
+            queries_keys_values(p, number, ("q", "k", "v"))
         else:
             if number == last_kv:
-                _queries_keys_values(p, number, ("k", "v"))
+                queries_keys_values(p, number, ("k", "v"))
                 suffix = " wanted"
                 p.phase("wanted rows", number, WANTED)
                 p.rope_tables()
                 for buffer in ("x", "n", "own") if config.hidden_size_per_layer_input else ("x", "n"):
                     p.take(buffer, buffer + suffix)
-            _queries_keys_values(p, number, ("q",), suffix)
-        _rest_of_layer(p, number, suffix)
+            queries_keys_values(p, number, ("q",), suffix)
+        rest_of_layer(p, number, suffix)
     p.phase("head", len(config.layers), WANTED)
     p.matmul("n" + suffix, LOGITS, "lm_head", config.final_logit_softcapping)
 
 
 def _per_layer_inputs(p: Program) -> None:
-    """own = (RMSNorm(projection of x * D^-1/2) + row of the table * sqrt(P)) * 2^-1/2, for all layers side by side."""
-    P, layers = p.config.hidden_size_per_layer_input, len(p.config.layers)
-    p.embed("per_layer_table", "own", math.sqrt(P))
-    p.phase("per-layer inputs", 0)
-    p.matmul("x", "c", "per_layer_model_projection")
-    p.multiply("c", 1.0 / math.sqrt(p.config.hidden_size))
-    p.norm("c", "c", "per_layer_projection_norm", layers)
+    """Compute own = (RMSNorm(projection of x * D^-1/2) + row of the table * sqrt(P)) * 2^-1/2, for all layers at once."""
+    p.embed("per_layer_table", "own", math.sqrt(p.config.hidden_size_per_layer_input))
+    project_inputs(p, "c")
     p.add("own", "c")
     p.multiply("own", math.sqrt(0.5))
 
 
-def _queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix: str = "") -> None:
-    """Compute q, or k and v, or all three, from n, and store k and v as KV rows."""
+def project_inputs(p: Program, target: str) -> None:
+    """Compute target = RMSNorm(projection of x * D^-1/2), for all layers at once."""
+    p.phase("per-layer inputs", 0)
+    p.matmul("x", target, "per_layer_model_projection")
+    p.multiply(target, 1.0 / math.sqrt(p.config.hidden_size))
+    p.norm(target, target, "per_layer_projection_norm", len(p.config.layers))
+
+
+def queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix: str = "") -> None:
+    """Compute, from n, the queries, or keys and values, or all three. Keys and values are stored as KV rows."""
     layer, of, rows = p.config.layers[number], f"layers.{number}.", WANTED if suffix else ALL
     heads = {"q": layer.num_attention_heads, "k": layer.num_key_value_heads}
     p.phase("query, key and value", number, rows)
@@ -183,8 +191,8 @@ def _queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix
         p.store("k", "v", number)
 
 
-def _rest_of_layer(p: Program, number: int, suffix: str) -> None:
-    """Append the operations from the attention of the queries to the input norm of the next layer."""
+def rest_of_layer(p: Program, number: int, suffix: str = "") -> None:
+    """Append the operations of a layer from attention on, and the input norm of the next layer."""
     config, of, rows = p.config, f"layers.{number}.", WANTED if suffix else ALL
     x, n, own, P = "x" + suffix, "n" + suffix, "own" + suffix, config.hidden_size_per_layer_input
     p.attend("q", "a", number, config.attention_scale)
@@ -226,7 +234,7 @@ def _rest_of_layer(p: Program, number: int, suffix: str) -> None:
 
 
 def _experts(p: Program, number: int, rows: int) -> None:
-    """y = RMSNorm(y) + RMSNorm(weighted sum of the chosen experts' outputs for m)."""
+    """Compute y = RMSNorm(y) + RMSNorm(weighted sum of what the chosen experts compute from m)."""
     of = f"layers.{number}."
     p.phase("experts' gate and up", number, rows)
     p.expert_matmul("m", "experts' gate", f"{of}experts_gate", "routes")
@@ -246,26 +254,33 @@ def _experts(p: Program, number: int, rows: int) -> None:
 _DEFAULT_ROPES = {FULL: Rope(1_000_000.0, share=0.25), SLIDING: Rope(10_000.0)}
 _DEFAULTS = {
     "vocab_size": 262_144,
+    "num_hidden_layers": 30,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
-}  # transformers'
+}  # the defaults of transformers
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config.json with `global_head_dim` and `num_global_key_value_heads`, or with `per_layer_config`."""
+    """Read a config.json. The width of full layers' heads is in `global_head_dim`, or in `per_layer_config` in newer files."""
     fields, outer, where = description.fields, description.outer, description.outer.where
     unified = fields.text("model_type", outer.text("model_type", "")).startswith("gemma4_unified")
     check_text_model(description)
     if (
         fields.text("use_bidirectional_attention", "vision") != "vision"
-    ):  # 'vision' affects only images, which are left out
+    ):  # 'vision' is allowed, because it affects only images, which this package does not support
         raise UnsupportedError(f"{where}: use_bidirectional_attention should be 'vision' or null")
 
-    types = _layer_types(fields)
+    types = layer_types(fields, _DEFAULTS["num_hidden_layers"])
     window = fields.integer("sliding_window", 1024 if unified else 512)
-    shapes, ropes = _head_shapes(fields, types), _ropes_from_hf(fields)
     k_eq_v = fields.flag("attention_k_eq_v", False)
+    usual = (
+        fields.integer("num_key_value_heads", _DEFAULTS["num_key_value_heads"]),
+        fields.integer("head_dim", _DEFAULTS["head_dim"]),
+    )
+    global_heads = fields.integer("num_global_key_value_heads", usual[0]) if k_eq_v else usual[0]
+    shapes = head_shapes(fields, types, usual, (global_heads, fields.integer("global_head_dim", 512)))
+    ropes = ropes_by_type(fields, _DEFAULT_ROPES)
     sources = kv_sources(fields, "num_kv_shared_layers", types)
     wide = 2 if fields.flag("use_double_wide_mlp", False) else 1
     layers = tuple(
@@ -282,14 +297,11 @@ def config_from_hf(description: ModelDescription) -> Config:
         vocab_size=vocab_size,
         hidden_size=fields.integer("hidden_size", 2304),
         max_position_embeddings=fields.integer("max_position_embeddings", 262_144 if unified else 131_072),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         query_pre_attn_scalar=1.0,
         attn_logit_softcapping=None,
         final_logit_softcapping=fields.number("final_logit_softcapping", None),
-        tie_word_embeddings=outer.flag("tie_word_embeddings", fields.flag("tie_word_embeddings", True)),
-        bos_token_id=description.token_ids("bos_token_id", 2)[0],
-        eos_token_ids=description.token_ids("eos_token_id", 1),
         layers=layers,
+        **description.common_from_hf(),
         hidden_size_per_layer_input=P,
         vocab_size_per_layer_input=fields.integer("vocab_size_per_layer_input", 262_144) if P else 0,
         **(_experts_of(fields, _EXPERT_FIELDS) if fields.flag("enable_moe_block", False) else {}),
@@ -301,41 +313,44 @@ _EXPERT_FIELDS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 
 def _experts_of(fields: Fields, names: tuple[str, str, str]) -> dict[str, Any]:
-    """Return the fields of `Config` for a mixture of experts. names: the names of these fields in the file."""
+    """Return the fields of `Config` for a mixture of experts. names: how the file calls these fields."""
     count, chosen, width = (fields.integer(name) for name in names)
     if chosen > count:
         fields.fail(names[1], f"at most {names[0]}, {count}")
     return dict(zip(_EXPERT_FIELDS, (count, chosen, width), strict=True))
 
 
-def _layer_types(fields: Fields) -> list[str]:
-    """Return the type of each layer. The last layer is a full one whatever the file says, as in transformers."""
-    count = fields.integer("num_hidden_layers", 30)
-    if count > MOST_LAYERS:
-        fields.fail("num_hidden_layers", f"at most {MOST_LAYERS}")
+def layer_types(fields: Fields, default: int, period: int = 6) -> list[str]:
+    """Return the type of each layer. Even if the file says otherwise, the last layer is a full one, as in transformers.
+
+    default: the number of layers of a file without that number. period: in a file without types, every period-th layer is
+    a full one.
+    """
+    count = fields.layer_count("num_hidden_layers", default)
     types = fields.values.get("layer_types")
     if types is None:
-        types = [SLIDING if number % 6 else FULL for number in range(1, count + 1)]
+        types = [SLIDING if number % period else FULL for number in range(1, count + 1)]
     if not isinstance(types, list) or len(types) != count or not all(entry in (SLIDING, FULL) for entry in types):
         fields.fail("layer_types", f"a list of {count} entries, each {SLIDING} or {FULL}")
     return [*types[:-1], FULL]
 
 
-def _head_shapes(fields: Fields, types: list[str]) -> list[tuple[int, int]]:
-    """Return the number of key/value heads and the width of a head, for each layer."""
-    usual = (
-        fields.integer("num_key_value_heads", _DEFAULTS["num_key_value_heads"]),
-        fields.integer("head_dim", _DEFAULTS["head_dim"]),
-    )
+def head_shapes(
+    fields: Fields, types: list[str], usual: tuple[int, int], full: tuple[int, int]
+) -> list[tuple[int, int]]:
+    """Return the number of key/value heads and the width of a head, for each layer.
+
+    usual: these two numbers for a layer that `per_layer_config` does not name, and for sliding layers if the file has no
+    `per_layer_config`. full: these two numbers for full layers if the file has no `per_layer_config`.
+    """
     per_layer = fields.table("per_layer_config")
     if per_layer is None:
-        heads = fields.integer("num_global_key_value_heads", None) if fields.flag("attention_k_eq_v", False) else None
-        full = (heads or usual[0], fields.integer("global_head_dim", 512))
         return [full if kind == FULL else usual for kind in types]
     shapes = [usual] * len(types)
     set_by: dict[int, str] = {}
     digits = len(str(len(types)))
-    names = {str(n).zfill(width): n for n in range(len(types)) for width in range(1, digits + 1)}  # as "3", or "03"
+    # The key of layer 3 can be "3", "03" and so on.
+    names = {str(n).zfill(width): n for n in range(len(types)) for width in range(1, digits + 1)}
     for key in per_layer.values:
         layer, number = per_layer.table(key), names.get(key)
         if number is None or layer is None or set_by.setdefault(number, key) != key:
@@ -352,20 +367,22 @@ def _head_shapes(fields: Fields, types: list[str]) -> list[tuple[int, int]]:
 def kv_sources(fields: Fields, name: str, types: list[str], default: int = 0) -> list[int]:
     """Return, for each layer, the number of the layer whose KV rows it reads.
 
-    The field `name`, or the default, says how many layers at the end of the model store no KV rows. Such a layer reads
-    the KV rows of the last layer of the same type that stores KV rows. Every other layer reads its own KV rows.
+    The field `name`, or the default, says how many layers at the end of the model store no KV rows. Such a layer reads the
+    KV rows of the last layer of its type that stores some. Every other layer reads its own KV rows.
     """
     count = fields.integer(name, default, least=0)
     first = len(types) - count
-    own = dict(zip(types[: max(0, first)], range(first), strict=True))  # type -> the last layer that stores KV rows
+    # For each type, the last layer that stores KV rows.
+    own = dict(zip(types[: max(0, first)], range(first), strict=True))
     if first <= 0 or not set(types[first:]) <= set(own):
         fields.fail(name, f"fewer than the {len(types)} layers, with a layer of every type before them")
     return [number if number < first else own[kind] for number, kind in enumerate(types)]
 
 
-def _ropes_from_hf(fields: Fields) -> dict[str, Rope]:
+def ropes_by_type(fields: Fields, defaults: dict[str, Rope]) -> dict[str, Rope]:
+    """Return the rope of each type of layer, by default the rope in `defaults`."""
     parameters = fields.table("rope_parameters")
-    ropes = dict(_DEFAULT_ROPES)
+    ropes = dict(defaults)
     for kind in ropes:
         table = None if parameters is None else parameters.table(kind)
         if table is None:
@@ -387,11 +404,12 @@ def _ropes_from_hf(fields: Fields) -> dict[str, Rope]:
 
 
 def config_from_gguf(description: ModelDescription) -> Config:
-    """Read a config from GGUF metadata, and from the names of tensors: a full layer without attn_v has keys as values."""
+    """Read a config from GGUF metadata and from the names of tensors. In a full layer without attn_v, the values are the
+    keys.
+    """
     fields, where = description.fields, description.outer.where
-    count = fields.integer("block_count")
-    if count > MOST_LAYERS:
-        fields.fail("block_count", f"at most {MOST_LAYERS}")
+    check_direction(description, embeds=False)
+    count = fields.layer_count("block_count")
     types = [SLIDING if flag else FULL for flag in fields.flags("attention.sliding_window_pattern", count)]
     sources = kv_sources(fields, "attention.shared_kv_layers", types)
     widths = {FULL: head_width(fields, ""), SLIDING: head_width(fields, "_swa")}
@@ -411,20 +429,13 @@ def config_from_gguf(description: ModelDescription) -> Config:
     )  # fmt: skip
     P = fields.integer("embedding_length_per_layer_input", 0, least=0)
     table = description.tensors.get("per_layer_token_embd.weight")
-    bos, ends = description.gguf_token_ids()
     config = Config(
         model_type=description.name,
-        vocab_size=description.vocab_size,
-        hidden_size=fields.integer("embedding_length"),
-        max_position_embeddings=fields.integer("context_length"),
-        rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         query_pre_attn_scalar=1.0,
         attn_logit_softcapping=None,
         final_logit_softcapping=fields.number("final_logit_softcapping", None),
-        tie_word_embeddings=description.tied,
-        bos_token_id=bos,
-        eos_token_ids=ends,
         layers=layers,
+        **description.common_from_gguf(),
         hidden_size_per_layer_input=P,
         vocab_size_per_layer_input=table.shape[0] if P and table is not None else description.vocab_size if P else 0,
         **(_experts_of(fields, _GGUF_EXPERT_FIELDS) if fields.integer("expert_count", 0, least=0) else {}),
@@ -440,15 +451,15 @@ def head_width(fields: Fields, suffix: str) -> int:
     width: int = fields.integer(f"attention.key_length{suffix}")
     for name in (f"attention.value_length{suffix}", f"rope.dimension_count{suffix}"):
         if fields.integer(name, width) != width:
-            raise UnsupportedError(f"{fields.where}: {name} should equal attention.key_length{suffix}, {width}")
+            raise UnsupportedError(f"{fields.where}: {name} should be {width}, as attention.key_length{suffix} is")
     return width
 
 
 def _rope_share(description: ModelDescription, width: int) -> float:
     """Return the share of a head's width that full layers rotate.
 
-    The file has one divisor of the rope frequency for each pair: 1 for the pairs that are rotated, then 1e30 for the
-    other pairs, whose angles become 0.
+    For each pair, the file has a divisor of the rope frequency. It is 1 for the pairs that are rotated, which come first.
+    For the other pairs, it is 1e30, which makes their angles 0.
     """
     tensor = description.tensors.get(_ROPE_DIVISORS)
     if tensor is None:

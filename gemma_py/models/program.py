@@ -1,11 +1,11 @@
 """The forward pass of a model as a list of operations, which a model family writes and runtime/forward.py interprets.
 
-Operations read and write named buffers. A buffer holds one row of float32 for each token of the pass. An operation that
-writes a buffer sets the width of the buffer's rows until the next operation writes that buffer.
+Operations read and write named buffers. A buffer holds one row of float32 for each token of the pass. The operation that
+last wrote a buffer determines the width of the buffer's rows.
 
 Operations are grouped into phases. Workers wait for each other at a barrier after a phase, but not between the operations
-of a phase. Errors, traces and profiles name the phase. `Program` splits a phase where operations need a barrier between
-them; the parts have the same name.
+of a phase. Errors, traces and profiles name the phase. Where two operations of a phase need a barrier between them,
+`Program` splits the phase into two of one name.
 
 A matrix product with a quantised matrix needs a quantised input. `Program.matmul` inserts the QUANTISE operation.
 """
@@ -16,31 +16,31 @@ from dataclasses import dataclass, field, replace
 
 from gemma_py.models.config import Config, Rope
 
-# Kinds of operations. The kinds before MATMUL compute each row by itself, so several of these operations can share a
-# phase, in which a worker takes a few rows through all the operations.
+# Kinds of operations. The kinds before MATMUL compute each row by itself. Several such operations can share a phase, in
+# which a worker takes a few rows through all of them.
 (EMBED, ROPE_TABLE, NORM, ADD, SCALE, MULTIPLY, GELU_GATE, QUANTISE, TAKE, MEAN, TAKE_COLUMNS, PUT_COLUMNS, GAIN, TANH, SPARSIFY,
  MATCH, PREDICT, CORRECT, ADD_TO_STREAMS, ROPE, ROUTE, MIX, STORE, MATMUL, EXPERT_MATMUL, SCORES, ATTEND) = range(27)  # fmt: skip
 KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu gate", "quantise", "take", "mean", "take columns",
               "put columns", "gain", "tanh", "sparsify", "match", "predict", "correct", "add to streams",
               "rope", "route", "mix", "store", "matmul", "expert matmul", "scores", "attend")  # fmt: skip
-# The rows that a phase computes: the rows of all tokens, or the rows of the tokens whose logits are wanted.
+# Which rows a phase computes: those of all tokens, or those of the tokens whose logits are wanted.
 ALL, WANTED = range(2)
-LOGITS = "logits"  # the name of the buffer that receives the logits, or the embeddings of an embedding model
+LOGITS = "logits"  # the buffer that receives the logits, or an embedding model's embeddings
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a model family: a matrix [N, K], the matrices [X, N, K] of X experts, or a vector such as a norm's gain.
+    """A tensor of a model family: a matrix [N, K], matrices [X, N, K] of X experts, or a vector such as a norm's gain.
 
     hugging_face: the tensor's name in safetensors, without a prefix such as "model.".
     gguf: the tensor's name in GGUF.
     plus_one: whether safetensors store gain - 1 instead of gain.
     gathered: whether the matrix stays in the checkpoint's file, from which a pass reads the rows of its tokens.
-    part: (i, n) for experts' matrices that are part i of n equal parts of each expert's matrix in a fused tensor
-    [X, n * N, K]. The tensor `hugging_face` is fused; in GGUF, the tensor `gguf_fused` is fused and `gguf` is not.
-    gguf_fused: the fused tensor's name in GGUF, or "".
+    part: (i, n) for experts' matrices that are part i of n of a larger tensor [X, n * N, K]. In safetensors, the larger
+    tensor is `hugging_face`. In GGUF, it is `gguf_fused`, unless the file has the part alone, as `gguf`.
+    gguf_fused: the larger tensor's name in GGUF, or "".
     stays_float: whether the matrix is never quantised while loading, because llama.cpp does not quantise it either.
-    stack: (i, count) where GGUF has `count` such matrices in one tensor [count, N, K], and this one is number i of them.
+    stack: (i, count) for a matrix that is number i of a tensor [count, N, K] in GGUF.
     """
 
     shape: tuple[int, ...]
@@ -73,19 +73,18 @@ class Op:
     width: int = 0
     kv_heads: int = 0
     kv: int = -1  # index into config.kv_layers
-    window: int = 0  # sliding window; 0 means full attention
+    window: int = 0  # the sliding window; 0 means full attention
     bidirectional: bool = False  # for SCORES and ATTEND
     rope: int = -1  # index into Program.ropes
-    first: int = 0  # for TAKE_COLUMNS and PUT_COLUMNS: the first column in the wider of the two buffers
+    first: int = 0  # for TAKE_COLUMNS and PUT_COLUMNS: where the columns begin in the wider buffer
     stride: int = 0  # for TAKE_COLUMNS, PUT_COLUMNS, ROUTE, MIX and EXPERT_MATMUL: the width of the source's rows
-    stream: int = 0  # for CORRECT: the active stream; for ADD_TO_STREAMS: the first stream that is added to
-    experts: int = 0  # for EXPERT_MATMUL: the number of experts, each of which has a matrix
+    stream: int = 0  # for CORRECT: the active stream; for ADD_TO_STREAMS: the first stream to add to
+    experts: int = 0  # for EXPERT_MATMUL: the number of experts
     numbers: tuple[float, float] = (0.0, 0.0)
     codes: "Op | None" = None  # for MATMUL and EXPERT_MATMUL: the QUANTISE operation of `source`
 
     @property
     def first_matrix(self) -> str:
-        """The name of the packed matrix, or of the first expert's matrix."""
         return f"{self.tensor}.0" if self.experts else self.tensor
 
 
@@ -93,7 +92,7 @@ class Op:
 class Phase:
     """A group of operations that workers run without a barrier between them.
 
-    name, layer: identify the phase in errors and traces. rows: ALL or WANTED.
+    name, layer: how errors and traces name the phase. rows: ALL or WANTED.
     """
 
     name: str
@@ -103,32 +102,31 @@ class Phase:
 
 @dataclass
 class Program:
-    """The forward pass of a model. A model family builds the program by calling one method for each operation, in order."""
+    """The forward pass of a model. The model family calls one method for each operation, in order."""
 
     config: Config
     tensors: Mapping[str, Tensor]
     ops: list[Op] = field(default_factory=list)
     ropes: list[tuple[Rope, int]] = field(default_factory=list)  # pairs of a rope and a head width
-    # Pairs of a gathered tensor and the buffer to which the tensor's rows are copied before the pass begins.
+    # Pairs of a gathered tensor and a buffer, to which the tokens' rows of the tensor are copied before a pass.
     gathers: list[tuple[str, str]] = field(default_factory=list)
-    widths: dict[str, int] = field(default_factory=dict)  # for each buffer, its largest width in the program
-    # The state of each buffer after the operations appended so far: the width of the rows, and whether the rows are those
-    # of ALL tokens or of WANTED tokens.
+    widths: dict[str, int] = field(default_factory=dict)  # for each buffer, its rows' largest width
+    # The state of each buffer after the operations appended so far: the width of its rows, and ALL or WANTED.
     _widths_now: dict[str, int] = field(default_factory=dict)
     _rows_now: dict[str, int] = field(default_factory=dict)
-    # By buffer: the QUANTISE operation whose codes match the buffer's content. Writing the buffer removes the entry.
+    # For each buffer, the QUANTISE operation whose codes match the present content. Writing the buffer removes the entry.
     _coded: dict[str, Op] = field(default_factory=dict)
-    _experts: dict[str, int] = field(default_factory=dict)  # by buffer that `route` wrote: the number of experts
+    _experts: dict[str, int] = field(default_factory=dict)  # for each buffer that `route` wrote, the number of experts
     _phase: Phase = field(default_factory=lambda: Phase("embedding", 0, ALL))
 
     def phase(self, name: str, layer: int, rows: int = ALL) -> None:
-        """Begin a phase, which contains the following operations up to the next call of `phase`."""
+        """Begin a phase. The operations up to the next call of `phase` belong to it."""
         self._phase = Phase(name, layer, rows)
 
     def embed(self, tensor: str, target: str, factor: float | None = None) -> None:
         """Compute target = factor * (row of the matrix), for each token. The default factor is sqrt(D).
 
-        A token id beyond the last row selects row 0. The rows of a gathered tensor are copied to target before the pass.
+        A token id beyond the last row selects row 0. A gathered tensor's rows are copied to target before the pass.
         """
         D = self._shape(tensor, 2)[1]
         gathered = self.tensors[tensor].gathered
@@ -199,8 +197,7 @@ class Program:
         self._add(TAKE_COLUMNS, source=source, target=target, width=width, first=first, stride=stride)
 
     def put(self, source: str, target: str, first: int, width: int) -> None:
-        """Copy source to the columns first, first + 1, ... of target, whose rows have this width. The other columns of
-        target stay as they are."""
+        """Copy source to the columns of target from `first` on; the others stay. width: the number of target's columns."""
         stride = self._widths_now[source]
         if not 0 <= first <= width - stride or source == target:
             raise ValueError(
@@ -238,8 +235,9 @@ class Program:
         self._add(SPARSIFY, target=target, width=width, numbers=(deviations, 0.0))
 
     def match(self, target: str, like: str, least: float) -> None:
-        """Multiply each row of target so that its root mean square becomes that of `like`, in place. A mean square of target
-        below `least` counts as `least`."""
+        """Give each row of target the root mean square of the row of `like`, in place. The row's own mean square counts as
+        at least `least`.
+        """
         self._check_rows(target)
         if target == like:
             raise ValueError(f"{target} cannot be matched with itself, because it changes while it is read")
@@ -261,7 +259,7 @@ class Program:
     def correct(self, target: str, activated: str, coefficients: str, streams: int, active: int) -> None:
         """Compute target[i] += (1 + coefficients[i]) * (activated - target[active]), in place, for every stream i.
 
-        The difference is that before any stream of target changes.
+        target[active] is read before any stream changes.
         """
         self._check_rows(target)
         width = self._width_of_streams(target, streams)
@@ -298,7 +296,7 @@ class Program:
         self._add(kind, source=source, target=target, width=width)
 
     def mean(self, source: str, target: str) -> None:
-        """Compute the mean of all rows of each sequence. The phase computes WANTED rows, of which a sequence has one."""
+        """Compute the mean of all rows of each sequence. The phase computes WANTED rows, and each sequence has one."""
         self.take(source, target, MEAN)
 
     def rope(self, target: str, layer: int, heads: int) -> None:
@@ -312,7 +310,7 @@ class Program:
         self._add(ROPE, target=target, source=cosines, second=sines, heads=heads, width=y.head_dim)
 
     def store(self, keys: str, values: str, layer: int) -> None:
-        """Store keys and values as KV rows of the layer. The rows are published to attention in position order."""
+        """Store keys and values as KV rows of the layer. Attention sees a row when all earlier rows are stored too."""
         y, kv = self.config.layers[layer], self.config.kv_numbers[layer]
         if y.kv_source != layer:
             raise ValueError(f"layer {layer} must not store KV rows, because it reads those of layer {y.kv_source}")
@@ -333,9 +331,9 @@ class Program:
     def route(self, logits: str, routes: str, gain: str, count: int, scale: float) -> None:
         """Choose `count` experts for each row, and compute the experts' weights. The logits are overwritten.
 
-        p = softmax(logits * scale) over all experts. The experts with the largest p are chosen, of equal p the expert with
-        the lower number. An expert's weight is p / (sum of p over the chosen experts) * gain[expert]. A row of `routes` is
-        the numbers of the chosen experts in ascending order, then the weights of these experts.
+        p = softmax(logits * scale) over all experts. The experts with the largest p are chosen, and of equal p the
+        expert with the lower number. An expert's weight is p / (sum of p over the chosen experts) * gain[expert]. A row
+        of `routes` is the numbers of the chosen experts in ascending order, then the weights of these experts.
         """
         self._check_rows(logits)
         experts = self._widths_now[logits]
@@ -353,8 +351,8 @@ class Program:
     def expert_matmul(self, source: str, target: str, tensor: str, routes: str) -> None:
         """Compute target = source @ tensor[expert].T for each expert that `routes` has for a row.
 
-        A row of the target has one part for each of these experts, in the order of `routes`. A row of the source is read by
-        each of the experts, or has one part for each of the experts.
+        A row of the target has one part for each of these experts, in the order of `routes`. A row of the source has
+        one part for each of these experts too, or is read by all of them.
         """
         experts, N, K = self._shape(tensor, 3)
         if self._experts.get(routes) != experts:
@@ -372,7 +370,9 @@ class Program:
         self._write(target, count * N)
 
     def mix(self, source: str, target: str, routes: str) -> None:
-        """Compute target = the sum of the experts' parts of source, each times the weight in `routes`, in the order of routes."""
+        """Compute target = sum of (expert's part of source) * (expert's weight), over a row's experts, as ordered in
+        `routes`.
+        """
         if routes not in self._experts:
             raise ValueError(f"{routes} has no routes")
         count, stride = self._widths_now[routes] // 2, self._widths_now[source]
@@ -384,8 +384,8 @@ class Program:
     def attend(self, source: str, target: str, layer: int, scale: float, cap: float | None = None) -> None:
         """Compute target = attention of the queries in source to the layer's KV rows.
 
-        Appends two phases, "scores" and "attention". A pass runs the scores phase only if several workers share one
-        position; otherwise the attention phase computes the scores as well.
+        Appends two phases, "scores" and "attention". The scores phase runs only if several workers share one position.
+        Otherwise the attention phase computes the scores as well.
         """
         y = self.config.layers[layer]
         H, E, rows = y.num_attention_heads, y.head_dim, self._phase.rows
@@ -408,16 +408,16 @@ class Program:
         return op
 
     def _read_codes(self, op: Op) -> None:
-        """Set the operation that quantises the source of a matrix product. Insert that operation if there is none."""
+        """Connect a matrix product with the QUANTISE operation of its source. If there is none yet, insert one."""
         if op.source not in self._coded:
             self._quantise(op.source, before=op.phase)
         op.codes = self._coded[op.source]
 
     def _quantise(self, source: str, before: Phase) -> None:
-        """Insert a QUANTISE operation, which quantises `source`, in front of the phase `before`.
+        """Insert an operation QUANTISE that quantises `source` in front of the phase `before`.
 
-        QUANTISE joins the last phase of row operations on the same rows, if source is not written after that phase.
-        Otherwise QUANTISE gets a phase of its own.
+        If possible, it joins the last phase of row operations: the rows must be the same, and source must not be
+        written later. Otherwise QUANTISE gets a phase of its own.
         """
         at = number = next(number for number, op in enumerate(self.ops) if op.phase is before)
         phase = Phase(f"{before.name} input", before.layer, before.rows)
@@ -434,18 +434,18 @@ class Program:
         self._coded[source] = made
 
     def _shares_phase(self, op: Op) -> bool:
-        """Return whether the operation can join the current phase without a barrier in front of the operation."""
+        """Return whether the operation can join the current phase, because it needs no barrier in front."""
         others = [other for other in self.ops if other.phase is op.phase]
         if op.kind < MATMUL:
-            # STORE must be the last operation of a phase, because KV rows are published after the last operation.
+            # STORE must be the last operation of a phase, because KV rows are published at the end of the phase.
             return all(other.kind < STORE for other in others)
         if op.kind not in (MATMUL, EXPERT_MATMUL):
             return not others
-        # Products of one phase read the same routes, because a worker sorts the rows by expert once for each phase.
+        # Products of one phase must read one buffer of routes, because a worker sorts rows by expert once for each phase.
         return all(other.kind == op.kind and other.second == op.second and _independent(op, other) for other in others)
 
     def _write(self, target: str, width: int) -> None:
-        """Record that the current phase writes rows of this width to target. Codes made from older rows are invalid."""
+        """Record that the current phase writes rows of this width to target. Older codes of target become invalid."""
         self._widths_now[target] = width
         self.widths[target] = max(self.widths.get(target, 0), width)
         self._rows_now[target] = self._phase.rows
@@ -459,7 +459,7 @@ class Program:
         return shape
 
     def _check_rows(self, buffer: str) -> None:
-        """Raise ValueError if the buffer holds WANTED rows and the phase computes ALL rows, or the other way round."""
+        """Raise ValueError if the buffer and the current phase differ in their rows, ALL or WANTED."""
         if self._rows_now.get(buffer, self._phase.rows) != self._phase.rows:
             raise ValueError(
                 f"phase {self._phase.name!r} cannot use {buffer}: one of them has ALL rows, the other WANTED rows"
@@ -490,11 +490,10 @@ class Program:
         return self._widths_now[target]
 
     def _angles(self, rope: int, rows: int) -> tuple[str, str]:
-        """Return the names of the buffers that hold the cosines and sines of a rope."""
         of = "" if rows == ALL else " of wanted rows"
         return f"cosines {rope}{of}", f"sines {rope}{of}"
 
 
 def _independent(a: Op, b: Op) -> bool:
-    """Return whether two matrix products can run at the same time: neither writes a buffer that the other one uses."""
+    """Return whether two matrix products can run at once, because neither writes what the other reads or writes."""
     return a.target not in (b.source, b.second, b.target) and b.target not in (a.source, a.second)

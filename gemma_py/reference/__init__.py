@@ -28,38 +28,37 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, int], n
 # By model_type: the function embedding(weights, config, cache, ids) of an embedding model.
 EMBEDDING_FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, Sequence[int]], np.ndarray]] = {
     "gemma-embedding": bidirectional.embedding,
+    "gemma-embedding2": bidirectional.embedding2,
 }
 
 
 def logits(engine: Any, ids: Sequence[int]) -> np.ndarray:
-    """Return the logits after each token, float32 [T, V], with the engine's weights and an empty KV cache."""
+    """Return the logits after each token, float32 [T, V], for the engine's weights and an empty KV cache."""
     return logits_and_rows(engine, ids)[0]
 
 
 def logits_and_rows(engine: Any, ids: Sequence[int]) -> tuple[np.ndarray, ReferenceCache]:
-    """Return what `logits` returns, and the KV cache after the last token."""
     step, weights, cache = _prepared(engine, FAMILIES)
     rows = [step(weights, engine.config, cache, token) for token in engine.check_ids(ids)]
     return np.stack(rows), cache
 
 
 def embedding(engine: Any, ids: Sequence[int], dimensions: int | None = None) -> np.ndarray:
-    """Return the embedding of one text, float32 [dimensions], with the engine's weights.
+    """Return the embedding of one text, float32 [dimensions], for the engine's weights.
 
-    dimensions: the number of leading elements that are kept before the embedding is normalised; None keeps all.
+    dimensions: how many leading elements to keep before normalisation; None keeps all.
     """
     made = embedding_and_rows(engine, ids)[0]
     return np.asarray(operations.normalise(made[:dimensions]))
 
 
 def embedding_and_rows(engine: Any, ids: Sequence[int]) -> tuple[np.ndarray, ReferenceCache]:
-    """Return the embedding of one text before it is cut and normalised, and the KV cache after the text."""
+    """Return the embedding of one text, uncut and not normalised, and the KV cache after the text."""
     whole, weights, cache = _prepared(engine, EMBEDDING_FAMILIES)
     return whole(weights, engine.config, cache, engine.check_ids(ids)), cache
 
 
 def _prepared(engine: Any, families: Mapping[str, Function]) -> tuple[Function, Mapping[str, Any], ReferenceCache]:
-    """Return the function of the engine's family, the weights, and an empty KV cache."""
     if not is_ieee():
         raise ComputationError(
             "this thread flushes subnormals to zero or does not round to nearest, so results would not be bit-exact"

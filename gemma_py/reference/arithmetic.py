@@ -1,7 +1,7 @@
 """Scalar arithmetic of the specification: the decorator `jit`, and operations that numpy does not have.
 
-numba compiles the specification, because interpreted Python would take hours. Without `fastmath`, numba neither reorders
-nor fuses floating-point operations.
+numba compiles the specification, because interpreted Python would take hours. Since `fastmath` is off, numba neither
+reorders nor fuses floating-point operations.
 """
 
 from collections.abc import Callable
@@ -63,8 +63,8 @@ def bfloat16_of(number):
 def is_ieee() -> bool:
     """Return whether the calling thread keeps subnormal numbers and rounds to nearest, ties to even.
 
-    Some libraries change the floating-point mode of a thread for speed. The results are compared as bits, because a thread
-    that flushes subnormals to zero also treats subnormals as zero in float comparisons.
+    Some libraries change these modes of a thread for speed. The results are compared as bits, because a thread that
+    flushes subnormals to zero also treats subnormals as zero in float comparisons.
     """
     ulp = np.float32(2.0**-23)  # the distance from 1 to the next float32
     subnormal = np.array([2.0**-140, 2.0**-126], np.float32) * np.array([1.0, 0.5], np.float32)

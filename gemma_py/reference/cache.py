@@ -11,8 +11,8 @@ from gemma_py.reference.operations import round_to_bfloat16
 class ReferenceCache:
     """Keys and values by layer and position. keys[l] and values[l] are float32 [capacity, G, E].
 
-    Rows from `position` on are undefined. A layer whose `kv_source` is another layer stores no rows, and reads the rows of
-    the layer `kv_source`. G and E may differ between layers.
+    Rows from `position` on are undefined. If a layer's `kv_source` is another layer, it stores no rows and reads that
+    layer's rows. G and E may differ between layers.
     """
 
     def __init__(self, config: Config, bfloat16: bool = False) -> None:
@@ -40,14 +40,16 @@ class ReferenceCache:
     def first_visible(self, layer: Layer) -> int:
         """Return the first position that a query at the current position attends to in this layer.
 
-        For a bidirectional layer, this is the first position that any query attends to.
+        For a bidirectional layer, this is 0, because the earlier queries of the text also read the rows.
         """
         if layer.sliding_window is None or layer.bidirectional:
             return 0
         return max(0, self.position - layer.sliding_window + 1)
 
     def digests(self) -> list[str]:
-        """Return one sha256 per layer that stores rows, over the keys and then the values that the next token attends to."""
+        """Return a sha256 for each layer that stores rows. It covers the keys, then the values, that the next token
+        attends to.
+        """
         made = []
         for number, layer in enumerate(self.config.layers):
             if layer.kv_source != number:

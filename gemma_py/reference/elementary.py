@@ -75,11 +75,11 @@ _HALF_PI_HIGH64, _HALF_PI_LOW64 = 1.5707963267948966, 6.123233995736766e-17  # t
 
 @jit
 def log64(x):
-    """Return ln x for a normal number x > 0, as n * ln 2 + ln m with x = 2^n * m.
+    """Return ln x for a normal number x > 0.
 
-    ln m = 2 * atanh(s) with s = (m - 1) / (m + 1).
+    With x = 2^n * m, ln x = n * ln 2 + ln m, and ln m = 2 * atanh(s) with s = (m - 1) / (m + 1).
     """
-    # A float64 has n + 1023 in the bits from 52 on, and the fraction of m, with 1 <= m < 2, in bits 0 to 51.
+    # In a float64, bits 52 and above are n + 1023, and bits 0 to 51 are the fraction of m, where 1 <= m < 2.
     bits = np.float64(x).view(np.int64)
     n = (bits >> np.int64(52)) - np.int64(1023)
     m = np.int64((bits & np.int64(0x000F_FFFF_FFFF_FFFF)) | np.int64(0x3FF0_0000_0000_0000)).view(np.float64)

@@ -1,8 +1,8 @@
 """The forward pass of Gemma 1, 2, 3 and VaultGemma for one token. operations.py explains the letters D, H, G and E.
 
-The models differ in the norms of a layer. Gemma 2 and 3 also normalise the outputs of attention and feed-forward, and Gemma
-3 also normalises query heads and key heads. A layer has a norm if the weights contain the norm's gain. Windows, soft caps
-and rope angles come from the config.
+The models differ in the norms of a layer. Gemma 2 and 3 also normalise the outputs of attention and feed-forward, and
+Gemma 3 also normalises query heads and key heads. A layer has a norm if the weights contain the norm's gain. Windows,
+soft caps and rope angles come from the config.
 """
 
 import math
@@ -29,14 +29,16 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 
 def layer(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
-    """Return the hidden state [D] after a layer: x + attention, then + feed-forward.    x: [D]   w: the layer's weights"""
+    """Return the hidden state [D] after a layer.    x: [D], the hidden state before   w: the layer's weights"""
     q = query(x, w, config, cache, number)
     first = cache.first_visible(config.layers[number])
     return after_attention(x, attend(q, *cache.rows(config.layers[number]), first, config), w, config)
 
 
 def after_attention(x: np.ndarray, out: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
-    """Return the hidden state [D] after a layer.    x: [D], before the layer   out: [H, E], of all heads"""
+    """Return the hidden state [D] after a layer.    x: [D], the hidden state before   out: [H, E], the attention of all
+    heads
+    """
     eps = _F(config.rms_norm_eps)
     y = op.matmul(out.reshape(-1), w["o_proj"])
     if "post_attention_norm" in w:
@@ -49,7 +51,7 @@ def after_attention(x: np.ndarray, out: np.ndarray, w: Mapping[str, Any], config
 
 
 def query(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
-    """Return the query heads [H, E] for a hidden state x [D], and store the keys and values at the cache's position."""
+    """Return the query heads [H, E] for a hidden state x [D]. Keys and values are stored at the cache's position."""
     layer, eps = config.layers[number], _F(config.rms_norm_eps)
     x = op.rms_norm(x, eps, w["input_norm"])
     E, frequencies = layer.head_dim, op.rope_frequencies(layer.head_dim, layer.rope.theta, _F(layer.rope.factor))

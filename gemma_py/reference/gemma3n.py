@@ -1,12 +1,12 @@
-"""Gemma 3n: one token at a time through the operations of operations.py and those of this file, which only Gemma 3n has.
+"""Gemma 3n: one token at a time, with the operations of operations.py and, below, those that only Gemma 3n has.
 
     n streams   a the active stream   L layers   P width of a layer's own input   R rank of LAuReL
 
 A token has n hidden states, its streams, and a layer works on one of them, the active stream. Before the layer, AltUp
 predicts each stream. After the feed-forward, AltUp corrects each prediction by the difference between the layer's hidden
-state and the prediction of the active stream. Each layer has attention, LAuReL (a product of two narrow matrices) and an input of its
-own, which depends only on the token. The last layers store no KV rows. Such a layer reads the KV rows of the last layer
-of the same type that stores KV rows.
+state and the prediction of the active stream. Each layer has attention, LAuReL (a product with two narrow matrices) and an
+input of its own, which depends only on the token. The last layers store no KV rows. Such a layer reads the KV rows of the
+last layer of its type that stores some.
 """
 
 import math
@@ -22,12 +22,12 @@ from gemma_py.reference.cache import ReferenceCache
 
 _F = np.float32
 _ZERO, _ONE = _F(0.0), _F(1.0)
-_LEAST = _F(1e-5)  # the least mean square of a stream whose magnitude is changed
+_LEAST = _F(1e-5)  # when the magnitude of a stream is changed, its mean square counts as at least this
 _HALF_ROOT = _F(math.sqrt(0.5))
 
 
 def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, token: int) -> np.ndarray:
-    """The logits after a token, which takes the cache's next position.    [V]"""
+    """Return the logits [V] after a token, and store the token's keys and values at the cache's next position."""
     x = op.embed(weights["embed_tokens"], token)
     inputs = layer_inputs(x, weights, config, token)
     streams = np.stack([x] + [
@@ -47,7 +47,7 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 
 def layer_inputs(x: np.ndarray, weights: Mapping[str, Any], config: Config, token: int) -> np.ndarray:
-    """Return the layers' own inputs [L, P]: (a projection of the embedding x + the token's row of a table) * 2^-1/2.
+    """Return the own inputs of all layers, [L, P]: (a projection of the embedding x + the token's row of a table) * 2^-1/2.
 
     For a token that the table does not have, row 0 is used.
     """
@@ -99,7 +99,7 @@ def router(x: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
 def attention(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
     """Return the attention [D] of a normalised hidden state x [D] to the KV rows that the layer reads.
 
-    A layer with KV rows of its own stores the row of this position first.
+    If the layer stores KV rows, the row of this position is stored first.
     """
     layer, eps = config.layers[number], _F(config.rms_norm_eps)
     E, frequencies = layer.head_dim, op.rope_frequencies(layer.head_dim, layer.rope.theta, _F(layer.rope.factor))
@@ -118,8 +118,10 @@ def attention(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: Refere
 
 @jit
 def match_magnitude(x, like, least):
-    """y[d] = x[d] * factor, which gives y the root mean square of `like`. Where the mean square of x is below `least`,
-    `least` is used in its place.    x, like: [D]"""
+    """Return y[d] = x[d] * factor, where the factor gives y the root mean square of `like`.    x, like: [D]
+
+    If the mean square of x is below `least`, the factor is computed with `least` instead.
+    """
     square, wanted = _mean_square(x), _mean_square(like)
     if square < least:
         square = least
@@ -140,7 +142,7 @@ def _mean_square(x):
 
 @jit
 def predict(streams, mixing):
-    """y[i, d] = streams[i, d] + sum over p of mixing[i, p] * streams[p, d]    streams: [n, D]   mixing: [n, n]"""
+    """Return y[i, d] = streams[i, d] + sum over p of mixing[i, p] * streams[p, d].    streams: [n, D]   mixing: [n, n]"""
     y = np.empty_like(streams)
     for i in range(streams.shape[0]):
         for d in range(streams.shape[1]):
@@ -152,7 +154,7 @@ def predict(streams, mixing):
 
 @jit
 def correct(predictions, activated, active, coefficients):
-    """y[i, d] = predictions[i, d] + (1 + coefficients[i]) * (activated[d] - predictions[active, d])
+    """Return y[i, d] = predictions[i, d] + (1 + coefficients[i]) * (activated[d] - predictions[active, d]).
 
     predictions: [n, D]   activated: [D]   coefficients: [n]
     """
@@ -166,7 +168,10 @@ def correct(predictions, activated, active, coefficients):
 
 @jit
 def sparsify(x, deviations):
-    """y[f] = max(x[f] - cutoff, 0), where cutoff = mean(x) + deviations * the population's deviation. NaN stays NaN.    [F]"""
+    """Return y[f] = max(x[f] - cutoff, 0), where cutoff = mean(x) + deviations * (standard deviation of x). NaN stays NaN.
+
+    The variance is the mean of the squared differences from mean(x).    x, y: [F]
+    """
     F = x.shape[0]
     total, squares = _ZERO, _ZERO
     for f in range(F):

@@ -69,11 +69,11 @@ def matmul_float(x, w):
 
 @jit
 def quantise(x):
-    """Return codes and scales with scale * code close to x.    x: [K]   codes: [K] int16   scales: [K / 32]
+    """Return codes and scales such that scale * code is close to x.    x: [K]   codes: [K] int16   scales: [K / 32]
 
-    The scale of a block is the largest magnitude in the block, divided by 32767. If this quotient underflows, the scale is 0
-    and the codes are 0. If the block holds NaN or infinity, the scale is NaN and the codes are 0, because casting NaN or
-    infinity to an integer is undefined.
+    The scale of a block is the block's largest magnitude, divided by 32767. If this quotient underflows, the scale is 0
+    and the codes are 0. If the block holds NaN or infinity, the scale is NaN, and the codes are 0, because casting NaN
+    or infinity to an integer is undefined.
     """
     codes, scales = np.empty(x.shape[0], np.int16), np.empty(x.shape[0] // BLOCK, np.float32)
     for block in range(scales.shape[0]):
@@ -118,7 +118,7 @@ def matmul_codes(x, sx, w, sw, minimums):
 
 @jit
 def _exact_dot(x, w, n, group):
-    """Return the sum over k of x[group, k] * w[n, group, k]. No overflow of int32 occurs, as 32 * 128 * 32767 < 2^31."""
+    """Return the sum over k of x[group, k] * w[n, group, k]. An int32 is enough, because 32 * 128 * 32767 < 2^31."""
     total = np.int32(0)
     for k in range(x.shape[1]):
         total = np.int32(total + np.int32(x[group, k]) * np.int32(w[n, group, k]))
@@ -127,7 +127,6 @@ def _exact_dot(x, w, n, group):
 
 @jit
 def _exact_sum(x, group):
-    """Return the sum over k of x[group, k], as an int32."""
     total = np.int32(0)
     for k in range(x.shape[1]):
         total = np.int32(total + np.int32(x[group, k]))
@@ -135,7 +134,7 @@ def _exact_sum(x, group):
 
 
 def matrix_row(matrix: Matrix | StoredMatrix, n: int) -> np.ndarray:
-    """Return row n of the matrix, as float32 [K]. The row of a StoredMatrix is read from the file."""
+    """Return row n of the matrix, as float32 [K]. If the matrix is a StoredMatrix, the row is read from the file."""
     row: np.ndarray
     if isinstance(matrix, StoredMatrix):
         matrix, n = matrix.rows(n, n + 1), 0
@@ -172,9 +171,9 @@ def dequantise_row(codes, scales, minimums):
 
 
 def embed(matrix: Matrix | StoredMatrix, token: int, factor: float | None = None) -> np.ndarray:
-    """Return the token's row of the matrix, multiplied by the factor. The default factor is sqrt(D).    [D]
+    """Return factor * (the token's row of the matrix).    [D]
 
-    A token id beyond the last row selects row 0.
+    The default factor is sqrt(D). A token id beyond the last row selects row 0.
     """
     rows, D = matrix.shape
     row = matrix_row(matrix, token if token < rows else 0)
@@ -187,7 +186,6 @@ def embed(matrix: Matrix | StoredMatrix, token: int, factor: float | None = None
 
 @jit
 def scale_row(x, factor):
-    """Return y[d] = x[d] * factor."""
     y = np.empty_like(x)
     for d in range(x.shape[0]):
         y[d] = x[d] * factor
@@ -195,13 +193,11 @@ def scale_row(x, factor):
 
 
 def columns(x: np.ndarray, first: int, width: int) -> np.ndarray:
-    """Return y[d] = x[first + d].    y: [width]"""
     return x[first : first + width].copy()
 
 
 @jit
 def add(x, y):
-    """Return z[d] = x[d] + y[d]."""
     z = np.empty_like(x)
     for d in range(x.shape[0]):
         z[d] = x[d] + y[d]
@@ -210,7 +206,7 @@ def add(x, y):
 
 @jit
 def rms_norm(x, eps, gain=None):
-    """Return y[d] = x[d] / sqrt(mean(x^2) + eps) * gain[d]. Without a gain, the last factor is left out.    x, gain: [D]"""
+    """Return y[d] = x[d] / sqrt(mean(x^2) + eps) * gain[d]. If there is no gain, it counts as 1.    x, gain: [D]"""
     total = _ZERO
     for d in range(x.shape[0]):
         total = fma(x[d], x[d], total)
@@ -224,7 +220,7 @@ def rms_norm(x, eps, gain=None):
 
 
 def rms_norm_heads(x: np.ndarray, eps: np.float32, gain: np.ndarray | None = None) -> np.ndarray:
-    """Return `rms_norm` of each head. The heads have a common gain.    x: [heads, E]   gain: [E]"""
+    """Return `rms_norm` of each head. All heads have one gain.    x: [heads, E]   gain: [E]"""
     return np.stack([rms_norm(head, eps, gain) for head in x])
 
 
@@ -244,7 +240,7 @@ def gelu_gate(gate, up):
 
 @jit
 def tanh_row(x):
-    """y[d] = tanh(x[d])"""
+    """Return y[d] = tanh(x[d])."""
     y = np.empty_like(x)
     for d in range(x.shape[0]):
         y[d] = tanh(x[d])
@@ -253,7 +249,7 @@ def tanh_row(x):
 
 @jit
 def multiply_row(x, gain):
-    """y[d] = x[d] * gain[d]"""
+    """Return y[d] = x[d] * gain[d]."""
     y = np.empty_like(x)
     for d in range(x.shape[0]):
         y[d] = x[d] * gain[d]
@@ -262,7 +258,7 @@ def multiply_row(x, gain):
 
 @jit
 def soft_cap(value, cap):
-    """Return cap * tanh(value / cap), or the value if cap is 0."""
+    """Return cap * tanh(value / cap). If cap is 0, return the value."""
     return cap * tanh(value / cap) if cap > _ZERO else value
 
 
@@ -306,10 +302,11 @@ def softmax(x):
 
 @jit
 def route(logits, scale, gain, count):
-    """Return the numbers of the chosen experts, ascending, and the experts' weights.    logits, gain: [X]
+    """Return the numbers of the chosen experts, ascending, and these experts' weights.    logits, gain: [X]
 
-    p = softmax(logits * scale). The `count` experts with the largest p are chosen, of equal p the lower number. The weight
-    of an expert is p / (sum of p over the chosen experts) * gain. If p is NaN, the first `count` experts are chosen.
+    p = softmax(logits * scale). The `count` experts with the largest p are chosen, and of equal p the lower number. The
+    weight of an expert is p / (sum of p over the chosen experts) * gain. If p is NaN, the first `count` experts are
+    chosen.
     """
     p = softmax(scale_row(logits, scale))
     chosen = np.zeros(p.shape[0], np.bool_)

@@ -1,4 +1,4 @@
-"""The arguments of the forward pass apart from the model: the batch of tokens and the scratch memory.
+"""The arguments of the forward pass that change with every pass: the batch of tokens, and the scratch memory.
 
 T tokens of the batch   S sequences   R tokens whose logits are wanted
 """
@@ -17,24 +17,26 @@ from gemma_py.kernels.panels import INPUT_BLOCK, UnpackBuffer
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
 
-# The most rows of an expert that a tile computes: enough that unpacking the expert's panels anew for each tile costs little.
+# The most rows of an expert in a tile. Each tile unpacks the expert's panels again, which costs little for this many
+# rows.
 EXPERT_ROWS = 8 * TILE_ROWS_MULTIPLE
-FIRST, END_ROW, ORIGIN = range(3)  # columns of the segments
-ROWS, LONGEST = range(2)  # columns of the counts
+FIRST, END_ROW, ORIGIN = range(3)
+ROWS, LONGEST = range(2)
 
 
 class Batch(NamedTuple):
-    """The tokens of a pass, those of the first sequence before those of the second one, and so on.
+    """The tokens of a pass, sequence after sequence.
 
-    A phase computes the rows of ALL tokens or the rows of WANTED tokens, those whose logits are wanted. `rows`,
-    `positions`, `segments` and `counts` therefore have one entry for ALL and one for WANTED. The rows of a sequence are
-    contiguous and are called a segment.
+    A phase computes the rows of ALL tokens, or only the WANTED rows, those of the tokens whose logits are wanted.
+    Therefore `rows`, `positions`, `segments` and `counts` have one entry for ALL and one for WANTED. The rows of a
+    sequence are contiguous and are called a segment.
     """
 
     tokens: np.ndarray  # int64 [T]
-    rows: np.ndarray  # int64 [2, T]: the index in `tokens` of each row; for WANTED, R of the T entries are used
+    rows: np.ndarray  # int64 [2, T]: the index in `tokens` of each row; for WANTED, only the first R entries are used
     positions: np.ndarray  # int64 [2, T]
-    segments: np.ndarray  # int64 [2, S, 3]: first row, last row + 1, origin; row r is at position origin + r
+    # Int64 [2, S, 3]: first row, last row + 1, and the origin, such that row r is at position origin + r.
+    segments: np.ndarray
     counts: np.ndarray  # int64 [2, 2]: the number of rows (T or R), and the number of rows of the longest segment
     tables: np.ndarray  # int64 [S, kv layers, 3]: the addresses and the capacity of the KV rows, see cache.py
     kv_type: np.ndarray  # an empty array with the dtype of the KV rows
@@ -44,7 +46,8 @@ class Batch(NamedTuple):
 class ExpertScratch(NamedTuple):
     """The scratch memory of products with experts' matrices. Every array has a part for each worker.
 
-    Rows of an expert are copied to `floats` or `coded`, to lie side by side. R: the most rows that are copied.
+    A worker copies rows of an expert to `floats` or `coded`, so that they are side by side. R: the most rows that are
+    copied.
     """
 
     lists: np.ndarray  # int64 [workers * lists_size(T, experts, chosen experts of a row)]
@@ -54,18 +57,18 @@ class ExpertScratch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """The scratch memory of a pass. Workers share `floats`, `coded` and `scores`; the rest has a part for each worker."""
+    """The scratch memory of a pass. `floats`, `coded` and `scores` are shared; the rest has a part for each worker."""
 
     floats: np.ndarray  # the buffers of the program
     coded: CodedRows  # the quantised inputs of matrix products
     unpacked: UnpackBuffer  # [workers * unpack_buffer_sizes(widest)]
     attention: np.ndarray  # [workers * scratch_size(E)]
-    scores: np.ndarray  # [(workers - 1) * keys * LANES]: attention scores of positions that several workers share
+    scores: np.ndarray  # [(workers - 1) * keys * LANES]: attention scores, used if several workers share a position
     experts: ExpertScratch
 
 
 def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
-    """Allocate scratch memory for passes of up to T rows. `scores` is empty; the runner allocates it when needed."""
+    """Allocate scratch memory for passes of up to T rows. `scores` stays empty until the runner needs it."""
 
     def floats(count: int) -> np.ndarray:
         return aligned(max(1, count))
@@ -90,16 +93,16 @@ def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
 
 @inlined
 def buffer_of(batch, scratch, number, width):
-    """Return a tuple with one element: the array of the buffer `number`, with rows of this width.
+    """Return a tuple with one element: the buffer `number` as an array, whose rows have this width.
 
-    The array is in a tuple, because without numba's reference counting a compiled function must not return a new array.
+    A compiled function must not return an array that it has created, because there is no reference counting. A tuple is
+    allowed.
     """
     return (array_from_address(batch.buffers[number], batch.tokens.shape[0] * width, scratch.floats),)
 
 
 @inlined
 def codes_of(scratch, batch, slot):
-    """Return views of the codes in a slot."""
     at = slot * batch.tokens.shape[0]
     blocks = at // INPUT_BLOCK
     return CodedRows(
@@ -110,14 +113,12 @@ def codes_of(scratch, batch, slot):
 
 @inlined
 def own_part(part, worker, workers):
-    """Return the slice of an array that belongs to this worker. Every worker has an equal part of the array."""
     size = part.shape[0] // workers
     return slice(worker * size, (worker + 1) * size)
 
 
 @inlined
 def own_codes(coded, worker, workers):
-    """Return views of the rows of codes that belong to this worker."""
     blocks = own_part(coded.scales, worker, workers)
     return CodedRows(
         coded.codes[own_part(coded.codes, worker, workers)], coded.byte_planes[own_part(coded.byte_planes, worker, workers)],
@@ -138,7 +139,7 @@ def unpack_buffer_of(scratch, worker, workers):
 
 @inlined
 def kv_rows_of(op, ring, kv_type):
-    """Return views of the keys and the values of one sequence and layer, [G * capacity * E] each.
+    """Return the keys and the values of one sequence and layer, [G * capacity * E] each, without copying.
 
     ring: the entry of `Batch.tables` for this sequence and layer.
     """
@@ -148,7 +149,6 @@ def kv_rows_of(op, ring, kv_type):
 
 @inlined
 def tiles_of(segments, number, rows):
-    """Return the number of tiles of up to `rows` rows in a segment."""
     return (segments[number, END_ROW] - segments[number, FIRST] + rows - 1) // rows
 
 
@@ -162,7 +162,7 @@ def tiles_in(segments, rows):
 
 @inlined
 def rows_of_tile(segments, tile, rows):
-    """Return the segment, the first row, and the last row + 1 of a tile. A tile has rows of only one segment."""
+    """Return the segment, the first row, and the last row + 1 of a tile. A tile never spans two segments."""
     number = 0
     while tile >= tiles_of(segments, number, rows):
         tile -= tiles_of(segments, number, rows)

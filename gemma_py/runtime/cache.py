@@ -1,9 +1,9 @@
-"""The KV cache of one sequence. A layer with a sliding window has a ring buffer; a layer with full attention has arrays
+"""The KV cache of one sequence. Layers with a sliding window have a ring buffer; layers with full attention have arrays
 that grow.
 
-The keys and the values of a layer are [G, capacity, E] each. Position t is stored in row t % capacity of every head. A ring
-has at least window + chunk - 1 rows, so that a chunk never overwrites a row that a query of this chunk reads. With `keep`
-additional rows, a session can remove its last `keep` tokens without computing any KV rows again.
+The keys and the values of a layer are [G, capacity, E] each. Position t is stored in row t % capacity of every head. A
+ring has at least window + chunk - 1 rows, so that a chunk never overwrites a row that a query of this chunk reads. With
+`keep` additional rows, a session can remove its last `keep` tokens without computing any KV rows again.
 """
 
 import copy
@@ -21,13 +21,14 @@ KEYS, VALUES, ROWS = range(3)  # columns of Cache.addresses
 # The dtypes of KV rows. bfloat16 is stored as its bit pattern in uint16.
 KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
 NAN: dict[type, float | int] = {np.float32: np.nan, np.uint16: 0x7FC0}
-_SPARE = 512  # rows to add when a layer with full attention is reallocated
+_SPARE = 512  # when the arrays of a layer with full attention grow, they get so many spare rows
 
 
 def check_context(context: int, tokens: int, after: int | None = None, new: int = 0) -> None:
     """Raise ContextError if a request exceeds the context.
 
-    Numbers of tokens: `tokens` in the prompt, `after` in the KV cache (or None), `new` to generate.
+    tokens: the number of prompt tokens. after: the number of tokens in the KV cache, or None. new: the number of tokens
+    to generate.
     """
     present = (after or 0) + tokens
     if present + new <= context:
@@ -46,7 +47,7 @@ def check_context(context: int, tokens: int, after: int | None = None, new: int 
 def first_readable(layer: Layer, position: int) -> int:
     """Return the first position that the token at `position` attends to in this layer.
 
-    A bidirectional layer keeps the rows of a whole text, so there the first position is 0.
+    For a bidirectional layer, this is 0, because the rows of a whole text are kept.
     """
     if layer.sliding_window is None or layer.bidirectional:
         return 0
@@ -68,7 +69,6 @@ def rows_needed(config: Config, tokens: int, chunk: int, keep: int = 0) -> list[
 
 
 def bytes_needed(config: Config, kv: str, tokens: int, chunk: int, keep: int = 0) -> int:
-    """Return the number of bytes that `Cache.prepare` allocates."""
     rows = zip(config.kv_layers, rows_needed(config, tokens, chunk, keep), strict=True)
     numbers = sum(2 * layer.num_key_value_heads * layer.head_dim * count for layer, count in rows)
     return numbers * np.dtype(KV_TYPES[kv]).itemsize
@@ -79,7 +79,10 @@ def _as_f32(rows: np.ndarray) -> np.ndarray:
 
 
 def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
-    """Split positions first .. end - 1 into runs (first, count) that do not wrap around in rings of these capacities."""
+    """Split positions first .. end - 1 into runs (first, count). Within a run, no ring wraps around.
+
+    rings: the capacities of the rings
+    """
     while first < end:
         count = min(end - first, *(ring - first % ring for ring in rings))
         yield first, count
@@ -87,8 +90,6 @@ def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
 
 
 class Rows(NamedTuple):
-    """The KV rows of one layer. Keys and values are [G, capacity, E] each."""
-
     keys: np.ndarray
     values: np.ndarray
 
@@ -100,20 +101,21 @@ class Rows(NamedTuple):
 class Cache:
     """The KV cache of one sequence.
 
-    Rows of positions below `position` are committed. The content of other rows is undefined, or NaN if `poison` is set.
+    Rows of positions below `position` are committed. Other rows are undefined, or NaN if `poison` is set.
     """
 
     def __init__(self, config: Config, poison: bool = False, kv: str = "float32", keep: int = 0) -> None:
-        """Create an empty cache. keep: the number of tokens that `rewind` can remove at any time."""
+        """Create an empty cache. keep: the most tokens that `rewind` must be able to remove."""
         self.config, self.poison, self.keep = config, poison, keep
         self.dtype = KV_TYPES[kv]
-        self.ids: list[int] = []  # the committed tokens
-        self._oldest = [0] * len(config.kv_layers)  # for each layer, the first position whose row is still stored
+        self.ids: list[int] = []
+        self._oldest = [0] * len(config.kv_layers)  # for each layer, the first position whose row is stored
         layers = [
             Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
             for layer in config.kv_layers
         ]
-        # The arrays and the table of their addresses are one attribute, so that Ctrl-C cannot leave a table of old addresses.
+        # The arrays and the table of their addresses are one attribute, because Ctrl-C between two assignments would
+        # leave addresses of arrays that are freed.
         self._allocation = layers, np.zeros((len(layers), 3), np.int64)
         self.abandoned = False
 
@@ -141,7 +143,7 @@ class Cache:
         self._make_room(self.position, tokens, ahead)
 
     def prepare(self, tokens: int, chunk: int) -> None:
-        """Make room for `tokens` tokens in total, in passes of up to `chunk` tokens, so that `reserve` never reallocates."""
+        """Make room for `tokens` tokens in total, in passes of up to `chunk` tokens. `reserve` then never reallocates."""
         for number, rows in enumerate(rows_needed(self.config, tokens, chunk, self.keep)):
             self._reallocate(number, rows)
 
@@ -150,19 +152,19 @@ class Cache:
             capacity = self.layers[number].capacity
             spare = ahead + _SPARE if self.config.kv_layers[number].sliding_window is None else 0
             if rows > capacity:
-                # Growing by half keeps the total cost of copying linear in the number of tokens. Rows that are never
-                # written take no physical memory.
+                # Growing by half keeps the total cost of copying proportional to the number of tokens. Rows that are
+                # never written take no physical memory.
                 self._reallocate(number, max(rows + spare, capacity * 3 // 2, 64))
 
     def commit(self, tokens: list[int]) -> None:
         """Append tokens to the sequence, after a pass has written their KV rows in every layer."""
         position = self.position + len(tokens)
-        # The next pass does not overwrite the row of position `intact` or of a later position, because a ring has room
-        # for the window, a chunk and `keep` more rows.
+        # The next pass overwrites only rows of positions below `intact`, because a ring has room for the window, a
+        # chunk and `keep` more rows.
         intact = (first_readable(layer, position) - self.keep for layer in self.config.kv_layers)
         oldest = [max(pair) for pair in zip(self._oldest, intact, strict=True)]
-        # `_oldest` and `ids` always match, because Python raises KeyboardInterrupt only at function calls and jumps, and so
-        # never between the next two statements.
+        # Ctrl-C cannot separate the next two statements, because Python raises KeyboardInterrupt only at function calls
+        # and jumps. So `_oldest` and `ids` always match.
         self._oldest = oldest
         self.ids += tokens
 
@@ -174,7 +176,7 @@ class Cache:
         )
 
     def rewind(self, position: int) -> None:
-        """Remove the tokens from this position on. Later logits are bit-identical to those of a new session."""
+        """Remove the tokens from this position on. Later logits have the bits of a new session."""
         if not self.can_rewind_to(position):
             raise InputError(
                 f"cannot rewind from position {self.position} to position {position}: "
@@ -183,7 +185,7 @@ class Cache:
         del self.ids[position:]
 
     def _reallocate(self, number: int, capacity: int) -> None:
-        """Copy a layer's rows to new arrays of this capacity. The old arrays of a layer are freed before the next layer is copied."""
+        """Copy a layer's rows to new arrays of this capacity, and free the layer's old arrays."""
         old, oldest = self.layers[number], self._oldest[number]
         G, _, E = old.keys.shape
         new = Rows(*(aligned(G * capacity * E, self.dtype).reshape(G, capacity, E) for _ in range(2)))
@@ -193,13 +195,13 @@ class Cache:
             for first, count in _runs(oldest, self.position, old.capacity, capacity):
                 at = first % old.capacity
                 rows[:, first % capacity :][:, :count] = source[:, at : at + count]
-        # The list and the table are copied, because a running pass may still use the old ones.
+        # A running pass may still use the old list and table, so both are copied.
         layers, addresses = self._allocation[0].copy(), self._allocation[1].copy()
         layers[number], addresses[number] = new, (new.keys.ctypes.data, new.values.ctypes.data, capacity)
         self._allocation = layers, addresses
 
     def copy(self) -> "Cache":
-        """Return a copy of the cache, for a second sequence that begins with the tokens of this one."""
+        """Return a copy of the cache, for a second sequence with the same first tokens."""
         twin = copy.copy(self)
         twin.ids, twin._oldest = list(self.ids), list(self._oldest)
         for number, layer in enumerate(self.layers):
@@ -207,16 +209,16 @@ class Cache:
         return twin
 
     def _committed(self, number: int) -> np.ndarray:
-        """Return the positions that a later query attends to: the last window - 1 positions, or all with full attention."""
+        """Return the positions that later queries attend to: the last window - 1 positions, or all with full attention."""
         first = first_readable(self.config.kv_layers[number], self.position)
         return np.arange(first, self.position)
 
     def _intact(self, number: int) -> np.ndarray:
-        """Return the positions whose rows are still stored, including up to `keep` positions before the window."""
+        """Return the positions whose rows are stored, with up to `keep` positions before the window."""
         return np.arange(self._oldest[number], self.position)
 
     def rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys and values of a layer that a later query attends to, as f32 [positions, G, E] each."""
+        """Return the keys and values of a layer that later queries attend to, as f32 [positions, G, E] each."""
         layer = self.layers[number]
         slots = self._committed(number) % max(1, layer.capacity)
         return _as_f32(layer.keys[:, slots].transpose(1, 0, 2)), _as_f32(layer.values[:, slots].transpose(1, 0, 2))
@@ -237,7 +239,7 @@ class Cache:
                 at += part.size
 
     def raw_rows(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the stored keys and values of a layer that a token at position `since` or later attends to.
+        """Return a layer's stored keys and values for the positions that tokens from `since` on attend to.
 
         The two arrays are [G, positions, E], in the dtype of the cache.
         """
@@ -247,9 +249,9 @@ class Cache:
         return layer.keys[:, slots], layer.values[:, slots]
 
     def restore(self, ids: list[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Fill an empty cache with the tokens of another cache and with that cache's `raw_rows` of each layer.
+        """Fill an empty cache with another cache's tokens and that cache's `raw_rows` of each layer.
 
-        If kv_rows does not have one entry per layer, ValueError is raised and the cache stays empty.
+        If the number of layers is wrong, ValueError is raised, and the cache stays empty.
         """
         self._make_room(len(ids), 1)
         oldest = []
@@ -263,18 +265,19 @@ class Cache:
         self._oldest, self.ids = oldest, ids
 
     def addresses(self) -> np.ndarray:
-        """Return int64 [kv layers, 3]: for each layer, the address of the keys, the address of the values, and the capacity.
+        """Return int64 [kv layers, 3]: for each layer, the address of the keys, the address of the values, and the
+        capacity.
 
-        The addresses are valid while the caller holds a reference to `layers`.
+        The caller must hold a reference to `layers` while it uses the addresses.
         """
         return self._allocation[1]
 
     def abandon(self) -> None:
-        """Mark the cache as unusable, because a stalled worker of a failed pass may still write to the cache."""
+        """Mark the cache as unusable, because a stalled worker of a failed pass may still write to it."""
         self.abandoned = True
 
     def poison_uncommitted(self) -> None:
-        """If `poison` is set, fill rows without a stored position with NaN, so that tests notice reads of these rows."""
+        """If `poison` is set, fill uncommitted rows with NaN, so that tests notice when such rows are read."""
         if not self.poison:
             return
         for number, layer in enumerate(self.layers):

@@ -1,6 +1,7 @@
-"""The cells: the int64 variables that the workers of one run share, such as tile counters, watermarks and progress.
+"""Cells, the int64 variables that the workers of one run share, such as tile counters, watermarks and progress.
 
-Every run has cells of its own. A stalled worker that continues later therefore cannot change the cells of a later run.
+Every run has new cells. If a stalled worker continues later, it still has the cells of its own run, and cannot disturb
+a later run.
 """
 
 from collections.abc import Sequence
@@ -11,10 +12,11 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.int64]
 
-# 16 cells are 128 bytes: a cache line on Apple's processors, and two lines that x86 processors prefetch together.
+# 16 cells are 128 bytes. This is a cache line of Apple's processors, and the two lines that x86 processors prefetch
+# together.
 LINE = 16
 
-# Cells of `shared`, first line. They change at most once in a run, so every core keeps this line in its L1 cache.
+# Cells in the first line of `shared`. They change at most once in a run, so every core keeps this line in its L1 cache.
 BROKEN = 0  # 0, or 1 + the number of the worker that broke the run
 FAULT_PLAN = 1  # 1 if a test injects faults; the next cells hold the FaultPlan of fault_injection.py
 (
@@ -29,18 +31,18 @@ FAULT_PLAN = 1  # 1 if a test injects faults; the next cells hold the FaultPlan 
     OMISSION_LAYER,
     OMISSION_PHASE,
 ) = range(2, 12)
-# Cells of the barrier. Every worker writes ARRIVED and polls GENERATION, so each has a cache line of its own.
+# Cells of the barrier. Each has a cache line of its own, because workers poll GENERATION while others write ARRIVED.
 ARRIVED, GENERATION = LINE, 2 * LINE
 _SHARED_LINES = 3
 
-# Cells of `own`, one line per worker, which only that worker writes.
+# Cells in `own`, which has one line for each worker. No other worker writes this line.
 PROGRESS, WAITING, LAYER, PHASE, RANDOM = range(5)
 
-# The values of the cell WAITING, which says what a worker waits for.
+# The values of the cell WAITING: what a worker waits for.
 COMPUTES, AT_BARRIER, TO_PUBLISH, FOR_ROWS = range(4)
 WAITS = ("computes", "waits at a barrier", "waits to publish rows", "waits for rows")
 
-NOWHERE = -1  # value of LAYER and PHASE before the worker's first phase
+NOWHERE = -1  # the value of LAYER and PHASE before a worker begins its first phase
 
 
 class Cells(NamedTuple):
@@ -49,16 +51,18 @@ class Cells(NamedTuple):
     shared: Array
     own: Array
     watermarks: Array
-    counters: Array  # for each phase, the next tile to claim
-    times: Array  # nanoseconds by worker and phase, see profile.py; empty unless profiling is on
+    counters: Array  # for each phase, the next tile that a worker can claim
+    times: Array  # nanoseconds by worker and phase, see profile.py; empty if profiling is off
 
 
 def make_cells(workers: int, watermarks: Sequence[int] = (), counters: int = 0, times: int = 0) -> Cells:
     """Allocate the cells of a new run, with at least one watermark and one counter.
 
-    watermarks: the initial values. counters: the number of tile counters. times: the number of lines of `times` per worker.
+    watermarks: the initial values. counters: the number of tile counters. times: the number of lines of `times` per
+    worker.
 
-    The cells are one allocation, because a run begins for every generated token and several allocations would take longer.
+    There is only one allocation, because cells are made for every generated token, and several allocations would take
+    longer.
     """
     sizes = (_SHARED_LINES, workers, max(len(watermarks), 1), max(counters, 1), workers * times)
     memory = np.zeros((sum(sizes) + 1) * LINE, np.int64)

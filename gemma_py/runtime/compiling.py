@@ -36,16 +36,16 @@ from gemma_py.runtime.program import ModelTables, Sizes
 from gemma_py.runtime.trace import NO_TRACE
 from gemma_py.weights.pack import PackedArrays
 
-# A share is a tuple of kernels that one process compiles, because these kernels call common helper functions. The share
-# that takes longest comes first. `forward` calls every kernel of the shares, so `forward` is compiled last.
-SHARES = ((attention_phase, scores_phase), (matmul_phase,), (rows_phase, trace_phase))
+# A share is a tuple of kernels that are compiled in one process, because they call common helper functions. The share that
+# takes longest comes first. `forward` calls every kernel of the shares, so it is compiled last.
+SHARES = ((matmul_phase,), (attention_phase, scores_phase), (rows_phase, trace_phase))
 _KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kernel in share}
-_TIMEOUT = 300.0  # seconds for one kernel; a kernel usually takes about ten seconds
+_TIMEOUT = 300.0  # seconds until compiling a kernel is given up; a kernel usually takes about ten
 _TICK = 0.2
 
 
 def first_time(kv: str) -> bool:
-    """Return whether the forward pass for KV rows of this type is not in the cache on disk, or no cache exists."""
+    """Return whether the cache on disk lacks the forward pass for KV rows of this type."""
     return CACHE is None or not (CACHE / f"compiled-{kv}").exists()
 
 
@@ -56,7 +56,7 @@ def mark_compiled(kv: str) -> None:
 
 
 def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
-    """Return the types of a kernel's arguments. `forward` takes all arguments of a phase except the last two."""
+    """Return the types of a kernel's arguments. `forward` has all the arguments of a phase, except the last two."""
     i64 = np.empty(0, np.int64)
     arguments = (
         0, 0, make_cells(1),
@@ -77,7 +77,7 @@ def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
 
 
 def _read_only(kind: type, dimensions: int = 1) -> np.ndarray:
-    """Return an empty read-only array. Weights are read-only, which is part of an array's type in numba."""
+    """Return an empty read-only array. numba treats it as another type than a writable array, and weights are read-only."""
     array: np.ndarray = np.empty((0,) * dimensions, kind)
     array.flags.writeable = False
     return array
@@ -86,7 +86,7 @@ def _read_only(kind: type, dimensions: int = 1) -> np.ndarray:
 class Compilation:
     """A context manager that starts the compiling processes, and kills them on exit.
 
-    No process is started if the kernels are in the cache on disk, or if there is no cache on disk.
+    If the kernels are in the cache on disk, or if there is no such cache, no process is started.
     """
 
     def __init__(
@@ -107,11 +107,19 @@ class Compilation:
         if not first_time(self._kv):
             return self
         self._progress("compiling kernels", 0, self._total, "kernels")
+        try:
+            self._start()
+        except BaseException as error:  # an exception in `__enter__`, after which Python does not call `__exit__`
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _start(self) -> None:
         if CACHE is not None and sys.executable:
             command = [sys.executable, "-P", "-m", "gemma_py.runtime.compiling", str(CACHE), self._kv]
             with contextlib.suppress(OSError):  # if no process starts, the main process compiles the kernels
-                # PYTHONPATH lets the processes find the modules of the main process; "" stands for the current directory.
-                # Ctrl-C does not reach the processes, because they have a process group of their own.
+                # PYTHONPATH lets the processes find the modules of this process. An empty path stands for the current
+                # directory. The processes have a process group of their own, so Ctrl-C does not reach them.
                 paths = [path or str(Path.cwd()) for path in sys.path if isinstance(path, str)]
                 environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
                 for _ in range(min(machine.threads(), len(self._shares))):
@@ -121,15 +129,16 @@ class Compilation:
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                         )
                     )  # fmt: skip
-            for process in self.processes:
-                self._feeders.append(threading.Thread(target=self._feed, args=(process,), daemon=True))
-            self._busy = len(self._feeders)
-            for feeder in self._feeders:
-                feeder.start()
-        return self
+        feeders = [threading.Thread(target=self._feed, args=(process,), daemon=True) for process in self.processes]
+        self._busy = len(feeders)
+        for feeder in feeders:
+            feeder.start()
+            self._feeders.append(feeder)
 
     def _feed(self, process: "subprocess.Popen[bytes]") -> None:
-        """Have a process compile share after share until none is left. The last process also compiles `forward`."""
+        """Let a process compile one share after another. The process that compiles the last share then also compiles
+        `forward`.
+        """
         alive = True
         while alive and (share := self._next()) is not None:
             for kernel in share:
@@ -145,7 +154,7 @@ class Compilation:
             return self._shares.pop(0) if self._shares else None
 
     def _compiled(self, process: "subprocess.Popen[bytes]", kernel: Any) -> bool:
-        """Have the process compile a kernel. Return False if the process has died."""
+        """Let the process compile a kernel. Return False if the process has died."""
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(f"{kernel.__name__}\n".encode())
@@ -183,14 +192,14 @@ class Compilation:
             feeder.join()
         for process in self.processes:
             with process:
-                pass  # leaving the `with` statement closes the pipes and waits for the process
+                pass  # at the end of `with`, the pipes are closed, and Python waits for the process
 
 
 def main() -> None:
     cache, kv = sys.argv[1:]
     wanted: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(wanted,), daemon=True).start()
-    while str(CACHE) == cache:  # with another cache key, the parent process would not find the kernels
+    while str(CACHE) == cache:  # the parent would not find the kernels if this process had another cache directory
         kernel = _KERNELS[wanted.get()]
         kernel.compile(signature(kernel, kv))
         print(kernel.__name__, flush=True)
@@ -199,7 +208,7 @@ def main() -> None:
 def _listen(wanted: "queue.SimpleQueue[str]") -> None:
     for line in sys.stdin:
         wanted.put(line.strip())
-    os._exit(0)  # the parent process has ended, so end at once, even in the middle of a compilation
+    os._exit(0)  # the parent process has ended; end too, even in the middle of a compilation
 
 
 if __name__ == "__main__":

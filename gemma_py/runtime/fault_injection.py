@@ -1,8 +1,8 @@
 """Fault injection for tests: random delays, injected faults, and omitted synchronisation.
 
-Every function of sync.py checks the cell FAULT_PLAN at run time, so that tests run the same machine code as users.
-The check adds 3 ns to a call that takes 3 ns without it, which is about 3 microseconds for the thousand calls of a forward
-pass. The check is this cheap because FAULT_PLAN is on the cache line of BROKEN, which stays in the L1 cache of every core.
+Every function of sync.py checks the cell FAULT_PLAN at run time, so that tests run the machine code that users run. A check
+takes 3 ns, which is about 3 microseconds for the thousand calls of a forward pass. A check takes so little because the
+cache line of FAULT_PLAN is rarely written and stays in the L1 cache of every core.
 """
 
 from dataclasses import dataclass
@@ -29,16 +29,15 @@ class FaultPlan:
     """The faults to inject into a run.
 
     seed: if not 0, every call of sync.py begins with a random delay, and `claim_any` returns the tiles in a random order. The
-        seed determines the random numbers, but not the schedule of the threads.
+        seed determines the random numbers, but the operating system still schedules the threads.
     fault: "stall", "raise", or "" for no fault.
     worker, layer, phase: the worker that has the fault, and the layer and phase in which it occurs. ANY matches every
         layer or phase.
-    place: the call of sync.py in which the fault occurs: "enter", "claim" (after a tile is claimed), "publish", "await",
-        "barrier" (before the worker arrives), or "anywhere" for the first of these calls.
-    omit: the synchronisation to leave out, as a negative control. "barrier": workers do not wait at barriers. "order": rows
-        are published without waiting for earlier rows. "await": workers do not wait for published rows.
-        "ahead": workers wait for the rows up to the position of a query only, not for later rows that the query sees.
-        "": none.
+    place: the function of sync.py in which the fault occurs: "enter", "claim" (after a tile is claimed), "publish", "await",
+        "barrier" (before the worker arrives), or "anywhere" for whichever is called first.
+    omit: the synchronisation to leave out, so that a test can show that it is needed. "barrier": workers do not wait at
+        barriers. "order": rows are published without waiting for earlier rows. "await": attention does not wait for rows.
+        "ahead": attention does not wait for rows after the query's own position. "": nothing is left out.
     omit_layer, omit_phase: the layer and phase in which synchronisation is left out. ANY matches every layer or phase.
     """
 
@@ -58,7 +57,6 @@ class FaultPlan:
             raise InputError(f"invalid fault plan {self}: expected {known}")
 
     def apply(self, cells: c.Cells) -> None:
-        """Write the plan into the cells of a run, before the workers start."""
         values = {c.FAULT_PLAN: 1, c.SEED: self.seed, c.FAULT: _FAULTS[self.fault], c.FAULT_WORKER: self.worker}
         values |= {c.FAULT_LAYER: self.layer, c.FAULT_PHASE: self.phase, c.FAULT_PLACE: _PLACES[self.place]}
         values |= {
@@ -75,7 +73,7 @@ class FaultPlan:
 
 @inlined
 def _draw(cells, worker):
-    """Return 31 random bits, which are high bits of the state of a linear congruential generator."""
+    """Return 31 random bits: the high bits of a linear congruential generator, whose low bits are less random."""
     at = worker * c.LINE + c.RANDOM
     cells.own[at] = cells.own[at] * 6364136223846793005 + 1442695040888963407
     return (cells.own[at] >> 32) & 0x7FFFFFFF
@@ -85,8 +83,8 @@ def _draw(cells, worker):
 def _delay(cells, worker):
     """Delay this worker by a random time.
 
-    Half of the calls do not delay. The others yield the core, spin, or sleep; one call in 1024 sleeps for 2 ms, so that the
-    other workers get far ahead.
+    Half of the calls return at once. The others yield the core, spin or sleep. One call in 1024 sleeps for 2 ms, so
+    that the other workers get far ahead.
     """
     kind, length = _draw(cells, worker) & 1023, _draw(cells, worker)
     if kind == 0:
@@ -109,7 +107,7 @@ def _is_at(cells, worker, layer, phase):
 
 @inlined
 def inject(cells, worker, place):
-    """Delay this worker or inject the fault if the plan says so for this place. The caller has checked FAULT_PLAN."""
+    """If the plan says so for this place, delay this worker or inject the fault. The caller has checked FAULT_PLAN."""
     shared = cells.shared
     if shared[c.SEED] != 0:
         _delay(cells, worker)
@@ -122,21 +120,21 @@ def inject(cells, worker, place):
         return
     if fault == _RAISE:
         raise RuntimeError("an injected fault")
-    # A stalled worker does not react to a broken run, so this loop ignores BROKEN. It ends when the team is closed.
+    # This loop imitates a stall, so it ignores BROKEN. It ends when the team is closed.
     while load_acquire(shared, c.END_STALLS) == 0:
         sleep_microseconds(np.uint32(1000))
 
 
 @inlined
 def omits(cells, worker, what):
-    """Return whether the plan leaves out the synchronisation `what` in the worker's current layer and phase."""
+    """Return whether the plan leaves out this synchronisation in the worker's current layer and phase."""
     shared = cells.shared
     return shared[c.OMISSION] == what and _is_at(cells, worker, shared[c.OMISSION_LAYER], shared[c.OMISSION_PHASE])
 
 
 @inlined
 def shuffle(cells, index, tile, tiles):
-    """Return the tile to compute instead of `tile`, by a permutation of the tiles that depends on the seed and the counter.
+    """Return the tile to compute in place of `tile`. The seed and the counter determine a permutation of the tiles.
 
     The permutation is (tile * factor + shift) % tiles, where factor has no common divisor with `tiles`.
     """

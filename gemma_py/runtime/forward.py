@@ -1,7 +1,8 @@
 """The forward pass: a kernel that every worker runs once, and that interprets the program phase by phase.
 
-A barrier follows every phase, except between a phase that stores KV rows and the attention to these rows. KV rows are
-published in position order (`publish`), and an attention tile waits for the last KV row that it reads (`await_rows`).
+A barrier follows every phase, with one exception: no barrier separates a phase that stores KV rows from the attention
+to these rows. Instead, KV rows are published in position order (`publish`), and an attention tile waits for the last KV
+row that it reads (`await_rows`).
 """
 
 import numpy as np
@@ -23,7 +24,7 @@ from gemma_py.runtime.trace import is_traced
 
 @kernel
 def forward(worker, workers, cells, model, scratch, batch, trace):
-    """Compute the logits of a batch. Return False if the run is broken, by this worker or by another one.
+    """Compute the logits of a batch. Return False if any worker has broken the run.
 
     model: ModelTables   scratch: Scratch   batch: Batch   trace: Trace
     """
@@ -50,7 +51,8 @@ def forward(worker, workers, cells, model, scratch, batch, trace):
             return False
         if is_traced(trace) and (multiplies or op[p.OP] == ATTEND):
             trace_phase(worker, workers, cells, model, scratch, batch, trace, at, end)
-            if not barrier(cells, worker, workers):  # the next phase may overwrite rows that other workers are tracing
+            # Wait, because the next phase may overwrite rows that other workers are still tracing.
+            if not barrier(cells, worker, workers):
                 return False
         at = end
     return True

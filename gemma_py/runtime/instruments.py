@@ -9,12 +9,13 @@ from gemma_py.runtime.trace import Trace
 
 @dataclass
 class Instruments:
-    """The instruments of a runner.
+    """The settings.
 
     fault_plan: the faults to inject, see fault_injection.py.
-    poison: whether scratch memory and unused KV rows are set to NaN before every pass, which exposes reads of stale data.
-    profile: the object that sums up the times of every pass.
-    traces: the list to which the trace of every pass is appended.
+    poison: whether to fill scratch memory and unused KV rows with NaN before every pass, so that a read of stale data
+    shows.
+    profile: an object that sums up the times of every pass.
+    traces: a list to which the trace of every pass is appended.
     """
 
     fault_plan: FaultPlan | None = None

@@ -2,11 +2,11 @@
 
     T rows   D model width   H query heads   G key/value heads   E head width   N outputs and K inputs of a matrix
 
-Every sum is computed within one tile. The bits of an output therefore do not depend on the number of workers, on the size
-of the tiles, or on the other rows of a tile.
+Every sum is computed within one tile. The bits of an output therefore do not depend on the number of workers, on the
+size of the tiles, or on the other rows of a tile.
 
-Arguments of a phase: `at` is the index in `model.ops` of the phase's first operation, and `end` is the index of the next
-phase's first operation.
+Arguments of a phase: `at` is the index in `model.ops` of the phase's first operation, and `end` is the index of the
+next phase's first operation.
 """
 
 import numpy as np
@@ -43,9 +43,9 @@ _FULL_WINDOW = 1 << 40  # the sliding window that stands for full attention, lar
 
 @phase
 def rows_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Run a phase of row operations. A worker takes a tile of rows through the operations of the phase.
+    """Run a phase of row operations. A worker takes a tile of rows through all operations of the phase.
 
-    In a phase with STORE, tiles are claimed and published in position order, and a tile has rows of only one sequence.
+    If the phase has STORE, tiles are claimed and published in position order, and a tile has rows of only one sequence.
     """
     last_op = model.ops[end - 1]
     stores, segments = last_op[p.OP] == STORE, batch.segments[last_op[p.ROWS_OF]]
@@ -92,16 +92,16 @@ def _params_of(model, op, segment):
 
 @inlined
 def _await_keys(cells, worker, op, params, sequences, number, position):
-    """Wait until the KV rows that a query at `position` of a sequence sees, and all earlier rows, are published."""
+    """Wait until all KV rows that a query at `position` of a sequence sees are published."""
     last = last_awaited(cells, worker, position, min(position + params.ahead, params.length - 1))
     return await_rows(cells, worker, op[p.KV] * sequences + number, last)
 
 
 @inlined
 def workers_a_position(op, batch, workers):
-    """Return how many workers compute the attention of one position to one key/value head.
+    """Return how many workers share the attention of one position to one key/value head.
 
-    More than one worker does so only in a decoding pass of S sequences with more than S * G workers.
+    They share it only while tokens are decoded, and only if there are more than S * G workers for S sequences.
     """
     S, G, H, E = batch.tables.shape[0], op[p.KV_HEADS], op[p.HEADS], op[p.WIDTH]
     if batch.counts[op[p.ROWS_OF], LONGEST] > 1 or H // G > LANES or workers <= G * S:
@@ -111,7 +111,7 @@ def workers_a_position(op, batch, workers):
 
 @inlined
 def _scores_of(scratch, workers, pair):
-    """Return the slice of scratch.scores for key/value head g of sequence s. pair: s * G + g"""
+    """Return the slice of scratch.scores that belongs to a pair of a sequence s and a key/value head g. pair: s * G + g"""
     size = scratch.scores.shape[0] // (workers - 1) // LANES * LANES
     return slice(pair * size, (pair + 1) * size)
 
@@ -120,8 +120,8 @@ def _scores_of(scratch, workers, pair):
 def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     """Compute attention scores in a decoding pass in which several workers share a position.
 
-    A tile scores a range of the keys of one position, after waiting until that position's KV row is published. Scores are
-    not traced, because the trace has the attention outputs that are computed from the scores.
+    A tile scores a range of the keys of one position, after waiting until that position's KV row is published. Scores
+    are not traced, because an error in them changes the attention's output, which is traced.
     """
     op = model.ops[at]
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
@@ -151,7 +151,7 @@ def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
 
 @inlined
 def _columns(worker, workers, cells, model, scratch, batch, trace, op, parts):
-    """Compute attention from the scores of `scores_phase`. A tile computes a range of output columns of one position."""
+    """Compute attention from the scores of `scores_phase`. A tile is a range of output columns of one position."""
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
     (q,) = buffer_of(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
@@ -182,7 +182,7 @@ def _columns(worker, workers, cells, model, scratch, batch, trace, op, parts):
 def attend_tile(model, op, scratch, batch, workspace, number, g, first, last):
     """Compute attention of rows first .. last - 1 of a sequence for one key/value head.
 
-    The caller has waited until the KV rows that row last - 1 sees are published.
+    The caller has waited for the KV rows that row last - 1 sees.
     """
     H, kv_entry, segment = op[p.HEADS], batch.tables[number, op[p.KV]], batch.segments[op[p.ROWS_OF], number]
     keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
@@ -197,7 +197,7 @@ def attend_tile(model, op, scratch, batch, workspace, number, g, first, last):
 def _attend_tiles(worker, workers, cells, model, scratch, batch, trace, op):
     """Compute attention in tiles of neighbouring positions and one key/value head.
 
-    A worker first waits until the last KV row that the tile reads is published.
+    Before a tile, the worker waits until the last KV row that the tile reads is published.
     """
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]

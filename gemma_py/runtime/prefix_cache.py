@@ -1,11 +1,11 @@
-"""The prefix cache, which stores the KV rows of earlier requests for later requests that begin with the same tokens.
+"""The prefix cache, which keeps KV rows of earlier requests for later requests that begin with the same tokens.
 
-Rows are stored in blocks of BLOCK_TOKENS tokens. The key of a block is the number of the preceding block together with the
-block's tokens, so requests with a common prefix share the blocks of the prefix.
+Rows are stored in blocks of BLOCK_TOKENS tokens. The key of a block is the number of the preceding block together with
+the block's tokens, so requests with a common prefix share the blocks of the prefix.
 
-A block holds the rows of every layer, including layers with a sliding window. A request can resume at the end of any block,
-because that block and the preceding blocks contain the window. Storing a whole window at the end of each block would take
-more memory, because a window is longer than a block.
+A block holds the rows of every layer. In layers with a sliding window, the window at the end of a block is spread over
+that block and the preceding ones, so a request can resume at the end of any block. Storing a whole window with each
+block would take more memory, because a window is longer than a block.
 
 Rows are copied bit by bit, so the logits after a hit are bit-identical to the logits after a miss.
 """
@@ -25,8 +25,8 @@ _ROOT = 0
 
 
 class _Block(NamedTuple):
-    number: int  # part of the keys of the blocks that follow this block; never used again for another block
-    slot: int  # index into `PrefixCache._rows`
+    number: int  # part of the keys of the blocks that follow this block; no later block gets this number
+    slot: int
 
 
 class PrefixCache:
@@ -36,12 +36,13 @@ class PrefixCache:
     """
 
     def __init__(self, config: Config, kv: str, budget: int) -> None:
-        self.hits = self.misses = self.hit_tokens = 0  # hits and misses are numbers of requests
-        self._blocks: OrderedDict[tuple[int, bytes], _Block] = OrderedDict()  # from least to most recently used
+        self.hits = self.misses = self.hit_tokens = 0  # hits and misses count requests
+        # The least recently used block comes first.
+        self._blocks: OrderedDict[tuple[int, bytes], _Block] = OrderedDict()
         self._last_number = _ROOT
         self._block_bytes = bytes_needed(config, kv, BLOCK_TOKENS, BLOCK_TOKENS)
-        # One allocation for the whole budget, because many small ones would fragment memory. Slots that are never written
-        # take no physical memory.
+        # The whole budget is one allocation, because many small ones would fragment memory. Slots that are never
+        # written take no physical memory.
         self._rows: np.ndarray = np.empty((budget // self._block_bytes, self._block_bytes), np.uint8).view(KV_TYPES[kv])
         self._free = list(range(len(self._rows) - 1, -1, -1))
 
@@ -55,9 +56,9 @@ class PrefixCache:
         return len(self._blocks) * self._block_bytes
 
     def restore(self, cache: Cache, ids: Sequence[int]) -> int:
-        """Copy the longest cached prefix of `ids` into an empty KV cache, and return the prefix's number of tokens.
+        """Copy the longest cached prefix of `ids` into an empty KV cache. Return the number of copied tokens.
 
-        The prefix never includes the last id, because the request needs the logits of the last id.
+        The last id is never copied, because the request needs its logits.
         """
         path = self._find(ids[: len(ids) - 1])
         if not path:
@@ -73,18 +74,18 @@ class PrefixCache:
     def insert(self, cache: Cache, since: int) -> None:
         """Store the blocks that the last pass of a sequence completed. since: the position at which the pass began.
 
-        Call this before the next pass, which may overwrite rows of sliding layers. If a sequence is longer than the budget,
-        only the first blocks of the sequence are stored.
+        Call this before the next pass, which may overwrite rows of sliding layers. Of a sequence that is longer than
+        the budget, only the first blocks are stored.
         """
         first, last = since // BLOCK_TOKENS, min(cache.position // BLOCK_TOKENS, len(self._rows))
         if first >= last:
             return
         path = self._find(cache.ids[: last * BLOCK_TOKENS])
         if len(path) < first:
-            return  # an earlier block was evicted, and without that block, later blocks cannot be found
+            return  # an earlier block of the sequence was evicted, and a block cannot be found without the earlier ones
         self._touch(cache.ids, path)
         for index in range(len(path), last):
-            # The evicted block never belongs to this sequence, because this sequence's blocks were just touched.
+            # This sequence's blocks were just touched, so a block of another sequence is evicted.
             if not self._free:
                 self._evict()
             slot = self._free.pop()
@@ -100,7 +101,6 @@ class PrefixCache:
         self._touch(cache.ids, path)
 
     def _evict(self) -> None:
-        """Free the slot of the least recently used block."""
         self._free.append(self._blocks.popitem(last=False)[1].slot)
 
     def _find(self, ids: Sequence[int]) -> list[_Block]:
@@ -116,7 +116,7 @@ class PrefixCache:
         return path
 
     def _touch(self, ids: Sequence[int], path: Sequence[_Block]) -> None:
-        """Mark a chain of blocks as recently used, and the first block as the most recently used one."""
+        """Mark a chain of blocks as recently used, the first block most recently."""
         parents = [_ROOT, *(block.number for block in path)]
         for index in range(len(path) - 1, -1, -1):
             self._blocks.move_to_end((parents[index], _tokens(ids, index)))
@@ -124,7 +124,7 @@ class PrefixCache:
     def _rows_of(self, config: Config, path: Sequence[_Block]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the keys and values of each layer, [G, positions, E], from the chain of blocks `path`.
 
-        The positions are those that a token after the chain attends to, rounded down to the beginning of a block.
+        These are the rows to which a token after the chain attends, from the beginning of a block on.
         """
         at = 0
         for layer in config.kv_layers:

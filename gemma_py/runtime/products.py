@@ -2,10 +2,10 @@
 
     T rows   N outputs and K inputs of a matrix   C chosen experts of a row
 
-A product with an expert's matrix belongs to a row and to one of the C experts that are chosen for the row. Each worker
-sorts the products of a phase by expert (kernels/experts.py), in an order that depends only on the routes. A tile copies
-the input rows of some products of one expert side by side, so that the expert's codes are unpacked once for these rows.
-Which rows share a tile changes no bit, because each output is one sum.
+Every row is multiplied with the matrices of C experts. Each worker sorts these products by expert (kernels/experts.py), in
+an order that depends only on the routes. A tile copies the input rows of some products of one expert side by side, so that
+the expert's codes are unpacked once for these rows. Each output is one sum, so the bits do not depend on which rows share a
+tile.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ from gemma_py.runtime.sync import claim_any
 from gemma_py.runtime.trace import is_traced, trace_worker
 from gemma_py.weights import pack as w
 
-# The fewest panels in a tile of an expert. Every tile copies the expert's input rows anew, which makes small tiles slow.
+# The fewest panels in a tile of an expert. Small tiles are slow, because every tile copies the expert's input rows again.
 _MIN_EXPERT_PANELS = 16
 
 
@@ -39,8 +39,10 @@ _MIN_EXPERT_PANELS = 16
 def _multiply(model, number, x, coded, y, unpacked, first_row, last_row, first_panel, last_panel):
     """Compute y[t, n] for rows t in first_row .. last_row - 1 and outputs n in panels first_panel .. last_panel - 1.
 
-    number: the row of the matrix in `matrices`. x: [rows * K] f32, read if the matrix is a float matrix; otherwise, coded
-    is read. y: [rows * N] f32, written for these rows and outputs
+    number: the index of the matrix in `matrices`
+    x: [rows * K] f32, read if the matrix is a float matrix
+    coded: the quantised input, read otherwise
+    y: [rows * N] f32, written for these rows and outputs
     """
     row = model.weights.matrices[number]
     N, K = row[w.ROWS], row[w.INPUTS]
@@ -56,24 +58,6 @@ def _multiply(model, number, x, coded, y, unpacked, first_row, last_row, first_p
         )
 
 
-# --- dense matrices ---------------------------------------------------------------------------------------------------
-
-
-@inlined
-def _matmul(model, op, scratch, batch, unpacked, first_row, last_row, first_panel, last_panel):
-    """Compute the rows and panels of a tile, and apply the soft cap."""
-    number = op[p.MATRIX]
-    N, K = model.weights.matrices[number, w.ROWS], model.weights.matrices[number, w.INPUTS]
-    (x,) = buffer_of(batch, scratch, op[p.SOURCE], K)
-    (y,) = buffer_of(batch, scratch, op[p.TARGET], N)
-    coded = codes_of(scratch, batch, op[p.SLOT])
-    _multiply(model, number, x, coded, y, unpacked, first_row, last_row, first_panel, last_panel)
-    cap = model.numbers[op[p.NUMBER]]
-    if cap > 0:
-        for t in range(first_row, last_row):
-            soft_cap(y, cap, t * N + first_panel * COLUMNS, t * N + min(last_panel * COLUMNS, N))
-
-
 @inlined
 def _panels_for(model, op):
     return (model.weights.matrices[op[p.MATRIX], w.ROWS] + COLUMNS - 1) // COLUMNS
@@ -83,8 +67,8 @@ def _panels_for(model, op):
 def _rows_together(panels, T, workers):
     """Return the number of rows of a tile.
 
-    Larger tiles are better, because every tile unpacks its panels anew. But the rows are cut into enough blocks that
-    blocks * panels >= 32 * workers, which gives each worker 8 tiles of 4 panels.
+    Tiles are as large as possible, because every tile unpacks its panels again. But there must be enough of them to keep
+    the workers equally busy: blocks * panels >= 32 * workers, which gives each worker 8 tiles of 4 panels.
     """
     blocks = max((T + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS, (32 * workers + panels - 1) // panels)
     rows = (T + blocks - 1) // blocks
@@ -95,10 +79,11 @@ def _rows_together(panels, T, workers):
 def _panels_together(panels, blocks, T, workers):
     """Return the number of panels of a tile, a multiple of 4.
 
-    panels: the number of panels of the phase's matrices. blocks: the number of blocks that `_rows_together` cuts rows into.
+    panels: the number of panels of the phase's matrices. blocks: the number of blocks of `_rows_together` rows.
 
-    With many rows, each worker gets about 8 tiles, for balance. With few rows, memory bandwidth is the limit, and long
-    contiguous reads are faster: each worker gets up to 8 tiles of at least 16 panels, or one smaller tile.
+    With many rows, each worker gets about 8 tiles, so that workers finish at about the same time. With few rows, memory
+    bandwidth is the limit, and long contiguous reads are faster: each worker gets up to 8 tiles of at least 16 panels, or
+    one smaller tile.
     """
     if T > FEW_ROWS:
         return max(4, min(64, panels * blocks // (8 * workers) // 4 * 4))
@@ -106,119 +91,127 @@ def _panels_together(panels, blocks, T, workers):
     return min(64, (panels + 4 * tiles - 1) // (4 * tiles) * 4)
 
 
-# --- matrices of experts ----------------------------------------------------------------------------------------------
-
-
-@inlined
-def _expert_tile(worker, workers, model, op, scratch, batch, lists, expert, first, last, first_panel, last_panel):
-    """Compute the products lists[first : last] of an expert, for the outputs of panels first_panel .. last_panel - 1."""
-    number, unpacked = op[p.MATRIX] + expert, unpack_buffer_of(scratch, worker, workers)
-    N, K = model.weights.matrices[number, w.ROWS], model.weights.matrices[number, w.INPUTS]
-    share = op[p.HEADS] if op[p.STRIDE] == K else np.int64(1)  # neighbouring products that have one input row
-    (x,) = buffer_of(batch, scratch, op[p.SOURCE], op[p.STRIDE])
-    (y,) = buffer_of(batch, scratch, op[p.TARGET], op[p.HEADS] * N)
-    coded = codes_of(scratch, batch, op[p.SLOT])
-    if last - first == 1:
-        product = lists[first]
-        row = product // share
-        _multiply(model, number, x, coded, y[(product - row) * N :], unpacked, row, row + 1, first_panel, last_panel)
-        return
-    floats = scratch.experts.floats[own_part(scratch.experts.floats, worker, workers)]
-    outputs = scratch.experts.outputs[own_part(scratch.experts.outputs, worker, workers)]
-    codes = own_codes(scratch.experts.coded, worker, workers)
-    if model.weights.matrices[number, w.KIND] == w.CODES:
-        gather_codes(coded, lists, first, last, share, K, codes)
-    else:
-        gather_floats(x, lists, first, last, share, K, floats)
-    _multiply(model, number, floats, codes, outputs, unpacked, 0, last - first, first_panel, last_panel)
-    scatter_floats(outputs, lists, first, last, N, first_panel * COLUMNS, min(last_panel * COLUMNS, N), y)
-
-
 @inlined
 def _blocks_of(lists, expert):
-    """Return the number of tiles into which the products of an expert are cut."""
+    """Return the number of tiles into which an expert's products are divided."""
     return (lists[expert + 1] - lists[expert] + EXPERT_ROWS - 1) // EXPERT_ROWS
 
 
 @inlined
 def _columns_for(model, op, width):
-    """Return the number of tiles of `width` panels into which an expert's matrix is cut."""
+    """Return the number of tiles of `width` panels into which an expert's matrix is divided."""
     return (_panels_for(model, op) + width - 1) // width
 
 
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+
 @inlined
-def _expert_tiles(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Run a phase of products with experts' matrices. The tile numbers of each expert follow those of the expert before it."""
-    op = model.ops[at]
+def _tile_shape(model, scratch, batch, lists, workers, at, end):
+    """Return (rows of a block, blocks of all groups, panels of a tile).
+
+    The rows of a dense matrix are one group, and the products of each expert are a group. A group is cut into blocks.
+    """
+    op, panels = model.ops[at], np.int64(0)
     T, X, C = batch.counts[op[p.ROWS_OF], ROWS], op[p.EXPERTS], op[p.HEADS]
+    for number in range(at, end):
+        panels += _panels_for(model, model.ops[number])
+    if op[p.OP] != EXPERT_MATMUL:
+        rows = _rows_together(panels, T, workers)
+        blocks = (T + rows - 1) // rows
+        return rows, blocks, _panels_together(panels, blocks, T, workers)
     (routes,) = buffer_of(batch, scratch, op[p.SECOND], 2 * C)
-    lists = scratch.experts.lists[own_part(scratch.experts.lists, worker, workers)]
     list_products(routes, T, X, C, lists)
-    panels = blocks = tiles = np.int64(0)
-    for number in range(X):
-        blocks += _blocks_of(lists, number)
-    for number in range(at, end):
-        panels += blocks * _panels_for(model, model.ops[number])
-    width = max(_MIN_EXPERT_PANELS, min(64, panels // (8 * workers) // 4 * 4))
-    for number in range(at, end):
-        tiles += blocks * _columns_for(model, model.ops[number], width)
-    tile = claim_any(cells, worker, op[p.COUNTER], tiles)
-    while tile >= 0:
-        number, local, expert = at, tile, np.int64(0)
+    blocks = np.int64(0)
+    for expert in range(X):
+        blocks += _blocks_of(lists, expert)
+    return np.int64(EXPERT_ROWS), blocks, max(_MIN_EXPERT_PANELS, min(64, panels * blocks // (8 * workers) // 4 * 4))
+
+
+@inlined
+def _find_tile(model, lists, at, tile, blocks, width):
+    """Return (operation, expert, block, first panel) of a tile. The tiles of each operation follow those of the one before.
+
+    expert: the group of the block, or 0 with a dense matrix. block: the number of the block in the expert's group
+    """
+    number, expert, local = at, np.int64(0), tile
+    columns = _columns_for(model, model.ops[number], width)
+    while local >= blocks * columns:
+        local -= blocks * columns
+        number += 1
         columns = _columns_for(model, model.ops[number], width)
+    if model.ops[number, p.OP] == EXPERT_MATMUL:
+        blocks = _blocks_of(lists, expert)
         while local >= blocks * columns:
             local -= blocks * columns
-            number += 1
-            columns = _columns_for(model, model.ops[number], width)
-        while local >= _blocks_of(lists, expert) * columns:
-            local -= _blocks_of(lists, expert) * columns
             expert += 1
-        op = model.ops[number]
-        first, panel = lists[expert] + local // columns * EXPERT_ROWS, local % columns * width
-        last, panel_end = min(first + EXPERT_ROWS, lists[expert + 1]), min(panel + width, _panels_for(model, op))
-        _expert_tile(worker, workers, model, op, scratch, batch, lists, expert, first, last, panel, panel_end)
-        if is_traced(trace):
-            for place in range(first, last):
-                row = lists[place] // C
-                trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], row, row + 1)
-        tile = claim_any(cells, worker, op[p.COUNTER], tiles)
-    return True
+            blocks = _blocks_of(lists, expert)
+    return number, expert, local % blocks, local // blocks * width
 
 
-# --- the phase -----------------------------------------------------------------------------------------------------
+@inlined
+def _compute_tile(worker, workers, model, op, scratch, batch, lists, expert, first, last, first_panel, last_panel):
+    """Compute the outputs of panels first_panel .. last_panel - 1, for rows first .. last - 1 of a dense matrix or for the
+    products lists[first : last] of an expert.
+
+    `_multiply` is called at one place, because LLVM compiles all kinds of matrices anew for every call.
+    """
+    of_expert, number, unpacked = (
+        op[p.OP] == EXPERT_MATMUL,
+        op[p.MATRIX] + expert,
+        unpack_buffer_of(scratch, worker, workers),
+    )
+    N, K = model.weights.matrices[number, w.ROWS], model.weights.matrices[number, w.INPUTS]
+    # The number of neighbouring products that read the same input row.
+    share = op[p.HEADS] if op[p.STRIDE] == K else np.int64(1)
+    (x,) = buffer_of(batch, scratch, op[p.SOURCE], op[p.STRIDE] if of_expert else K)
+    (y,) = buffer_of(batch, scratch, op[p.TARGET], op[p.HEADS] * N if of_expert else N)
+    inputs, coded, outputs, first_row, last_row = x, codes_of(scratch, batch, op[p.SLOT]), y, first, last
+    gathers = of_expert and last - first > 1
+    if gathers:
+        inputs = scratch.experts.floats[own_part(scratch.experts.floats, worker, workers)]
+        outputs = scratch.experts.outputs[own_part(scratch.experts.outputs, worker, workers)]
+        first_row, last_row = np.int64(0), last - first
+        if model.weights.matrices[number, w.KIND] == w.CODES:
+            codes = own_codes(scratch.experts.coded, worker, workers)
+            gather_codes(coded, lists, first, last, share, K, codes)
+            coded = codes
+        else:
+            gather_floats(x, lists, first, last, share, K, inputs)
+    elif of_expert:
+        first_row = lists[first] // share
+        last_row = first_row + 1
+        outputs = y[(lists[first] - first_row) * N :]
+    _multiply(model, number, inputs, coded, outputs, unpacked, first_row, last_row, first_panel, last_panel)
+    left, right, cap = first_panel * COLUMNS, min(last_panel * COLUMNS, N), model.numbers[op[p.NUMBER]]
+    if gathers:
+        scatter_floats(outputs, lists, first, last, N, left, right, y)
+    elif cap > 0 and not of_expert:
+        for t in range(first, last):
+            soft_cap(y, cap, t * N + left, t * N + right)
 
 
 @phase
 def matmul_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
-    """Run a phase of matrix products. The tile numbers of each matrix follow those of the matrix before it."""
-    if model.ops[at, p.OP] == EXPERT_MATMUL:
-        return _expert_tiles(worker, workers, cells, model, scratch, batch, trace, at, end)
-    counter, T, unpacked = (
-        model.ops[at, p.COUNTER],
-        batch.counts[model.ops[at, p.ROWS_OF], ROWS],
-        unpack_buffer_of(scratch, worker, workers),
-    )
-    panels = tiles = np.int64(0)
+    """Run a phase of matrix products. Tiles are numbered matrix by matrix."""
+    counter, T, C = model.ops[at, p.COUNTER], batch.counts[model.ops[at, p.ROWS_OF], ROWS], model.ops[at, p.HEADS]
+    lists = scratch.experts.lists[own_part(scratch.experts.lists, worker, workers)]
+    rows, blocks, width = _tile_shape(model, scratch, batch, lists, workers, at, end)
+    tiles = np.int64(0)
     for number in range(at, end):
-        panels += _panels_for(model, model.ops[number])
-    together = _rows_together(panels, T, workers)
-    blocks = (T + together - 1) // together
-    width = _panels_together(panels, blocks, T, workers)
-    for number in range(at, end):
-        tiles += blocks * ((_panels_for(model, model.ops[number]) + width - 1) // width)
+        tiles += blocks * _columns_for(model, model.ops[number], width)
     tile = claim_any(cells, worker, counter, tiles)
     while tile >= 0:
-        number, local = at, tile
-        columns = (_panels_for(model, model.ops[number]) + width - 1) // width
-        while local >= blocks * columns:
-            local -= blocks * columns
-            number += 1
-            columns = (_panels_for(model, model.ops[number]) + width - 1) // width
+        number, expert, block, panel = _find_tile(model, lists, at, tile, blocks, width)
         op = model.ops[number]
-        row, panel = local % blocks * together, local // blocks * width
-        row_end, panel_end = min(row + together, T), min(panel + width, _panels_for(model, op))
-        _matmul(model, op, scratch, batch, unpacked, row, row_end, panel, panel_end)
+        of_expert = op[p.OP] == EXPERT_MATMUL
+        start, stop = (lists[expert], lists[expert + 1]) if of_expert else (np.int64(0), T)
+        first, last = start + block * rows, min(start + (block + 1) * rows, stop)
+        panel_end = min(panel + width, _panels_for(model, op))
+        _compute_tile(worker, workers, model, op, scratch, batch, lists, expert, first, last, panel, panel_end)
         if is_traced(trace):
-            trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], row, row_end)
+            for place in range(first, last):
+                row = lists[place] // C if of_expert else place
+                trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], row, row + 1)
         tile = claim_any(cells, worker, counter, tiles)
     return True

@@ -1,8 +1,8 @@
 """The profile of passes: how long each worker works and waits in each phase.
 
-A worker reads the clock when the worker enters a phase, and when a wait begins or ends. The time since the previous reading
-is counted as work or as waiting. Profiling is on if `cells.times` is not empty. Kernels check this at run time, so the
-profiled machine code is the machine code that users run.
+A worker reads the clock when it enters a phase, and when a wait begins or ends. The time since the previous reading is
+then counted as work or as waiting. Profiling is on if `cells.times` is not empty. Kernels check this at run time, so
+the profiled machine code is the machine code that users run.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ WORK, WAIT = 0, 1
 
 @inlined
 def account(cells, worker, what):
-    """Add the time since the worker's last clock reading to the worker's current phase. what: WORK or WAIT.
+    """Add the time since the worker's last clock reading to the current phase, as WORK or WAIT.
 
     The caller has checked that profiling is on.
     """
@@ -46,7 +46,7 @@ class Profile:
         self.barriers = self.passes = 0
 
     def add(self, cells: c.Cells) -> None:
-        """Add the times of a run that succeeded."""
+        """Add the times of a run. Failed runs are not added."""
         workers, phases, _ = self.nanoseconds.shape
         self.nanoseconds += cells.times.reshape(workers, -1)[:, _FIRST : _FIRST + 2 * phases].reshape(
             workers, phases, 2

@@ -42,7 +42,8 @@ NO_BUFFER = -1
 class ModelTables(NamedTuple):
     """The arrays that every pass reads.
 
-    The arrays are read-only. numba would compile the forward pass again for writable arrays, which have another type.
+    The arrays are read-only. numba treats writable arrays as another type, for which it would compile the forward pass
+    again.
     """
 
     weights: PackedArrays  # `gains` ends with a vector of ones, for norms without a gain
@@ -53,21 +54,21 @@ class ModelTables(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The scratch memory that a pass needs. Buffer b of a pass of T rows begins at offsets[b] * T."""
+    """The scratch memory that a pass needs. In a pass of T rows, buffer b begins at offsets[b] * T."""
 
     offsets: np.ndarray  # int64 [buffers]
-    floats: int  # the number of floats per row of the pass, summed over buffers
-    codes: int  # the number of codes per row of the pass, summed over slots
+    floats: int
+    codes: int  # the number of codes per row, summed over slots
     widest_input: int  # K of the widest quantised matrix
     widest_head: int
-    experts: int  # the most experts of an operation; 0 without experts, as the following numbers
+    experts: int  # the most experts of an operation; this and the following fields are 0 in models without experts
     routes: int  # the most experts that are chosen for a row
     expert_inputs: int  # K of the widest matrix of an expert
     expert_outputs: int  # the largest N of a matrix of an expert
 
 
 class Gather(NamedTuple):
-    """A table whose rows are copied to a buffer before a pass, one row per token. width: the width of a row."""
+    """A table of which each token's row is copied to a buffer before a pass. width: the width of a row."""
 
     table: GatheredTable
     buffer: int
@@ -76,19 +77,18 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkedProgram:
-    """A program that is linked to weights and ready to run. labels: the names of the phases, indexed by the column LABEL."""
+    """A program that is linked to weights and ready to run. labels: the names of the phases; LABEL is an index into them."""
 
     model: ModelTables
     sizes: Sizes
     gathers: tuple[Gather, ...]
     labels: tuple[str, ...]
-    layers: int  # the number of the model's layers plus one, because the head counts as a layer in errors and traces
+    layers: int  # the number of layers plus one, because errors and traces count the head as a layer
     outputs: int  # the width of a row of logits, or of an embedding
     phases: int  # the number of phases, each of which has one tile counter
 
     @property
     def store_label(self) -> int:
-        """The index in `labels` for phases that store KV rows."""
         return int(self.model.ops[self.model.ops[:, OP] == STORE, LABEL][0])
 
     def label(self, name: str) -> int:
@@ -96,13 +96,13 @@ class LinkedProgram:
 
 
 def link(program: Program, weights: PackedWeights) -> LinkedProgram:
-    """Link a program to packed weights: replace names by numbers, and drop QUANTISE operations whose codes are not read."""
+    """Link a program to packed weights: replace names by numbers, and drop QUANTISE operations that no product needs."""
     ops = _needed(program, weights)
     names = [name for name in program.widths if name != LOGITS]
     offsets, floats = _offsets([program.widths[name] for name in names], COLUMNS)
     buffers = {name: number for number, name in enumerate([*names, LOGITS])}
     slots, codes = _slots(ops)
-    ones = len(weights.arrays.gains)  # the index in `gains` of the vector of ones that `_with_ones` appends
+    ones = len(weights.arrays.gains)  # the index of the vector of ones that `_with_ones` appends to `gains`
     frequencies = _frequencies(program.ropes)
     numbers: dict[tuple[float, float], int] = {}
     labels = tuple(dict.fromkeys(op.phase.name for op in ops))
@@ -153,7 +153,7 @@ def _widest(table: np.ndarray, matrices: np.ndarray) -> tuple[int, int, int, int
 
 
 def _needed(program: Program, weights: PackedWeights) -> list[Op]:
-    """Return the program's operations. A QUANTISE operation is left out if only float matrices read its buffer."""
+    """Return the program's operations without needless QUANTISE operations. A product with a float matrix needs none."""
     matrices = weights.arrays.matrices
     reading = [op for op in program.ops if op.codes and matrices[weights.matrices[op.first_matrix], KIND] == CODES]
     wanted = {id(op.codes) for op in reading}
@@ -161,10 +161,10 @@ def _needed(program: Program, weights: PackedWeights) -> list[Op]:
 
 
 def _slots(ops: Sequence[Op]) -> tuple[dict[int, int], int]:
-    """Return the offset of each QUANTISE operation's slot, by the operation's `id`, and the total size of the slots.
+    """Assign a slot to each QUANTISE operation. Return the slots' offsets, by the operation's `id`, and their total
+    size.
 
-    A slot holds the codes of one QUANTISE operation until the last operation that reads these codes. Then the slot is
-    free for the next QUANTISE operation.
+    A slot holds the codes until the last operation that reads them. Then the next QUANTISE operation can use the slot.
     """
     last_read = {id(op.codes): number for number, op in enumerate(ops) if op.codes is not None}
     slots: dict[int, int] = {}
@@ -187,8 +187,8 @@ def _fill_phase_columns(table: np.ndarray, ops: Sequence[Op]) -> None:
     for counter, (first, end) in enumerate(zip(starts, [*starts[1:], len(ops)], strict=True)):
         rows, kinds = table[first:end], {op.kind for op in ops[first:end]}
         rows[:, NEXT], rows[:, COUNTER] = end, counter
-        # There is no barrier between STORE and attention to the stored KV rows, because every attention tile waits until
-        # the KV rows that the tile reads are published.
+        # No barrier is needed between STORE and attention to the stored KV rows, because every attention tile waits
+        # until the KV rows that it reads are published.
         follows = ops[end].kind if end < len(ops) else -1
         rows[:, BARRIER] = not (STORE in kinds and follows in (SCORES, ATTEND) and ops[end].kv == int(rows[-1, KV]))
         for at in range(first, end):
@@ -199,7 +199,7 @@ def _fill_phase_columns(table: np.ndarray, ops: Sequence[Op]) -> None:
 
 
 def _offsets(widths: Sequence[int], step: int) -> tuple[list[int], int]:
-    """Place parts of these widths one after another, each width rounded up to a multiple of `step`.
+    """Place parts of these widths one after another, each rounded up to a multiple of `step`.
 
     Returns the offset of each part, and the total size.
     """

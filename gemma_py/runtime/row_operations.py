@@ -1,7 +1,7 @@
 """Row operations, which compute some rows of a buffer, and the recording of their outputs in a trace.
 
-An operation works on each row by itself. Only STORE and MEAN know sequences, because each sequence has KV rows of its own, and
-MEAN reads all rows of a sequence.
+Most operations treat each row by itself. STORE and MEAN also need to know to which sequence a row belongs: STORE writes
+to the sequence's KV rows, and MEAN reads all rows of the sequence.
 """
 
 import numpy as np
@@ -66,7 +66,7 @@ def _embed(model, op, token, y, at, unpacked):
 
 @inlined
 def _store_row(op, keys, values, capacity, position, k, v, t):
-    """Copy row t of k and v, [T, G, E], to the position's row of `keys` and `values`, [G, capacity, E]."""
+    """Copy row t of k and v, [T, G, E], to the position's row in `keys` and `values`, [G, capacity, E]."""
     G, E = op[p.KV_HEADS], op[p.WIDTH]
     for g in range(G):
         to, source = (g * capacity + position % capacity) * E, (t * G + g) * E
@@ -153,7 +153,7 @@ def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, 
 
 @inlined
 def trace_operation(op, scratch, batch, trace, first, last):
-    """Trace the output of a row operation. For STORE, only the values are traced, because ROPE has traced the keys."""
+    """Trace the output of a row operation. STORE traces only the values, because ROPE has already traced the keys."""
     rows, width = batch.rows[op[p.ROWS_OF]], op[p.HEADS] * op[p.WIDTH]
     if op[p.OP] == o.QUANTISE:
         trace_codes(trace, op[p.TRACE], rows, codes_of(scratch, batch, op[p.SLOT]), op[p.WIDTH], first, last)
@@ -162,6 +162,6 @@ def trace_operation(op, scratch, batch, trace, first, last):
         trace_rows(trace, op[p.TRACE], rows, values, op[p.KV_HEADS] * op[p.WIDTH], first, last)
     elif (
         op[p.OP] != o.ROPE_TABLE and op[p.OP] != o.TAKE
-    ):  # not traced: cosines and sines, and the rows that TAKE copies, which are traced where they are computed
+    ):  # these outputs are not traced: cosines and sines, and rows that TAKE copies, because they were traced before
         (made,) = buffer_of(batch, scratch, op[p.TARGET], width)
         trace_rows(trace, op[p.TRACE], rows, made, width, first, last)

@@ -27,7 +27,7 @@ CHUNK = 512  # the default number of prompt tokens per pass
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """The tokens of one sequence in a pass. logits: the number of tokens, counted from the last one, whose logits to return."""
+    """The tokens of one sequence in a pass. logits: how many of the last tokens need logits."""
 
     cache: Cache
     tokens: list[int]
@@ -54,8 +54,8 @@ class Runner:
     ) -> np.ndarray:
         """Run a pass of one sequence, and return the logits [V] of the last token or [T, V] of all tokens.
 
-        The tokens are added to the cache only if the pass succeeds.
-        limit: the maximum number of tokens in the cache. A pass that would exceed the limit raises ContextError.
+        If the pass fails, the tokens are not added to the cache.
+        limit: the most tokens in the cache. A pass that would exceed the limit raises ContextError.
         ahead: the number of tokens that the caller will run in later passes.
         """
         T = len(tokens)
@@ -69,7 +69,7 @@ class Runner:
     def run_together(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
         """Run one pass of several sequences, and return the logits [logits, V] of each sequence.
 
-        The tokens are added to the caches only if the pass succeeds.
+        If the pass fails, no tokens are added to any cache.
         """
         with self._lock:
             for entry in inputs:
@@ -77,7 +77,7 @@ class Runner:
             return self._pass(inputs)
 
     def _pass(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
-        """Run one pass. The caller has reserved room for the tokens in the caches."""
+        """Run one pass. The caller has reserved room in the caches."""
         if self.config.embedding and any(entry.cache.position or entry.logits != 1 for entry in inputs):
             raise InputError(
                 "an embedding model needs every text whole, in one pass, and returns one row for each text"
@@ -86,7 +86,7 @@ class Runner:
             for entry in inputs:
                 entry.cache.poison_uncommitted()
         T = sum(len(entry.tokens) for entry in inputs)
-        # Several workers can share the attention of a single wanted row, which may be the last row of a long chunk.
+        # If a chunk has only one wanted row, several workers can share the attention of that row.
         keys = max(entry.cache.position + len(entry.tokens) for entry in inputs)
         scratch, program = self._scratch_for(T, keys), self.program
         logits = np.empty(sum(entry.logits for entry in inputs) * program.outputs, np.float32)
@@ -125,14 +125,14 @@ class Runner:
         return addresses
 
     def set_workers(self, workers: int) -> None:
-        """Replace the team by a team of this size. A running pass finishes first."""
+        """Replace the team by a team of this size, after a running pass has finished."""
         with self._lock:
             former, self.team = self.team, Team(workers, self.team.deadline, self.program.labels)
             self._scratch = None  # the size of the scratch memory depends on the number of workers
         former.close()
 
     def _compile(self) -> None:
-        """Load the forward pass from the kernel cache on disk, or compile the forward pass if the cache lacks it."""
+        """Load the forward pass from the kernel cache on disk, or compile it if the cache lacks it."""
         scratch, logits = self._scratch_for(1, 1), np.empty(0, np.float32)
         batch = _batch([SequenceInput(self.cache(), [])], self._addresses(scratch, 0, logits))
         self.team.compile(forward, self.program.model, scratch, batch, NO_TRACE)
@@ -158,11 +158,12 @@ class Runner:
         return Cache(self.config, self.instruments.poison, self.kv, keep)
 
     def _scratch_for(self, T: int, keys: int) -> Scratch:
-        """Return scratch memory for T rows and for attention scores of `keys` keys. Later passes reuse the memory."""
+        """Return scratch memory for T rows and for attention scores of `keys` keys. The memory is kept for later passes."""
         if self._scratch is None or self._rows < T:
-            # If the allocation fails, neither attribute changes, so `_rows` always matches `_scratch`.
+            # Both attributes are assigned together, after the allocation. If it fails, `_rows` still matches
+            # `_scratch`.
             self._scratch, self._rows = new_scratch(self.program.sizes, T, self.team.workers), T
-        # Workers share a position only if there are more workers than (number of positions) * (key/value heads).
+        # Workers share a position only if there are more workers than positions * key/value heads.
         shared = self.team.workers - 1
         if len(self._scratch.scores) < shared * keys * LANES:
             self._scratch = self._scratch._replace(scores=aligned(shared * keys * 3 // 2 * LANES))
@@ -176,7 +177,7 @@ class Runner:
 
 
 def _batch(inputs: Sequence[SequenceInput], buffers: np.ndarray) -> Batch:
-    """Return the arguments of the kernel for these inputs. The rows of the first input come before those of the second."""
+    """Return the arguments of the kernel for these inputs, whose rows are in the order of the inputs."""
     T = sum(len(entry.tokens) for entry in inputs)
     rows, positions = np.zeros((2, T), np.int64), np.zeros((2, T), np.int64)
     segments, counts = np.empty((2, len(inputs), 3), np.int64), np.zeros((2, 2), np.int64)
@@ -201,7 +202,7 @@ _runners: "weakref.WeakSet[Runner]" = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    """Reset the runners in a forked child, where the thread that held a lock or ran a pass does not exist."""
+    """Reset the runners in a forked child. The threads that held locks or ran passes do not exist there."""
     for runner in list(_runners):
         runner._lock = threading.Lock()
         runner._scratch = None

@@ -8,8 +8,8 @@ A wait never hangs. It ends when the awaited condition holds or when the run is 
 worker fails or stalls (see team.py).
 
 Kernels must follow two rules:
-- Between two calls of this module, a kernel works for at most some milliseconds. The team takes a worker that makes no
-  calls for long for a stalled one.
+- Between two calls of this module, a kernel works for at most some milliseconds. To the team, a worker that makes no calls
+  for long looks stalled.
 - A kernel that publishes tiles claims them with `claim`, in ascending order. The worker with the lowest unpublished tile
   then waits for no other worker, so there is no deadlock.
 
@@ -60,14 +60,16 @@ def is_intact(cells):
 
 @inlined
 def progress(cells, worker):
-    """Count a step of this worker. A kernel calls this in long work without claims and waits, so as not to look stalled."""
+    """Count a step of this worker. A kernel calls this in long work without claims and waits, because it would look
+    stalled otherwise.
+    """
     _advance(cells, worker)
     return is_intact(cells)
 
 
 @inlined
 def fail(cells, worker):
-    """Break the run and record this worker as the cause. Returns False, so a kernel can `return fail(cells, worker)`."""
+    """Break the run and record this worker as the cause. Returns False, so that a kernel can `return fail(cells, worker)`."""
     compare_exchange(cells.shared, BROKEN, 0, worker + 1)
     return False
 
@@ -88,7 +90,7 @@ def enter(cells, worker, layer, phase):
 
 @inlined
 def claim(cells, worker, index, tiles):
-    """Claim and return the next tile of counter `index`, in ascending order.
+    """Claim the next tile of counter `index`, and return the tile's number.
 
     Returns -1 if none of the `tiles` tiles is left or if the run is broken.
     """
@@ -105,7 +107,7 @@ def claim(cells, worker, index, tiles):
 
 @inlined
 def claim_any(cells, worker, index, tiles):
-    """Claim a tile of a phase whose result does not depend on the order of tiles. Fault injection may shuffle the tiles."""
+    """Claim a tile of a phase in which tiles may be computed in any order. In tests, fault injection shuffles the tiles."""
     tile = claim(cells, worker, index, tiles)
     if tile >= 0 and load_acquire(cells.shared, FAULT_PLAN):
         return fault_injection.shuffle(cells, index, tile, tiles)
@@ -114,11 +116,12 @@ def claim_any(cells, worker, index, tiles):
 
 @inlined
 def _wait_above(cells, worker, why, line, index, bound):
-    """Wait until the cell line[index], whose value never decreases, exceeds `bound`.
+    """Wait until line[index] exceeds `bound`. The value of this cell never decreases.
 
     why: the reason for the wait, which is stored in the cell WAITING.
 
-    WAITING is set only after `_SPINS` spins. Most waits are shorter, and then need no store to a cell that the team reads.
+    WAITING is set only after `_SPINS` spins. Most waits are shorter, and so avoid a store to a cell that the team
+    reads.
     """
     if cells.times.shape[0] > 0:
         profile.account(cells, worker, profile.WORK)
@@ -143,12 +146,12 @@ def _wait_above(cells, worker, why, line, index, bound):
 
 @inlined
 def barrier(cells, worker, workers):
-    """Wait until every worker has arrived. Writes before the barrier are visible to every worker after the barrier."""
+    """Wait until every worker has arrived. After the barrier, every worker sees all writes from before the barrier."""
     if load_acquire(cells.shared, FAULT_PLAN):
         fault_injection.inject(cells, worker, fault_injection.BARRIER)
         if fault_injection.omits(cells, worker, fault_injection.OMIT_BARRIER):
             return is_intact(cells)
-    # GENERATION is read before this worker arrives, because the last worker to arrive increments GENERATION.
+    # GENERATION must be read before this worker arrives, because the last worker to arrive increments it.
     generation = load_acquire(cells.shared, GENERATION)
     if fetch_add(cells.shared, ARRIVED, 1) == workers - 1:
         store_release(cells.shared, ARRIVED, 0)
@@ -165,8 +168,8 @@ def publish(cells, worker, mark, first, last):
     """Publish rows first .. last - 1: wait until the watermark is `first`, then set the watermark to `last`.
 
     The wait has acquire semantics and the store has release semantics. A worker that reads `last` from the watermark
-    therefore sees all earlier rows, including the rows of other workers. A watermark above `first` breaks the run, because
-    two workers have published one row.
+    therefore sees all earlier rows, including the rows of other workers. If the watermark is above `first`, two workers
+    have published one row, and the run is broken.
     """
     at = mark * LINE
     if load_acquire(cells.shared, FAULT_PLAN):
@@ -185,9 +188,10 @@ def publish(cells, worker, mark, first, last):
 
 @inlined
 def last_awaited(cells, worker, position, last):
-    """Return the position of the row to wait for before a query at `position`, which sees rows up to `last`, is computed.
+    """Return the last row to wait for before the query at `position` is computed. last: the last row that the query
+    sees.
 
-    This is `last`, unless fault injection leaves out the wait for the rows after `position`.
+    Fault injection may leave out the wait for rows after `position`. The result is then `position`.
     """
     if load_acquire(cells.shared, FAULT_PLAN) and fault_injection.omits(cells, worker, fault_injection.OMIT_AHEAD):
         return position
@@ -196,7 +200,7 @@ def last_awaited(cells, worker, position, last):
 
 @inlined
 def await_rows(cells, worker, mark, position):
-    """Wait until the row at `position` and all earlier rows are published."""
+    """Wait until all rows up to the one at `position` are published."""
     if load_acquire(cells.shared, FAULT_PLAN):
         fault_injection.inject(cells, worker, fault_injection.AWAIT)
         if fault_injection.omits(cells, worker, fault_injection.OMIT_AWAIT):

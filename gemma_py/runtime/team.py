@@ -3,13 +3,13 @@
 `Team.run` calls a kernel on every worker, without the GIL, and returns when every worker is done. The calling thread does
 not compute. It watches the workers, so that Ctrl-C works during a long prefill and stalls are detected.
 
-The duration of a phase does not show a stall, because a phase may take minutes on a slow machine. Instead, every worker
-counts steps: claimed tiles, finished waits and entered phases. The team fails a run in two cases:
-- Stall: one worker makes no step and does not wait for longer than the patience, while another worker waits or has
-  finished. In a team of one worker, no other worker has to wait or finish.
+A long phase alone is no sign of a stall, because a phase may take minutes on a slow machine. Therefore every worker
+counts its steps: claimed tiles, finished waits and entered phases. The team fails a run in two cases:
+- Stall: one worker neither waits nor makes a step for longer than the patience, while another worker waits or has
+  finished. A worker that is alone in its team stalls without the second condition.
 - Deadlock: every worker waits or has finished, and no worker makes a step for longer than the patience.
-The patience is the fraction _PATIENCE of the deadline, counted in ticks of the watching thread. A suspended process is
-therefore not taken for a stalled one, because the watching thread is suspended too. Compilation does not count as a stall.
+The patience is the fraction _PATIENCE of the deadline, counted in ticks of the watching thread. While the process is
+suspended, the watching thread is suspended too, so no ticks are counted. Compilation does not count as a stall.
 
 A thread cannot be killed, so the team replaces a stalled thread by a new one. If the stalled thread continues, its next
 call of sync.py reports the broken run, and the thread ends. Until then the thread may write to the arrays of the failed run
@@ -50,8 +50,8 @@ from gemma_py.runtime.cells import (
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.profile import lines_needed
 
-# Fractions of the deadline: the time without a step after which a worker counts as stalled, the time that the other
-# workers then have to leave the run, and the interval at which the calling thread looks at the workers.
+# Fractions of the deadline: after which time without a step a worker counts as stalled, how long the other workers may
+# then take to leave the run, and how often the calling thread looks at the workers.
 _PATIENCE, _GRACE, _TICK = 0.7, 0.2, 0.02
 _NO_INSTRUMENTS = Instruments()
 _NOT_IEEE = "the thread inherited a floating-point mode that flushes subnormals to zero or does not round to nearest"
@@ -66,9 +66,9 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _Run:
-    """A call of one kernel on every worker.
+    """One call of a kernel on every worker.
 
-    Each run has cells and a queue of its own, so that a late worker cannot disturb a later run.
+    Each run has its own cells and queue, so that a late worker cannot disturb a later run.
     """
 
     kernel: Callable[..., Any]
@@ -76,12 +76,13 @@ class _Run:
     workers: int
     cells: Cells
     outcomes: "queue.SimpleQueue[_Outcome]"
-    keep_alive: object  # owns the memory behind addresses in `args`
+    keep_alive: object  # owns memory to which `args` has only addresses
 
     def perform(self, worker: int) -> _Outcome:
         try:
             done = self.kernel(worker, self.workers, self.cells, *self.args)
-        except BaseException as error:  # even KeyboardInterrupt, because the other workers must stop waiting
+        # Any exception, even KeyboardInterrupt, must break the run, because the other workers wait for this one.
+        except BaseException as error:
             self.break_run(worker)
             return _Outcome(worker, error)
         if done is not None and not done:
@@ -92,7 +93,7 @@ class _Run:
         return int(self.cells.shared[BROKEN]) - 1 if self.cells.shared[BROKEN] else None
 
     def break_run(self, worker: int) -> None:
-        """Break the run and record this worker as the cause, unless another worker has already broken the run."""
+        """Break the run and record this worker as the cause, unless the run is already broken."""
         if not self.cells.shared[BROKEN]:
             self.cells.shared[BROKEN] = worker + 1
 
@@ -106,7 +107,9 @@ class _Run:
 
 
 class _WorkerThread(threading.Thread):
-    """A worker thread with an inbox of runs. It holds no reference to the team, so the team can be garbage-collected."""
+    """A worker thread with an inbox of runs. It has no reference to the team, because the team could then never be
+    garbage-collected.
+    """
 
     def __init__(self, number: int) -> None:
         self.inbox: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
@@ -127,16 +130,14 @@ def _work(number: int, inbox: "queue.SimpleQueue[_Run | None]") -> None:
             run.break_run(number)
             outcome = _Outcome(number, ComputationError(_NOT_IEEE))
         outcomes = run.outcomes
-        del run  # an idle worker must not hold references to the arrays of the run
+        del run  # a reference would keep the arrays of the run alive while the worker is idle
         outcomes.put(outcome)
         del outcome, outcomes
-        if not ieee:  # the next run starts a new thread, which may inherit IEEE mode
+        if not ieee:  # end this thread; the next run starts a new one, which may inherit IEEE mode
             return
 
 
 class _Watch:
-    """Detects stalled workers and deadlocks, by the rules in the docstring of this module."""
-
     def __init__(self, own: Array, workers: int, patience: float) -> None:
         self._own, self._workers, self._patience = own, workers, patience
         self._steps = [-1] * workers
@@ -145,7 +146,7 @@ class _Watch:
         self.left: set[int] = set()
 
     def tick(self, elapsed: float) -> tuple[int, str] | None:
-        """Look at the workers after `elapsed` seconds. Return the stalled worker and a description of the stall, or None."""
+        """Look at the workers after `elapsed` seconds. If one has stalled, return it and a description, else None."""
         if global_compiler_lock.is_locked():  # workers make no steps while a kernel is compiled or loaded
             return None
         steps = [int(self._own[worker * LINE + PROGRESS]) for worker in range(self._workers)]
@@ -167,7 +168,7 @@ class _Watch:
         return None
 
     def _rearmost(self) -> int:
-        """Return the worker that causes a deadlock: among the unfinished workers, the one in the earliest phase."""
+        """Return the worker that causes a deadlock: of the workers that have not finished, the one in the earliest phase."""
         present = [worker for worker in range(self._workers) if worker not in self.left]
         return min(present, key=lambda w: (self._own[w * LINE + LAYER], self._own[w * LINE + PHASE], w))
 
@@ -199,7 +200,7 @@ class Team:
         self._threads: list[_WorkerThread | None] = [None] * workers
         self._stalled: list[tuple[_WorkerThread, Cells]] = []
         self._finalizer = weakref.finalize(self, _stop_all, self._threads)
-        is_ieee()  # compiles the kernel `is_ieee`, so that the worker threads find it compiled
+        is_ieee()
         _teams.add(self)
 
     def run(
@@ -249,13 +250,15 @@ class Team:
             return [int(mark) for mark in run.cells.watermarks[: len(watermarks) * LINE : LINE]]
 
     def compile(self, kernel: Any, *args: Any) -> None:
-        """Compile the kernel for arguments of these types, unless that version exists. The calling thread compiles."""
+        """Compile the kernel for arguments of these types, unless that is already done. The calling thread compiles."""
         types = tuple(numba.typeof(value) for value in (0, self.workers, make_cells(1), *args))
         if types not in kernel.overloads:
             kernel.compile(types)
 
     def _start_threads(self) -> list[_WorkerThread]:
-        """Return the worker threads, after starting those that do not exist yet, have ended or were replaced after a stall."""
+        """Return the worker threads. Threads that do not exist, have ended or were replaced after a stall are started
+        first.
+        """
         for number, thread in enumerate(self._threads):
             if thread is None or not thread.is_alive():
                 self._threads[number] = _WorkerThread(number)
@@ -263,14 +266,14 @@ class Team:
         return [thread for thread in self._threads if thread is not None]
 
     def _watch(self, run: _Run, threads: list[_WorkerThread], watch: _Watch) -> None:
-        """Return when every worker has finished the run. Raise WorkerError for the first worker that fails or stalls."""
+        """Wait until every worker has finished the run. The first worker that fails or stalls raises WorkerError."""
         before = time.monotonic()
         while len(watch.left) < self.workers:
             try:
                 outcome = run.outcomes.get(timeout=self._tick)
             except queue.Empty:
-                # A longer time than two ticks means that this thread, and perhaps every worker, was suspended. Only two
-                # ticks are counted, so that the workers do not look stalled.
+                # If more than two ticks have passed, this thread was suspended, and perhaps every worker too. Counting
+                # only two ticks keeps the workers from looking stalled.
                 now = time.monotonic()
                 self._look(run, threads, watch, min(now - before, 2 * self._tick))
                 before = now
@@ -287,7 +290,8 @@ class Team:
 
     def _look(self, run: _Run, threads: list[_WorkerThread], watch: _Watch, elapsed: float) -> None:
         for number, thread in enumerate(threads):
-            # A thread that finished its work has put its outcome into the queue. Without an outcome, the thread has died.
+            # A thread puts its outcome into the queue when it finishes. A thread that has ended without an outcome has
+            # died.
             if number not in watch.left and not thread.is_alive() and run.outcomes.empty():
                 run.break_run(number)
                 watch.left.add(number)
@@ -298,7 +302,7 @@ class Team:
             raise run.error(*fault, self.phases)
 
     def _wait_for_workers(self, run: _Run, left: set[int], error: BaseException) -> bool:
-        """Wait until the other workers leave a broken run, and replace those that are late. Return whether all have left."""
+        """Wait until the other workers leave a broken run, and replace late ones. Return whether all have left."""
         settled = True
         until = time.monotonic() + _GRACE * self.deadline
         with contextlib.suppress(queue.Empty):
@@ -316,12 +320,14 @@ class Team:
         return settled
 
     def close(self) -> None:
-        """End the worker threads. If another Python thread is in `run`, that run finishes first. A second call does nothing."""
+        """End the worker threads. If another Python thread is in `run`, that run finishes first. A team may be closed
+        twice.
+        """
         with self._lock:
             self._closed = True
             leaving = [thread for thread in self._threads if thread is not None]
             for thread, cells in self._stalled:
-                cells.shared[END_STALLS] = 1  # ends stalls that fault injection caused
+                cells.shared[END_STALLS] = 1  # ends stalls that were injected by a test
                 leaving.append(thread)
             self._finalizer()
             self._threads[:] = [None] * self.workers
@@ -339,7 +345,7 @@ class Team:
         self.close()
 
     def _forget_threads(self) -> None:
-        """Reset the team in a forked child, where neither the worker threads nor the thread that held the lock exist."""
+        """Reset the team in a forked child. Neither the worker threads nor the thread that held the lock exist there."""
         self._lock = threading.Lock()
         self._threads[:] = [None] * self.workers
         self._stalled = []

@@ -1,4 +1,4 @@
-"""The trace of a pass, which shows where two passes differ: a hash of every row that each phase wrote.
+"""The trace of a pass: a hash of every row that each phase wrote. Two traces show where two passes differ.
 
 The hash arrays have one row for each pair of a layer and a phase name, and one column for each token of the pass.
 """
@@ -15,9 +15,9 @@ UNTRACED = -3750763034362895579  # the offset basis of 64-bit FNV-1a, as a signe
 
 
 class Trace(NamedTuple):
-    """The hashes of a pass, and the workers that computed the hashed rows. Empty arrays switch tracing off.
+    """The hashes of a pass, and the workers that computed the hashed rows. If the arrays are empty, nothing is traced.
 
-    If several workers compute parts of a row, `workers` has the number of the worker that was recorded last.
+    If several workers compute parts of a row, `workers` has the one that recorded itself last.
     """
 
     hashes: np.ndarray  # int64 [layers * labels, T], UNTRACED before the pass
@@ -41,14 +41,14 @@ def is_traced(trace):
 def hash_word(digest, word):
     """Return the FNV-1a hash `digest` after one more word of 32 bits.
 
-    FNV-1a is a bijection of `digest` for every word, so two rows that differ in only one word have different hashes.
+    For every word, this is a bijection of `digest`. So two rows that differ in only one word have different hashes.
     """
     return np.int64((np.uint64(digest) ^ np.uint64(np.uint32(word))) * np.uint64(1099511628211))
 
 
 @inlined
 def trace_rows(trace, at, tokens, x, width, first, last):
-    """Update the hashes in row `at` of the trace with rows first .. last - 1 of x. Row t of x belongs to tokens[t]."""
+    """Update the hashes in row `at` of the trace with rows first .. last - 1 of x. Row t of x belongs to token tokens[t]."""
     for t in range(first, last):
         token = tokens[t]
         for i in range(t * width, (t + 1) * width):
@@ -57,9 +57,9 @@ def trace_rows(trace, at, tokens, x, width, first, last):
 
 @inlined
 def trace_codes(trace, at, tokens, coded, K, first, last):
-    """Update the hashes in row `at` of the trace with the codes and scales of rows first .. last - 1 of an input.
+    """Update the hashes in row `at` of the trace with codes and scales of rows first .. last - 1 of an input.
 
-    Sums of codes are not traced, because the codes determine the sums.
+    Sums of codes are not traced, because they follow from the codes.
     """
     for t in range(first, last):
         token = tokens[t]
@@ -71,6 +71,5 @@ def trace_codes(trace, at, tokens, coded, K, first, last):
 
 @inlined
 def trace_worker(worker, trace, at, tokens, first, last):
-    """Record this worker as the one that computed rows first .. last - 1."""
     for t in range(first, last):
         trace.workers[at, tokens[t]] = worker

@@ -1,4 +1,4 @@
-"""Accept connections up to a limit, and leave further ones in the kernel's listen queue until there is room.
+"""Accept connections up to a limit. Further connections wait in the kernel's listen queue until there is room.
 
 asyncio's own server has no such limit and accepts connections until the process runs out of file descriptors. After that,
 opening any file fails, for example when a Python module is imported.
@@ -16,8 +16,8 @@ from pathlib import Path
 from uvicorn.server import ServerState
 
 MAX_CONNECTIONS = 4096
-_SPARE_FILES = 16  # file descriptors reserved for files that are opened later
-_ACCEPTED_AT_ONCE = 64  # connections accepted in one turn of the event loop
+_SPARE_FILES = 16  # file descriptors that stay free for other files
+_ACCEPTED_AT_ONCE = 64  # the most connections to accept in one turn of the event loop
 _PAUSE = 0.05  # seconds to wait before trying to accept again
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SECONDS_BETWEEN_WARNINGS = 60.0
@@ -35,8 +35,6 @@ def max_connections() -> int:
 
 
 class Acceptor:
-    """Accepts connections from one listening socket while fewer than `limit` connections are open."""
-
     def __init__(
         self, listening: socket.socket, limit: int, state: ServerState, protocol: Callable[[], asyncio.Protocol]
     ) -> None:
@@ -75,7 +73,9 @@ class Acceptor:
             connecting.add_done_callback(self._connecting.discard)
 
     def _wait(self, why: str) -> None:
-        """Stop watching the listening socket for a moment, because waiting connections would wake the event loop endlessly."""
+        """Stop watching the listening socket for a moment. Otherwise connections that cannot be accepted yet would wake the
+        event loop endlessly.
+        """
         self._loop.remove_reader(self._listening)
         self._pause = self._loop.call_later(_PAUSE, self.open)
         if self._loop.time() > self._warned + _SECONDS_BETWEEN_WARNINGS:

@@ -1,4 +1,4 @@
-"""The routes. Handlers never run the model: they submit requests to the scheduler and send its events to the clients."""
+"""The routes. Handlers never run the model: they submit requests to the scheduler and send events back to the clients."""
 
 import asyncio
 import contextlib
@@ -16,20 +16,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gemma_py.errors import GemmaError, InputError
-from gemma_py.generate.embedding import normalised, texts_to_ids, width_of
-from gemma_py.generate.embedding_scheduler import EmbeddingScheduler
+from gemma_py.errors import GemmaError
 from gemma_py.server import http, web_ui
 from gemma_py.server.auth import Auth, Keys
 from gemma_py.server.events import EventQueue
 from gemma_py.server.metrics import CONTENT_TYPE, Metrics, RequestCounter
 from gemma_py.server.openai.builders import ResponseBuilder
 from gemma_py.server.openai.constraint import piece_bytes
-from gemma_py.server.openai.embeddings import embedding_response
 from gemma_py.server.openai.endpoints import ENDPOINTS, Endpoint
 from gemma_py.server.openai.errors import ApiError, checked
 from gemma_py.server.openai.openapi import document
-from gemma_py.server.openai.schemas import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from gemma_py.server.openai.schemas import DetokenizeRequest, TokenizeRequest
 from gemma_py.server.openai.service import Service
 from gemma_py.server.streaming import EventStream, while_connected, whole_response
 
@@ -46,7 +43,7 @@ class App:
         self.ending = False
         self.event_queues: set[EventQueue] = set()
         self._admitted = 0
-        # /tokenize and /detokenize handle one request at a time, to leave processor time for generation.
+        # /tokenize and /detokenize handle only one request at a time, to leave processor time for generation.
         self._tokenizing = asyncio.Lock()
 
     def asgi(
@@ -67,7 +64,6 @@ class App:
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.model),
             *(Route(path, partial(self._generate, endpoint), methods=["POST"]) for path, endpoint in ENDPOINTS.items()),
-            Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
@@ -80,7 +76,8 @@ class App:
             middleware=[counter, *([cors] if origins else []), auth],
             exception_handlers=handlers,
         )
-        made.router.redirect_slashes = False  # reply 404 instead, because many clients do not follow a redirected POST
+        # The reply is 404 instead, because many clients do not follow the redirect of a POST.
+        made.router.redirect_slashes = False
         return made
 
     # --- generating ---------------------------------------------------------------------------------------------------
@@ -89,13 +86,11 @@ class App:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(self._admission())
             asked = checked(endpoint.schema, await http.read_json(request))
-            self.service.check_model(asked.model)
             loop = asyncio.get_running_loop()
 
             def submit() -> tuple[ResponseBuilder, EventQueue]:
-                scheduler = self.service.generating
-                builder = endpoint.builder(self.service, asked)
-                return builder, EventQueue(scheduler, builder.job, self.metrics, loop)
+                builder = endpoint.response(self.service, asked)
+                return builder, EventQueue(self.service.scheduler, builder.job, self.metrics, loop)
 
             builder, queue = await run_in_threadpool(submit)
             self.event_queues.add(queue)
@@ -108,7 +103,7 @@ class App:
 
     @contextlib.contextmanager
     def _admission(self) -> Iterator[None]:
-        """Count a request as admitted while it is handled, or refuse the request before its body is read."""
+        """Count a request as admitted while it is handled. If there are too many, refuse it before its body is read."""
         if self.ending:
             raise ApiError(503, "The server is shutting down.", None, "server_ending", 10.0)
         health = self.service.scheduler.health()
@@ -122,24 +117,6 @@ class App:
             yield
         finally:
             self._admitted -= 1
-
-    async def embeddings(self, request: Request) -> Response:
-        with self._admission():
-            asked = checked(EmbeddingRequest, await http.read_json(request))
-            self.service.check_model(asked.model)
-            return await while_connected(request, self._embedded(asked))
-
-    async def _embedded(self, asked: EmbeddingRequest) -> Response:
-        engine, scheduler = self.service.engine, self.service.scheduler
-        if not isinstance(scheduler, EmbeddingScheduler):
-            raise InputError(f"The model {self.service.model!r} generates text; embeddings need an embedding model.")
-        width = width_of(engine, asked.dimensions)
-        ids = await run_in_threadpool(texts_to_ids, engine, asked.texts, asked.task)
-        rows = await asyncio.wrap_future(scheduler.submit(ids))
-        tokens = sum(len(text) for text in ids)
-        self.metrics.embedded(tokens)
-        body = await run_in_threadpool(embedding_response, normalised(rows, width), asked, self.service.model, tokens)
-        return Response(body, media_type="application/json")
 
     # --- other endpoints ----------------------------------------------------------------------------------------------
 
@@ -193,7 +170,6 @@ class App:
         return JSONResponse(document())
 
     def fail(self, error: GemmaError) -> None:
-        """Send an error to every client whose request is still running."""
         for queue in self.event_queues:
             queue.fail(error)
 

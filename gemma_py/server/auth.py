@@ -19,7 +19,7 @@ from gemma_py.errors import InputError
 from gemma_py.server.http import error_response
 from gemma_py.server.openai.errors import ApiError
 
-OPEN = frozenset({"/", "/health"})  # paths that need no API key, because they reveal nothing about requests
+OPEN = frozenset({"/", "/health"})  # these paths need no API key, because they reveal nothing about requests
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 
@@ -35,14 +35,14 @@ def is_loopback(host: str) -> bool:
 
 
 class Keys:
-    """The valid API keys, stored as SHA-256 digests."""
+    """The valid API keys, as SHA-256 digests."""
 
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
     @classmethod
     def read(cls, path: Path) -> "Keys":
-        """Read API keys from a file that has one key on each line."""
+        """Read API keys from a file, one from each line."""
         try:
             lines = path.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -58,7 +58,7 @@ class Keys:
         return bool(self._digests)
 
     def hold(self, key: bytes) -> bool:
-        """Return whether a key is valid. The check takes equally long for all invalid keys, so response times reveal no key."""
+        """Return whether a key is valid. All invalid keys take equally long to check, so that response times reveal no key."""
         given = _digest(key)
         return sum(hmac.compare_digest(given, digest) for digest in self._digests) > 0
 
@@ -68,10 +68,10 @@ def _digest(key: bytes) -> bytes:
 
 
 class Auth:
-    """Middleware that refuses requests with an unknown Host header, with an Origin that is not allowed, or without a valid API key.
+    """Middleware that refuses requests with an unknown Host header, with a forbidden Origin, or without a valid API key.
 
-    host: the address that the server listens on. names: further host names that the Host header may have. origins: other
-    origins whose pages may send requests.
+    host: the address that the server listens on. names: further host names that the Host header may have. origins: origins
+    besides the server's own whose pages may send requests.
     """
 
     def __init__(self, app: ASGIApp, host: str, names: Collection[str], origins: Collection[str], keys: Keys) -> None:
@@ -120,7 +120,7 @@ class Auth:
     def _is_ours(self, host: str) -> bool:
         """Return whether a Host header names this server.
 
-        If other machines can connect, any IP address is accepted, because DNS rebinding is only possible with a name.
+        If other machines can connect, any IP address is accepted, because DNS rebinding needs a name.
         """
         try:
             name = urlsplit(f"//{host}").hostname or ""

@@ -3,10 +3,11 @@
 import asyncio
 import time
 from functools import partial
+from typing import Any
 
 from gemma_py.errors import GemmaError
+from gemma_py.generate.base_scheduler import BaseScheduler, Ticket
 from gemma_py.generate.events import Event, Failed, Finished, Generated
-from gemma_py.generate.scheduler import Scheduler, Ticket
 from gemma_py.server.metrics import Metrics
 from gemma_py.server.openai.service import Job
 
@@ -14,12 +15,16 @@ ChoiceEvent = tuple[int, Event]  # the index of a choice, and an event of that c
 
 
 class EventQueue:
-    """Submits the requests of a job to the scheduler and queues their events. `close` cancels the unfinished requests."""
+    """Submits the choices of an HTTP request to the scheduler and queues their events. `close` cancels those that still
+    run.
+    """
 
-    def __init__(self, scheduler: Scheduler, job: Job, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, scheduler: BaseScheduler[Any, Any], job: Job, metrics: Metrics, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._metrics, self._loop = metrics, loop
         self._queue: asyncio.Queue[ChoiceEvent] = asyncio.Queue()
-        self._last_token: dict[int, float] = {}  # choice index -> the time of its last token
+        self._last_token: dict[int, float] = {}  # for each choice, the time of its last token
         self._tickets: list[Ticket] = []
         try:
             for index, request in enumerate(job.requests):
@@ -29,7 +34,7 @@ class EventQueue:
             raise
 
     def _put(self, index: int, event: Event) -> None:
-        """Queue an event. Called by the scheduler, in the scheduler's thread."""
+        """Queue an event. The scheduler calls this in its own thread."""
         if isinstance(event, Generated):
             now = time.monotonic()
             if index in self._last_token:
@@ -41,11 +46,11 @@ class EventQueue:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
     def fail(self, error: GemmaError) -> None:
-        """Queue an error on behalf of a scheduler that has failed or hangs. Must be called in the event loop."""
+        """Queue an error, in place of a scheduler that has failed or hangs. Call this in the event loop."""
         self._queue.put_nowait((0, Failed(error)))
 
     async def get(self, seconds: float | None = None) -> list[ChoiceEvent]:
-        """Wait for at least one event and return all queued events, or an empty list if none arrives within `seconds`."""
+        """Wait for an event, and return all queued events. If none arrives within `seconds`, return an empty list."""
         events = []
         try:
             async with asyncio.timeout(seconds):

@@ -15,14 +15,12 @@ from gemma_py.errors import GemmaError
 from gemma_py.server.openai.endpoints import ENDPOINTS
 from gemma_py.server.openai.errors import ApiError, api_error
 
-MAX_BODY = 4 << 20  # bytes
+MAX_BODY = 4 << 20
 BODY_SECONDS = 30.0  # time limit for receiving a body
-_PROMPT_FIELDS = {**{path: endpoint.prompt_field for path, endpoint in ENDPOINTS.items()}, "/detokenize": "tokens",
-                  "/v1/embeddings": "input"}  # fmt: skip
+_PROMPT_FIELDS = {**{path: endpoint.prompt_field for path, endpoint in ENDPOINTS.items()}, "/detokenize": "tokens"}
 
 
 async def read_json(request: Request) -> Any:
-    """Read the body of a request and parse it as JSON."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
@@ -69,7 +67,7 @@ async def gemma_error(request: Request, error: Exception) -> Response:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Describe an error that Starlette raised: an unknown path, or a method that the path does not accept."""
+    """Describe an error that Starlette raised: an unknown path, or a method that the path does not support."""
     assert isinstance(error, HTTPException)
     path, code, message = request.url.path[:80], "unknown_url", error.detail
     headers = error.headers or {}
@@ -85,7 +83,7 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 async def client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # the client is gone; the status is only counted in the metrics
+    return Response(status_code=499)  # no client receives this response; the metrics count its status
 
 
 async def unexpected_error(request: Request, error: Exception) -> Response:

@@ -1,6 +1,7 @@
 """The metrics that /metrics reports, in Prometheus' text format."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -8,9 +9,8 @@ from prometheus_client.registry import Collector
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gemma_py.generate.embedding_scheduler import EmbeddingScheduler
+from gemma_py.generate.base_scheduler import BaseScheduler
 from gemma_py.generate.events import Usage
-from gemma_py.generate.scheduler import Scheduler
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _BETWEEN = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
@@ -19,7 +19,7 @@ prometheus.disable_created_metrics()
 
 
 class Metrics:
-    def __init__(self, scheduler: Scheduler | EmbeddingScheduler) -> None:
+    def __init__(self, scheduler: BaseScheduler[Any, Any]) -> None:
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(_SchedulerCollector(scheduler))
         self.requests = prometheus.Counter(
@@ -47,17 +47,12 @@ class Metrics:
         if usage.generated:
             self._first.observe(usage.first_token_seconds)
 
-    def embedded(self, tokens: int) -> None:
-        self._tokens.labels("prompt").inc(tokens)
-
     def text(self) -> bytes:
         return prometheus.generate_latest(self._registry)
 
 
 class _SchedulerCollector(Collector):
-    """Reads the scheduler's statistics each time that /metrics is requested."""
-
-    def __init__(self, scheduler: Scheduler | EmbeddingScheduler) -> None:
+    def __init__(self, scheduler: BaseScheduler[Any, Any]) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
@@ -78,7 +73,7 @@ class _SchedulerCollector(Collector):
 
 
 class RequestCounter:
-    """Middleware that counts requests by path and status. Unknown paths are counted together, as "other"."""
+    """Middleware that counts requests by path and status. All unknown paths are counted as "other"."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics

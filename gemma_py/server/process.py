@@ -22,21 +22,21 @@ from gemma_py.server.app import App
 from gemma_py.server.protocol import LimitedProtocol
 
 MAX_HEADERS = 32 << 10  # bytes
-_SEND_BUFFER = 256 << 10  # size of each connection's send buffer in the kernel, in bytes
-_SPARE_CONNECTIONS = 8  # connections beyond the admitted requests, to answer /health and to refuse requests with 429
-# So many failed health checks in a row, 0.1 s apart, count as an engine failure. A few checks also fail when the process
-# is resumed after SIGSTOP.
+_SEND_BUFFER = 256 << 10  # bytes of each connection's send buffer in the kernel
+# Connections for which there is room besides those of admitted requests, for /health and for responses with status 429.
+_SPARE_CONNECTIONS = 8
+# The engine counts as failed after so many failed health checks in a row, 0.1 s apart. A few checks also fail when the
+# process is resumed after SIGSTOP.
 _UNHEALTHY_TICKS = 20
-_LAST_SECONDS = 5.0  # seconds after the deadline of a shutdown, for sending errors to clients
+_LAST_SECONDS = 5.0  # after the deadline of a shutdown, seconds for sending errors to clients
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        # create_server appends the address to its error, but the message below already contains the address.
+        # create_server appends the address to its error. The address is removed, because the message below has it too.
         reason = (error.strerror or str(error)).partition(" (while attempting")[0]
         raise InputError(f"cannot listen on {host}, port {port}: {reason}") from None
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted connections inherit this size
@@ -44,7 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address(listening: socket.socket) -> str:
-    """Return the server's URL for a browser on this machine."""
+    """Return the server's URL, as a browser on this machine needs it."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -53,9 +53,9 @@ def address(listening: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn's server, with this package's acceptor, time limits and shutdown.
 
-    drain: seconds that running requests have to finish after a signal. ready: called when the server accepts requests. ending:
-    called after a signal, with the number of running and waiting requests. cut_off: the number of requests that did not finish
-    in time. interrupted: whether the signal was Ctrl-C. failure: why the engine failed, or None.
+    drain: seconds that running requests have to finish after a signal. ready: called when the server accepts requests.
+    ending: called after a signal, with the number of running and waiting requests. cut_off: the number of requests that did
+    not finish in time. interrupted: whether the signal was Ctrl-C. failure: why the engine failed, or None.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGTERM and SIGINT. Unlike uvicorn, do not raise a handled signal again, so that SIGTERM gives exit code 0."""
+        """Handle SIGTERM and SIGINT. uvicorn would raise a handled signal again, and SIGTERM would then not give exit code
+        0.
+        """
         numbers = (signal.SIGTERM, signal.SIGINT)
         try:
             before = {number: signal.signal(number, self.handle_exit) for number in numbers}
@@ -128,7 +130,7 @@ class Server(uvicorn.Server):
         stats = scheduler.stats()
         self._ending(stats.running + stats.waiting)
         drained = asyncio.to_thread(scheduler.drain, self._drain)
-        # This timer fires only if the engine hangs; otherwise every request has ended before.
+        # This timer fires only if the engine hangs. If it does not, every request has ended before.
         late = ComputationError("the engine did not finish the request before the server shut down")
         failing = asyncio.get_running_loop().call_later(self._drain + _LAST_SECONDS / 2, self._app.fail, late)
         self.cut_off, _ = await asyncio.gather(drained, super().shutdown(sockets))

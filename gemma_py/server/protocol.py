@@ -10,11 +10,11 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0  # time limit for receiving the headers of a request
-WRITE_SECONDS = 20.0  # how long the send buffer may stay full before the connection is closed
+WRITE_SECONDS = 20.0  # seconds for which the send buffer may stay full before the connection is closed
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol for one connection, with time limits on headers and on sending."""
+    """uvicorn's HTTP protocol for one connection, with time limits for receiving headers and for sending."""
 
     header_seconds, write_seconds = HEADER_SECONDS, WRITE_SECONDS
 
@@ -39,7 +39,7 @@ class LimitedProtocol(H11Protocol):
             self._lift_header_limit()
 
     def send_400_response(self, msg: str) -> None:
-        """Send a 400 response to a malformed request, or close the connection if a response was already sent."""
+        """Send a 400 response to a malformed request. If a response was already sent, close the connection instead."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:

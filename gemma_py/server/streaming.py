@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -15,7 +16,7 @@ from gemma_py.server.events import EventQueue
 from gemma_py.server.openai.builders import ResponseBuilder
 from gemma_py.server.openai.errors import api_error
 
-KEEP_ALIVE_SECONDS = 10.0  # seconds without an event before a stream sends a keep-alive comment
+KEEP_ALIVE_SECONDS = 10.0  # after so many seconds without an event, a stream sends a keep-alive comment
 
 
 class EventStream(StreamingResponse):
@@ -73,7 +74,8 @@ async def whole_response(builder: ResponseBuilder, queue: EventQueue) -> Respons
         for index, event in await queue.get():
             for _ in builder.take(index, event):
                 pass
-    return JSONResponse(builder.document())
+    # In a thread, because the numbers of many embeddings take long to write, and other requests would wait.
+    return await run_in_threadpool(lambda: JSONResponse(builder.document()))
 
 
 async def while_connected(request: Request, response: Awaitable[Response]) -> Response:

@@ -1,4 +1,6 @@
-"""How a model takes part in a conversation: its chat template, its tokenizer, and its marks of thoughts and tool calls."""
+"""How a model takes part in a conversation: its chat template, its tokenizer, and the control tokens that mark thoughts and
+tool calls.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,11 +27,11 @@ class ChatFormat:
         self.knows_thinking = template.knows_thinking and self._marks is not None and self._marks.channel is not None
 
     def marks(self, tools: bool) -> Marks | None:
-        """Return the marks to look for in an answer. tools: whether functions were declared that the model may call."""
+        """Return the marks to look for in an answer. tools: whether the request declares functions that the model may call."""
         return self._marks if self._marks is None or (tools and self.knows_tools) else self._marks.without_calls()
 
     def check_thinking(self, thinking: bool | None) -> None:
-        """Raise InputError if thinking is True and the model does not support thoughts."""
+        """Raise InputError if thinking is True and the model cannot think."""
         if thinking and not self.knows_thinking:
             raise InputError(
                 f"this model does not think before it answers: {self.template.name} has no switch for thoughts"
@@ -43,7 +45,7 @@ class ChatFormat:
         known: Mapping[str, list[int]] | None = None,
         encoded: Encoded | None = None,
     ) -> list[int]:
-        """Return the ids of the prompt for messages and tools in OpenAI's format. known, encoded: see `encode`."""
+        """Return the ids of the prompt for messages and tools in OpenAI's format. known, encoded: see `template.encode`."""
         self.check_thinking(thinking)
         declared = declarations(tools)
         if declared and not self.knows_tools:

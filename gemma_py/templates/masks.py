@@ -1,13 +1,12 @@
-"""Masks, which distinguish the text of messages from a template's own text in a rendered prompt.
+"""Masks, which show what in a rendered prompt is text of messages, and what is the template's own text.
 
-A template is rendered twice. In the first rendering, each character of a message's text except white space is replaced
-by a code point of Unicode's private-use planes. In the second rendering, only the delimiters are
-replaced: the characters with which a control token begins or ends. So neither rendering contains a control token that a
-message spells. If the two renderings differ in more than the replaced characters, then the template changes or inspects
-the letters of messages.
+A template is rendered twice. In the first rendering, each character of a message's text, except white space, is replaced by
+a code point of Unicode's private-use planes. In the second rendering, only the delimiters are replaced: the characters with
+which a control token begins or ends. So a control token that a message spells is in neither rendering. If the two
+renderings differ in more than the replaced characters, the template changes or inspects the letters of messages.
 
-In everything else that a client sends (tools, calls and their names, keys and arguments) only the delimiters are
-replaced, in both renderings, because templates sort keys and compare types.
+Everything else that a client sends is tools, calls and their names, keys and arguments. Templates sort these keys and
+compare types, so only the delimiters are replaced there, in both renderings.
 """
 
 import json
@@ -19,22 +18,22 @@ import numpy as np
 
 from gemma_py.errors import InputError
 
-# Where masks begin: in plane 15 for the texts of systems, users and tools, in plane 16 for the texts of the model. The last
-# 256 code points of plane 16 are for delimiters.
+# Where masks begin. Plane 15 is for the texts of systems, users and tools, and plane 16 for the texts of the model. The
+# last 256 code points of plane 16 are for delimiters.
 _OTHERS, _ANSWERS, _DELIMITERS, _END = 0xF0000, 0x100000, 0x10FF00, 0x110000
-_ROOM = 0xFF00  # code points for the letters of one plane
+_ROOM = 0xFF00  # the number of code points for the letters of one plane
 _PRIVATE = re.compile(f"[{chr(_OTHERS)}-{chr(_END - 1)}]")
 _MASKED = f"{chr(_OTHERS)}-{chr(_END - 1)}"
 MESSAGE = re.compile(rf"([{_MASKED}](?:[\s{_MASKED}]*[{_MASKED}])?)")
 OF_OTHERS = re.compile(f"[{chr(_OTHERS)}-{chr(_ANSWERS - 1)}{chr(_DELIMITERS)}-{chr(_END - 1)}]")
-_TEXTS = ("content", "reasoning_content", "reasoning")  # the fields of a message that are texts
+_TEXTS = ("content", "reasoning_content", "reasoning")
 
 
 class Masks:
     """The masks of one prompt.
 
-    messages: the messages, with every character of their texts masked except white space.
-    delimited, tools: the messages and the tools, with only the delimiters masked.
+    messages: the messages. Every character of their texts is masked, except white space.
+    delimited, tools: the messages and the tools. Only the delimiters are masked.
     """
 
     def __init__(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], delimiters: str) -> None:
@@ -43,7 +42,7 @@ class Masks:
             given.encode("utf-8")
         except UnicodeEncodeError:
             raise InputError("the messages or tools contain an unpaired surrogate, which is not a character") from None
-        private = _PRIVATE.findall(given)  # these characters are masked too, because they would look like masks
+        private = _PRIVATE.findall(given)  # these characters have to be masked too, because they would look like masks
         masked = sorted({*delimiters, *private})
         if len(masked) > _END - _DELIMITERS - 2:
             raise InputError("the messages contain too many different private-use characters")
@@ -54,7 +53,7 @@ class Masks:
         self.messages: list[dict[str, Any]] = []
         self.delimited: list[dict[str, Any]] = []
         places: dict[int, list[tuple[dict[str, Any], str]]] = {_OTHERS: [], _ANSWERS: []}
-        # This loop calls few functions, because it runs over all messages of a long conversation at each turn.
+        # This loop runs over all messages of a long conversation at each turn, so it calls few functions.
         for message in messages:
             whole, partly = {**message}, {**message}
             mine = places[_ANSWERS if message["role"] == "assistant" else _OTHERS]
@@ -70,7 +69,7 @@ class Masks:
             self._mask(plane, texts)
 
     def _delimited(self, value: Any) -> Any:
-        """Return a value with the delimiters of all its strings masked, those of keys included."""
+        """Return a value in which the delimiters are masked in all strings and in all keys."""
         if isinstance(value, str):
             return value.translate(self._table)
         if isinstance(value, Mapping):
@@ -80,8 +79,10 @@ class Masks:
         return value
 
     def _mask(self, plane: int, texts: list[tuple[dict[str, Any], str]]) -> None:
-        """Mask the texts of one plane in place, in one numpy call, because a Python loop over the characters of a long
-        conversation would delay each turn.    texts: (the message, the name of the field)
+        """Mask the texts of one plane in place.    texts: (the message, the name of the field)
+
+        A single numpy call masks all texts, because a Python loop over the characters of a long conversation would delay
+        each turn.
         """
         codes = characters("".join([message[name] for message, name in texts]))
         distinct = np.unique(codes)
@@ -99,11 +100,11 @@ class Masks:
             message[name], at = masked[at:end], end
 
     def original(self, text: str) -> np.ndarray:
-        """Return the characters of the first rendering, with the original character in place of each mask."""
+        """Return the characters of the first rendering. Each mask is replaced by the original character."""
         return self._unmasked(text, _OTHERS)
 
     def original_of_delimiters(self, text: str) -> np.ndarray:
-        """Return the characters of the second rendering, with the original character in place of each masked delimiter.
+        """Return the characters of the second rendering. Each masked delimiter is replaced by the original character.
 
         Other private-use characters stay as they are, because they are not masks.
         """

@@ -19,7 +19,8 @@ from gemma_py.tokenizer import Tokenizer
 class Marks:
     """The token ids of the marks in an answer.
 
-    channel, call: the ids at the beginning and the end of a thought, and of a call; None to ignore thoughts, or calls
+    channel: the ids at the beginning and the end of a thought; None to ignore thoughts
+    call: the ids at the beginning and the end of a tool call; None to ignore tool calls
     quote: the id before and after a string
     """
 
@@ -31,7 +32,9 @@ class Marks:
         return replace(self, call=None)
 
     def thought_begins(self, prompt: Sequence[int]) -> int | None:
-        """Return where the thought at the end of the prompt begins; None if the prompt ends outside thoughts."""
+        """Return where the thought begins that the end of the prompt is part of. None if the prompt does not end in a
+        thought.
+        """
         if self.channel is None:
             return None
         start, end = self.channel
@@ -48,7 +51,7 @@ _FUNCTION_GEMMA = None, ("<start_function_call>", "<end_function_call>"), "<esca
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks | None:
-    """Return the marks of the notation whose control tokens the vocabulary has, or None if there is none."""
+    """Return the marks of the notation whose control tokens the vocabulary contains. None if it contains no notation's."""
 
     def pair(names: tuple[str, str]) -> tuple[int, int] | None:
         start, end = (tokenizer.token_id(name) for name in names)
@@ -67,8 +70,8 @@ _GEMMA4_ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids of Gemma 4's tokens that end an answer, or an empty set for other models.
 
-    These tokens end a text or a turn, or mark the place for the result of a tool call. GGUF files of Gemma 4 name only
-    some of these tokens as end tokens.
+    These tokens end a text or a turn, or mark the place for the result of a tool call. They are found by name, because GGUF
+    files of Gemma 4 list only some of them as end tokens.
     """
     marks = marks_of(tokenizer)
     if marks is None or marks.channel is None:
@@ -77,7 +80,7 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class CallConstraint:
-    """Forces an answer to begin with a tool call. After the beginning, every token is allowed.
+    """Forces an answer to begin with a tool call. Once the call has begun, every token is allowed.
 
     name: the function that must be called; None allows any function.
     """

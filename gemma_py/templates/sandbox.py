@@ -1,7 +1,7 @@
 """Render chat templates in a separate process. template.py runs this file as a program without importing gemma_py.
 
 A chat template is untrusted code. jinja2's sandbox blocks attributes and files, but not endless loops or huge strings
-such as `'a' * 10**9`. The operating system's limits for a process stop such loops and strings.
+such as `'a' * 10**9`. Against these, the operating system limits the time and the memory of the process.
 
 Each line of input is a JSON object {"template", "globals", "conversations": [messages, ...]}, and each line of output
 is {"texts": [...]} or {"error"}.
@@ -25,12 +25,13 @@ import jinja2.sandbox
 import jinja2.utils
 
 MEMORY = 1 << 30  # bytes of address space
-SECONDS = 10  # the most CPU time for a request, in case the parent process has died and cannot stop the rendering
+# The most CPU time for a request, which matters only if the parent process has died and cannot stop the rendering.
+SECONDS = 10
 OUTPUT = 64 << 20  # the most characters of a rendered prompt
 
 
 class _Generation(jinja2.ext.Extension):
-    """The {% generation %} tag, which marks assistant text for training. Rendering copies the text inside the tag."""
+    """The tag {% generation %} around assistant text, which only training uses. Rendering copies the text."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -47,7 +48,7 @@ class _Generation(jinja2.ext.Extension):
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Convert a value to JSON as transformers does: without jinja2's HTML escapes."""
+    """Convert a value to JSON as transformers does, without the HTML escapes of jinja2."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -66,7 +67,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _render(request: dict[str, Any]) -> list[str]:
-    now = datetime.datetime.now()  # read once, so that all renderings of a request have one date
+    now = datetime.datetime.now()  # read only once, because all renderings of a request must have one date
     template = _compiled(request["template"])
     texts = []
     for messages in request["conversations"]:
@@ -97,7 +98,8 @@ def _allow(seconds: int) -> None:
 
 
 def main() -> None:
-    _compiled("{{ 'a' | trim }}").render()  # loads modules that jinja2 imports lazily
+    # Makes jinja2 import modules that it would import later, when files cannot be opened.
+    _compiled("{{ 'a' | trim }}").render()
     _limit()
     for line in sys.stdin.buffer:
         _allow(SECONDS)

@@ -1,8 +1,9 @@
-"""Chat templates: from messages to token ids, by the checkpoint's jinja2 template, Gemma's turns or a plain transcript.
+"""Chat templates, which convert messages to token ids: the checkpoint's jinja2 template, Gemma's turns, or a plain
+transcript.
 
-A message cannot forge a turn, because control tokens such as <start_of_turn> are recognised only in text that the
-template itself writes; see masks.py. The text between two control tokens is tokenised at once, whoever wrote its parts,
-so the ids are those of the whole prompt tokenised at once.
+A message cannot forge a turn, because control tokens such as <start_of_turn> are recognised only in text that the template
+itself writes; see masks.py. The text between two control tokens is tokenised at once, even if the template wrote a part of
+it and a message another part. So the ids are those of the whole prompt tokenised at once.
 """
 
 import atexit
@@ -28,18 +29,19 @@ from gemma_py.formats.files import parse_json, read_text
 from gemma_py.templates.masks import MESSAGE, OF_OTHERS, Masks
 from gemma_py.tokenizer import Tokenizer
 
-Message = dict[str, Any]  # role and content; also reasoning_content, and with tools tool_calls, tool_call_id and name
+# Role and content; also reasoning_content; also tool_calls, tool_call_id and name, if there are tools.
+Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's format
 ROLES = ("system", "user", "assistant")
 _SECONDS = 5.0  # the time limit for rendering a prompt
-_STARTING = 30.0  # additional seconds for the first prompt, because the rendering process has to start
+_STARTING = 30.0  # more seconds for the first prompt, because the rendering process has to start
 _LARGEST_ANSWER = 1 << 30  # the most bytes read from the rendering process
 
 
 class Piece(NamedTuple):
     """A part of a prompt.
 
-    control: whether control tokens are recognised in the text, as in text that the template writes.
+    control: whether the template wrote the text, so that control tokens in it are recognised.
     answer: whether the text is an answer of the model.
     """
 
@@ -49,7 +51,7 @@ class Piece(NamedTuple):
 
 
 def checked_messages(messages: Any, roles: Sequence[str] = ROLES) -> list[Message]:
-    """Check messages in OpenAI's format. Return messages with only role, content and reasoning_content, the texts as strings."""
+    """Check messages in OpenAI's format. The result has only role, content and reasoning_content, with texts as strings."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InputError("messages should be a non-empty list of objects with role and content")
     made = []
@@ -71,7 +73,7 @@ def checked_messages(messages: Any, roles: Sequence[str] = ROLES) -> list[Messag
 
 
 def _text(content: Any, number: int, name: str = "content") -> str:
-    """Return the text of a field of a message, which is a string or a list of text parts."""
+    """Return the text of a message's field, which is a string or a list of text parts."""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -104,10 +106,9 @@ class Template:
     ends: tuple[str, ...] = ()
 
     def pieces(self, messages: Sequence[Message], tools: Tools = (), thinking: bool | None = None) -> list[Piece]:
-        """Return the pieces of the prompt for checked messages, with the beginning of the model's turn as the last
-        piece.
+        """Return the pieces of the prompt for checked messages. The last piece begins the model's turn.
 
-        thinking: whether the model should think before it answers; None leaves that to the template.
+        thinking: whether the model should think before it answers; None lets the template decide.
         """
         raise NotImplementedError
 
@@ -140,7 +141,7 @@ class GemmaTurns(Template):
 def _system_in_user(messages: Sequence[Message]) -> list[Message]:
     """Put the text of the system message in front of the first user message.
 
-    If the conversation does not begin with a user message, the system message becomes one.
+    If the conversation does not begin with a user message, the system message becomes a user message.
     """
     if not messages or messages[0]["role"] != "system":
         return list(messages)
@@ -153,7 +154,7 @@ def _system_in_user(messages: Sequence[Message]) -> list[Message]:
 
 @dataclass(frozen=True)
 class Gemma4Turns(Template):
-    """The chat template of Gemma 4, without tools, for checkpoints that carry no template of their own."""
+    """The chat template of Gemma 4, without tools, for checkpoints that have no template."""
 
     def pieces(self, messages: Sequence[Message], tools: Tools = (), thinking: bool | None = None) -> list[Piece]:
         pieces, rest = [], list(messages)
@@ -210,11 +211,11 @@ BUILT_IN: dict[str, Template] = {"gemma": GEMMA, "gemma4": GEMMA4, "transcript":
 def choose(
     tokenizer: Tokenizer, own: str | None, eos_token_ids: Sequence[int], wanted: str | Path | None = None
 ) -> Template:
-    """Return the wanted template: `gemma`, `gemma4`, `transcript` or a file. If none is wanted, return the checkpoint's own
+    """Return the wanted template: `gemma`, `gemma4`, `transcript` or a file. By default, return the checkpoint's own
     template.
 
-    If the checkpoint has no template, return Gemma's turns if <end_of_turn> is an eos token, Gemma 4's turns if <turn|>
-    is, else a transcript.
+    If the checkpoint has no template, the vocabulary decides. <end_of_turn> as an eos token means Gemma's turns, <turn|>
+    means Gemma 4's turns. Without either, return a transcript.
     """
     if isinstance(wanted, str) and wanted in BUILT_IN:
         return BUILT_IN[wanted]
@@ -233,7 +234,7 @@ def choose(
 
 @dataclass
 class Encoded:
-    """The tokenised texts of the last prompt, so that the next turn does not tokenise them again.
+    """The tokenised texts of the last prompt, which the next turn looks up instead of tokenising them again.
 
     texts: the ids of texts without control tokens.
     parts: for each text that a template wrote, the result of `Tokenizer.control_parts`.
@@ -251,13 +252,13 @@ def encode(
 ) -> list[int]:
     """Return the token ids of the pieces, with one bos token in front.
 
-    known: the ids of earlier answers as the model generated them, by the stripped text of the answer. Tokenising the
-    text may give other ids, which would not match the KV cache.
+    known: the ids of earlier answers as the model generated them, by the stripped text of the answer. Tokenising the text
+    again could give other ids, which would not match the KV cache.
     encoded: the tokenised texts of the last prompt, which are replaced by those of this prompt.
     """
     before, used = encoded or Encoded(), Encoded()
-    # texts[i] is a text without control tokens, and following[i] has the ids after this text. The loops call few functions,
-    # because they run over all messages of a long conversation at each turn.
+    # texts[i] is a text without control tokens, and following[i] has the ids after this text. These loops run over all
+    # messages of a long conversation at each turn, so they call few functions.
     texts: list[str] = []
     following: list[Sequence[int]] = []
     text = ""
@@ -297,13 +298,13 @@ def encode(
 
 # --- templates in jinja2 ----------------------------------------------------------------------------------------------
 
-# Tokens that end the model's turn, if the template contains them.
+# These tokens end the model's turn, provided that the template contains them.
 _ENDS = ("<end_of_turn>", "<turn|>", "<|tool_response>", "<start_function_response>")
 
 
 @dataclass(frozen=True)
 class Jinja(Template):
-    """A template in jinja2. delimiters: the characters with which the vocabulary's control tokens begin or end."""
+    """A template in jinja2. delimiters: the characters with which control tokens begin or end."""
 
     source: str = ""
     globals: tuple[tuple[str, Any], ...] = ()
@@ -313,7 +314,7 @@ class Jinja(Template):
         try:
             return self._rendered(messages, tools, thinking)
         except TemplateError:
-            # Many templates refuse a system message. Render the template again with the system message in the user's turn.
+            # Many templates refuse a system message. Try again with the system message in the user's turn.
             if messages[0]["role"] != "system":
                 raise
             return self._rendered(_system_in_user(messages), tools, thinking)
@@ -364,7 +365,7 @@ def _from_source(source: str, name: str, tokenizer: Tokenizer, eos_token_ids: Se
 
 
 class _Renderer:
-    """The process that renders all templates. A process that exceeds the time limit is killed and started again."""
+    """The process that renders all templates. If it exceeds the time limit, it is killed and started again."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -379,7 +380,8 @@ class _Renderer:
         if self._process is None or self._process.poll() is not None:
             self.kill()
             program = str(Path(__file__).with_name("sandbox.py"))
-            # -P keeps the program's directory out of sys.path; a new process group keeps Ctrl-C from the process.
+            # -P keeps the program's directory out of sys.path. The new process group keeps Ctrl-C from reaching the
+            # process.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, process_group=0,
@@ -434,10 +436,10 @@ class _Renderer:
             process.wait()
 
     def forget(self) -> None:
-        """Give a forked child process a new lock and no rendering process, because the old ones belong to the parent."""
+        """Give a forked child process a new lock and no rendering process, because both still belong to the parent."""
         self._lock = threading.Lock()
         if self._process is not None:
-            self._process.returncode = 0  # so that Popen does not wait for the parent's process
+            self._process.returncode = 0  # Popen must not wait for a process that belongs to the parent
         self._process = None
 
 

@@ -1,7 +1,7 @@
 """Tool calls: declared functions, the model's calls and the results of calls.
 
-The chat template writes declarations, calls and results into the prompt. This module checks them, and parses the calls
-that the model generates; see notation.py for how a model writes them.
+The chat template writes declarations, calls and results into the prompt. This module checks them, and parses the calls that
+the model generates. notation.py describes how a model writes them.
 """
 
 import json
@@ -15,14 +15,14 @@ from typing import Any
 from gemma_py.errors import ToolError
 from gemma_py.tokenizer import Tokenizer
 
-_QUOTE = "\ud800"  # stands for the mark around strings; half a surrogate pair, which no decoded text contains
+_QUOTE = "\ud800"  # stands for the mark around strings; as half a surrogate pair, it cannot be in decoded text
 _CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
 _DEEPEST = 64
 
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call. id: the identifier that the call's result refers to. arguments: JSON text, as in OpenAI's format."""
+    """A tool call. id: the name by which the call's result refers to the call. arguments: JSON text, as in OpenAI's format."""
 
     id: str
     name: str
@@ -33,9 +33,9 @@ class Call:
 
 
 def read_call(ids: Sequence[int], quote: int, tokenizer: Tokenizer) -> Call | None:
-    """Parse the tokens between the marks of a call. Return None if the call is invalid.
+    """Parse the tokens between the marks of a call. An invalid call gives None.
 
-    quote: the id of the mark around strings. Other tokens that spell the mark are part of a string.
+    quote: the id of the mark around strings. If other tokens spell the mark, it is part of a string.
     """
     strings: list[list[int]] = [[]]
     for token in ids:
@@ -116,7 +116,7 @@ class _Reader:
 
 
 def _bare(word: str) -> Any:
-    """Convert a bare word to a number, true, false or null. Return other words, such as NaN and 1e999, as strings."""
+    """Convert a bare word to a number, true, false or null. Other words, such as NaN and 1e999, become strings."""
     try:
         value = json.loads(word)
     except ValueError:
@@ -128,7 +128,7 @@ def _bare(word: str) -> Any:
 
 
 def declarations(tools: Any) -> list[dict[str, Any]]:
-    """Return tools in OpenAI's format as chat templates expect them. Raise ToolError if a tool is invalid."""
+    """Return tools in OpenAI's format as chat templates expect them. An invalid tool raises ToolError."""
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ToolError(f"tools should be a list, found {tools!r:.60}.", "tools")
     made = []
@@ -144,10 +144,10 @@ def declarations(tools: Any) -> list[dict[str, Any]]:
 
 
 def calls_and_results(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each message in OpenAI's format, the fields that chat templates expect besides role and texts.
+    """Return, for each message in OpenAI's format, its fields about tools in the form that chat templates expect.
 
-    An assistant message gets tool_calls, and a tool message gets the name of the called function and the id of the call.
-    Raise ToolError if a field is invalid.
+    An assistant message gets tool_calls, and a tool message gets the name of the called function and the id of the call. An
+    invalid field raises ToolError.
     """
     names: dict[Any, str] = {}
     made: list[dict[str, Any]] = []

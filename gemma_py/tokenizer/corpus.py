@@ -1,4 +1,4 @@
-"""Difficult texts for a tokenizer, identical on every machine.
+"""Difficult texts for testing a tokenizer, identical on every machine.
 
 The tables of a vocabulary are accepted only if they encode these texts as the `tokenizers` package does.
 """
@@ -24,10 +24,10 @@ PIECES = [
 
 
 def texts(added: list[str]) -> list[str]:
-    """Return the test texts of a vocabulary with these added tokens.
+    """Return the test texts for a vocabulary with these added tokens.
 
-    The list has the fixed texts, each added token alone and inside a text (every 60th of the <unused> tokens), runs of
-    white space, and random mixtures from a fixed seed.
+    The list has the fixed texts, each added token alone and inside a text, runs of white space, and random mixtures from a
+    fixed seed. Of the <unused> tokens, only every 60th is in the list.
     """
     rng = random.Random(270)
     made = list(PLAIN)

@@ -1,8 +1,8 @@
-"""Use of the `tokenizers` package, which parses tokenizer.json and against which our own tables are checked.
+"""Use of the `tokenizers` package, which parses tokenizer.json and checks the tables that this package builds.
 
-Loading Gemma's vocabulary with the package takes 1.4 s and 350 MB. So the package is imported only to build the tables,
-at the first start with a model. The package gets only settings that Gemma's files have (see sources.py), because other
-settings can abort the process inside the package, where no `except` helps.
+Loading Gemma's vocabulary with the package takes 1.4 s and 350 MB. So the package is used only at the first start with a
+model, to build the tables. Some settings make the package abort the whole process, which no `except` can prevent. Therefore
+the package is given only settings that Gemma's files have (see sources.py).
 """
 
 import json
@@ -18,7 +18,6 @@ NEWLINE_SPLIT = r"[^\n]+|\n+"  # matches the parts into which llama.cpp splits a
 
 
 def package_from_document(document: dict[str, Any], where: str) -> Any:
-    """Return the package's tokenizer for a parsed tokenizer.json, whose settings are already checked."""
     import tokenizers
 
     try:
@@ -30,7 +29,9 @@ def package_from_document(document: dict[str, Any], where: str) -> Any:
 
 
 def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
-    """Return the package's tokenizer for a vocabulary from a GGUF file, which has no tokenizer.json."""
+    """Return the package's tokenizer for a vocabulary. GGUF files have no tokenizer.json, so a document is made for the
+    package.
+    """
     import tokenizers
 
     pieces = vocabulary.pieces
@@ -51,7 +52,7 @@ def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
 
 
 def certified(tables: Tables, package: Any, where: str) -> Tables:
-    """Return the tables if they encode the corpus and every added token to the ids that the package gives.
+    """Return the tables after a check: they must encode the corpus and every added token to the package's ids.
 
     Any difference raises TokenizerError.
     """

@@ -15,8 +15,8 @@ from gemma_py.tokenizer.vocabulary import Tables, Vocabulary, cached, is_gemma4_
 
 _GEMMA3_PIECES = 262_144
 _LARGEST_JSON = 256 << 20  # bytes; Gemma 3's tokenizer.json has 33 MB
-_LARGEST_PIECE = 4096  # characters; `_scored_vocabulary` tries every split of a piece in two
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
+_LARGEST_PIECE = 4096  # characters; there is a limit, because `_scored_vocabulary` tries every split of a piece in two
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 _DECODERS = [
@@ -30,8 +30,8 @@ _NEWLINE_SPLITS = [
     for pattern in (NEWLINE_SPLIT, r"[^\n]+|[\n]+", r"\n+", r"[\n]+")
 ]
 # The pipelines in Gemma's tokenizer.json files, which tokenizer.py implements. The pre-tokenizer _SPLIT has no effect,
-# because the normalizer leaves no space to split at. A file with another pipeline is rejected before the tokenizers
-# package reads the file.
+# because the normalizer leaves no space to split at. If a file has another pipeline, the file is rejected before the
+# tokenizers package reads it.
 _PIPELINES: dict[str, tuple[Any, ...]] = {
     "normalizer": (_REPLACE, {"type": "Sequence", "normalizers": [_REPLACE]}),
     "pre_tokenizer": (None, _SPLIT, *_NEWLINE_SPLITS),
@@ -61,7 +61,7 @@ def _tables_of_gguf(path: Path, metadata: dict[str, Any]) -> Tables:
 
 
 def _tokens_of_gguf(path: Path, metadata: dict[str, Any], *numbers: str) -> list[str]:
-    """Return the tokens in a GGUF's metadata. numbers: names of metadata arrays that should have one element for each token."""
+    """Return the tokens in GGUF metadata. numbers: names of arrays that should have one element for each token."""
     tokens = metadata["tokenizer.ggml.tokens"]
     if not isinstance(tokens, Sequence) or isinstance(tokens, str):
         raise TokenizerError(f"{path}: tokenizer.ggml.tokens should be a list of strings")
@@ -91,11 +91,12 @@ def _added(pieces: list[str], kinds: list[int]) -> list[tuple[int, str, bool]]:
 
 
 def _scored_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
-    """Return the vocabulary of Gemma 1 to 3: compute merges from pieces, types and scores, as the converters from SentencePiece do.
+    """Return the vocabulary of Gemma 1 to 3. Merges are computed from pieces, types and scores, as the converters from
+    SentencePiece do.
 
-    Every split of a piece into two other pieces is a merge. Merges are ordered by the score of the merged piece,
-    highest first. User-defined pieces (runs of white space) precede all others. Merges with equal scores are ordered by
-    the length of the left half, longest first.
+    Every split of a piece into two other pieces is a merge. Merges are ordered by the score of the merged piece, highest
+    first, but user-defined pieces (runs of white space) come before all others. Merges with equal scores are ordered by the
+    length of the left half, longest first.
     """
     tokens = _tokens_of_gguf(path, metadata, "scores", "token_type")
     scores, types = metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
@@ -103,7 +104,8 @@ def _scored_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
         raise TokenizerError(f"{path}: tokenizer.ggml.scores has NaN or infinite elements")
     kinds = [_CONTROL if is_gemma_control(t) else kind for t, kind in zip(tokens, types.tolist(), strict=True)]
     rank = np.where(types == _USER_DEFINED, 0, scores).tolist()
-    # A user-defined piece may contain spaces. Text is merged with "▁" in place of spaces, so the pieces need "▁" too.
+    # In a text, "▁" replaces spaces before pieces are merged. A user-defined piece may contain spaces, so "▁" replaces them
+    # too.
     pieces = [t.replace(" ", "▁") if kind == _USER_DEFINED else t for t, kind in zip(tokens, kinds, strict=True)]
     find = _numbered(path, pieces).get
     merges = []
@@ -126,14 +128,14 @@ def _scored_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     merges.sort(key=lambda merge: merge[2:], reverse=True)
     added = _added(pieces, kinds)
     if len(pieces) == _GEMMA3_PIECES and pieces[255_999] == "<start_of_image>":
-        # Gemma 3's tokenizer.json also has <image_soft_token>, for which Gemma 3's text models have no embedding.
+        # <image_soft_token> is only in Gemma 3's tokenizer.json. Gemma 3's text models have no embedding for it.
         added.append((_GEMMA3_PIECES, "<image_soft_token>", True))
     table = np.array([merge[:2] for merge in merges], np.int32).reshape(-1, 2)
     return Vocabulary(pieces, table, added)
 
 
 def _ranked_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
-    """Return the vocabulary of Gemma 4. The file lists the merges, best first, and its scores have no effect."""
+    """Return the vocabulary of Gemma 4. The file lists the merges, best first, and its scores have no meaning."""
     pieces = _tokens_of_gguf(path, metadata, "token_type")
     types = metadata["tokenizer.ggml.token_type"].tolist()
     kinds = [_CONTROL if is_gemma4_control(t) else kind for t, kind in zip(pieces, types, strict=True)]
@@ -153,17 +155,16 @@ def _ranked_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     return Vocabulary(pieces, merges, _added(pieces, kinds), split_newlines=True)
 
 
-# For each value of tokenizer.ggml.model, the function that reads the vocabulary.
+# The function that reads the vocabulary, by the value of tokenizer.ggml.model.
 _VOCABULARIES = {"llama": _scored_vocabulary, "gemma4": _ranked_vocabulary}
 
 
 def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
-    """Return the tokenizer in a tokenizer.json."""
     return Tokenizer(cached(path, "json", lambda: _tables_of_json(path)), bos_token=bos_token)
 
 
 def appends_token(path: Path) -> bool:
-    """Return whether the post-processor of a tokenizer.json appends a token, such as eos, to every text."""
+    """Return whether a tokenizer.json appends a token, such as eos, to every text. Its post-processor says so."""
     document = read_json(path, _LARGEST_JSON)
     processor = document.get("post_processor") if isinstance(document, dict) else None
     parts = processor.get("single") if isinstance(processor, dict) else None
@@ -187,7 +188,7 @@ def _tables_of_json(path: Path) -> Tables:
 def _known_settings(path: Path) -> dict[str, Any]:
     """Return the fields of a tokenizer.json that affect ids.
 
-    Settings that no Gemma tokenizer has raise UnsupportedError.
+    A setting that no Gemma tokenizer has raises UnsupportedError.
     """
     document = read_json(path, _LARGEST_JSON)
     model = document.get("model") if isinstance(document, dict) else None
@@ -218,7 +219,7 @@ def _known_settings(path: Path) -> dict[str, Any]:
 
 
 def _check_listed(path: Path, listed: Any) -> None:
-    """Raise an error unless every added token has an id and a content and may match anywhere in a text."""
+    """Raise an error unless every added token has an id and a content, and is recognised anywhere in a text."""
     if not isinstance(listed, list):
         raise TokenizerError(f"{path}: added_tokens should be a list, found {listed!r:.80}")
     for token in listed:

@@ -1,8 +1,8 @@
-"""Gemma's byte pair encoding. Control tokens are encoded only on request.
+"""Gemma's byte pair encoding. Control tokens in a text are recognised only on request.
 
-A text is first split at its added tokens. Where several added tokens begin at one character, the longest is taken. The
-text between added tokens is normalised (" " becomes "▁") and cut into characters; a character without a piece is cut
-into bytes. Then neighbouring pieces are merged (see kernels/bpe.py).
+A text is first split at its added tokens. Where several added tokens begin at one character, the longest is taken. The text
+between added tokens is normalised (" " becomes "▁") and split into characters. A character that the vocabulary does not
+have is split into bytes. Then neighbouring pieces are merged (see kernels/bpe.py).
 """
 
 import re
@@ -18,11 +18,11 @@ _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
 
 class _Added:
-    """A set of added tokens, with a method to find them in a text."""
+    """A set of added tokens, which can find its tokens in a text."""
 
     def __init__(self, tokens: dict[str, int]) -> None:
         self._ids = tokens
-        # For each first character, the lengths of the added tokens that begin with that character, longest first.
+        # For each character, the lengths of the added tokens that begin with it, longest first.
         self._lengths: dict[str, list[int]] = {}
         for content in sorted(tokens, key=len, reverse=True):
             lengths = self._lengths.setdefault(content[0], [])
@@ -47,8 +47,6 @@ class _Added:
 
 
 class Tokenizer:
-    """A tokenizer, which encodes text to ids and decodes ids to text."""
-
     def __init__(self, tables: Tables, bos_id: int | None = None, bos_token: str | None = None) -> None:
         self._tables = tables
         added = {content: number for number, content, _ in tables.added}
@@ -62,7 +60,6 @@ class Tokenizer:
         self.bos_id = bos_id if bos_id is not None else self.token_id(bos_token or "<bos>")
 
     def token_id(self, piece: str) -> int | None:
-        """Return the id of a piece or of an added token, or None if the vocabulary does not contain it."""
         beyond = next((number for number, content in self._beyond.items() if content == piece), None)
         return self._tables.find(piece.encode("utf-8", "surrogatepass")) if beyond is None else beyond
 
@@ -77,7 +74,7 @@ class Tokenizer:
         """Return the ids of a text.
 
         bos: whether the ids begin with exactly one bos token
-        control: whether control tokens in the text are encoded as control tokens or as ordinary text
+        control: whether control tokens in the text are recognised; if not, they are ordinary text
         """
         ids: list[int] = []
         for part, token in (self._all if control else self._plain).split(text):
@@ -93,7 +90,6 @@ class Tokenizer:
         return list(self._control.split(text))
 
     def _merged(self, text: str) -> list[int]:
-        """Return the ids of a text that contains no added tokens."""
         if not text:
             return []
         try:
@@ -120,7 +116,7 @@ class Tokenizer:
         return made
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, including control tokens. Invalid UTF-8 bytes become replacement characters."""
+        """Return the text of ids. Control tokens are included. Invalid UTF-8 bytes become replacement characters."""
         text: list[str] = []
         run = bytearray()
 
@@ -147,7 +143,7 @@ class Tokenizer:
     def final_prefix(self, ids: Sequence[int]) -> int:
         """Return how many ids, counted from the first, have text that no later id can change.
 
-        A run of byte tokens is decoded as a whole: one more byte can turn the whole run into replacement characters.
+        Neighbouring byte tokens are decoded together, so one more byte can turn all of them into replacement characters.
         """
         count = len(ids)
         while count and ids[count - 1] in self._bytes:

@@ -23,16 +23,16 @@ _PLAIN = re.compile(rf"[\s▁]+|</?({'|'.join(_HTML.split())})>")
 _GEMMA_CONTROL = re.compile(
     r"<unused\d+>|<(start|end)_of_(turn|image)>|<(bos|eos|pad|unk|mask|image_soft_token)>|\[multimodal\]"
 )
-# The control tokens of Gemma 4: <|turn>, <turn|>, <|think|>, <|"|> and others of these three forms.
+# The control tokens of Gemma 4 have names of three forms, such as <|turn>, <turn|> and <|think|>.
 _GEMMA4_CONTROL = re.compile(r'<\|([a-z_]+|")>|<[a-z_]+\|>|<\|([a-z_]+|")\|>|<(bos|eos|pad|unk|mask)>')
-_LAYOUT = 5  # version of the cache files; files of other versions are ignored
-OLD_SUFFIX = ".vocab"  # suffix of cache files in an old format that is no longer read
+_LAYOUT = 5  # the version of the cache files; files of other versions are ignored
+OLD_SUFFIX = ".vocab"  # the suffix of cache files in an old format that is no longer read
 
 
 def is_control(content: str, special: bool) -> bool:
-    """Return whether an added token is a control token, to which user text must never be encoded.
+    """Return whether an added token is a control token. User text must never be encoded to a control token.
 
-    An added token that is not marked special is a control token too, unless it is a run of white space or an HTML tag.
+    Even a token that is not marked special is a control token, unless it is a run of white space or an HTML tag.
     """
     return special or _PLAIN.fullmatch(content) is None
 
@@ -55,12 +55,12 @@ def is_gemma4_control(content: str) -> bool:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A vocabulary as the model file has it.
+    """A vocabulary, as the model file has it.
 
     pieces: in the order of their ids
     merges: int32 [M, 2], ids of the left and right halves, best merge first
     added: (id, content, special), in the order of ids
-    split_newlines: whether a text is split at its runs of newlines before its characters are merged
+    split_newlines: whether a text is first split at its runs of newlines
     """
 
     pieces: list[str]
@@ -78,7 +78,7 @@ class Tables(NamedTuple):
     text: np.ndarray  # uint8: the UTF-8 bytes of all pieces, one after the other
     ends: np.ndarray  # int64 [V]: where each piece ends in `text`
     order: np.ndarray  # int64 [V]: ids, sorted by the bytes of their pieces
-    characters: np.ndarray  # int64: code points of the pieces of one character, sorted
+    characters: np.ndarray  # int64: the code points of all pieces that are one character, sorted
     character_ids: np.ndarray  # int64: the ids of `characters`
     byte_ids: np.ndarray  # int64 [256]: the ids of <0x00> .. <0xFF>
     starts: np.ndarray  # int64 [V + 1]: index of the first merge of each left half
@@ -91,16 +91,15 @@ class Tables(NamedTuple):
         return self.text[self.ends[number - 1] if number else 0 : self.ends[number]].tobytes()
 
     def find(self, piece: bytes) -> int | None:
-        """Return the id of a piece, or None if there is no such piece."""
         at = bisect.bisect_left(self.order, piece, key=lambda number: self.piece(int(number)))
         found = int(self.order[at]) if at < len(self.order) else None
         return found if found is not None and self.piece(found) == piece else None
 
 
 def tables(vocabulary: Vocabulary, where: str) -> Tables:
-    """Check a vocabulary and return it as searchable arrays.
+    """Check a vocabulary, and return it as searchable arrays.
 
-    Merges that produce a control token are left out.
+    Merges whose result is a control token are left out.
     """
     pieces, added = vocabulary.pieces, vocabulary.added
     find = {piece: number for number, piece in enumerate(pieces)}.get
@@ -114,16 +113,16 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
     made = np.array([find(pieces[a] + pieces[b], -1) for a, b in vocabulary.merges.tolist()], np.int32)
     if made.size and made.min() < 0:
         raise TokenizerError(f"{where}: merge {int(made.argmin())} produces a piece that is not in the vocabulary")
-    # Leave out merges that produce a control token, because ordinary text could otherwise be encoded to that token.
+    # Leave out merges whose result is a control token, because ordinary text could otherwise be encoded to that token.
     omitted = [number for number, content, special in added if is_control(content, special)]
     if vocabulary.split_newlines:
-        # Texts are split at their runs of newlines, so a newline never merges with another character. If the merges of
-        # newlines with other characters are left out, the ids are the same without splitting the text.
+        # The tables do not split texts at runs of newlines. Leaving out the merges of a newline with another character has
+        # the effect of splitting.
         omitted += [number for number, piece in enumerate(pieces) if "\n" in piece and piece.strip("\n")]
     order = np.lexsort((np.arange(len(made)), right, left))
     order = order[~np.isin(made[order], omitted)]
     pair = left[order].astype(np.int64) << 32 | right[order]
-    # If the file lists a pair several times, keep only the last merge.
+    # If the file lists a pair several times, only its last merge is kept.
     last = np.append(pair[1:] != pair[:-1], [True] * min(1, len(pair)))
     order = order[last]
     return Tables(
@@ -142,7 +141,7 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
 
 
 def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: str) -> None:
-    """Raise an error unless every added token has the id of an equal piece or the next free id after the pieces."""
+    """Raise an error unless the id of every added token is that of an equal piece, or the next free id after the pieces."""
     following = len(pieces)
     known = set(pieces)
     for number, content, special in added:
@@ -167,7 +166,7 @@ def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
     """Return the tables from the cache. At the first use, build and store them.
 
     If the cache directory is not usable, the tables are built in memory. The cache key contains the file's size and
-    modification time, not a hash: reading 33 MB to compute a hash would take as long as the cache saves.
+    modification time. It has no hash, because reading 33 MB for a hash would take as long as the cache saves.
     """
     stat = source.stat()
     name = f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{salt}\0{_LAYOUT}"
@@ -184,14 +183,14 @@ def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
         with atomic_write(path) as file:
             _write(file, made)
     except OSError:
-        return made  # read-only directory or full disk; the next start builds the tables again
-    return _read(path) or made  # return tables that are mapped from the file, so that the built ones are freed
+        return made  # the directory is read-only or the disk is full; the next start builds the tables again
+    return _read(path) or made  # prefer tables that are mapped from the file, because the built ones can then be freed
 
 
 def _write(file: BinaryIO, made: Tables) -> None:
     """Write tables to a cache file.
 
-    Arrays with the largest elements are written first, so that each array is aligned.
+    Arrays whose elements have more bytes come first, so that each array is aligned.
     """
     text = json.dumps(made.added, ensure_ascii=False).encode("utf-8")
     arrays = {**made._asdict(), "added": np.frombuffer(text, np.uint8)}

@@ -45,10 +45,11 @@ class Checkpoint:
     source: Source
     chat_template: str | None
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
-    left_out: Mapping[str, int] = field(default_factory=dict)  # the number of tensors of each part for images or sound
+    # For each part for images or sound, its number of tensors.
+    left_out: Mapping[str, int] = field(default_factory=dict)
     modules: Modules = field(default_factory=Modules)  # empty for GGUF
     cacheable: bool = (
-        True  # whether the packed weights may be in the cache on disk; otherwise, they are packed into memory
+        True  # whether the packed weights may be in the cache on disk; if not, they are packed into memory
     )
 
     @property
@@ -56,7 +57,7 @@ class Checkpoint:
         return self.source.tensors
 
     def weights(self, quant: str | None = None) -> dict[str, Matrix | StoredMatrix | np.ndarray]:
-        """Read and return all weights but gathered tables. Only the specification (reference/) needs them in this form."""
+        """Read all weights except gathered tables. Only the specification (reference/) needs unpacked weights."""
         return read_weights(self.stored_weights(quant))
 
     def stored_weights(self, quant: str | None = None) -> dict[str, Stored]:
@@ -65,7 +66,7 @@ class Checkpoint:
 
     @cached_property
     def text_end(self) -> int | None:
-        """The id of the eos token that the checkpoint's tokenizer appends to a text to embed, or None if it appends none."""
+        """The id of the eos token that the tokenizer appends to a text to embed, or None if it appends none."""
         if self.format == "GGUF":
             wanted = Fields(str(self.path), self.metadata).flag("tokenizer.ggml.add_eos_token", False)
         else:
@@ -77,7 +78,6 @@ class Checkpoint:
         return self.config.eos_token_ids[0]
 
     def tokenizer(self) -> Tokenizer | None:
-        """Return the checkpoint's tokenizer, or None if the checkpoint has no tokenizer."""
         if self.format == "GGUF":
             return tokenizer_from_gguf(self.path, dict(self.metadata))
         file = self.path / "tokenizer.json"
@@ -85,13 +85,13 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file or a Hugging Face directory. Reads the config and the tensors' headers, but not the weights."""
+    """Open a GGUF file or a Hugging Face directory. The config and the tensors' headers are read, but not the weights."""
     if path.is_dir():
         return _open_directory(path)
     if not path.exists():
         raise ModelNotFoundError(f"{path}: no such file or directory")
     if not path.is_file():
-        raise FormatError(f"{path}: neither a file nor a directory, so there is no checkpoint to open")
+        raise FormatError(f"{path}: should be a file or a directory, but is something else")
     if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
         raise FormatError(f"{path}: give the directory that contains this file, instead of the file")
     return _open_gguf(path)
@@ -140,7 +140,7 @@ def _open_directory(path: Path) -> Checkpoint:
 
 
 def _text_model(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], Counter[str]]:
-    """Return the tensors of the text model, and the number of tensors of each other part of a multimodal checkpoint."""
+    """Return the tensors of the text model and, for each other part of a multimodal checkpoint, the number of tensors."""
     parts = {name: other_part(name) for name in tensors}
     text = {name: tensor for name, tensor in tensors.items() if parts[name] is None}
     return text, Counter(part for part in parts.values() if part is not None)
@@ -167,7 +167,7 @@ def _bos_token(path: Path) -> str:
 
 
 def _appends_eos(path: Path) -> bool:
-    """Return whether the tokenizer appends an eos token, by tokenizer_config.json or else by tokenizer.json."""
+    """Return whether the tokenizer appends an eos token. tokenizer_config.json says so, or else tokenizer.json."""
     settings = Fields(str(path / "tokenizer_config.json"), _tokenizer_config(path))
     if settings.values.get("add_eos_token") is not None:
         return settings.flag("add_eos_token", False)
@@ -180,7 +180,7 @@ def _template(path: Path) -> str | None:
     if present(file):
         return read_text(file)
     template = _tokenizer_config(path).get("chat_template")
-    if isinstance(template, list):  # a list of named templates, of which "default" is for chat
+    if isinstance(template, list):  # a list of named templates; the one for chat is called "default"
         template = next(
             (t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None
         )

@@ -1,6 +1,7 @@
-"""The modules of sentence-transformers that follow an embedding model's transformer, and the prompts of the model's tasks.
+"""The modules of sentence-transformers that follow an embedding model's transformer, and the prompts for tasks.
 
-modules.json lists the modules, each with a type and a folder: Transformer, Pooling, then any number of Dense, then Normalize.
+modules.json lists the modules, each with a type and a folder: Transformer, Pooling, then any number of Dense, then
+Normalize.
 """
 
 from collections.abc import Mapping
@@ -24,8 +25,8 @@ _LEGACY_POOLING = "pooling_mode_"
 class Modules:
     """What the files of sentence-transformers say.
 
-    dense: the weight [N, K] of each dense layer. prompts: the text that precedes the texts of a task, by the task's name.
-    default: the name of the prompt that is used without a task, or None.
+    dense: the weight [N, K] of each dense layer. prompts: by the name of a task, the text to put in front of a text.
+    default: the name of the prompt to use without a task, or None.
     """
 
     dense: tuple[StoredTensor, ...] = ()
@@ -34,7 +35,7 @@ class Modules:
 
 
 def read_modules(directory: Path) -> Modules:
-    """Read modules.json and config_sentence_transformers.json, each of which may be missing."""
+    """Read modules.json and config_sentence_transformers.json. Each of the files may be missing."""
     file, dense = directory / "modules.json", []
     folders = _folders(file) if present(file) else []
     for kind, folder in folders:
@@ -47,7 +48,6 @@ def read_modules(directory: Path) -> Modules:
 
 
 def _folders(file: Path) -> list[tuple[str, str]]:
-    """Return the kind and the folder of each module."""
     listed = read_json(file)
     if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
         raise FormatError(f"{file}: should be a list of modules, found {listed!r:.80}")
@@ -87,12 +87,12 @@ def _table(file: Path) -> Fields:
 
 
 def _check_pooling(file: Path) -> None:
-    """Raise an error unless the module is the mean of all hidden states, including those of the prompt."""
+    """Raise an error unless pooling is the mean of all hidden states, including those of the prompt."""
     config = _table(file)
     if not config.flag("include_prompt", True):
         raise UnsupportedError(f"{file}: include_prompt should be true, found false")
     mode = config.values.get("pooling_mode")
-    if mode is None:  # written before sentence-transformers 5.3, with one flag for each mode
+    if mode is None:  # before version 5.3, sentence-transformers wrote one flag for each mode
         flags = [name for name in config.values if name.startswith(_LEGACY_POOLING) and config.flag(name, False)]
         mode = [name.removeprefix(_LEGACY_POOLING) for name in flags] or "mean"
         mode = "mean" if mode == ["mean_tokens"] else mode
@@ -101,7 +101,7 @@ def _check_pooling(file: Path) -> None:
 
 
 def _dense(folder: Path) -> StoredTensor:
-    """Return the weight of a dense layer, which must have no bias, no activation function and no residual connection."""
+    """Return the weight of a dense layer. A bias, an activation function or a residual connection raises an error."""
     config = _table(folder / "config.json")
     if config.flag("bias", True) or config.flag("use_residual", False):
         raise UnsupportedError(f"{config.where}: bias and use_residual should be false, but one of these is true")

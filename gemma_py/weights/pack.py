@@ -1,10 +1,10 @@
 """Packing of a model's weights into the panels that kernels read.
 
-The panels of all matrices lie in three flat arrays, the arenas: float32, bfloat16 and quantised. A table says where each
+The panels of all matrices are in three flat arrays, the arenas: float32, bfloat16 and quantised. A table says where each
 matrix begins. The array types do not depend on the model, so that one compiled forward pass serves every model.
 
-The matrices of experts are at the end of each arena, after the matrices that every pass reads, and begin at a page
-boundary. A start then reads the pages of the other matrices, and the pages of an expert are read when a row is routed there.
+In each arena, the matrices of experts come last and begin at a page boundary. A start then reads only the pages of the
+other matrices. The pages of an expert are read when the router first chooses that expert.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from gemma_py.formats.blocks import BF16, Minimum
 from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panel_count
 from gemma_py.weights.tensors import FloatMatrix, GatheredTable, Matrix, StoredMatrix, StoredWeights, matrices_of
 
-# Columns of `PackedArrays.matrices`. WIDTH and the columns after WIDTH are 0 for float matrices.
+# Columns of `PackedArrays.matrices`. For float matrices, the columns from WIDTH on are 0.
 KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, BLOCK, MINIMUMS, BYTES, QUADS = range(11)
 FLOATS, BF16_FLOATS, CODES = range(3)  # values of KIND: float32, bfloat16, quantised
 
@@ -26,7 +26,8 @@ FLOATS, BF16_FLOATS, CODES = range(3)  # values of KIND: float32, bfloat16, quan
 class PackedArrays(NamedTuple):
     """The arenas and tables of packed weights.
 
-    The arrays are read-only. numba would compile the forward pass again for writable arrays, which have another type.
+    The arrays are read-only. numba treats writable arrays as another type, for which it would compile the forward pass
+    again.
     """
 
     floats: np.ndarray  # f32 panels
@@ -40,8 +41,8 @@ class PackedArrays(NamedTuple):
 class PackedWeights:
     """Packed weights.
 
-    matrices: the row of `arrays.matrices` for each matrix, by name. gains: the index in `arrays.gains` of each gain, by name.
-    tables: the gathered tables, which stay in the checkpoint's file, by name.
+    matrices: the row of `arrays.matrices` for each matrix, by name. gains: the index in `arrays.gains` of each gain, by
+    name. tables: by name, the gathered tables, whose data stay in the checkpoint's file.
     """
 
     arrays: PackedArrays
@@ -51,7 +52,7 @@ class PackedWeights:
 
 
 def matrix_bytes(arrays: PackedArrays, number: int) -> int:
-    """Return the size of a packed matrix in bytes. number: the row of `arrays.matrices`."""
+    """Return the size of a packed matrix in bytes. number: its row of `arrays.matrices`."""
     row = arrays.matrices[number]
     panels = panel_count(int(row[ROWS]))
     if row[KIND] == CODES:
@@ -59,15 +60,16 @@ def matrix_bytes(arrays: PackedArrays, number: int) -> int:
     return panels * COLUMNS * int(row[INPUTS]) * (arrays.floats if row[KIND] == FLOATS else arrays.bf16).itemsize
 
 
-# The version of the layout of panels and arenas. Cached files of other versions are not read.
+# The version of the layout of panels and arenas. Cached files of other versions are ignored.
 LAYOUT = 3
 _TYPES = tuple(np.dtype(kind) for kind in ("<f4", "<u2", "i1"))  # dtypes of the arenas floats, bf16, codes
 PAGE = 4096
 
 
 class Arena(NamedTuple):
-    """The size of an arena: the number of values of dense matrices, padded to whole pages if matrices of experts follow, and
-    the number of values of experts.
+    """The size of an arena: the number of values of dense matrices, and of experts' matrices.
+
+    If there are experts, the dense matrices are padded to whole pages.
     """
 
     kind: np.dtype
@@ -82,7 +84,7 @@ class Arena(NamedTuple):
 class PackingPlan:
     """The tables and arena sizes for a checkpoint, computed from the names, shapes and types of the tensors.
 
-    Two plans with equal tensors, an equal order of matrices and an equal LAYOUT fill the arenas with equal bytes.
+    Plans fill the arenas with equal bytes if their tensors, the order of their matrices and LAYOUT are equal.
     """
 
     def __init__(self, weights: StoredWeights) -> None:
@@ -105,7 +107,7 @@ class PackingPlan:
 
     @cached_property
     def arenas(self) -> list[Arena]:
-        """The size of each arena. An unused arena has one value, so that it has an address."""
+        """The size of each arena. An unused arena has one value, because its address must be valid."""
         made = []
         for kind, dense, experts in zip(_TYPES, self._dense, self._of_experts, strict=True):
             step = PAGE // kind.itemsize if experts else 1
@@ -125,7 +127,6 @@ class PackingPlan:
             yield matrix
 
     def packed(self, arenas: Sequence[np.ndarray]) -> PackedWeights:
-        """Return the packed weights for filled arenas, and make the arenas read-only."""
         for array in (*arenas, *self._tables):
             array.flags.writeable = False
         floats, bf16, codes = arenas
@@ -135,7 +136,7 @@ class PackingPlan:
     def _place(self, matrix: StoredMatrix) -> list[int]:
         """Reserve room for a matrix in an arena, and return the matrix's row of the table `matrices`.
 
-        AT of an expert's matrix is relative to the first expert's matrix of the arena.
+        For an expert's matrix, AT counts from the first expert's matrix of the arena.
         """
         kind, (N, K) = matrix.tensor.type, matrix.shape
         arena, panel, row = BF16_FLOATS if kind is BF16 else FLOATS, K * COLUMNS, [0] * 7
@@ -150,7 +151,7 @@ class PackingPlan:
 
 
 def _pack(part: Matrix, first: int, row: list[int], arenas: Sequence[np.ndarray]) -> None:
-    """Pack consecutive rows of a matrix into panels. first: the number of the first row, a multiple of 64."""
+    """Pack some rows of a matrix into panels. first: the number of the first row, a multiple of 64."""
     panel = row[BYTES] or row[INPUTS] * COLUMNS
     at = row[AT] + first // COLUMNS * panel
     panels = arenas[row[KIND]][at : at + panel_count(part.shape[0]) * panel]

@@ -1,13 +1,13 @@
 """The cache of packed weights on disk: one safetensors file per checkpoint, memory-mapped at every start.
 
     header    metadata: layout, content key, source, checksums of the sections, sha256 of the header; padded to whole pages
-    sections  of each arena one section with the matrices that every pass reads, and one with the matrices of experts, if there
-              are any; a section begins at a page boundary and is padded with zeros to the next page boundary
+    sections  for each arena, a section with the matrices that every pass reads and, if there are experts, a section with
+              theirs; a section begins at a page boundary and is padded with zeros to the next page boundary
 
-Every start checks the header and the sections that every pass reads. The header must equal, byte for byte, the header that
-this program would write for this checkpoint and for the checksums of these sections in the file. Checking reads each weight
-once and so takes about as long as generating a token. If a file is damaged or writable by another user, the weights are
-packed again.
+Every start checks the header and the sections that every pass reads. The sections' checksums are computed from the file.
+With these checksums, the header must equal, byte for byte, the header that this program would write for this checkpoint.
+Checking reads each weight once and so takes about as long as generating a token. If a file is damaged or writable by
+another user, the weights are packed again.
 
 The sections of experts are not read at a start, because most of them are not needed for an answer. Right after writing, they
 are read from the disk once, and compared with the checksums in the header. A record on disk then keeps the file's device,
@@ -17,8 +17,8 @@ inode, size and time of modification. Without a record for these values, the nex
     other users                                             the permissions of the file and the directory
     damage of the disk, without a change of the file        the checksum; experts are not protected after they were checked
 
-The content key is the sha256 of the checkpoint's tensors. Computing the sha256 takes seconds per gigabyte, so a record on
-disk keeps the sha256 of files whose device, inode, size and times of change are unchanged.
+The content key is the sha256 of the checkpoint's tensors. Computing it takes seconds per gigabyte, so it is kept in a record
+on disk. The record is valid while the device, inode, size and times of change of the checkpoint's files are unchanged.
 """
 
 import contextlib
@@ -49,19 +49,20 @@ from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.pack import LAYOUT, PAGE, PackedWeights, PackingPlan
 
 FOLDER, RECORDS = "weights", "records"
-OLD_SUFFIX = ".packed"  # suffix of files that older versions wrote, which are no longer read
-_LONGEST_SOURCE = 1024  # maximum length of the checkpoint's path in the header
-# The minimum size in bytes of cached weights. Packing smaller weights is about as fast as checking a cached file.
+OLD_SUFFIX = ".packed"  # the suffix of files that older versions wrote, which are no longer read
+_LONGEST_SOURCE = 1024  # the most characters of the checkpoint's path in the header
+# Weights smaller than this are not cached, because packing them takes no longer than checking a cached file.
 _SMALLEST = 8 << 20
-_LARGE = 1 << 30  # the size in bytes from which on a file is announced before it is written
+_LARGE = 1 << 30  # bytes; a file at least this large is announced before it is written
 _MARGIN = 1 << 30  # bytes that must stay free on the disk
 _BLOCK = 1 << 22
-_EXPERTS_BLOCK = 1 << 28  # bytes of experts that are checked at a time
-_FRESH = 2_000_000_000  # nanoseconds; some file systems round times of change to two seconds
+_EXPERTS_BLOCK = 1 << 28  # bytes of experts to check at a time
+# Nanoseconds in which a change counts as recent, because some file systems round times of change to two seconds.
+_FRESH = 2_000_000_000
 
 
 class _DamagedError(Exception):
-    """A cached file differs from the file that this program would write. The message says how."""
+    """A cached file is not what this program would write. The message says how they differ."""
 
 
 def packed_weights(
@@ -69,12 +70,12 @@ def packed_weights(
 ) -> PackedWeights:
     """Return the checkpoint's packed weights, memory-mapped from the cache on disk.
 
-    If the cache does not have the weights, they are packed into the cache first. If the cache cannot be written, the weights
-    are packed into memory, and a GemmaWarning gives the reason. Names and shapes of tensors are checked at every start.
-    Values are checked for NaN and infinity when the weights are packed.
+    If the cache does not have the weights, they are packed into the cache first. If the cache cannot be written, the
+    weights are packed into memory, and a GemmaWarning gives the reason. Names and shapes of tensors are checked at every
+    start. Values are checked for NaN and infinity when the weights are packed.
     """
     plan = PackingPlan(checkpoint.stored_weights(quant))
-    for tensor in checkpoint.tensors.values():  # frees the pages that reading the gains has loaded
+    for tensor in checkpoint.tensors.values():  # reading the gains has loaded pages of the file; release them
         drop_pages(tensor.data)
     if not checkpoint.cacheable or sum(section.bytes for section in _sections(plan)) < _SMALLEST:
         return plan.packed(_in_memory(plan, checkpoint.path, progress))
@@ -94,7 +95,7 @@ def _in_memory(plan: PackingPlan, source: Path, progress: ReportProgress) -> lis
 
 
 def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[np.ndarray]:
-    """Return the arenas of the cached file. If the file is missing or damaged, a new one is written first."""
+    """Return the arenas of the cached file. If the file is missing or damaged, it is written first."""
     folder = private_dir(cache_dir() / FOLDER)
     key = _content_key(plan, folder / RECORDS, progress)
     path = folder / f"{key.hex()[:40]}-{LAYOUT}{SUFFIX}"
@@ -115,7 +116,7 @@ def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[n
 class _Section(NamedTuple):
     """A part of an arena in the file: the matrices that every pass reads, or the matrices of experts.
 
-    first: the index of the section's first byte, counted from the first section. values: without the padding.
+    first: the index of the section's first byte, counted from the first section. values: their number, without the padding.
     """
 
     name: str
@@ -132,7 +133,7 @@ class _Section(NamedTuple):
 
 
 def _sections(plan: PackingPlan) -> list[_Section]:
-    """Return the sections in the order of the file. The sections of an arena are side by side."""
+    """Return the sections in the order of the file. An arena's two sections are next to each other."""
     made: list[_Section] = []
     for number, arena in enumerate(plan.arenas):
         for name, values in (("arena", arena.dense), ("experts", arena.experts)):
@@ -143,7 +144,7 @@ def _sections(plan: PackingPlan) -> list[_Section]:
 
 
 def _header(plan: PackingPlan, key: bytes, source: str, checksums: Sequence[int]) -> bytes:
-    """Return the file's header, padded to whole pages. The length of the header does not depend on the checksums."""
+    """Return the file's header, padded to whole pages. Its length does not depend on the checksums."""
     metadata = {
         "format": "gemma_py packed weights", "layout": str(LAYOUT), "key": key.hex(), "source": source,
         "checksums": " ".join(f"{checksum:016x}" for checksum in checksums),
@@ -165,7 +166,7 @@ def _file_size(plan: PackingPlan, header: bytes) -> int:
 
 
 def _arenas(data: np.ndarray, plan: PackingPlan) -> list[np.ndarray]:
-    """Return views of the arenas at the end of a file's data."""
+    """Return the arenas in a file's data, without copying."""
     sections, made = _sections(plan), []
     start = len(data) - sum(section.bytes for section in sections)
     for number, arena in enumerate(plan.arenas):
@@ -180,7 +181,7 @@ def _checksum(data: np.ndarray, plan: PackingPlan, section: _Section) -> int:
     part = data[first : first + section.bytes]
     if not section.of_experts:
         return int(checksum(part.view("<u8")))
-    # Sections of experts may be larger than the memory, so their pages are dropped, block by block.
+    # A section of experts may be larger than the memory, so its pages are released block by block.
     sums = np.zeros(-(-len(part) // _EXPERTS_BLOCK) * 8, np.uint64)
     for number, at in enumerate(range(0, len(part), _EXPERTS_BLOCK)):
         block = part[at : at + _EXPERTS_BLOCK]
@@ -190,9 +191,9 @@ def _checksum(data: np.ndarray, plan: PackingPlan, section: _Section) -> int:
 
 
 def _found_checksums(data: np.ndarray, plan: PackingPlan, recorded: str) -> list[int]:
-    """Return the checksums of the sections in a file. For experts, this is the checksum in the header.
+    """Compute the checksums of the sections in a file. Experts are not read: their checksum is taken from the header.
 
-    recorded: the field of the header with the checksums
+    recorded: the header's field with the checksums
     """
     words, sections = recorded.split(" "), _sections(plan)
     if len(words) != len(sections) or not all(re.fullmatch("[0-9a-f]{16}", word) for word in words):
@@ -247,7 +248,7 @@ def _check_experts(
     sums: Sequence[int],
     progress: ReportProgress,
 ) -> None:
-    """Raise _DamagedError if a section of experts does not have its checksum, unless a record says that it was checked.
+    """Raise _DamagedError if a section of experts has a wrong checksum. If a record says that it was checked, do nothing.
 
     identity: device, inode, size and time of modification of the mapped file, which is not the file at `path` if another
     process has replaced that file. data: the bytes of the mapped file. sums: the checksums in the header, in the order of
@@ -275,10 +276,10 @@ def _check_experts(
 
 
 def _drop_from_page_cache(path: Path) -> None:
-    """Remove a file that was just written from the page cache.
+    """Remove a file that was just written from the page cache, so that the next read loads the file anew.
 
-    After writing, the page cache holds the file in small pages, which make decoding a fifth slower. The next read loads the
-    file in huge pages, if the system supports them.
+    After writing, the page cache holds the file in small pages, which make decoding a fifth slower. Reading loads the file
+    in huge pages, if the system supports them.
     """
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
@@ -287,7 +288,7 @@ def _drop_from_page_cache(path: Path) -> None:
 
 
 def source_of(path: Path) -> str | None:
-    """Return the path of the checkpoint that a cached file was made from, or None if the file's header is not valid."""
+    """Return the path of the checkpoint that a cached file was made from. An invalid header gives None."""
     try:
         return read_header(path, path.stat().st_size).metadata.get("source")
     except GemmaError:
@@ -295,7 +296,7 @@ def source_of(path: Path) -> str | None:
 
 
 def _write(path: Path, plan: PackingPlan, key: bytes, source: Path, progress: ReportProgress) -> None:
-    """Write the cached file atomically, so that several processes may write one file. Raises OSError on failure."""
+    """Write the cached file atomically. Several processes may write one file at once. Raises OSError on failure."""
     for left in path.parent.glob(f"*{SUFFIX}.*{PARTIAL}"):  # partial files of killed processes
         if is_abandoned(left):
             left.unlink(missing_ok=True)
@@ -309,8 +310,8 @@ def _write(path: Path, plan: PackingPlan, key: bytes, source: Path, progress: Re
     if size >= _LARGE:
         progress(f"writing packed weights to {path.parent}", 0, size, "bytes")
     with atomic_write(path) as file:
-        # Allocate the file's disk space first. If the disk became full while the mapped file is written, SIGBUS would end
-        # the process. macOS lacks posix_fallocate; there, only _MARGIN protects against a full disk.
+        # Allocate the file's disk space first. Otherwise, if the disk became full while the mapped file is written, SIGBUS
+        # would end the process. macOS lacks posix_fallocate; there, only _MARGIN protects against a full disk.
         reserve = getattr(os, "posix_fallocate", lambda handle, _, size: os.truncate(handle, size))
         reserve(file.fileno(), 0, size)
         data = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
@@ -320,7 +321,7 @@ def _write(path: Path, plan: PackingPlan, key: bytes, source: Path, progress: Re
 
 
 def _fill(plan: PackingPlan, arenas: Sequence[np.ndarray], source: Path, progress: ReportProgress) -> None:
-    """Pack the matrices. Pages that are finished are dropped from memory, to limit the memory that packing takes."""
+    """Pack the matrices. Finished pages are dropped from memory, because the whole file may not fit into it."""
     what, done = f"packing the weights of {source.name}", 0
     total = sum(matrix.data.nbytes for matrix in plan.matrices)
     progress(what, done, total, "bytes")
@@ -333,8 +334,8 @@ def _fill(plan: PackingPlan, arenas: Sequence[np.ndarray], source: Path, progres
 
 
 def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> bytes:
-    """Return the sha256 of the plan's matrices, from a record on disk if the checkpoint's files are unchanged."""
-    tensors = list({matrix.tensor.name: matrix.tensor for matrix in plan.matrices}.values())  # experts share tensors
+    """Return the sha256 of the plan's matrices. If the checkpoint's files are unchanged, a record on disk has it."""
+    tensors = list({matrix.tensor.name: matrix.tensor for matrix in plan.matrices}.values())
     shapes = [(tensor.name, tensor.type.name, tensor.shape, str(tensor.path)) for tensor in tensors]
     paths = sorted({tensor.path for tensor in tensors})
     before = [_identity(path) for path in paths]
@@ -344,8 +345,8 @@ def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> 
         if re.fullmatch(rb"[0-9a-f]{64}\n", text):
             return bytes.fromhex(text.decode())
     key = _digest(tensors, progress)
-    # Times of change are rounded, so a second change soon after the first may leave the time as it is. Files that have
-    # just changed therefore get no record.
+    # File systems round times of change, so two changes soon after each other may have equal times. Therefore no record is
+    # written for files that have just changed.
     latest = max(max(identity[3:]) for identity in before)
     if [_identity(path) for path in paths] == before and time.time_ns() - latest > _FRESH:
         # If the record cannot be written, the next start computes the sha256 again.

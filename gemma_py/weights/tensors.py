@@ -15,15 +15,14 @@ from gemma_py.formats.files import FileState, advise_random, file_state
 from gemma_py.formats.tensor import QuantisedTensor, StoredTensor
 from gemma_py.models.program import Tensor
 
-# The number of values that are checked or unpacked at a time. numpy's temporary arrays then fit into the processor's caches.
+# How many values are checked or unpacked at a time, so that numpy's temporary arrays fit into the processor's caches.
 _CHUNK = 1 << 19
-_RUN = 64  # `parts` cuts a matrix at multiples of this many rows, so that no panel or group of panels is cut
+# `parts` divides a matrix at multiples of this many rows, because a part must consist of whole groups of four panels.
+_RUN = 64
 
 
 @dataclass(frozen=True)
 class FloatMatrix:
-    """A float matrix. values: [N, K], float32, or bfloat16 as its bit pattern in uint16."""
-
     values: np.ndarray
 
     @property
@@ -35,15 +34,15 @@ class FloatMatrix:
 class CodeMatrix:
     """A quantised matrix, in which a weight is scale * code - minimum.
 
-    The scale of a group of weights is the block's scale times the group's sub-scale. In a format without sub-scales, a block
-    has one group. Minimums are stored like scales, but some formats have none.
+    The scale of a group of weights is the block's scale times the group's sub-scale. In a format without sub-scales, a
+    block has one group. Minimums are stored like scales, but some formats have none.
     """
 
     codes: np.ndarray  # int8 [N, K]
     block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: scales, then minimums if the format has any
     sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group] for each array of block_scales, or empty
     width: int  # the number of bits of code + offset
-    offset: int  # added to every code, so that no sum is negative
+    offset: int  # added to every code to make it non-negative
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,7 +63,6 @@ class CodeMatrix:
 
     @cached_property
     def minimums(self) -> np.ndarray:
-        """The minimum of each group, f32 [N, K / group], or [0, 0] if the format has no minimums."""
         if len(self.block_scales) == 1:
             return np.empty((0, 0), np.float32)
         return scales_of(self.block_scales[1], self.sub_scales[1] if self.sub_scales else None)
@@ -77,8 +75,8 @@ Matrix = FloatMatrix | CodeMatrix
 class StoredMatrix:
     """A matrix whose name and shape are checked, and whose values are still in the checkpoint's file.
 
-    first, count: the matrix is rows first .. first + count - 1 of the tensor, as an expert's matrix is; the whole tensor if
-    count is None.
+    first, count: for an expert's matrix, which of the tensor's rows it has: first .. first + count - 1. If count is None,
+    the matrix is the whole tensor.
     """
 
     tensor: StoredTensor
@@ -91,12 +89,11 @@ class StoredMatrix:
 
     @property
     def of_expert(self) -> bool:
-        """Whether this is the matrix of an expert, which only the rows that are routed to the expert read."""
+        """Whether this is an expert's matrix. A pass reads it only if the router has chosen the expert."""
         return self.count is not None
 
     @property
     def data(self) -> np.ndarray:
-        """The bytes of the matrix in the file."""
         rows, bytes_ = math.prod(self.tensor.shape[:-1]), self.tensor.data.reshape(-1)
         per_row = len(bytes_) // rows
         return bytes_[self.first * per_row : (self.first + self.shape[0]) * per_row]
@@ -108,14 +105,14 @@ class StoredMatrix:
         return _code_rows(self.tensor, first, last) if quantised else _float_rows(self.tensor, first, last)
 
     def parts(self) -> Iterator[tuple[int, Matrix]]:
-        """Yield the matrix in parts of consecutive rows, each with the number of the first row, a multiple of 64."""
+        """Yield the matrix in parts of consecutive rows. Each comes with the number of its first row, a multiple of 64."""
         N, K = self.shape
         step = max(1, _CHUNK // (K * _RUN)) * _RUN
         for first in range(0, N, step):
             yield first, self.rows(first, min(first + step, N))
 
     def whole(self) -> Matrix:
-        """Return the whole matrix, for the specification. Floats are memory-mapped if possible; codes are unpacked."""
+        """Return the whole matrix, for the specification. Codes are unpacked; floats are memory-mapped if possible."""
         if not self.tensor.type.quantised:
             return self.rows(0, self.shape[0])
         parts = [part for _, part in self.parts() if isinstance(part, CodeMatrix)]
@@ -129,10 +126,10 @@ class StoredMatrix:
 
 @dataclass(frozen=True)
 class GatheredTable:
-    """A matrix that stays in the checkpoint's file. A pass reads only the rows of the tokens, in the type of the file.
+    """A matrix that stays in the checkpoint's file. A pass reads only its tokens' rows, in the type of the file.
 
     The table of per-layer inputs is as large as all other weights together, and a token needs one row, so packing the table
-    would waste memory and disk space. If the file was changed since loading, `gather` raises FormatError.
+    would waste memory and disk space. If the file has changed since loading, `gather` raises FormatError.
     """
 
     matrix: StoredMatrix
@@ -144,7 +141,7 @@ class GatheredTable:
         return cls(StoredMatrix(tensor), file_state(tensor.path))
 
     def gather(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Copy row ids[t] of the table to rows[t], or row 0 if ids[t] is beyond the last row.
+        """Copy row ids[t] of the table to rows[t]. An id beyond the last row selects row 0.
 
         ids: int64 [T], read   rows: f32 [T, K], written
         """
@@ -163,25 +160,25 @@ class GatheredTable:
 
 
 Stored = StoredMatrix | GatheredTable | np.ndarray  # an array is the gain of a norm, f32 [width]
-# By name. Tied embeddings are one matrix under two names. A gathered table is a StoredMatrix.
+# By name. With tied embeddings, two names have one matrix. A gathered table is a StoredMatrix.
 Weights = Mapping[str, Matrix | StoredMatrix | np.ndarray]
 StoredWeights = Mapping[str, Stored]
 _WRAPPERS = re.compile(r"((?:language_)?model\.)*")  # prefixes of tensor names in multimodal checkpoints
-_IGNORED = (".rotary_emb.inv_freq",)  # endings of the names of tensors that the model does not use
+_IGNORED = (".rotary_emb.inv_freq",)  # tensors whose names end so are ignored, because no model uses them
 _OTHER_PARTS = ("vision_tower", "vision_model", "vision_embedder", "multi_modal_projector", "embed_vision", "audio_tower",
                 "embed_audio", "v", "a", "mm")  # fmt: skip
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
-DENSE = "dense."  # the beginning of the names of an embedding model's dense layers, which stand in files of their own
+DENSE = "dense."  # names of an embedding model's dense layers begin so; their tensors are in files of their own
 
 
 @dataclass(frozen=True)
 class Source:
     """A checkpoint's tensors, and the tensors that the model family expects.
 
-    specs: the expected tensors. names: for each expected tensor, the name in the checkpoint. fused: the expected tensors
-    that are a part of a fused tensor in the checkpoint, see `Tensor.part`.
+    specs: the expected tensors. names: for each expected tensor, its name in the checkpoint. fused: the expected tensors
+    that are a part of a larger tensor in the checkpoint, see `Tensor.part`.
     plus_one: whether the format stores gain - 1 for tensors with `plus_one`.
-    tied: whether the embedding matrix is also the output matrix, unless the checkpoint has a different output matrix.
+    tied: whether the embedding matrix is also the output matrix, unless the checkpoint has another output matrix.
     unused: the names of tensors that the checkpoint may have although the model does not use them.
     """
 
@@ -202,7 +199,7 @@ def gguf_source(
     where: str,
     unused: Collection[str] = (),
 ) -> Source:
-    """Return the source for GGUF. A tensor that holds several matrices is replaced by one tensor for each matrix."""
+    """Return the source for GGUF. A tensor that holds several matrices becomes one tensor for each matrix."""
     fused = frozenset(name for name, spec in specs.items() if spec.gguf_fused and spec.gguf_fused in tensors)
     tensors = dict(tensors)
     names = {name: spec.gguf_fused if name in fused else spec.gguf for name, spec in specs.items()}
@@ -217,7 +214,7 @@ def gguf_source(
 
 
 def _part_of_stack(tensor: StoredTensor, spec: Tensor) -> StoredTensor:
-    """Return one of the matrices of a tensor [count, N, K]."""
+    """Return one matrix of a tensor [count, N, K]."""
     if tensor.shape != spec.gguf_shape:
         raise ConfigError(
             f"{tensor.where}: shape {list(spec.gguf_shape)} expected from the config, found {list(tensor.shape)}"
@@ -238,7 +235,7 @@ def hugging_face_source(
 ) -> Source:
     """Return the source for safetensors. In a multimodal checkpoint, the names of the text model's tensors have a prefix.
 
-    The name of the embedding shows the prefix. The name of the head may have another prefix.
+    The name of the embedding shows which prefix. The output head may have another prefix.
     """
     by_own_name = {_without_wrappers(name): name for name in tensors}
     embedding = specs[EMBEDDING].hugging_face
@@ -258,7 +255,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def other_part(name: str) -> str | None:
-    """Return the part of a multimodal checkpoint to which a tensor belongs, such as "vision_tower", or None for the text model."""
+    """Return to which part of a multimodal checkpoint a tensor belongs, such as "vision_tower". The text model is None."""
     part = _without_wrappers(name).split(".")[0]
     return part if part in _OTHER_PARTS else None
 
@@ -287,7 +284,7 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
     used = {
         *source.names.values(),
         *source.unused,
-    }  # includes the head of tied embeddings, because some files store the matrix twice
+    }  # the head is listed too, because some files store tied embeddings twice
     for name in source.tensors:
         if name not in used and not name.endswith(_IGNORED):
             raise ConfigError(f"{source.where}: tensor {name!r:.80} is not part of the model that the config describes")
@@ -295,7 +292,7 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
 
 
 def read_weights(stored: StoredWeights) -> dict[str, Matrix | StoredMatrix | np.ndarray]:
-    """Read and return all weights, for the specification. Gathered tables stay in the file."""
+    """Read all weights, for the specification. Gathered tables stay in the file."""
     whole: dict[int, Matrix] = {}
     made: dict[str, Matrix | StoredMatrix | np.ndarray] = {}
     for name, part in stored.items():
@@ -309,7 +306,7 @@ def read_weights(stored: StoredWeights) -> dict[str, Matrix | StoredMatrix | np.
 
 
 def matrices_of(stored: StoredWeights) -> list[StoredMatrix]:
-    """Return the matrices in the order in which they are packed. A matrix with two names (tied embeddings) occurs once."""
+    """Return the matrices in the order in which they are packed. A tied embedding, which has two names, occurs once."""
     return list({id(part): part for part in stored.values() if isinstance(part, StoredMatrix)}.values())
 
 
@@ -351,21 +348,21 @@ def _gain(tensor: StoredTensor, plus_one: bool) -> np.ndarray:
 
 
 def _differs(source: Source) -> bool:
-    """Return whether the checkpoint has a head that differs from the embedding.
+    """Return whether the checkpoint has an output head other than the embedding.
 
-    transformers uses such a head even if the config has tie_word_embeddings.
+    transformers uses such a head even if the config says tie_word_embeddings.
     """
     head, embedding = (source.tensors.get(source.names[name]) for name in (HEAD, EMBEDDING))
     return head is not None and embedding is not None and not np.array_equal(head.data, embedding.data)
 
 
 def stays_float(quant: str, tensor: StoredTensor) -> bool:
-    """Return whether the matrix cannot be quantised, because the length of a row is not a multiple of the block size."""
+    """Return whether the matrix cannot be quantised, because its rows are not whole blocks."""
     return len(tensor.shape) > 1 and tensor.shape[-1] % QUANTS[quant].block != 0
 
 
 def quantised_to(quant: str | None, tensor: StoredTensor) -> StoredTensor:
-    """Return the matrix quantised to the type `quant`, or unchanged if quant is None or the matrix cannot be quantised."""
+    """Return the matrix quantised to `quant`. If quant is None or the matrix cannot be quantised, return it unchanged."""
     if quant is None:
         return tensor
     if tensor.type.quantised:
@@ -380,14 +377,14 @@ def _not_finite(tensor: StoredTensor) -> NoReturn:
 
 
 def _float_rows(tensor: StoredTensor, first: int, last: int) -> FloatMatrix:
-    """Read rows of a float tensor. float32 and bfloat16 (as uint16) are memory-mapped; float16 is converted to float32."""
+    """Read rows of a float tensor. float32 and bfloat16 (as uint16) stay memory-mapped; float16 is converted to float32."""
     shape = (last - first, tensor.shape[-1])
     blocks = tensor.blocks(first, last)
     if tensor.type.name == "F16":
         values = tensor.type.dequantise(blocks).reshape(shape)
     else:
         values = blocks.reshape(-1).view("<u2" if tensor.type.name == "BF16" else "<f4").reshape(shape)
-        values = np.require(values, requirements=["C", "A"])  # copies only if the file's data is unaligned
+        values = np.require(values, requirements=["C", "A"])  # copies the data only if it is unaligned in the file
     flat = values.reshape(-1)
     for at in range(0, flat.size, _CHUNK):
         part = flat[at : at + _CHUNK]

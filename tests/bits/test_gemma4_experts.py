@@ -1,4 +1,4 @@
-"""Gemma 4's mixture of experts: one set of bits from every format, quantised weights, negative controls, hostile files."""
+"""Gemma 4's mixture of experts: equal bits from every file format, quantised weights, negative controls, malicious files."""
 
 import json
 from dataclasses import replace
@@ -52,11 +52,10 @@ def test_both_forms_of_quantised_experts_give_equal_bits(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
-def test_experts_with_many_rows_match_the_reference(kind: str) -> None:
-    """260 rows of one expert are more than a tile computes, and 17 are more than are multiplied without unpacking."""
-    family, config = config_from_hf(
-        WIDE.config | {"num_experts": 2, "top_k_experts": 1, "num_hidden_layers": 2}, "here"
-    )
+def test_experts_with_17_and_with_260_rows_match_the_reference(kind: str) -> None:
+    """More than 256 rows of an expert need two tiles. For 16 rows or fewer, codes are not unpacked."""
+    few = {"num_experts": 2, "top_k_experts": 1, "num_hidden_layers": 2}
+    family, config = config_from_hf(WIDE.config | few, "here")
     with random_engine(family, replace(config, max_position_embeddings=600), kind) as engine:
         engine.instruments.poison = True
         engine.set_threads(3)
@@ -96,18 +95,18 @@ def test_control_the_sum_over_experts_in_another_order(
     name, mix = (
         "gemma4-experts-wrapped-old-config",
         spec.mix,
-    )  # with three experts a token, as two have one sum in any order
+    )  # three experts for each token, because a sum of two does not depend on the order
     with opened(checkpoints[name], 2) as engine:
         want = expected(name, engine)
         assert want.same(engine, [TOKENS])
         monkeypatch.setattr(spec, "mix", lambda parts, weights: mix(parts[::-1].copy(), weights[::-1].copy()))
         changed = Expected(engine, want.ids)
-        np.testing.assert_allclose(changed.logits, want.logits, atol=1e-3)  # right, but other bits
+        # The logits are correct, but not bit-identical.
+        np.testing.assert_allclose(changed.logits, want.logits, atol=1e-3)
         assert not changed.same(engine, [TOKENS])
 
 
-def test_control_the_rows_of_another_expert(checkpoints: dict[str, Path]) -> None:
-    """Every row goes to the expert after the chosen one, whose matrices have other values."""
+def test_control_rows_are_sent_to_the_expert_after_the_chosen_one(checkpoints: dict[str, Path]) -> None:
     with opened(checkpoints["gemma4-experts"], 2) as engine:
         want = expected("gemma4-experts", engine)
         ops = engine.program.model.ops
@@ -131,7 +130,7 @@ def test_control_a_barrier_dropped(phase: str) -> None:
         assert caught(engine, want, without_barrier(engine, phase))
 
 
-# --- hostile files ----------------------------------------------------------------------------------------------------
+# malicious files
 
 
 @pytest.mark.parametrize(

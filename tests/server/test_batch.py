@@ -1,4 +1,4 @@
-"""Batches: answers, an error for each invalid row, and the output after a kill."""
+"""Batches: answers, an error for each invalid row, and the output after the process was killed."""
 
 import json
 import random
@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from repository import TINY, child_environment
-from serving import Running, wait_until
+from serving import Running, serving, wait_until
+
+import gemma_py
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -27,7 +29,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Rows by name; each stands there once, and whole."""
+    """Return the rows by name. Assert that each row is complete and occurs once."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({row["custom_id"] for row in rows}) == len(rows)
     return {row["custom_id"]: row for row in rows}
@@ -71,6 +73,39 @@ def test_each_row_gets_what_the_server_says(run: Run, tmp_path: Path, server: Ru
     code, text, _ = run("batch", source, out, TINY, "--json")
     assert (code, json.loads(text)["done"], json.loads(text)["before"]) == (0, 0, 7)
     assert out.read_bytes() == before
+
+
+def test_rows_of_embeddings(run: Run, tmp_path: Path, embedding_folder: Path) -> None:
+    url = "/v1/embeddings"
+    rows = [
+        request("a", url, input="one", task="query"),
+        request("b", url, input=["one", "two three"], encoding_format="base64", dimensions=5),
+        request("chat", "/v1/chat/completions", messages=CHAT),
+        request("wide", url, input="one", dimensions=99),
+        request("a stream", url, input="one", stream=True),
+    ]
+    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    code, text, _ = run("batch", source, out, embedding_folder, "--json")
+    counts = json.loads(text)
+    assert code == 0 and (counts["done"], counts["failed"], counts["completion_tokens"]) == (5, 3, 0)
+    got = read(out)
+    with gemma_py.load(embedding_folder) as engine, serving(engine) as server:
+        for row in rows:
+            response = got[row["custom_id"]]["response"]
+            status, document = server.post(row["url"], **row["body"])
+            assert response["status_code"] == status == (200 if row["custom_id"] in "ab" else 400)
+            if status == 200:
+                assert response["body"] == document | {"model": response["body"]["model"]}
+    assert counts["prompt_tokens"] == sum(got[name]["response"]["body"]["usage"]["prompt_tokens"] for name in "ab")
+    assert "use /v1/embeddings" in got["chat"]["error"]["message"]
+    assert got["wide"]["error"]["param"] == "dimensions" and got["a stream"]["error"]["param"] == "stream"
+
+
+def test_a_model_that_generates_refuses_rows_of_embeddings(run: Run, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", [request("a", "/v1/embeddings", input="one")]), tmp_path / "out.jsonl"
+    code, text, _ = run("batch", source, out, TINY, "--json")
+    assert code == 0 and json.loads(text)["failed"] == 1
+    assert "embeddings need an embedding model" in read(out)["a"]["error"]["message"]
 
 
 def test_a_torn_last_line_is_computed_again_and_nothing_else(run: Run, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +10,6 @@ import numpy as np
 import openai
 import pytest
 import safetensors.numpy
-import tiny_checkpoints as tiny
-import tiny_families
-from repository import TINY
 from serving import Running, serving
 
 import gemma_py
@@ -21,26 +17,10 @@ from gemma_py.cli.main import main
 from gemma_py.errors import InputError
 from gemma_py.runtime.fault_injection import FaultPlan
 
-PROMPTS = {"query": "q: ", "passage": "p: "}
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("embedding")
-    config = tiny_families.embedding_gemma(vocab_size=1536, num_hidden_layers=2)
-    tiny.write(tiny.Variant(config, prefix="", dense=(40, 24)), path, seed=2)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, path / name)
-    settings = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"add_eos_token": True}))
-    named = {"prompts": PROMPTS, "default_prompt_name": None}
-    (path / "config_sentence_transformers.json").write_text(json.dumps(named))
-    return path
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[gemma_py.Engine]:
-    with gemma_py.load(folder, threads=2) as engine:
+def engine(each_embedding_folder: Path) -> Iterator[gemma_py.Engine]:
+    with gemma_py.load(each_embedding_folder, threads=2) as engine:
         yield engine
 
 
@@ -140,12 +120,12 @@ def test_a_server_that_generates_embeds_nothing(tiny_engine: gemma_py.Engine) ->
 
 
 def test_the_command_writes_every_format(
-    engine: gemma_py.Engine, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: gemma_py.Engine, each_embedding_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = ["one", "another text"]
     want = engine.embed(texts, task="query", dimensions=5)
     options = ["--task", "query", "--dimensions", "5"]
-    assert main(["embed", str(folder), *texts, *options]) == 0
+    assert main(["embed", str(each_embedding_folder), *texts, *options]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert same([row["embedding"] for row in rows], want)
     (tmp_path / "lines.txt").write_text("one\nanother text\n")
@@ -153,7 +133,7 @@ def test_the_command_writes_every_format(
     for source in (["--file", f"{tmp_path}/lines.txt"], ["--jsonl", f"{tmp_path}/rows.jsonl"]):
         for suffix in ("npy", "safetensors", "jsonl"):
             out = tmp_path / f"made.{suffix}"
-            assert main(["embed", str(folder), *source, *options, "--output", str(out)]) == 0
+            assert main(["embed", str(each_embedding_folder), *source, *options, "--output", str(out)]) == 0
             if suffix == "npy":
                 assert same(np.load(out), want)
             elif suffix == "safetensors":
@@ -162,15 +142,17 @@ def test_the_command_writes_every_format(
                 assert same([json.loads(line)["embedding"] for line in out.read_text().splitlines()], want)
     (tmp_path / "rows.jsonl").write_text("[3, 4]\n3\n")
     capsys.readouterr()
-    assert main(["embed", str(folder), "--jsonl", f"{tmp_path}/rows.jsonl"]) == 1
+    assert main(["embed", str(each_embedding_folder), "--jsonl", f"{tmp_path}/rows.jsonl"]) == 1
     assert "line 2: should be a string, a list of token ids" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "arguments", [[], ["--file", "a", "text"], ["a", "--dimensions", "0"], ["a", "--output", "made.csv"]]
 )
-def test_wrong_usage_is_one_line(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_one_line(
+    each_embedding_folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["embed", str(folder), *arguments])
+        main(["embed", str(each_embedding_folder), *arguments])
     assert ended.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Digests that must be the same on every machine. As a program: prints them, for a process with another instruction set."""
+"""Digests that must be equal on every machine. A test runs this file as a program, with another instruction set."""
 
 import hashlib
 import json
@@ -10,19 +10,22 @@ import tiny_families
 import tiny_models
 from equivalence import PARTS, WIDE, prompt
 from gguf_files import write_model
+from golden_bits import EMBEDDING, digest_of_embeddings
 
 import gemma_py
 
-FLOATS = ("gemma1-multi-query", "gemma2", "gemma3-scaled-untied", "gemma3n", "gemma4-e2b", "gemma4-dense", "gemma4-experts",
-          "embeddinggemma")  # fmt: skip
+FLOATS = ("gemma1-multi-query", "gemma2", "gemma3-scaled-untied", "gemma3n", "gemma4-e2b", "gemma4-dense",
+          "gemma4-experts")  # fmt: skip
 
 
 def digests() -> dict[str, list[str]]:
-    """Logits and KV rows, or embeddings, by the parallel path, of float and quantised models of each arithmetic."""
+    """Return digests of logits or embeddings, and KV rows: of models with float weights and with quantised weights, computed by several
+    workers.
+    """
     made = {}
     with tempfile.TemporaryDirectory() as scratch:
         paths = {}
-        for name in FLOATS:
+        for name in (*FLOATS, *EMBEDDING):
             paths[name] = Path(scratch) / name
             tiny.write((tiny.VARIANTS | tiny_families.VARIANTS)[name], paths[name], seed=1)
         for name, variant in tiny_models.WIDE.items():
@@ -33,7 +36,7 @@ def digests() -> dict[str, list[str]]:
             with gemma_py.load(path, threads=2) as engine:
                 ids = prompt(engine.config, 50)
                 if engine.config.embedding:
-                    made[name] = [hashlib.sha256(engine.embed([ids, ids[:7]]).tobytes()).hexdigest()]
+                    made[name] = [digest_of_embeddings(engine, [ids, ids[:7]])]
                     continue
                 session = engine.session()
                 logits = [session.prefill(ids[:33], all_logits=True), session.prefill(ids[33:], all_logits=True)]

@@ -1,4 +1,4 @@
-"""Configs: old and new files give the same one, and errors name the wrong field."""
+"""Configs: old and new files of one model give equal configs, and an error names the wrong field."""
 
 import copy
 from dataclasses import replace
@@ -18,7 +18,7 @@ from gemma_py.formats.tensor import StoredTensor
 from gemma_py.models import families
 from gemma_py.models.config import Config, Rope
 
-# As in the released repositories, shortened to the fields that matter.
+# The config.json files of released models, shortened to the fields that matter.
 GEMMA_2B = {
     "architectures": ["GemmaForCausalLM"], "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu",
     "hidden_size": 2048, "intermediate_size": 16384, "max_position_embeddings": 8192, "model_type": "gemma",
@@ -51,7 +51,7 @@ def config_from_gguf(metadata: dict[str, Any], where: str, vocab_size: int, tied
 
 
 def norms(config: Config) -> set[str]:
-    """Of the first layer, by the names of their gains."""
+    """Return the names of the norms in the first layer."""
     specs = families.FAMILIES[0].tensors(config)
     return {name.split(".")[2] for name, spec in specs.items() if name.startswith("layers.0.") and len(spec.shape) == 1}
 
@@ -128,7 +128,7 @@ def test_shieldgemma_2_whose_text_config_names_no_model_type() -> None:
     assert config_from_hf(SHIELDGEMMA_2 | {"text_config": text}, "c") == config_from_hf(GEMMA_3_4B_IT, "c")
 
 
-# As in the released repository, shortened to the fields that matter.
+# The config.json of the released model, shortened to the fields that matter.
 GEMMA_3N_E2B = {
     "architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "eos_token_id": [1, 106],
     "text_config": {
@@ -189,7 +189,7 @@ def test_gemma_3n_whose_config_leaves_defaults_out() -> None:
         ({"vocab_size_per_layer_input": 1.5}, "vocab_size_per_layer_input"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers should be at most 10000"),
         ({"num_hidden_layers": 5}, "should be .*5"),
-        ({"use_bidirectional_attention": True}, "which no Gemma 3n has"),
+        ({"use_bidirectional_attention": True}, "but Gemma 3n has causal attention"),
     ],
 )
 def test_a_wrong_field_of_gemma_3n_is_named(change: dict[str, Any], message: str) -> None:
@@ -352,67 +352,6 @@ def test_a_wrong_gguf_field_is_named(change: dict[str, Any], message: str) -> No
         config_from_gguf(GGUF_270M | change, "file", 262_144, tied=True)
 
 
-GGUF_EMBEDDING = {
-    key.replace("gemma3.", "gemma-embedding."): value for key, value in GGUF_270M.items()
-} | {"general.architecture": "gemma-embedding", "gemma-embedding.pooling_type": 1,
-     "gemma-embedding.dense_2_feat_in": 640, "gemma-embedding.dense_2_feat_out": 1280,
-     "gemma-embedding.dense_3_feat_in": 1280, "gemma-embedding.dense_3_feat_out": 512}  # fmt: skip
-DENSE: dict[str, tuple[int, ...]] = {"dense_2.weight": (1280, 640), "dense_3.weight": (512, 1280)}
-
-
-def embedding_from_gguf(change: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Config:
-    tensors = {name: StoredTensor(name, F32, shape, np.empty(0, np.uint8), Path("f")) for name, shape in shapes.items()}
-    changed = {f"gemma-embedding.{key}": value for key, value in change.items()}
-    return families.config_from_gguf(GGUF_EMBEDDING | changed, "file", 262_144, True, tensors)[1]
-
-
-def test_gguf_of_an_embedding_model() -> None:
-    config = embedding_from_gguf({}, DENSE)
-    assert config.embedding is not None and config.embedding.dense == ((1280, 640), (512, 1280))
-    assert all(layer.bidirectional for layer in config.layers)
-    unsaid: dict[str, Any] = {
-        "pooling_type": None,
-        "attention.causal": False,
-        "dense_2_feat_in": None,
-        "dense_3_feat_out": None,
-    }
-    assert embedding_from_gguf(unsaid, DENSE) == config
-    none = {f"dense_{number}_feat_{end}": None for number in (2, 3) for end in ("in", "out")}
-    backbone = embedding_from_gguf(none, {})
-    assert backbone.embedding is not None and backbone.embedding.dense == ()
-
-
-@pytest.mark.parametrize(
-    ("change", "shapes", "message"),
-    [
-        *(({"pooling_type": kind}, DENSE, f"pooling_type should be 1 \\(mean\\), found {kind}") for kind in (0, 2, 3, 4)),
-        *(({"pooling_type": kind}, DENSE, "pooling_type should be an integer") for kind in (-1, "mean", True, 1.5)),
-        ({"attention.causal": True}, DENSE, "attention.causal should be false, found true"),
-        ({"attention.causal": 0}, DENSE, "causal should be true or false, found 0"),
-        ({"attention.causal": "false"}, DENSE, "causal should be true or false, found 'false'"),
-        ({"dense_2_feat_in": 641}, DENSE, "dense_2_feat_in should be 640, as in tensor dense_2.weight"),
-        ({"dense_3_feat_out": 1 << 30}, DENSE, "dense_3_feat_out should be 512, as in tensor dense_3.weight"),
-        ({"dense_3_feat_out": -512}, DENSE, "dense_3_feat_out should be an integer"),
-        ({}, {"dense_2.weight": (1280, 640)}, "tensor dense_3.weight is missing, although dense_3_feat_out"),
-        ({}, {"dense_3.weight": (512, 1280)}, "tensor dense_2.weight is missing, although dense_2_feat_out"),
-        ({}, {}, "tensor dense_2.weight is missing, although dense_2_feat_out"),
-        ({}, DENSE | {"dense_2.weight": (819_200,)}, r"a dense layer should be a matrix, found the shape \[819200\]"),
-        ({}, DENSE | {"dense_3.weight": (512, 1280, 1)}, "a dense layer should be a matrix"),
-        ({"dense_3_feat_in": None}, DENSE | {"dense_3.weight": (512, 9)}, "dense layer 1 .* should have 1280 inputs, found 9"),
-        *(({"context_length": size}, DENSE, "context_length should be an integer") for size in (0, -1, 1 << 31, "9", 2.5)),
-        ({"context_length": None}, DENSE, "context_length is missing"),
-        ({"attention.sliding_window": None}, DENSE, "attention.sliding_window is missing"),
-        ({"attention.sliding_window": 0}, DENSE, "attention.sliding_window should be an integer from 1"),
-    ],
-)  # fmt: skip
-def test_a_wrong_gguf_field_of_an_embedding_model_is_named(
-    change: dict[str, Any], shapes: dict[str, tuple[int, ...]], message: str
-) -> None:
-    with pytest.raises((ConfigError, UnsupportedError), match=message) as caught:
-        embedding_from_gguf(change, shapes)
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_dense_layers_in_a_gguf_of_another_architecture_are_refused() -> None:
     dense = StoredTensor("dense_2.weight", F32, (1280, 640), np.empty(0, np.uint8), Path("file"))
     with pytest.raises(ConfigError, match="dense layers of an embedding are not part of a gemma3 model"):
@@ -473,7 +412,7 @@ def test_gguf_of_gemma_3n() -> None:
         ({"embedding_length_per_layer_input": None}, "embedding_length_per_layer_input is missing"),
         ({"attention.value_length": 128}, "value_length"),
         ({"block_count": 10_001}, "block_count should be at most 10000"),
-        ({"attention.causal": False}, "only gemma-embedding files are embedding models"),
+        ({"attention.causal": False}, "gemma3n is no architecture of embedding models"),
     ],
 )
 def test_a_wrong_gguf_field_of_gemma_3n_is_named(change: dict[str, Any], message: str) -> None:
@@ -489,7 +428,7 @@ def test_a_gguf_without_the_tensors_that_give_sizes_is_refused() -> None:
 
 @pytest.mark.parametrize("keys", [("3", "10"), ("03", "10")])
 def test_layer_numbers_of_gemma4_may_have_leading_zeros(keys: tuple[str, str]) -> None:
-    """Transformers writes them with leading zeros, so that they sort."""
+    """transformers writes leading zeros, so that the numbers are sorted."""
     types = ["full_attention" if n in (3, 10) else "sliding_attention" for n in range(11)]
     document = tiny_families.gemma4(types) | {"per_layer_config": {key: {"head_dim": 24} for key in keys}}
     widths = [layer.head_dim for layer in config_from_hf(document, "c").layers]

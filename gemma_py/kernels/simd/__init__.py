@@ -11,6 +11,6 @@ LLVM maps 16 lanes to one AVX-512 register, two AVX2 registers or four NEON regi
 register width changes the order of a sum. No operation adds floats across lanes. Sums and maximums across lanes use
 integers, which are exact.
 
-Loads and stores take a one-dimensional array and an index that is not checked, because numba's check for negative
-indices halves the speed of an inner loop.
+Loads and stores take a one-dimensional array and an index. The index is not checked, because numba's check for negative
+indices would halve the speed of an inner loop.
 """

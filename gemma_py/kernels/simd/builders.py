@@ -34,18 +34,17 @@ b1x16 = Vector(B1, 16, "b1x16")
 
 
 def is_flat(array, *dtypes):
-    """Return whether a numba type is a contiguous one-dimensional array of one of the given dtypes."""
+    """Return whether a numba type is a contiguous one-dimensional array with one of these dtypes."""
     return isinstance(array, types.Array) and array.ndim == 1 and array.layout == "C" and array.dtype in dtypes
 
 
 def element_pointer(context, builder, array_type, array, index, kind):
-    """Return a pointer to array[index], cast to a pointer to the LLVM type `kind`. The index is not checked."""
+    """Return a pointer to array[index], cast to the LLVM type `kind`. The index is not checked."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
 
 
 def load_value(context, builder, sig, args, kind, align):
-    """Call `load_value_at` for an intrinsic whose first two arguments are (array, index)."""
     return load_value_at(context, builder, sig.args[0], args[0], args[1], kind, align)
 
 
@@ -65,14 +64,12 @@ def shuffle(builder, a, b, lanes):
 
 
 def splat_scalar(builder, scalar, kind):
-    """Return a vector of the LLVM type `kind` with the scalar in every lane."""
     undefined = ir.Constant(kind, ir.Undefined)
     one = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return shuffle(builder, one, undefined, [0] * kind.count)
 
 
 def call_llvm(builder, name, result, operands):
-    """Return the IR that calls an intrinsic function of LLVM."""
     kind = ir.FunctionType(result, [operand.type for operand in operands])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), operands)
 
@@ -84,7 +81,6 @@ def widen_bf16(builder, bf16, lanes):
 
 
 def load_f32(context, builder, sig, args):
-    """Return the IR that loads array[index] as f32."""
     if sig.args[0].dtype == types.float32:
         return load_value(context, builder, sig, args, F32, 4)
     word = builder.zext(load_value(context, builder, sig, args, I16, 2), I32)
@@ -92,28 +88,27 @@ def load_f32(context, builder, sig, args):
 
 
 def load_f32_vector(context, builder, sig, args):
-    """Return the IR that loads array[index : index + 16] as f32."""
     if sig.args[0].dtype == types.float32:
         return load_value(context, builder, sig, args, f32x16.llvm, 4)
     return widen_bf16(builder, load_value(context, builder, sig, args, ir.VectorType(I16, 16), 2), 16)
 
 
 def lane_mask(builder, count):
-    """Return the mask that selects the first `count` of 16 lanes."""
+    """Return a mask of the first `count` of 16 lanes."""
     lanes = vector_constant(i32x16.llvm, range(16))
     return builder.icmp_signed("<", lanes, splat_scalar(builder, builder.trunc(count, I32), i32x16.llvm))
 
 
 def masked_store(builder, value, pointer, mask):
-    """Store those lanes of a float vector that the mask selects."""
+    """Store the lanes that the mask selects."""
     kind = ir.FunctionType(ir.VoidType(), [f32x16.llvm, pointer.type, I32, b1x16.llvm])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16f32.p0")
     builder.call(function, [value, pointer, ir.Constant(I32, 4), mask])
 
 
 def prefetch_line(builder, pointer, writing):
-    """Prefetch the cache line at a pointer, for writing if `writing` is 1, for reading if it is 0."""
+    """Prefetch the cache line at a pointer. writing: 1 to prefetch for writing, 0 for reading."""
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    # The argument 3 of llvm.prefetch keeps the line in all cache levels; 1 selects the data cache.
+    # In llvm.prefetch, 3 means to keep the line in all cache levels, and 1 selects the data cache.
     builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (writing, 3, 1))])

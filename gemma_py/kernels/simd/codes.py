@@ -45,7 +45,7 @@ def store_words(typing, array, index, value):
 
 @intrinsic
 def store_codes(typing, array, index, value):
-    """Store sixteen integers as int16, every four in the order 0, 2, 1, 3 that matches the code panels."""
+    """Store sixteen integers as int16. Every four are stored in the order 0, 2, 1, 3, which matches the code panels."""
     if not is_flat(array, types.int16):
         return None
     order = [4 * quad + number for quad in range(4) for number in (0, 2, 1, 3)]
@@ -62,7 +62,7 @@ def store_codes(typing, array, index, value):
 
 @intrinsic
 def store_byte_planes(typing, array, index, value):
-    """Store sixteen 16-bit integers as bytes: for every four, the high bytes, then the low bytes."""
+    """Store sixteen 16-bit integers as bytes. For every four, the high bytes come first, then the low bytes."""
     if not is_flat(array, types.int8):
         return None
     order = [8 * quad + 2 * number + high for quad in range(4) for high in (1, 0) for number in range(4)]
@@ -81,8 +81,8 @@ def store_byte_planes(typing, array, index, value):
 def load_f16(typing, array, index):
     """Load the sixteen float16 in the 32 bytes from array[index] on, as f32. All sixteen must be finite.
 
-    The conversion uses integer operations and one exact subtraction. It needs no float16 instructions and never
-    computes with a subnormal float, which would take a hundred cycles. Block scales are often subnormal as float16.
+    The conversion uses integer operations and one exact subtraction, so it needs no float16 instructions. Scales are
+    often subnormal float16, but no operation has a subnormal operand, which would take a hundred cycles.
     """
     if not is_flat(array, types.int8):
         return None
@@ -114,7 +114,7 @@ def load_bytes(typing, array, index):
 
 
 def _on_words(name):
-    """Return an intrinsic that applies the LLVM instruction `name` to 32 words, with one number as second operand."""
+    """Return an intrinsic that applies the LLVM instruction `name` to 32 words and one number."""
 
     @intrinsic
     def operation(typing, a, number):

@@ -37,7 +37,8 @@ def load_splat_pair_value(context, builder, array_type, array, index):
 def vnni_instruction(builder, instruction, a, b, total):
     """Return total + a * b, computed by a VNNI instruction in inline assembly.
 
-    LLVM would replace a chain of VNNI intrinsics by twice as many other instructions.
+    Inline assembly is needed, because LLVM would replace a chain of VNNI intrinsics by twice as many other
+    instructions.
     """
     kind = ir.FunctionType(i32x16.llvm, [i32x16.llvm] * 3)
     assembly = ir.InlineAsm(kind, f"{instruction} $2, $1, $0", "=v,v,v,0")
@@ -45,7 +46,7 @@ def vnni_instruction(builder, instruction, a, b, total):
 
 
 def dot_pairs_value(context, builder, a, b, total):
-    """Return the IR of `dot_pairs`: VNNI, pmaddwd on 512 or 256 bits, or plain products, as the target supports."""
+    """Return the IR of `dot_pairs`: VNNI, pmaddwd on 512 or 256 bits, or plain products, depending on the target."""
     undefined = ir.Constant(i16x32.llvm, ir.Undefined)
     instruction = pair_instruction(*context.codegen().magic_tuple())
     if instruction is None:
@@ -75,8 +76,8 @@ def dot_pairs_value(context, builder, a, b, total):
 def dot_pairs(typing, a, b, total):
     """Return total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] in each lane i.
 
-    On x86, the instruction pmaddwd is selected by name: LLVM does not recognise it in the plain products and sums,
-    which are four times slower.
+    On x86, the instruction pmaddwd is requested by name. LLVM does not find it by itself, and the plain products and
+    sums are four times slower.
     """
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: dot_pairs_value(context, builder, *args)
 
@@ -96,9 +97,9 @@ def load_splat_quad(typing, array, index):
 
 @intrinsic
 def dot_quads(typing, unsigned, signed, total):
-    """Return total[i] plus the dot product of four unsigned and four signed bytes, in each lane i.
+    """Return total[i] plus the dot product of four unsigned bytes of a and four signed bytes of b, in each lane i.
 
-    The instruction (vpdpbusd) exists only on machines where USES_VNNI is true.
+    The instruction (vpdpbusd) exists only where USES_VNNI is true.
     """
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: vnni_instruction(
         builder, "vpdpbusd", *args

@@ -1,6 +1,7 @@
 """Detection of the machine's vector instructions.
 
-Only LLVM knows which instructions a CPU name implies, so each check compiles a small function and reads the result.
+Only LLVM knows which instructions a CPU name implies. So each check compiles a small function and looks for an
+instruction in the assembly.
 """
 
 from functools import cache
@@ -14,7 +15,7 @@ llvm.initialize_native_asmparser()  # needed by the inline assembly of `vnni_ins
 
 
 def assembly_of(target, source):
-    """Return the assembly that LLVM generates from `source` for a target."""
+    """Return the assembly that LLVM generates from LLVM IR for a target."""
     triple, cpu, features = target
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
     return machine.emit_assembly(llvm.parse_assembly(source))
@@ -24,7 +25,7 @@ def assembly_of(target, source):
 def pair_instruction(triple, cpu, features):
     """Return (name, lanes) of LLVM's pmaddwd intrinsic for this target, or None on targets without pmaddwd.
 
-    The intrinsic is the one for the widest registers in which LLVM adds integers on this target.
+    Its registers are the widest in which LLVM adds integers on this target.
     """
     if not triple.startswith("x86_64"):
         return None
@@ -41,7 +42,7 @@ def pair_instruction(triple, cpu, features):
 def uses_vnni(triple, cpu, features):
     """Return whether the target has AVX-512 VNNI.
 
-    The VNNI instructions vpdpwssd and vpdpbusd multiply codes and add the products in one step.
+    VNNI instructions (vpdpwssd, vpdpbusd) multiply codes and add the products in one step.
     """
     name, lanes = pair_instruction(triple, cpu, features) or ("", 0)
     if lanes != LANES:

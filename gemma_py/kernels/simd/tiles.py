@@ -1,7 +1,7 @@
 """Operations on a tile of totals: R rows by C vectors of 16 lanes, as a tuple of R * C vectors in row-major order.
 
 Each operation is one instruction per vector of the tile. Callers choose R and C such that a tile fits in the machine's
-registers. The argument `offsets` contains the array index at which each row of the tile begins.
+registers. The argument `offsets` has R array indices, at which the rows of the tile begin.
 """
 
 from llvmlite import ir
@@ -30,7 +30,6 @@ from gemma_py.kernels.simd.dots import dot_pairs_value, load_splat_pair_value
 
 
 def _tuple_values(builder, values):
-    """Return the elements of an LLVM tuple as a list."""
     return [builder.extract_value(values, number) for number in range(values.type.count)]
 
 
@@ -39,7 +38,7 @@ def _add_constant(builder, at, offset):
 
 
 def _vectors_from(context, builder, kind, array, at, count, stride=None):
-    """Load `count` vectors from an array as f32, `stride` elements apart, or contiguous if stride is None."""
+    """Load `count` vectors from an array as f32. Vectors are `stride` elements apart, or contiguous if stride is None."""
     stride = ir.Constant(at.type, LANES) if stride is None else stride
     sig = f32x16(kind, types.intp)
     offsets = [builder.mul(stride, ir.Constant(at.type, number)) for number in range(count)]
@@ -58,7 +57,7 @@ def _splat_from(context, builder, kind, array, at):
 def row_offsets(typing, at, stride, rows, R):
     """Return the offsets of R rows, at + r * stride.
 
-    If `rows` is smaller than R, only that many rows exist, and the offset of the last one repeats.
+    If there are fewer rows than R, namely `rows`, the last row's offset is repeated.
     """
     if not isinstance(R, types.IntegerLiteral):
         return None
@@ -96,7 +95,7 @@ zero_totals, zero_dots = _zero_tile(f32x16, "zero_totals"), _zero_tile(i32x16, "
 
 @intrinsic
 def add_products(typing, a, offsets, step, b, at, stride, totals):
-    """Compute totals[r, c] += a[offsets[r] + step] * b[i : i + 16] for i = at + c * stride, rounded once."""
+    """Compute totals[r, c] += a[offsets[r] + step] * b[i : i + 16], rounded once, where i = at + c * stride."""
     if not (is_flat(a, types.float32, types.uint16) and is_flat(b, types.float32, types.uint16)):
         return None
 
@@ -120,9 +119,9 @@ def add_dots(typing, codes, offsets, step, weights, at, dots):
     """Add the exact dot products of 16 inputs and 16 C outputs to dots[r, c].
 
     inputs: 16 codes from codes[offsets[r] + step] on
-    weights: for pair = 0 .. 7, 32 codes from weights[at + 32 (c + C pair)] on, two for each of the 16 outputs
+    weights: for pair = 0 .. 7, 32 codes from weights[at + 32 (c + C pair)] on, two for each of 16 outputs
 
-    The loop over pairs is unrolled, because the branch predictor misses the end of so short a loop every time.
+    The loop over pairs is unrolled, because the branch predictor mispredicts the end of so short a loop every time.
     """
     if not (is_flat(codes, types.int16) and is_flat(weights, types.int16)):
         return None
@@ -150,7 +149,7 @@ def add_dots(typing, codes, offsets, step, weights, at, dots):
 
 @intrinsic
 def add_scaled(typing, scales, offsets, step, weights, at, dots, totals):
-    """Compute totals[r, c] += (scales[offsets[r] + step] * weights[i : i + 16]) * dots[r, c] for i = at + 16 c."""
+    """Compute totals[r, c] += (scales[offsets[r] + step] * weights[i : i + 16]) * dots[r, c], where i = at + 16 c."""
     if not (is_flat(scales, types.float32) and is_flat(weights, types.float32)):
         return None
 
@@ -172,7 +171,7 @@ def add_scaled(typing, scales, offsets, step, weights, at, dots, totals):
 
 @intrinsic
 def subtract_minimums(typing, scales, offsets, step, sums, sum_offsets, sum_step, weights, at, totals):
-    """Compute totals[r, c] -= (scale[r] * weights[i : i + 16]) * sum[r] for i = at + 16 c.
+    """Compute totals[r, c] -= (scale[r] * weights[i : i + 16]) * sum[r], where i = at + 16 c.
 
     scale[r]: scales[offsets[r] + step]
     sum[r]: sums[sum_offsets[r] + sum_step]
@@ -218,7 +217,7 @@ def scale_totals(typing, a, offsets, totals):
 
 @intrinsic(prefer_literal=True)
 def load_totals(typing, y, offsets, step, C):
-    """Load totals[r, c] from y[i : i + 16] for i = offsets[r] + step + 16 c."""
+    """Load totals[r, c] from y[i : i + 16], where i = offsets[r] + step + 16 c."""
     if not (is_flat(y, types.float32) and isinstance(C, types.IntegerLiteral)):
         return None
     result = types.UniTuple(f32x16, offsets.count * C.literal_value)
@@ -236,7 +235,7 @@ def load_totals(typing, y, offsets, step, C):
 def prefetch_totals(typing, y, offsets, C):
     """Prefetch, for writing, 16 C elements from y[offsets[r]] on, for each row r.
 
-    Without the prefetch, fetching a cache line from memory would take half as long as computing a tile.
+    Fetching these cache lines from memory takes half as long as computing a tile, so it has to begin early.
     """
     if not isinstance(C, types.IntegerLiteral):
         return None
@@ -256,7 +255,7 @@ def prefetch_totals(typing, y, offsets, C):
 
 @intrinsic
 def store_totals(typing, y, offsets, step, totals):
-    """Store totals[r, c] to y[i : i + 16] for i = offsets[r] + step + 16 c."""
+    """Store totals[r, c] to y[i : i + 16], where i = offsets[r] + step + 16 c."""
     if not is_flat(y, types.float32):
         return None
 

@@ -150,7 +150,8 @@ def load_columns(typing, array, index, stride):
             value.align = align
             return value if stored == F32 else widen_bf16(builder, value, 4)
 
-        # Rows k and k + 4 are joined to a vector of 8 lanes, so that later shuffles move lanes only within 128 bits.
+        # Rows k and k + 4 are joined to a vector of 8 lanes, because later shuffles are faster if they move lanes only
+        # within 128 bits.
         by_eight = []
         for first in (0, 8):
             a, b, c, d = (shuffle(builder, row(first + k), row(first + k + 4), range(8)) for k in range(4))
@@ -168,7 +169,7 @@ def load_columns(typing, array, index, stride):
 
 @intrinsic
 def prefetch(typing, array, index):
-    """Prefetch array[index] for reading. An index outside the array does no harm."""
+    """Prefetch array[index] for reading. The index may be outside the array."""
 
     def codegen(context, builder, sig, args):
         prefetch_line(builder, element_pointer(context, builder, sig.args[0], args[0], args[1], I8), 0)
@@ -193,16 +194,16 @@ def zero(typing):
 
 @intrinsic(prefer_literal=True)
 def zero_ints(typing, count):
-    """Return a tuple of `count` vectors of int32 zeros."""
     kind = types.UniTuple(i32x16, count.literal_value)
     value = vector_constant(i32x16.llvm, [0] * 16)
     return kind(count), lambda context, builder, sig, args: context.make_tuple(builder, kind, [value] * kind.count)
 
 
 def _operation(float_name, integer_name, arguments=2):
-    """Return an intrinsic that applies an LLVM instruction to vectors of one type.
+    """Return an intrinsic that applies an LLVM instruction to vectors.
 
-    The instruction is `float_name` for f32x16 and `integer_name` for i32x16. The name None rejects a type.
+    The instruction is `float_name` for f32x16 and `integer_name` for i32x16. None means that vectors of this type are
+    not supported.
     """
 
     def signature(operands):
@@ -233,7 +234,7 @@ div = _operation("fdiv", None)
 neg = _operation("fneg", "neg", 1)
 bit_and = _operation(None, "and_")
 shift_left = _operation(None, "shl")
-shift_right = _operation(None, "ashr")  # keeps the sign
+shift_right = _operation(None, "ashr")  # an arithmetic shift, which keeps the sign
 
 
 @intrinsic
@@ -251,7 +252,7 @@ def sqrt(typing, x):
 
 @intrinsic
 def less(typing, a, b):
-    """Return the mask of a < b, which is false where a or b is NaN."""
+    """Return the mask of a < b. Where a or b is NaN, the mask is false."""
     if a != b or a not in (f32x16, i32x16):
         return None
     if a == f32x16:
@@ -266,7 +267,6 @@ def mask_and(typing, a, b):
 
 @intrinsic
 def select(typing, mask, a, b):
-    """Return a where the mask is true, else b."""
     if a != b or a not in (f32x16, i32x16):
         return None
     return a(b1x16, a, b), lambda context, builder, sig, args: builder.select(*args)
@@ -274,7 +274,6 @@ def select(typing, mask, a, b):
 
 @intrinsic
 def bitcast(typing, a):
-    """Return the bits of floats as int32, or the bits of int32 as floats."""
     result = {f32x16: i32x16, i32x16: f32x16}.get(a)
     if result is None:
         return None
@@ -300,18 +299,17 @@ def sum_lanes(typing, a):
 
 
 def _reduced(builder, vectors, combine):
-    """Reduce the lanes of each of four vectors with `combine`.
+    """Reduce the lanes of each of four vectors with `combine`. Any order will do, because integers are not rounded.
 
     Lanes 0, 4, 8 and 12 of the result hold the reduction of the first vector, lanes 1, 5, 9 and 13 that of the second,
-    and so on. Any order gives equal results, because integer sums and maximums have no rounding. Reducing four vectors
-    together takes a third of the time of four separate reductions.
+    and so on. Reducing four vectors together takes a third of the time of four separate reductions.
     """
 
     def joined(x, y, firsts, seconds):
         """Shuffle the lanes of x and y in two ways, and combine the two results.
 
-        `firsts` and `seconds` list the lanes that the two shuffles put into lanes 0 .. 3, where 16 + i means lane i of
-        y. Lanes 4 .. 7 receive the lanes with numbers larger by 4, and so on.
+        `firsts` and `seconds` name the four lanes that come first in the two shuffles: i is lane i of x, and 16 + i is
+        lane i of y. The later lanes of a shuffle follow the same pattern, four lanes further on each time.
         """
         lanes = ([lane + 4 * part for part in range(4) for lane in chosen] for chosen in (firsts, seconds))
         return combine(*(shuffle(builder, x, y, each) for each in lanes))

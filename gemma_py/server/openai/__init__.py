@@ -1,1 +1,1 @@
-"""The requests, responses and errors of OpenAI's API, without HTTP. The server and `gemma_py batch` use this package."""
+"""The requests, responses and errors of OpenAI's API, independent of HTTP. The server and `gemma_py batch` use them."""

@@ -2,8 +2,8 @@
 
 A row of the input is {"custom_id", "method": "POST", "url", "body"}; a row of the output is {"id", "custom_id", "response",
 "error"}. Each output row is written as soon as its response is complete, and is flushed to disk before the next row is written.
-If the process is killed, only the last line of the output can be incomplete. The next run removes an incomplete line and
-computes only the requests that have no complete row.
+If the process is killed, only the last line of the output can be incomplete. The next run removes such a line, and then
+computes only the requests that have no row yet.
 """
 
 import fcntl
@@ -19,20 +19,20 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from gemma_py.errors import ComputationError, GemmaError, InputError, Overloaded
+from gemma_py.generate.base_scheduler import Ticket
 from gemma_py.generate.events import Event
-from gemma_py.generate.scheduler import Ticket
 from gemma_py.server.openai.builders import ResponseBuilder
 from gemma_py.server.openai.endpoints import ENDPOINTS
 from gemma_py.server.openai.errors import ApiError, api_error, checked
 from gemma_py.server.openai.service import Service
 
-_MAX_ROW = 64 << 20  # bytes
-_HEALTH_SECONDS = 1.0  # seconds to wait for an event before checking the engine's health
+_MAX_ROW = 64 << 20
+_HEALTH_SECONDS = 1.0  # after so many seconds without an event, the engine's health is checked
 
 
 @dataclass(frozen=True)
 class InputRow:
-    """A request in the input file. start: the offset of its line in the file. size: the length of its line in bytes."""
+    """A request in the input file. start: the offset in bytes of its line. size: the length in bytes of its line."""
 
     custom_id: str
     url: str
@@ -57,7 +57,7 @@ class Counts:
 
 
 def read_rows(path: Path) -> list[InputRow]:
-    """Read and check all rows of the input file. Raises InputError about the first malformed row."""
+    """Read and check all rows of the input file. The first malformed row raises InputError."""
     rows: list[InputRow] = []
     lines: dict[str, int] = {}
     start = 0
@@ -108,7 +108,7 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 
 
 class Output:
-    """The output file, locked so that only one process writes to it. A context manager.
+    """The output file. It is locked, so that only one process writes to it. A context manager.
 
     done: the custom_ids of the rows in the file. models: the names of the models that computed these rows.
     """
@@ -150,7 +150,6 @@ class Output:
         return done
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row and flush the file to disk."""
         try:
             self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
             self._file.flush()
@@ -209,7 +208,7 @@ class _Batch:
     def run(self, rows: Iterator[InputRow]) -> None:
         self._progress(self._counts)
         for row in rows:
-            # Submit one row more than can run at once, so that the scheduler always has a waiting row.
+            # Submit one row more than can run at once. The scheduler then always has a row to begin with.
             while len(self._running) > self._service.scheduler.parallel:
                 self._take()
             self._begin(row)
@@ -240,24 +239,22 @@ class _Batch:
         asked = checked(endpoint.schema, body)
         if asked.stream:
             raise ApiError(400, "A request in a batch cannot have 'stream': true.", "stream", "unsupported_parameter")
-        self._service.check_model(asked.model)
-        return endpoint.builder(self._service, asked)
+        return endpoint.response(self._service, asked)
 
     def _submit(self, running: _RunningRow) -> None:
-        """Submit all choices of a row. While the scheduler is full, wait for running rows; if there are none, raise Overloaded."""
         for index, request in enumerate(running.builder.job.requests):
             while len(running.tickets) == index:
                 try:
-                    running.tickets.append(self._service.generating.submit(request, partial(self._put, running, index)))
+                    running.tickets.append(self._service.scheduler.submit(request, partial(self._put, running, index)))
                 except Overloaded:
                     if index == 0 and len(self._running) == 1:
                         raise
                     self._take()
-                    if running not in self._running:  # another choice of this row has failed
+                    if running not in self._running:  # the row has failed, because of another choice
                         return
 
     def _put(self, running: _RunningRow, index: int, event: Event) -> None:
-        """Queue an event. Called by the scheduler, in the scheduler's thread."""
+        """Queue an event. The scheduler calls this in its own thread."""
         self._events.put((running, index, event))
 
     def _take(self) -> None:
@@ -267,7 +264,7 @@ class _Batch:
         except queue.Empty:
             self._check_healthy()
             return
-        if running not in self._running:  # the row has already failed through another choice
+        if running not in self._running:  # the row has already failed, because of another choice
             return
         try:
             for _ in running.builder.take(index, event):
@@ -279,7 +276,7 @@ class _Batch:
             self._end(running)
             usage = running.builder.usage()
             self._counts.prompt_tokens += usage["prompt_tokens"]
-            self._counts.completion_tokens += usage["completion_tokens"]
+            self._counts.completion_tokens += usage["total_tokens"] - usage["prompt_tokens"]
             self._write(running.row, 200, running.builder.document(), None)
 
     def _end(self, running: _RunningRow) -> None:
@@ -293,7 +290,7 @@ class _Batch:
         self._write_error(running.row, error)
 
     def _check_healthy(self) -> None:
-        """Raise an error if the engine has failed, so that an engine failure is never written as the error of a row."""
+        """Raise an error if the engine has failed. Otherwise the failure would be written as the error of a row."""
         health = self._service.scheduler.health()
         if not health.ok:
             raise ComputationError(

@@ -21,14 +21,14 @@ Document = dict[str, Any]
 
 
 class Choice:
-    """The text, log-probabilities and token counts that one choice of a response has so far."""
+    """What one choice of a response has so far: text, log-probabilities and token counts."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.logprobs: list[Document] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
-        self.cached = self.generated = self.reasoning_tokens = 0  # tokens
+        self.cached = self.generated = self.reasoning_tokens = 0
         self.finish_reason: str | None = None
 
     @property
@@ -39,9 +39,9 @@ class Choice:
 class ResponseBuilder:
     """The base class of the builders of all endpoints.
 
-    prompt_field: the request field that holds the prompt. id_prefix: the beginning of every response id. object, chunk_object:
-    the values of "object" in a whole response and in a chunk. typed_events: whether the stream has an "event:" line before each
-    chunk and no [DONE], as in the Responses API.
+    prompt_field: the request field that holds the prompt. id_prefix: the beginning of every response id. object,
+    chunk_object: the values of "object" in a whole response and in a chunk. typed_events: whether the stream has an
+    "event:" line before each chunk, and no [DONE] at the end, as in the Responses API.
     """
 
     prompt_field, id_prefix, object, chunk_object = "", "", "", ""
@@ -60,11 +60,11 @@ class ResponseBuilder:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def begin(self) -> Iterator[Document]:
-        """Yield the chunks that come before the first event."""
+        """Yield the chunks that begin the stream, before any event."""
         yield from ()
 
     def take(self, index: int, event: Event) -> Iterator[Document]:
-        """Yield the chunks of one event. If the event is a failure, raise its error."""
+        """Yield the chunks of one event. An event of type Failed raises its error."""
         choice = self.choices[index]
         if isinstance(event, PrefillProgress):
             choice.cached = event.cached
@@ -87,12 +87,12 @@ class ResponseBuilder:
             raise event.error
 
     def end(self) -> Iterator[Document]:
-        """Yield the chunks that come after the last event."""
+        """Yield the chunks that end the stream, after the last event."""
         if self.options.include_usage:
             yield {**self._chunk([]), "usage": self.usage()}
 
     def failed(self, error: ApiError) -> Document:
-        """Return the last chunk of a stream that an error ends."""
+        """Return the last chunk of a stream that ends with an error."""
         return error.document()
 
     def document(self) -> Document:
@@ -103,7 +103,7 @@ class ResponseBuilder:
         }  # fmt: skip
 
     def usage(self) -> Document:
-        """Return the token counts so far. The tokens of a prompt count once, even if n choices share the prompt."""
+        """Return the token counts so far. A prompt counts once, even if several choices share it."""
         pairs = zip(self.job.requests, self.choices, strict=True)
         once = {id(request.ids): (len(request.ids), choice.cached) for request, choice in pairs}.values()
         prompt, made = sum(count for count, _ in once), sum(choice.generated for choice in self.choices)
@@ -144,7 +144,7 @@ class ResponseBuilder:
         return {**self._chunk([]), "prompt_progress": told}
 
     def _is_end(self, index: int, event: Generated) -> bool:
-        """Return whether an event's token is an end token, which adds no text to the response."""
+        """Return whether the event's token is an end token. Its text is not part of the response."""
         return event.token.id in self.job.requests[index].ends
 
     def _token(self, token: int) -> tuple[str, bytes]:
@@ -220,7 +220,7 @@ class CompletionBuilder(ResponseBuilder):
         return self.job.echo[index // self._n] if self.job.echo else ""
 
     def _hidden(self, index: int) -> int:
-        """Return the length of the BOS token's text, which the decoded prompt contains and the echo does not."""
+        """Return the length of the BOS token's text. The decoded prompt contains this text, but the echo does not."""
         ids = self.job.requests[index].ids if self.job.echo else []
         return len(self.service.tokenizer.decode(ids)) - len(self._echo(index))
 
@@ -246,7 +246,9 @@ class CompletionBuilder(ResponseBuilder):
             yield self._text(index, event.token.text, entry)
 
     def _entry(self, index: int, token: int, logprob: float | None, top: TopLogprobs) -> Document:
-        """Return the log-probabilities of one token. The first token of a prompt has none, because no token precedes it."""
+        """Return the log-probabilities of one token. A prompt's first token has none, because they depend on earlier
+        tokens.
+        """
         text, as_bytes = self._token(token)
         entry: Document = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}
         if logprob is not None:
@@ -268,13 +270,12 @@ class CompletionBuilder(ResponseBuilder):
 
 
 class _TextOffsets:
-    """Computes where each token begins in the text. A token that begins inside a multi-byte character has that character's offset."""
+    """Computes where each token begins in the text. A token that begins inside a character gets the character's offset."""
 
     def __init__(self, hidden: int) -> None:
         self._length, self._characters = -hidden, codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: bytes) -> int:
-        """Append a token and return its offset in characters."""
         offset = max(0, self._length)
         self._length += len(self._characters.decode(token))
         return offset

@@ -1,4 +1,4 @@
-"""Responses that follow a JSON schema: llguidance computes which tokens may come next, and all other tokens are masked."""
+"""Responses that follow a JSON schema. llguidance computes which tokens may come next; all others are masked."""
 
 import importlib.util
 import json
@@ -16,8 +16,8 @@ from gemma_py.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MAX_SIZE, _MAX_DEPTH = 64 << 10, 64  # limits on a schema: characters, and levels of nesting
-# Limits on llguidance's work: they allow about 20 ms to compile a schema, and about 15 ms for each token.
+_MAX_SIZE, _MAX_DEPTH = 64 << 10, 64  # the most characters, and the most levels of nesting, of a schema
+# These limits on llguidance's work allow about 20 ms to compile a schema, and about 15 ms for each token.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -32,7 +32,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class JsonConstraint:
-    """Keeps one response within a JSON schema. Each response needs its own instance, which holds the state of the parser."""
+    """Keeps one response within a JSON schema. The parser has state, so each response needs its own instance."""
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
@@ -50,7 +50,7 @@ class JsonConstraint:
 
     @property
     def finished(self) -> bool:
-        """Whether the JSON document is complete, so that only an end token may follow."""
+        """Whether the JSON document is complete. Then only an end token may follow."""
         return self._matcher.is_stopped()
 
     def _check(self) -> None:
@@ -61,7 +61,9 @@ class JsonConstraint:
 
 
 class JsonConstraints:
-    """Compiles JSON schemas for one tokenizer. llguidance needs tables of the vocabulary, which `prepare` or the first schema builds."""
+    """Compiles JSON schemas for one tokenizer. llguidance needs tables of the vocabulary. `prepare` builds them, or else
+    the first schema.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Collection[int]) -> None:
         self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, sorted(ends)
@@ -69,12 +71,12 @@ class JsonConstraints:
         self._tables: LLTokenizer | None = None
 
     def prepare(self) -> None:
-        """Build the tables if llguidance is installed. Building takes about a second and blocks all other Python threads."""
+        """Build the tables if llguidance is installed. This takes about a second, in which no other Python thread runs."""
         if importlib.util.find_spec("llguidance") is not None and self._ends:
             self._llguidance()
 
     def compile(self, schema: dict[str, Any], param: str) -> JsonConstraint:
-        """Compile a schema. Raises ApiError if the schema is malformed, too large, too deep, too costly, or cannot be satisfied."""
+        """Compile a schema. A schema that is malformed, too large, too deep, too costly or unsatisfiable raises ApiError."""
         try:
             import llguidance
         except ModuleNotFoundError:
@@ -121,7 +123,7 @@ class _Vocabulary:
 
 
 def piece_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return the bytes of a token's text, or no bytes if the tokenizer has no text for the id."""
+    """Return the bytes of a token's text, or no bytes if the id has no text."""
     piece = tokenizer.piece(token) or ""
     byte = _BYTE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()

@@ -19,10 +19,10 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(GemmaError):
-    """An error that a client receives instead of a response.
+    """The error that a client receives instead of a response.
 
-    status: the HTTP status. param: the request field that is wrong. code: the kind of error, for programs. retry_after: the
-    seconds after which the client may try again.
+    status: the HTTP status. param: the request field that is wrong. code: the kind of error, for programs. retry_after:
+    after how many seconds the client may try again.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ApiError(GemmaError):
 
 
 def api_error(error: GemmaError, prompt_field: str | None = None) -> ApiError:
-    """Convert any error to the error that the client receives. prompt_field: the request field that holds the prompt."""
+    """Convert any exception to the error that the client receives. prompt_field: the request field that holds the prompt."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextError):
@@ -52,7 +52,8 @@ def api_error(error: GemmaError, prompt_field: str | None = None) -> ApiError:
     if isinstance(error, ToolError):
         return ApiError(400, str(error), error.field, "invalid_value")
     if isinstance(error, InputError | TemplateError | UnsupportedError):
-        first = str(error).partition(" ")[0].rstrip(":")  # errors about a sampling option begin with the option's name
+        # An error about a sampling option begins with the option's name.
+        first = str(error).partition(" ")[0].rstrip(":")
         return ApiError(400, str(error), first if first in _OPTIONS else prompt_field, "invalid_value")
     return ApiError(500, str(error), None, "internal_error")
 
@@ -63,7 +64,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def checked(schema: type[T], given: Any) -> T:
-    """Validate a JSON document as a request of type `schema`. Raises ApiError about the first invalid field."""
+    """Validate a JSON document as a request of type `schema`. The first invalid field raises ApiError."""
     try:
         return schema.model_validate(given)
     except ValidationError as error:
@@ -73,8 +74,8 @@ def checked(schema: type[T], given: Any) -> T:
 def _from_validation(error: ValidationError, given: Any) -> ApiError:
     """Convert pydantic's errors to one ApiError.
 
-    If a field may have several types, pydantic reports an error for each type. The error deepest in the document is chosen,
-    because it belongs to the type that the client most likely meant.
+    If a field may have several types, pydantic reports an error for each type. The chosen error is the one deepest in the
+    document, because it belongs to the type that the client most likely meant.
     """
     errors = error.errors(include_url=False, include_context=False)
     same = [(_path(e["loc"], given), e) for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
@@ -90,7 +91,7 @@ def _from_validation(error: ValidationError, given: Any) -> ApiError:
 
 
 def _path(places: tuple[int | str, ...], given: Any) -> str:
-    """Return the path of a field, such as `messages[0].content`, without the type names that pydantic inserts for union types."""
+    """Return the path of a field, such as `messages[0].content`. pydantic inserts the names of types, which are removed."""
     path, at = "", given
     for number, place in enumerate(places):
         inside = (isinstance(at, Mapping) and place in at) or (isinstance(at, list) and isinstance(place, int))

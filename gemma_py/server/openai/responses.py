@@ -13,7 +13,7 @@ from gemma_py.templates.tools import Call
 
 
 class _TextItem:
-    """An output item with text: a message or a thought. position: the index of the item in the output."""
+    """An output item with text: a message or a thought. position: the item's index in the output."""
 
     def __init__(self, reasoning: bool, position: int) -> None:
         self.reasoning, self.position, self.done = reasoning, position, False
@@ -26,7 +26,7 @@ class _TextItem:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def document(self, status: str) -> Document:
-        """Return the item with its text so far. An item in progress has no content yet."""
+        """Return the item as JSON, with the text so far. While an item is in progress, its content is empty."""
         kind: Document = {"summary": []} if self.reasoning else {"role": "assistant"}
         content = [] if status == "in_progress" else [self.part("".join(self.parts))]
         return {"id": self.id, "type": "reasoning" if self.reasoning else "message", **kind, "status": status,
@@ -41,7 +41,7 @@ class ResponsesBuilder(ResponseBuilder):
         super().__init__(service, service.responses(asked), StreamOptions(), asked.return_progress)
         self._asked = asked
         self._sequence_number = -1
-        self._items: list[_TextItem | Call] = []  # the output in order
+        self._items: list[_TextItem | Call] = []
 
     def _event(self, kind: str, **fields: Any) -> Document:
         self._sequence_number += 1
@@ -52,7 +52,9 @@ class ResponsesBuilder(ResponseBuilder):
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
     def _open(self, reasoning: bool) -> _TextItem | None:
-        """Return the unfinished item to which a thought (reasoning=True) or a message text is appended, or None."""
+        """Return the unfinished item to which text is appended: a thought if reasoning is true, else a message. None if
+        there is none.
+        """
         items = (item for item in self._items if isinstance(item, _TextItem) and not item.done)
         return next((item for item in items if item.reasoning == reasoning), None)
 
@@ -97,7 +99,6 @@ class ResponsesBuilder(ResponseBuilder):
             yield from self._called(call)
 
     def _called(self, call: Call) -> Iterator[Document]:
-        """Stream a complete call."""
         at, item = {"output_index": len(self._items)}, _call_item(call)
         self._items.append(call)
         empty = {**item, "arguments": "", "status": "in_progress"}

@@ -1,31 +1,32 @@
 """The pydantic models of requests, with OpenAI's field names. The OpenAPI document is generated from these models.
 
-OpenAI's fields that have no meaning for a local model are accepted and ignored (see `Ignored`). Any other unknown field is an
-error, as in OpenAI's API. `top_k`, `min_p`, `repetition_penalty` and `return_progress` are additions to OpenAI's API, and so are
-`ignore_eos` and `continuous_usage_stats`, which benchmarks of inference servers send.
+OpenAI's fields that have no meaning for a local model are accepted and ignored (see `Ignored`). Any other unknown field is
+an error, as in OpenAI's API. Fields that OpenAI's API does not have: `top_k`, `min_p`, `repetition_penalty`,
+`return_progress`, and, because benchmarks of inference servers send them, `ignore_eos` and `continuous_usage_stats`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from gemma_py.generate.options import MOST_TOP_K, RANGES
 
 _SEED = (1 << 63) - 1
-_MAX_STOP = 1024  # characters
+_MAX_STOP = 1024
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
-MAX_TEXTS = 2048  # of an embedding request, as in OpenAI's API
+MAX_TEXTS = 2048  # the most texts of a request, as in OpenAI's API
 
 
 def _ranged(option: str) -> Any:
-    """Return a pydantic field that checks a sampling option against its range."""
     least, most = RANGES[option]
     return Field(ge=least, le=most)
 
 
 def _length(least: int | None = None, most: int | None = None) -> Any:
-    """Return a pydantic field that checks a list's length. Checking stops at the first error, as there may be millions of errors."""
+    """Return a pydantic field that checks a list's length. Checking stops at the first error, because there can be
+    millions.
+    """
     return Field(min_length=least, max_length=most, fail_fast=True)
 
 
@@ -41,7 +42,9 @@ class Strict(BaseModel):
 
 
 class Loose(BaseModel):
-    """The base class of messages and their parts. Unknown fields are ignored, because clients send back fields of newer responses."""
+    """The base class of messages and their parts. Unknown fields are ignored, because clients send back fields of responses
+    from newer servers.
+    """
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -117,7 +120,7 @@ class StreamOptions(Strict):
 
 
 class Ignored(Strict):
-    """Fields of OpenAI's API that are accepted and have no effect on this server."""
+    """Fields of OpenAI's API that are accepted without any effect on this server."""
 
     user: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue] | None, Field(max_length=16)] = None
@@ -129,8 +132,6 @@ class Ignored(Strict):
 
 
 class Sampled(Ignored):
-    """The fields that every endpoint that generates text accepts."""
-
     model: str | None = None
     stream: bool | None = False
     temperature: Annotated[float | None, _ranged("temperature")] = None
@@ -147,7 +148,7 @@ class Sampled(Ignored):
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: float(v) if name != "top_k" else v for name in names if (v := getattr(self, name)) is not None}
         if given.get("top_p") == 0:
-            given["top_p"] = 1e-9  # OpenAI's API allows 0, which selects the most likely token alone
+            given["top_p"] = 1e-9  # OpenAI's API allows 0, which means the most likely token
         if self.seed is not None:
             given["seed"] = self.seed & _SEED
         return given
@@ -201,7 +202,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TemplateOptions(Strict):
-    """Options of a chat template, named as in vLLM and llama.cpp. enable_thinking: whether the model thinks before it answers."""
+    """Options of a chat template, as in vLLM and llama.cpp. enable_thinking: whether the model thinks before it answers."""
 
     enable_thinking: bool | None = None
 
@@ -274,7 +275,7 @@ class TextOptions(Strict):
 
 
 class InputItem(Loose):
-    """An input item that is a message. Items of unsupported types, such as files, are errors."""
+    """An input item that is a message. Other items, such as files, are not supported and raise an error."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -314,7 +315,7 @@ class Reasoning(Loose):
     effort: Effort | None = None
 
 
-class FlatTool(Function, OfFunctions):  # pydantic checks `type` first, because OfFunctions is the last base class
+class FlatTool(Function, OfFunctions):  # OfFunctions is the last base class, so that pydantic checks `type` first
     pass
 
 
@@ -323,7 +324,7 @@ class NamedFlatTool(NamedFunction, OfFunctions):
 
 
 class ResponsesRequest(Sampled):
-    """A request to the Responses API. Responses are not stored, so a request cannot refer to an earlier response."""
+    """A request to the Responses API. It cannot refer to earlier responses, because responses are not stored."""
 
     input: str | Annotated[list[InputItem | CallItem | ResultItem | ReasoningItem], _length(1, 4096)]
     instructions: str | None = None
@@ -335,7 +336,7 @@ class ResponsesRequest(Sampled):
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, _length()] = (
-        None  # accepted without effect: reasoning is not encrypted
+        None  # accepted without any effect, because reasoning is never encrypted here
     )
     background: bool | None = None
     previous_response_id: None = None
@@ -362,7 +363,9 @@ class ResponsesRequest(Sampled):
 
 
 class EmbeddingRequest(Strict):
-    """task is an addition to OpenAI's API: the name of a prompt that precedes each text, such as "query" or "document"."""
+    """A request for embeddings. task, which OpenAI's API does not have: the name of a prompt that precedes each text, such
+    as "query".
+    """
 
     input: (
         str
@@ -375,6 +378,7 @@ class EmbeddingRequest(Strict):
     dimensions: Annotated[int | None, Field(ge=1)] = None
     task: str | None = None
     user: str | None = None
+    stream: ClassVar[bool] = False
 
     @field_validator("input", mode="before")
     @classmethod
@@ -393,7 +397,9 @@ class EmbeddingRequest(Strict):
 
 
 class TokenizeRequest(Strict):
-    """add_special: add a BOS token. parse_special: parse control tokens in the text. with_pieces: return the text of each token too."""
+    """add_special: add a BOS token. parse_special: parse control tokens in the text. with_pieces: also return each token's
+    text.
+    """
 
     content: str
     add_special: bool = False

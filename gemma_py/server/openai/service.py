@@ -8,7 +8,9 @@ from typing import Any
 
 from gemma_py.errors import InputError
 from gemma_py.generate.answer import AfterThoughts, Constraint
+from gemma_py.generate.base_scheduler import BaseScheduler
 from gemma_py.generate.core import Request
+from gemma_py.generate.embedding import texts_to_ids
 from gemma_py.generate.embedding_scheduler import EmbeddingScheduler
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.options import RANGES, Sampling
@@ -21,6 +23,7 @@ from gemma_py.server.openai.schemas import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
+    EmbeddingRequest,
     FunctionCall,
     InputItem,
     ReasoningItem,
@@ -36,7 +39,7 @@ from gemma_py.templates.chat_format import NO_TOOLS, ChatFormat
 from gemma_py.templates.notation import CallConstraint, Marks
 from gemma_py.templates.template import Message, Template
 
-DEFAULT_TOKENS = 1024  # the limit for a chat response if the request sets none
+DEFAULT_TOKENS = 1024  # the most tokens of a chat response if the request sets no limit
 _SEEDS = 1 << 63
 
 
@@ -44,25 +47,25 @@ _SEEDS = 1 << 63
 class Job:
     """The scheduler's requests for one HTTP request.
 
-    requests: one for each choice; each prompt has n choices. echo: the texts of the prompts if the client set `echo`, else empty.
+    requests: one for each choice; each prompt has n choices. echo: the texts of the prompts if the client asked for an
+    echo, else empty.
     """
 
-    requests: list[Request]
+    requests: list[Any]
     echo: list[str]
 
 
-def new_scheduler(engine: Engine, parallel: int, queue: int) -> Scheduler | EmbeddingScheduler:
-    """Start the scheduler that suits the engine's model."""
+def new_scheduler(engine: Engine, parallel: int, queue: int = 64) -> BaseScheduler[Any, Any]:
     if engine.config.embedding is not None:
         return EmbeddingScheduler(engine, parallel, queue)
     return Scheduler(engine, parallel, queue)
 
 
 class Service:
-    """Converts requests for the served model, from several threads at once. model: the name of the model in requests."""
+    """Converts requests in OpenAI's format. Several threads can use it at once. model: the model's name in requests."""
 
     def __init__(
-        self, engine: Engine, scheduler: Scheduler | EmbeddingScheduler, model: str, template: str | None = None
+        self, engine: Engine, scheduler: BaseScheduler[Any, Any], model: str, template: str | None = None
     ) -> None:
         self.engine, self.scheduler, self.model = engine, scheduler, model
         self.tokenizer = engine.text_tokenizer()
@@ -76,16 +79,18 @@ class Service:
         return self.format.template
 
     def prepare(self) -> None:
-        """Build the tables for JSON schemas at startup, because building them later would delay every running request."""
+        """Build the tables for JSON schemas at startup. If they were built later, every running request would be delayed."""
         if self.engine.config.embedding is None:
             self._constraints.prepare()
 
-    @property
-    def generating(self) -> Scheduler:
-        """The scheduler of a model that generates text. Raises InputError if the model is an embedding model."""
-        if isinstance(self.scheduler, EmbeddingScheduler):
+    def check_kind(self, embeds: bool) -> None:
+        """Raise InputError if the model is of the wrong kind. embeds: whether an embedding model is needed, or one that
+        generates text.
+        """
+        if embeds and self.engine.config.embedding is None:
+            raise InputError(f"The model {self.model!r:.80} generates text; embeddings need an embedding model.")
+        if not embeds and self.engine.config.embedding is not None:
             raise InputError(f"The model {self.model!r:.80} is an embedding model; use /v1/embeddings.")
-        return self.scheduler
 
     def check_model(self, wanted: str | None) -> None:
         if wanted is not None and wanted != self.model:
@@ -163,6 +168,9 @@ class Service:
         constraint = self._call(asked) or partial(self._constraint, form, "text.format")
         return Job(self._choices(request, 1, constraint, thinking), [])
 
+    def embedding(self, asked: EmbeddingRequest) -> Job:
+        return Job([texts_to_ids(self.engine, asked.texts, asked.task)], [])
+
     # --- helpers ---------------------------------------------------------------------------------------------------
 
     def _prompt(
@@ -177,9 +185,9 @@ class Service:
         return self.format.marks(bool(asked.functions) and asked.chosen != "none")
 
     def _thinking(self, asked: ChatRequest | ResponsesRequest) -> bool | None:
-        """Return whether the model should think, or None if the request leaves this decision to the template.
+        """Return whether the model should think, or None if the template should decide.
 
-        For a model that cannot think, a reasoning effort in the request is ignored, because clients send it to every model.
+        Clients send a reasoning effort to every model, so it is ignored for a model that cannot think.
         """
         switch = asked.thinking_switch
         if switch and not self.format.knows_thinking:
@@ -190,7 +198,9 @@ class Service:
         return asked.effort != "none"
 
     def _call(self, asked: ChatRequest | ResponsesRequest) -> Callable[[], CallConstraint] | None:
-        """Return a function that creates the constraint for a required tool call, or None if no tool call is required."""
+        """Return a function that creates the constraint for a tool call, or None if the request does not require a tool
+        call.
+        """
         if asked.chosen in ("none", "auto"):
             return None
         names = [function.name for function in asked.functions]
@@ -231,8 +241,8 @@ class Service:
     def _choices(
         request: Request, n: int | None, constraint: Callable[[], Constraint | None], thinking: bool | None = None
     ) -> list[Request]:
-        """Return n copies of a request, one for each choice. Choice i has the seed + i and its own constraint, which a
-        thought before the answer need not follow.
+        """Return n copies of a request, one for each choice. Choice i has the seed + i and its own constraint. A thought
+        before the answer is not constrained.
         """
         marks = request.marks
         channel = None if marks is None else marks.channel
@@ -264,8 +274,8 @@ def _text(content: str | list[ContentPart]) -> str:
 
 
 def _turns(items: Sequence[InputItem | CallItem | ResultItem | ReasoningItem]) -> list[GivenMessage]:
-    """Convert the items of a Responses API input to messages. A tool call is added to the assistant message before it,
-    and a thought to the assistant message after it.
+    """Convert the items of a Responses API input to messages. A tool call is added to the assistant message before it, and
+    a thought to the assistant message after it.
     """
     made: list[GivenMessage] = []
     for item in items:
@@ -288,7 +298,7 @@ def _turns(items: Sequence[InputItem | CallItem | ResultItem | ReasoningItem]) -
 
 
 def _joined_system(messages: list[Message]) -> list[Message]:
-    """Join the system messages at the beginning into one message, separated by blank lines."""
+    """Join the system messages at the beginning to one message, with blank lines between them."""
     count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if count < 2:
         return messages

@@ -1,0 +1,247 @@
+"""What the schedulers of text generation and of embeddings share: a queue, a thread that runs the passes, health and
+shutdown.
+"""
+
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from gemma_py.errors import ComputationError, GemmaError, InputError, Overloaded, WorkerError
+from gemma_py.generate.engine import Engine
+from gemma_py.generate.events import Event, Failed, Finished, Listener, Usage
+
+SLOWEST_STEP = 60.0  # seconds after which a step counts as hanging
+
+
+@dataclass(frozen=True)
+class Health:
+    """The health of the scheduler.
+
+    why: what is wrong, or an empty string.
+    permanent: whether every later pass will fail too.
+    waiting: seconds since the end of the last step; 0 if there are no requests.
+    """
+
+    ok: bool
+    why: str
+    permanent: bool
+    waiting: float
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """Counters of the scheduler. Those of the prefix cache are 0 for an embedding model, which has no prefix cache.
+
+    running, waiting: the number of requests that run now, and that wait now.
+    kv_bytes: the memory reserved for the KV caches of running requests.
+    prefix_bytes: the size of the prefix cache.
+    prefix_hits: requests since the start for which the prefix cache had a prefix. prefix_misses: the other requests.
+    cached_tokens: prompt tokens since the start that were found in the prefix cache.
+    passes: passes since the start that succeeded. failed_passes: passes that failed and were repeated.
+    computed_tokens: tokens computed since the start.
+    """
+
+    running: int
+    waiting: int
+    kv_bytes: int
+    prefix_bytes: int
+    prefix_hits: int
+    prefix_misses: int
+    cached_tokens: int
+    passes: int
+    failed_passes: int
+    computed_tokens: int
+
+
+class Ticket:
+    """A handle to cancel an accepted request."""
+
+    def __init__(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """End the request before the next pass. The last event is then Finished with the reason "cancelled"."""
+        self.cancelled = True
+        self._notify()
+
+
+class ScheduledRequest(ABC):
+    """A waiting or running request."""
+
+    def __init__(self, listener: Listener, ticket: Ticket) -> None:
+        self._listener, self.ticket = listener, ticket
+        self.arrived = time.monotonic()
+        self.admitted = 0.0
+
+    @abstractmethod
+    def usage(self) -> Usage: ...
+
+    def tell(self, event: Event) -> None:
+        """Call the listener with an event. If the listener raises an exception, this request is cancelled."""
+        try:
+            self._listener(event)
+        except Exception:
+            traceback.print_exc()
+            self.ticket.cancelled = True
+
+
+Q = TypeVar("Q")  # what a client asks for
+R = TypeVar("R", bound=ScheduledRequest)
+
+
+class BaseScheduler(ABC, Generic[Q, R]):
+    """Runs all passes of an engine in one thread. Close the scheduler before the engine."""
+
+    def __init__(self, engine: Engine, parallel: int, queue: int) -> None:
+        """parallel: the most requests that run at once. queue: the most requests that wait."""
+        if parallel < 1 or queue < 0:
+            raise InputError(f"parallel should be at least 1 and queue at least 0, found {parallel} and {queue}")
+        self.engine, self.parallel, self.queue = engine, parallel, queue
+        self._changed = threading.Condition()  # also the lock of the fields from _changed to _request_seconds
+        self._waiting: list[R] = []
+        self._running: list[R] = []
+        self._open, self._closed = True, False
+        self._error: GemmaError | None = None
+        self._trouble: WorkerError | None = None  # the error of the last pass; None if the pass succeeded
+        # When the last step ended, or when a request arrived while there was nothing to do.
+        self._stepped = time.monotonic()
+        self._request_seconds = 1.0  # running average of the duration of a request
+        self._passes = self._failed = self._computed = 0  # only the scheduler's thread writes these counters
+        # A subclass sets its fields first, and then starts the thread.
+        self._thread = threading.Thread(target=self._work, name="gemma_py-scheduler", daemon=True)
+
+    # --- from any thread ----------------------------------------------------------------------------------------------
+
+    def submit(self, request: Q, listener: Listener) -> Ticket:
+        """Accept a request. An invalid request raises InputError or ContextError, a full queue Overloaded.
+
+        The listener is called in the scheduler's thread and must not block. The last event is Finished or Failed.
+        """
+        ticket = Ticket(self._notify)
+        scheduled = self._scheduled(request, listener, ticket)
+        with self._changed:
+            if self._error is not None:
+                raise ComputationError(f"the engine has failed: {self._error}")
+            if not self._open:
+                raise Overloaded("the server is shutting down and accepts no more requests", 10.0)
+            if len(self._waiting) >= self.queue + max(0, self.parallel - len(self._running)):
+                raise Overloaded(f"the queue is full: {len(self._waiting)} requests are waiting", self._retry_after())
+            if self._idle():
+                self._stepped = time.monotonic()
+            self._waiting.append(scheduled)
+            self._changed.notify_all()
+        return ticket
+
+    @abstractmethod
+    def _scheduled(self, request: Q, listener: Listener, ticket: Ticket) -> R:
+        """Check a request, and return it with the data that the scheduler needs."""
+
+    def _retry_after(self) -> float:
+        """Estimate in how many seconds the queue will have room for a request."""
+        return min(60.0, max(1.0, self._request_seconds / self.parallel))
+
+    def health(self) -> Health:
+        with self._changed:
+            waiting = 0.0 if self._idle() else time.monotonic() - self._stepped
+            if self._error is not None:
+                return Health(False, str(self._error), True, waiting)
+            if not self._thread.is_alive() and not self._closed:
+                return Health(False, "the scheduler's thread has ended", True, waiting)
+            if self._trouble is not None and not self._idle():
+                return Health(False, str(self._trouble), False, waiting)
+            if waiting > SLOWEST_STEP:
+                return Health(False, f"no step has ended for {waiting:.0f} s", True, waiting)
+            return Health(True, "", False, waiting)
+
+    @abstractmethod
+    def stats(self) -> SchedulerStats: ...
+
+    def drain(self, deadline: float) -> int:
+        """Accept no more requests, wait `deadline` seconds, then cancel the requests that are left. Return their number."""
+        with self._changed:
+            self._open = False
+            self._changed.wait_for(self._idle, max(0.0, deadline))
+            left = (*self._waiting, *self._running)
+            for request in left:
+                request.ticket.cancelled = True
+            self._changed.notify_all()
+            # A cancelled request ends together with the current pass. If that pass hangs, the engine ends it at its
+            # deadline.
+            self._changed.wait_for(self._idle, SLOWEST_STEP)
+            return len(left)
+
+    def close(self) -> None:
+        """Cancel all requests and end the thread. A scheduler may be closed twice."""
+        self.drain(0.0)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(SLOWEST_STEP)
+
+    def _idle(self) -> bool:
+        return not self._waiting and not self._running
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or not self._idle())
+                    if self._closed:
+                        return
+                self._step()
+                with self._changed:
+                    self._stepped = time.monotonic()
+                    self._changed.notify_all()
+        except WorkerError as error:
+            self._fail(error)
+        except Exception as error:
+            traceback.print_exc()
+            self._fail(ComputationError(f"the scheduler failed: {type(error).__name__}: {error}"))
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Remove cancelled requests, admit waiting ones, and compute one pass."""
+
+    def _remove_cancelled(self) -> None:
+        with self._changed:
+            cancelled = [request for request in (*self._waiting, *self._running) if request.ticket.cancelled]
+        for request in cancelled:
+            self._finish(request, Finished("cancelled", request.usage()))
+
+    def _finish(self, request: R, last: Finished | Failed) -> None:
+        """Remove the request, then send the last event. In this order, a client that sees the event finds room for a new
+        request.
+        """
+        with self._changed:
+            if request in self._running:
+                self._running.remove(request)
+                self._request_seconds += 0.2 * (time.monotonic() - request.arrived - self._request_seconds)
+            else:
+                self._waiting.remove(request)
+        request.tell(last)
+
+    def _note_failed_pass(self, error: WorkerError) -> None:
+        """Count a failed pass. The next step repeats it once: if the previous pass failed too, raise the error."""
+        again, self._trouble = self._trouble is not None, error
+        if again:
+            raise error
+        self._failed += 1
+
+    def _fail(self, error: GemmaError) -> None:
+        """End every request with this error, and accept no more requests."""
+        with self._changed:
+            self._error = error
+            left = [*self._running, *self._waiting]
+        for request in left:
+            self._finish(request, Failed(error))
