@@ -90,6 +90,7 @@ def error(name: str, text: str = "") -> Exception:
              "model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
         ),
         (["config.json", "a.gguf", "mmproj-a.gguf"], "a.gguf", ["a.gguf"]),
+        (["gemma-4-E2B_q4_0-it.gguf", "gemma-4-E2B-it-mmproj.gguf"], "gemma-4-E2B_q4_0-it.gguf", ["gemma-4-E2B_q4_0-it.gguf"]),
         (["big/b-00001-of-00002.gguf", "big/b-00002-of-00002.gguf"], "big/b-00001-of-00002.gguf", GGUFS[2:4]),
     ],
 )  # fmt: skip
