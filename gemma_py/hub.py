@@ -20,6 +20,9 @@ _REFERENCE = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:/([^@]+))?(?:@(.+))?")
 _BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
+# The files of sentence-transformers beside an embedding model, and in the folders of its modules.
+_MODULES = ("modules.json", "config_sentence_transformers.json")
+_OF_MODULE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors)")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
@@ -128,7 +131,8 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
         return file, parts
     weights = [_WHOLE] if _WHOLE in names else [_INDEX, *filter(_PART.fullmatch, names)] if _INDEX in names else []
     if weights and "config.json" in names:
-        return ".", [*(name for name in _BESIDE_WEIGHTS if name in names), *weights]
+        modules = [name for name in names if name in _MODULES or _OF_MODULE.fullmatch(name)]
+        return ".", [*(name for name in _BESIDE_WEIGHTS if name in names), *modules, *weights]
     if not ggufs:
         raise ModelNotFoundError(
             f"{reference}: the repository has neither config.json with {_WHOLE} (or shards) nor a GGUF file"

@@ -1,4 +1,4 @@
-"""Shared by every tier: tiny checkpoints of every family, made from a seed, and a helper that runs the command line."""
+"""Fixtures of all tests: tiny checkpoints of every family, made from a seed, and a helper that runs the command line."""
 
 import signal
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from tiny_models import VARIANTS
 import gemma_py
 from gemma_py.cli.main import main
 
-# A shell that starts the suite in the background has SIGINT ignored, and every process started here would inherit that.
+# If a shell starts the tests in the background, SIGINT is ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_kernels() -> None:
-    """Once, before any test looks at what is printed: compiling says so on stderr."""
+    """Compile once, before any test checks the output, because compiling prints progress to stderr."""
     gemma_py.load(TINY, threads=1).close()
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory a variant, of the seed that the goldens have."""
+    """Return one directory for each variant, with weights from the seed of the golden files."""
     base = tmp_path_factory.mktemp("checkpoints")
     for name, variant in VARIANTS.items():
         tiny.write(variant, base / name, seed=1)
@@ -40,6 +40,14 @@ def embedding_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session", params=embedding_model.MODELS)
+def each_embedding_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The directory of one embedding model after the other."""
+    path = tmp_path_factory.mktemp("embedding")
+    embedding_model.write_checkpoint(path, request.param)
+    return path
+
+
 @pytest.fixture(scope="session")
 def tiny_engine() -> gemma_py.Engine:
     return gemma_py.load(TINY)
@@ -47,7 +55,7 @@ def tiny_engine() -> gemma_py.Engine:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs a command in this process: (exit code, stdout, stderr)."""
+    """Run a command in this process. Return (exit code, stdout, stderr)."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         try:

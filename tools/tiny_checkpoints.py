@@ -271,9 +271,15 @@ def write(variant: Variant, directory: Path, seed: int) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
+def _pooled_width(variant: Variant) -> int:
+    config = text_config(variant)
+    width: int = config.get("embedding_dim", config["hidden_size"])
+    return width
+
+
 def dense_layers(variant: Variant, seed: int) -> list[np.ndarray]:
     """Return the f32 matrices [out, in] of the dense layers after mean pooling."""
-    widths = (text_config(variant)["hidden_size"], *variant.dense)
+    widths = (_pooled_width(variant), *variant.dense)
     return [
         (gaussians(seed * 1000 + 900 + n, into * out) * np.float32(into**-0.5)).reshape(out, into)
         for n, (into, out) in enumerate(pairwise(widths))
@@ -291,8 +297,11 @@ def _write_modules(variant: Variant, directory: Path, seed: int) -> None:
         {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{name}"}
         for n, (path, name) in enumerate(modules)
     ]
-    width = text_config(variant)["hidden_size"]
-    pooling = {"word_embedding_dimension": width, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    pooling = {
+        "word_embedding_dimension": _pooled_width(variant),
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": True,
+    }
     (directory / "modules.json").write_text(json.dumps(listed, indent=1) + "\n")
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling, indent=1) + "\n")
     for n, layer in enumerate(layers, 2):

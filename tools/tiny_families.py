@@ -172,6 +172,9 @@ VARIANTS = {
         embedding_gemma(num_key_value_heads=1, sliding_window=6), prefix="", dtype="BF16"),
     "embeddinggemma2": Variant(embedding_gemma2(), prefix=""),
     "embeddinggemma2-wrapped": wrapped(embedding_gemma2(sliding_window=3), dtype="BF16"),
+    # Norms hide the scale of the per-layer inputs, unless the epsilon in the norms is large.
+    "embeddinggemma2-large-epsilon": Variant(
+        embedding_gemma2(num_key_value_heads=1, wide_kv=2, rms_norm_eps=0.05), prefix="", dense=(40,)),
 }  # fmt: skip
 
 
@@ -280,7 +283,10 @@ def _drawn_embedding_gemma2(rng: random.Random) -> Variant:
     own = {"hidden_size_per_layer_input": rng.choice([2, 3, 5, 16]), "embedding_dim": rng.choice([8, 19, 48])}
     wide, wide_kv = 2 * rng.randint(1, 33), rng.choice(_divisors(sizes["num_attention_heads"]))
     config = embedding_gemma2(types, wide, wide_kv, **(sizes | own))
-    return wrapped(config) if rng.random() < 0.5 else Variant(config, prefix="")
+    return replace(
+        wrapped(config) if rng.random() < 0.5 else Variant(config, prefix=""), dtype=rng.choice(["F32", "BF16"]),
+        dense=rng.choice([(), (), (40,)]),
+    )  # fmt: skip
 
 
 _DRAWN: dict[str, Callable[[random.Random], Variant]] = {

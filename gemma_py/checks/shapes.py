@@ -28,7 +28,13 @@ _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_h
              "context": "max_position_embeddings", "EF": "global_head_dim", "GF": "num_global_key_value_heads",
              "P": "hidden_size_per_layer_input", "shared": "num_kv_shared_layers", "k_eq_v": "attention_k_eq_v",
              "double": "use_double_wide_mlp", "cap": "final_logit_softcapping", "moe": "enable_moe_block",
-             "X": "num_experts", "C": "top_k_experts", "FX": "moe_intermediate_size"}  # fmt: skip
+             "X": "num_experts", "C": "top_k_experts", "FX": "moe_intermediate_size",
+             "embedding": "embedding_dim"}  # fmt: skip
+# The fields of config.json that name the model, for model types that have another name in GGUF.
+_HUGGING_FACE: dict[str, dict[str, Any]] = {
+    "gemma-embedding": {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+    "gemma-embedding2": {"model_type": "embedding_gemma2_text"},
+}
 
 
 def _shape(name: str) -> dict[str, Any]:
@@ -43,9 +49,7 @@ def config_document(name: str) -> dict[str, Any]:
     shape = _shape(name)
     kind = shape.pop("family")
     shape.pop("dense", None)  # config.json does not describe the dense layers; a file of sentence-transformers does
-    document: dict[str, Any] = {"model_type": kind}
-    if kind == "gemma-embedding":  # "gemma-embedding" is GGUF's name; config.json calls the model gemma3_text
-        document = {"model_type": "gemma3_text", "use_bidirectional_attention": True}
+    document = dict(_HUGGING_FACE.get(kind, {"model_type": kind}))
     period = shape.pop("period", 0)
     if period:
         types = ("full_attention", *["sliding_attention"] * (period - 1))

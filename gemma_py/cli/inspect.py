@@ -10,7 +10,7 @@ from typing import Any
 from gemma_py.catalog import resolve
 from gemma_py.cli.common import add_model, parts, print_json, size
 from gemma_py.cli.progress import LoadProgress
-from gemma_py.generate.embedding import PROMPTS
+from gemma_py.generate.embedding import prompts_of
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
 
 
@@ -81,10 +81,11 @@ def embedding_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if head is None:
         return None
     return {
-        "dimensions": head.dense[-1][0] if head.dense else checkpoint.config.hidden_size,
+        "dimensions": head.dense[-1][0] if head.dense else head.projection or checkpoint.config.hidden_size,
         "pooling": "mean",
+        "projection": head.projection,
         "dense": [list(shape) for shape in head.dense],
-        "prompts": dict(modules.prompts or PROMPTS),
+        "prompts": dict(prompts_of(checkpoint)),
         "default_prompt": modules.default,
         "text_end": checkpoint.text_end,
     }
@@ -100,6 +101,8 @@ def norms_of(checkpoint: Checkpoint, layer: int) -> list[str]:
 
 def embedding_head(embedding: dict[str, Any]) -> str:
     dense = "".join(f", a dense layer from {K} to {N}" for N, K in embedding["dense"])
+    if embedding["projection"] is not None:
+        dense = f", a projection to {embedding['projection']}{dense}"
     end = "no token" if embedding["text_end"] is None else f"token {embedding['text_end']}"
     return f"the mean of the tokens{dense}: {embedding['dimensions']} dimensions; {end} is appended to a text"
 

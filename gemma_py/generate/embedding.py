@@ -13,6 +13,7 @@ from gemma_py.errors import ComputationError, ContextError, InputError
 from gemma_py.kernels.pooling import normalise_rows
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
+from gemma_py.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from gemma_py.generate.engine import Engine
@@ -21,17 +22,33 @@ _MOST_TEXTS = 64  # the most texts of a pass, because each text needs KV rows of
 _QUERY, _SIMILARITY = "task: search result | query: ", "task: sentence similarity | query: "
 _CLASSIFICATION, _CLUSTERING = "task: classification | query: ", "task: clustering | query: "
 _CODE, _SUMMARY, _DOCUMENT = "task: code retrieval | query: ", "task: summarization | query: ", "title: none | text: "
-# The prompts of EmbeddingGemma's tasks, for a checkpoint without config_sentence_transformers.json.
-PROMPTS: Mapping[str, str] = {
-    "query": _QUERY, "document": _DOCUMENT, "question answering": "task: question answering | query: ",
-    "fact checking": "task: fact checking | query: ", "classification": _CLASSIFICATION, "clustering": _CLUSTERING,
-    "sentence similarity": _SIMILARITY, "code retrieval": _CODE, "summarization": _SUMMARY,
-    "BitextMining": _QUERY, "Clustering": _CLUSTERING, "Classification": _CLASSIFICATION, "InstructionRetrieval": _CODE,
-    "MultilabelClassification": _CLASSIFICATION, "PairClassification": _SIMILARITY, "Reranking": _QUERY,
-    "Retrieval": _QUERY, "Retrieval-query": _QUERY, "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
-    "Summarization": _SUMMARY,
+_ANSWERING, _CHECKING = "task: question answering | query: ", "task: fact checking | query: "
+# The prompts that the two models have in common.
+_COMMON = {
+    "query": _QUERY, "document": _DOCUMENT, "BitextMining": _QUERY, "Clustering": _CLUSTERING,
+    "Classification": _CLASSIFICATION, "InstructionRetrieval": _CODE, "MultilabelClassification": _CLASSIFICATION,
+    "PairClassification": _SIMILARITY, "Reranking": _QUERY, "Retrieval": _QUERY, "Retrieval-query": _QUERY,
+    "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
+}  # fmt: skip
+# The prompts by model type and task, for a checkpoint without config_sentence_transformers.json.
+_PROMPTS: Mapping[str, Mapping[str, str]] = {
+    "gemma-embedding": {
+        **_COMMON, "question answering": _ANSWERING, "fact checking": _CHECKING, "classification": _CLASSIFICATION,
+        "clustering": _CLUSTERING, "sentence similarity": _SIMILARITY, "code retrieval": _CODE,
+        "summarization": _SUMMARY, "Summarization": _SUMMARY,
+    },
+    "gemma-embedding2": {
+        **_COMMON, "SearchQuery": _QUERY, "Document": _DOCUMENT, "QuestionAnswering": _ANSWERING,
+        "FactChecking": _CHECKING, "CodeRetrieval": _CODE, "SentenceSimilarity": _SIMILARITY,
+        "Summarization": _SIMILARITY,
+    },
 }  # fmt: skip
 Text = str | Sequence[int]
+
+
+def prompts_of(checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Return the prompts of the checkpoint's embedding model, by task."""
+    return checkpoint.modules.prompts or _PROMPTS[checkpoint.config.model_type]
 
 
 def prompt_of(engine: "Engine", task: str | None) -> str:
@@ -39,7 +56,7 @@ def prompt_of(engine: "Engine", task: str | None) -> str:
     or "".
     """
     modules = engine.checkpoint.modules
-    prompts = modules.prompts or PROMPTS
+    prompts = prompts_of(engine.checkpoint)
     name = modules.default if task is None else task
     if name is None:
         return ""

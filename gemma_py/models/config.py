@@ -48,10 +48,14 @@ class Layer:
 class EmbeddingHead:
     """What an embedding model computes from the mean of a text's hidden states.
 
-    dense: the shape [N, K] of each dense layer, in order. If there are none, the embedding is the mean itself.
+    dense: the shape [N, K] of each dense layer, in order. If there are none, the embedding is the mean itself, or the
+    projection of the mean.
+    projection: the width to which a matrix of EmbeddingGemma 2 projects the mean before the dense layers; None if the
+    model has no such matrix.
     """
 
     dense: tuple[tuple[int, int], ...] = ()
+    projection: int | None = None
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,10 @@ def checked(config: Config, where: str) -> Config:
 
 def _check_embedding(config: Config, where: str) -> None:
     """Raise ConfigError unless the inputs of each dense layer are as many as the outputs of the layer before."""
-    width = config.hidden_size
-    for number, (N, K) in enumerate(config.embedding.dense if config.embedding else ()):
+    if config.embedding is None:
+        return
+    width = config.embedding.projection or config.hidden_size
+    for number, (N, K) in enumerate(config.embedding.dense):
         if width != K:
             raise ConfigError(f"{where}: dense layer {number} of the embedding should have {width} inputs, found {K}")
         width = N

@@ -5,12 +5,12 @@ from typing import Any
 
 from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.formats.tensor import StoredTensor
-from gemma_py.models import gemma, gemma3n, gemma4
+from gemma_py.models import embedding_gemma2, gemma, gemma3n, gemma4
 from gemma_py.models.config import Config
 from gemma_py.models.family import Family, ModelDescription, dense_shapes
 from gemma_py.models.fields import Fields
 
-FAMILIES = (gemma.FAMILY, gemma3n.FAMILY, gemma4.FAMILY)
+FAMILIES = (gemma.FAMILY, gemma3n.FAMILY, gemma4.FAMILY, embedding_gemma2.FAMILY)
 _LATER = ("t5gemma",)
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}

@@ -61,8 +61,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
     if config.embedding is None:
         made["lm_head"] = Tensor((V, D), "lm_head.weight", "output.weight")
     made["norm"] = Tensor((D,), "norm.weight", "output_norm.weight", plus_one=True)
-    for number, shape in enumerate(config.embedding.dense if config.embedding else ()):
-        made[f"dense.{number}"] = Tensor(shape, dense_name(number), f"dense_{number + 2}.weight")
+    made |= dense_tensors(config)
     for number, layer in enumerate(config.layers):
         E = layer.head_dim
         sizes = {"D": D, "F": layer.intermediate_size, "E": E}
@@ -76,6 +75,12 @@ def tensors(config: Config) -> dict[str, Tensor]:
                 (sizes[width],), f"layers.{number}.{theirs}.weight", f"blk.{number}.{gguf}.weight", plus_one=True
             )
     return made
+
+
+def dense_tensors(config: Config) -> dict[str, Tensor]:
+    """Return the matrices of the dense layers that follow the pooling of an embedding model."""
+    shapes = config.embedding.dense if config.embedding else ()
+    return {f"dense.{n}": Tensor(shape, dense_name(n), f"dense_{n + 2}.weight") for n, shape in enumerate(shapes)}
 
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
@@ -122,18 +127,30 @@ def write(p: Program) -> None:
         p.phase("end", number)
         p.add("x", "y", _present(p, f"{of}post_feedforward_norm"))
         p.norm("x", "n", "norm" if number == last else f"layers.{number + 1}.input_norm")
-    p.phase("end", last, WANTED)
-    if config.embedding is None:
-        p.take("n", "last")
-        p.phase("head", last + 1, WANTED)
-        p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
+    if config.embedding is not None:
+        embedding_head(p)
         return
-    buffers = ["mean", *(f"dense {number}" for number in range(len(config.embedding.dense)))]
+    p.phase("end", last, WANTED)
+    p.take("n", "last")
+    p.phase("head", last + 1, WANTED)
+    p.matmul("last", LOGITS, "lm_head", config.final_logit_softcapping)
+
+
+def embedding_head(p: Program) -> None:
+    """Append the mean of each text's rows of n, and the products with the matrices that follow the mean.
+
+    EmbeddingGemma 2 projects the hidden state of each token. The projection of their mean is the mean of the projections, and
+    takes one product for a text.
+    """
+    dense = len(p.config.embedding.dense) if p.config.embedding else 0
+    matrices = [name for name in ("embedding_projection", *(f"dense.{n}" for n in range(dense))) if name in p.tensors]
+    buffers = ["mean", *matrices]
     buffers[-1] = LOGITS
+    p.phase("end", len(p.config.layers) - 1, WANTED)
     p.mean("n", buffers[0])
-    for number, (source, target) in enumerate(pairwise(buffers)):
-        p.phase("dense", last + 1, WANTED)
-        p.matmul(source, target, f"dense.{number}")
+    for matrix, (source, target) in zip(matrices, pairwise(buffers), strict=True):
+        p.phase("dense", len(p.config.layers), WANTED)
+        p.matmul(source, target, matrix)
 
 
 def _present(p: Program, gain: str) -> str:
@@ -242,13 +259,13 @@ def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
         types = [SLIDING if number % pattern else FULL for number in range(1, count + 1)]
     if not isinstance(types, list) or len(types) != count or not all(entry in (SLIDING, FULL) for entry in types):
         fields.fail("layer_types", f"a list of {count} entries, each {SLIDING} or {FULL}")
-    window = _reach(window, kind)
+    window = reach_of_width(window) if kind == "gemma-embedding" else window
     return [window if entry == SLIDING else None for entry in types]
 
 
-def _reach(window: int, kind: str) -> int:
+def reach_of_width(width: int) -> int:
     """Return Layer.sliding_window. In bidirectional attention, a window of 512 in the file means 256 in each direction."""
-    return window // 2 + 1 if kind == "gemma-embedding" else window
+    return width // 2 + 1
 
 
 def ropes_from_hf(fields: Fields, kind: str) -> dict[str, Rope]:
@@ -287,7 +304,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     kind, fields, outer = description.name, description.fields, description.outer
     where = outer.where
     embedding = EmbeddingHead(description.dense) if kind == "gemma-embedding" else None
-    _check_direction(description)
+    check_direction(description, kind == "gemma-embedding")
     layer_count = fields.layer_count("block_count")
     hidden = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count")
@@ -319,13 +336,13 @@ def config_from_gguf(description: ModelDescription) -> Config:
 _MEAN = 1  # the number in pooling_type that means the mean of all hidden states
 
 
-def _check_direction(description: ModelDescription) -> None:
+def check_direction(description: ModelDescription, embeds: bool) -> None:
     """Raise an error if an embedding model lacks bidirectional attention or mean pooling, or if another model has one
     of these.
     """
-    fields, where, embeds = description.fields, description.outer.where, description.name == "gemma-embedding"
+    fields, where = description.fields, description.outer.where
     if fields.flag("attention.causal", not embeds) is embeds:
-        found = "true" if embeds else "false; only gemma-embedding files are embedding models"
+        found = "true" if embeds else f"false; {description.name} is no architecture of embedding models"
         raise UnsupportedError(f"{where}: attention.causal should be {str(not embeds).lower()}, found {found}")
     if description.dense and not embeds:
         raise ConfigError(f"{where}: the dense layers of an embedding are not part of a {description.name} model")
@@ -351,7 +368,7 @@ def _windows_from_gguf(fields: Fields, kind: str, count: int) -> list[int | None
     window = fields.integer("attention.sliding_window", 4096 if kind == "gemma2" else None)
     if window is None:
         raise ConfigError(f"{fields.where}: {kind}.attention.sliding_window is missing")
-    window = _reach(window, kind)
+    window = reach_of_width(window) if kind == "gemma-embedding" else window
     flags = fields.flags("attention.sliding_window_pattern", count, 2 if kind == "gemma2" else 6)
     return [window if flag else None for flag in flags]
 

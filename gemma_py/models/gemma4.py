@@ -24,7 +24,7 @@ from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
 
 _KEY_TENSORS, _VALUE_TENSORS = ("k_proj", "k_norm"), ("v_proj",)
 # The tensors of a layer in models with per-layer inputs. Columns: name in this package, in Hugging Face, in GGUF, shape.
-_PER_LAYER_INPUT = (
+PER_LAYER_INPUT = (
     ("per_layer_gate", "per_layer_input_gate", "inp_gate", "P", "D"),
     ("per_layer_projection", "per_layer_projection", "proj", "D", "P"),
     ("per_layer_norm", "post_per_layer_input_norm", "post_norm", "D"),
@@ -65,7 +65,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
         E = layer.head_dim
         sizes = {"D": D, "F": layer.intermediate_size, "E": E, "P": P}
         sizes |= {"HE": layer.num_attention_heads * E, "GE": layer.num_key_value_heads * E}
-        parts = (*MATRICES, *LAYER_NORMS, *HEAD_NORMS, *(_PER_LAYER_INPUT if P else ()))
+        parts = (*MATRICES, *LAYER_NORMS, *HEAD_NORMS, *(PER_LAYER_INPUT if P else ()))
         left_out = _left_out(layer, number)
         for name, theirs, gguf, *letters in parts:
             if name not in left_out:
@@ -141,34 +141,38 @@ def write(p: Program) -> None:
     suffix = ""
     for number in range(len(config.layers)):
         if number < last_kv:
-            _queries_keys_values(p, number, ("q", "k", "v"))
+            queries_keys_values(p, number, ("q", "k", "v"))
         else:
             if number == last_kv:
-                _queries_keys_values(p, number, ("k", "v"))
+                queries_keys_values(p, number, ("k", "v"))
                 suffix = " wanted"
                 p.phase("wanted rows", number, WANTED)
                 p.rope_tables()
                 for buffer in ("x", "n", "own") if config.hidden_size_per_layer_input else ("x", "n"):
                     p.take(buffer, buffer + suffix)
-            _queries_keys_values(p, number, ("q",), suffix)
-        _rest_of_layer(p, number, suffix)
+            queries_keys_values(p, number, ("q",), suffix)
+        rest_of_layer(p, number, suffix)
     p.phase("head", len(config.layers), WANTED)
     p.matmul("n" + suffix, LOGITS, "lm_head", config.final_logit_softcapping)
 
 
 def _per_layer_inputs(p: Program) -> None:
     """Compute own = (RMSNorm(projection of x * D^-1/2) + row of the table * sqrt(P)) * 2^-1/2, for all layers at once."""
-    P, layers = p.config.hidden_size_per_layer_input, len(p.config.layers)
-    p.embed("per_layer_table", "own", math.sqrt(P))
-    p.phase("per-layer inputs", 0)
-    p.matmul("x", "c", "per_layer_model_projection")
-    p.multiply("c", 1.0 / math.sqrt(p.config.hidden_size))
-    p.norm("c", "c", "per_layer_projection_norm", layers)
+    p.embed("per_layer_table", "own", math.sqrt(p.config.hidden_size_per_layer_input))
+    project_inputs(p, "c")
     p.add("own", "c")
     p.multiply("own", math.sqrt(0.5))
 
 
-def _queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix: str = "") -> None:
+def project_inputs(p: Program, target: str) -> None:
+    """Compute target = RMSNorm(projection of x * D^-1/2), for all layers at once."""
+    p.phase("per-layer inputs", 0)
+    p.matmul("x", target, "per_layer_model_projection")
+    p.multiply(target, 1.0 / math.sqrt(p.config.hidden_size))
+    p.norm(target, target, "per_layer_projection_norm", len(p.config.layers))
+
+
+def queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix: str = "") -> None:
     """Compute, from n, the queries, or keys and values, or all three. Keys and values are stored as KV rows."""
     layer, of, rows = p.config.layers[number], f"layers.{number}.", WANTED if suffix else ALL
     heads = {"q": layer.num_attention_heads, "k": layer.num_key_value_heads}
@@ -187,7 +191,7 @@ def _queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix
         p.store("k", "v", number)
 
 
-def _rest_of_layer(p: Program, number: int, suffix: str) -> None:
+def rest_of_layer(p: Program, number: int, suffix: str = "") -> None:
     """Append the operations of a layer from attention on, and the input norm of the next layer."""
     config, of, rows = p.config, f"layers.{number}.", WANTED if suffix else ALL
     x, n, own, P = "x" + suffix, "n" + suffix, "own" + suffix, config.hidden_size_per_layer_input
@@ -250,6 +254,7 @@ def _experts(p: Program, number: int, rows: int) -> None:
 _DEFAULT_ROPES = {FULL: Rope(1_000_000.0, share=0.25), SLIDING: Rope(10_000.0)}
 _DEFAULTS = {
     "vocab_size": 262_144,
+    "num_hidden_layers": 30,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -266,10 +271,16 @@ def config_from_hf(description: ModelDescription) -> Config:
     ):  # 'vision' is allowed, because it affects only images, which this package does not support
         raise UnsupportedError(f"{where}: use_bidirectional_attention should be 'vision' or null")
 
-    types = _layer_types(fields)
+    types = layer_types(fields, _DEFAULTS["num_hidden_layers"])
     window = fields.integer("sliding_window", 1024 if unified else 512)
-    shapes, ropes = _head_shapes(fields, types), _ropes_from_hf(fields)
     k_eq_v = fields.flag("attention_k_eq_v", False)
+    usual = (
+        fields.integer("num_key_value_heads", _DEFAULTS["num_key_value_heads"]),
+        fields.integer("head_dim", _DEFAULTS["head_dim"]),
+    )
+    global_heads = fields.integer("num_global_key_value_heads", usual[0]) if k_eq_v else usual[0]
+    shapes = head_shapes(fields, types, usual, (global_heads, fields.integer("global_head_dim", 512)))
+    ropes = ropes_by_type(fields, _DEFAULT_ROPES)
     sources = kv_sources(fields, "num_kv_shared_layers", types)
     wide = 2 if fields.flag("use_double_wide_mlp", False) else 1
     layers = tuple(
@@ -309,27 +320,31 @@ def _experts_of(fields: Fields, names: tuple[str, str, str]) -> dict[str, Any]:
     return dict(zip(_EXPERT_FIELDS, (count, chosen, width), strict=True))
 
 
-def _layer_types(fields: Fields) -> list[str]:
-    """Return the type of each layer. Even if the file says otherwise, the last layer is a full one, as in transformers."""
-    count = fields.layer_count("num_hidden_layers", 30)
+def layer_types(fields: Fields, default: int, period: int = 6) -> list[str]:
+    """Return the type of each layer. Even if the file says otherwise, the last layer is a full one, as in transformers.
+
+    default: the number of layers of a file without that number. period: in a file without types, every period-th layer is
+    a full one.
+    """
+    count = fields.layer_count("num_hidden_layers", default)
     types = fields.values.get("layer_types")
     if types is None:
-        types = [SLIDING if number % 6 else FULL for number in range(1, count + 1)]
+        types = [SLIDING if number % period else FULL for number in range(1, count + 1)]
     if not isinstance(types, list) or len(types) != count or not all(entry in (SLIDING, FULL) for entry in types):
         fields.fail("layer_types", f"a list of {count} entries, each {SLIDING} or {FULL}")
     return [*types[:-1], FULL]
 
 
-def _head_shapes(fields: Fields, types: list[str]) -> list[tuple[int, int]]:
-    """Return the number of key/value heads and the width of a head, for each layer."""
-    usual = (
-        fields.integer("num_key_value_heads", _DEFAULTS["num_key_value_heads"]),
-        fields.integer("head_dim", _DEFAULTS["head_dim"]),
-    )
+def head_shapes(
+    fields: Fields, types: list[str], usual: tuple[int, int], full: tuple[int, int]
+) -> list[tuple[int, int]]:
+    """Return the number of key/value heads and the width of a head, for each layer.
+
+    usual: these two numbers for a layer that `per_layer_config` does not name, and for sliding layers if the file has no
+    `per_layer_config`. full: these two numbers for full layers if the file has no `per_layer_config`.
+    """
     per_layer = fields.table("per_layer_config")
     if per_layer is None:
-        heads = fields.integer("num_global_key_value_heads", None) if fields.flag("attention_k_eq_v", False) else None
-        full = (heads or usual[0], fields.integer("global_head_dim", 512))
         return [full if kind == FULL else usual for kind in types]
     shapes = [usual] * len(types)
     set_by: dict[int, str] = {}
@@ -364,9 +379,10 @@ def kv_sources(fields: Fields, name: str, types: list[str], default: int = 0) ->
     return [number if number < first else own[kind] for number, kind in enumerate(types)]
 
 
-def _ropes_from_hf(fields: Fields) -> dict[str, Rope]:
+def ropes_by_type(fields: Fields, defaults: dict[str, Rope]) -> dict[str, Rope]:
+    """Return the rope of each type of layer, by default the rope in `defaults`."""
     parameters = fields.table("rope_parameters")
-    ropes = dict(_DEFAULT_ROPES)
+    ropes = dict(defaults)
     for kind in ropes:
         table = None if parameters is None else parameters.table(kind)
         if table is None:

@@ -28,6 +28,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, int], n
 # By model_type: the function embedding(weights, config, cache, ids) of an embedding model.
 EMBEDDING_FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, Sequence[int]], np.ndarray]] = {
     "gemma-embedding": bidirectional.embedding,
+    "gemma-embedding2": bidirectional.embedding2,
 }
 
 

@@ -24,7 +24,7 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
     x = op.embed(weights["embed_tokens"], token)
     own = per_layer_inputs(weights, config, x, token) if config.hidden_size_per_layer_input else None
     for number in range(len(config.layers)):
-        x = layer(x, own, op.of_layer(weights, number), config, cache, number)
+        x = layer(x, None if own is None else own[number], op.of_layer(weights, number), config, cache, number)
     cache.position += 1
     x = op.rms_norm(x, _F(config.rms_norm_eps), weights["norm"])
     return np.asarray(op.soft_cap_row(op.matmul(x, weights["lm_head"]), _F(config.final_logit_softcapping or 0.0)))
@@ -32,20 +32,35 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 def per_layer_inputs(weights: Mapping[str, Any], config: Config, x: np.ndarray, token: int) -> np.ndarray:
     """Return the own inputs of all layers, [L, P]: (a projection of the embedding x + the token's row of a table) * 2^-1/2."""
-    P, D = config.hidden_size_per_layer_input, config.hidden_size
+    P = config.hidden_size_per_layer_input
     from_table = op.embed(weights["per_layer_table"], token, math.sqrt(P))
+    from_embedding = projected_inputs(weights, config, x).reshape(-1)
+    return np.asarray(op.scale_row(op.add(from_table, from_embedding), _F(math.sqrt(0.5)))).reshape(-1, P)
+
+
+def projected_inputs(weights: Mapping[str, Any], config: Config, x: np.ndarray) -> np.ndarray:
+    """Return the normalised projection of the embedding x for each layer, [L, P]."""
+    P, D = config.hidden_size_per_layer_input, config.hidden_size
     projected = op.scale_row(op.matmul(x, weights["per_layer_model_projection"]), _F(1.0 / math.sqrt(D)))
     gain = weights["per_layer_projection_norm"]
-    normed = op.rms_norm_heads(projected.reshape(-1, P), _F(config.rms_norm_eps), gain).reshape(-1)
-    return np.asarray(op.scale_row(op.add(from_table, normed), _F(math.sqrt(0.5)))).reshape(-1, P)
+    return np.asarray(op.rms_norm_heads(projected.reshape(-1, P), _F(config.rms_norm_eps), gain))
 
 
 def layer(
     x: np.ndarray, own: np.ndarray | None, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int
 ) -> np.ndarray:
-    """Return the hidden state after a layer.    x: [D]   own: [L, P], or None   w: the layer's weights"""
+    """Return the hidden state after a layer.    x: [D]   own: [P], or None   w: the layer's weights"""
+    y = config.layers[number]
+    q = query(x, w, config, cache, number)
+    return after_attention(x, op.attend(q, *cache.rows(y), cache.first_visible(y), _ONE, _NO_CAP), own, w, config)
+
+
+def after_attention(
+    x: np.ndarray, out: np.ndarray, own: np.ndarray | None, w: Mapping[str, Any], config: Config
+) -> np.ndarray:
+    """Return the hidden state [D] after a layer.    x: [D], before the layer   out: [H, E], of all heads   own: [P], or None"""
     eps = _F(config.rms_norm_eps)
-    y = attention(op.rms_norm(x, eps, w["input_norm"]), w, config, cache, number)
+    y = op.matmul(out.reshape(-1), w["o_proj"])
     x = op.add(x, op.rms_norm(y, eps, w["post_attention_norm"]))
     y = feed_forward(op.rms_norm(x, eps, w["pre_feedforward_norm"]), w["gate_proj"], w["up_proj"], w["down_proj"])
     if config.num_experts:
@@ -53,7 +68,7 @@ def layer(
         y = op.add(op.rms_norm(y, eps, w["post_dense_norm"]), from_experts)
     x = op.add(x, op.rms_norm(y, eps, w["post_feedforward_norm"]))
     if own is not None:
-        gated = op.gelu_gate(op.matmul(x, w["per_layer_gate"]), own[number])
+        gated = op.gelu_gate(op.matmul(x, w["per_layer_gate"]), own)
         y = op.matmul(gated, w["per_layer_projection"])
         x = op.add(x, op.rms_norm(y, eps, w["per_layer_norm"]))
     return np.asarray(op.scale_row(x, w["scalar"][0]))
@@ -73,12 +88,13 @@ def experts(x: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
     return np.asarray(op.mix(np.stack(parts), weights))
 
 
-def attention(n: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
-    """Return the attention [D] of a normalised hidden state to the KV rows that the layer reads.
+def query(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
+    """Return the query heads [H, E] for a hidden state x [D].
 
-    If the layer stores KV rows, the row of this position is stored first.
+    If the layer stores KV rows, the keys and values are stored at the cache's position.
     """
     y, eps = config.layers[number], _F(config.rms_norm_eps)
+    n = op.rms_norm(x, eps, w["input_norm"])
     E, frequencies = y.head_dim, op.rope_frequencies(y.head_dim, y.rope.theta, _F(y.rope.factor), y.rope.share)
     q = op.rms_norm_heads(op.matmul(n, w["q_proj"]).reshape(-1, E), eps, w["q_norm"])
     if y.kv_source == number:
@@ -86,6 +102,4 @@ def attention(n: np.ndarray, w: Mapping[str, Any], config: Config, cache: Refere
         v = k if y.value_is_key else op.matmul(n, w["v_proj"]).reshape(-1, E)
         k = op.rope(op.rms_norm_heads(k, eps, w["k_norm"]), cache.position, frequencies)
         cache.store(number, k, op.rms_norm_heads(v, eps))
-    q = op.rope(q, cache.position, frequencies)
-    out = op.attend(q, *cache.rows(y), cache.first_visible(y), _ONE, _NO_CAP)
-    return op.matmul(out.reshape(-1), w["o_proj"])
+    return np.asarray(op.rope(q, cache.position, frequencies))

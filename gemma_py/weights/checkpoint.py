@@ -45,9 +45,8 @@ class Checkpoint:
     source: Source
     chat_template: str | None
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
-    left_out: Mapping[str, int] = field(
-        default_factory=dict
-    )  # for each part for images or sound, its number of tensors
+    # For each part for images or sound, its number of tensors.
+    left_out: Mapping[str, int] = field(default_factory=dict)
     modules: Modules = field(default_factory=Modules)  # empty for GGUF
     cacheable: bool = (
         True  # whether the packed weights may be in the cache on disk; if not, they are packed into memory

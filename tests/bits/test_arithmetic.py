@@ -1,6 +1,6 @@
-"""The kernels' arithmetic and the specification's are written twice, and have the same bits.
+"""The kernels and the specification implement exp, tanh, log and other functions separately, and must compute equal bits.
 
-Each is compared with the other, and the comparison is shown to see a change of any constant by one ulp, on either side.
+Control tests change one constant of one implementation by one ulp. The comparison must then fail.
 """
 
 import ast
@@ -26,7 +26,7 @@ SIDES: dict[str, ModuleType] = {"kernels": production, "specification": specific
 
 
 def unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Whether their bits differ. All NaNs count as one, since machines differ in the bits of a NaN."""
+    """Return where the bits differ. All NaNs count as equal, because machines differ in the bits of a NaN."""
     whole = {4: np.uint32, 8: np.uint64}[a.itemsize]
     return (a.view(whole) != b.view(whole)) & ~(np.isnan(a) & np.isnan(b))
 
@@ -35,7 +35,7 @@ def unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def around(x: np.ndarray) -> np.ndarray:
-    """The numbers, the four next to each on either side, and the negatives of all."""
+    """Return the numbers, the four next floats on either side of each, and the negatives of all these."""
     made, up, down = [x], x, x
     with np.errstate(all="ignore"):  # the next number may be infinite or subnormal
         for _ in range(4):
@@ -47,11 +47,13 @@ def around(x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def inputs32(every: int) -> np.ndarray:
-    """Where roundings, branches and ranges change; every exponent, subnormals, infinities and NaN; and one pattern of bits in
-    `every`."""
+    """Return inputs at which functions are likely to differ, and every `every`-th pattern of bits.
+
+    These are inputs where roundings, branches and ranges change, every exponent, subnormals, infinities and NaN.
+    """
     whole = np.arange(-140, 141)
     special = [
-        (whole + 0.5) * np.log(2),  # halfway between two n
+        (whole + 0.5) * np.log(2),  # exp writes x as n * ln 2 + r; halfway between two n
         whole * np.log(2),
         [0.0, 0.625, 87.0, 88.0, 1.0, 9.0, np.inf, np.nan, np.finfo(np.float32).max, 1e-45, 1e-38],
         2.0 ** np.arange(-149, 128),
@@ -64,7 +66,7 @@ def inputs32(every: int) -> np.ndarray:
 
 @functools.cache
 def inputs64() -> np.ndarray:
-    """The same for float64."""
+    """Return float64 inputs at which functions are likely to differ, as `inputs32` does."""
     whole = np.arange(-2000, 2001)
     special = [
         (whole + 0.5) * np.log(2), whole * np.log(2), (whole + 0.5) * np.pi / 2, whole * np.pi / 2,
@@ -79,7 +81,9 @@ def inputs64() -> np.ndarray:
 
 
 def values(function: Any, x: np.ndarray) -> np.ndarray:
-    """The function of every number.    [n, 2]: the second column is the cosine, or repeats the first"""
+    """Return a function's results, [n, 2]. The second column is the cosine of sine_cosine64; for other functions, it
+    repeats the first.
+    """
     pair = function.py_func.__name__ == "sine_cosine64"
 
     @numba.njit(error_model="numpy")
@@ -113,7 +117,6 @@ def both_fma(a, b, c, y):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_fma_of_the_kernels_matches_the_specification(dtype: Any) -> None:
-    """Among them cancellation, where rounding twice gives another number."""
     rng = np.random.default_rng(3)
     a, b, c = (rng.standard_normal(200_000).astype(dtype) for _ in range(3))
     c[:100_000] = -(a * b)[:100_000]
@@ -139,8 +142,7 @@ def test_stored_floats_of_the_kernels_match_the_specification(dtype: Any) -> Non
     assert (y.view(np.uint32) == expected[:, None]).all()
 
 
-def test_bfloat16_is_the_nearest() -> None:
-    """Against the two neighbours of every number, in float64, in which their distances are exact."""
+def test_rounding_to_bfloat16_gives_the_nearest_with_ties_to_even() -> None:
     low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     bits = ((np.arange(2**16, dtype=np.uint32) << 16)[:, None] | low).reshape(-1)
     x = bits.view(np.float32)
@@ -159,17 +161,19 @@ def test_bfloat16_is_the_nearest() -> None:
 # --- planted differences ----------------------------------------------------------------------------------------------
 
 
-# A change by one ulp leaves every result as it is: of what is added to n * ln 2 in the 107th bit, and of the constant that
-# the specification both adds and subtracts.
+# Constants of which one ulp cannot change any result: one is added in the 107th bit, the others are both added and
+# subtracted.
 _UNSEEN = {("kernels", 2.3190468138462996e-17), ("specification", 2.3190468138462996e-17), ("specification", 12582912.0),
            ("specification", 6755399441055744.0)}  # fmt: skip
 
-# The highest coefficients are multiplied by so small numbers that one ulp of theirs changes one result in ten million.
+# One ulp of these coefficients changes only one result in ten million, so they are changed by more ulps.
 _STEPS = {1.9875691e-4: 1000, 1.3981999e-3: 1000, 5.7049887e-3: 1000}
 
 
 def floats(tree: ast.Module) -> list[tuple[ast.Constant, bool, ast.stmt]]:
-    """The floats that are written in a module, except 0, 1/2, 1 and 2; whether each is a float32; the statement around it."""
+    """Return the float constants in a module's source, except 0, 1/2, 1 and 2: the node, whether it is a float32, and the
+    statement.
+    """
     found = []
     for statement in tree.body:
         calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and ast.unparse(node.func) == "_F"]
@@ -185,7 +189,7 @@ def floats(tree: ast.Module) -> list[tuple[ast.Constant, bool, ast.stmt]]:
 
 
 def constants(side: str) -> Iterator[Any]:
-    """For every such float: the side, its number, and a function that depends on it."""
+    """Yield, for each of these constants, the side, the constant's number, and a function that depends on it."""
     tree = ast.parse(inspect.getsource(SIDES[side]))
     mentioned = {
         node.name: {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
@@ -205,7 +209,7 @@ def constants(side: str) -> Iterator[Any]:
 
 
 def changed(module: ModuleType, number: int, name: str) -> Callable[..., Any]:
-    """The function of a copy of the module in which that float is the next larger one of its type (or the 1000th)."""
+    """Return a function from a copy of the module in which one constant is the next larger float (or the 1000th next)."""
     tree = ast.parse(inspect.getsource(module))
     node, single, _ = floats(tree)[number]
     kind = np.float32 if single else np.float64
@@ -235,7 +239,9 @@ def expected(side: str, name: str) -> np.ndarray:
 
 
 def frequencies_differ(kernel: Callable[..., None]) -> bool:
-    """Whether the kernel's frequencies of any head width, theta, factor and share differ from the specification's."""
+    """Return whether the kernel and the specification give different frequencies for any head width, theta, factor or
+    share.
+    """
     wrong = False
     for width in (2, 6, 64, 128, 256, 512):
         for theta in (1.0, 500.0, 10_000.0, 1e6, 8e6, 1e-3):

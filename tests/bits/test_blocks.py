@@ -1,4 +1,4 @@
-"""Dequantisation against the gguf package's numpy code, bit for bit."""
+"""Dequantisation and quantisation give the bits of the gguf package's numpy code."""
 
 import warnings
 
@@ -14,10 +14,10 @@ NAMES = sorted(TYPES)
 
 def expected(name: str, blocks: np.ndarray) -> np.ndarray:
     kind = gguf.GGMLQuantizationType[name]
-    if name in ("F32", "F16"):  # there the package takes values, not bytes
+    if name in ("F32", "F16"):  # for these types, the package expects values instead of bytes
         blocks = blocks.view(np.float32 if name == "F32" else np.float16)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # overflow in scales of random bytes
+        warnings.simplefilter("ignore")  # scales in random bytes may overflow
         return np.ascontiguousarray(gguf.quants.dequantize(blocks, kind))
 
 
@@ -33,7 +33,7 @@ def test_sizes_are_ggml_s(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(3))
 def test_dequantise_matches_gguf_on_random_bytes(name: str, seed: int) -> None:
-    """Random bytes hold every scale there is: subnormal, huge, infinite, NaN."""
+    """Random bytes contain all kinds of scales: subnormal, huge, infinite and NaN."""
     blocks = np.random.default_rng(seed).integers(0, 256, (3000, TYPES[name].bytes), dtype=np.uint8)
     np.testing.assert_array_equal(bits(TYPES[name].dequantise(blocks)), bits(expected(name, blocks)))
 
@@ -41,7 +41,7 @@ def test_dequantise_matches_gguf_on_random_bytes(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("byte", [0x00, 0x7B, 0x7C, 0x7F, 0x80, 0xFC, 0xFF])
 def test_dequantise_matches_gguf_on_extreme_bytes(name: str, byte: int) -> None:
-    """7B FF.. is the largest f16, 7C 00 infinity, 80 negative zero."""
+    """As float16, 7B FF is the largest number, 7C 00 infinity, and 80 00 negative zero."""
     rng = np.random.default_rng(byte)
     blocks = rng.choice(np.array([byte, 0, 0xFF], np.uint8), (500, TYPES[name].bytes))
     np.testing.assert_array_equal(bits(TYPES[name].dequantise(blocks)), bits(expected(name, blocks)))
@@ -49,7 +49,7 @@ def test_dequantise_matches_gguf_on_extreme_bytes(name: str, byte: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if TYPES[name].quantised])
 def test_codes_fit_the_exact_dot_product(name: str) -> None:
-    """|code| <= 128, so that 32 of them times 16-bit activations stay within int32; and minimums exist as declared."""
+    """A code is at most 128 in magnitude, so that the dot product of 32 codes with 16-bit inputs fits in int32."""
     kind = TYPES[name]
     assert kind.unpack is not None
     blocks = np.random.default_rng(5).integers(0, 256, (2000, kind.bytes), dtype=np.uint8)
@@ -64,7 +64,7 @@ PACKED = sorted(name for name in NAMES if TYPES[name].pack is not None)
 
 
 def blocks_of_many_kinds() -> np.ndarray:
-    """f32 [blocks, 32]: ordinary, of every magnitude, ties of codes and of magnitudes, zeros of both signs, extremes."""
+    """Return f32 [blocks, 32]: ordinary values, all magnitudes, ties, zeros of both signs, and extremes."""
     rng = np.random.default_rng(9)
     ordinary = rng.standard_normal((20_000, 32), np.float32)
     scaled = ordinary[:2000] * np.exp2(rng.integers(-149, 126, (2000, 1))).astype(np.float32)
@@ -96,8 +96,8 @@ def test_pack_matches_gguf(name: str) -> None:
         scales = np.abs(values).max(axis=1) / np.float32({"Q8_0": 127, "Q4_0": 8}[name])
         defined = np.isfinite(1 / scales) | (scales == 0)
     packed = kind.pack(values)
-    # Where 1 / scale overflows, the package casts infinity to an integer, which machines do differently; f16 makes that
-    # scale 0, so our codes of 0 mean the same.
+    # Where 1 / scale overflows, the package casts infinity to an integer, whose result depends on the machine. The stored
+    # scale is 0 there, so any codes mean zeros.
     assert 50 < (~defined).sum() < len(values) / 20
     np.testing.assert_array_equal(packed[defined], theirs[defined])
     np.testing.assert_array_equal(packed[:, :2], theirs[:, :2])

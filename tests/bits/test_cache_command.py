@@ -1,4 +1,4 @@
-"""`cache`: it lists and removes our own files, and no others."""
+"""`gemma_py cache` lists and removes files that gemma_py created, and no others."""
 
 import json
 import os
@@ -21,7 +21,7 @@ OLD_CODE, VOCABULARY = "kernels/" + "1a" * 12, "tokenizers/" + "2b" * 32 + ".saf
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with one of each kind, a file of weights among them, and things that are not ours."""
+    """A cache directory with an entry of each kind, and with files that gemma_py did not create."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_SMALLEST", 0)
     monkeypatch.setattr(store, "_FRESH", -1)

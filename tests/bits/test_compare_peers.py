@@ -1,4 +1,4 @@
-"""The comparison with other runtimes, as far as it can be shown without them."""
+"""tools/compare_peers.py, tested without any other runtime."""
 
 import json
 import sys
@@ -12,8 +12,7 @@ from repository import TINY
 NOWHERE = Peer("nowhere", ("json", "no_such_runtime"), "pip install nowhere")
 
 
-def test_ratios_are_taken_round_by_round() -> None:
-    """A machine that gets slower half-way changes neither the median nor the spread."""
+def test_a_machine_that_slows_down_half_way_does_not_change_the_ratios() -> None:
     assert compare_peers.ratios([1.0, 10.0, 2.0], [2.0, 20.0, 5.0]) == (2.0, 2.0, 2.5)
     with pytest.raises(ValueError, match="shorter"):
         compare_peers.ratios([1.0, 2.0], [1.0])
@@ -81,7 +80,7 @@ def test_a_runtime_that_dies_is_named(tmp_path: Path, program: str, message: str
 
 
 def test_ours_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole way, with a worker over pipes; a peer that is not there stands in table and report."""
+    """The tool runs to its end without peers. A peer that is not installed is listed in the table and in the report."""
     monkeypatch.setattr(compare_peers, "PEERS", (NOWHERE,))
     arguments = [
         TINY,

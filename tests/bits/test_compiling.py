@@ -1,4 +1,4 @@
-"""The first start: several processes compile; after an interrupt or a death no process is left, and finished kernels are used."""
+"""The first start, which compiles in several processes. No process is left after an interrupt or a crash."""
 
 import os
 import signal
@@ -22,11 +22,11 @@ from gemma_py.kernels.decorator import CACHE, inlined
 from gemma_py.runtime import compiling
 from gemma_py.runtime.cache import KV_TYPES
 
-LONG = 300.0  # seconds, on any machine
+LONG = 300.0  # seconds, enough on any machine
 KERNELS = [kernel for share in (*compiling.SHARES, (compiling.forward,)) for kernel in share]
 linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are looked for in /proc")
 
-# Three small phases instead of all. Prints how many were compiled elsewhere, and how many here.
+# Compiles three small phases instead of all. Prints how many were compiled in other processes, and how many in this one.
 PROGRAM = """
 import sys, time
 from gemma_py.cli.progress import LoadProgress, shown_warnings
@@ -55,12 +55,12 @@ def start(cache: Path, *command: str) -> "subprocess.Popen[str]":
 
 
 def helpers(cache: Path) -> list[int]:
-    """Processes that compile into this cache; it is one of their arguments."""
+    """Return the ids of the processes that compile into this cache. The cache is one of their arguments."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             arguments = file.read_bytes()
-        except OSError:  # it has ended since
+        except OSError:  # the process has ended in the meantime
             continue
         if b"gemma_py.runtime.compiling" in arguments and os.fsencode(cache) in arguments:
             found.append(int(file.parent.name))
@@ -84,7 +84,7 @@ def ended(process: "subprocess.Popen[str]") -> Iterator[None]:
 
 
 def test_what_is_compiled_ahead_is_what_the_pass_asks_for(tiny_engine: gemma_py.Engine) -> None:
-    """Else a first start would compile it a second time, which only a clock would show."""
+    """Otherwise a first start would compile a kernel twice, which only a clock would show."""
     assert CACHE is not None
     for made in KERNELS:
         known = {tuple(key[0]) for key in made._cache._cache_file._load_index()}
@@ -128,7 +128,7 @@ def test_an_interrupted_compilation_ends_soon_and_leaves_nobody(tmp_path: Path) 
         assert len(err.splitlines()) == 1, err
     # A process whose start was interrupted is not known to the main process. It ends when it finds that stdin is closed.
     assert comes_true(lambda: not helpers(tmp_path))
-    assert not list(tmp_path.rglob("compiled-*"))  # the next start goes on
+    assert not list(tmp_path.rglob("compiled-*"))  # kernels that are finished are used by the next start
 
 
 @linux
@@ -182,7 +182,7 @@ def test_nothing_is_started_where_nothing_can_be_kept(
     assert capsys.readouterr().err.startswith("compiling kernels")
 
 
-# --- what a first start does without -----------------------------------------------------------------------------------
+# what need not be compiled
 
 
 @inlined
@@ -211,6 +211,6 @@ def _allocating(n):
 
 
 def test_what_allocates_is_not_compiled() -> None:
-    """References are not counted, so it would never be freed."""
+    """References are not counted in compiled code, so the memory would never be freed."""
     with pytest.raises(numba.TypingError, match="Only accept returning of array passed into the function"):
         _allocating.compile((numba.int64,))

@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 import pytest
+import tiny_checkpoints as tiny
+import tiny_families
 from tampering import changed_gain, repacked, tamper
 
 import gemma_py
@@ -45,10 +48,20 @@ def test_inspect_describes_the_embedding(run: Run, embedding_folder: Path) -> No
     assert "a dense layer from 40 to 24: 24 dimensions; token 1 is appended to a text" in shown
     report = json.loads(run("inspect", embedding_folder, "--json")[1])
     assert report["embedding"] == {
-        "dimensions": 24, "pooling": "mean", "dense": [[40, 32], [24, 40]], "prompts": {"query": "q: ", "passage": "p: "},
-        "default_prompt": None, "text_end": 1,
+        "dimensions": 24, "pooling": "mean", "projection": None, "dense": [[40, 32], [24, 40]],
+        "prompts": {"query": "q: ", "passage": "p: "}, "default_prompt": None, "text_end": 1,
     }  # fmt: skip
     assert all(layer["bidirectional"] for layer in report["layers"])
+
+
+def test_inspect_describes_the_projection(run: Run, tmp_path: Path) -> None:
+    variant = tiny_families.VARIANTS["embeddinggemma2-large-epsilon"]
+    tiny.write(variant, tmp_path, seed=1)
+    shown = run("inspect", tmp_path)[1]
+    assert "the mean of the tokens, a projection to 20, a dense layer from 20 to 40: 40 dimensions" in shown
+    assert "SearchQuery" in shown
+    tiny.write(replace(variant, dense=()), tmp_path / "without", seed=1)
+    assert "a projection to 20: 20 dimensions" in run("inspect", tmp_path / "without")[1]
 
 
 def test_bench_measures_whole_texts(run: Run, embedding_folder: Path) -> None:
@@ -68,8 +81,8 @@ def test_the_texts_are_the_prompt(tokens: int) -> None:
     assert [len(text) for text in texts[1:-1]] == list(range(1, len(texts) - 1))
 
 
-def test_a_good_run(run: Run, embedding_folder: Path, tmp_path: Path) -> None:
-    command = ("verify", embedding_folder, "--threads", "1,2,3", "--chunks", "1,3,64", "--tokens", 80)
+def test_a_good_run(run: Run, each_embedding_folder: Path, tmp_path: Path) -> None:
+    command = ("verify", each_embedding_folder, "--threads", "1,2,3", "--chunks", "1,3,64", "--tokens", 80)
     code, out, _ = run(*command, "--trace", tmp_path / "trace")
     lines = out.splitlines()
     assert code == 0 and lines[0].split() == ["threads", "1", "a", "pass", "3", "a", "pass", "64", "a", "pass"]

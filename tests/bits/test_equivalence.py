@@ -1,4 +1,4 @@
-"""Equivalence with the specification: the same bits for any threads, chunks, schedules and other requests of a pass."""
+"""The engine gives the bits of the specification for any threads, chunks and schedules, whichever requests share a pass."""
 
 import random
 from pathlib import Path
@@ -54,8 +54,8 @@ def test_every_chunk_size_matches_the_reference(checkpoints: dict[str, Path], na
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4-e2b"])
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 9, 10, 31, 32, 33, 63, 64, 65])
-def test_lengths_around_the_borders(checkpoints: dict[str, Path], length: int, name: str) -> None:
-    """The borders are those of attention tiles (32), rings (window 9) and tiles of rows (8)."""
+def test_lengths_around_the_sizes_of_tiles_and_windows(checkpoints: dict[str, Path], length: int, name: str) -> None:
+    """Attention tiles have 32 keys, the window has 9 positions, and tiles of rows have 8 rows."""
     with opened(checkpoints[name], 3) as engine:
         want = expected(name, engine, length)
         assert want.same(engine, [length])
@@ -85,7 +85,7 @@ def test_every_stored_format_matches_the_reference(tmp_path: Path, kind: str) ->
 
 
 def test_formats_mixed_within_a_layer_match_the_reference(tmp_path: Path) -> None:
-    """As in files of the "M" kinds; and codes beside floats behind one input."""
+    """Files of types such as Q4_K_M mix formats. Here, one input is even read by quantised and by float matrices."""
     kinds = {"q_proj": "Q5_0", "v_proj": "Q8_0", "o_proj": "Q6_K", "up_proj": "Q2_K", "down_proj": "Q4_K"}
     path = write_model(tmp_path / "m.gguf", WIDE, seed=5, kinds=kinds)
     with opened(path, 2) as engine:
@@ -108,8 +108,7 @@ def test_positions_that_workers_share_match_the_reference(tmp_path: Path, worker
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_drawn_shapes_match_the_reference(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Head widths, groups, windows, odd K and N, at random."""
+def test_random_shapes_match_the_reference(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     draw = data.draw
     groups = draw(st.integers(1, 3))
     shape = {
@@ -184,8 +183,8 @@ def test_shared_passes_of_quantised_weights_match_the_reference(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4-e2b"])
-def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path], name: str) -> None:
-    """Random delays and yields at every claim, publish, wait and barrier; tiles in random order; 4 workers."""
+def test_random_delays_change_nothing(checkpoints: dict[str, Path], name: str) -> None:
+    """Four workers, with random delays at every claim, publish, wait and barrier, and with tiles in random order."""
     with opened(checkpoints[name], 4) as engine:
         want = expected(name, engine)
         for seed in range(1, 41):
@@ -193,11 +192,11 @@ def test_a_shaken_schedule_changes_nothing(checkpoints: dict[str, Path], name: s
             assert want.same(engine, [TOKENS] if seed % 2 else [23]), f"seed {seed}"
 
 
-# --- a simulated schedule: one thread, tile by tile, in any legal order -----------------------------------------------
+# a simulated schedule: one thread computes tiles in any order that real workers could have
 
 
 def phase_of(model: program.ModelTables, kind: int, layer: int) -> tuple[int, int]:
-    """The first operation of the layer's phase in which one of this kind stands, and the end of the phase."""
+    """Return the first operation of the layer's phase that contains this kind of operation, and the end of that phase."""
     ops = model.ops
     at = np.flatnonzero((ops[:, program.OP] == kind) & (ops[:, program.LAYER] == layer))[0]
     first = np.flatnonzero(ops[:, program.COUNTER] == ops[at, program.COUNTER])[0]
@@ -205,10 +204,10 @@ def phase_of(model: program.ModelTables, kind: int, layer: int) -> tuple[int, in
 
 
 def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """One layer's rows and attention for a second chunk, tile by tile, in the legal order of the seed (0: the plain one).
+    """Compute one layer for a second chunk, tile by tile. Return the attention's output and the ring of keys.
 
-    Legal: rows in position order, as `publish` has it; an attention tile whenever the rows up to its last are there, as
-    `await_rows` has it. Gives the attention's output and the ring. A seed that fails can be run again.
+    The seed determines the order of tiles; 0 is the plain order. As `publish` demands, rows are stored in position order.
+    As `await_rows` demands, an attention tile is computed only after the last row that it reads is stored.
     """
     runner, session, model = engine.runner, engine.session(), engine.program.model
     engine.instruments.fault_plan = None
@@ -259,7 +258,7 @@ def _attention_tile(m, number, s, batch, g, first, last):
 
 def test_a_thousand_legal_orders_of_one_layer_on_one_thread(checkpoints: dict[str, Path]) -> None:
     with opened(checkpoints["gemma3"], 1) as engine:
-        for number in (0, 5):  # a sliding layer and a full one
+        for number in (0, 5):  # layer 0 has a sliding window, layer 5 full attention
             plain = layer_in_order(engine, 0, 23, number)
             assert not np.isnan(plain[0]).any()
             for seed in range(1, 501):
@@ -279,7 +278,9 @@ def test_a_thousand_orders_of_tiles_on_one_thread(checkpoints: dict[str, Path]) 
 
 
 def test_the_demo_model_at_700_tokens() -> None:
-    """Past its windows of 512: every way gives the bits of one thread in one chunk; 12 tokens those of the reference."""
+    """The prompt is longer than the window of 512. All settings must give the bits of one thread and one chunk. The last 12
+    tokens are compared with the reference implementation.
+    """
     from gemma_py.catalog import resolve
 
     path, base = resolve("gemma-3-270m"), None

@@ -1,4 +1,4 @@
-"""Experts' matrices in the cache of packed weights: read and checked only when needed, with one set of bits in any layout."""
+"""The matrices of experts in the cache of packed weights. They are read and checked only when needed."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the sections whose checksum was computed."""
+    """Record the names of the sections whose checksum is computed."""
     names, honest = [], store._checksum
 
     def noted(data, plan, section):
@@ -97,13 +97,13 @@ def test_experts_are_quantised_and_the_router_is_not(tmp_path: Path, gguf: bool,
     weights = checkpoint(tmp_path / "a", values(), gguf).stored_weights(quant)
     kinds = {name: part.tensor.type.name for name, part in weights.items() if isinstance(part, StoredMatrix)}
     assert {kinds[f"{name}.{e}"] for name in ("gate", "up") for e in range(X)} == {quant.upper()}
-    assert kinds["router"] == "F32" and kinds["down.0"] == "F32"  # N is not a multiple of a block
+    assert kinds["router"] == "F32" and kinds["down.0"] == "F32"  # the number of columns is not a multiple of a block
 
 
 def test_experts_are_not_read_at_the_next_start(tmp_path: Path, folder: Path, checked: list[str]) -> None:
     source = checkpoint(tmp_path / "a", values())
     first = bits(store.packed_weights(source))
-    assert checked.count("experts.0") == 2  # for the header, and from the disk
+    assert checked.count("experts.0") == 2  # once to write the header, once after reading the file from the disk
     checked.clear()
     again = store.packed_weights(source)
     assert set(checked) == {"arena.0", "arena.1", "arena.2"}

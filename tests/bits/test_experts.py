@@ -93,16 +93,16 @@ def test_a_family_with_experts_matches_its_specification() -> None:
     assert differing_ways(MADE_UP, CONFIG, specification) == []
 
 
-mix = op.mix  # which the control below replaces
+mix = op.mix  # the original, because the control tests below replace op.mix
 
 
 def mix_from_the_last(parts: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """operations.mix, but with the experts in descending order."""
+    """Like operations.mix, but sum over the experts in descending order."""
     return np.asarray(mix(parts[::-1].copy(), weights[::-1].copy()))
 
 
 def mix_in_two_halves(parts: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """operations.mix, but with a sum of the first expert and a sum of the others."""
+    """Like operations.mix, but add the first expert to a sum of the others."""
     return np.asarray(mix(parts[1:], weights[1:]) + mix(parts[:1], weights[:1]))
 
 
@@ -134,7 +134,7 @@ def list_products(routes, T, X, C, lists):
 
 
 def near_ties(rng: np.random.Generator, T: int, X: int) -> np.ndarray:
-    """Logits with equal ones, neighbours, infinities and NaN among them."""
+    """Return logits that contain equal numbers, neighbouring floats, infinities and NaN."""
     x = rng.standard_normal((T, X)).astype(np.float32)
     for row in x[1::2]:
         row[:] = row[0]
@@ -157,7 +157,7 @@ def test_routes_match_the_specification(count: int, chosen: int) -> None:
         np.testing.assert_array_equal(found[chosen:], weights)
     equal = np.ones((1, count), np.float32)
     route(equal.reshape(-1), count, SCALE, gain, chosen, made.reshape(-1), 1)
-    assert made[0, :chosen].tolist() == list(range(chosen))  # the lower numbers of equal probabilities
+    assert made[0, :chosen].tolist() == list(range(chosen))  # of equal probabilities, the lowest numbers are chosen
 
 
 def test_products_are_listed_by_expert_in_ascending_order() -> None:
@@ -165,7 +165,8 @@ def test_products_are_listed_by_expert_in_ascending_order() -> None:
     routes = np.zeros((T, 2 * C), np.float32)
     for row in routes:
         row[:C] = np.sort(rng.choice(X, C, replace=False))
-    routes[7, 1], routes[8, 0], routes[9, 2] = np.nan, -1, X  # left out, as no expert has these numbers
+    # Products with these routes are left out, because no expert has these numbers.
+    routes[7, 1], routes[8, 0], routes[9, 2] = np.nan, -1, X
     lists = np.full(experts.lists_size(T, X, C), -9, np.int64)
     list_products(routes.reshape(-1), T, X, C, lists)
     numbers = routes[:, :C].reshape(-1)

@@ -1,4 +1,4 @@
-"""Comparison of tiny variants of Gemma 3n, Gemma 4 and the embedding models with results of transformers."""
+"""Tiny random variants of Gemma 3n, Gemma 4 and the embedding models give the results of transformers."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_a_golden_fits_its_variant(name: str) -> None:
 
 @pytest.mark.parametrize("name", tiny_families.VARIANTS)
 def test_no_tensor_is_left_at_zero_or_one(name: str) -> None:
-    """Because a gain of 1 or a bias of 0 would hide that gemma_py ignores the tensor."""
+    """If a gain were 1 or a bias 0, the comparison would not notice that gemma_py ignores the tensor."""
     for tensor, values in tiny.tensors(tiny_families.VARIANTS[name], seed=1).items():
         if values.ndim:
             assert (values != 0).all() or np.unique(values).size > 2, tensor

@@ -1,4 +1,4 @@
-"""Gemma 3n: files of every layout give the same bits, and each hazard of its streams shows if it is broken."""
+"""Gemma 3n: all file layouts give equal bits. If a subtle part of the stream operations is broken, a test fails."""
 
 import copy
 import math
@@ -27,7 +27,7 @@ from gemma_py.weights.checkpoint import open_checkpoint
 
 NAME = "gemma3n"
 VARIANT = tiny.VARIANTS[NAME]
-# Rows of whole blocks of 32, so that every matrix but AltUp's coefficients is quantised.
+# All rows are whole blocks of 32, so that every matrix except AltUp's coefficients is quantised.
 WIDE = tiny.Variant(
     tiny._gemma3n(hidden_size=64, intermediate_size=[64, 96, 64, 64, 96, 64, 64], head_dim=32, hidden_size_per_layer_input=32,
                   laurel_rank=32, sliding_window=5)
@@ -37,7 +37,8 @@ WIDE = tiny.Variant(
 def logits(path: Path, quant: str | None = None) -> tuple[np.ndarray, list[str]]:
     with gemma_py.load(path, threads=2, quant=quant) as engine:
         session = engine.session()
-        ids = [token % 50 for token in prompt(engine.config, 40)]  # a GGUF file has rows of zeros for later tokens
+        # In a GGUF file, the table's rows for later tokens are zeros.
+        ids = [token % 50 for token in prompt(engine.config, 40)]
         return bits(session.prefill(ids, all_logits=True)), session.kv_digest()
 
 
@@ -54,7 +55,8 @@ def test_gguf_matches_hugging_face_bit_for_bit(tmp_path: Path) -> None:
         "eos_token_ids": (1,),
         "vocab_size_per_layer_input": 50,
     }
-    assert replace(mine, **unsaid) == theirs  # a float32, no tokenizer, and rows of zeros
+    # GGUF rounds one number to float32, has no tokenizer here, and adds rows of zeros.
+    assert replace(mine, **unsaid) == theirs
     for made, wanted in zip(logits(file), logits(tmp_path / "hf"), strict=True):
         np.testing.assert_array_equal(made, wanted)
 
@@ -115,7 +117,7 @@ def test_keys_and_values_of_the_other_layers_are_needed(tmp_path: Path, name: st
     ("stored", "share"),
     [
         (float(np.float32(NormalDist().inv_cdf(0.95))), 0.95),
-        (1.6448533535003662, 0.95),  # what torch computes in float32
+        (1.6448533535003662, 0.95),  # the number that torch computes in float32
         (float(np.float32(NormalDist().inv_cdf(0.123))), 0.123),
     ],
 )
@@ -133,7 +135,8 @@ def test_a_stored_quantile_of_no_round_sparsity_is_used_as_it_is() -> None:
 def test_a_gguf_tensor_of_another_shape_is_named(tmp_path: Path, name: str) -> None:
     file = write_model(tmp_path / "m.gguf", VARIANT, seed=3)
     data, tensor = bytearray(file.read_bytes()), read_gguf(file).tensors[f"{name}.weight"]
-    at = data.find(f"{name}.weight".encode()) + len(name) + 7 + 4  # after the name: the number of dimensions, and these
+    # After the name come the number of dimensions and the dimensions.
+    at = data.find(f"{name}.weight".encode()) + len(name) + 7 + 4
     size = 8 * len(tensor.shape)
     stored = np.frombuffer(data[at : at + size], "<u8").copy()
     assert stored.tolist() == list(tensor.shape)[::-1]
@@ -158,7 +161,7 @@ def test_layers_that_share_kv_rows_run_for_wanted_rows_only(checkpoints: dict[st
     with opened(checkpoints[NAME], 1) as engine:
         products = engine.program.model.ops[engine.program.model.ops[:, p.OP] == MATMUL]
         layers = {int(op[p.LAYER]) for op in products if op[p.ROWS_OF] == WANTED}
-        assert layers == {4, 5, 6, 7}  # 7 is the head
+        assert layers == {4, 5, 6, 7}
         assert {int(op[p.LAYER]) for op in products if op[p.ROWS_OF] != WANTED} == {0, 1, 2, 3}
 
 
@@ -174,7 +177,7 @@ def test_bfloat16_rows_match_their_reference(checkpoints: dict[str, Path]) -> No
 
 @jit
 def correct_from_a_corrected_stream(predictions, activated, active, coefficients):
-    """`correct`, but each stream reads the active one as it is by then."""
+    """Like `correct`, but wrong: after the active stream is corrected, other streams read its corrected value."""
     y = predictions.copy()
     for i in range(y.shape[0]):
         for d in range(y.shape[1]):
@@ -184,7 +187,7 @@ def correct_from_a_corrected_stream(predictions, activated, active, coefficients
 
 @jit
 def predict_from_predicted_streams(streams, mixing):
-    """`predict`, but in place: a stream is computed from those that are predicted already."""
+    """Like `predict`, but wrong: it works in place, so that streams are computed from streams that are already predicted."""
     y = streams.copy()
     for i in range(y.shape[0]):
         for d in range(y.shape[1]):
@@ -197,7 +200,7 @@ def predict_from_predicted_streams(streams, mixing):
 
 @jit
 def sparsify_by_the_sample_s_deviation(x, deviations):
-    """`sparsify`, but with the squares divided by F - 1, as llama.cpp does."""
+    """Like `sparsify`, but wrong: the squares are divided by F - 1, as llama.cpp does."""
     total, squares = np.float32(0), np.float32(0)
     for value in x:
         total = total + value
@@ -212,7 +215,7 @@ HONEST_LAYER, HONEST_INPUTS = spec.layer, spec.layer_inputs
 
 
 def layer_that_adds_to_every_stream(streams, own, w, config, cache, number):
-    """`layer`, but what is added to the streams from the second on is added to the first one too."""
+    """Like `layer`, but wrong: the layer's own input is added to the first stream too."""
     made = HONEST_LAYER(streams, own, w, config, cache, number)
     made[0] += np.float32(1e-3)
     return made
@@ -237,8 +240,9 @@ def test_control_another_specification(
         assert not Expected(engine, prompt(engine.config, TOKENS)).same(engine, [TOKENS])
 
 
-def test_control_a_correction_in_two_steps(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that corrects in two operations, of which the second reads the active stream that the first has corrected."""
+def test_control_a_correction_that_reads_the_corrected_stream(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = Program.correct
 
     def twice(self: Program, target: str, activated: str, coefficients: str, streams: int, active: int) -> None:
@@ -253,7 +257,7 @@ def test_control_a_correction_in_two_steps(checkpoints: dict[str, Path], monkeyp
 
 
 def test_control_a_token_without_a_row_of_the_table(tmp_path: Path) -> None:
-    """Tokens from 50 on have row 0; with a table of all tokens, the logits after such a token are other ones."""
+    """Tokens from 50 on have no row in the table and use row 0. With a complete table, their logits must differ."""
     tiny.write(VARIANT, tmp_path / "short", seed=3)
     more = copy.deepcopy(VARIANT)
     more.config["vocab_size_per_layer_input"] = 64

@@ -1,4 +1,4 @@
-"""The kernels of Gemma 3n have the bits of the specification: its streams, and the gate of its feed-forward."""
+"""The kernels that only Gemma 3n uses give the bits of the specification."""
 
 import numba
 import numpy as np
@@ -15,7 +15,7 @@ some = settings(max_examples=20, deadline=None)
 
 
 def entry(inner):
-    """Return a function with which Python calls a function that only kernels call."""
+    """Return a function with which Python can call a function that only kernels can call."""
 
     @numba.njit
     def call(*arguments):
@@ -53,7 +53,7 @@ def test_put_columns_writes_its_columns_alone(seed, T, width, before, after):
 @some
 @given(seeds, st.integers(1, 12), st.integers(1, 70))
 def test_rows_of_the_feed_forward_s_gate_match_the_reference(seed, T, D):
-    """A row of NaN, which poisoned scratch holds, must stay NaN."""
+    """One row is NaN, because unwritten scratch memory may be NaN. It must stay NaN."""
     rng = np.random.default_rng(seed)
     x, gain = normal(rng, T, D), normal(rng, D)
     x[rng.integers(T), rng.integers(D)] = rng.choice([np.nan, np.inf, 3e38, 1e-44])
@@ -78,7 +78,7 @@ def test_streams_match_the_reference(seed, T, n, D):
     rng = np.random.default_rng(seed)
     x, own, active, least = normal(rng, T, n, D), normal(rng, T, D), int(rng.integers(n)), F(1e-5)
     mixing, coefficients = normal(rng, T, n, n), normal(rng, T, n)
-    x[0, 1] *= F(1e-6)  # a mean square below the least one
+    x[0, 1] *= F(1e-6)
     y, matched, corrected, added = np.full(T * n * D + 1, 7, F), x[:, 1].copy(), x.copy(), x.copy()
     predict_streams(x.reshape(-1), mixing.reshape(-1), n, D, y, 0, T)
     match_magnitude(matched.reshape(-1), own.reshape(-1), D, least, 0, T)

@@ -1,4 +1,4 @@
-"""Gemma 4: quantised weights, and negative controls for the hazards of shared KV rows and per-layer inputs."""
+"""Gemma 4: quantised weights, and negative controls for shared KV rows and per-layer inputs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.runner import SequenceInput
 from gemma_py.weights.tensors import GatheredTable
 
-# Rows are whole blocks of Q4_K, the widest block, in every matrix and in the table.
+# All rows are whole blocks of Q4_K, the type with the widest blocks, even in the per-layer table.
 _WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 70}
 CONFIGS = {
     "per-layer inputs": tiny_families.gemma4(
@@ -44,8 +44,8 @@ def engine_of(name: str, kind: str, write: Callable[[Program], None] = gemma4.wr
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "BF16"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_way_matches_the_reference(name: str, kind: str) -> None:
-    """The table has rows for 50 of the 70 tokens."""
+def test_all_threads_and_chunks_match_the_reference(name: str, kind: str) -> None:
+    """The table has rows for only 50 of the 70 tokens."""
     with engine_of(name, kind) as engine:
         want = Expected(engine, prompt(engine.config, 40))
         assert max(want.ids) >= 50
@@ -55,8 +55,8 @@ def test_every_way_matches_the_reference(name: str, kind: str) -> None:
                 assert want.same(engine, sizes) and want.same(engine, sizes, all_logits=False)
 
 
-def test_prompt_rows_are_left_out_after_the_last_kv_rows() -> None:
-    """Of seven layers, layers 2 and 3 are the last ones of their types that store KV rows."""
+def test_after_the_last_kv_layer_only_wanted_rows_are_computed() -> None:
+    """Of the seven layers, only layers 0 to 3 store KV rows."""
     with engine_of("per-layer inputs", "F32") as engine:
         ops = engine.program.model.ops
         rows = {layer: set(ops[ops[:, linking.LAYER] == layer, linking.ROWS_OF].tolist()) for layer in range(8)}
@@ -68,7 +68,7 @@ def test_prompt_rows_are_left_out_after_the_last_kv_rows() -> None:
 
 
 def differs(engine: gemma_py.Engine, want: Expected, sizes: list[int], all_logits: bool = True) -> bool:
-    """Whether the results are other ones, or the pass fails because KV rows are published twice or never."""
+    """Return whether the results are wrong, or the pass fails because KV rows are published twice or never."""
     try:
         return not want.same(engine, sizes, all_logits)
     except WorkerError:
@@ -76,7 +76,7 @@ def differs(engine: gemma_py.Engine, want: Expected, sizes: list[int], all_logit
 
 
 def test_control_a_sharing_layer_that_stores_kv_rows(checkpoints: dict[str, Path]) -> None:
-    """The last KV layer's keys and values are stored once more, by a layer that should only read them."""
+    """A layer that should only read KV rows stores the keys and values of the last KV layer once more."""
 
     def write(p: Program) -> None:
         gemma4.write(p)
@@ -93,10 +93,10 @@ def test_control_a_sharing_layer_that_stores_kv_rows(checkpoints: dict[str, Path
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_control_wanted_rows_that_attend_up_to_another_row(
+def test_control_wanted_rows_with_positions_shifted_by_one(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, shift: int
 ) -> None:
-    """All rows but the last one read the KV row of the token before or after them too few or too many."""
+    """Every row except the last then attends to one KV row too few or too many."""
     honest = runners._batch
 
     def shifted(parts: list[SequenceInput], buffers: np.ndarray) -> batches.Batch:
@@ -147,7 +147,8 @@ def test_control_a_barrier_dropped(phase: str) -> None:
         want = Expected(engine, prompt(engine.config, TOKENS))
         assert want.same(engine, [TOKENS])
         label, found = engine.program.label(phase), False
-        # With logits of all rows, "wanted rows" writes the codes that are in the slot already.
+        # If all logits are wanted, the phase "wanted rows" writes codes that are already there, so a missing barrier has no
+        # effect.
         all_logits = phase != "wanted rows"
         for seed in range(1, 300):
             engine.instruments.fault_plan = FaultPlan(seed=seed, omit="barrier", omit_phase=label)

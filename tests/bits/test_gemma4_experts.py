@@ -1,4 +1,4 @@
-"""Gemma 4's mixture of experts: one set of bits from every format, quantised weights, negative controls, hostile files."""
+"""Gemma 4's mixture of experts: equal bits from every file format, quantised weights, negative controls, malicious files."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ from gemma_py.weights.checkpoint import open_checkpoint
 
 VARIANT = tiny_families.VARIANTS["gemma4-experts"]
 SEED = 3
-# Rows are whole blocks of Q4_0 and Q8_0 in every matrix; each token chooses 4 of 40 experts, so most groups have few rows.
+# All rows are whole blocks of Q4_0 and Q8_0. Each token chooses 4 of 40 experts, so most experts get few rows.
 _WIDE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -71,8 +71,8 @@ def test_quantised_experts_match_the_reference(tmp_path: Path, quant: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
-def test_experts_with_many_rows_match_the_reference(kind: str) -> None:
-    """260 rows of one expert are more than a tile computes, and 17 are more than are multiplied without unpacking."""
+def test_experts_with_17_and_with_260_rows_match_the_reference(kind: str) -> None:
+    """More than 256 rows of an expert need two tiles. For 16 rows or fewer, codes are not unpacked."""
     family, config = config_from_hf(CONFIG | {"num_experts": 2, "top_k_experts": 1, "num_hidden_layers": 2}, "here")
     with random_engine(family, replace(config, max_position_embeddings=600), kind) as engine:
         engine.instruments.poison = True
@@ -91,18 +91,18 @@ def test_control_the_sum_over_experts_in_another_order(
     name, mix = (
         "gemma4-experts-wrapped-old-config",
         spec.mix,
-    )  # with three experts a token, as two have one sum in any order
+    )  # three experts for each token, because a sum of two does not depend on the order
     with opened(checkpoints[name], 2) as engine:
         want = expected(name, engine)
         assert want.same(engine, [TOKENS])
         monkeypatch.setattr(spec, "mix", lambda parts, weights: mix(parts[::-1].copy(), weights[::-1].copy()))
         changed = Expected(engine, want.ids)
-        np.testing.assert_allclose(changed.logits, want.logits, atol=1e-3)  # right, but other bits
+        # The logits are correct, but not bit-identical.
+        np.testing.assert_allclose(changed.logits, want.logits, atol=1e-3)
         assert not changed.same(engine, [TOKENS])
 
 
-def test_control_the_rows_of_another_expert(checkpoints: dict[str, Path]) -> None:
-    """Every row goes to the expert after the chosen one, whose matrices have other values."""
+def test_control_rows_are_sent_to_the_expert_after_the_chosen_one(checkpoints: dict[str, Path]) -> None:
     with opened(checkpoints["gemma4-experts"], 2) as engine:
         want = expected("gemma4-experts", engine)
         ops = engine.program.model.ops
@@ -135,7 +135,7 @@ def test_control_a_barrier_dropped(phase: str) -> None:
         assert found
 
 
-# --- hostile files ----------------------------------------------------------------------------------------------------
+# malicious files
 
 
 @pytest.mark.parametrize(

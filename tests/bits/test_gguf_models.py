@@ -1,4 +1,4 @@
-"""GGUF files as the gguf package writes them: what is read of them, and the same bits as from Hugging Face's files."""
+"""GGUF files written by the gguf package: how they are read, and equal bits from safetensors."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,8 @@ from gemma_py.formats.gguf import read_gguf
 from gemma_py.weights.checkpoint import open_checkpoint
 
 VARIANT = tiny.VARIANTS["gemma3"]
-UNEVEN = tiny.Variant(
-    tiny._gemma3(head_dim=20, query_pre_attn_scalar=20)
-)  # H * E = 80: the rows of o_proj are no whole blocks of 32
+# H * E = 80, so the rows of o_proj are not whole blocks of 32.
+UNEVEN = tiny.Variant(tiny._gemma3(head_dim=20, query_pre_attn_scalar=20))
 
 
 def test_matches_the_gguf_package_s_writer(tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def bits(path: Path, quant: str | None = None) -> np.ndarray:
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 def test_quant_has_the_bits_of_a_gguf_with_these_codes(tmp_path: Path, quant: str, dtype: str) -> None:
-    """The file's blocks are the gguf package's own; norms, and what cannot be packed, stay float there too."""
+    """The gguf package quantised the file. In the file too, norms and matrices that cannot be quantised are floats."""
     floats = tmp_path / "hf"
     tiny.write(replace(UNEVEN, dtype=dtype), floats, seed=6)
     stored = {name: tensor.to_float32() for name, tensor in open_checkpoint(floats).tensors.items()}

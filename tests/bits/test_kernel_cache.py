@@ -1,4 +1,4 @@
-"""The cache of machine code: private, shared by processes, repaired when damaged, and optional."""
+"""The cache of machine code is private, shared by processes, and optional. A damaged cache is repaired."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT, child_environment
 
-# A small kernel of the package; prints its result and whether it came from the disk.
+# Calls a small kernel. Prints the result, and whether the kernel came from the disk.
 PROGRAM = """
 import numpy as np
 from gemma_py.kernels.scores import log_sum_exp as kernel
@@ -26,7 +26,7 @@ def start(cache: Path) -> "subprocess.Popen[str]":
 
 
 def finish(child: "subprocess.Popen[str]") -> tuple[int, int]:
-    """(kernels from the disk, kernels compiled)"""
+    """Return (kernels from the disk, kernels compiled)."""
     out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err
     value, hits, misses = out.split()
@@ -36,7 +36,7 @@ def finish(child: "subprocess.Popen[str]") -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that one process has filled, for tests that change a copy of it."""
+    """A cache that one process has filled. Tests change copies of it."""
     cache = tmp_path_factory.mktemp("compiled")
     assert finish(start(cache)) == (0, 1)
     return cache
@@ -54,7 +54,8 @@ def files(cache: Path) -> list[Path]:
 def test_a_second_process_compiles_nothing(cache: Path) -> None:
     assert finish(start(cache)) == (1, 0)
     assert len(files(cache)) == 2
-    assert all(path.parent.parent.stat().st_mode & 0o077 == 0 for path in files(cache))  # ours, above numba's
+    # This package's directories, which contain numba's.
+    assert all(path.parent.parent.stat().st_mode & 0o077 == 0 for path in files(cache))
 
 
 def test_processes_that_compile_at_once(tmp_path: Path) -> None:
@@ -85,7 +86,8 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-# All that loading for the first time compiles (here it comes from the disk); then answers of every kind, which must find it.
+# Load a model as at a first start, here with kernels from the disk. Then generate all kinds of answers, for which nothing
+# should be compiled or loaded.
 FIRST_TIME = """
 import sys
 import gemma_py, gemma_py.generate.engine
@@ -115,4 +117,4 @@ def test_the_first_answer_waits_for_no_compiler() -> None:
         assert done.returncode == 0, done.stderr
         said[when] = done.stdout.split()
     assert said["first"][0] == "True" and int(said["first"][1]) >= 10
-    assert said["later"][0] == "False"  # the control: else they are loaded when they are needed
+    assert said["later"][0] == "False"  # a negative control: otherwise, kernels are loaded when they are needed

@@ -1,4 +1,4 @@
-"""The kernels have the bits of the specification, for any shape, any tiles and any machine."""
+"""The kernels give the bits of the specification for all shapes and tiles."""
 
 import hashlib
 import subprocess
@@ -25,13 +25,13 @@ from gemma_py.weights.tensors import CodeMatrix, FloatMatrix, Matrix
 
 F = np.float32
 EPS = F(1e-6)
-ALL = 2**62  # a window that leaves out nothing
+ALL = 2**62  # a window that contains every key
 seeds = st.integers(0, 2**32 - 1)
 some = settings(max_examples=20, deadline=None)
 
 
 def entry(inner):
-    """For Python to call what only kernels call."""
+    """Return a function with which Python can call a function that only kernels can call."""
 
     @numba.njit
     def call(*arguments):
@@ -108,7 +108,7 @@ def float_panels(w, at=0):
 
 
 def some_codes(rng, N, K, kind):
-    """A matrix of codes in the form of a type: extremes among them, block_scales and sub_scales of either sign."""
+    """Return a random quantised matrix of a type, with extreme codes and with scales of either sign."""
     codes = rng.integers(0, 2**kind.width, (N, K)) - (kind.offset or (128 if kind.width == 8 else 0))
     parts = 1 if kind.minimum is Minimum.NONE else 2
 
@@ -146,7 +146,7 @@ def coded(x):
 
 
 def in_parts(rng, T, N, multiply):
-    """Every row and panel once, in random ranges and in random order."""
+    """Yield ranges of rows and panels that cover each once, of random sizes and in random order."""
 
     def cut(count, step):
         inner = rng.integers(0, count // step + 1, rng.integers(0, 3)) * step
@@ -266,7 +266,7 @@ def test_a_row_may_lie_elsewhere_in_the_input():
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5])
 def test_quantise_rows_writes_its_rows_alone(blocks):
-    """Others are at the neighbours at the same time."""
+    """Other workers write the neighbouring rows at the same time."""
     K, x = 32 * blocks, normal(np.random.default_rng(4), 3, 32 * blocks)
     made = coded(x)
     before = [array.copy() for array in made]
@@ -343,7 +343,7 @@ def test_the_mean_of_rows_matches_the_reference(seed, T, D, before):
 def test_normalised_rows_match_the_reference(seed, cut, width):
     x = normal(np.random.default_rng(seed), 3, width + cut)
     x[1] = 0
-    x[2] = F(1e30) - x[2]  # the square of the length is beyond float32
+    x[2] = F(1e30) - x[2]  # the square of the length exceeds the range of float32
     y = np.empty((3, width), F)
     normalise_rows(x, width, y)
     assert_same(y, np.stack([reference.normalise(row[:width]) for row in x]))
@@ -354,7 +354,7 @@ def test_normalised_rows_match_the_reference(seed, cut, width):
 
 
 def ring_of(keys, values, first, capacity, by_head, at=3):
-    """The rows of positions from `first` on, in a ring in which everything else is NaN."""
+    """Return a ring with the rows of positions from `first` on. All other rows are NaN."""
     _, G, E = keys.shape
     arenas = []
     for written in (keys, values):
@@ -369,7 +369,7 @@ def ring_of(keys, values, first, capacity, by_head, at=3):
 
 
 def check_attention(seed, T, before, G, group, E, window, cap, cuts=(), ahead=0):
-    """T positions after `before` others, in blocks: the rows outside all their windows are poison."""
+    """Compare attention of T positions after `before` others, in blocks. Rows that no query sees are NaN."""
     rng, H, last = np.random.default_rng(seed), G * group, before + T
     keys, values = normal(rng, last, G, E), normal(rng, last, G, E)
     q, scale = normal(rng, T, H, E), F(E**-0.5)
@@ -423,14 +423,14 @@ def test_attend_matches_the_reference_at_real_widths(T, G, group):
 
 
 @pytest.mark.parametrize(("group", "E", "window"), [(1, 32, 40), (3, 34, 33), (4, 48, 97), (70, 20, 31)])
-def test_attend_matches_the_reference_at_the_borders_of_blocks(group, E, window):
-    """Blocks that are full and not, whose queries see different keys; tiles that begin within a window and end one."""
+def test_attend_matches_the_reference_for_full_and_partial_blocks(group, E, window):
+    """The queries of a block see different keys. Windows begin and end within tiles."""
     for before in (0, 31, 64, 95):
         check_attention(before, 67, before, 1, group, E, window, F(0), cuts=(16, 33))
 
 
-def test_keys_after_a_position_do_not_touch_it():
-    """Positions of one vector share the keys that are read, but what is NaN after a position leaves it alone."""
+def test_nan_after_a_position_does_not_change_its_output():
+    """Several positions share a loop over keys, so a position reads keys that it must not see."""
     rng, (T, E) = np.random.default_rng(6), (8, 32)
     keys, values, q = normal(rng, T, 1, E), normal(rng, T, 1, E), normal(rng, T, 2, E)
     keys[5:] = values[5:] = np.nan
@@ -445,7 +445,7 @@ def test_keys_after_a_position_do_not_touch_it():
 
 
 def digest():
-    """Of one result of every kernel whose instructions depend on the machine."""
+    """Return a digest of the results of all kernels whose instructions depend on the machine."""
     rng, found = np.random.default_rng(7), hashlib.sha256()
     T, K, N = 7, 256, 40
     x = normal(rng, T, K)

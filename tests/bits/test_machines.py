@@ -1,4 +1,4 @@
-"""Other instruction sets, in processes of their own: the same bits from other machine code."""
+"""Other instruction sets, each in its own process, give equal bits."""
 
 import json
 import os
@@ -11,7 +11,8 @@ from repository import child_environment
 
 NUMPY_WITHOUT = "X86_V3 X86_V4 AVX512_ICL AVX512_SPR"
 
-# (numba's target, whether numpy may dispatch): AVX2 with FMA, AMD's Zen 3, and the least that x86-64 has.
+# (numba's target, whether numpy may use newer instructions). The targets are AVX2 with FMA, AMD's Zen 3, and the oldest
+# x86-64.
 MACHINES = {"haswell": "haswell", "znver3": "znver3", "generic": "generic"}
 
 
@@ -23,14 +24,14 @@ def test_other_machine_code_gives_the_same_bits(cpu: str) -> None:
     if cpu != "generic" and not get_host_cpu_features().get("avx2"):
         pytest.skip("this machine has no AVX2")
     environment = child_environment(NPY_DISABLE_CPU_FEATURES=NUMPY_WITHOUT)
-    # Without emptying the features, numba would keep the host's for any name.
+    # An empty list of features is necessary, because numba would otherwise use this machine's features with any target.
     environment |= {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""}
     command = [
         sys.executable,
         "-W",
         "ignore",
         machine_digests.__file__,
-    ]  # numpy warns of features that it does not know
+    ]  # numpy warns about features that it does not know
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == machine_digests.digests()

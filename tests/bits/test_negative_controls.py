@@ -25,7 +25,7 @@ from gemma_py.runtime.runner import SequenceInput
 def caught(
     engine: gemma_py.Engine, want: Expected, plans: Iterator[FaultPlan], sizes: Sequence[int] = (TOKENS,)
 ) -> bool:
-    """Whether any of these schedules gives other bits, or an error."""
+    """Return whether a run with one of these fault plans gives wrong bits or fails."""
     for plan in plans:
         engine.instruments.fault_plan = plan
         try:
@@ -60,10 +60,9 @@ def test_control_rows_of_one_sequence_out_of_order_in_shared_passes(checkpoints:
 
 
 @pytest.mark.parametrize("what", ["tables", "segments", "wanted"])
-def test_control_what_belongs_to_another_sequence(
+def test_control_caches_positions_or_logits_of_two_sequences_are_exchanged(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Two sequences' caches, positions or logits change places."""
     honest = runners._batch
 
     def confused(parts: Sequence[SequenceInput], buffers: np.ndarray) -> batches.Batch:
@@ -85,7 +84,7 @@ def test_control_what_belongs_to_another_sequence(
         try:
             assert not together(engine, wants, 1)
         except WorkerError:
-            assert what == "segments"  # marks begin elsewhere, and publishing notices
+            assert what == "segments"  # the watermarks then do not match the positions, and `publish` breaks the run
 
 
 BARRIERS = ("embedding", "query, key and value", "attention", "output input", "output", "middle", "gate and up",
@@ -94,7 +93,7 @@ BARRIERS = ("embedding", "query, key and value", "attention", "output input", "o
 
 @pytest.mark.parametrize("phase", BARRIERS, ids=lambda phase: phase.replace(" ", "-"))
 def test_control_a_barrier_dropped(tmp_path: Path, phase: str) -> None:
-    """A quantised model, in which every barrier stands."""
+    """The model is quantised, because only then does a pass contain every barrier."""
     path = write_model(tmp_path / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
     with opened(path, 4) as engine:
         want = Expected(engine, prompt(engine.config, TOKENS))
@@ -131,12 +130,12 @@ def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypa
         assert not want.same(engine, [10])
 
 
-# --- other orders of the same sums: the specification itself is changed, and must then differ from the fast path -----
+# sums in other orders: the specification is changed, and must then differ from the engine
 
 
 @jit
 def attend_in_tiles_of_the_chunk(q, keys, values, first, scale, cap):
-    """operations.attend, but with tiles that begin where the window does instead of at multiples of TILE."""
+    """Like operations.attend, but tiles begin where the window begins instead of at multiples of TILE."""
     H, E = q.shape
     last = keys.shape[0] - 1
     out, scores = np.empty((H, E), np.float32), np.empty(spec.TILE, np.float32)
@@ -169,7 +168,7 @@ def attend_in_tiles_of_the_chunk(q, keys, values, first, scale, cap):
 
 @jit
 def matmul_in_two_halves(x, w):
-    """operations.matmul_float, but as two threads would sum it: each half of k by itself, then both together."""
+    """Like operations.matmul_float, but each half of k is summed separately, as two threads might do."""
     half, y = w.shape[1] // 2, np.empty(w.shape[0], np.float32)
     for n in range(w.shape[0]):
         a, b = np.float32(0), np.float32(0)
@@ -191,7 +190,6 @@ def test_control_another_order_of_a_sum(
         assert expected("gemma2", engine).same(engine, [TOKENS])
         monkeypatch.setattr(spec, name, other)
         changed = Expected(engine, prompt(engine.config, TOKENS))
-        np.testing.assert_allclose(
-            changed.logits, expected("gemma2", engine).logits, atol=1e-3
-        )  # right, but other bits
+        # The logits are correct, but not bit-identical.
+        np.testing.assert_allclose(changed.logits, expected("gemma2", engine).logits, atol=1e-3)
         assert not changed.same(engine, [TOKENS])

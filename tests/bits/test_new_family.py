@@ -1,4 +1,4 @@
-"""A family that the package does not know is defined here, with its own specification, and gets its bits."""
+"""A model family that the package does not know is defined here, with its own specification. The engine gives its bits."""
 
 from dataclasses import replace
 
@@ -10,10 +10,11 @@ from gemma_py.models.gemma import FAMILY
 from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 from gemma_py.reference import operations as op
 
-WIDE = Layer(None, Rope(1e6, share=0.25), 2, 1, 32, 64, 1)  # window, rope, H, G, E, F, the layer whose KV rows are read
+# The fields: window, rope, H, G, E, F, and the layer whose KV rows are read.
+WIDE = Layer(None, Rope(1e6, share=0.25), 2, 1, 32, 64, 1)
 LAYERS = (Layer(5, Rope(1e4), 4, 2, 16, 96, 0), WIDE, replace(WIDE, intermediate_size=96))
 CONFIG = checked(Config("made up", 40, 64, 200, 1e-6, 16.0, None, None, True, None, (), LAYERS), "here")
-P, TOKENS = 32, 30  # width of a layer's own inputs; tokens that the table of these inputs has rows for
+P, TOKENS = 32, 30  # the width of a layer's own inputs, and for how many tokens there are such inputs
 EPS, SCALE, NO_CAP, ONE = (np.float32(number) for number in (1e-6, 0.25, 0, 1))
 
 

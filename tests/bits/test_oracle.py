@@ -1,4 +1,4 @@
-"""Fresh random checkpoints against transformers itself. Skipped by name where the extra `oracle` is not installed."""
+"""Fresh random checkpoints give the results of transformers. Skipped if the extra `oracle` is not installed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The prefix cache: a hit gives the bits of a cold start, memory stays within its budget, recently used blocks stay."""
+"""The prefix cache: a hit gives the bits of a cold start, memory stays within the budget, recently used blocks stay."""
 
 import random
 from pathlib import Path
@@ -26,7 +26,9 @@ def kept(engine: gemma_py.Engine, budget: int = 1 << 30) -> PrefixCache:
 def computed(
     engine: gemma_py.Engine, ids: list[int], prefixes: PrefixCache, chunk: int = 23
 ) -> tuple[Cache, int, np.ndarray]:
-    """As a server does it: what is known is copied, the rest computed and kept. Logits of all that was computed."""
+    """Compute a prompt as the scheduler does: copy the cached prefix, prefill and cache the rest. Return the logits of the
+    rest.
+    """
     cache = engine.new_cache(BLOCK_TOKENS)
     cache.prepare(len(ids), chunk)
     cached = prefixes.restore(cache, ids)
@@ -39,7 +41,7 @@ def computed(
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_hit_matches_a_cold_start(checkpoints: dict[str, Path], name: str) -> None:
-    """At every border, far behind the windows, in every logit and every row."""
+    """The prefix ends at each block boundary, even far behind the windows. All logits and KV rows are compared."""
     with gemma_py.load(checkpoints[name], threads=2) as engine:
         engine.instruments.poison = True
         ids = prompt(engine, 110)
@@ -55,8 +57,7 @@ def test_a_hit_matches_a_cold_start(checkpoints: dict[str, Path], name: str) -> 
 
 
 @pytest.mark.parametrize("kv", ["float32", "bfloat16"])
-def test_what_is_reserved_is_what_is_needed(kv: str) -> None:
-    """No row moves later, and the bytes are those that were told before."""
+def test_prepare_allocates_exactly_what_is_needed(kv: str) -> None:
     with gemma_py.load(TINY, kv=kv) as engine:
         for tokens, chunk in ((1, 1), (30, 512), (300, 7), (300, 512)):
             cache = engine.new_cache(BLOCK_TOKENS)
@@ -85,7 +86,8 @@ def test_what_texts_share_is_kept_once(tiny_engine: gemma_py.Engine) -> None:
         cached.append(computed(tiny_engine, shared + prompt(tiny_engine, 32, seed), prefixes)[1])
     assert cached == [48, 48]
     assert prefixes.nbytes == 7 * block
-    assert computed(tiny_engine, prompt(tiny_engine, 20, 4) + shared, prefixes)[1] == 0  # the same tokens elsewhere
+    # Equal tokens at another position are no hit.
+    assert computed(tiny_engine, prompt(tiny_engine, 20, 4) + shared, prefixes)[1] == 0
 
 
 def test_memory_stays_within_the_budget_and_what_is_used_stays(tiny_engine: gemma_py.Engine) -> None:
@@ -97,8 +99,9 @@ def test_memory_stays_within_the_budget_and_what_is_used_stays(tiny_engine: gemm
     for seed in range(6):
         assert computed(tiny_engine, often + prompt(tiny_engine, 50, seed), prefixes)[1] == 64
         assert prefixes.nbytes <= 10 * measure.nbytes
-    assert computed(tiny_engine, often + prompt(tiny_engine, 50, 5), prefixes)[1] >= 96  # the latest is there
-    assert computed(tiny_engine, often + prompt(tiny_engine, 50, 0), prefixes)[1] == 64  # the first is not
+    # The latest prompt is still cached.
+    assert computed(tiny_engine, often + prompt(tiny_engine, 50, 5), prefixes)[1] >= 96
+    assert computed(tiny_engine, often + prompt(tiny_engine, 50, 0), prefixes)[1] == 64  # the first prompt is not
 
 
 def test_of_a_text_too_long_for_the_budget_the_beginning_is_kept(tiny_engine: gemma_py.Engine) -> None:

@@ -1,4 +1,4 @@
-"""The specification: transformers' logits, exact arithmetic, and the same bits on every machine."""
+"""The specification gives the logits of transformers and exact arithmetic, with equal bits on every machine."""
 
 import copy
 import json
@@ -21,7 +21,8 @@ from gemma_py.reference.arithmetic import fma, jit
 from gemma_py.weights.tensors import CodeMatrix
 
 LOGITS = np.load(DATA / "tiny_logits.npz")
-BARS = 1e-4  # of the logits' standard deviation; 1e-5 is reached: float32 sums in another order
+# In units of the logits' standard deviation; the actual error is 1e-5, because transformers sums in another order.
+BARS = 1e-4
 
 
 def error(engine: gemma_py.Engine, name: str) -> float:
@@ -58,8 +59,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_wrong_description_is_caught(tmp_path: Path, change: str) -> None:
-    """Negative controls: the comparison above sees each part of the config."""
+def test_control_each_wrong_field_of_the_config_changes_the_logits(tmp_path: Path, change: str) -> None:
     name, fields = CHANGES[change]
     variant = copy.deepcopy(VARIANTS[name])
     variant.config.update(fields)
@@ -74,7 +74,7 @@ def test_a_wrong_description_is_caught(tmp_path: Path, change: str) -> None:
 @pytest.mark.parametrize("name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-scaled-untied", *GEMMA4])
 def test_gguf_matches_hugging_face_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
     variant = VARIANTS[name]
-    if name == "gemma2":  # GGUF does not store the query scalar: both sides take the head width
+    if name == "gemma2":  # GGUF does not store the query scalar, so both sides use the head width
         variant = copy.deepcopy(variant)
         variant.config["query_pre_attn_scalar"] = variant.config["head_dim"]
     if name == "gemma3-scaled-untied":
@@ -96,8 +96,8 @@ def wide_logits(path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_a_quantised_matrix_is_its_own_values(tmp_path: Path, kind: str) -> None:
-    """The same weights as codes and as float32: they may differ by the 16-bit activations alone (2^-16 a value)."""
+def test_quantised_weights_match_the_float_weights_they_stand_for(tmp_path: Path, kind: str) -> None:
+    """The results may differ only because the inputs of quantised matrices are quantised to 16 bits (2^-16 a value)."""
     codes = write_model(tmp_path / "codes.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind))
     with gemma_py.load(codes) as engine:
         values = {tensor.name: tensor.to_float32() for tensor in stored(codes)}
@@ -108,7 +108,7 @@ def test_a_quantised_matrix_is_its_own_values(tmp_path: Path, kind: str) -> None
     floats = write_floats(tmp_path / "floats.gguf", values)
     expected = wide_logits(floats)
     assert np.abs(quantised - expected).max() / expected.std() < 1e-3
-    assert (quantised != expected).any()  # the two orders are two orders
+    assert (quantised != expected).any()  # the two orders give different bits
 
 
 def stored(path: Path) -> list[Any]:
@@ -118,11 +118,11 @@ def stored(path: Path) -> list[Any]:
 
 
 def write_floats(path: Path, values: dict[str, np.ndarray]) -> Path:
-    """The WIDE model with given f32 tensors."""
+    """Write the WIDE model with these f32 tensors."""
     write_model(path, WIDE, seed=4)
     data = bytearray(path.read_bytes())
     size = sum(tensor.data.nbytes for tensor in stored(path))
-    start = len(data) - size  # every tensor here is a multiple of the alignment
+    start = len(data) - size  # every tensor's size is a multiple of the alignment
     for tensor in stored(path):
         raw = values[tensor.name].tobytes()
         data[start : start + len(raw)] = raw
@@ -131,11 +131,11 @@ def write_floats(path: Path, values: dict[str, np.ndarray]) -> Path:
     return path
 
 
-# --- the same bits everywhere -----------------------------------------------------------------------------------------
+# equal bits on every machine
 
 
-def test_bits_are_those_of_every_other_machine(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Stored by tools/make_bits.py. If this fails after a change of an order, the orders in design and here moved."""
+def test_bits_match_the_stored_digests(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """tools/make_bits.py stored the digests. A change of the order of a sum changes them."""
     assert digests(checkpoints, tmp_path) == json.loads((DATA / "tiny_bits.json").read_text())
 
 
@@ -143,7 +143,7 @@ def test_bits_are_those_of_every_other_machine(checkpoints: dict[str, Path], tmp
 
 
 def nearest_f32(exact: Fraction) -> np.float32:
-    """The float32 nearest to an exact number, ties to even."""
+    """Return the float32 nearest to an exact number, ties to even."""
     guess = np.float32(float(exact))
     around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
 
@@ -166,7 +166,7 @@ def fma_each(a, b, c, out):
 def test_fma_rounds_once() -> None:
     rng = np.random.default_rng(1)
     a, b, c = (rng.standard_normal(500).astype(np.float32) for _ in range(3))
-    c[:250] = -(a * b)[:250]  # cancellation: rounding twice would give 0
+    c[:250] = -(a * b)[:250]  # the products cancel; rounding twice would give 0
     out = np.empty(500, np.float32)
     fma_each(a, b, c, out)
     expected = np.array([exact_fma(*row) for row in zip(a, b, c, strict=True)])
@@ -176,11 +176,11 @@ def test_fma_rounds_once() -> None:
 
 @pytest.mark.parametrize(("width", "with_minimum"), [(32, False), (32, True), (16, False), (16, True)])
 def test_matmul_codes_matches_exact_arithmetic(width: int, with_minimum: bool) -> None:
-    """The order of the design, in Python's integers and fractions."""
+    """The expected result is computed with Python's integers and fractions."""
     rng = np.random.default_rng(2)
     K, N = 96, 5
     x = rng.integers(-32767, 32768, K).astype(np.int16)
-    x[:32] = 32767  # the extremes of the exact dot product
+    x[:32] = 32767  # the largest possible dot product
     w = rng.integers(-128, 128, (N, K)).astype(np.int8)
     w[0, :32] = -128
     groups = K // width
@@ -226,7 +226,7 @@ def test_quantise() -> None:
 
 def test_quantise_rounds_ties_to_even() -> None:
     x = np.zeros(32, np.float32)
-    x[0] = 32767  # scale 1
+    x[0] = 32767
     x[1:9] = [0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 3.4999, -3.5001]
     codes, scales = quantised(x)
     assert scales[0] == 1
@@ -312,7 +312,7 @@ def test_double_precision_functions() -> None:
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 @pytest.mark.parametrize(("T", "first"), [(1, 0), (5, 0), (32, 0), (33, 0), (70, 3), (100, 31), (100, 32), (100, 99)])
 def test_attention_is_a_softmax(T: int, first: int, cap: float) -> None:
-    """Against float64; rows before the window are NaN, so reading one would show."""
+    """The expected result is computed in float64. Rows before the window are NaN, so that reading one would show."""
     rng = np.random.default_rng(T + first)
     H, G, E = 4, 2, 10
     q = rng.standard_normal((H, E)).astype(np.float32) * 4
@@ -332,7 +332,7 @@ def test_rope_at_far_positions() -> None:
     np.testing.assert_allclose(frequencies, exact, rtol=1.2e-7)
     x = np.random.default_rng(6).standard_normal((3, 128)).astype(np.float32)
     turned = spec.rope(x, 131_071, frequencies)
-    angle = (np.float32(131_071) * frequencies).astype(np.float64)  # the angle itself is float32, as in transformers
+    angle = (np.float32(131_071) * frequencies).astype(np.float64)  # the angle is a float32, as in transformers
     expected = np.concatenate(
         [x[:, :64] * np.cos(angle) - x[:, 64:] * np.sin(angle), x[:, 64:] * np.cos(angle) + x[:, :64] * np.sin(angle)],
         1,

@@ -1,4 +1,4 @@
-"""Speed, tested by counts, which are the same on every machine, and not by seconds."""
+"""Speed, tested by counting work instead of measuring seconds, because counts are equal on every machine."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from gemma_py.weights.pack import matrix_bytes
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, gemma_py.Engine]]:
-    """Float weights; quantised ones; ones with minimums; a head that is not the embedding."""
+    """Models with float weights, with quantised weights, with minimums, and with a head that is not the embedding."""
     base = tmp_path_factory.mktemp("models")
     paths = {
         kind: write_model(base / kind, WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind)) for kind in ("Q8_0", "Q4_K")
@@ -38,8 +38,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, gemma
 @pytest.mark.parametrize("name", ["bf16", "Q8_0"])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_barriers_of_a_pass(models: dict[str, gemma_py.Engine], name: str, tokens: int) -> None:
-    """One after the embedding, nine a layer, one after the last norm, one after the head. Float weights need no codes of
-    what attention gives, and so no phase that makes them."""
+    """One barrier after the embedding, nine in each layer, one after the last norm, one after the head.
+
+    With float weights, no phase quantises the output of attention, so a layer has one barrier less.
+    """
     engine = models[name]
     profile = engine.instruments.profile = Profile(engine.threads, len(engine.program.labels))
     engine.session().prefill(range(tokens))
@@ -50,7 +52,7 @@ def test_barriers_of_a_pass(models: dict[str, gemma_py.Engine], name: str, token
 
 @pytest.mark.parametrize("name", ["bf16", "Q8_0"])
 def test_a_decoded_token_allocates_no_more_than_its_logits(models: dict[str, gemma_py.Engine], name: str) -> None:
-    """In Python, that is: compiled code that allocates does not come into being, see test_compiling.py."""
+    """This counts Python's allocations. test_compiling.py checks that compiled code allocates nothing."""
     engine = models[name]
     session = engine.session()
     session.prefill(range(20))
@@ -63,7 +65,7 @@ def test_a_decoded_token_allocates_no_more_than_its_logits(models: dict[str, gem
             tracemalloc.reset_peak()
             logits = session.decode(token)
             peak = tracemalloc.get_traced_memory()[1]
-            assert peak - held < logits.nbytes + 40_000  # the cells, and Python's small change
+            assert peak - held < logits.nbytes + 40_000  # the cells and small Python objects
     finally:
         tracemalloc.stop()
     assert engine.runner._scratch is scratch
@@ -72,17 +74,17 @@ def test_a_decoded_token_allocates_no_more_than_its_logits(models: dict[str, gem
 
 @pytest.mark.parametrize("name", ["bf16", "Q8_0", "Q4_K", "untied"])
 def test_a_token_reads_the_arenas_once(models: dict[str, gemma_py.Engine], name: str) -> None:
-    """All weights, and of an embedding that is not the head nothing that counts."""
+    """A pass reads all weights, except an embedding that is not also the head."""
     engine = models[name]
     packed = engine.program.model.weights
-    arenas = [arena.nbytes for arena in packed[:3] if arena.size > 1]  # an empty one has a place for its address
+    arenas = [arena.nbytes for arena in packed[:3] if arena.size > 1]  # an unused arena has one value
     assert sum(matrix_bytes(packed, number) for number in range(len(packed.matrices))) == sum(arenas)
-    unread = matrix_bytes(packed, 0) if name == "untied" else 0  # the embedding comes first
+    unread = matrix_bytes(packed, 0) if name == "untied" else 0  # the embedding is matrix 0
     rows = sum(2 * layer.num_key_value_heads * layer.head_dim * 4 for layer in engine.config.layers)
     assert pass_cost(engine.program, 4, 0, 1)[:, BYTES].sum() == sum(arenas) - unread + rows
 
 
-# A second process, warm caches: prints how many kernels came from the disk and how many were compiled.
+# Runs in a second process, with filled caches. Prints how many kernels came from the disk and how many were compiled.
 PROGRAM = f"""
 import gc, json
 from numba.core.dispatcher import Dispatcher
@@ -99,7 +101,7 @@ print(json.dumps([sum(sum(part.values()) for part in (s.cache_hits for s in stat
 
 
 def test_a_second_process_compiles_nothing() -> None:
-    with gemma_py.load(TINY, threads=1) as engine:  # the first, if no other test was
+    with gemma_py.load(TINY, threads=1) as engine:  # fills the caches, unless another test has filled them
         list(engine.generate("some text", max_tokens=1))
     environment = child_environment()
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The cache of packed weights: written once, mapped at the next start, private, repaired, optional; always the same bits."""
+"""The cache of packed weights: written once, mapped at the next start, private, repaired, optional."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ from gemma_py.weights.pack import PackedArrays
 from gemma_py.weights.tensors import StoredMatrix
 
 VARIANT = tiny.VARIANTS["gemma3"]
-# Every arena in use: codes with and without minimums, f32 and bfloat16.
+# All arenas are used: codes with and without minimums, f32 and bfloat16.
 KINDS = {"gate_proj": "Q8_0", "up_proj": "Q4_1", "q_proj": "BF16"}
 
 
@@ -44,7 +44,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where files are kept, for models of any size and age."""
+    """A cache directory. Weights of any size and age are cached."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_SMALLEST", 0)
     monkeypatch.setattr(store, "_FRESH", -1)
@@ -168,12 +168,12 @@ def test_a_checksum_sees_every_bit_and_every_exchange() -> None:
             seen.add(int(checksum(changed)))
     for i in range(56):
         changed = words.copy()
-        changed[i], changed[i + 8] = words[i + 8], words[i]  # in one lane
+        changed[i], changed[i + 8] = words[i + 8], words[i]  # both words belong to one lane of the checksum
         seen.add(int(checksum(changed)))
     seen |= {int(checksum(some)) for some in (words[:56], np.zeros(8, np.uint64), np.zeros(16, np.uint64))}
     assert len(seen) == 1 + 64 * 64 + 56 + 3
     signs = words.copy()
-    signs[[3, 11]] ^= np.uint64(1 << 63)  # what products alone would lose
+    signs[[3, 11]] ^= np.uint64(1 << 63)  # a checksum of products alone would not change
     assert checksum(signs) != checksum(words)
 
 
@@ -185,7 +185,7 @@ def test_another_layout_is_left_alone(checkpoint: Path, folder: Path, monkeypatc
     assert bits(packed(checkpoint)) == expected
     (new,) = {path for path in folder.iterdir() if path.is_file()} - {old}
     assert old.read_bytes() == data
-    new.write_bytes(data)  # under the new name, but of the old layout
+    new.write_bytes(data)  # a file with the new name and the old layout
     with pytest.warns(GemmaWarning, match="packed again"):
         assert bits(packed(checkpoint)) == expected
     assert new.read_bytes() != data
@@ -195,7 +195,7 @@ LAYOUTS = {2: "d177a0675cadc806", 3: "65094b0097f50ed7"}
 
 
 def test_a_change_of_layout_has_a_new_number(checkpoint: Path, folder: Path) -> None:
-    """What is packed differently must not be taken for what older versions left: raise LAYOUT and add its digest here."""
+    """Old files must not be read in a new layout. After a change of the layout, raise LAYOUT and add its digest here."""
     digest = hashlib.sha256(b"".join(bits(packed(checkpoint))[:3])).hexdigest()[:16]
     assert LAYOUTS[store.LAYOUT] == digest
 
@@ -213,7 +213,7 @@ def test_parts_make_the_same_panels(checkpoint: Path, folder: Path, monkeypatch:
     monkeypatch.setattr(StoredMatrix, "rows", counted)
     monkeypatch.setattr(weights, "_CHUNK", 1)
     assert bits(packed(checkpoint)) == expected
-    assert max(counts) == 64  # and never a whole matrix
+    assert max(counts) == 64  # weights are never packed a whole matrix at a time
 
 
 PROGRAM = """
@@ -231,7 +231,7 @@ def test_processes_that_pack_at_once(checkpoint: Path, folder: Path) -> None:
     expected = hashlib.sha256(b"".join(bits(packed(checkpoint)))).hexdigest()
     good = only(folder).read_bytes()
     shutil.rmtree(folder)
-    if CACHE is not None:  # what is compiled already is not compiled again
+    if CACHE is not None:  # use the kernels that are already compiled
         (folder.parent / "kernels").symlink_to(CACHE.parent)
     command = [sys.executable, "-c", PROGRAM, str(checkpoint)]
     environment = child_environment()
@@ -308,7 +308,7 @@ def test_a_directory_that_others_may_write_is_not_used(
 
 
 def changed_in_place(path: Path) -> None:
-    """Other weights, same size, same time of change as far as the owner can say."""
+    """Change weights without changing the file's size and, as far as the owner can, its times."""
     before = path.stat()
     tensor = open_checkpoint(path).tensors["blk.1.ffn_down.weight"]
     data = bytearray(path.read_bytes())
@@ -321,7 +321,7 @@ def changed_in_place(path: Path) -> None:
 
 def test_changed_weights_are_noticed(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = bits(packed(checkpoint))
-    time.sleep(0.05)  # longer than a file system's clock stands still, which _FRESH is for
+    time.sleep(0.05)  # longer than the clock of a file system takes to advance
     changed_in_place(checkpoint)
     after = bits(packed(checkpoint))
     assert after != before
@@ -340,7 +340,7 @@ def test_a_file_that_changed_just_now_is_not_remembered(
 def test_a_record_that_cannot_be_written_changes_nothing(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As when the disk filled up after the weights were packed."""
+    """This happens when the disk becomes full after the weights were packed."""
     expected = bits(packed(checkpoint))
     shutil.rmtree(folder / store.RECORDS)
     (folder / store.RECORDS).touch()
@@ -378,7 +378,7 @@ def test_what_a_killed_process_left_is_cleared_away(
     monkeypatch.setattr(paths, "_YOUNG", -1.0)
     left = kept.with_name(kept.name + ".abc.partial")
     left.touch()
-    with paths.atomic_write(kept) as file:  # another process, not killed
+    with paths.atomic_write(kept) as file:  # another process that is still writing
         kept.unlink()
         packed(checkpoint)
         assert not left.exists()

@@ -1,4 +1,4 @@
-"""The worker team: synchronisation, faults, stalls, and a team that can be used again after each of them."""
+"""The worker team: synchronisation, faults and stalls. The team can be used again after each of them."""
 
 import contextlib
 import ctypes
@@ -67,7 +67,7 @@ def team() -> Iterator[Team]:
 
 
 def raised(team: Team, *args: Any, **options: Any) -> WorkerError:
-    """The error of a run that must fail, and not hang."""
+    """Return the error of a run that must fail and must not hang."""
     before = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         team.run(*args, **options)
@@ -87,7 +87,7 @@ def run_faulty(team: Team, plan: FaultPlan) -> WorkerError:
     )
 
 
-_others: set[threading.Thread] = set()  # of engines that other tests keep open
+_others: set[threading.Thread] = set()  # threads of engines that other tests keep open
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def others() -> None:
 
 
 def team_threads() -> list[threading.Thread]:
-    """Worker threads that this test has started."""
+    """Return the worker threads that this test has started."""
     return [t for t in threading.enumerate() if t.name.startswith("gemma_py-") and t not in _others]
 
 
@@ -156,7 +156,7 @@ def test_any_team_matches_one_worker(workers: int, expected: np.ndarray) -> None
 
 def test_rows_are_published_from_where_the_watermark_stands(team: Team) -> None:
     for start in (1, 1000):
-        passed(team, FaultPlan(seed=start), start)  # asserts the watermarks
+        passed(team, FaultPlan(seed=start), start)  # `passed` asserts the watermarks
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_rows_are_published_from_where_the_watermark_stands(team: Team) -> None:
     ids=lambda plan: f"{plan.omit}-{plan.omit_layer}-{plan.omit_phase}",
 )
 def test_negative_control_is_caught(team: Team, mutation: FaultPlan, expected: np.ndarray) -> None:
-    """With a wait left out, the check of test_any_team_matches_one_worker must fail."""
+    """Without a wait, the check of test_any_team_matches_one_worker must fail."""
     for seed in range(1, 300):
         plan = FaultPlan(**{**vars(mutation), "seed": seed})
         if not np.array_equal(passed(team, plan), expected):
@@ -190,7 +190,7 @@ def check_fault(team: Team, plan: FaultPlan, expected: np.ndarray) -> None:
     assert f"worker {plan.worker} of {WORKERS}" in str(error) and f"phase {NAMES[plan.phase]}" in str(error)
     assert error.settled == (plan.fault == "raise")
     assert ("an injected fault" if plan.fault == "raise" else "stalled") in str(error)
-    assert np.array_equal(passed(team), expected)  # the team is whole again
+    assert np.array_equal(passed(team), expected)  # the team works again
 
 
 FAULT_PLACES = [(MIX, "enter"), (MIX, "barrier"), (PRODUCE, "enter"), (ATTEND, "enter"), (ATTEND, "barrier")]
@@ -209,7 +209,7 @@ def test_exception_is_reported_and_the_team_goes_on(
 def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected: np.ndarray) -> None:
     with Team(WORKERS, deadline=DEADLINE, phases=NAMES) as team:
         check_fault(team, FaultPlan(5, "stall", phase % WORKERS, 1, phase, place), expected)
-    assert not team_threads()  # closing let go of the stall
+    assert not team_threads()  # closing the team has ended the stall
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected
 )
 @pytest.mark.parametrize("fault", ["raise", "stall"])
 def test_fault_with_a_tile_in_hand_is_reported(phase: int, place: str, fault: str, expected: np.ndarray) -> None:
-    """Alone, a worker gets every tile; among others it may get none, so then they try until it does."""
+    """A worker that is alone claims every tile. One of several workers may claim none, so the run is then repeated."""
     with Team(1, deadline=DEADLINE, phases=NAMES) as alone:
         error = run_faulty(alone, FaultPlan(0, fault, 0, 1, phase, place))
         assert (error.worker, error.layer, error.phase) == (0, 1, phase)
@@ -262,7 +262,7 @@ def test_rows_with_two_owners_are_reported(team: Team) -> None:
 
 def test_long_work_is_no_stall() -> None:
     with Team(2, deadline=1.0) as team:
-        team.run(work_slowly, 60)  # three deadlines long
+        team.run(work_slowly, 60)  # takes three times the deadline
 
 
 def test_late_worker_cannot_disturb_later_runs(expected: np.ndarray) -> None:
@@ -270,7 +270,7 @@ def test_late_worker_cannot_disturb_later_runs(expected: np.ndarray) -> None:
         gate, written = np.zeros(1, np.int64), np.zeros(1, np.int64)
         error = raised(team, hold, gate, 2, written)
         assert (error.worker, error.layer, error.phase, error.settled) == (2, 1, 2, False)
-        assert len(team_threads()) == WORKERS  # it, and not yet a new one
+        assert len(team_threads()) == WORKERS  # the stalled worker still runs, and no new one has started
         assert np.array_equal(passed(team, FaultPlan(seed=3)), expected)
         assert len(team_threads()) == WORKERS + 1
         gate[0] = 1
@@ -279,7 +279,8 @@ def test_late_worker_cannot_disturb_later_runs(expected: np.ndarray) -> None:
         until = time.monotonic() + GENEROUS
         while len(team_threads()) > WORKERS and time.monotonic() < until:
             time.sleep(0.01)
-        assert written[0] == 1 and len(team_threads()) == WORKERS  # it woke, wrote to its own run's array, and ended
+        # It continued, wrote to the array of its own run, and ended.
+        assert written[0] == 1 and len(team_threads()) == WORKERS
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -289,7 +290,7 @@ def test_dead_thread_is_reported_and_replaced(team: Team, expected: np.ndarray) 
     kill = ctypes.pythonapi.PyThreadState_SetAsyncExc
     assert victim.ident is not None
     assert kill(ctypes.c_ulong(victim.ident), ctypes.py_object(SystemExit)) == 1
-    # It sleeps in its inbox, takes the run, and dies of it: before, inside or after the kernel's call.
+    # The worker dies before, inside or after the kernel's call.
     error = None
     try:
         passed(team)
@@ -366,9 +367,10 @@ def test_several_python_threads_take_turns(team: Team, expected: np.ndarray) -> 
 
 
 def in_child(check: Any) -> None:
-    """Fork, and ask that check() holds in the child."""
+    """Fork, and assert that check() holds in the child."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forking with threads
+        # Newer versions of Python warn about forking a process with threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         code = 1
@@ -404,7 +406,7 @@ def test_fork_in_the_middle_of_a_run(team: Team, expected: np.ndarray) -> None:
     team.run(work_slowly, 0)
     user = threading.Thread(target=team.run, args=(work_slowly, 20))
     user.start()
-    time.sleep(0.2)  # the run holds the team's lock in the parent; it must not in the child
+    time.sleep(0.2)  # in the parent, the run holds the team's lock; the child must be able to take it
     in_child(lambda: np.array_equal(passed(team), expected))
     user.join(GENEROUS)
     assert not user.is_alive() and np.array_equal(passed(team), expected)
@@ -460,7 +462,7 @@ def test_kernels_are_compiled_once(team: Team) -> None:
 
 @contextlib.contextmanager
 def flushing_to_zero() -> Iterator[None]:
-    """FTZ and DAZ in this thread, by the saved environment of x86-64 glibc: MXCSR is its last word."""
+    """Set FTZ and DAZ in this thread. They are in MXCSR, the last word of the environment that x86-64 glibc saves."""
     libm, saved, changed = ctypes.CDLL("libm.so.6"), (ctypes.c_uint32 * 8)(), (ctypes.c_uint32 * 8)()
     libm.fegetenv(saved)
     libm.fegetenv(changed)
@@ -481,7 +483,8 @@ def test_flush_to_zero_is_noticed(expected: np.ndarray) -> None:
         passed(team)
         with Team(2) as other, flushing_to_zero():
             assert not is_ieee() and not specification_is_ieee()
-            assert np.array_equal(passed(team)[: LAYERS + 1], expected[: LAYERS + 1])  # its threads began before
+            # This team's threads were started before the mode changed.
+            assert np.array_equal(passed(team)[: LAYERS + 1], expected[: LAYERS + 1])
             with pytest.raises(WorkerError, match="flushes subnormals to zero"):
                 passed(other)
             assert not is_ieee()

@@ -1,4 +1,4 @@
-"""Trace files: written, compared, refused."""
+"""Trace files: how they are written and compared, and which are refused."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def test_a_trace_and_back(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("verify", TINY, "--threads", 3, "--chunks", "5", "--tokens", 96, "--against", path)
     assert (code, out.splitlines()[-1]) == (0, f"Every phase has the bits of {path}.")
     code, out, _ = run("verify", TINY, "--threads", 1, "--chunks", 50, "--reference", 0, "--json", "--against", path)
-    # As many tokens as there.
+    # Compare as many tokens as the trace has.
     assert (json.loads(out)["tokens"], json.loads(out)["against"]) == (96, {"equal": True, "difference": None})
 
 
@@ -60,8 +60,10 @@ def test_a_tampered_trace_is_located(run: Run, tmp_path: Path, traced: dict[str,
     assert (code, json.loads(out)["against"]["difference"]["message"]) == (1, message)
 
 
-def test_another_arithmetic_is_located_by_its_trace(monkeypatch: pytest.MonkeyPatch, traced: dict[str, Any]) -> None:
-    """As of a machine whose results differ, although they agree among themselves."""
+def test_a_machine_with_other_arithmetic_is_located_by_its_trace(
+    monkeypatch: pytest.MonkeyPatch, traced: dict[str, Any]
+) -> None:
+    """All runs on that machine agree with each other, and differ from the trace."""
     tamper(monkeypatch, before=repacked(changed_gain(1, "middle", 1)))
     with gemma_py.load(TINY, threads=2) as engine:
         made = trace_file.trace_document(engine, traced["tokens"])
@@ -116,8 +118,9 @@ BAD_TRACES = ("no trace", "a list", "another version", "another model", "other t
 
 
 @pytest.mark.parametrize("case", BAD_TRACES)
-def test_bad_traces(run: Run, tmp_path: Path, traced: dict[str, Any], case: str) -> None:
-    """Refused before the work begins."""
+def test_bad_traces_are_refused_before_the_work_begins(
+    run: Run, tmp_path: Path, traced: dict[str, Any], case: str
+) -> None:
     assert set(bad_traces(traced)) == set(BAD_TRACES)
     path = write(tmp_path / "t.json", bad_traces(traced)[case])
     code, out, err = run("verify", TINY, *SMALL, "--against", path)

@@ -1,4 +1,4 @@
-"""`verify`: what it prints, and that it finds and locates every difference."""
+"""`verify` finds and locates every difference."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def found(report: verify.VerifyReport) -> verify.Difference:
     return report.difference
 
 
-# --- all is well ------------------------------------------------------------------------------------------------------
+# no difference
 
 
 def test_a_good_run(run: Run) -> None:
@@ -75,7 +75,7 @@ def test_json(run: Run) -> None:
 
 
 def test_the_prompt_never_changes() -> None:
-    """The first numbers that splitmix64's authors give for the seed 0."""
+    """The numbers are the first ones that splitmix64's authors give for the seed 0."""
     assert verify.prompt(4, 1 << 64) == [
         0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC,
     ]  # fmt: skip
@@ -88,8 +88,8 @@ def test_the_prompt_fits_the_context() -> None:
     assert verify.prompt_length(7, 100) == 7
 
 
-def test_a_trace_depends_on_nothing_and_changes_nothing(tmp_path: Path) -> None:
-    """A quantised model, in which every phase stands; every row of every phase has a hash, and a worker of the team."""
+def test_a_trace_does_not_depend_on_threads_or_chunks_and_changes_no_bit(tmp_path: Path) -> None:
+    """The model is quantised, so that it has every phase. Every row of every phase has a hash and a worker."""
     path = write_model(tmp_path / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
     ids = verify.prompt(50, 77)
     first = None
@@ -114,8 +114,7 @@ def _trace_rows(trace, at, tokens, x, width, first, last):
     traces.trace_rows(trace, at, tokens, x, width, first, last)
 
 
-def test_a_hash_sees_bits_and_their_order() -> None:
-    """Two words of a row changed places, or one bit of it flipped: another hash."""
+def test_a_hash_changes_if_words_change_places_or_a_bit_flips() -> None:
     x = np.arange(1, 9, dtype=np.float32)
     others = [x.copy() for _ in range(9)]
     for number, other in enumerate(others[:8]):
@@ -129,11 +128,13 @@ def test_a_hash_sees_bits_and_their_order() -> None:
     assert len(seen) == 10
 
 
-# --- something is not -------------------------------------------------------------------------------------------------
+# differences
 
 
 def test_a_bit_of_the_cache_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer 5 keeps all rows, so the row itself is found too; layer 3 has forgotten it by the end."""
+    """Layer 5 keeps all rows, so the changed row is found. In layer 3, the ring has overwritten the row by the end of the
+    run.
+    """
     tamper(monkeypatch, after=flip_kept(5, 60, 64))
     difference = found(check())
     assert (difference.layer, difference.phase, difference.first) == (5, "attention", 64)
@@ -174,11 +175,12 @@ def test_a_changed_weight_is_located(monkeypatch: pytest.MonkeyPatch, phase: str
     tamper(monkeypatch, before=repacked(change))
     difference = found(check())
     assert (difference.layer, difference.phase) == (layer, phase)
-    assert difference.first == (1 if phase == "attention" else 0)  # one key alone has all the weight
+    # Position 0 attends to one key only, whose weight is 1.
+    assert difference.first == (1 if phase == "attention" else 0)
 
 
-def test_agreement_on_no_numbers_is_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run reads something that no worker has written."""
+def test_equal_results_that_contain_nan_are_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run reads memory that no worker has written."""
     tamper(monkeypatch, before=repacked(changed_number("attention", np.nan)))
     code, out, err = run("verify", TINY, "--threads", 2, *SMALL[2:])
     assert (code, out) == (1, "")
@@ -192,7 +194,7 @@ def test_the_next_layers_norm_belongs_to_the_end(monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_read_too_early_are_located(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real race: no worker waits for rows. It does not show in every run, so it is run until it does."""
+    """Workers do not wait for KV rows. The race does not show in every run, so the test repeats the run until it does."""
     seeds = count(1)
 
     def race(runner: Runner, cache: Cache) -> None:

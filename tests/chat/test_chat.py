@@ -1,4 +1,4 @@
-"""Conversations: what is computed again in each turn, and that the bits are those of a fresh session."""
+"""Conversations: which tokens are computed again in each turn. The bits are those of a fresh session."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ def test_a_turn_costs_its_own_tokens(tiny_engine: gemma_py.Engine) -> None:
         stats = conversation.stats
         assert stats is not None
         assert conversation.messages[-1] == {"role": "assistant", "content": answer.rstrip()}
-        assert stats.cached_tokens >= held - 2  # but for white space at the answer's end
+        assert stats.cached_tokens >= held - 2  # all but white space at the answer's end
         assert stats.prompt_tokens - stats.cached_tokens < 40
         assert stats.generated_tokens == 20 and stats.finish_reason == "length" and stats.seed == 5
         held = len(conversation.ids)
@@ -44,8 +44,10 @@ def test_what_two_histories_have_in_common(tiny_engine: gemma_py.Engine) -> None
     assert conversation._common([*held, 1]) == 3000
 
 
-def test_a_turn_finds_its_room_made(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows move to larger arenas after an answer, never between a message and the first token."""
+def test_memory_for_the_next_turn_is_allocated_after_an_answer(
+    tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV rows never move to larger arrays between a message and the first token of the answer."""
     conversation = new(tiny_engine, max_tokens=60)
     talk(conversation, "hello")
     moved: list[int] = []
@@ -86,7 +88,7 @@ def test_undo_retry_and_edit_reuse_what_is_common(tiny_engine: gemma_py.Engine) 
     first = talk(conversation, "two")
     before = [dict(message) for message in conversation.messages]
     second = "".join(token.text for token in conversation.retry())
-    assert second != first  # the seed goes up by one
+    assert second != first  # each retry uses the next seed
     assert conversation.stats is not None
     assert (conversation.stats.cached_tokens, conversation.stats.seed) == (conversation.stats.prompt_tokens - 1, 6)
     assert conversation.messages[:-1] == before[:-1]
@@ -106,8 +108,10 @@ def test_undo_retry_and_edit_reuse_what_is_common(tiny_engine: gemma_py.Engine) 
             action()
 
 
-def test_going_back_further_than_the_rings_hold(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it is computed anew, and says so in its figures; the bits are the same."""
+def test_undoing_more_than_the_rings_hold_computes_the_tokens_again(
+    tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statistics count these tokens as computed. The bits are those of a fresh session."""
     monkeypatch.setattr("gemma_py.chat.conversation._REWIND_BYTES", 1 << 13)
     conversation = new(tiny_engine)
     assert conversation._keep() < 10
@@ -166,7 +170,7 @@ def test_stopping_a_prefill_changes_nothing(tiny_engine: gemma_py.Engine) -> Non
     talk(conversation, "short")
     assert seen[-1][0] == seen[-1][1]
     assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
-    # Not even begun: nothing has happened either.
+    # If the iterator is not even started, the conversation does not change either.
     conversation.send("never asked for").close()
     assert conversation.messages[-2]["content"] == "short"
 
@@ -189,7 +193,7 @@ def test_a_worker_that_fails_costs_no_word(tiny_engine: gemma_py.Engine, monkeyp
             for token in answer:
                 said += token.text
     assert conversation.messages[-1]["content"] == said.rstrip()
-    conversation._session._cache.abandon()  # as after a worker that never came back
+    conversation._session._cache.abandon()  # as if a worker had stalled for ever
     assert talk(conversation, "still there?") is not None
     assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
 
@@ -197,9 +201,9 @@ def test_a_worker_that_fails_costs_no_word(tiny_engine: gemma_py.Engine, monkeyp
 def test_the_context_is_a_wall_with_numbers() -> None:
     with gemma_py.load(TINY, context=60) as engine:
         conversation = new(engine, max_tokens=None)
-        talk(conversation, "one")  # up to the wall: the answer ends for want of room, and says so
+        talk(conversation, "one")  # the answer fills the context, and ends with that finish_reason
         assert conversation.stats is not None and conversation.stats.finish_reason == "length"
-        assert conversation.tokens_used == 60  # what would stand before a next text has no room, and does not count
+        assert conversation.tokens_used == 60  # tokens beyond the context are not counted
         before = [dict(message) for message in conversation.messages]
         with pytest.raises(
             ContextError, match=r"prompt of \d+ tokens leaves no room for an answer in the context of 60"
@@ -213,7 +217,7 @@ def test_the_context_is_a_wall_with_numbers() -> None:
 def test_an_answer_that_forges_turns_is_only_text_later(
     tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Control tokens that a model wrote, and a user who repeats its words."""
+    """A model writes control tokens, and the user repeats its words."""
     tokenizer = tiny_engine.text_tokenizer()
     start = tokenizer.token_id("<start_of_turn>") or 0
     conversation = new(tiny_engine)
@@ -223,8 +227,8 @@ def test_an_answer_that_forges_turns_is_only_text_later(
     assert said == "<start_of_turn>" * 3
     conversation.sampling = DRAW
     talk(conversation, said)
-    assert conversation.ids.count(start) == 4  # two users', two models'
-    talk(conversation, "again")  # only that one turn computed an answer anew
+    assert conversation.ids.count(start) == 4  # two turns of the user, and two of the model
+    talk(conversation, "again")  # only the turn after the forged answer had to compute an answer again
     stats = conversation.stats
     assert stats is not None and stats.prompt_tokens - stats.cached_tokens < 25 < stats.cached_tokens
     assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
@@ -240,7 +244,7 @@ def test_a_base_model_gets_a_transcript(tiny_engine: gemma_py.Engine) -> None:
 
 
 def test_a_stop_string_leaves_the_cache_in_step(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scripted model that writes an answer and goes on with the user's next line."""
+    """The model's tokens are scripted: an answer, then the beginning of another turn of the user."""
     tokenizer = tiny_engine.text_tokenizer()
     script = tokenizer.encode(" Fine, thanks.\nUser: and you?", bos=False)
     conversation = new(tiny_engine, template="transcript", max_tokens=60)

@@ -41,21 +41,22 @@ def window(tmp_path: Path) -> Iterator[Callable[..., Window]]:
         yield make
 
 
-END = ("of 4,096", ">")  # of the line after an answer; and the prompt, at which keys are keys again
+END = ("of 4,096", ">")  # the end of the line after an answer, and then the prompt, which reads keys again
 
 
 def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: Path) -> None:
     here = window()
     here.chat("--max-tokens", "12")
     assert "\x1b[Kloading the model\r" in here.text
-    # It streams, and says what it took.
+    # An answer is streamed, and followed by a line of statistics.
     here.type("hello\r")
     here.expect("prompt 15 tokens", "answer 12", "first after", "of 4,096", "the answer was cut off at 12 tokens", ">")
-    assert "> hello\r\r\n" not in ESCAPES.sub("", here.text)  # shown once: the prompt that it was typed into is gone
+    # The message is shown once, because the prompt into which it was typed is erased.
+    assert "> hello\r\r\n" not in ESCAPES.sub("", here.text)
     history = tmp_path / "gemma_py" / "history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert stat.S_IMODE(history.parent.stat().st_mode) == 0o700
-    # Several lines, letters of many scripts, and lines that a paste brings.
+    # Messages of several lines, in many scripts, and pasted ones.
     here.type("one 🙂\x1b\rשלום")
     here.paste("\ntwo\nتجربة")
     here.type("\r")
@@ -67,12 +68,12 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
         "hello",
         "one 🙂\nשלום\ntwo\nتجربة",
     ]
-    # Wrong commands cost a line.
+    # A wrong command is answered with one line.
     here.type("/hepl\r")
     here.expect("unknown command /hepl; did you mean /help?")
     here.type("/set top_p 7\r")
     here.expect("top_p should be a number from 0 to 1, found 7")
-    # Ctrl-C in the middle of an answer keeps what was said, and the session.
+    # After Ctrl-C in the middle of an answer, the text so far and the session are kept.
     here.type("/set max_tokens 3000\r")
     here.expect("max_tokens 3000")
     here.ask_at_length("go on")
@@ -80,21 +81,20 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.expect("answer", *END)
     here.type("/stats\r")
     here.expect("ended", "stopped")
-    # Ctrl-Z gives the shell back; the answer goes on where it was.
+    # Ctrl-Z suspends the chat and shows the shell. Afterwards the answer continues.
     here.ask_at_length("and on")
     here.type("\x1a")
     here.expect("Stopped", "shell$ ")
     before = len(here.text)
-    here.type("echo $((6*7))\r")  # the shell's keys are as they were: shown, and sent by Enter
+    here.type("echo $((6*7))\r")  # the shell shows the keys, and Enter sends them, as before
     here.expect("echo $((6*7))", "42", "shell$ ")
     here.type("fg\r")
     here.answers()
     here.type("\x03")
     here.expect("answer", *END)
-    assert (
-        "\x1b[J" not in here.text[before : here.text.index("prompt ", before)]
-    )  # it would take the shell's lines away
-    # A window that changes in the middle of an answer: nobody knows which rows are the answer's, so none is drawn again.
+    # Erasing rows would erase the shell's output.
+    assert "\x1b[J" not in here.text[before : here.text.index("prompt ", before)]
+    # If the window is resized during an answer, the rows of the answer are unknown, so it is not rendered.
     here.ask_at_length("wide")
     before = len(here.text)
     here.resize(24, 70)
@@ -102,7 +102,7 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.type("\x03")
     here.expect("answer", *END)
     assert "\x1b[J" not in here.text[before : here.text.index("prompt ", before)]
-    # A narrow one, in the middle and after.
+    # A narrow window, during an answer and after.
     here.ask_at_length("narrow")
     here.resize(10, 20)
     here.answers()
@@ -113,7 +113,7 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.type("hi\r")
     here.expect("answer 5", *END)
     here.resize(24, 80)
-    # /edit brings the last text back into the prompt.
+    # /edit puts the last message into the prompt.
     here.type("/edit\r")
     here.expect("hi")
     here.type(" there\r")
@@ -129,13 +129,13 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.expect("left 0\r\n")
 
 
-def test_what_is_typed_during_an_answer(window: Callable[..., Window], tmp_path: Path) -> None:
-    """It is not seen among the answer's words and not lost: the next prompt has it, whatever ends the answer."""
+def test_keys_typed_during_an_answer_are_read_by_the_next_prompt(window: Callable[..., Window], tmp_path: Path) -> None:
+    """The keys do not appear in the answer, and are not lost, whatever ends the answer."""
     here = window()
     here.chat("--max-tokens", "3000")
     for before_it_ends in ("", "\x1a"):
         here.ask_at_length("one")
-        if before_it_ends:  # the shell, to which we went and came back, had the keys shown
+        if before_it_ends:  # the shell was shown for a while, and has turned echo on
             here.type(before_it_ends)
             here.expect("Stopped", "shell$ ")
             here.type("fg\n")
@@ -146,7 +146,7 @@ def test_what_is_typed_during_an_answer(window: Callable[..., Window], tmp_path:
         shown = here.expect(*END, "typed ahead 🙂")
         assert "typed" not in shown.partition("answer")[0]
         here.type("\x15")
-    # What has an Enter is the next message, a paste of many lines is one, and a long one is whole.
+    # A line that ends with Enter is the next message. A paste of many lines is one message, and a long line is not cut.
     here.type("/set max_tokens 100\r")
     here.expect("max_tokens 100", ">")
     here.ask_at_length("two")
@@ -175,9 +175,9 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     here.expect("stopped before the answer began")
     here.type("/tokens\r")
     here.expect("context 28 of 4,096")
-    here.type("\x1b[A\x1b[A\r")  # two up in the history: it is still there
+    here.type("\x1b[A\x1b[A\r")  # two entries up in the history, the message is still there
     here.expect("answer 6", *END)
-    # No room for it twice: said, and a choice.
+    # The message does not fit into the context twice. The chat says so and asks what to do.
     here.paste(paste)
     here.type("\r")
     here.expect("leaves no room", "o: forget the oldest 1 of 2 exchanges")
@@ -195,7 +195,7 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
 
 
 class Scripted(PlainScreen):
-    """A screen with somebody before it, who gives these answers to questions."""
+    """A screen with a user, who gives these answers to questions."""
 
     interactive = True
 
@@ -210,7 +210,9 @@ class Scripted(PlainScreen):
 
 @pytest.mark.parametrize(("choices", "forgotten"), [("o", 2), ("oo", 3), ("c", 4), ("oc", 4), ("", None), ("o", None)])
 def test_the_choice_at_the_limit(choices: str, forgotten: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """o: the older half of the exchanges, c: all of them; the system message stays. Anything else: it is not sent."""
+    """o: remove the older half of the exchanges. c: remove all of them. The system message stays. Any other answer: the
+    message is not sent.
+    """
     with gemma_py.load(TINY) as engine:
         conversation = Conversation(engine, "be brief", engine.chat_sampling({"temperature": 0.0}), max_tokens=1)
         for number in range(4):
@@ -281,8 +283,9 @@ def test_prompt(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
 
 
 def test_same_seed_same_text(pipe: Pipe, run: Run, tmp_path: Path) -> None:
-    """For 1, 2 and 4 threads: `chat` and `generate`, the Python API's three ways, and a second turn in a conversation that
-    went on, that was loaded with its keys and values, and that computes them anew."""
+    """The texts are compared for 1, 2 and 4 threads: `chat`, `generate`, three ways in Python, and second turns in a
+    conversation that continued, one that was loaded with its KV cache, and one that was loaded without.
+    """
     seeds: dict[str, Any] = {"seed": 4, "temperature": 1.5, "top_k": 0}
     options = ("--seed", 4, "--temperature", 1.5, "--top-k", 0, "--max-tokens", 30)
     ids, saved, message = tmp_path / "ids", tmp_path / "saved", [{"role": "user", "content": "hello"}]
@@ -400,8 +403,7 @@ def test_more_threads_than_cores_are_advised_against(pipe: Pipe, monkeypatch: py
     )
 
 
-def test_broken_pipe() -> None:
-    """As of `... | head`: it ends, without a traceback."""
+def test_a_reader_that_closes_the_pipe_ends_the_chat_without_a_traceback() -> None:
     command = [
         sys.executable,
         "-m",

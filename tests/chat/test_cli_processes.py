@@ -1,4 +1,4 @@
-"""The command line as a program: pipes, interrupts, closed streams, a full disk, a home that cannot be written."""
+"""The command line as a program: pipes, interrupts, closed streams, a full disk, a home directory that is read-only."""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Models of the hub, without the hub: a cache laid out as its library lays it out, and the library's own errors."""
+"""Models of the Hugging Face hub, tested without network: with a cache in huggingface_hub's layout, and with its
+exceptions.
+"""
 
 import os
 import subprocess
@@ -26,7 +28,7 @@ GGUFS = ["a-Q4_K_M.gguf", "a-Q8_0.gguf", "big/b-00001-of-00002.gguf", "big/b-000
 
 
 def lay_out(cache: Path, repository: str, files: dict[str, bytes], revision: str = "main") -> Path:
-    """A downloaded snapshot: content in blobs, names as links to it, and what the branch stands for."""
+    """Write a downloaded snapshot: contents in blobs, file names as links, and the commit to which the branch points."""
     folder = cache / f"models--{repository.replace('/', '--')}"
     snapshot = folder / "snapshots" / SHA
     for number, (name, data) in enumerate(files.items()):
@@ -46,14 +48,14 @@ TINY_FILES = {file.name: file.read_bytes() for file in TINY.iterdir()}
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The library's, which may not ask the network."""
+    """huggingface_hub's cache, in a temporary directory and without network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, given: BaseException | list[str]) -> None:
-    """What the hub says of any repository."""
+    """Replace what the hub says about any repository."""
 
     def model_info(repository: str, **options: Any) -> Any:
         if isinstance(given, BaseException):
@@ -64,7 +66,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, given: BaseException | list[str]) ->
 
 
 def error(name: str, text: str = "") -> Exception:
-    """One of the library's, which else come from a response."""
+    """Return an exception of huggingface_hub, which normally needs an HTTP response."""
     kind = getattr(errors, name)
     made: Exception = kind.__new__(kind)
     made.args = (text,)
@@ -88,6 +90,13 @@ def error(name: str, text: str = "") -> Exception:
             ".",
             ["config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja",
              "model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ),
+        (
+            ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin",
+             "config.json", "config_sentence_transformers.json", "model.safetensors", "modules.json", "onnx/config.json"],
+            ".",
+            ["config.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors",
+             "config_sentence_transformers.json", "modules.json", "model.safetensors"],
         ),
         (["config.json", "a.gguf", "mmproj-a.gguf"], "a.gguf", ["a.gguf"]),
         (["gemma-4-E2B_q4_0-it.gguf", "gemma-4-E2B-it-mmproj.gguf"], "gemma-4-E2B_q4_0-it.gguf", ["gemma-4-E2B_q4_0-it.gguf"]),
@@ -133,7 +142,7 @@ def test_a_directory_from_the_cache(cache: Path, capsys: pytest.CaptureFixture[s
     for missing in ("hf:owner/tiny@v2", "hf:owner/other", "gemma-3-270m-it"):
         with pytest.raises(ModelNotFoundError, match="HF_HUB_OFFLINE forbids"):
             resolve(missing)
-    lay_out(cache, "google/gemma-3-270m-it", TINY_FILES)  # a name of the catalogue
+    lay_out(cache, "google/gemma-3-270m-it", TINY_FILES)  # this model has a name in the catalogue
     assert resolve("gemma-3-270m-it").parts[-3:] == ("models--google--gemma-3-270m-it", "snapshots", SHA)
 
 
@@ -141,7 +150,7 @@ def test_files_from_the_cache(cache: Path) -> None:
     snapshot = lay_out(cache, "owner/ggufs", dict.fromkeys(GGUFS, b""), "refs/pr/1")
     assert resolve("hf:owner/ggufs/big/b-00001-of-00002.gguf@refs/pr/1") == snapshot / GGUFS[2]
     assert resolve("hf:owner/ggufs/a-Q8_0.gguf@refs/pr/1") == snapshot / "a-Q8_0.gguf"
-    assert hub.repository_of(snapshot / "a-Q8_0.gguf") is None  # a file has a name of its own
+    assert hub.repository_of(snapshot / "a-Q8_0.gguf") is None  # a file is no repository
     with pytest.raises(ModelNotFoundError):
         resolve("hf:owner/ggufs@refs/pr/1")
     (snapshot / "big" / "b-00001-of-00002.gguf").unlink()
@@ -150,7 +159,7 @@ def test_files_from_the_cache(cache: Path) -> None:
 
 
 def test_variables_of_the_library(tmp_path: Path) -> None:
-    """As a program: HF_HOME says where the cache is, HF_HUB_OFFLINE that it is all there is."""
+    """The commands run as programs. HF_HOME says where the cache is, and HF_HUB_OFFLINE forbids network access."""
     lay_out(tmp_path / "hub", "owner/tiny", TINY_FILES)
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment.pop("HF_HUB_CACHE", None)
@@ -186,7 +195,7 @@ def test_what_is_in_the_cache_is_not_downloaded(
 def test_only_what_is_needed_is_downloaded(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lay_out(cache, "owner/model", {GGUFS[2]: b""})  # a download that was broken off
+    lay_out(cache, "owner/model", {GGUFS[2]: b""})  # an incomplete download
     answer(monkeypatch, [*GGUFS, "odd[1].gguf", "config.json"])
     asked: list[tuple[str, str | None, list[str]]] = []
 
@@ -224,7 +233,7 @@ def test_errors_are_one_line(
         resolve("hf:owner/model")
     assert str(caught.value).startswith("hf:owner/model: ") and "\n" not in str(caught.value)
 
-    # The same, where the repository may be listed but not read.
+    # The same for a repository that may be listed, but not read.
     def download(*_: object, **options: Any) -> str:
         raise make()
 

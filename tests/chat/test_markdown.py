@@ -1,4 +1,4 @@
-"""Streamed Markdown, on a terminal made of a list of rows: nothing lost, nothing left over, whatever the pieces and width."""
+"""Streamed Markdown on a simulated terminal: no text is lost or left over, whatever the pieces and the width."""
 
 import io
 import random
@@ -44,7 +44,9 @@ def f(x):
 
 
 class Rows:
-    """Shows what is written as a terminal would: wraps, goes up, clears. It never forgets a row."""
+    """A simulated terminal, which wraps lines, moves the cursor up and erases rows. It keeps all rows, also those that have
+    scrolled away.
+    """
 
     def __init__(self, width: int) -> None:
         self.width, self.rows, self.row, self.column = width, [""], 0, 0
@@ -107,7 +109,7 @@ def test_rendered_where_that_is_sure() -> None:
         assert raw not in page
     for kept in ("<b>not</b> HTML", "https://example.org/there", "there.png", "not-a-reference", "**never closed", "•"):
         assert kept in page
-    assert "more than once.\nSecond line" in re.sub(r"\n(?!Second)", " ", page)  # a line of the model stays a line
+    assert "more than once.\nSecond line" in re.sub(r"\n(?!Second)", " ", page)  # line breaks of the model are kept
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from gemma_py.errors import InputError, WorkerError
 @pytest.mark.parametrize("name", ["gemma1-multi-query", "gemma2-no-caps", "gemma3", "gemma3-multi-query"])
 @pytest.mark.parametrize("kv", ["float32", "bfloat16"])
 def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], name: str, kv: str) -> None:
-    """Random walks forwards and back, in test mode (whatever is not to be read is NaN): the bits of one prefill."""
+    """A session is prefilled and rewound at random. Rows that must not be read are NaN. The result must have the bits of
+    one prefill.
+    """
     rng = random.Random(name)
     with gemma_py.load(checkpoints[name], threads=2, kv=kv) as engine:
         engine.instruments.poison = True
@@ -42,7 +44,7 @@ def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], nam
             assert session.kv_digest() == fresh_digest(engine, ids)
 
 
-def test_rows_that_moved_are_the_same(checkpoints: dict[str, Path]) -> None:
+def test_reallocated_rings_keep_their_rows(checkpoints: dict[str, Path]) -> None:
     """Rings that have wrapped around are reallocated for a larger chunk."""
     ids = [number % 96 for number in range(128)]
     with gemma_py.load(checkpoints["gemma3"]) as engine:
@@ -70,10 +72,10 @@ def test_keep_is_what_a_session_can_go_back(checkpoints: dict[str, Path]) -> Non
             assert not session.can_rewind_to(-1)
 
 
-def test_a_failed_pass_leaves_what_going_back_needs(
+def test_a_failed_pass_does_not_overwrite_rows_that_rewind_needs(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as it came, it wrote to places of the ring that hold nothing any more."""
+    """Until it fails, the pass writes only to rows of the ring that are no longer needed."""
     with gemma_py.load(checkpoints["gemma3"]) as engine:
         session = engine.session(keep=10)
         session.prefill(list(range(60)), chunk=1)

@@ -48,8 +48,8 @@ def test_a_loaded_conversation_goes_on_with_the_same_bits(told: tuple[Conversati
     assert answer == talk(Conversation.load(conversation.engine, path), "and then?")
 
 
-def test_what_was_taken_back_is_not_saved(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:
-    """Neither its words, nor its ids, nor its keys and values."""
+def test_undone_messages_are_not_saved(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:
+    """The file contains neither their words, nor their ids, nor their keys and values."""
     path = tmp_path / "c"
     for take_back in (Conversation.undo, Conversation.clear):
         conversation = new(tiny_engine)
@@ -87,7 +87,7 @@ def test_an_empty_conversation_is_saved_too(tiny_engine: gemma_py.Engine, tmp_pa
 
 
 def test_another_model_is_refused(told: tuple[Conversation, Path], tmp_path: Path) -> None:
-    """One weight differs by one bit, or rows are stored in another type: then the rows are not this model's."""
+    """The models differ by one bit of one weight, or in the type of the KV cache. The KV rows would be wrong in both cases."""
     _, path = told
     shutil.copytree(TINY, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
@@ -149,7 +149,8 @@ def test_any_reader_of_safetensors_reads_a_saved_conversation(told: tuple[Conver
     assert (metadata["format"], metadata["version"], metadata["kv"]) == ("gemma_py conversation", "3", "float32")
 
 
-# Children that save again and again, each killed at some moment; what was being written when, and what is left of it.
+# Each child process saves again and again and is killed at a random moment. Then the test looks at what is left of the
+# file.
 KILLED = """
 import contextlib, os, random, signal, sys, time
 from pathlib import Path
@@ -208,7 +209,8 @@ def killed_while_saving(told: Path, folder: Path, kills: int) -> str:
 def test_killed_while_saving_leaves_the_old_file_or_the_new(told: tuple[Conversation, Path], tmp_path: Path) -> None:
     said = killed_while_saving(told[1], tmp_path, 20)
     kills, writing, changed = map(int, re.findall(r"\d+", said))
-    assert kills >= 20 and writing >= 3 and changed >= 3  # else they came too early or too late to show anything
+    # Otherwise the kills came too early or too late to prove anything.
+    assert kills >= 20 and writing >= 3 and changed >= 3
 
 
 def test_export(told: tuple[Conversation, Path], tmp_path: Path) -> None:

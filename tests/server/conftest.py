@@ -1,4 +1,4 @@
-"""Shared by the tests of the server: one that runs in this process."""
+"""The fixture of the server's tests: a server in this process."""
 
 from collections.abc import Iterator
 
@@ -10,6 +10,6 @@ import gemma_py
 
 @pytest.fixture(scope="session")
 def server(tiny_engine: gemma_py.Engine) -> Iterator[Running]:
-    """One for all tests that leave it as it was."""
+    """A server for all tests that do not change its settings."""
     with serving(tiny_engine) as running:
         yield running

@@ -99,7 +99,7 @@ def test_pages_from_elsewhere_only_where_allowed(locked: Running, server: Runnin
     assert headers["Access-Control-Allow-Origin"] == "https://friend.example"
     assert locked.request("GET", "/v1/models", headers={**stranger, **key})[0] == 403
     _, _, headers = server.request("GET", "/v1/models")
-    assert headers["Access-Control-Allow-Origin"] is None  # closed unless given
+    assert headers["Access-Control-Allow-Origin"] is None  # no origin is allowed unless one is given
 
 
 def test_a_key_file_holds_keys(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_key_file_holds_keys(tmp_path: Path) -> None:
 
 
 def test_a_key_may_have_any_letters(locked: Running) -> None:
-    """As bytes, as headers arrive."""
+    """The key is sent as bytes, because headers are bytes."""
     given = {"Authorization": "Bearer " + LETTERS.encode().decode("latin-1")}
     assert locked.request("GET", "/v1/models", headers=given)[0] == 200
 
@@ -130,7 +130,8 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("hmac.compare_digest", compare)
     assert Keys([KEY, OTHER]).hold(KEY.encode())
-    assert len(compared) == 2 and {len(digest) for digest in compared} == {32}  # all of them, whichever was right
+    # Every key is compared, whichever of them is right.
+    assert len(compared) == 2 and {len(digest) for digest in compared} == {32}
 
 
 def test_what_is_only_this_machine() -> None:

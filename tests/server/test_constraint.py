@@ -1,4 +1,4 @@
-"""Answers constrained to a JSON schema, and schemas that are refused."""
+"""Answers that follow a JSON schema, and schemas that are refused."""
 
 import json
 from typing import Any
@@ -83,8 +83,10 @@ def test_any_object_and_the_form_of_responses(server: Running) -> None:
     assert made["choices"][0]["text"].startswith("{")
 
 
-def test_what_may_follow_is_what_the_grammar_says(constraints: JsonConstraints, tiny_engine: gemma_py.Engine) -> None:
-    """Tokens of one letter, one after the other; at the end only the end may follow."""
+def test_only_tokens_that_the_grammar_allows_have_logits(
+    constraints: JsonConstraints, tiny_engine: gemma_py.Engine
+) -> None:
+    """The document is written with tokens of one letter. At its end, only the end token is allowed."""
     constraint = constraints.compile({"const": [1]}, "schema")
     tokenizer = tiny_engine.text_tokenizer()
     logits = np.linspace(-1, 1, tiny_engine.config.vocab_size, dtype=np.float32)
@@ -94,7 +96,7 @@ def test_what_may_follow_is_what_the_grammar_says(constraints: JsonConstraints, 
         allowed = constraint.allowed(logits)
         possible = {tokenizer.piece(int(number)) for number in np.flatnonzero(np.isfinite(allowed))}
         assert character in possible and all(piece is not None and "[1]".find(piece) >= 0 for piece in possible)
-        assert allowed[token] == logits[token]  # the others are as they were
+        assert allowed[token] == logits[token]  # the logits of allowed tokens do not change
         constraint.accept(token)
     assert constraint.finished
 
@@ -138,10 +140,10 @@ def test_depth_is_limited_before_anything_recurses(constraints: JsonConstraints)
         {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}},
     ],
 )
-def test_a_bomb_costs_no_more_than_the_limits_allow(
+def test_a_schema_that_needs_endless_work_ends_at_the_limits(
     constraints: JsonConstraints, tiny_engine: gemma_py.Engine, schema: dict[str, Any]
 ) -> None:
-    """It is refused, or followed; neither hangs."""
+    """It may be refused or followed, but must not hang."""
     try:
         constraint = constraints.compile(schema, "schema")
     except ApiError:

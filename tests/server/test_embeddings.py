@@ -19,8 +19,8 @@ from gemma_py.runtime.fault_injection import FaultPlan
 
 
 @pytest.fixture(scope="module")
-def engine(embedding_folder: Path) -> Iterator[gemma_py.Engine]:
-    with gemma_py.load(embedding_folder, threads=2) as engine:
+def engine(each_embedding_folder: Path) -> Iterator[gemma_py.Engine]:
+    with gemma_py.load(each_embedding_folder, threads=2) as engine:
         yield engine
 
 
@@ -120,12 +120,12 @@ def test_a_server_that_generates_embeds_nothing(tiny_engine: gemma_py.Engine) ->
 
 
 def test_the_command_writes_every_format(
-    engine: gemma_py.Engine, embedding_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: gemma_py.Engine, each_embedding_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = ["one", "another text"]
     want = engine.embed(texts, task="query", dimensions=5)
     options = ["--task", "query", "--dimensions", "5"]
-    assert main(["embed", str(embedding_folder), *texts, *options]) == 0
+    assert main(["embed", str(each_embedding_folder), *texts, *options]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert same([row["embedding"] for row in rows], want)
     (tmp_path / "lines.txt").write_text("one\nanother text\n")
@@ -133,7 +133,7 @@ def test_the_command_writes_every_format(
     for source in (["--file", f"{tmp_path}/lines.txt"], ["--jsonl", f"{tmp_path}/rows.jsonl"]):
         for suffix in ("npy", "safetensors", "jsonl"):
             out = tmp_path / f"made.{suffix}"
-            assert main(["embed", str(embedding_folder), *source, *options, "--output", str(out)]) == 0
+            assert main(["embed", str(each_embedding_folder), *source, *options, "--output", str(out)]) == 0
             if suffix == "npy":
                 assert same(np.load(out), want)
             elif suffix == "safetensors":
@@ -142,7 +142,7 @@ def test_the_command_writes_every_format(
                 assert same([json.loads(line)["embedding"] for line in out.read_text().splitlines()], want)
     (tmp_path / "rows.jsonl").write_text("[3, 4]\n3\n")
     capsys.readouterr()
-    assert main(["embed", str(embedding_folder), "--jsonl", f"{tmp_path}/rows.jsonl"]) == 1
+    assert main(["embed", str(each_embedding_folder), "--jsonl", f"{tmp_path}/rows.jsonl"]) == 1
     assert "line 2: should be a string, a list of token ids" in capsys.readouterr().err
 
 
@@ -150,9 +150,9 @@ def test_the_command_writes_every_format(
     "arguments", [[], ["--file", "a", "text"], ["a", "--dimensions", "0"], ["a", "--output", "made.csv"]]
 )
 def test_wrong_usage_is_one_line(
-    embedding_folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    each_embedding_folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["embed", str(embedding_folder), *arguments])
+        main(["embed", str(each_embedding_folder), *arguments])
     assert ended.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1

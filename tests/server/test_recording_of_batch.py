@@ -1,4 +1,4 @@
-"""The recording of a batch in docs/server.md is what the demo model gives."""
+"""The batch in docs/server.md shows what the demo model gives."""
 
 import json
 from collections.abc import Callable

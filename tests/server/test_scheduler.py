@@ -1,4 +1,6 @@
-"""The scheduler: each request gets what it would get alone, whichever requests arrive, leave or fail at the same time."""
+"""The scheduler: each request gets the answer that it gets alone, whichever requests arrive, leave or fail at the same
+time.
+"""
 
 import math
 import random
@@ -42,7 +44,7 @@ def scheduler(tiny_engine: gemma_py.Engine) -> Iterator[Scheduler]:
 
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[Crowd]:
-    """In test mode: scratch and unpublished rows are NaN, schedules are shaken."""
+    """An engine with random delays, whose scratch memory and unpublished rows are NaN."""
     with gemma_py.load(TINY, threads=2) as engine:
         engine.instruments.poison = True
         yield Crowd(engine, 32, seed=5)
@@ -50,7 +52,7 @@ def crowd() -> Iterator[Crowd]:
 
 @pytest.fixture
 def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts take several passes."""
+    """Make passes so small that prompts take several of them."""
     monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
 
@@ -89,7 +91,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
     honest = EventQueue._put
 
     def before(queue: EventQueue, index: int, event: Event) -> None:
-        """The negative control: each client gets the events of another one."""
+        """A negative control: each client gets the events of another one."""
         if isinstance(event, Generated) and event.token.finish_reason is None:
             made.append(event)
             event = made[-2:][0]
@@ -103,8 +105,10 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("what", ["tables", "logits", "a bit of a prefix", "a prefix of another"])
-def test_control_what_belongs_to_another(crowd: Crowd, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Two sequences' caches or logits are exchanged, or a cached prefix is wrong: the comparison must find it."""
+def test_control_caches_logits_or_prefixes_are_exchanged(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Two sequences exchange caches or logits, or a cached prefix is wrong. The comparison must notice."""
     honest_batch, honest_stored = runners._batch, PrefixCache._rows_of
 
     def batch(parts: Sequence[SequenceInput], buffers: np.ndarray) -> Batch:
@@ -148,10 +152,12 @@ def test_a_prompt_that_is_being_computed_is_not_computed_twice(scheduler: Schedu
     assert scheduler.stats().computed_tokens == 100 + 3 * 4
 
 
-def test_prompts_tell_how_likely_they_are(
+def test_the_prompt_s_log_probabilities(
     tiny_engine: gemma_py.Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same with a prefix cache hit and without, with few rows of logits at a time, and without an answer."""
+    """They must not depend on the prefix cache, on how many rows of logits fit in memory, or on whether an answer is
+    generated.
+    """
     honest, rows = tiny_engine.run_together, []
 
     def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
@@ -172,7 +178,7 @@ def test_prompts_tell_how_likely_they_are(
         for event, logits in zip(told, tiny_engine.session().prefill(ids, all_logits=True), strict=False):
             assert [token for token, _ in event.top] == likeliest(logits, 2)[1].tolist()
             assert [logprob for _, logprob in event.top] == [log_probability(logits, token) for token, _ in event.top]
-    assert max(rows) <= ROWS_AT_ONCE + 1  # and one of the request without scores
+    assert max(rows) <= ROWS_AT_ONCE + 1  # one more row belongs to the request without scores
 
 
 def test_rows_of_a_pass_are_shared_out() -> None:
@@ -330,21 +336,21 @@ def test_end_tokens_stop_strings_and_constraints_end_answers(
         end = client.end()
         assert isinstance(end, Finished) and end.reason == "stop"
         assert [event.token.id for event in client.made] == [300, 301, 302]
-        assert client.made[0].token.logprob < -1  # the model's own
+        assert client.made[0].token.logprob < -1  # the logprob of the model, before the constraint
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# failures
 
 
 @pytest.fixture
 def weak() -> Iterator[gemma_py.Engine]:
-    """An engine that notices a stall soon."""
+    """An engine with a short deadline."""
     with gemma_py.load(TINY, threads=2, deadline=1.0) as engine:
         yield engine
 
 
 def failing(engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, fault: str, passes: set[int]) -> None:
-    """These passes of the engine fail, counted from 1."""
+    """Make these passes of the engine fail. Passes are counted from 1."""
     honest, count = engine.run_together, 0
 
     def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
@@ -366,10 +372,10 @@ def test_a_pass_that_fails_once_is_tried_again(weak: gemma_py.Engine, monkeypatc
     scheduler.close()
 
 
-def test_a_worker_that_stalls_costs_nobody_an_answer(
+def test_all_requests_get_their_answers_although_a_worker_stalls(
     weak: gemma_py.Engine, small_passes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of prompts and of answers: who is in the pass begins again, and hears nothing twice."""
+    """The stall happens during prompts and answers. The pass is repeated, and no client gets an event twice."""
     rng = random.Random(6)
     requests = [
         Request(drawn(rng, 30), 12),

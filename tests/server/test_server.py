@@ -1,4 +1,4 @@
-"""The endpoints, through the official client and as plain HTTP."""
+"""The endpoints, through OpenAI's client and as plain HTTP."""
 
 import contextlib
 import itertools
@@ -30,7 +30,7 @@ ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Any]:  # its own types want every message typed
+def client(server: Running) -> Iterator[Any]:  # the client's types would need a typed message in every test
     with openai_client(server) as made:
         yield made
 
@@ -76,7 +76,7 @@ def test_a_stream_says_the_same_as_the_whole(client: Any) -> None:
         entries = [entry for choice in mine if choice.logprobs for entry in choice.logprobs.content or []]
         assert whole.choices[index].logprobs is not None
         assert entries == whole.choices[index].logprobs.content
-    assert whole.choices[0].message.content != whole.choices[1].message.content  # seeds count up
+    assert whole.choices[0].message.content != whole.choices[1].message.content  # each choice has another seed
     assert pieces[-1].choices == [] and pieces[-1].usage == whole.usage
     assert all(piece.usage is None for piece in pieces[:-1])
 
@@ -90,8 +90,8 @@ def test_every_piece_tells_the_tokens_so_far_on_request(client: Any) -> None:
     assert pieces[-1].usage == last.usage and last.usage.prompt_tokens == pieces[0].usage.prompt_tokens
 
 
-def test_answers_do_not_end_where_ends_are_ignored(client: Any, server: Running) -> None:
-    """Neither a model's nor a template's end ends them, so that a benchmark gets the tokens that it asked for."""
+def test_ignore_eos_generates_all_tokens(client: Any, server: Running) -> None:
+    """The end tokens of model and template are ignored, because a benchmark needs as many tokens as it asked for."""
     bias = {str(token): 100 for token in server.app.service.ends}
     asked = {"model": "tiny", "messages": ASKED, "max_tokens": 9, "logit_bias": bias}
     assert client.chat.completions.create(**asked).usage.completion_tokens == 1
@@ -199,7 +199,7 @@ def test_completions(client: Any, tiny_engine: gemma_py.Engine) -> None:
     for token, logprob, top in zip(
         drawn.logprobs.tokens, drawn.logprobs.token_logprobs, drawn.logprobs.top_logprobs, strict=True
     ):
-        assert top[token] == logprob and len(top) <= 2  # the chosen one beside the likeliest
+        assert top[token] == logprob and len(top) <= 2  # the chosen token and the likeliest one
     assert made.usage is not None
     assert made.usage.prompt_tokens == sum(len(tiny_engine.encode(prompt)) for prompt in prompts)
 
@@ -214,8 +214,8 @@ def test_a_streamed_completion_of_ids_with_echo(client: Any, tiny_engine: gemma_
 
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
-def test_an_echo_tells_how_likely_the_prompt_is(client: Any, tiny_engine: gemma_py.Engine, max_tokens: int) -> None:
-    """As harnesses ask for it that score texts: by text or by ids, twice the same, whole or as a stream."""
+def test_an_echo_has_the_prompt_s_log_probabilities(client: Any, tiny_engine: gemma_py.Engine, max_tokens: int) -> None:
+    """Evaluation harnesses score texts like this. The prompt is text or ids, and the response is whole or a stream."""
     text = "A list é 한 of words."
     ids = tiny_engine.encode(text)
     asked = {"model": "tiny", "prompt": [ids], "max_tokens": max_tokens, "temperature": 0, "echo": True, "logprobs": 1}
@@ -229,7 +229,7 @@ def test_an_echo_tells_how_likely_the_prompt_is(client: Any, tiny_engine: gemma_
     assert whole.text == text + "".join(token.text for token in made) and whole.finish_reason == "length"
     assert whole.logprobs.token_logprobs == first.token_logprobs
     places = whole.logprobs.text_offset
-    assert places[:2] == [0, 0]  # the token that stands in front of every text is not in it
+    assert places[:2] == [0, 0]  # the BOS token is not part of the text
     for place, token in zip(places[1:], whole.logprobs.tokens[1:], strict=True):
         assert whole.text.startswith(token, place) or "\ufffd" in token
     pieces = [piece.choices[0] for piece in client.completions.create(**asked, stream=True)]
@@ -238,8 +238,8 @@ def test_an_echo_tells_how_likely_the_prompt_is(client: Any, tiny_engine: gemma_
     assert told == first.token_logprobs
 
 
-def test_an_end_is_a_token_of_a_completion(client: Any) -> None:
-    """Who counts tokens from the end, as harnesses do, counts on it."""
+def test_the_end_token_is_in_a_completion_s_log_probabilities(client: Any) -> None:
+    """Evaluation harnesses count tokens from the end."""
     asked = {"prompt": "The", "max_tokens": 5, "temperature": 0, "logit_bias": {"1": 100}, "logprobs": 0}
     made = client.completions.create(model="tiny", **asked)
     choice = made.choices[0]
@@ -286,8 +286,8 @@ def test_tokenize_and_back(server: Running, tiny_engine: gemma_py.Engine) -> Non
     assert server.post("/detokenize", tokens=[99_999])[1]["error"]["param"] == "tokens"
 
 
-def test_tokens_are_counted_for_one_at_a_time(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long texts, many at once, would hold up all else; and each that waits holds its body."""
+def test_only_one_text_is_tokenized_at_a_time(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many long texts at once would delay other requests, and keep many bodies in memory."""
     inside, most = 0, 0
 
     def counted(asked: TokenizeRequest) -> dict[str, Any]:
@@ -332,8 +332,7 @@ def test_the_published_document_describes_every_route(server: Running) -> None:
     )
 
 
-def test_requests_may_ask_for_what_sampling_takes(server: Running) -> None:
-    """The published ranges are those of every other way in; the page's too."""
+def test_sampling_options_have_the_same_ranges_in_api_and_page(server: Running) -> None:
     _, document, _ = server.request("GET", "/openapi.json")
     fields = document["components"]["schemas"]["ChatRequest"]["properties"]
     for name, (least, most) in RANGES.items():
@@ -343,7 +342,7 @@ def test_requests_may_ask_for_what_sampling_takes(server: Running) -> None:
             assert f'name="{name}" type="number" min="{least:g}" max="{most:g}"' in PAGE
 
 
-# --- many at once -----------------------------------------------------------------------------------------------------
+# many requests at once
 
 
 def test_beyond_the_queue_requests_are_refused_at_once(tiny_engine: gemma_py.Engine) -> None:
@@ -354,7 +353,7 @@ def test_beyond_the_queue_requests_are_refused_at_once(tiny_engine: gemma_py.Eng
         assert int(headers["Retry-After"]) >= 1
         with server.send(
             "POST", "/v1/completions", b"", 1000
-        ) as connection:  # its body never comes, and is not waited for
+        ) as connection:  # the server responds without waiting for the body, which is never sent
             assert b" 429 " in connection.recv(4096)
         assert server.request("GET", "/health")[0] == 200
         assert 'requests_total{path="/v1/completions",status="429"} 2.0' in server.request("GET", "/metrics")[1]

@@ -24,7 +24,7 @@ SHORT = {"prompt": "a", "max_tokens": 4, "temperature": 0}
 
 @pytest.fixture
 def impatient(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """A server whose limits on time are short."""
+    """A server with short time limits."""
     monkeypatch.setattr(LimitedProtocol, "header_seconds", 0.3)
     monkeypatch.setattr(LimitedProtocol, "write_seconds", 0.3)
     monkeypatch.setattr(http, "BODY_SECONDS", 0.3)
@@ -33,7 +33,7 @@ def impatient(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other side ended it; waits."""
+    """Wait, and return whether the other side closed the connection."""
     try:
         while connection.recv(1 << 16):
             pass
@@ -56,7 +56,7 @@ def test_clients_that_leave_free_their_places(server: Running) -> None:
             "POST", "/v1/chat/completions", body[: rng.choice((len(body), len(body), 20))], len(body)
         ) as connection:
             time.sleep(rng.random() * 0.03)
-            if number % 2:  # a reset instead of a farewell
+            if number % 2:  # close the connection with a reset
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     wait_until(lambda: idle(server))
     _, got = server.post("/v1/completions", **SHORT)
@@ -91,7 +91,8 @@ def test_slow_headers_lose_the_connection(impatient: Running) -> None:
         impatient.send("GET", "/health", b"") as second,
     ):
         second.recv(4096)
-        second.sendall(b"GET /health HTTP/1.1\r\n")  # a later request of a connection has no more time than the first
+        # Later requests of a connection have the time limit of the first one.
+        second.sendall(b"GET /health HTTP/1.1\r\n")
         for number in range(3):
             time.sleep(0.05)
             second.sendall(f"X-{number}: y\r\n".encode())
@@ -153,8 +154,10 @@ def test_what_is_no_http(server: Running, nonsense: bytes) -> None:
     assert server.request("GET", "/health")[0] == 200
 
 
-def test_a_body_that_turns_to_nonsense_after_its_answer(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """Ends the connection, and a client that repeats it does not fill the log."""
+def test_an_invalid_body_after_the_response_ends_the_connection(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client that does this again and again does not fill the log."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(b"POST /none HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
         assert b" 404 " in connection.recv(4096)
@@ -219,7 +222,9 @@ def test_ctrl_c_ends_it_as_interrupted() -> None:
 
 
 def goes_on_after_silent(process: Process, count: int) -> None:
-    """More connections than the server can open arrive and disconnect; then it serves, has logged one warning, and ends with 0."""
+    """More clients than the server accepts connect and disconnect. Return whether the server then works, has logged one
+    warning, and exits with 0.
+    """
     held = [socket.create_connection(("127.0.0.1", process.port)) for _ in range(count)]
     time.sleep(0.2)
     for connection in held:
@@ -275,7 +280,7 @@ def test_with_few_file_descriptors_it_serves_as_many_as_it_can() -> None:
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_line(server: Running, run: object, arguments: list[str], said: str) -> None:
-    taken = ("--port", server.port)  # what is not refused does not begin to serve
+    taken = ("--port", server.port)  # if the arguments were accepted, the port in use would end the command
     code, out, err = run("serve", TINY, *taken, *arguments)  # type: ignore[operator]
     assert code in (1, 2) and out == "" and said in err and err.count("\n") == 1
 
@@ -304,8 +309,8 @@ sys.exit(main(sys.argv[1:]))
     ("fault", "said"),
     [("raise", "worker 1 of 2"), ("stall", "worker 1 of 2"), ("hang", "no step has ended for"), ("", "")],
 )
-def test_an_engine_that_stops_working_ends_the_process_after_telling_all(fault: str, said: str) -> None:
-    """From the moment when two requests run and two wait; without a fault, as the control, all get their answers."""
+def test_if_the_engine_fails_all_clients_get_an_error_and_the_process_ends(fault: str, said: str) -> None:
+    """When the engine fails, two requests run and two wait. As a control, without the failure all four get their answers."""
     arguments = ("--threads", "2", "--parallel", "2", fault)
     with Process(*arguments, program=["-c", FAULTY]) as process, contextlib.ExitStack() as stack:
         streams = [stack.enter_context(process.open_stream(2000 if fault else 60)) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Thoughts and tool calls of Gemma 4 over HTTP: apart from the text, whole and streamed, with every switch."""
+"""Gemma 4's thoughts and tool calls over HTTP: separated from the text, in whole responses and in streams."""
 
 import json
 from collections.abc import Iterator
@@ -135,7 +135,7 @@ def test_switches_that_mean_nothing_are_refused(thinker: Running, server: Runnin
     assert (status, document["error"]["param"]) == (400, "chat_template_kwargs")
     assert "\n" not in document["error"]["message"]
     status, _ = server.post("/v1/chat/completions", messages=ASK, max_tokens=1, reasoning_effort="high")
-    assert status == 200  # a model that cannot think ignores the effort
+    assert status == 200  # for a model that cannot think, the server ignores the effort
 
 
 def test_the_model_list_says_what_the_model_can_do(thinker: Running, server: Running) -> None:
@@ -145,7 +145,7 @@ def test_the_model_list_says_what_the_model_can_do(thinker: Running, server: Run
 
 
 class _OnlyFive:
-    """A constraint that allows nothing but the token 5, three times."""
+    """A constraint that allows only the token 5, and only three times."""
 
     def __init__(self) -> None:
         self.accepted: list[int] = []
@@ -177,7 +177,7 @@ def test_a_constraint_binds_the_answer_and_not_the_thought_before_it(within: boo
     assert allowed() == list(range(8)) and not constraint.finished
     for token in (7, 5, 3):
         constraint.accept(token)
-    assert allowed() == [5] and inner.accepted == []  # one thought only
+    assert allowed() == [5] and inner.accepted == []  # only one thought is free of the constraint
     for _ in range(3):
         constraint.accept(5)
     assert constraint.finished and inner.accepted == [5, 5, 5]

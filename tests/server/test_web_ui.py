@@ -1,4 +1,4 @@
-"""The chat page in a headless Chromium, against a real server. Skipped by name where there is no Chromium."""
+"""The chat page in a headless Chromium, with a real server. Skipped if there is no Chromium."""
 
 import contextlib
 import itertools
@@ -74,13 +74,13 @@ def page(driver: Any, server: Running) -> Iterator[Page]:
     complaints = [entry["message"] for entry in driver.get_log("browser")]
     assert [
         text for text in complaints if "status of 400" not in text
-    ] == []  # such as breaches of the Content-Security-Policy
+    ] == []  # such as violations of the Content-Security-Policy
     wait_until(lambda: idle(server))
 
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer of 4,000 tokens takes longer than any of these tests waits: what is to stop it always comes in time."""
+    """Give answers 4,000 tokens, so that an answer never ends before a test stops it."""
     choose = Generation.next
 
     def slowly(*arguments: Any) -> Any:
@@ -105,7 +105,7 @@ def test_a_conversation(page: Page, server: Running) -> None:
     page.wait_for_answer()
     assert page.texts(".user .text") == ["What is a list?", "And a set?"]
 
-    page.reload()  # all of it is still there
+    page.reload()  # the conversation is still there
     assert page.texts(".user .text") == ["What is a list?", "And a set?"]
     assert page.texts(".assistant .text")[0] == first
     assert page.texts("#list .open") == ["What is a list?"]
@@ -252,12 +252,12 @@ def test_markdown(page: Page) -> None:
 
 
 @browsed
-def test_rendering_takes_time_in_proportion(page: Page) -> None:
-    """A million characters of the worst kind, within the time that Selenium gives a script."""
+def test_the_time_to_render_is_proportional_to_the_length(page: Page) -> None:
+    """A million characters of the most difficult kind are rendered within Selenium's time limit for a script."""
     page.driver.set_script_timeout(30)
     for unit in ("*a", "[a](", "`a``", "_a ", "~~a", "**a*", "\\", "| a ", "> - "):
         page.run("markdown(arguments[0].repeat(2000)); markdown((arguments[0] + '\\n').repeat(2000))", unit)
-    page.run("markdown('[a]('.repeat(16000))")  # where each place that may begin a link is looked at to the end
+    page.run("markdown('[a]('.repeat(16000))")
 
 
 @browsed
@@ -278,7 +278,7 @@ def test_settings_by_keyboard(page: Page) -> None:
     page.wait(lambda: not page.find("#dialog").is_displayed())
     assert page.run("return options") == {"system": "Be brief.", "seed": 5, "temperature": 0, "max_tokens": 12}
     page.find("#settings").click()
-    page.find("[name=seed]").send_keys("\ue00c")  # Escape changes nothing
+    page.find("[name=seed]").send_keys("\ue00c")  # Escape closes the dialog without a change
     assert page.run("return options.seed") == 5
 
 
@@ -307,14 +307,14 @@ def test_a_narrow_screen(page: Page, server: Running, width: int, height: int) -
 
     with page.phone(width, height):
         fits()
-        assert page.run("return document.querySelector('th').clientHeight") < 60  # its words are not cut into letters
+        assert page.run("return document.querySelector('th').clientHeight") < 60  # words are not broken into letters
         assert not page.find("#side").is_displayed()
         page.tap("#menu")
         assert page.focused.startswith("xxx")
         page.keys(ESCAPE)
         assert page.focused == "Conversations"
         page.tap("#menu")
-        page.keys(TAB * 4)  # past the last of them
+        page.keys(TAB * 4)  # beyond the last control
         page.wait(lambda: not page.find("#side").is_displayed())
         page.tap("#menu")
         page.tap("#list li:last-child .open")
@@ -329,9 +329,9 @@ def test_a_narrow_screen(page: Page, server: Running, width: int, height: int) -
         assert page.all(".turn") == []
 
         page.tap("#settings")
-        assert page.focused == "Settings"  # no keyboard covers it yet
+        assert page.focused == "Settings"  # the keyboard is not open yet
         fits()
-        page.resize(width, 300)  # but now one does
+        page.resize(width, 300)  # now the keyboard is open
         saves = page.run(
             "const r = document.querySelector('[value=save]').getBoundingClientRect(); return [r.top, r.bottom]"
         )
@@ -341,7 +341,7 @@ def test_a_narrow_screen(page: Page, server: Running, width: int, height: int) -
         page.wait(lambda: not page.find("#dialog").is_displayed())
 
         page.tap("#input")
-        page.keys("one", ENTER, "two")  # there is no Shift to be held with Enter
+        page.keys("one", ENTER, "two")  # phones have no Shift key
         page.tap("#send")
         page.wait_for_answer()
         assert page.texts(".user .text") == ["one\ntwo"] and page.focused == "Conversation"
@@ -413,7 +413,7 @@ def test_by_keyboard_alone(page: Page, server: Running) -> None:
 @pytest.mark.parametrize("secure", [True, False], ids=["secure", "from another machine"])
 def test_copying(page: Page, secure: bool) -> None:
     page.keep([("What is a list?", "```\n[1]\n```")])
-    if not secure:  # a page that came over plain HTTP from elsewhere is not given the clipboard
+    if not secure:  # over plain HTTP, browsers give no clipboard access
         page.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
     for selector, text in ((".code button", "[1]"), (".user [aria-label='Copy']", "What is a list?")):
         page.find(selector).click()
@@ -450,8 +450,8 @@ return made"""
 
 @browsed
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_everything_stands_out_from_its_ground(page: Page, theme: str) -> None:
-    """By WCAG's formula, level AA: text 4.5 to 1, icons and the edges of fields 3 to 1."""
+def test_contrast_meets_wcag_aa(page: Page, theme: str) -> None:
+    """Text needs a contrast of 4.5 to 1, icons and the edges of fields one of 3 to 1."""
     page.set(theme=theme)
     page.keep([("What is a list?", SAMPLE), ("And a set?", "")], [("Hello", "")])
     page.run("say('Hello.'); find(current).messages[3].error = 'It failed.'; show()")
@@ -466,14 +466,14 @@ def test_the_policy_names_what_the_page_runs_and_nothing_else(server: Running) -
     status, text, headers = server.request("GET", "/")
     assert (status, text, headers["Content-Security-Policy"]) == (200, PAGE, POLICY)
     assert "default-src 'none'" in POLICY and "unsafe" not in POLICY
-    assert not re.search(r"""(?:src|href)=["'](?!data:,)""", PAGE.partition("<script>")[0])  # no outside assets
+    assert not re.search(r"""(?:src|href)=["'](?!data:,)""", PAGE.partition("<script>")[0])
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\bstyle=", PAGE)
 
 
 @browsed
 @pytest.mark.skipif("GEMMA_PY_SCREENSHOTS" not in os.environ, reason="GEMMA_PY_SCREENSHOTS names no directory")
 def test_screenshots(page: Page) -> None:
-    """For eyes."""
+    """Take screenshots for people to look at."""
     folder = Path(os.environ["GEMMA_PY_SCREENSHOTS"])
     said = {"role": "assistant", "content": SAMPLE, "stats": "74 tokens · 58.3 tok/s"}
     stopped = {"role": "assistant", "content": "A set holds each value", "stopped": True}

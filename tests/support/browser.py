@@ -1,4 +1,4 @@
-"""The chat page as a person uses it, in a browser that selenium drives."""
+"""The chat page in a browser that selenium drives. The methods do what a person does."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ ROLES = ("user", "assistant")
 
 
 class Page:
-    """What a person sees and does."""
+    """The page in a browser window."""
 
     def __init__(self, driver: Any, url: str) -> None:
         self.driver, self.url = driver, url
@@ -21,7 +21,8 @@ class Page:
 
     def reload(self) -> None:
         self.driver.refresh()
-        self.wait(lambda: self.run("return model"))  # it has heard which one is served, and says nothing more by itself
+        # The page has learnt the model's name, and will send nothing more by itself.
+        self.wait(lambda: self.run("return model"))
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -39,12 +40,12 @@ class Page:
         self.find("#input").send_keys(text + "\n")
 
     def set(self, **options: Any) -> None:
-        """As the settings dialog keeps them."""
+        """Set options and reload the page, as the settings dialog would."""
         self.run("localStorage.setItem('gemma_py.options', JSON.stringify(arguments[0]))", options)
         self.reload()
 
     def without_end(self) -> None:
-        """Until the page is loaded again, no answer comes to its end by chance, which would end most in 200 tokens."""
+        """Forbid end tokens until the page is loaded again. Most answers would otherwise end within 200 tokens."""
         self.run(
             "const ask = window.fetch, bias = {logit_bias: arguments[0]};"
             "window.fetch = (url, o) => ask(url, o?.body ? {...o, body: JSON.stringify({...JSON.parse(o.body), ...bias})} : o)",
@@ -52,7 +53,7 @@ class Page:
         )
 
     def keep(self, *conversations: list[tuple[str, str]]) -> None:
-        """As if these had been held before: what was said and what was answered."""
+        """Store conversations, each a list of (message, answer), as if they had been held on this page."""
         made = []
         for number, said in enumerate(conversations):
             messages = [
@@ -64,7 +65,7 @@ class Page:
 
     @contextlib.contextmanager
     def phone(self, width: int, height: int) -> Iterator[None]:
-        """A window cannot be as narrow, and has no fingers."""
+        """Emulate a phone, because a browser window cannot be so narrow and has no touch screen."""
         command = self.driver.execute_cdp_cmd
         try:
             self.resize(width, height)
@@ -77,13 +78,13 @@ class Page:
             self.reload()
 
     def resize(self, width: int, height: int) -> None:
-        """Of a phone: as when it is turned, or its keyboard comes up."""
+        """Change the size of the emulated phone, as when it is turned, or its keyboard opens."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": True}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.wait(lambda: self.run("return innerHeight") == height)
 
     def tap(self, selector: str) -> None:
-        """With a finger, once the element rests somewhere and nothing lies on it."""
+        """Tap an element, once it has stopped moving and nothing covers it."""
         place = self.driver.execute_async_script(
             """
             const [selector, done] = arguments;
@@ -106,12 +107,12 @@ class Page:
         self.wait(lambda: self.run("return tapped"))
 
     def keys(self, *keys: str) -> None:
-        """To whatever has the focus."""
+        """Send keys to the focused element."""
         self.driver.switch_to.active_element.send_keys(*keys)
 
     @property
     def focused(self) -> str:
-        """What a screen reader calls it."""
+        """The name of the focused element, as a screen reader reads it."""
         return str(self.driver.switch_to.active_element.accessible_name)
 
     def wait(self, true: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Many requests at once: does each get, bit by bit, what it gets alone?"""
+"""Many requests at the same time, to test whether each gets the bits that it gets alone."""
 
 import math
 import queue
@@ -15,7 +15,7 @@ from gemma_py.generate.core import Request, Token
 from gemma_py.generate.events import Event, Failed, Finished, Generated, Scored
 from gemma_py.generate.options import Sampling
 
-WAIT = 120  # seconds, for what takes one
+WAIT = 120  # seconds, for events that take about one second
 
 
 class Client:
@@ -51,7 +51,9 @@ def drawn(rng: random.Random, length: int, vocabulary: int = 1536) -> list[int]:
 
 
 def options(sampling: Sampling) -> dict[str, Any]:
-    """The sampling as options of `generate`, which would take missing ones from the checkpoint."""
+    """Return the options for `generate`. Greedy requests have none, because `generate` takes missing options from the
+    checkpoint.
+    """
     if sampling.temperature == 0:
         return {}
     return {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "seed")}
@@ -61,7 +63,7 @@ Scores = list[tuple[int, float | None]]
 
 
 def scores_of(engine: gemma_py.Engine, ids: list[int]) -> Scores:
-    """The log probability of each id, alone."""
+    """Return the log probability of each id, computed without other requests."""
     following = [(token, -value) for token, value in zip(ids[1:], engine.score(ids), strict=True)] if ids[1:] else []
     return [(ids[0], None), *following]
 
@@ -71,8 +73,11 @@ def scores_told(client: Client) -> Scores:
 
 
 class Crowd:
-    """Requests of many kinds, and what each gets alone: prompts of any length, some with a common prefix, greedy and sampled, some
-    with the scores of the prompt."""
+    """Requests of many kinds, and the result of each alone.
+
+    Prompts have random lengths, and some share a prefix. Half of the requests sample at random, and some ask for the
+    prompt's log probabilities.
+    """
 
     def __init__(self, engine: gemma_py.Engine, count: int, seed: int, longest: int = 60) -> None:
         self.engine, self.rng, V = engine, random.Random(seed), engine.config.vocab_size
@@ -91,12 +96,15 @@ class Crowd:
         self.scores = [scores_of(engine, list(request.ids)) if request.scored else [] for request in self.requests]
 
     def same(self, scheduler: BaseScheduler[Any, Any]) -> bool:
-        """Whether each request gets the same in shared passes. They arrive at random times, and some are cancelled."""
+        """Return whether each request gets its result in shared passes too. Requests arrive at random times, and some are
+        cancelled.
+        """
         clients, leaving = [], {}
         rng, longest = random.Random(self.rng.random()), max(request.max_tokens for request in self.requests)
         for number, request in enumerate(self.requests):
             clients.append(Client(scheduler, request))
-            leaving[number] = rng.randint(0, longest)  # tokens; most have ended by then
+            # The number of tokens after which the client cancels; most requests end earlier.
+            leaving[number] = rng.randint(0, longest)
             for _ in range(rng.choice([0, 0, 1, 2, 10])):
                 client = rng.choice(clients)
                 if not client.over:
@@ -110,7 +118,7 @@ class Crowd:
         return all(map(self._right, clients, self.alone, self.scores))
 
     def same_over_http(self, server: Running) -> bool:
-        """The same for streams of a server; in the end, each request is sent alone too."""
+        """Return whether streams of a server get these results too. At the end, each request is also sent alone."""
         rng, count = random.Random(self.rng.random()), len(self.requests)
         most = [rng.choice((math.inf, math.inf, rng.randint(0, 20))) for _ in range(count)]
         late = [rng.random() * 0.002 * count for _ in range(count)]

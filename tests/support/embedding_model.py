@@ -1,4 +1,4 @@
-"""A tiny EmbeddingGemma with a tokenizer and the prompts of two tasks."""
+"""Tiny embedding models with a tokenizer and the prompts of two tasks."""
 
 import json
 import shutil
@@ -7,8 +7,17 @@ from pathlib import Path
 import tiny_checkpoints as tiny
 import tiny_families
 from repository import TINY
+from tiny_shapes import FULL, SLIDING
 
 PROMPTS = {"query": "q: ", "passage": "p: "}
+MODELS = {
+    "EmbeddingGemma": tiny.Variant(
+        tiny_families.embedding_gemma(vocab_size=1536, num_hidden_layers=2), prefix="", dense=(40, 24)),
+    "EmbeddingGemma 2": tiny_families.wrapped(
+        tiny_families.embedding_gemma2([SLIDING, FULL], vocab_size=1536, embedding_dim=24), dtype="BF16"),
+}  # fmt: skip
+# The chat template of EmbeddingGemma 2 has no turns.
+_TEMPLATE = "{%- for message in messages -%}{{ message['content'] }}{%- endfor -%}"
 
 
 def write_tokenizer(path: Path, end: str | None) -> None:
@@ -21,9 +30,10 @@ def write_tokenizer(path: Path, end: str | None) -> None:
     (path / "tokenizer.json").write_text(json.dumps(document))
 
 
-def write_checkpoint(path: Path) -> None:
-    config = tiny_families.embedding_gemma(vocab_size=1536, num_hidden_layers=2)
-    tiny.write(tiny.Variant(config, prefix="", dense=(40, 24)), path, seed=2)
+def write_checkpoint(path: Path, model: str = "EmbeddingGemma") -> None:
+    tiny.write(MODELS[model], path, seed=2)
+    if model == "EmbeddingGemma 2":
+        (path / "chat_template.jinja").write_text(_TEMPLATE)
     shutil.copy(TINY / "tokenizer_config.json", path / "tokenizer_config.json")
     write_tokenizer(path, "<eos>")
     named = {"prompts": PROMPTS, "default_prompt_name": None}

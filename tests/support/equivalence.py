@@ -1,4 +1,4 @@
-"""The specification's results for a prompt, models to compare it with, and the comparison with fast passes."""
+"""The specification's results for a prompt, and models and fast passes to compare with them."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ from gemma_py.models.config import Config
 from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.runner import SequenceInput
 
-# A model whose rows are whole blocks of every quantised format, and the parts that may be quantised.
+# A model whose rows are whole blocks of every quantised format, and the matrices that can be quantised.
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
 WIDE = tiny.Variant(
     tiny._gemma3(hidden_size=256, intermediate_size=512, head_dim=64, query_pre_attn_scalar=64, num_hidden_layers=2,
@@ -25,7 +25,7 @@ WIDE = tiny.Variant(
 
 @contextmanager
 def opened(path: Path, threads: int, plan: FaultPlan | None = None, kv: str = "float32") -> Iterator[gemma_py.Engine]:
-    """An engine in test mode: scratch and unpublished rows are NaN, so reading one shows."""
+    """Open an engine whose scratch memory and unpublished rows are NaN, so that reading one shows."""
     with gemma_py.load(path, threads=threads, kv=kv) as engine:
         engine.instruments.poison = True
         engine.instruments.fault_plan = plan
@@ -42,7 +42,7 @@ def bits(logits: np.ndarray) -> np.ndarray:
 
 
 def cut(ids: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Cut ids into pieces of these sizes, repeated."""
+    """Divide ids into pieces. The sizes are repeated until all ids are used."""
     at = 0
     for size in itertools.cycle(sizes):
         if at >= len(ids):
@@ -67,7 +67,7 @@ class Expected:
         return bool((bits(logits) == bits(wanted)).all()) and session.kv_digest() == self.digest
 
 
-TOKENS = 70  # two tiles of attention and several windows
+TOKENS = 70  # more than two tiles of attention and several windows
 
 
 _expected: dict[tuple[str, int], Expected] = {}
@@ -81,7 +81,9 @@ def expected(name: str, engine: gemma_py.Engine, length: int = TOKENS) -> Expect
 
 
 def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> bool:
-    """Whether sequences that share passes, in parts of random sizes and with logits of random rows, get what they should."""
+    """Return whether sequences that share passes get their expected results. They are divided at random, with logits of
+    random rows.
+    """
     rng = random.Random(seed)
     caches_, done = [engine.new_cache() for _ in wants], [0] * len(wants)
     while any(at < len(want.ids) for at, want in zip(done, wants, strict=True)):
@@ -106,7 +108,7 @@ def expected_of_several(name: str, engine: gemma_py.Engine) -> list[Expected]:
     return [expected(name, engine, length) for length in (20, 50, 77, 33, 1, 64)]
 
 
-# One key/value head, so that workers share a position; columns for three of them, and some that are left over.
+# A model with one key/value head, so that several workers share a position. The columns do not divide evenly.
 SHARED = tiny.Variant(
     tiny._gemma3(hidden_size=64, intermediate_size=64, head_dim=104, query_pre_attn_scalar=104, num_hidden_layers=2,
                  num_attention_heads=3, num_key_value_heads=1, sliding_window=40, vocab_size=77)

@@ -1,4 +1,6 @@
-"""Conversations with systems, tools, calls, results and thoughts, drawn from a seed, and their ids as transformers has them."""
+"""Random conversations with system messages, tools, calls, results and thoughts, and their ids as transformers computes
+them.
+"""
 
 import gzip
 import json
@@ -60,7 +62,7 @@ def _tool(rng: random.Random, name: str) -> dict[str, Any]:
 
 
 def _exchange(rng: random.Random, tools: list[dict[str, Any]], last: bool) -> list[dict[str, Any]]:
-    """A message of a user, perhaps calls and their results, and, except sometimes at the end, an answer."""
+    """Return a user message, sometimes calls and their results, and an answer. The last exchange may have no answer."""
     made: list[dict[str, Any]] = [{"role": "user", "content": rng.choice(_TEXTS)}]
     for _ in range(rng.randrange(3) if tools else 0):
         calls = []

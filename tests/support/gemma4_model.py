@@ -1,4 +1,4 @@
-"""A tiny model with a vocabulary and a template like Gemma 4's, whose answers a test writes down."""
+"""A tiny model with a vocabulary and a template like Gemma 4's. A test determines the tokens of its answers."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ TEMPLATE = (DATA / "gemma4.jinja").read_text()
 
 
 def write_checkpoint(folder: Path, ends: Sequence[int] = ENDS) -> Path:
-    """A checkpoint of the tiny model's weights with Gemma 4's tokenizer, template and end tokens."""
+    """Write the tiny model's weights with Gemma 4's tokenizer, template and end tokens."""
     shutil.copytree(TINY, folder)
     (folder / "tokenizer.json").write_text(json.dumps(Gemma4Vocabulary().document()))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -31,7 +31,7 @@ def write_checkpoint(folder: Path, ends: Sequence[int] = ENDS) -> Path:
 
 
 def answer_ids(tokenizer: Tokenizer, *parts: str) -> list[int]:
-    """The ids of an answer. A part that is a control token is that token; text in other parts never becomes one."""
+    """Return the ids of an answer. A part that names a control token becomes that token; other parts are ordinary text."""
     made: list[int] = []
     for part in parts:
         number = tokenizer.token_id(part)
@@ -43,7 +43,7 @@ def answer_ids(tokenizer: Tokenizer, *parts: str) -> list[int]:
 
 @contextlib.contextmanager
 def scripted(ids: Sequence[int]) -> Iterator[None]:
-    """Within this context, every answer has these tokens, one after the other, whatever the logits are."""
+    """Make every answer consist of these tokens, whatever the logits are."""
 
     def choose(self: Any, logits: Any, generated: Sequence[int]) -> int:
         return ids[len(generated)]

@@ -1,4 +1,4 @@
-"""GGUF files assembled byte by byte, valid and malicious ones. Does not need the gguf package."""
+"""Valid and malicious GGUF files, written byte by byte, without the gguf package."""
 
 import struct
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def assemble(fields: Sequence[bytes], records: Sequence[bytes], data: bytes, ali
 
 
 def small() -> bytes:
-    """A sound file of two tensors and a few fields; its last tensor ends with the file."""
+    """Return a valid file with two tensors and a few fields. It ends with the last tensor."""
     fields = [
         field("general.architecture", STRING, text("gemma3")),
         field("a.number", U32, struct.pack("<I", 7)),

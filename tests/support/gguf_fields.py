@@ -9,7 +9,7 @@ from tiny_shapes import FULL, SLIDING, heads_of, shares
 
 ARCHITECTURES = {
     "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4",
-    "gemma4_unified_text": "gemma4",
+    "gemma4_unified_text": "gemma4", "embedding_gemma2_text": "gemma-embedding2",
 }  # fmt: skip
 
 
@@ -24,8 +24,8 @@ def add_fields(writer: gguf.GGUFWriter, c: dict[str, Any], dense: tuple[int, ...
     writer.add_block_count(c["num_hidden_layers"])
     writer.add_head_count(c["num_attention_heads"])
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    if family != "gemma":
-        writer.add_sliding_window(c["sliding_window"])
+    if family != "gemma":  # a Hugging Face config of EmbeddingGemma 2 has half the width of its windows
+        writer.add_sliding_window(c["sliding_window"] * (2 if family == "gemma-embedding2" else 1))
     if family not in ("gemma", "gemma2"):
         writer.add_rope_freq_base(c["rope_parameters"][FULL]["rope_theta"])
         writer.add_rope_freq_base_swa(c["rope_parameters"][SLIDING]["rope_theta"])
@@ -33,7 +33,11 @@ def add_fields(writer: gguf.GGUFWriter, c: dict[str, Any], dense: tuple[int, ...
         writer.add_attn_logit_softcapping(c["attn_logit_softcapping"])
     if c.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(c["final_logit_softcapping"])
-    if family == "gemma4":
+    if family == "gemma-embedding2":
+        writer.add_causal_attention(False)
+        writer.add_pooling_type(gguf.PoolingType.MEAN)
+        writer.add_embedding_length_out(c["embedding_dim"])
+    if family in ("gemma4", "gemma-embedding2"):
         _add_gemma4(writer, c)
         return
     writer.add_feed_forward_length(c["intermediate_size"])
@@ -49,7 +53,9 @@ def add_fields(writer: gguf.GGUFWriter, c: dict[str, Any], dense: tuple[int, ...
 
 
 def _add_gemma4(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
-    """Numbers that differ by layer are arrays; the head width has one key for full layers and another for sliding layers."""
+    """Add the fields of Gemma 4. Numbers that differ by layer are arrays. Full and sliding layers have separate keys for
+    the head width.
+    """
     layers = range(c["num_hidden_layers"])
     F, wide = c["intermediate_size"], next(heads_of(c, n)[2] for n in layers if c["layer_types"][n] == FULL)
     doubled = c.get("use_double_wide_mlp", False)
@@ -63,7 +69,7 @@ def _add_gemma4(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
     ):
         add(wide)
         add_swa(c["head_dim"])
-    writer.add_shared_kv_layers(c["num_kv_shared_layers"])
+    writer.add_shared_kv_layers(c.get("num_kv_shared_layers", 0))
     writer.add_embedding_length_per_layer_input(c.get("hidden_size_per_layer_input", 0))
     writer.add_sliding_window_pattern([kind == SLIDING for kind in c["layer_types"]])
     if c.get("enable_moe_block"):
@@ -73,7 +79,9 @@ def _add_gemma4(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
 
 
 def rope_divisors(c: dict[str, Any]) -> np.ndarray:
-    """Return rope_freqs.weight: full layers divide each frequency by 1, or by 1e30 where the pair does not turn."""
+    """Return rope_freqs.weight, by which full layers divide the rope frequencies: 1, or 1e30 for pairs that are not
+    rotated.
+    """
     wide = next(heads_of(c, n)[2] for n in range(c["num_hidden_layers"]) if c["layer_types"][n] == FULL)
     turning = int(wide * c["rope_parameters"][FULL]["partial_rotary_factor"] / 2)
     return np.where(np.arange(wide // 2) < turning, 1.0, 1e30).astype(np.float32)

@@ -34,6 +34,9 @@ _FURTHER_PARTS = {
     "altup.prediction_coefs": "altup_predict_coef", "altup.modality_router": "altup_router",
     "altup.router_norm": "altup_router_norm", "laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r",
     "laurel.post_laurel_norm": "laurel_post_norm", "dense_2": "dense_2", "dense_3": "dense_3",
+    "embedding_projection": "output", "ple.per_layer_model_projection": "per_layer_model_proj",
+    "ple.per_layer_projection_norm": "per_layer_proj_norm", "ple_block.per_layer_input_gate": "inp_gate",
+    "ple_block.per_layer_projection": "proj", "ple_block.post_per_layer_input_norm": "post_norm",
 }  # fmt: skip
 
 
@@ -51,7 +54,7 @@ def gguf_name(name: str, family: str) -> str:
 
 
 def converted(variant: tiny.Variant, values: dict[str, np.ndarray], split_experts: bool) -> dict[str, np.ndarray]:
-    """Return the text tensors as llama.cpp's converter arranges them, by Hugging Face name without the prefix."""
+    """Return the text tensors as llama.cpp's converter writes them, by Hugging Face name without the prefix."""
     c, made = tiny.text_config(variant), {}
     for full_name, table in values.items():
         if full_name in variant.extra and not full_name.startswith(variant.prefix):
@@ -63,7 +66,7 @@ def converted(variant: tiny.Variant, values: dict[str, np.ndarray], split_expert
         elif name.startswith("altup_"):
             stack, _, number = name.removesuffix(".weight").partition(".")
             made[stack] = table[None] if number == "0" else np.concatenate([made[stack], table[None]])
-        elif name == "embed_tokens_per_layer.weight":  # the converter gives image tokens rows of zeros
+        elif name == "embed_tokens_per_layer.weight":  # the converter writes zeros for the rows of image tokens
             made[name] = np.pad(table, ((0, c["vocab_size"] - len(table)), (0, 0)))
         else:
             made[name] = table + 1 if table.ndim == 1 and tiny.adds_one(variant) else table
@@ -71,10 +74,10 @@ def converted(variant: tiny.Variant, values: dict[str, np.ndarray], split_expert
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
-    """Bytes of sane random values: random codes, and scales around 1 / sqrt(columns)."""
+    """Return random blocks with moderate values: random codes, and scales around 1 / sqrt(columns)."""
     block = TYPES[kind]
     count = rows * columns // block.block
-    raw = np.random.RandomState(seed).bytes(count * block.bytes)  # a stream that numpy has frozen
+    raw = np.random.RandomState(seed).bytes(count * block.bytes)  # numpy guarantees that RandomState never changes
     blocks = np.frombuffer(raw, np.uint8).reshape(count, block.bytes).copy()
     scale = np.float16(0.02 / columns**0.5 if block.block == 256 else 0.1 / columns**0.5)
     halves = {
@@ -100,11 +103,12 @@ def write_model(
     quant: str | None = None,
     split_experts: bool = False,
 ) -> Path:
-    """Write the variant's weights, or these values, as a GGUF file.
+    """Write a variant with random weights, or with the given values, as a GGUF file.
 
-    kinds: tensor type by part ("q_proj", ...); those parts get random blocks. quant: a type that the gguf package packs
-    every matrix to whose rows are whole blocks, except routers, as llama.cpp does. split_experts: gate and up of the experts
-    are separate tensors.
+    kinds: a tensor type for some matrices, by name ("q_proj", ...); these matrices get random blocks.
+    quant: the type to which the gguf package quantises every other matrix whose rows are whole blocks, except routers, as
+    llama.cpp does.
+    split_experts: whether gate and up of the experts are separate tensors.
     """
     c = tiny.text_config(variant)
     family = architecture(c)

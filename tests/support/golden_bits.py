@@ -1,27 +1,33 @@
-"""Digests of logits and KV rows of every tiny model, which are the same on every machine: tests/data/tiny_bits.json."""
+"""Digests of logits or embeddings, and KV rows, of every tiny model. tests/data/tiny_bits.json has these digests, which all
+machines must give.
+"""
 
 import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import tiny_checkpoints as tiny
+import tiny_families
 from equivalence import PARTS
 from gguf_files import write_model
 from repository import DATA
 
 import gemma_py
 from gemma_py.formats.blocks import TYPES
+from gemma_py.runtime.runner import SequenceInput
 
 GOLDEN = json.loads((DATA / "tiny_ids.json").read_text())
 WIDE = tiny.Variant(
     tiny._gemma3(hidden_size=256, intermediate_size=256, head_dim=64, query_pre_attn_scalar=64, num_hidden_layers=2,
                  sliding_window=5, vocab_size=64)
 )  # fmt: skip
+EMBEDDING = [name for name, variant in tiny_families.VARIANTS.items() if tiny.is_embedding(variant)]
 QUANTISED = [name for name, kind in TYPES.items() if kind.quantised]
 
 
 def digests(checkpoints: dict[str, Path], scratch: Path) -> dict[str, str]:
-    """One sha256 of logits and KV rows a model."""
+    """Return a sha256 for each model, of logits and KV rows or of embeddings and KV rows."""
     paths = dict(checkpoints)
     for kind in QUANTISED:
         kinds = dict.fromkeys(PARTS, kind)
@@ -34,4 +40,16 @@ def digests(checkpoints: dict[str, Path], scratch: Path) -> dict[str, str]:
             digest = hashlib.sha256(session.prefill(ids, all_logits=True).tobytes())
             digest.update("".join(session.kv_digest()).encode())
             made[name] = digest.hexdigest()
+    for name in EMBEDDING:
+        tiny.write(tiny_families.VARIANTS[name], scratch / name, seed=1)
+        with gemma_py.load(scratch / name) as engine:
+            made[name] = digest_of_embeddings(engine, GOLDEN["ids"][name])
     return made
+
+
+def digest_of_embeddings(engine: gemma_py.Engine, texts: list[list[int]]) -> str:
+    caches = [engine.new_cache() for _ in texts]
+    rows = engine.run_together([SequenceInput(*pair) for pair in zip(caches, texts, strict=True)])
+    digest = hashlib.sha256(np.concatenate(rows).tobytes() + engine.embed(texts).tobytes())
+    digest.update("".join(line for cache in caches for line in cache.digest()).encode())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""The layers of the package, and the imports between its folders, read from the sources."""
+"""The layers of the package, and the imports between its folders, read from the source files."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ from repository import ROOT
 
 PACKAGE = ROOT / "gemma_py"
 
-# Lowest first. A module may import from its own layer and from those below.
+# The lowest layer comes first. A module may import from its own layer and from lower ones.
 LAYERS = (
     ("errors", "paths", "machine", "progress"),
     ("formats", "kernels", "demo", "hub"),
@@ -27,12 +27,12 @@ LAYERS = (
 
 
 def folder_of(path: Path) -> str:
-    """The folder of the package that a file is in, or the name of a module beside the folders."""
+    """Return the folder of the package that contains a file. A module outside the folders counts as a folder."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imports(source: str) -> set[str]:
-    """The folders of gemma_py that a source imports from; the package itself counts as __init__."""
+    """Return the folders of gemma_py from which a source file imports. The package itself counts as __init__."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -49,7 +49,7 @@ def imports(source: str) -> set[str]:
 
 
 def all_imports() -> dict[str, set[str]]:
-    """For each folder the others that it imports from."""
+    """Return, for each folder, the other folders from which it imports."""
     table: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         table.setdefault(folder_of(path), set()).update(imports(path.read_text()) - {folder_of(path)})

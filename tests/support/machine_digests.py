@@ -1,4 +1,4 @@
-"""Digests that must be the same on every machine. As a program: prints them, for a process with another instruction set."""
+"""Digests that must be equal on every machine. A test runs this file as a program, with another instruction set."""
 
 import hashlib
 import json
@@ -6,14 +6,18 @@ import tempfile
 from pathlib import Path
 
 import tiny_checkpoints as tiny
+import tiny_families
 from equivalence import PARTS, WIDE, prompt
 from gguf_files import write_model
+from golden_bits import EMBEDDING, GOLDEN, digest_of_embeddings
 
 import gemma_py
 
 
 def digests() -> dict[str, list[str]]:
-    """Logits and KV rows by the parallel path, of a float and of a quantised model of each arithmetic."""
+    """Return digests of logits and KV rows: of models with float weights and with quantised weights, computed by several
+    workers.
+    """
     made = {}
     with tempfile.TemporaryDirectory() as scratch:
         paths = {}
@@ -28,6 +32,10 @@ def digests() -> dict[str, list[str]]:
                 ids = prompt(engine.config, 50)
                 logits = [session.prefill(ids[:33], all_logits=True), session.prefill(ids[33:], all_logits=True)]
                 made[name] = [hashlib.sha256(part.tobytes()).hexdigest() for part in logits] + session.kv_digest()
+        for name in EMBEDDING:
+            tiny.write(tiny_families.VARIANTS[name], Path(scratch) / name, seed=1)
+            with gemma_py.load(Path(scratch) / name, threads=2) as engine:
+                made[name] = [digest_of_embeddings(engine, GOLDEN["ids"][name])]
     return made
 
 

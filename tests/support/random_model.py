@@ -1,4 +1,4 @@
-"""An engine of any family with random weights, and its bits for all combinations of threads and chunks."""
+"""An engine of any family with random weights, and the comparison of its bits for all threads and chunks."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ from gemma_py.weights.tensors import gguf_source
 
 
 def random_checkpoint(family: Family, config: Config, kind: str, seed: int = 1) -> Checkpoint:
-    """Every tensor of the family is drawn; matrices, also those of experts, are stored in the type `kind`."""
+    """Return a checkpoint with random tensors. Matrices, including those of experts, have the type `kind`."""
     rng, made, specs, path = np.random.default_rng(seed), {}, family.tensors(config), Path(f"random {kind}")
     for name, spec in specs.items():
         if spec.gguf in made:
-            continue  # a stack of matrices, which was made for the first of them
+            continue  # the stack was made together with the first
         floats = len(spec.shape) == 1 or spec.shape[-1] % TYPES[kind].block
         values, stored = rng.standard_normal(spec.gguf_shape, np.float32), TYPES["F32" if floats else kind]
         data = values.view(np.uint8) if stored.pack is None else stored.pack(values.reshape(-1, stored.block))
@@ -38,11 +38,11 @@ def random_engine(family: Family, config: Config, kind: str) -> gemma_py.Engine:
     return gemma_py.Engine(random_checkpoint(family, config, kind))
 
 
-Specification = Callable[[Mapping[str, Any], ReferenceCache, int], np.ndarray]  # one token: its logits [V]
+Specification = Callable[[Mapping[str, Any], ReferenceCache, int], np.ndarray]  # computes the logits [V] of one token
 
 
 def differing_ways(family: Family, config: Config, specification: Specification, tokens: int = 70) -> list[str]:
-    """The weights' types, numbers of threads and chunk sizes whose logits or KV rows do not have the specification's bits."""
+    """Return the weight types, numbers of threads and chunk sizes that do not give the specification's bits."""
     ids, wrong = prompt(config, tokens), []
     for kind in ("F32", "BF16", "Q8_0"):
         with random_engine(family, config, kind) as engine:

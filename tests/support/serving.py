@@ -1,4 +1,4 @@
-"""A server in this process, for tests that talk to it as a client would."""
+"""A server in this process or in a separate one, and clients for tests."""
 
 import asyncio
 import contextlib
@@ -24,19 +24,17 @@ from gemma_py.server.auth import Keys
 from gemma_py.server.openai.service import Service, new_scheduler
 from gemma_py.server.process import Server, address, bind
 
-NO_END = {"1": -100, "6": -100}  # as logit_bias: without the tokens at which an answer would end
+NO_END = {"1": -100, "6": -100}  # a logit_bias that forbids the end tokens
 
 
 class Client:
-    """Of a server on this machine, by its port."""
-
     def __init__(self, port: int) -> None:
         self.port = port
 
     def request(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, Any, http.client.HTTPMessage]:
-        """(status, document or text, headers). A body that is not bytes is sent as JSON."""
+        """Send a request. Return (status, document or text, headers). A body that is not bytes is sent as JSON."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             kind = {} if data is None else {"Content-Type": "application/json"}
@@ -51,7 +49,7 @@ class Client:
         return status, document
 
     def open_stream(self, max_tokens: int, content: str = "Once") -> socket.socket:
-        """A connection on which an answer has begun to arrive, which has exactly so many tokens."""
+        """Ask for a stream of exactly `max_tokens` tokens. Return the connection when the answer has begun to arrive."""
         asked = {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": max_tokens}
         asked["logit_bias"] = NO_END
         connection = self.send("POST", "/v1/chat/completions", json.dumps(asked).encode())
@@ -64,7 +62,9 @@ class Client:
     def send(
         self, method: str, path: str, body: bytes, length: int | None = None, closing: bool = False
     ) -> socket.socket:
-        """A request over a bare socket, whose stated length may be another than the body's. closing: it is the last."""
+        """Send a request over a plain socket. length: a wrong Content-Length. closing: ask the server to close the
+        connection.
+        """
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         head += "Connection: close\r\n" * closing
@@ -74,7 +74,7 @@ class Client:
 
 
 class Heard:
-    """A streamed completion, of which the client heard so many tokens before it left; all, if it had no more."""
+    """A streamed completion. The client disconnects after `most` tokens."""
 
     def __init__(self, client: Client, request: Request, most: float = math.inf) -> None:
         self.text, self.reason = "", ""
@@ -94,7 +94,7 @@ class Heard:
                 self.reason = choice["finish_reason"] or ""
 
     def same(self, alone: list[Token]) -> bool:
-        """Whether that is what was generated alone, or how it begins."""
+        """Return whether the stream is, or begins like, the answer that was generated alone."""
         told = [token.logprob for token in alone]
         if self.reason != alone[-1].finish_reason:
             told, alone = told[: len(self.logprobs)], alone[: len(self.logprobs)]
@@ -102,7 +102,7 @@ class Heard:
 
 
 class Running(Client):
-    """A server that answers; `scheduler` and `app` are its insides."""
+    """A running server, with access to its `scheduler` and `app`."""
 
     def __init__(self, app: App, url: str, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(int(url.rpartition(":")[2]))
@@ -110,9 +110,9 @@ class Running(Client):
 
 
 class Process(Client):
-    """`python -m gemma_py serve` in a process of its own, which has said that it is ready. A context manager.
+    """`python -m gemma_py serve` in a separate process that is ready. A context manager.
 
-    said: what it wrote to stdout after that, when it has ended.
+    said: what the process wrote to stdout after it was ready, set when it has ended.
     """
 
     said = ""
@@ -128,7 +128,7 @@ class Process(Client):
         super().__init__(int(re.findall(r"//127.0.0.1:(\d+)", self.ready)[0]))
 
     def end(self) -> tuple[int, str]:
-        """Exit code and stderr, when it has ended."""
+        """Wait for the process. Return its exit code and stderr."""
         self.said, errors = self.child.communicate(timeout=60)
         return self.child.returncode, errors
 
@@ -176,6 +176,6 @@ def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def idle(server: Running) -> bool:
-    """Whether every place is free again."""
+    """Return whether no request runs or waits."""
     stats = server.scheduler.stats()
     return stats.running == stats.waiting == 0 and not server.app.event_queues

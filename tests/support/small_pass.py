@@ -1,4 +1,4 @@
-"""A small forward pass with every kind of wait of the real one, for tests of the worker team."""
+"""A small forward pass with every kind of synchronisation, for tests of the worker team."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
 
-WORKERS = 4  # on two cores
+WORKERS = 4  # more workers than cores
 LAYERS, ROWS, TILE = 3, 32, 3
 TILES = -(-ROWS // TILE)
 MIX, PRODUCE, STORE, ATTEND = 0, 1, 2, 3
 NAMES = ("mix", "produce", "store", "attend")
-DEADLINE = 1.5  # where a test waits for it; elsewhere the default
-GENEROUS = 60.0  # "did not hang", on any machine
+DEADLINE = 1.5  # seconds, for tests that wait for the deadline; other tests use the default
+GENEROUS = 60.0  # seconds after which a run counts as hanging, on any machine
 
 
 @inlined
@@ -27,7 +27,9 @@ def _scramble(a, b):
 
 @inlined
 def _mix(cells, worker, workers, layer, x, y):
-    """y[t] from any row of x: needs the barrier before it and, for reads of y, the one after it."""
+    """Compute y[t] from two rows of x. A barrier must precede, because other workers write x. The barrier at the end is for
+    readers of y.
+    """
     if not sync.enter(cells, worker, layer, MIX):
         return False
     tile = sync.claim_any(cells, worker, 3 * layer, TILES)
@@ -40,7 +42,7 @@ def _mix(cells, worker, workers, layer, x, y):
 
 @inlined
 def _store(cells, worker, layer, y, kv, start):
-    """Rows that are computed at any time and published in order."""
+    """Compute rows of kv in any order and publish them in order."""
     if not sync.enter(cells, worker, layer, PRODUCE):
         return False
     tile = sync.claim(cells, worker, 3 * layer + 1, TILES)
@@ -58,7 +60,7 @@ def _store(cells, worker, layer, y, kv, start):
 
 @inlined
 def _attend(cells, worker, workers, layer, x, kv, start):
-    """The next x[t] from the rows up to t: needs them published, and no barrier before."""
+    """Compute the next x[t] from all rows of kv up to t. This waits for published rows instead of a barrier."""
     if not sync.enter(cells, worker, layer, ATTEND):
         return False
     tile = sync.claim_any(cells, worker, 3 * layer + 2, TILES)
@@ -77,7 +79,7 @@ def _attend(cells, worker, workers, layer, x, kv, start):
 
 @kernel
 def forward(worker, workers, cells, x, y, kv, start):
-    """A small forward pass with every kind of wait. x: [LAYERS + 1, ROWS]; y, kv: [LAYERS, ROWS]."""
+    """A small forward pass with every kind of synchronisation. x: [LAYERS + 1, ROWS]; y, kv: [LAYERS, ROWS]."""
     for layer in range(LAYERS):
         if not _mix(cells, worker, workers, layer, x, y):
             return False
@@ -90,7 +92,7 @@ def forward(worker, workers, cells, x, y, kv, start):
 
 @kernel
 def hold(worker, workers, cells, gate, who, written):
-    """Worker `who` stalls until gate[0] opens, and then writes; the others wait for it."""
+    """Worker `who` stalls until gate[0] opens, and then writes. The other workers wait for it."""
     sync.enter(cells, worker, 1, 2)
     if worker == who:
         while load_acquire(gate, 0) == 0:
@@ -101,7 +103,7 @@ def hold(worker, workers, cells, gate, who, written):
 
 @kernel
 def work_slowly(worker, workers, cells, steps):
-    """Worker 0 is slow and steps; the others wait for it."""
+    """Worker 0 is slow, but counts steps. The other workers wait for it."""
     sync.enter(cells, worker, 0, 0)
     for _ in range(steps if worker == 0 else 0):
         sleep_microseconds(np.uint32(50_000))
@@ -142,7 +144,7 @@ def count_up(worker, workers, cells, counter, n):
 
 
 def make_arrays() -> tuple[Any, ...]:
-    """Fresh rows, poisoned with -1 wherever the pass has yet to write."""
+    """Return new arrays. Every row that the pass writes is -1."""
     x = np.full((LAYERS + 1, ROWS), -1, np.int64)
     x[0] = np.arange(ROWS) * 1000 + 7
     return x, np.full((LAYERS, ROWS), -1, np.int64), np.full((LAYERS, ROWS), -1, np.int64)

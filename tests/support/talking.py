@@ -5,7 +5,7 @@ from typing import Any
 import gemma_py
 from gemma_py import Conversation, Sampling
 
-# Of a model of random weights, which else would write control tokens at every turn.
+# A logit_bias that forbids control tokens, which a model with random weights would write in every turn.
 DRAW = Sampling(temperature=1.0, top_k=50, seed=5, logit_bias=dict.fromkeys(range(11), -100.0))
 
 

@@ -1,4 +1,4 @@
-"""Changes to a KV cache, or to the weights, between two passes, which `verify` must locate."""
+"""Changes to a KV cache or to the weights between passes. `verify` must locate them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ Before = Callable[[Runner, Cache], None]
 
 
 def tamper(monkeypatch: pytest.MonkeyPatch, before: Before | None = None, after: Before | None = None) -> None:
-    """Do something to the runner and the cache around every pass of two workers."""
+    """Call `before` and `after` around every pass of an engine with two workers."""
     honest = Runner._pass
 
     def run(self: Runner, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
@@ -31,7 +31,7 @@ def tamper(monkeypatch: pytest.MonkeyPatch, before: Before | None = None, after:
 
 
 def flip_kept(layer: int, position: int, when: int) -> Before:
-    """One bit of a key in the cache, once so many tokens are committed."""
+    """Return a function that flips one bit of a key in the cache when `when` tokens are committed."""
 
     def flip(runner: Runner, cache: Cache) -> None:
         if cache.position == when:
@@ -42,7 +42,7 @@ def flip_kept(layer: int, position: int, when: int) -> Before:
 
 
 def repacked(change: Callable[[Runner], ModelTables]) -> Before:
-    """Another model for every runner."""
+    """Return a function that gives every runner a changed model."""
     made: list[LinkedProgram] = []
 
     def replaced(runner: Runner, cache: Cache) -> None:
@@ -54,13 +54,13 @@ def repacked(change: Callable[[Runner], ModelTables]) -> Before:
 
 
 def reading(runner: Runner, layer: int, label: str) -> np.ndarray:
-    """The operations of a phase."""
+    """Return the operations of a phase."""
     ops = runner.program.model.ops
     return ops[(ops[:, p.LAYER] == layer) & (ops[:, p.LABEL] == runner.program.label(label))]
 
 
 def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
-    """Changes a gain of the phase's norm of this number, from 0."""
+    """Return a function that changes a norm's gain. number: which norm of the phase, from 0."""
 
     def change(runner: Runner) -> ModelTables:
         m, ops = runner.program.model, reading(runner, layer, label)
@@ -73,7 +73,7 @@ def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], 
 
 
 def changed_matrix(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
-    """Changes the phase's matrix of this number, from 0."""
+    """Return a function that changes a matrix. number: which matrix of the phase, from 0."""
 
     def change(runner: Runner) -> ModelTables:
         weights = runner.program.model.weights
@@ -88,7 +88,7 @@ def changed_matrix(layer: int, label: str, number: int = 0) -> Callable[[Runner]
 
 
 def changed_number(label: str, value: float) -> Callable[[Runner], ModelTables]:
-    """The scale of attention, or the cap of the head, in whichever layers have such a phase."""
+    """Return a function that changes the scale of attention, or the head's cap, in every phase of this name."""
 
     def change(runner: Runner) -> ModelTables:
         m = runner.program.model

@@ -1,4 +1,4 @@
-"""A terminal with a shell in it, in which a test types and reads."""
+"""A terminal with a shell, in which a test types and reads."""
 
 import contextlib
 import fcntl
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from repository import TINY, child_environment
 
-GREEDY = ("--temperature", "0")  # of a model of random weights: an answer without end
-# Each pass takes its time, so that a test can be quicker than the model. The answers are the same.
+GREEDY = ("--temperature", "0")  # with random weights, a greedy answer never ends
+# Makes every pass slow, so that a test can type while the model works. The answers do not change.
 SLOW = """
 import time
 from gemma_py.runtime.runner import Runner
@@ -28,7 +28,7 @@ Runner.run = run
 from gemma_py.cli.main import entry
 entry()
 """
-# A session with the terminal as its own, as a terminal emulator starts a shell.
+# Starts a session that owns the terminal, as a terminal emulator starts a shell.
 LAUNCH = "import fcntl,os,sys,termios; fcntl.ioctl(0,termios.TIOCSCTTY,0); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
@@ -36,8 +36,6 @@ ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 
 
 class Window:
-    """A terminal with a shell in it."""
-
     def __init__(self, home: Path, **environment: str) -> None:
         self.ours, theirs = pty.openpty()
         self.resize(24, 80)
@@ -52,7 +50,7 @@ class Window:
             stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True, cwd=home,
         )  # fmt: skip
         os.close(theirs)
-        self.text = ""  # all that came
+        self.text = ""
         self._seen = 0
         self.expect("shell$ ")
 
@@ -67,18 +65,20 @@ class Window:
                 data = data[os.write(self.ours, data[:1000]) :]
 
     def paste(self, text: str) -> None:
-        """As terminals do: between marks if the program has asked for them."""
+        """Paste a text as terminals do: between marks, if the program has asked for marks."""
         asked = self.text.rfind("\x1b[?2004h") > self.text.rfind("\x1b[?2004l")
         self.type(f"\x1b[200~{text}\x1b[201~" if asked else text)
 
     def _read(self, wait: float) -> None:
         if select.select([self.ours], [], [], wait)[0]:
-            with contextlib.suppress(OSError):  # nobody is left on the other side
+            with contextlib.suppress(OSError):  # the shell has ended
                 self.text += os.read(self.ours, 1 << 16).decode(errors="replace")
 
     def expect(self, *wanted: str, seconds: float = 60) -> str:
-        """What came until all of these had come, one after the other, not counting what moves and colours, and with lines
-        broken at any space."""
+        """Wait until all these texts have appeared, in this order. Return the new output.
+
+        Escape sequences are ignored, and a line may be broken at any space.
+        """
         until = time.monotonic() + seconds
         came = ""
         while time.monotonic() < until:
@@ -101,7 +101,7 @@ class Window:
         self.answers()
 
     def answers(self, more: int = 0) -> None:
-        """An answer is under way, and so many characters longer."""
+        """Wait until an answer is under way and has `more` new characters."""
         until, least = time.monotonic() + 60, len(self.text) + more
         while len(ESCAPES.sub("", self.text).rpartition("\n")[2]) < 30 or len(self.text) < least:
             assert time.monotonic() < until

@@ -58,7 +58,9 @@ def test_generate(run: Run) -> None:
 
 
 def test_quant(run: Run, checkpoints: dict[str, Path]) -> None:
-    """Gemma 1's feed-forward of 48 is no whole number of blocks: down_proj stays float, and is named on stderr."""
+    """Gemma 1's feed-forward width of 48 is not a multiple of the block size. So down_proj stays float, and stderr names
+    it.
+    """
     path = checkpoints["gemma1-multi-head"]
     (path.parent / "ids.json").write_text("[2, 30, 31]")
     score = ("score", path, "--ids", path.parent / "ids.json", "--json")
@@ -96,7 +98,7 @@ def test_inspect(run: Run, checkpoints: dict[str, Path]) -> None:
         assert report["bytes"] == sum(tensor["bytes"] for tensor in report["tensors"])
         assert report["model_type"] in name.replace("gemma1", "gemma")
         parts = Counter(other.removeprefix("model.").split(".")[0] for other in VARIANTS[name].extra)
-        del parts["language_model"], parts["layers"]  # keys and values that the text model does not use
+        del parts["language_model"], parts["layers"]  # the text model does not use these keys and values
         assert report["left_out"] == parts
         assert bool(parts) == ("multimodal" in name or "wrapped" in name)
         assert run("inspect", path)[0] == 0
@@ -132,7 +134,8 @@ def gemma4_parameters(s: dict[str, Any]) -> int:
         F = s["F"] * (2 if s.get("double") and not own else 1)
         total += s["D"] * E * (2 * s["H"] + matrices_of_kv * G) + 3 * s["D"] * F + 4 * s["D"] + 1
         total += E * (2 if own else 1) + s["D"] * (2 * s["P"] + (s["P"] > 0))
-        if "X" in s:  # router, scale of experts, experts; the router's scale and three norms
+        # The tensors with experts: router, scale of experts, experts. Also the router's scale and three norms.
+        if "X" in s:
             total += s["X"] * (s["D"] + 1 + 3 * s["D"] * s["FX"]) + 4 * s["D"]
     return total
 
@@ -149,9 +152,13 @@ def gemma3n_parameters(s: dict[str, Any]) -> int:
 def test_catalogue_sizes_follow_from_the_shapes() -> None:
     for entry in catalogue():
         s = entry.shape
-        if s["family"] in ("gemma3n", "gemma4"):
-            count = gemma3n_parameters if s["family"] == "gemma3n" else gemma4_parameters
-            assert entry.parameters == count(s), entry.name
+        if s["family"] == "gemma3n":
+            assert entry.parameters == gemma3n_parameters(s), entry.name
+            continue
+        if s["family"] in ("gemma4", "gemma-embedding2"):
+            table_left_out = s["L"] * s["P"] * s["V"] if "embedding" in s else 0
+            expected = gemma4_parameters(s) - table_left_out + s.get("embedding", 0) * s["D"]
+            assert entry.parameters == expected, entry.name
             continue
         norms = 2 if s["family"] == "gemma" else 4
         heads = 2 * s["E"] if s["family"] in ("gemma3", "gemma-embedding") else 0

@@ -1,4 +1,6 @@
-"""README and docs: their commands parse, their flags and links exist, their snippets compile, their pictures match the code."""
+"""README and docs: their commands parse, their flags and links exist, their snippets compile, their pictures match the
+code.
+"""
 
 import argparse
 import re
@@ -21,7 +23,7 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of every command in fenced blocks and in prose; comments and the `$` of a prompt are left out."""
+    """Return the commands in fenced blocks and in prose, as lists of words. Comments and the prompt `$` are left out."""
     prose = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
     for block in (*fences(text, ""), *prose):
         for line in block.splitlines():
@@ -37,13 +39,13 @@ def subparsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def tool_flags(name: str) -> set[str]:
-    """The flags that a program in tools/ adds to its parser."""
+    """Return the flags of a program in tools/."""
     source = (ROOT / "tools" / name).read_text()
     return set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', source))
 
 
 def refused(words: list[str]) -> str:
-    """Why a command cannot be run; an empty text if it can."""
+    """Return why a command cannot be run, or an empty text if it can."""
     if words[:3] == ["python", "-m", "gemma_py"] or words[0] == "gemma_py":
         arguments = words[3:] if words[0] == "python" else words[1:]
     elif words[:2] == ["python3", "tools/quickstart.py"]:
@@ -81,7 +83,7 @@ def test_every_command_parses(page: Path) -> None:
 
 
 def unknown_flags(text: str) -> set[str]:
-    """Flags, in prose or in commands, that neither a command of the package nor a tool has."""
+    """Return flags in prose or in commands that neither a command of the package nor a tool has."""
     known = {flag for one in subparsers().values() for action in one._actions for flag in action.option_strings}
     for tool in (ROOT / "tools").glob("*.py"):
         known |= tool_flags(tool.name)
@@ -100,7 +102,7 @@ def test_every_flag_of_every_command_is_documented() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """Return GitHub's anchors for the headings of a page."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -184,7 +186,7 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("name", draw.PICTURES)
 def test_pictures_match_the_code(name: str) -> None:
-    """`python tools/draw.py` draws them anew."""
+    """`python tools/draw.py` draws new pictures."""
     assert (ROOT / "docs" / name).read_text() == draw.PICTURES[name]()
 
 

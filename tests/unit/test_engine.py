@@ -1,4 +1,4 @@
-"""The engine and its sessions: the same bits however a prompt is cut, clear errors, nothing shared between sessions."""
+"""The engine and its sessions: bits do not depend on how a prompt is divided, errors are clear, sessions share nothing."""
 
 import itertools
 import random
@@ -83,7 +83,7 @@ def test_a_digest_covers_what_a_later_token_may_read(tiny_engine: gemma_py.Engin
     window, capacity = tiny_engine.config.layers[0].sliding_window, session._cache.layers[0].capacity
     assert window == 16
     rows = session._cache.layers[0].keys
-    rows[:, (len(IDS) - window) % capacity] += 1  # out of reach for position len(IDS)
+    rows[:, (len(IDS) - window) % capacity] += 1  # position len(IDS) does not attend to this row
     assert session.kv_digest() == before
     rows[:, (len(IDS) - window + 1) % capacity] += 1
     assert session.kv_digest() != before
@@ -167,7 +167,7 @@ def test_generate_stops_at_an_end_token() -> None:
 def test_streamed_pieces_join_to_the_decoded_text(
     tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """The model is made to say these ids: characters out of byte tokens, one after the other, and one left incomplete."""
+    """The model is forced to generate these ids: characters made of byte tokens, and an incomplete character at the end."""
     assert tiny_engine.tokenizer is not None
     ids = tiny_engine.tokenizer.encode(text + "🙂", bos=False)[:-1]
     left = iter(ids)
@@ -208,7 +208,7 @@ def test_score_is_the_negative_log_softmax(tiny_engine: gemma_py.Engine) -> None
 
 
 def test_one_machine_code_serves_every_model(checkpoints: dict[str, Path]) -> None:
-    """Shapes, stored types, threads and chunks are values, not types: only the type of stored rows makes another form."""
+    """numba compiles again only if the type of the KV rows changes. Shapes, weight types, threads and chunks are values."""
     for name in ("gemma1-multi-query", "gemma2", "gemma3-scaled-untied"):
         for threads in (1, 2):
             with gemma_py.load(checkpoints[name], threads=threads) as engine:
@@ -219,7 +219,7 @@ def test_one_machine_code_serves_every_model(checkpoints: dict[str, Path]) -> No
 
 
 def interrupted_at(line: int, work: Callable[[], object]) -> bool:
-    """Whether Ctrl-C came: at that line of cache.py, counted as they are reached, if the work reaches so many."""
+    """Raise Ctrl-C at the line of cache.py that is reached as number `line`. Return whether the work got so far."""
     left = line
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

@@ -1,4 +1,4 @@
-"""Configs of Gemma 4, in the forms of Hugging Face and of GGUF, and what is wrong with hostile ones."""
+"""Configs of Gemma 4 from Hugging Face and from GGUF, and malicious ones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -182,7 +182,9 @@ RELEASED = ("gemma-4-e2b-it", "gemma-4-e4b-it", "gemma-4-12b-it", "gemma-4-31b-i
 
 @pytest.mark.parametrize(("name", "most"), list(zip(RELEASED, (0.45, 0.70, 1, 1, 1), strict=True)))
 def test_prompt_rows_take_this_share_of_the_work_of_all_layers(name: str, most: float) -> None:
-    """Of E2B's layers, a prompt of 512 tokens needs at most 45% of the work that logits of all 512 tokens need."""
+    """A prompt of 512 tokens, of which only the last needs logits, takes at most 45% of the work of all logits in E2B's
+    layers.
+    """
     family, config = shapes.config_of(name)
     blank = shapes._checkpoint(name, family, config, F32, shapes._blank)
     plan = PackingPlan(blank.stored_weights())

@@ -1,4 +1,4 @@
-"""Gemma 4's tokenizer: the ids of the tokenizers package from both forms of its file, and no control token from a user's text."""
+"""Gemma 4's tokenizer gives the ids of the tokenizers package. A user's text never becomes a control token."""
 
 import json
 import random
@@ -71,7 +71,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Forms]:
 
 
 def differences(forms: Forms, text: str) -> list[Any]:
-    """The ids of each form, where they are not those of the package."""
+    """Return the ids of each form that differ from those of the package."""
     *ours, package = forms
     expected = package.encode(text, add_special_tokens=False).ids
     return [ids for ids in (tokenizer.encode(text, bos=False, control=True) for tokenizer in ours) if ids != expected]
@@ -160,8 +160,8 @@ def test_broken_metadata_is_one_line(tmp_path: Path, change: dict[str, Any], mes
     assert "\n" not in str(caught.value)
 
 
-def test_a_merge_that_makes_a_control_token_is_dropped(tmp_path: Path) -> None:
-    """Ranked first, such a merge would turn the text of two pieces into the end of a turn; the package applies it."""
+def test_merges_that_produce_a_control_token_are_dropped(tmp_path: Path) -> None:
+    """If such a merge came first, the text of two pieces would become the end of a turn, as it does with the package."""
     vocabulary = Gemma4Vocabulary()
     metadata = vocabulary.metadata()
     place = metadata["tokenizer.ggml.tokens"].index("<unused60>")
@@ -181,7 +181,7 @@ def test_a_merge_that_makes_a_control_token_is_dropped(tmp_path: Path) -> None:
 
 
 def test_a_text_of_one_megabyte_without_a_newline_takes_seconds(forms: Callable[[int], Forms]) -> None:
-    """The work grows with n log n; if it grew with the square of n, this text would take hours."""
+    """The work grows with n log n. If it grew with the square of n, this text would take hours."""
     rng = random.Random(1)
     text = "".join(rng.choices("etaoin shrdlu.", k=1 << 20))
     forms(1)[1].encode("compiled before the clock starts")

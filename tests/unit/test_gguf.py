@@ -1,4 +1,6 @@
-"""The GGUF reader: valid files are read, every broken one is a typed error, and no count of a file is trusted for an allocation."""
+"""The GGUF reader: valid files are read, every broken file raises a FormatError or similar, and no count causes a large
+allocation.
+"""
 
 import resource
 import struct
@@ -97,7 +99,7 @@ def test_hostile_files_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises((FormatError, UnsupportedError), match=message) as caught:
         read(tmp_path, data)
     assert "file.gguf" in str(caught.value)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
 @settings(max_examples=300, deadline=None)
@@ -113,7 +115,7 @@ def test_mutated_files_give_an_error_or_a_sound_file(
         file = read(tmp_path_factory.mktemp("mutated"), bytes(content))
     except GemmaError:
         return
-    for tensor in file.tensors.values():  # what was accepted can be read
+    for tensor in file.tensors.values():  # if the file is accepted, its tensors can be read
         with np.errstate(all="ignore"):
             assert tensor.to_float32().shape == tensor.shape
 
@@ -206,7 +208,7 @@ def test_a_string_among_many_that_is_not_utf_8_is_named(tmp_path: Path, bad: byt
 def test_many_strings_that_end_with_the_file_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     data = assemble([field("a", ARRAY, strings([b"piece%d" % number for number in range(1200)]))], [], b"")
-    for left in (32, 37, 41, 4000):  # beyond what fills the last line
+    for left in (32, 37, 41, 4000):  # more bytes than the padding at the end
         path.write_bytes(data[:-left])
         with pytest.raises(FormatError, match=r"m\.gguf"):
             read_gguf(path)

@@ -1,4 +1,4 @@
-"""The structure that everything else relies on, read from the sources."""
+"""The structure of the package, checked by reading its source files."""
 
 import ast
 from collections.abc import Collection
@@ -8,7 +8,7 @@ import pytest
 from layers import LAYERS, PACKAGE, all_imports, imports
 
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Beyond the ranks: kernels know no files and no formats, formats know no kernels.
+# Besides the order of layers: kernels do not import formats, and formats do not import kernels.
 FORBIDDEN = {("kernels", "formats"), ("formats", "kernels")}
 
 
@@ -45,13 +45,13 @@ MAY_IMPORT_THE_SPECIFICATION = ("__init__", "checks")
 
 
 def module_name(path: Path) -> str:
-    """Below gemma_py, as it is imported: reference.gemma, weights.pack, reference."""
+    """Return the name of a module below gemma_py, as in `reference.gemma`, `weights.pack` or `reference`."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
 def modules(source: str, known: Collection[str]) -> set[str]:
-    """The modules of gemma_py that a source imports, wherever in the source it does."""
+    """Return the modules of gemma_py that a source file imports, at its top or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -70,7 +70,9 @@ def is_within(name: str, allowed: Collection[str]) -> bool:
 
 
 def shared_arithmetic(sources: dict[str, str]) -> list[str]:
-    """What the specification imports and may not, by itself or through another module; and who imports it and may not."""
+    """Return what the specification imports although it must not, and which modules import the specification although they
+    must not.
+    """
     wrong = []
     table = {name: modules(source, sources) for name, source in sources.items()}
     for name, targets in table.items():
@@ -117,7 +119,7 @@ def test_shared_arithmetic_is_caught(module: str, line: str, message: str) -> No
 
 
 def test_no_reassociation_on_the_path_of_a_bit() -> None:
-    """fastmath, prange and parallel=True hand the order of a sum to the compiler."""
+    """With fastmath, prange or parallel=True, the compiler chooses the order of a sum."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword):
@@ -131,5 +133,5 @@ def test_no_reassociation_on_the_path_of_a_bit() -> None:
     assert sorted(compiling) == [
         "arithmetic.py",
         "decorator.py",
-    ]  # the second compiles the kernels, the first the specification
+    ]  # the second one compiles kernels, the first one the specification
     assert "parallel" not in (PACKAGE / "kernels" / "decorator.py").read_text()

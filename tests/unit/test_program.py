@@ -1,4 +1,4 @@
-"""A program refuses what would compute wrong rows or race, and puts a barrier where one product depends on another."""
+"""A program refuses operations that would race or compute wrong rows, and puts a barrier where a product needs another one."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ SHAPES = {"embed": (40, 64), "square": (64, 64), "keys": (32, 64), "wide": (96, 
 
 
 def program() -> Program:
-    """With x, the embedding, n, its norm, and q, k and v, products of x."""
+    """Return a program with the embedding x, its norm n, and the products q, k and v of n."""
     p = Program(CONFIG, {name: Tensor(shape, name, name) for name, shape in SHAPES.items()} | {"table": TABLE})
     p.embed("embed", "x")
     p.rope_tables()

@@ -1,4 +1,4 @@
-"""What quickstart prints before it installs; the installation itself is tested by running it."""
+"""What quickstart prints before it installs anything. The installation itself is not tested here."""
 
 import subprocess
 import tomllib
@@ -39,13 +39,13 @@ def test_a_tier_is_a_folder_of_tests() -> None:
 
 
 def test_tests_import_nothing_from_each_other() -> None:
-    """What several share lives in tests/support, under a plain name."""
+    """Helpers that several test files use are in tests/support."""
     lines = [line for path in (ROOT / "tests").rglob("*.py") for line in path.read_text().splitlines()]
     assert [line for line in lines if line.strip().startswith(("from test_", "import test_", "from conftest"))] == []
 
 
 def test_an_installed_package_finds_the_catalogue() -> None:
-    """A wheel carries the folder `models` under the name that the catalogue looks for, beside the package `gemma_py.models`."""
+    """In a wheel, the folder `models` has the name that the catalogue looks for. `gemma_py.models` is another folder."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert build["targets"]["wheel"]["force-include"] == {"models": f"gemma_py/{INSTALLED}"}
     assert (ROOT / "models" / "catalog.toml").is_file()

@@ -1,4 +1,4 @@
-"""Sampling: filters as in transformers, random draws that depend on seed and position only, and errors."""
+"""Sampling: filters as in transformers, random draws that depend only on seed and position, and errors."""
 
 import collections
 import json
@@ -25,7 +25,7 @@ PROMPT, MADE = [1, 2, 3, 3, 4999], [7, 7, 8, 3]
 
 
 def kept(sampling: Sampling, logits: np.ndarray = LOGITS) -> dict[int, float]:
-    """The tokens that filters leave, with their probabilities."""
+    """Return the tokens that the filters leave, with their probabilities."""
     sampler = Sampler(sampling, len(logits), PROMPT)
     x = sampler._penalised(logits, MADE).copy() / np.float32(sampling.temperature)
     weights, ids = sampler._candidates(x, x.max())
@@ -58,7 +58,7 @@ FILTERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_filters_match_a_plain_computation(options: dict[str, Any]) -> None:
-    """In float64 with full sorts, in the order of the module's first lines."""
+    """The plain computation is in float64, with full sorts, and applies the filters in the documented order."""
     s = Sampling(**{"temperature": 1.0, **options})
     x = LOGITS.astype(np.float64)
     for token, bias in s.logit_bias.items():
@@ -102,7 +102,7 @@ def test_presence_and_frequency_count_generated_tokens_only() -> None:
     sampler = Sampler(Sampling(presence_penalty=0.5, frequency_penalty=0.25), V, PROMPT)
     difference = LOGITS - sampler._penalised(LOGITS, MADE)
     assert {int(t): round(float(difference[t]), 5) for t in np.flatnonzero(difference)} == {3: 0.75, 7: 1.0, 8: 0.75}
-    assert sampler._penalised(LOGITS, []) is not LOGITS  # the model's logits stay as they are
+    assert sampler._penalised(LOGITS, []) is not LOGITS  # the given logits are not changed
 
 
 def test_the_likeliest_with_ties_has_the_smaller_id() -> None:
@@ -147,7 +147,7 @@ def test_random_numbers_are_keyed_by_seed_and_position() -> None:
     assert abs(table.mean() - 0.5) < 0.01 and abs(table.var() - 1 / 12) < 0.002
     assert abs(np.corrcoef(table.T[:-1].ravel(), table.T[1:].ravel())[0, 1]) < 0.03
     assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.03
-    # A change of these is a change of every seeded text.
+    # If these numbers change, the text of every seed changes.
     assert [uniform(0, 0), uniform(1, 2), uniform(2**62, 10**6)] == [
         0.6524484863740322, 0.04525699773739167, 0.7480227189628226]  # fmt: skip
 
@@ -211,9 +211,8 @@ def test_what_is_left_open() -> None:
     assert asked({"temperature": 0.5}, Sampling()) == Sampling(temperature=0.5)
 
 
-def test_a_base_model_that_recommends_nothing_answers_with_the_likeliest_tokens(tmp_path: Path) -> None:
-    """One without a chat template whose answers do not end at <end_of_turn>; with the one or the other, or with a
-    recommendation, it keeps what it had."""
+def test_a_base_model_that_recommends_nothing_decodes_greedily(tmp_path: Path) -> None:
+    """A model with a chat template, with <end_of_turn> as an end token, or with a recommendation is not affected."""
     path = tmp_path / "base"
     shutil.copytree(TINY, path, ignore=shutil.ignore_patterns("chat_template.jinja", "generation_config.json"))
     config = json.loads((path / "config.json").read_text())
@@ -253,7 +252,7 @@ def test_the_same_seed_gives_the_same_text(tiny_engine: gemma_py.Engine) -> None
             assert text(engine, seed=11) == expected
     ids = tiny_engine.encode("some text")
     made = [token.id for token in tiny_engine.generate(ids, 24, seed=11)]
-    # The draw of a position depends on nothing before it but through the logits: going on from the middle is the same.
+    # The draw at a position depends only on the logits and the position, so continuing in the middle gives the same tokens.
     assert [token.id for token in tiny_engine.generate(ids + made[:10], 14, seed=11)] == made[10:]
 
 

@@ -40,7 +40,7 @@ def long_files(root: Path) -> list[str]:
 
 
 def shared_class_names(root: Path) -> list[str]:
-    """Public classes of gemma_py that have one name."""
+    """Return the names that several public classes of gemma_py have."""
     homes: dict[str, list[str]] = defaultdict(list)
     for path in sorted((root / "gemma_py").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -55,14 +55,14 @@ def is_compiled(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, public: bool) -> int:
-    """How many there are, without `self`; keyword-only ones do not count in the public API."""
+    """Return the number of parameters without `self`. Keyword-only parameters of the public API do not count."""
     names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
     count = len(names) - (names[:1] in (["self"], ["cls"]))
     return count if public else count + len(function.args.kwonlyargs)
 
 
 def long_signatures(root: Path) -> Iterator[str]:
-    """`path:function` of each function with too many parameters."""
+    """Return `path:function` for each function with too many parameters."""
     for path in sources(root):
         if path.suffix != ".py":
             continue

@@ -1,4 +1,4 @@
-"""Text that streams: whole characters, nothing of a stop string, and the same text however it was cut into tokens."""
+"""Streaming of text: whole characters, nothing of a stop string, and one text however it is divided into tokens."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def tokenizer() -> Tokenizer:
 
 
 def characters(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A token a character, so that everything spans tokens."""
+    """A tokenizer with one token for each character, so that every stop string spans tokens."""
     return [token for character in text for token in tokenizer.encode(character, bos=False)]
 
 
@@ -34,7 +34,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str] = (),
 
 
 def before(text: str, stops: Sequence[str]) -> str:
-    """Up to the first stop string that is complete when the text is read letter by letter."""
+    """Return the text before the first stop string, found by reading letter by letter."""
     for end in range(len(text) + 1):
         found = [text[:end].find(stop) for stop in stops if stop in text[:end]]
         if found:

@@ -1,4 +1,4 @@
-"""Ids: those of Gemma's own tokenizer, from either source; and no user text becomes a control token."""
+"""The tokenizer gives Gemma's own ids from both kinds of files, and a user's text never becomes a control token."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def theirs() -> tokenizers.Tokenizer:
 
 
 def gguf_metadata() -> dict[str, Any]:
-    """What a converter would write for the tiny tokenizer: pieces, scores by merge rank, types."""
+    """Return what a converter would write for the tiny tokenizer: pieces, types, and scores by merge rank."""
     document = read_json(TINY / "tokenizer.json")
     vocab = document["model"]["vocab"]
     tokens = sorted(vocab, key=vocab.__getitem__)
@@ -97,7 +97,9 @@ def test_ids_match_the_tokenizers_package(tiny: Tokenizer, theirs: tokenizers.To
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS)
 def test_gguf_metadata_alone_gives_the_same_pieces_of_white_space_and_controls(from_gguf: Tokenizer, text: str) -> None:
-    """(All ids of the real vocabulary are compared below; a trained toy's merges are not all splits of its pieces.)"""
+    """Other ids are not compared, because not every split of a piece is a merge in this small tokenizer. Other tests
+    compare the real vocabulary.
+    """
     ids = from_gguf.encode(text, bos=False, control=True)
     assert from_gguf.decode(ids) == text.replace("▁", " ")
 
@@ -121,8 +123,7 @@ def test_one_begin_token(tiny: Tokenizer) -> None:
     assert tiny.encode("") == [2]
 
 
-def test_a_forged_merge_is_dropped(tmp_path: Path) -> None:
-    """A tokenizer.json may carry merges that build a control token out of text."""
+def test_merges_that_build_a_control_token_from_text_are_dropped(tmp_path: Path) -> None:
     document = read_json(TINY / "tokenizer.json")
     target = "<unused1>"
     number = len(document["model"]["vocab"])
@@ -136,7 +137,8 @@ def test_a_forged_merge_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(document))
     forged = tokenizers.Tokenizer.from_str(json.dumps(document | {"added_tokens": []}))
-    assert forged.encode(target, add_special_tokens=False).ids == [10]  # the attack works on a naive reader
+    # The tokenizers package itself builds the control token.
+    assert forged.encode(target, add_special_tokens=False).ids == [10]
     made = tokenizer_from_json(path)
     assert not set(made.encode(target, bos=False)) & made.control_ids
     assert made.decode(made.encode(target, bos=False)) == target
@@ -172,7 +174,7 @@ def test_a_start_with_tables_imports_no_tokenizers_package(tmp_path: Path) -> No
     )
     command = [sys.executable, "-c", program, str(TINY / "tokenizer.json")]
     environment = child_environment(XDG_CACHE_HOME=str(tmp_path))
-    if CACHE is not None:  # what is compiled already is not compiled again
+    if CACHE is not None:  # use the kernels that are already compiled
         (tmp_path / "gemma_py").mkdir()
         (tmp_path / "gemma_py" / "kernels").symlink_to(CACHE.parent)
     said = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
@@ -184,7 +186,7 @@ def test_a_start_with_tables_imports_no_tokenizers_package(tmp_path: Path) -> No
 def test_tables_that_differ_from_the_package_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, plant: str
 ) -> None:
-    """A difference is planted in our tables, between their making and their certification."""
+    """The test changes the tables after they are built and before they are compared with the package."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make = vocabularies.tables
 
@@ -210,7 +212,7 @@ def test_tables_that_differ_from_the_package_are_refused(
         else:
             path.touch()
             tokenizer_from_gguf(path, gguf_metadata())
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))  # what is refused is not stored
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))  # refused tables are not stored
 
 
 def test_every_added_token_is_certified(monkeypatch: pytest.MonkeyPatch, tiny: Tokenizer) -> None:
@@ -219,7 +221,9 @@ def test_every_added_token_is_certified(monkeypatch: pytest.MonkeyPatch, tiny: T
 
 
 def test_settings_that_abort_the_package_are_refused_before_it(tmp_path: Path) -> None:
-    """The package ends the whole process, past any `except`; ours says a line and never asks it."""
+    """Such settings end the whole process inside the package, which no `except` can prevent. Here they raise an error, and
+    the package is not called.
+    """
     path = tmp_path / "tokenizer.json"
     path.write_bytes(BROKEN["a prefix"])
     program = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1])"
@@ -305,7 +309,7 @@ def test_broken_tokenizer_json_is_a_typed_error(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("kind", [1, 4, 5])
 def test_turn_markers_are_control_whatever_a_gguf_calls_them(tmp_path: Path, kind: int) -> None:
-    """Official GGUF files have said "normal" of them."""
+    """Official GGUF files have given them the type "normal"."""
     path, metadata = tmp_path / "x.gguf", gguf_metadata()
     path.touch()
     token = metadata["tokenizer.ggml.tokens"].index("<start_of_turn>")

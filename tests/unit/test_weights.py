@@ -1,4 +1,4 @@
-"""Tensors against the config: missing, surplus, misshapen, not finite; each is named."""
+"""Tensors that contradict the config: missing, unknown, of a wrong shape, not finite. The error names the tensor."""
 
 import json
 import os
@@ -67,8 +67,8 @@ def test_a_sound_checkpoint_loads(tmp_path: Path) -> None:
     gemma_py.load(rewritten(tmp_path, lambda values: None)).close()
 
 
-def test_a_stored_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:
-    """As in transformers: tied means tied only where nothing else is stored."""
+def test_an_output_head_in_the_file_is_used_even_if_the_config_says_tied(tmp_path: Path) -> None:
+    """transformers does this too."""
     name = "model.embed_tokens.weight"
     plain, other = tmp_path / "plain", tmp_path / "other"
     rewritten(plain, lambda values: None)
@@ -90,8 +90,8 @@ def test_pipes_and_broken_links_are_refused(tmp_path: Path) -> None:
         gemma_py.load(tmp_path)
 
 
-def test_harmless_leftovers_are_accepted(tmp_path: Path) -> None:
-    """Old files carry rope tables; some tied ones store the head twice."""
+def test_rope_tables_and_second_copies_of_tied_heads_are_ignored(tmp_path: Path) -> None:
+    """Some old files contain such tensors."""
 
     def change(values: dict[str, np.ndarray]) -> None:
         values["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(12, np.float32)
@@ -100,8 +100,8 @@ def test_harmless_leftovers_are_accepted(tmp_path: Path) -> None:
     gemma_py.load(rewritten(tmp_path, change)).close()
 
 
-# Where the text model, its head and the other parts stand: in MedGemma and Gemma 3 of old and of current transformers, and in
-# ShieldGemma 2 of the hub and of current transformers.
+# The prefixes of the text model, its head and the other parts: in MedGemma, in Gemma 3 of old and of current transformers,
+# and in ShieldGemma 2 of the hub and of current transformers.
 LAYOUTS = [
     ("language_model.model.", "language_model.", ""),
     ("model.language_model.", "", "model."),
@@ -186,11 +186,10 @@ def test_links_are_followed_as_in_the_hugging_face_cache(tmp_path: Path) -> None
     gemma_py.load(snapshot).close()
 
 
-# --- quant: floats packed to blocks on the way in ----------------------------------------------------------------------
+# quant: float matrices are quantised while loading
 
-UNEVEN = tiny.Variant(
-    tiny._gemma3(head_dim=20, query_pre_attn_scalar=20)
-)  # H * E = 80: the rows of o_proj are no whole blocks of 32
+# H * E = 80, so the rows of o_proj are not whole blocks of 32.
+UNEVEN = tiny.Variant(tiny._gemma3(head_dim=20, query_pre_attn_scalar=20))
 
 
 def test_quant_reaches_the_specification(tmp_path: Path) -> None:

@@ -52,9 +52,8 @@ def api_error(error: GemmaError, prompt_field: str | None = None) -> ApiError:
     if isinstance(error, ToolError):
         return ApiError(400, str(error), error.field, "invalid_value")
     if isinstance(error, InputError | TemplateError | UnsupportedError):
-        first = (
-            str(error).partition(" ")[0].rstrip(":")
-        )  # an error about a sampling option begins with the option's name
+        # An error about a sampling option begins with the option's name.
+        first = str(error).partition(" ")[0].rstrip(":")
         return ApiError(400, str(error), first if first in _OPTIONS else prompt_field, "invalid_value")
     return ApiError(500, str(error), None, "internal_error")
 
