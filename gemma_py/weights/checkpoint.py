@@ -45,7 +45,7 @@ class Checkpoint:
     source: Source
     chat_template: str | None
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
-    # For each part for images or sound, its number of tensors.
+    # for each part for images or sound, its number of tensors
     left_out: Mapping[str, int] = field(default_factory=dict)
     modules: Modules = field(default_factory=Modules)  # empty for GGUF
     cacheable: bool = (
@@ -147,7 +147,9 @@ def _open_directory(path: Path) -> Checkpoint:
 
 
 def _text_model(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], Counter[str]]:
-    """Return the tensors of the text model and, for each other part of a multimodal checkpoint, the number of tensors."""
+    """Return the tensors of the text model. For every other part of a multimodal checkpoint, return the number of its
+    tensors.
+    """
     parts = {name: other_part(name) for name in tensors}
     text = {name: tensor for name, tensor in tensors.items() if parts[name] is None}
     return text, Counter(part for part in parts.values() if part is not None)
