@@ -114,7 +114,9 @@ def _specs(family: Family, config: Config) -> dict[str, Tensor]:
 
 
 def _random(kind: BlockType, count: int) -> np.ndarray:
-    """Return the bytes of `count` random values without subnormals and infinities, which some processors compute slowly."""
+    """Return the bytes of `count` random values. There are no subnormals and infinities, which some processors compute
+    slowly.
+    """
     rng = np.random.default_rng(count)
     if kind.quantised:
         # Clearing bit 6 of each byte makes every float16 scale in a block less than 2, and therefore finite.

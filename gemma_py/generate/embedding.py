@@ -47,7 +47,6 @@ Text = str | Sequence[int]
 
 
 def prompts_of(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Return the prompts of the checkpoint's embedding model, by task."""
     return checkpoint.modules.prompts or _PROMPTS[checkpoint.config.model_type]
 
 

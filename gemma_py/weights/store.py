@@ -117,7 +117,7 @@ def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[n
 class _Section(NamedTuple):
     """A part of an arena in the file: the matrices that every pass reads, or the matrices of experts.
 
-    first: the number of bytes before the section, counted from the first section. values: the number of values, without
+    first: the place of the section's first byte, counted from the first section. values: the number of values, without
     padding.
     """
 
