@@ -48,7 +48,7 @@ def config_document(name: str) -> dict[str, Any]:
     """Return config.json for a model in the catalogue. The catalogue has its most important fields."""
     shape = _shape(name)
     kind = shape.pop("family")
-    shape.pop("dense", None)  # config.json does not describe the dense layers; a file of sentence-transformers does
+    shape.pop("dense", None)  # the dense layers are described in a file of sentence-transformers, not in config.json
     document = dict(_HUGGING_FACE.get(kind, {"model_type": kind}))
     period = shape.pop("period", 0)
     if period:

@@ -82,7 +82,9 @@ _THREADS = "GEMMA_PY_THREADS"
 
 
 def environment_threads() -> str | None:
-    """Return the default of --threads from the environment, as text, because argparse parses defaults that are text."""
+    """Return the default of --threads that an environment variable gives. argparse checks such a text as if it were an
+    argument.
+    """
     return os.environ.get(_THREADS) or None
 
 

@@ -272,9 +272,10 @@ def _check_experts(
 
 
 def _drop_from_page_cache(path: Path) -> None:
-    """Remove a new file from the page cache, so that the next read loads it in huge pages, if the system supports them.
+    """Remove a new file from the page cache, so that the next read loads it again, in huge pages if the system supports
+    them.
 
-    After writing, the page cache holds the file in small pages, which make decoding a fifth slower.
+    After writing, the file is in the page cache in small pages, with which decoding would be a fifth slower.
     """
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
