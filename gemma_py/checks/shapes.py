@@ -45,7 +45,7 @@ def _shape(name: str) -> dict[str, Any]:
 
 
 def config_document(name: str) -> dict[str, Any]:
-    """Return config.json for a model in the catalogue. The catalogue has its most important fields."""
+    """Return the fields of config.json that follow from the catalogue's description of a model."""
     shape = _shape(name)
     kind = shape.pop("family")
     shape.pop("dense", None)  # the dense layers are described in a file of sentence-transformers, not in config.json

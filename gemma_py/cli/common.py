@@ -108,7 +108,7 @@ def notify(message: str) -> None:
 
 
 def advice_on_threads(threads: int) -> str | None:
-    """Return a warning if there are more threads than cores that this process may use, else None."""
+    """Return a warning if there are more threads than cores that this process may use, or None."""
     cores = machine.threads()
     if threads <= cores:
         return None

@@ -60,7 +60,7 @@ class TextStream:
         return text
 
     def cut(self) -> str:
-        """Return the text of the bytes that are held back. Call this before a mark, which no further byte can complete."""
+        """Return the text of the byte tokens that are held back. A mark follows, so the bytes of a character are complete."""
         return self.write(self._decoded())
 
     def write(self, text: str) -> str:
