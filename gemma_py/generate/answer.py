@@ -90,8 +90,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many of the text's last characters are the first characters of the stop string. The whole stop string does
-    not count.
+    """Return the length of the longest beginning of the stop string with which the text ends, but not of the whole string.
     """
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
