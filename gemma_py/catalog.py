@@ -30,7 +30,7 @@ class CatalogEntry:
     sha256: str = ""
 
 
-INSTALLED = "checkpoints"  # the name that the directory models/ has in an installed package
+INSTALLED = "checkpoints"  # in an installed package, the directory models/ has this name
 
 
 def models_dir() -> Path:

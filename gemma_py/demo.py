@@ -1,4 +1,6 @@
-"""The demo model. A Python package has the file in parts, which are joined in the cache directory."""
+"""The demo model. It is installed as a Python package that has the model's file in parts. The parts are joined in the cache
+directory.
+"""
 
 import hashlib
 import importlib

@@ -60,7 +60,6 @@ def fetched(reference: str, progress: ReportProgress = no_report) -> Path:
 
 
 def available_locally(reference: str) -> bool:
-    """Return whether the hub's cache has the whole model."""
     try:
         _library(reference)
         return _copy(reference) is not None
@@ -116,7 +115,7 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
     """Return the file to open ("." for the directory), and the list of files to download."""
     ggufs: dict[str, list[str]] = {}  # the shards of each GGUF model, by the model's name
     for name in names:
-        # Mmproj files are the image encoder.
+        # Files named mmproj... contain the image encoder.
         if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):
             ggufs.setdefault(_GGUF_PART.sub("", name), []).append(name)
     there = (

@@ -29,12 +29,12 @@ def affinity() -> set[int]:
 
 
 def physical_cores(processors: Iterable[int], root: Path = ROOT) -> int:
-    """Return the number of cores of these logical CPUs. If /sys does not say, each logical CPU counts as a core."""
+    """Return the number of cores of these logical CPUs. If /sys does not list the cores, each logical CPU counts as one."""
     return len({_siblings(number, root) or str(number) for number in processors})
 
 
 def _siblings(number: int, root: Path) -> str | None:
-    """Return the logical CPUs that share a core with this one, as text, or None if /sys does not say."""
+    """Return the logical CPUs that share a core with this one, as text, or None if /sys does not list them."""
     topology = root / "sys/devices/system/cpu" / f"cpu{number}" / "topology"
     # Linux before 5.3 has only thread_siblings_list.
     return _text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list")

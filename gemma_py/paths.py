@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL = ".partial"  # the ending of a file that is being written
-# Seconds; a younger partial file never counts as abandoned, because its writer may not have locked it yet.
+# Seconds. A younger partial file does not count as abandoned, because its writer may not have locked it yet.
 _YOUNG = 60.0
 
 
@@ -35,9 +35,9 @@ def _ours(variable: str, otherwise: str) -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """Create the directory if needed, and return the path. Other users may read it, but not write to it.
+    """Create a directory if needed, to which only this user may write. Return the path.
 
-    Raises OSError if the directory belongs to another user, or if other users may write to the directory.
+    If the directory belongs to another user, or if other users may write to it, raise OSError.
     """
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = path.stat()

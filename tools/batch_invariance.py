@@ -1,15 +1,12 @@
-"""Batch invariance: compare the answers of requests that share passes with the answers of the same requests alone, bit
-by bit.
+"""Batch invariance: compare the answers of requests that share passes with the answers of the same requests alone, bit by
+bit.
 
     python tools/batch_invariance.py [MODEL] [--http] [--tokens 10000] [--streams 32] [--parallel 8] [--longest 200]
-    [--threads N]
-                            [--seed 1]
+        [--threads N] [--seed 1]
 
-Each round has requests of random lengths, greedy and sampled, which arrive at random times. Some requests share a
-prefix, and
-some are cancelled. Tokens, texts and log probabilities are compared. With --http the requests are streams of a server,
-and some
-clients disconnect. The last line is one JSON object; exit code 1 if an answer differed.
+Each round has requests of random lengths, greedy and sampled, which arrive at random times. Some requests share a prefix,
+and some are cancelled. Tokens, texts and log probabilities are compared. With --http the requests are streams of a server,
+and some clients disconnect. The last line is one JSON object; the exit code is 1 if an answer differed.
 """
 
 import argparse
@@ -32,7 +29,7 @@ from gemma_py.generate.scheduler import Scheduler
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="gemma-3-270m")
-    parser.add_argument("--http", action="store_true", help="through the server")
+    parser.add_argument("--http", action="store_true", help="send the requests to a server, as streams")
     parser.add_argument("--tokens", type=int, default=10_000)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--parallel", type=int, default=8)
@@ -40,7 +37,7 @@ def main() -> int:
         "--longest",
         type=int,
         default=200,
-        help="tokens of a prompt at most; a shared prefix can have twice as many, and an answer half as many",
+        help="the most tokens of a prompt; a shared prefix can have twice as many, and an answer half as many",
     )
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,10 +1,12 @@
-"""Compare the prompts of 500 drawn conversations with transformers' apply_chat_template. Exit code 1 on a difference.
+"""Compare the prompts of 500 random conversations with transformers' apply_chat_template. The exit code is 1 on a
+difference.
 
     python tools/check_chat_template.py [TEMPLATE] [--tokenizer FOLDER] [--write]
 
-TEMPLATE: a Jinja file (default: tests/data/gemma4.jinja, which was written for the tests from the notation).
---tokenizer: a folder with a tokenizer.json (default: a random vocabulary that is built as Gemma 4's is).
---write: store transformers' ids as the golden file of the test. It needs the package transformers, from the extra `oracle`.
+TEMPLATE: a Jinja file (default: tests/data/gemma4.jinja, which was written for the tests).
+--tokenizer: a folder with a tokenizer.json (default: a random vocabulary with the structure of Gemma 4's).
+--write: store transformers' ids as the golden file of the test. This needs the package transformers, from the extra
+`oracle`.
 """
 
 import argparse

@@ -2,12 +2,13 @@
 
     python tools/check_llama.py [--check SEED ...] [--only TEXT]
 
-Needs the extra `oracle` and llama-cpp-python. Variants are those of tools/tiny_families.py that llama.cpp can run. The error of
-logits is the largest difference in units of the logits' standard deviation, that of embeddings the largest cosine distance.
+Needs the extra `oracle` and llama-cpp-python. The models are those variants of tools/tiny_families.py that llama.cpp can
+run. The error of logits is the largest difference in units of the logits' standard deviation, that of embeddings the
+largest cosine distance.
 
-llama.cpp takes GELU from a table of float16 values, which alone is an error of some 3e-3 after seven layers. So two errors are
-printed: of llama.cpp to gemma_py, and of llama.cpp to transformers with such a table. Exit code 1 where the first error is above
-1e-2 or the second error is above 1e-3.
+llama.cpp takes GELU from a table of float16 values, which alone causes an error of some 3e-3 after seven layers. So two
+errors are printed: between llama.cpp and gemma_py, and between llama.cpp and transformers with such a table. The exit code
+is 1 if the first error is above 1e-2 or the second error is above 1e-3.
 """
 
 import argparse
@@ -45,8 +46,10 @@ class TableGelu(torch.nn.Module):
 
 
 def _gemma3n() -> tiny.Variant:
-    """Return a Gemma 3n with the sizes that llama.cpp takes for granted: 20 layers with KV rows, 10 sparse layers, 256
-    per-layer inputs, 4 streams, rank 64, logits capped at 30."""
+    """Return a Gemma 3n with the sizes that llama.cpp takes for granted.
+
+    These are 20 layers with KV rows, 10 sparse layers, 256 per-layer inputs, 4 streams, rank 64, and logits capped at 30.
+    """
     types = [*([SLIDING] * 4 + [FULL]) * 4, SLIDING, FULL]
     config = tiny._gemma3n(
         types, num_kv_shared_layers=2, hidden_size_per_layer_input=256, laurel_rank=64, vocab_size_per_layer_input=64,
@@ -56,7 +59,9 @@ def _gemma3n() -> tiny.Variant:
 
 
 def _as_llama_computes(model: transformers.PreTrainedModel) -> None:
-    """Change transformers' model: GELU from a table; the sample's standard deviation, not the population's, in sparsity."""
+    """Change transformers' model: GELU comes from a table, and the deviation in sparsity is that of a sample, with a
+    divisor of F - 1.
+    """
     for module in model.modules():
         if hasattr(module, "act_fn"):
             module.act_fn = TableGelu()
@@ -70,9 +75,12 @@ def _sample_topk(sparsity: float, x: torch.Tensor) -> torch.Tensor:
 
 
 def _can_run(variant: tiny.Variant) -> bool:
-    """Return whether llama.cpp runs the model as transformers does. Without a key for the cap of the logits llama.cpp caps
-    at 30; models without sliding layers stop the process. KV-sharing layers that are full read the last layer before them,
-    and sliding ones read the layer before that, whatever the types of those two layers are."""
+    """Return whether llama.cpp runs the model as transformers does. These are the differences:
+
+    If the file has no cap of the logits, llama.cpp caps them at 30. A model without sliding layers stops the process. Among
+    the layers that share KV rows, full ones read the last layer that stores rows, and sliding ones the layer before that,
+    whatever the types of those two layers are.
+    """
     c = tiny.text_config(variant)
     types, shared = c["layer_types"], c.get("num_kv_shared_layers", 0)
     first = len(types) - shared
@@ -90,7 +98,7 @@ def variants(seed: int) -> dict[str, tiny.Variant]:
 
 
 def _without_vocabulary(variant: tiny.Variant) -> ctypes.Array:
-    """Return metadata that tells llama.cpp to do without a tokenizer, ended by an empty entry."""
+    """Return metadata that tells llama.cpp to use no tokenizer. An empty entry ends the list."""
     config = tiny.text_config(variant)
     made = (llama_cpp.llama_model_kv_override * 3)()
     made[0].key, made[0].tag = b"tokenizer.ggml.model", llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR
@@ -103,11 +111,12 @@ def _without_vocabulary(variant: tiny.Variant) -> ctypes.Array:
 def their_result(path: Path, ids: list[int], variant: tiny.Variant, width: int) -> np.ndarray:
     embedding = tiny.is_embedding(variant)
     model_options = llama_cpp.llama_model_default_params()
-    overrides = _without_vocabulary(variant)  # must live until the model is loaded
+    # A reference is kept, because llama.cpp reads this memory while it loads the model.
+    overrides = _without_vocabulary(variant)
     model_options.kv_overrides = overrides
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_options)
     if model is None:
-        raise SystemExit(f"llama.cpp does not load {path}")
+        raise SystemExit(f"llama.cpp cannot load {path}")
     options = llama_cpp.llama_context_default_params()
     options.n_ctx = options.n_batch = options.n_ubatch = 512
     options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
@@ -121,7 +130,7 @@ def their_result(path: Path, ids: list[int], variant: tiny.Variant, width: int) 
         batch.token[number], batch.pos[number], batch.n_seq_id[number] = token, number, 1
         batch.seq_id[number][0], batch.logits[number] = 0, 1
     if llama_cpp.llama_decode(context, batch):
-        raise SystemExit(f"llama.cpp does not compute {path}")
+        raise SystemExit(f"llama.cpp cannot compute {path}")
     rows = 1 if embedding else len(ids)
     values = llama_cpp.llama_get_embeddings_seq(context, 0) if embedding else llama_cpp.llama_get_logits(context)
     made = np.ctypeslib.as_array(ctypes.cast(values, ctypes.POINTER(ctypes.c_float)), (rows, width)).copy()
@@ -132,7 +141,9 @@ def their_result(path: Path, ids: list[int], variant: tiny.Variant, width: int) 
 
 
 def check(name: str, variant: tiny.Variant, seed: int, scratch: Path) -> tuple[float, float]:
-    """Compare one checkpoint; return the errors of llama.cpp to gemma_py and to transformers with a table of GELU."""
+    """Compare one checkpoint. Return the errors between llama.cpp and gemma_py, and between llama.cpp and transformers with
+    a table of GELU.
+    """
     tiny.write(variant, scratch / "written", seed)
     ids = make_goldens.texts_of(variant, seed)[-1]
     model = make_goldens.their_model(scratch / "written", variant, torch.float32)

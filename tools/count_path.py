@@ -1,16 +1,12 @@
-"""Count the source files that one token passes: Python functions of a traced run, and the kernels that these functions
-call.
+"""Count the source files that one token passes: Python functions of a traced run, and the kernels that these functions call.
 
     python tools/count_path.py [decode | stream | both] [MODEL] [--functions] [--json]
 
-decode: a token of `Engine.generate` after the first. stream: a token of a streamed chat completion, from the logits to
-the socket
-of the server. A run is cut into windows of a few tokens, and a function counts if at least half of the windows call it,
-which
-excludes timers. Compiled kernels cannot be traced, so the names in a kernel's Python source are followed to the other
-kernels that
-the kernel calls, except names in branches that only tests and diagnosis use. With --json each mode is one line, a JSON
-object.
+decode: a token of `Engine.generate` after the first. stream: a token of a streamed chat completion, from the logits to the
+socket of the server. A run is divided into windows of a few tokens. A function counts if at least half of the windows call
+it, so that timers do not count. Compiled kernels cannot be traced. Instead, the names in a kernel's Python source lead to the
+kernels that it calls; names in branches that only tests and diagnosis use are left out. With --json each mode is one line, a
+JSON object.
 """
 
 import argparse
@@ -29,17 +25,17 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 import gemma_py
 
 PACKAGE = Path(gemma_py.__file__).parent
-WINDOWS, TOKENS = 20, 4  # the number of windows, and the tokens of a window
+WINDOWS, TOKENS = 20, 4  # the number of windows, and the number of tokens in a window
 OFF = {
     "runtime/fault_injection.py",
     "runtime/profile.py",
     "runtime/trace.py",
-}  # used in branches that normal runs do not take
+}  # names in branches that normal runs do not take
 Place = tuple[str, str]  # file within the package, function
 
 
 class Recorder:
-    """Collects the Python functions of the package that any thread calls, while `window` is a dictionary."""
+    """Collects the Python functions of the package that any thread calls. While `window` is None, nothing is collected."""
 
     def __init__(self) -> None:
         self.window: dict[types.CodeType, dict[str, Any]] | None = None
@@ -58,7 +54,7 @@ class Recorder:
         self.window = {}
 
     def called(self) -> dict[types.CodeType, dict[str, Any]]:
-        """Return the functions that at least half of the windows called, with the globals of each function."""
+        """Return the functions that at least half of the windows called, and the globals of each function."""
         self.window = None
         every = {code: names for window in self.windows for code, names in window.items()}
         often = Counter(code for window in self.windows for code in window)
@@ -66,7 +62,7 @@ class Recorder:
 
 
 def named(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    """Return the global objects that a function names, including attributes of modules and members of tuples."""
+    """Return the global objects that a function names, with attributes of modules and members of tuples."""
     at: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -80,7 +76,7 @@ def named(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
 
 def kernel_function(thing: Any) -> types.FunctionType | None:
     """Return the Python function of a kernel or of an intrinsic."""
-    for attribute in ("py_func", "_defn"):  # numba's names in kernels and in intrinsics
+    for attribute in ("py_func", "_defn"):  # numba's attributes of kernels and of intrinsics
         function = getattr(thing, attribute, None)
         if isinstance(function, types.FunctionType):
             return function
@@ -88,7 +84,7 @@ def kernel_function(thing: Any) -> types.FunctionType | None:
 
 
 def kernels(called: dict[types.CodeType, dict[str, Any]]) -> set[types.CodeType]:
-    """Return the kernels that these functions name, and recursively the kernels that those kernels name."""
+    """Return the kernels that these functions name, the kernels that those kernels name, and so on."""
     found: set[types.CodeType] = set()
     left = list(called.items())
     while left:
@@ -105,7 +101,6 @@ def is_off(code: types.CodeType) -> bool:
 
 
 def places(codes: Any) -> set[Place]:
-    """Return the file and function of each code object that belongs to the package."""
     files = ((Path(code.co_filename), code.co_qualname) for code in codes)
     return {(str(file.relative_to(PACKAGE)), name) for file, name in files if file.is_relative_to(PACKAGE)}
 
@@ -135,10 +130,9 @@ def stream(engine: gemma_py.Engine, recorder: Recorder) -> None:
 
 
 def count(mode: str, model: str) -> dict[str, Any]:
-    """Return the files of a mode, each with the functions of the file."""
     run: Callable[[gemma_py.Engine, Recorder], None] = {"decode": decode, "stream": stream}[mode]
     recorder = Recorder()
-    threading.setprofile(recorder)  # for threads that are started later
+    threading.setprofile(recorder)  # threads that are started later are recorded too
     try:
         with gemma_py.load(model, threads=2) as engine:
             sys.setprofile(recorder)

@@ -79,8 +79,8 @@ def _line(x: int, y: int, to_x: int, to_y: int, kind: str) -> str:
 
 @dataclass
 class _Phase:
-    """A phase of the picture. barrier: all workers meet after the phase. by_rows: a tile is a group of rows, rather
-    than a part of a product.
+    """A phase of the picture. barrier: whether a barrier follows. by_rows: whether a tile is a group of rows, rather than a
+    part of a product.
     """
 
     name: str
@@ -90,7 +90,7 @@ class _Phase:
 
 
 def _words(op: Op) -> str:
-    """Return the description of an operation for the picture."""
+    """Return the picture's description of an operation."""
     matrix = op.tensor.rpartition(".")[2]
     return {
         EMBED: f"{op.target} = embedding",
@@ -110,7 +110,7 @@ def _words(op: Op) -> str:
 
 
 def _phases() -> list[_Phase]:
-    """Return the phases of the first layer of a Gemma 3 model with quantised matrices, and those after the last layer."""
+    """Return the phases of the first layer of a Gemma 3 with quantised matrices, and the phases after the last layer."""
     family, config = config_from_hf(WIDE.config, "a small Gemma 3")
     assert len(config.layers) == 2
     checkpoint, program = random_checkpoint(family, config, "Q8_0"), family.program(config)
@@ -205,7 +205,7 @@ _BASICS = LAYERS[0]  # left out, because every folder may import them
 
 
 def layers_picture() -> str:
-    """Return the import picture: a row for each folder, a column for each folder that others import."""
+    """Return the picture of imports: a row for each folder, and a column for each folder that others import."""
     table = all_imports()
     order = [name for names in reversed(LAYERS) for name in reversed(names) if name in _ABOUT]
     assert set(order) == set(table) - {*_BASICS, "__init__", "__main__"}

@@ -2,9 +2,8 @@
 
     python tools/first_token.py [MODEL] [--tokens 500,10000,30000] [--turns 5] [--template FORM] [--threads N]
 
-For each length of the history, the table has the median and largest time of several turns with 20 new tokens, and the
-part of the
-time before the model starts: template, tokenizer, and the comparison with the KV cache.
+For each length of the history, the table has the median and the largest time of several turns with 20 new tokens. It also
+has the part of the time before the model starts, which template, tokenizer, and the comparison with the KV cache take.
 """
 
 import argparse
@@ -20,7 +19,7 @@ ANSWER = " There is a river beside the mill, and an old bridge of stone leads ov
 
 
 def grown(engine: gemma_py.Engine, tokens: int, template: str | None) -> gemma_py.Conversation:
-    """Return a conversation with about `tokens` tokens of history."""
+    """Return a conversation with a history of about `tokens` tokens."""
     conversation = gemma_py.Conversation(engine, template=template, max_tokens=8)
     turn = 0
     for number in range(tokens):

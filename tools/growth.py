@@ -1,10 +1,9 @@
-"""Measure how prefill speed, decode time and memory grow with the context; print a table and JSON, and draw a figure.
+"""Measure how prefill speed, decode time and memory grow with the context. Print a table and JSON, and draw a figure.
 
-    python tools/growth.py [MODEL] [--threads N] [--tokens 128,256,...,16384] [--decode 16] [--rounds 3] [--plot
-    FILE.png]
+    python tools/growth.py [MODEL] [--threads N] [--tokens 128,256,...,16384] [--decode 16] [--rounds 3]
+        [--plot FILE.png]
 
-Each round runs a prompt of each length in a new session and then decodes some tokens. Needs an idle machine and, with
-the
+Each round runs a prompt of each length in a new session and then decodes some tokens. Needs an idle machine and, with the
 defaults, some minutes. The last line is one JSON object. The figure needs matplotlib (extra `plot`).
 """
 
@@ -30,7 +29,7 @@ LENGTHS = tuple(1 << n for n in range(7, 15))
 
 
 def process_bytes() -> int | None:
-    """Return the memory that the process uses now, or None on a system without /proc."""
+    """Return the memory that the process uses now, or None if the system has no /proc."""
     table = Path("/proc/self/statm")
     return int(table.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if table.exists() else None
 
@@ -55,14 +54,14 @@ def once(engine: gemma_py.Engine, ids: list[int], length: int) -> dict[str, Any]
 
 
 def counted(engine: gemma_py.Engine, length: int) -> dict[str, Any]:
-    """Return the operations per prompt token and the bytes per decoded token, computed without measuring."""
+    """Return the operations per prompt token and the bytes per decoded token. They are computed, not measured."""
     kv_bytes = engine.new_cache().dtype().itemsize
     prefill, decode = pass_cost(engine.program, kv_bytes, 0, length), pass_cost(engine.program, kv_bytes, length, 1)
     return {"prefill_flop_per_token": int(prefill[:, FLOP].sum()) / length, "decode_bytes": int(decode[:, BYTES].sum())}
 
 
 def summary(length: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of the rounds, and the memory of the last round."""
+    """Return the medians of the rounds, and the memory after the last round."""
     prefill = statistics.median(made["prefill_seconds"] for made in rounds)
     return {
         "tokens": length,

@@ -64,7 +64,7 @@ async def streams(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """The server is full, and ten times as many requests follow: once within three seconds, once all at the same time."""
+    """The server is full. Ten times as many requests follow: first within three seconds, then all at the same time."""
     parallel, queue = 8, 64
     places = parallel + queue
     made: dict[str, Any] = {"places": places, "bad": 0}
@@ -96,7 +96,7 @@ async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def scaling(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Counts tokens while all streams decode; the prompts are short. Medians of five rounds."""
+    """Count tokens while all streams decode, after short prompts. Return medians of five rounds."""
     one_rates, eight_rates = [], []
     async with running(start(args, "--parallel", 8)) as server:
         await stream(server.port, 0, 8)
@@ -109,14 +109,14 @@ async def scaling(args: argparse.Namespace, start: Start) -> dict[str, Any]:
             made = sum(since <= at <= until for one in got for at in one.tokens)
             if until > since:
                 eight_rates.append(made / (until - since))
-            else:  # a server that runs one request at a time
+            else:  # a server that runs only one request at a time has no time in which all streams decode
                 eight_rates.append(sum(len(one.tokens) for one in got) / max(one.tokens[-1] for one in got))
     one, eight = statistics.median(one_rates), statistics.median(eight_rates)
     return {"one": round(one, 1), "eight": round(eight, 1), "times": round(eight / one, 2), "bad": 0}
 
 
 async def cached(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Prompts of 380 shared token ids and 20 of their own."""
+    """Each prompt has 380 token ids that all prompts share, and 20 other ones."""
     rng = random.Random(5)
     shared = [rng.randrange(300, 1400) for _ in range(380)]
     firsts: list[float] = []
@@ -153,7 +153,7 @@ async def faults(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def sigterm(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """least_live: the smallest number of streams that were running when the signal was sent."""
+    """Return the results. least_live: the smallest number of streams that were running when the signal was sent."""
     count, rng, whole, least = args.count or 50, random.Random(9), 0, 10
     for _ in range(count):
         async with running(start(args, "--parallel", 10, "--drain", 120)) as server:
@@ -170,7 +170,7 @@ async def sigterm(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def batch(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """A batch is killed and restarted until it completes; then a new one begins."""
+    """Kill a batch and restart it until it is complete. Then begin a new one."""
     kills, batches, bad, rng = 0, 0, 0, random.Random(11)
     while kills < (args.count or 50):
         with tempfile.TemporaryDirectory() as scratch:
@@ -203,7 +203,7 @@ async def batch(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def soak(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Compares the samples of the first and the last quarter, after a minute of warm-up."""
+    """Compare samples of the first quarter and of the last quarter, after a minute of warm-up."""
     rng, samples, wrong, served = random.Random(13), [], 0, 0
     async with running(start(args)) as server:
         want = {number: await stream(server.port, number, 32) for number in range(4)}
@@ -229,7 +229,7 @@ async def soak(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     names = ("rss_mb", "threads", "files")
     early = [statistics.median(column) for column in zip(*samples[:quarter], strict=True)]
     late = [statistics.median(column) for column in zip(*samples[-quarter:], strict=True)]
-    # The pool of handlers adds and removes threads.
+    # The number of threads varies, because the pool of handlers adds and removes threads.
     grown = late[0] > 1.05 * early[0] + 16 or late[1] > early[1] + _HANDLER_THREADS or late[2] > early[2] + 4
     return {
         "minutes": args.minutes, "served": served, "wrong": wrong, "failed_passes": failed, "complaints": said,

@@ -47,9 +47,9 @@ _TEXT = re.compile(rb'"text": ?("(?:[^"\\]|\\.)*")')
 class Got:
     """The result of one request.
 
-    status: the HTTP status, or 0 if there was no response. headers, tokens: seconds from the request to the headers,
-    and to each token.
-    whole: whether the stream ended with [DONE]. error: an error event within the stream.
+    status: the HTTP status, or 0 if there was no response. headers: seconds from the request to the headers. tokens:
+    seconds from the request to each token. whole: whether the stream ended with [DONE]. error: an error event within the
+    stream.
     """
 
     status: int = 0
@@ -64,7 +64,7 @@ class Got:
         return (len(self.tokens) - 1) / (self.tokens[-1] - self.tokens[0]) if len(self.tokens) > 1 else 0.0
 
 
-# --- honest clients ----------------------------------------------------------------------------------------------------
+# well-behaved clients
 
 
 def head(method: str, path: str, body: bytes) -> bytes:
@@ -120,8 +120,8 @@ async def stream(port: int, number: int, tokens: int, words: int = 12) -> Got:
 
 
 def flood(port: int, numbers: list[int], tokens: int, seconds: float) -> list[Got]:
-    """Send one request for each number, spread over some seconds. Runs in a separate process, so that the clients do
-    not delay the server.
+    """Send one request for each number, spread over some seconds. A separate process does this, so that the clients do not
+    delay the server.
     """
     bodies = [json.dumps(completion(number, tokens)).encode() for number in numbers]
     asked = [head("POST", "/v1/completions", body) + body for body in bodies]
@@ -152,11 +152,11 @@ def flood(port: int, numbers: list[int], tokens: int, seconds: float) -> list[Go
     return got
 
 
-# --- bad clients -------------------------------------------------------------------------------------------------------
+# misbehaving clients
 
 
 async def misbehave(port: int, rng: random.Random) -> str:
-    """Acts as one bad client of a random kind, and returns the kind."""
+    """Act as a bad client of a random kind. Return the kind."""
     kind = rng.choice(KINDS)
     body = json.dumps(completion(rng.randrange(1 << 20), rng.choice((8, 400)), rng.choice((3, 300)))).encode()
     try:
@@ -204,7 +204,7 @@ async def misbehave(port: int, rng: random.Random) -> str:
 
 
 async def places_free(port: int, seconds: float = 30.0) -> float | None:
-    """The seconds until no request runs or waits; None if that takes longer than `seconds`."""
+    """Return after how many seconds no request runs or waits. None means more than `seconds`."""
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         told = json.loads((await ask(port, "GET", "/health")).text)

@@ -1,4 +1,4 @@
-"""The servers that load.py starts: the server of gemma_py, and llama.cpp's server."""
+"""The servers that load.py starts: that of gemma_py, and llama.cpp's."""
 
 import argparse
 import asyncio
@@ -40,7 +40,7 @@ class Process:
         return float(next(line for line in metrics.splitlines() if line.startswith(f"{name} ")).split()[1])
 
     async def usage(self) -> tuple[float, int, int]:
-        """Resident MB without those of the prefix cache, threads, and open files."""
+        """Return resident MB without the prefix cache, the number of threads, and the number of open files."""
         prefixes = await self.metric("gemma_py_prefix_bytes")
         base = Path(f"/proc/{self.child.pid}")
         status = dict(line.split(":", 1) for line in (base / "status").read_text().splitlines())
@@ -77,9 +77,7 @@ def ours(args: argparse.Namespace, *options: object) -> Process:
 
 
 def peer(args: argparse.Namespace, *options: object) -> Process:
-    """Start llama.cpp's server, which runs one request at a time. The server's option to interrupt a request for a
-    newer one is switched off.
-    """
+    """Start llama.cpp's server, which runs one request at a time. Its option to interrupt a request for a newer one is off."""
     port = free_port()
     threads = ["--n_threads", args.threads, "--n_threads_batch", args.threads] if args.threads else []
     command = [*shlex.split(args.peer), "--model", resolve(args.model), "--port", port, "--n_ctx", 4096,

@@ -2,15 +2,12 @@
 
     python tools/matrices.py [MODEL] [--type f32] [--threads 1,2] [--rows 512] [--rounds 5]
 
-A processor lowers the clock during vector multiplications, some by a fifth, and raises the clock again within
-milliseconds.
+A processor lowers the clock during vector multiplications, some by a fifth, and raises the clock again within milliseconds.
 Therefore the workers measure the limit, a loop of multiply-adds in registers, right after each product. Consecutive
-products are
-of different layers, so that weights come from memory, as in a pass. With --type, MODEL names a shape of the catalogue,
-and the
-weights are random.
+products are of different layers, so that weights come from memory, as in a pass. With --type, MODEL names a shape of the
+catalogue, and the weights are random.
 
-Prints medians, with the smallest and the largest share. Needs an idle machine.
+Prints medians, with the smallest and the largest share of the limit. Needs an idle machine.
 """
 
 import argparse
@@ -46,7 +43,7 @@ _loop, _CHAINS = (peak.multiply_floats_12, 12) if USES_ZMM else (peak.multiply_f
 
 @kernel
 def product_and_limit(worker, workers, cells, m, s, batch, trace, at, sample, out, times):
-    """Compute one matrix product as a pass does, then run the limit's loop, and store the nanoseconds of each.
+    """Compute a matrix product as a pass does, then run the loop that measures the limit. Store the nanoseconds of each.
 
     times: int64 [workers, 2], written
     """
@@ -69,7 +66,7 @@ def products_of(m: ModelTables) -> list[int]:
 
 
 def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
-    """Return a table row for each shape and type. The inputs of the products are those that a pass left in memory."""
+    """Return a table row for each shape and type. The inputs of the products are what a pass left in memory."""
     runner, found = engine.runner, defaultdict(list)
     m, workers = engine.program.model, engine.threads
     engine.session().prefill(prompt(T, engine.config.vocab_size), T)

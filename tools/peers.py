@@ -22,7 +22,7 @@ _SCORED_AT_ONCE = 32  # tokens in a pass of llama.cpp with all logits, which lim
 
 
 def texts() -> list[str]:
-    """Return Python's own documentation, a test text of English, code and lists that needs no download."""
+    """Return a test text that needs no download: Python's own documentation, with English, code and lists."""
     return [pydoc.plain(pydoc.render_doc(topic)) for topic in TOPICS]
 
 
@@ -37,7 +37,9 @@ def dequantised(path: Path, **options: Any) -> Any:
 
 
 def prepare(path: Path, directory: Path) -> None:
-    """Write the model to DIRECTORY/float32 in Hugging Face's format and, if CTranslate2 is installed, to DIRECTORY/int8."""
+    """Write the dequantised model to DIRECTORY/float32 in Hugging Face's format. If CTranslate2 is installed, also write
+    DIRECTORY/int8.
+    """
     import tokenizers
     import transformers
 
@@ -45,7 +47,7 @@ def prepare(path: Path, directory: Path) -> None:
     model.hf_quantizer = None  # without this, transformers refuses to save the dequantised weights
     del model.config.quantization_config
     model.save_pretrained(directory / "float32")
-    # The converter needs a vocabulary, but only ids are compared, so any text serves as a token's text.
+    # The converter needs a vocabulary. The texts of tokens do not matter, because only ids are compared.
     vocabulary = {str(number): number for number in range(model.config.vocab_size)}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="3"))
     names = {"bos_token": "2", "eos_token": "1", "unk_token": "3"}
@@ -58,10 +60,10 @@ def prepare(path: Path, directory: Path) -> None:
 
 
 class Runtime:
-    """A runtime to measure. Nothing is kept between calls.
+    """A runtime to measure. Calls do not depend on each other.
 
-    prefill: seconds to the logits of the last token. decode: seconds of `count` greedy tokens after the ids. nll: of
-    each token after the first.
+    prefill: seconds to the logits of the last token. decode: seconds of `count` greedy tokens after the ids. nll: of each
+    token after the first.
     """
 
     def prefill(self, ids: list[int]) -> float:
@@ -122,8 +124,8 @@ class Llama(Runtime):
     def prefill(self, ids: list[int]) -> float:
         self.model.reset()
         start = time.perf_counter()
-        self.model.eval(ids)  # replaces the cached tokens, and computes only the last token's logits
-        self._logits(-1).argmax()  # waits for the computation
+        self.model.eval(ids)  # replaces the cached tokens; only the last token's logits are computed
+        self._logits(-1).argmax()  # reading the logits waits for the computation
         return time.perf_counter() - start
 
     def decode(self, ids: list[int], count: int) -> float:
@@ -198,7 +200,9 @@ class CTranslate(Runtime):
         )
 
     def _generate(self, ids: list[int], count: int) -> list[float]:
-        """When it began, and when each token was there. The prompt goes through at once, without a head but the last."""
+        """Return the time of the start and the time of each token. The whole prompt is one pass, with logits for the last
+        token only.
+        """
         times = [time.perf_counter()]
 
         def came(step: Any) -> bool:
@@ -231,14 +235,14 @@ RUNTIMES = {"gemma_py": Ours, "llama.cpp": Llama, "torch": Torch, "CTranslate2":
 
 def serve(name: str, path: Path, directory: Path, threads: int, settings: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints goes to stderr, because stdout carries the answers
+    os.dup2(2, 1)  # the output of libraries goes to stderr, because stdout carries the answers
     runtime = RUNTIMES[name](path, directory, threads, **settings)
     print(json.dumps("ready"), file=answers)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         print(json.dumps(getattr(runtime, method)(*arguments)), file=answers)
     answers.close()
-    os._exit(0)  # some runtimes abort in their destructors
+    os._exit(0)  # end without destructors, because those of some runtimes abort
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
     python3 tools/quickstart.py test [PYTEST ARGUMENTS]    lint, types, and all tests
     python3 tools/quickstart.py test TIER [...]            the tests of one tier alone
     python3 tools/quickstart.py chat [MODEL] [ARGUMENTS]   talk to the demo model, or to your own
-    python3 tools/quickstart.py serve [MODEL] [ARGUMENTS]  the same over HTTP, and in a browser
+    python3 tools/quickstart.py serve [MODEL] [ARGUMENTS]  serve a model over HTTP, with a chat page
     python3 tools/quickstart.py run COMMAND [ARGUMENTS]    any `python -m gemma_py` command
 
 A tier is a folder of tests/: `unit` (a module at a time; needs the core packages alone and less than a minute), `bits`
 (equivalence with the specification, negative controls, kernels, stores), `chat` (templates, conversations, the terminal) and
 `server` (HTTP, the scheduler, the web page).
 
-Uses the standard library alone and may be run again at any time: what is already there is kept.
+Uses the standard library alone. It may be run again at any time, and keeps an environment that already exists.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 EXTRAS = {"test": "test", "chat": "demo,chat,hf", "serve": "demo,serve,schema,hf", "run": "demo,serve,hf"}
 TIERS = ("unit", "bits", "chat", "server")  # folders of tests/
-MEGABYTES = {"test": 450}  # downloads at most; the other tasks download 350
+MEGABYTES = {"test": 450}  # the size of the downloads, for each task; other tasks download 350
 
 
 def say(message: str) -> None:
@@ -36,12 +36,12 @@ def say(message: str) -> None:
 
 
 def fingerprint(extra: str) -> str:
-    """Return a digest that changes when the packages to install or the place of the environment change."""
+    """Return a digest that changes if the packages to install or the path of the environment change."""
     return hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + f"{extra} {ROOT} {sys.version}".encode()).hexdigest()
 
 
 def works() -> bool:
-    """Whether the environment's Python starts and has pip, which is false for an incomplete or moved environment."""
+    """Return whether the environment's Python starts and has pip. An incomplete or moved environment does not work."""
     command = [str(PYTHON), "-c", "import pip"]
     return PYTHON.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
@@ -78,13 +78,15 @@ def run(*command: str, folder: Path | None = None) -> int:
 
 
 def become(*command: str) -> NoReturn:
-    """Replace this process by the command, so that Ctrl-C and Ctrl-Z go to the command."""
+    """Replace this process by the command, so that Ctrl-C and Ctrl-Z reach the command."""
     say("running " + " ".join(command))
     os.execv(PYTHON, [str(PYTHON), "-m", *command])
 
 
 def checks(arguments: list[str]) -> list[tuple[str, ...]]:
-    """Return the commands of `test`: the tests of a tier if the first argument is one, else lint, types and all tests."""
+    """Return the commands of `test`. If the first argument is a tier, these are the tier's tests, else lint, types and all
+    tests.
+    """
     if arguments and arguments[0] in TIERS:
         return [("pytest", f"tests/{arguments[0]}", *arguments[1:])]
     return [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("pytest", *arguments)]

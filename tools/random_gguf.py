@@ -2,10 +2,10 @@
 
     python tools/random_gguf.py NAME OUT.gguf [--layers N] [--type Q4_0] [--vocabulary MODEL.gguf]
 
-Every matrix of whole blocks has the type that is asked for; the embedding and the per-layer table have Q8_0 and Q4_0, as in
-published files. --layers writes the first N layers only, for a model that does not fit on the disk or into memory. The vocabulary
-is copied from another file with 262,144 tokens, by default the demo model's. `tools/compare_peers.py OUT.gguf --peers llama.cpp`
-then compares the speeds.
+--type is the type of matrices whose rows are whole blocks, except that, as in published files, the embedding is Q8_0 and
+the per-layer table Q4_0. --layers writes the first N layers only, for a model that does not fit on the disk or into memory.
+The vocabulary is copied from another file with 262,144 tokens, by default the demo model's. `tools/compare_peers.py
+OUT.gguf --peers llama.cpp` then compares the speeds.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 
 from gguf_fields import add_fields, architecture, rope_divisors
 
-# What the catalogue does not say, because every Gemma 4 has it.
+# The catalogue leaves out these fields, because every Gemma 4 has these values.
 _COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-6, "num_kv_shared_layers": 0,
     "rope_parameters": {
@@ -40,7 +40,7 @@ _BLOCKS_AT_ONCE = 1 << 21
 
 
 def document(name: str, layers: int | None) -> dict[str, Any]:
-    """Return the config as Hugging Face writes it, of the first layers only if a number of layers is given."""
+    """Return the config as Hugging Face writes it. layers: if given, only the first layers."""
     made = _COMMON | config_document(name) | {"model_type": "gemma4_text"}
     made["vocab_size_per_layer_input"] = made["vocab_size"]
     types = made["layer_types"][:layers]

@@ -2,11 +2,9 @@
 
     python tools/stress.py [--passes 10000] [--faults 100] [--threads 4] [--seed 1]
 
-The model is tiny and quantised, and a pass has every kind of barrier and wait. A pass that hangs ends at the deadline
-and counts
-as a failure. Failing seeds are printed, so that a failure can be repeated with --seed. The last line is one JSON
-object; exit
-code 1 on failures.
+The model is tiny and quantised, and a pass has every kind of barrier and wait. A pass that hangs ends at the deadline and
+counts as a failure. Failing seeds are printed, so that a failure can be repeated with --seed. The last line is one JSON
+object; the exit code is 1 on failures.
 """
 
 import argparse
@@ -29,7 +27,7 @@ from gemma_py.runtime.fault_injection import FaultPlan
 
 
 def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> list[int]:
-    """Return the seeds whose passes gave other results or failed. A pass is one chunk through all layers."""
+    """Return the seeds whose passes gave wrong results or failed. A pass is one chunk through all layers."""
     wrong, done = [], 0
     rng = random.Random(seed)
     shown = time.monotonic()
@@ -51,7 +49,9 @@ def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> li
 
 
 def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, float]:
-    """Return how many faults were reported at the right place with a usable engine, and the longest time to a report."""
+    """Return how many faults were reported at the right place, with an engine that stays usable, and the longest time to a
+    report.
+    """
     good, longest = 0, 0.0
     for number in range(count):
         layer, name = PLACES[number % len(PLACES)]

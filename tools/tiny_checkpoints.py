@@ -17,16 +17,18 @@ from tiny_shapes import FULL, SLIDING, Config, text_shapes, unused_kv
 
 @dataclass(frozen=True)
 class Variant:
-    """A kind of checkpoint. config: the content of config.json. dtype: F32, F16 or BF16. shards: number of files.
-    prefix: of all text tensors. dense: the output widths of an embedding model's dense layers after mean pooling, which are
-    stored as modules of sentence-transformers.
+    """A kind of checkpoint.
+
+    config: the content of config.json. dtype: F32, F16 or BF16. shards: the number of files. prefix: what precedes the
+    names of all text tensors. dense: the output widths of an embedding model's dense layers, which are stored as modules of
+    sentence-transformers.
     """
 
     config: dict[str, Any]
     dtype: str = "F32"
     shards: int = 1
     prefix: str = "model."
-    head: str | None = None  # the name of an output head that is not tied to the embedding
+    head: str | None = None  # the name of an output head, if it is not tied to the embedding
     extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of tensors outside the text model
     dense: tuple[int, ...] = ()
 
@@ -53,7 +55,7 @@ def _gemma2(**changes: Any) -> dict[str, Any]:
 
 
 def _vaultgemma(**changes: Any) -> dict[str, Any]:
-    """As current transformers write it."""
+    """Return a VaultGemma config as current transformers writes it."""
     config = _gemma2(model_type="vaultgemma", architectures=["VaultGemmaForCausalLM"], **changes)
     del config["rope_theta"]
     types = [
@@ -92,7 +94,9 @@ _MIXED = (SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL)
 
 
 def _gemma3n(types: Sequence[str] = _MIXED, **changes: Any) -> Config:
-    """Return a config as current transformers write it. Token ids from 50 on have no row in the table of per-layer inputs."""
+    """Return a Gemma 3n config as current transformers writes it. The table of per-layer inputs has no rows for token ids
+    from 50 on.
+    """
     return {
         "model_type": "gemma3n_text", "architectures": ["Gemma3nForCausalLM"], "vocab_size": 64, "hidden_size": 32,
         "intermediate_size": [48] * len(types), "num_hidden_layers": len(types), "layer_types": list(types),
@@ -111,7 +115,7 @@ def _gemma3n(types: Sequence[str] = _MIXED, **changes: Any) -> Config:
 
 
 def _old_gemma3n(**changes: Any) -> Config:
-    """Return a config as transformers 4.53 wrote it, with three streams of which the second is active."""
+    """Return a Gemma 3n config as transformers 4.53 wrote it, with three streams of which the second is active."""
     config = _gemma3n(rope_theta=1_000_000.0, rope_local_base_freq=20_000.0, intermediate_size=80, altup_num_inputs=3,
                       altup_active_idx=1, altup_correct_scale=False, num_kv_shared_layers=1, **changes)  # fmt: skip
     del config["rope_parameters"], config["layer_types"], config["activation_sparsity_pattern"]
@@ -166,7 +170,7 @@ VARIANTS = {
 
 
 def gaussians(seed: int, count: int) -> np.ndarray:
-    """Return almost normal f32 numbers of variance 1: sums of four uniform 16-bit fields of splitmix64."""
+    """Return almost normal f32 numbers of variance 1. Each is a sum of four uniform 16-bit fields of splitmix64."""
     with np.errstate(over="ignore"):
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed * 1_000_003)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -177,7 +181,7 @@ def gaussians(seed: int, count: int) -> np.ndarray:
 
 
 def largest_cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest cosine distance between a row of a and the row of b with the same number."""
+    """Return the largest cosine distance between a row of a and the corresponding row of b."""
     x, y = (table.astype(np.float64) for table in (a, b))
     lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     return float((1 - (x * y).sum(1) / lengths).max())
@@ -189,7 +193,7 @@ def text_config(variant: Variant) -> dict[str, Any]:
 
 
 def adds_one(variant: Variant) -> bool:
-    """Return whether gains are stored without their 1."""
+    """Return whether the files store gain - 1 instead of gain."""
     return text_config(variant)["model_type"] in ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 
 
@@ -211,10 +215,11 @@ _SCALES = ("layer_scalar", "router.scale", "per_expert_scale", "correct_output_s
 
 
 def _distribution(name: str, shape: tuple[int, ...], plus_one: bool) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a tensor's values. No gain or scale is left at 1 or 0, because then a
-    test could not see that gemma_py ignores the tensor."""
+    """Return the mean and the standard deviation of a tensor's values. No gain or scale is 1 or 0, because a test could
+    then not notice that gemma_py ignores the tensor.
+    """
     if name.endswith(_SCALES) or (len(shape) == 1 and "norm" in name and not plus_one):
-        # Gains below 1 keep attention scores moderate, because these families do not divide scores by sqrt(head_dim).
+        # These families do not divide scores by sqrt(head_dim), so smaller gains keep the scores moderate.
         return (0.5, 0.15) if name.endswith(("q_norm.weight", "k_norm.weight")) else (1.0, 0.3)
     return 0.0, 0.3 if len(shape) == 1 else 1.5 / shape[-1] ** 0.5
 
@@ -224,7 +229,8 @@ def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
     made = {}
     plus_one = adds_one(variant)
     for number, (name, shape) in enumerate(shapes(variant).items()):
-        mean, spread = _distribution(name, shape, plus_one) if shape else (-np.inf, 0.0)  # a scalar is a clipping bound
+        # A scalar is the bound of a layer's clipping.
+        mean, spread = _distribution(name, shape, plus_one) if shape else (-np.inf, 0.0)
         values = gaussians(seed * 1000 + number, int(np.prod(shape))) * np.float32(spread) + np.float32(mean)
         if variant.dtype == "F16":
             values = values.astype(np.float16).astype(np.float32)
@@ -235,9 +241,7 @@ def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
 
 
 def save_safetensors(path: Path, values: dict[str, np.ndarray], dtype: str) -> None:
-    """Write a safetensors file. Stores bfloat16 as uint16 and renames the type in the header, because numpy has no
-    bfloat16.
-    """
+    """Write a safetensors file. numpy has no bfloat16, so it is stored as uint16, and the header is changed to say BF16."""
     if dtype == "F16":
         values = {name: value.astype(np.float16) for name, value in values.items()}
     elif dtype == "BF16":

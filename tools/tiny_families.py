@@ -10,7 +10,7 @@ from tiny_shapes import FULL, SLIDING, Config, Shapes, unused_kv
 
 _MINUS_INFINITY: Shapes = {
     "audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()
-}  # the bound of a layer that does not clip
+}  # infinity means that a layer does not clip
 _GEMMA4_PARTS: Shapes = {
     "vision_tower.patch_embedder.position_embedding_table": (2, 16, 16),
     "vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight": (16, 16),
@@ -54,7 +54,7 @@ _SHARED = [
     SLIDING,
     SLIDING,
     FULL,
-]  # sources of three sharing layers as llama.cpp needs them
+]  # which layers' KV rows the last three layers read, as llama.cpp expects
 _DEFAULT_ROPES = {
     FULL: {"rope_type": "default", "rope_theta": 1_000_000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -76,14 +76,18 @@ def _common(model_type: str, types: list[str]) -> Config:
 
 
 def _of_full_layers(types: list[str], own: Config) -> Config:
-    """Return per_layer_config, whose keys transformers fills with zeros to one length."""
+    """Return per_layer_config for the full layers. Its keys are layer numbers, which transformers pads with zeros to one
+    length.
+    """
     numbers = [n for n, kind in enumerate(types) if kind == FULL]
     return {str(n).zfill(len(str(max(numbers)))): own for n in numbers}
 
 
 def gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = None, **changes: Any) -> Config:
-    """Return a config as transformers from 5.22.2 on writes it: per_layer_config has the head width and the number of KV
-    heads of the full layers, here `wide` and `wide_kv`."""
+    """Return a config as transformers 5.22.2 and later writes it.
+
+    per_layer_config has the head width and the number of KV heads of the full layers, here `wide` and `wide_kv`.
+    """
     own = {"head_dim": wide} | ({} if wide_kv is None else {"num_key_value_heads": wide_kv})
     return {
         **_common("gemma4_text", types), "architectures": ["Gemma4ForCausalLM"], "rope_parameters": _PROPORTIONAL_ROPES,
@@ -102,7 +106,7 @@ def old_gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = 
 
 
 def unified(text: Config) -> Config:
-    """Return the config of Gemma 4 unified for a text config of Gemma 4, without fields that the unified config lacks."""
+    """Return the config of Gemma 4 unified, made from a text config of Gemma 4 by leaving out some fields."""
     absent = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block", "num_experts",
               "top_k_experts", "moe_intermediate_size")  # fmt: skip
     kept = {key: value for key, value in text.items() if key not in absent}
@@ -126,7 +130,7 @@ def embedding_gemma2(types: list[str] = _MIXED, wide: int = 24, wide_kv: int = 1
 
 
 def wrapped(text: Config, **changes: Any) -> Variant:
-    """Return a multimodal checkpoint with this text model and some tensors of the vision and audio parts."""
+    """Return a multimodal checkpoint with this text model and some tensors for images and sound."""
     outer, names, parts = {
         "gemma4_text": ("gemma4", "Gemma4ForConditionalGeneration", _GEMMA4_PARTS),
         "gemma4_unified_text": ("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", _UNIFIED_PARTS),
@@ -182,14 +186,16 @@ VARIANTS = {
 
 
 def drawn(kind: str, seed: int) -> Variant:
-    """Return a variant of this kind with random shapes, which the seed determines."""
+    """Return a variant of this kind with random shapes. The seed determines the shapes."""
     rng = random.Random(f"{kind} {seed}")
     return _DRAWN[kind](rng) if kind in _DRAWN else _drawn_gemma4(rng, kind)
 
 
 def _drawn_types(rng: random.Random, shared: bool) -> tuple[list[str], int]:
-    """Return layer types, of which the last one is full, and a number of KV-sharing layers such that each of their types
-    also occurs in a layer before them."""
+    """Return random layer types, the last of which is full, and how many layers share KV rows.
+
+    Each type of a sharing layer also occurs in an earlier layer that stores KV rows.
+    """
     count = rng.randint(2, 11)
     types = [rng.choice([FULL, SLIDING, SLIDING]) for _ in range(count - 1)] + [FULL]
     possible = [n for n in range(count) if set(types[: count - n]) == set(types)]
@@ -223,7 +229,8 @@ def _drawn_layout(rng: random.Random, text: Config) -> Variant:
 
 
 def _drawn_gemma4(rng: random.Random, kind: str) -> Variant:
-    types, shared = _drawn_types(rng, kind == "gemma4-e")  # transformers shares KV rows beside per-layer inputs only
+    # Transformers shares KV rows only in models with per-layer inputs.
+    types, shared = _drawn_types(rng, kind == "gemma4-e")
     sizes, reused = _drawn_sizes(rng), kind != "gemma4-e" and rng.random() < 0.8
     full = _PROPORTIONAL_ROPES[FULL] | {
         "partial_rotary_factor": rng.choice([0.25, 0.25, 0.5, 1.0]), "rope_theta": rng.choice([1e6, 5e4])}  # fmt: skip

@@ -1,6 +1,6 @@
 """Names and shapes of the text tensors of every family, as Hugging Face stores them. Library.
 
-Each function takes a text config; names are without the prefix that all text tensors of a checkpoint have.
+Each function takes a text config. Names are without the prefix that all text tensors of a checkpoint have.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ _SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_lay
 _NORMS = {
     "gemma": ("input_layernorm", "post_attention_layernorm"),
     "vaultgemma": ("input_layernorm", "pre_feedforward_layernorm"),
-}  # norms of width D in a layer, by model type; other types have _SANDWICH
+}  # the norms of width D in a layer, by model type; other types have _SANDWICH
 
 
 def text_shapes(c: Config) -> Shapes:
@@ -38,7 +38,9 @@ def text_shapes(c: Config) -> Shapes:
 
 
 def heads_of(c: Config, number: int) -> tuple[int, int, int]:
-    """Return a layer's number of query heads, number of KV heads and head width, from either form of a config."""
+    """Return a layer's number of query heads, number of KV heads and head width. Old and new forms of a config are
+    understood.
+    """
     G, E = c["num_key_value_heads"], c["head_dim"]
     if "per_layer_config" in c:
         own: Config = next((table for key, table in c["per_layer_config"].items() if int(key) == number), {})

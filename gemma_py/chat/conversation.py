@@ -21,10 +21,11 @@ from gemma_py.templates.template import Encoded, Message, checked_messages
 ReportPrefill = Callable[[int, int], None]  # called with (tokens done, tokens in total)
 TokenStream = Generator[Token, None, None]
 
-_REWIND_BYTES = 256 << 20  # most bytes of KV rows outside the sliding windows, which only undo and retry read
+_REWIND_BYTES = 256 << 20  # the most bytes of KV rows that are kept for undo and retry
 _COMPARED = 1024
 _FIRST_CHUNK = 32
-_SECONDS_A_CHUNK = 0.5  # the duration of a chunk to aim at; progress is reported after each chunk
+# The prompt is divided so that a chunk takes about this long, because progress is reported after each chunk.
+_SECONDS_A_CHUNK = 0.5
 
 
 @dataclass
@@ -48,12 +49,12 @@ class AnswerStats:
 
     @property
     def prefill_rate(self) -> float:
-        """Computed prompt tokens per second."""
+        """Prompt tokens per second, without tokens that were already in the KV cache."""
         return (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first token, which is part of the prefill."""
+        """Tokens of the answer per second. The first token does not count, because the prefill computes it."""
         return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
@@ -102,7 +103,7 @@ class Conversation:
         self._answer_ids: dict[str, list[int]] = {}  # the token ids of each answer, by the text of the answer
         self._encoded = Encoded()
         self._attempt = 0
-        # The number of tokens in the next chunk, which aims at a duration of _SECONDS_A_CHUNK.
+        # The number of tokens in the next chunk, such that the chunk takes about _SECONDS_A_CHUNK.
         self._chunk = _FIRST_CHUNK
         if system is not None:
             self.set_system(system)
@@ -117,7 +118,7 @@ class Conversation:
         self._thinking = thinking
 
     def _keep(self) -> int:
-        """Return how many tokens the session must be able to rewind, so that undo and retry need no new prefill."""
+        """Return by how many tokens undo and retry must be able to rewind the session, so that they need no new prefill."""
         layers = [layer for layer in self.engine.config.layers if layer.sliding_window is not None]
         bytes_a_token = sum(8 * layer.num_key_value_heads * layer.head_dim for layer in layers)
         return min(self.engine.context, _REWIND_BYTES // bytes_a_token) if layers else 0
@@ -285,7 +286,7 @@ class Conversation:
 
     @property
     def tokens_used(self) -> int:
-        """The number of tokens of the conversation so far, at most the context."""
+        """The number of tokens of the conversation so far. It never exceeds the context."""
         spoken = any(message["role"] != "system" for message in self.messages)
         return min(self.context, len(self._prompt(self.messages))) if spoken else 0
 
@@ -295,7 +296,7 @@ class Conversation:
 
     @property
     def ids(self) -> list[int]:
-        """The ids of the tokens in the session's KV cache."""
+        """The token ids in the session's KV cache."""
         return self._session.ids
 
     def kv_digest(self) -> list[str]:
@@ -344,7 +345,7 @@ class Conversation:
 
     def save(self, path: str | Path) -> None:
         """Write messages, settings and KV cache to a file, so that the conversation can continue without a new prefill."""
-        self._forget()  # removes the tokens of answers that `retry` or `edit` replaced
+        self._forget()
         description = {
             "messages": self.messages,
             "sampling": asdict(self.sampling) | {"logit_bias": list(self.sampling.logit_bias.items())},

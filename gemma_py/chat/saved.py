@@ -25,12 +25,11 @@ from gemma_py.paths import atomic_write
 from gemma_py.runtime.cache import first_readable
 
 _FORMAT, _VERSION = "gemma_py conversation", "3"
-_OLD_MAGIC = b"gemma_py conversation "  # the first bytes of format versions 1 and 2
+_OLD_MAGIC = b"gemma_py conversation "
 _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def write(path: Path, description: dict[str, Any], session: Session, since: int) -> None:
-    """Write the session's conversation. since: the smallest position to which the loaded session can rewind."""
     engine, ids = session.engine, np.array(session.ids, np.int32)
     text = json.dumps({**description, "since": since}, ensure_ascii=False).encode("utf-8")
     specs = {"ids": Spec("I32", ids.shape), "description": Spec("U8", (len(text),))}
@@ -61,7 +60,7 @@ def _row_specs(engine: Engine, position: int, since: int) -> dict[str, Spec]:
 
 
 class SavedConversation:
-    """A memory-mapped file of a saved conversation, which was checked when it was opened."""
+    """A saved conversation, whose file is memory-mapped and was checked when it was opened."""
 
     def __init__(self, path: Path, engine: Engine) -> None:
         _check_readable(path)

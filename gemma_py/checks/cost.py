@@ -22,8 +22,9 @@ def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> n
     """Return the cost of a pass of T tokens after `position` earlier tokens: int64 [phase labels, 2].
 
     Column FLOP has the floating-point operations, two per multiply-add. Column BYTES has the bytes read from memory.
-    Each matrix, key and value counts once per pass, because repeated reads come from the processor's cache. A mixture
-    of experts is assumed to choose as many different experts as possible. Logits are computed for the last token only.
+
+    Each matrix, key and value counts once per pass, because repeated reads come from the processor's cache. A mixture of
+    experts is assumed to choose as many different experts as possible. Logits are computed for the last token only.
     kv_bytes: the size of one number in the KV cache.
     """
     cost = np.zeros((len(program.labels), 2), np.int64)
@@ -46,7 +47,7 @@ def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> n
 
 
 def _keys(position: int, T: int, W: int) -> int:
-    """Return the number of query-key pairs in the attention of T queries after `position` tokens.
+    """Return how many pairs of a query and a key the attention of T queries has after `position` tokens.
 
     A query attends to the last W tokens, its own token included, or to all tokens if W is 0.
     """

@@ -13,7 +13,7 @@ from gemma_py.kernels import peak
 
 Run = Callable[..., Any]
 
-_LEAST_SECONDS = 0.005  # no sample is shorter, so that waking the workers adds at most 2%
+_LEAST_SECONDS = 0.005  # every sample takes at least this long, so that
 _MEMORY = 512 << 20  # bytes to read, which do not fit into the processor's caches
 
 
@@ -31,7 +31,7 @@ class Limits:
 
     @property
     def f32(self) -> float:
-        """float32 FLOP/s, in the faster of two loops with 6 and 12 accumulators."""
+        """float32 operations per second, in the faster of two loops."""
         return max(self._median("f32 in 6 chains"), self._median("f32 in 12 chains"))
 
     @property
@@ -41,17 +41,12 @@ class Limits:
 
     @property
     def memory(self) -> float:
-        """Bytes read per second from memory."""
         return self._median("memory")
 
     def _median(self, name: str) -> float:
         return statistics.median(self.samples[name])
 
     def sample(self, run: Run, values: np.ndarray) -> None:
-        """Take one more sample of each limit.
-
-        run: the method `Engine.run_kernel`. values: the array from `memory_to_read`.
-        """
         out = np.empty(self.threads * peak.LANES, np.float32)
         x = np.array([0.5, 0.25], np.float32)
         rows = np.arange(peak.CODE_ROWS * peak.PAIRS * 2, dtype=np.int16)
@@ -64,7 +59,7 @@ class Limits:
         self._note("memory", part.nbytes / _seconds(run, peak.read_memory, part, out))
 
     def _sample(self, run: Run, name: str, kernel: Callable[..., Any], operations: int, *args: Any) -> None:
-        """Add one sample, in operations per second of all workers together.
+        """Add one sample of operations per second, summed over all workers.
 
         operations: the operations of one worker in one step of the loop
         """

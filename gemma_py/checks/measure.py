@@ -28,7 +28,10 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 @dataclass(frozen=True)
 class BenchTest:
-    """A benchmark that runs after `depth` earlier tokens: a prompt in chunks (pp), or tokens decoded one by one (tg)."""
+    """One test of the benchmark, which computes a prompt in chunks (pp) or decodes tokens one by one (tg).
+
+    depth: the number of tokens in the KV cache before the test
+    """
 
     prompt: bool
     tokens: int
@@ -41,7 +44,6 @@ class BenchTest:
 
     @property
     def passes(self) -> list[int]:
-        """The number of tokens of each pass."""
         if not self.prompt:
             return [1] * self.tokens
         if self.whole:
@@ -50,9 +52,9 @@ class BenchTest:
 
     @property
     def weight(self) -> int:
-        """The estimated duration of a run, for the progress bar. The unit is the time to compute one token.
+        """The estimated duration of a run, in units of the time to compute one token. The progress bar uses it.
 
-        Reading all weights, which every pass does, is assumed to take as long as computing 8 tokens.
+        Every pass reads all weights, which is assumed to take as long as computing 8 tokens.
         """
         return self.tokens + 8 * len(self.passes)
 
@@ -82,7 +84,9 @@ class BenchRow:
 
 
 def for_embeddings(tests: Sequence[BenchTest]) -> tuple[BenchTest, ...]:
-    """Return the tests with whole texts. Raise InputError if an embedding model cannot run a test."""
+    """Return the tests, changed so that each prompt is one text. Raise InputError if a test cannot run with an embedding
+    model.
+    """
     for test in tests:
         if not test.prompt or test.depth:
             raise InputError(
@@ -118,7 +122,7 @@ class Benchmark:
         return [found for found in self._limits.values() if found.samples]
 
     def run(self, rounds: int, profile: bool, progress: ReportFraction) -> None:
-        """Run every test once per round. If the machine is slow for a while, all tests are slowed alike."""
+        """Run every test once per round, so that a slow phase of the machine affects all tests alike."""
         total = rounds * sum(row.test.weight for row in self._all)
         total += sum(depth for depth in {row.test.depth for row in self._all})
         done = 0
@@ -176,7 +180,7 @@ class Benchmark:
         return verify.prompt(count, self.engine.config.vocab_size)
 
     def _start(self, depth: int) -> Cache:
-        """Return a new copy of a KV cache with `depth` tokens, which are computed only once."""
+        """Return a copy of a KV cache with `depth` tokens. The tokens are computed only at the first call."""
         if depth not in self._starts:
             cache = self.engine.new_cache()
             ids = self._ids(depth)
@@ -250,10 +254,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def phases(engine: Engine, row: BenchRow, limit: Limits) -> list[dict[str, Any]]:
-    """Return the lines of the profile: for each, the rates and the mean seconds that a worker spends.
+    """Return the lines of the profile, each with rates and with the seconds of an average worker.
 
-    "waiting" is the time that workers wait at barriers and for KV rows. "waking, Python" is the rest of the elapsed
-    time.
+    "waiting" is the time that workers wait at barriers and for KV rows. "waking, Python" is the rest of the elapsed time.
     """
     cost, total = len(row.seconds) * cost_of(engine, row.test), sum(row.seconds)
     spent = np.sum([profile.nanoseconds for profile in row.profiles], axis=0).mean(0) / 1e9

@@ -45,7 +45,7 @@ def _shape(name: str) -> dict[str, Any]:
 
 
 def config_document(name: str) -> dict[str, Any]:
-    """Return config.json as far as the catalogue describes the model."""
+    """Return config.json for a model in the catalogue. The catalogue has its most important fields."""
     shape = _shape(name)
     kind = shape.pop("family")
     shape.pop("dense", None)  # config.json does not describe the dense layers; a file of sentence-transformers does
@@ -66,8 +66,8 @@ def config_of(name: str) -> tuple[Family, Config]:
 def random_checkpoint(name: str, type_name: str, tokens: int) -> Checkpoint:
     """Return a checkpoint with random matrices of a type. For quantised types, the embedding is Q8_0.
 
-    Matrices of equal shape share memory in this checkpoint, but not after packing. A benchmark therefore does not find
-    weights in the processor's cache because an earlier layer read them.
+    Matrices of equal shape share memory in this checkpoint. Packing copies each of them, because a benchmark of shared
+    matrices would read them from the processor's cache.
     tokens: the length of the session. Raise InputError if weights and session do not fit into memory.
     """
     family, config = config_of(name)
@@ -127,7 +127,7 @@ def _random(kind: BlockType, count: int) -> np.ndarray:
 
 
 def _blank(kind: BlockType, count: int) -> np.ndarray:
-    """Return as many zero bytes as `count` values of type `kind` occupy. All elements are views of one byte of memory."""
+    """Return as many zero bytes as `count` values of type `kind` have. All elements are views of one byte of memory."""
     return np.broadcast_to(np.uint8(0), count // kind.block * kind.bytes)
 
 

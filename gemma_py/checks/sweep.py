@@ -17,7 +17,7 @@ from gemma_py.runtime.cache import check_context
 
 @dataclass
 class SweepPoint:
-    """The prefill and decode rates of one setting, in tokens per second, one per round."""
+    """The speeds that were measured with one number of threads and one chunk size, in tokens per second, one per round."""
 
     setting: RunSetting
     prefill: list[float] = field(default_factory=list)
@@ -93,14 +93,12 @@ class Sweep:
         return statistics.median(rates) if rates else None
 
     def decode(self, threads: int) -> float | None:
-        """Return the median decode rate in tokens per second. All chunk sizes count together, because decoding has no
-        chunks.
-        """
+        """Return the median decode rate over the runs with all chunk sizes, because decoding has no chunks."""
         rates = [rate for point in self.points if point.setting.threads == threads for rate in point.decode]
         return statistics.median(rates) if rates else None
 
     def efficiency(self, threads: int, chunk: int | None) -> float | None:
-        """Return the rate per thread, divided by the rate per thread with the fewest threads.
+        """Return the rate per thread, as a fraction of the rate per thread with the fewest threads.
 
         chunk: the chunk size of a prefill; None for decoding
         """

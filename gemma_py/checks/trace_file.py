@@ -45,10 +45,9 @@ def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
 
 
 def fold(hashes: np.ndarray) -> list[list[str]]:
-    """Shorten hashes to strings, one for each layer and phase: [L + 1][P].
+    """Return a table of strings [L + 1][P], in which digests of blocks of positions are joined.
 
-    For each block of positions, the string has 16 hex digits of a sha256. It is empty if the layer does not have the
-    phase.
+    A digest is 16 hex digits of a sha256. The string is empty where a layer does not have the phase.
     """
     little = hashes.astype("<i8")
 
@@ -62,7 +61,6 @@ def fold(hashes: np.ndarray) -> list[list[str]]:
 
 
 def trace_document(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
-    """Run the prompt, and return the content of a trace file."""
     traced = compute(engine, ids, _TRACED_AT_ONCE, trace=True)
     return {
         "format": _FORM,
@@ -153,7 +151,10 @@ def compare(trace: dict[str, Any], made: dict[str, Any], between: str) -> Differ
 
 
 def _positions(a: str, b: str, tokens: int) -> tuple[int, int]:
-    """Return the first and last position of the first block that differs, or all positions if one trace lacks the phase."""
+    """Return the first and the last position of the first block that differs.
+
+    If one trace lacks the phase, return the range of all positions.
+    """
     blocks: Iterable[int] = range(0, min(len(a), len(b)), 16)
     at = next((at for at in blocks if a[at : at + 16] != b[at : at + 16]), None)
     if at is None:

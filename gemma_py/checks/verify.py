@@ -51,7 +51,9 @@ def prompt_length(wanted: int | None, context: int) -> int:
 
 
 def texts_of(ids: Sequence[int]) -> list[list[int]]:
-    """Cut the prompt into the texts for an embedding model: a half as one text, the rest as texts of 1, 2, 3 ... tokens."""
+    """Divide the prompt into texts for an embedding model: one half is one text, the other half texts of 1, 2, 3 ...
+    tokens.
+    """
     made, first = [list(ids[: (len(ids) + 1) // 2])], (len(ids) + 1) // 2
     while first < len(ids):
         made.append(list(ids[first : first + len(made)]))
@@ -68,7 +70,7 @@ def threads_text(count: int) -> str:
 
 @dataclass(frozen=True)
 class RunSetting:
-    """embeds: `chunk` counts the texts of a pass, not tokens."""
+    """How a run divides the work. embeds: with an embedding model, `chunk` is the number of texts in a pass."""
 
     threads: int
     chunk: int
@@ -85,7 +87,8 @@ class RunResult:
     """Digests of what a run computed.
 
     rows: the sha256 of each token's logits, or of each text's embedding. kv: the digest of each layer from
-    `Session.kv_digest`. nan: whether a number is NaN. embeds: whether the model is an embedding model.
+    `Session.kv_digest`. nan: whether a logit, or a number of an embedding, is NaN. embeds: whether the model is an
+    embedding model.
     """
 
     rows: tuple[bytes, ...]
@@ -104,7 +107,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class TracedRun:
-    """session: None for an embedding model, which has a KV cache for each text."""
+    """A run with its trace. session: None for an embedding model, which has one KV cache for each text."""
 
     result: RunResult
     session: Session | None
@@ -128,8 +131,8 @@ def compute(
 ) -> TracedRun:
     """Run the prompt in chunks, from an empty KV cache.
 
-    Scratch memory and unwritten KV rows are filled with NaN first. A worker that reads a row before the row is written
-    then reads NaN, and not the correct values that an earlier run left there.
+    Scratch memory and unwritten KV rows are filled with NaN first. If a worker reads a row before the row is written, the
+    result then has NaN. Otherwise the row could hold the correct values of an earlier run, and hide the error.
     """
     instruments = engine.instruments
     instruments.poison = True
@@ -175,7 +178,7 @@ def _passes_of_texts(
 
 
 def joined_digests(texts: Sequence[Sequence[str]]) -> list[str]:
-    """Return one sha256 for each layer from the digests [texts][layers] of the KV caches of texts."""
+    """Return one sha256 for each layer, made from the digests [texts][layers] of the texts' KV caches."""
     return [hashlib.sha256(" ".join(layer).encode()).hexdigest() for layer in zip(*texts, strict=True)]
 
 
@@ -216,16 +219,16 @@ def as_table(difference: Difference | None) -> dict[str, Any] | None:
 
 
 def first_phase(a: np.ndarray, b: np.ndarray) -> tuple[int, int, int] | None:
-    """Return where two tables [L + 1, P, ...] first differ: (layer, phase, index), in the order of a pass.
+    """Return where two tables [L + 1, P, ...] first differ, in the order of a pass: (layer, phase, index).
 
-    The index is that of a position or of a block of positions.
+    The index is the number of a position, or of a block of positions.
     """
     places = np.argwhere(a != b)
     return (int(places[0][0]), int(places[0][1]), int(places[0][2])) if len(places) else None
 
 
 def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> int | None:
-    """Return the first position where two arrays of KV rows [positions, G, E] differ in a bit.
+    """Return the first position whose KV rows [G, E] differ in a bit. The arrays are [positions, G, E].
 
     first: the position of row 0
     """
@@ -269,7 +272,7 @@ def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | 
 
 
 def where_results_part(a: RunResult, b: RunResult, between: str, note: str = "") -> Difference:
-    """Return where two results differ, as far as this is known without traces.
+    """Return the first difference of two results. Without traces, its phase is unknown.
 
     The layer is an index into the layers with KV rows, `Config.kv_owners`.
     """
@@ -277,7 +280,7 @@ def where_results_part(a: RunResult, b: RunResult, between: str, note: str = "")
     row = next((number for number, (x, y) in enumerate(zip(a.rows, b.rows, strict=True)) if x != y), None)
     made = "embeddings" if a.embeds else "logits"
     what = made if layer is None else "keys and values" if row is None else f"keys and values, and {made} from"
-    if a.embeds and row is not None:  # a row belongs to a text, so that it has no position
+    if a.embeds and row is not None:  # a row belongs to a text and has no position
         return Difference(between, layer, f"{what} text {row}", note=note)
     return Difference(between, layer, what, row, row, note=note)
 
@@ -336,9 +339,9 @@ class VerifyReport:
 
 
 def cost(tokens: int, chunk: int) -> int:
-    """The estimated duration of a run, for the progress bar. The unit is the time to compute one token.
+    """The estimated duration of a run, in units of the time to compute one token. The progress bar uses it.
 
-    Reading all weights, which every pass does, is assumed to take as long as computing 8 tokens.
+    Every pass reads all weights, which is assumed to take as long as computing 8 tokens.
     """
     return tokens + 8 * -(-tokens // chunk)
 

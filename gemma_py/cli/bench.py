@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> None:
     warn_of_threads(max(sizes))
     interrupted = None
     with open_engine(args, max(sizes), wanted) as engine:
-        if engine.config.embedding is not None and args.n is None:  # the default length of an answer does not apply
+        # An embedding model generates no text, so the default of -n does not apply.
+        if engine.config.embedding is not None and args.n is None:
             wanted = tuple(test for test in wanted if test.prompt)
         bench = Benchmark(engine, sizes, wanted)
         with ProgressBar("measuring", wanted=not args.json and not args.csv) as progress:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gemma_py.cli.chat import Chat
 
 FILE = "FILE"
-# Names in /set, and the matching names in Sampling. max_tokens is not listed, because it belongs to Conversation.
+# The names of settings in /set, and their names in Sampling. max_tokens is not listed, because it belongs to Conversation.
 SETTINGS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repeat": "repetition_penalty",
     "presence": "presence_penalty", "frequency": "frequency_penalty", "max_tokens": "max_tokens", "seed": "seed",
@@ -94,7 +94,6 @@ def _edit(chat: "Chat", text: str) -> None:
 
 
 def _set(chat: "Chat", assignment: str) -> None:
-    """Change a setting (/set NAME VALUE), show one (/set NAME), or show all (/set)."""
     name, _, text = assignment.replace("=", " ").partition(" ")
     if name and name not in SETTINGS:
         raise InputError(f"unknown setting {name!r:.40}; the settings are {', '.join(SETTINGS)}")

@@ -32,7 +32,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_input(parser: argparse.ArgumentParser, text_flag: str) -> None:
-    """Add the options for the prompt (a text, a text file or a file of token ids), of which exactly one must be given."""
+    """Add the options for the prompt: a text, a text file, or a file of token ids. Exactly one must be given."""
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument(text_flag, dest="text", metavar="TEXT", help="the text")
     group.add_argument("--file", type=Path, metavar="FILE", help="a file of UTF-8 text; - for standard input")
@@ -82,7 +82,7 @@ _THREADS = "GEMMA_PY_THREADS"
 
 
 def environment_threads() -> str | None:
-    """Return the value of --threads that an environment variable sets, as text, because argparse also parses default texts."""
+    """Return the default of --threads from the environment, as text, because argparse parses defaults that are text."""
     return os.environ.get(_THREADS) or None
 
 
@@ -91,7 +91,6 @@ def _threads(text: str) -> int:
 
 
 def teams(text: str) -> tuple[int, ...]:
-    """Parse numbers of threads, separated by commas."""
     return _from_environment_too(counts, text)
 
 
@@ -210,7 +209,6 @@ def print_json(report: Any) -> None:
 
 
 def size(count: float) -> str:
-    """Format a number of bytes with a unit, such as "1.5 MiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"

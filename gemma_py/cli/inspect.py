@@ -76,7 +76,7 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
 
 
 def embedding_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return how an embedding model pools, and the tasks that have a prompt; None for a model that generates text."""
+    """Return how an embedding model computes embeddings, and its tasks. For a model that generates text, return None."""
     head, modules = checkpoint.config.embedding, checkpoint.modules
     if head is None:
         return None

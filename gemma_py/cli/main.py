@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def entry() -> NoReturn:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # the parent process closed this stream
+        if getattr(sys, name) is None:  # the parent process has closed this stream
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  (it stays open until the process ends)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

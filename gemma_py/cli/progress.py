@@ -13,7 +13,7 @@ from gemma_py.errors import GemmaWarning
 
 
 class ProgressBar:
-    """Draws a progress bar on a terminal, and prints a line for each step elsewhere. If `wanted` is false, shows nothing."""
+    """Draws a progress bar on a terminal. Elsewhere, prints a line for each step. If `wanted` is false, shows nothing."""
 
     def __init__(self, doing: str, wanted: bool) -> None:
         self._doing = doing

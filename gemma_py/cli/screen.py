@@ -17,7 +17,8 @@ class Stopped(Exception):
 
 
 class Screen(Protocol):
-    interactive: bool  # whether a user sits at a terminal; errors are then shown instead of raised
+    # Whether there is a terminal with a user, to whom errors are shown; without a terminal, errors are raised.
+    interactive: bool
 
     def read(self, draft: str) -> str | None:
         """Return the next message or command, or None at the end of input. draft: a text for the user to edit."""

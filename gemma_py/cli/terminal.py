@@ -143,7 +143,8 @@ class Terminal:
         def leave(number: int, frame: FrameType | None) -> None:
             self._give_back(keys)  # while this process is suspended, the shell uses the terminal
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)  # suspends this process, unless no shell could resume it
+            # The operating system ignores this signal if no shell could resume the process.
+            os.kill(os.getpid(), number)
             signal.signal(number, leave)
             self._silence()
 

@@ -15,9 +15,9 @@ import numpy as np
 
 
 class Minimum(Enum):
-    """How a minimum is applied: value = scale * code + minimum, or value = scale * code - minimum.
+    """Whether a minimum is added or subtracted: value = scale * code + minimum, or value = scale * code - minimum.
 
-    SUBTRACT is not replaced by adding the negated minimum, because negation would change the bits of a NaN.
+    A minimum to subtract is not stored as a negative one to add, because negation would change the bits of a NaN.
     """
 
     NONE = 0
@@ -28,8 +28,8 @@ class Minimum(Enum):
 class Unpacked(NamedTuple):
     """The codes and scales of the blocks of a quantised tensor.
 
-    In some formats, each group has a sub-scale, and the group's scale is block scale * sub-scale. In other formats, all
-    groups of a block have the block scale. Minimums follow the same rule.
+    In some formats, each group has a sub-scale, and the group's scale is block scale * sub-scale. In other formats, the
+    scale of every group is the block scale. This is also true of minimums.
 
     codes: int8 [blocks, block]
     block_scale, minimum_block_scale: float16 [blocks, 1]
@@ -86,10 +86,6 @@ class BlockType:
         return self.group > 0
 
     def dequantise(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the values of blocks: f32 [blocks, block].
-
-        blocks: uint8 [blocks, bytes]
-        """
         if self.widen is not None:
             return self.widen(blocks)
         assert self.unpack is not None
@@ -107,22 +103,21 @@ class BlockType:
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    """Return the float16 at byte `at` of every block: [blocks, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
 def _fields(packed: np.ndarray, width: int, run: int) -> np.ndarray:
-    """Split every byte of the blocks into bit fields of `width` bits: uint8 [blocks, values].
+    """Split bytes into bit fields of `width` bits: uint8 [blocks, values].
 
-    The bytes are taken in runs of `run` bytes. A run gives first the lowest field of each byte, then the next higher
-    field of each byte, and so on.
+    The bytes of a block are taken in runs of `run` bytes. First come the lowest fields of all bytes of the run, then the
+    next higher fields of all bytes, and so on.
     """
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     return ((packed.reshape(len(packed), -1, 1, run) >> shifts) & np.uint8((1 << width) - 1)).reshape(len(packed), -1)
 
 
 def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
-    """Return 0 or 16 for each of 32 codes, from their fifth bits. Bit i of the four bytes at byte `at` belongs to code i."""
+    """Return the fifth bits of 32 codes, as 0 or 16. They are in the four bytes from byte `at` on, bit i for code i."""
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
@@ -137,8 +132,7 @@ def _q4_0(b: np.ndarray) -> Unpacked:
 def _inverse(scales: np.ndarray) -> np.ndarray:
     """Return 1 / scale, or 0 where the scale is 0.
 
-    For the smallest scales, 1 / scale is infinite. The codes computed with it do not matter, because such a scale is
-    stored as 0.
+    The result is infinite for the smallest scales. Codes may then be arbitrary, because such scales are stored as 0.
     """
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(scales == 0, np.float32(0), np.float32(1) / scales)
@@ -152,9 +146,9 @@ def _scaled_block(scales: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def _to_q4_0(values: np.ndarray) -> np.ndarray:
-    """Quantise values to Q4_0, such that the value of largest magnitude gets the code -8.
+    """Quantise values to Q4_0. The value of largest magnitude gets the code -8; if there are several, the first one.
 
-    If several values have that magnitude, the first one gets -8. A value halfway between two codes is rounded up.
+    A value halfway between two codes is rounded up.
     """
     largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)
     scales = largest / np.float32(-8)
@@ -200,8 +194,8 @@ def _q2_k(b: np.ndarray) -> Unpacked:
 
 
 def _q3_k(b: np.ndarray) -> Unpacked:
-    # Q3_K subtracts 4 from codes whose mask bit is 0. Here, 4 is added where the mask bit is 1, and then subtracted
-    # from all codes.
+    # Q3_K subtracts 4 from a code if the mask bit is 0. This code first adds 4 if the mask bit is 1, and then always
+    # subtracts 4.
     codes = _fields(b[:, 32:96], 2, 32) | (_fields(b[:, :32], 1, 32) << np.uint8(2))
     scales = _fields(b[:, 96:104], 4, 8) | (_fields(b[:, 104:108], 2, 4) << np.uint8(4))
     return Unpacked(_signed(codes, 4), _half(b, 108), _signed(scales, 32))

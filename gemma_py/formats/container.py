@@ -53,7 +53,7 @@ def with_digest(header: bytes, digest: str) -> bytes:
 
 
 def without_digest(header: bytes, metadata: Mapping[str, str]) -> bytes:
-    """Return the header with the digest replaced by zeros, because the digest was computed from such a header."""
+    """Return the header with zeros in place of the digest, which is the header whose digest was computed."""
     return header.replace(_digest_field(metadata.get(_DIGEST, "")), _digest_field(_NO_DIGEST), 1)
 
 
@@ -64,7 +64,7 @@ def _digest_field(digest: str) -> bytes:
 def write_arrays(
     file: BinaryIO, specs: Mapping[str, Spec], arrays: Iterable[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Write the arrays in the order of their specs, and the sha256 of the whole file in the metadata."""
+    """Write the arrays in the order of their specs. The metadata gets the sha256 of the whole file."""
     header = make_header(specs, metadata)
     digest = hashlib.sha256(header)
     file.write(header)

@@ -36,7 +36,7 @@ def map_file(path: Path) -> np.ndarray:
 
 
 class FileState(NamedTuple):
-    """The identity, size and modification time of a file, which together change whenever the content changes.
+    """The identity, size and modification time of a file. A change of the content changes at least one of them.
 
     file: (device, inode)
     """
@@ -119,7 +119,7 @@ def parse_json(data: bytes | str, where: str) -> Any:
         raise FormatError(f"{where}: {name} is not a JSON value")
 
     try:
-        # Bytes are decoded before json.loads, which would also accept UTF-16 and encoded surrogates.
+        # Decode the bytes here, because json.loads would also accept UTF-16 and encoded surrogates.
         text = data if isinstance(data, str) else data.decode("utf-8")
         document = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
         if _ESCAPED_SURROGATE.search(text):

@@ -24,8 +24,8 @@ _STRING, _ARRAY = 8, 9
 _SMALLEST_FIELD = 8 + 4 + 1  # bytes: length of an empty key, type, a value of one byte
 _SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes: length of an empty name, rank, one dimension, type, offset
 _LARGEST_ALIGNMENT = 1 << 16
-_MOST_STRINGS = 1 << 24  # most strings in an array; Gemma 3's vocabulary has 2^18
-_SEARCH_MINIMUM = 1000  # an array with fewer strings is read string by string
+_MOST_STRINGS = 1 << 24  # the most strings in an array; Gemma 3's
+_SEARCH_MINIMUM = 1000  # smaller arrays are read string by string
 _SEARCH_BYTES = 20  # bytes to search for each string; in a vocabulary, a string and its length take fewer
 _MOST_FALSE_LENGTHS = 64  # `_find_strings` gives up when it has removed this many false lengths
 _LARGEST_SHARD_COUNT = 99_999
@@ -78,14 +78,14 @@ class Texts(Sequence[str]):
 def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray] | None:
     """Find `count` consecutive strings. Return (starts, lengths), or None if the search fails.
 
-    In a GGUF file, each string follows its length, an int64. A length below 256 is one byte and seven zeros, so the
-    search looks for seven zeros. A string that contains zeros may look like a length. Such a false length is
-    recognised, because it does not begin where the previous string ends, and is removed.
+    In a GGUF file, a string follows its length, an int64. A length below 256 is one byte and seven zeros, so the search
+    looks for seven zeros. If a string itself has seven zeros, the byte before them looks like a length. Such a false length
+    is removed: it does not begin where the previous string ends.
     """
     zeros = data == 0
     for step in (1, 2, 3):
-        # After the first round, True means that 2 zeros begin here; after the second, 4 zeros; after the third, 7
-        # zeros.
+        # zeros[i] is true where several zero bytes begin at i: two after the first round, four after the second, seven
+        # after the third.
         zeros = zeros[:-step] & zeros[step:]
     at = np.flatnonzero(zeros[1:])
     for _ in range(_MOST_FALSE_LENGTHS):
@@ -237,7 +237,6 @@ def _integer(metadata: dict[str, Any], key: str, path: Path, default: int) -> in
 
 
 def _join(shards: list[GGUFFile]) -> GGUFFile:
-    """Join shards to one file, with the metadata of the first shard."""
     first = shards[0]
     tensors: dict[str, StoredTensor] = {}
     for number, shard in enumerate(shards):

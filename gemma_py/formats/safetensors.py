@@ -18,7 +18,7 @@ from gemma_py.formats.files import map_file, read_json
 from gemma_py.formats.tensor import StoredTensor
 
 _WEIGHTS = {"F32": F32, "F16": F16, "BF16": BF16}
-# The numpy type for each safetensors dtype. numpy has no bfloat16, so BF16 values are viewed as uint16.
+# The numpy type for each type of safetensors. numpy has no bfloat16, so BF16 values are read as uint16.
 NUMPY_TYPES = {
     "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "U64": "<u8", "I32": "<i4", "U32": "<u4", "I16": "<i2",
     "U16": "<u2", "I8": "i1", "U8": "u1", "BOOL": "?",

@@ -1,4 +1,4 @@
-"""The text of an answer, decoded token by token, and the separation of thoughts and tool calls from the text."""
+"""The text of an answer, decoded token by token. Thoughts and tool calls are separated from the text."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -24,8 +24,8 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 class TextStream:
     """Decodes token ids to text, one by one. The text ends before the first stop string.
 
-    Some text is held back until later tokens decide about it: byte tokens, which one more byte can make invalid UTF-8,
-    and text that may be the beginning of a stop string.
+    Some text is held back until later tokens are known: bytes of an incomplete character, and text that may be the
+    beginning of a stop string.
 
     trim: remove white space at the beginning of the text.
     stopped: whether a stop string was found.
@@ -40,7 +40,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Return the text that is complete with this token. It is often empty."""
+        """Return the text that becomes complete with this token. It is often empty."""
         if self._tokenizer is None or token >= self._tokenizer.size:
             return ""  # an id beyond the vocabulary, which only pads the embedding matrix
         self._run.append(token)
@@ -52,7 +52,6 @@ class TextStream:
         return self._pass(text)
 
     def finish(self) -> str:
-        """Return the text that is still held back. Call this after the last token."""
         if self.stopped:
             return ""
         text = self._pass(self._decoded())
@@ -61,7 +60,7 @@ class TextStream:
         return text
 
     def cut(self) -> str:
-        """Return the text of the byte tokens that are held back, because a mark follows, and no byte can follow a mark."""
+        """Return the text of the bytes that are held back. Call this before a mark, which no further byte can complete."""
         return self.write(self._decoded())
 
     def write(self, text: str) -> str:
@@ -91,12 +90,17 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of the text with which the stop string begins, without being complete."""
+    """Return how many of the text's last characters are the first characters of the stop string. The whole stop string does
+    not count.
+    """
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Part(NamedTuple):
-    """What becomes complete with a token. reasoning: text of a thought; None if the token belongs to no thought."""
+    """What becomes complete with a token: a piece of text, of a thought, or a tool call.
+
+    reasoning: text of a thought; None if the token belongs to no thought.
+    """
 
     text: str = ""
     reasoning: str | None = None
@@ -104,11 +108,10 @@ class Part(NamedTuple):
 
 
 class AnswerStream:
-    """Splits an answer into text, thoughts and tool calls. The marks of thoughts and calls are recognised by their
-    token ids.
+    """Splits an answer into text, thoughts and tool calls, whose marks are recognised by their token ids.
 
-    A mark without its partner, such as the end of a thought that has not begun, is left out. The tokens of an invalid
-    or incomplete call become text. Only the text is searched for stop strings.
+    A mark without its partner, such as the end of a thought that has not begun, is left out. The tokens of an invalid or
+    incomplete call become text. Stop strings are searched only in text.
 
     prompt: the ids of the prompt, which may end within a thought.
     """
@@ -176,7 +179,6 @@ class AnswerStream:
         return self._text.write(tokenizer.decode([token for token in ids if token < tokenizer.size]))
 
     def finish(self) -> Part:
-        """Return what is still held back. Call this after the last token."""
         reasoning = None
         if self._thought is not None:
             reasoning, self._thought = self._thought.finish(), None
@@ -218,7 +220,7 @@ class _Thought:
 
 
 class Constraint(Protocol):
-    """A grammar that restricts the tokens of one answer. The grammar's state belongs to that answer alone."""
+    """A grammar that restricts the tokens of one answer. Its state belongs to that answer alone."""
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
         """Return the logits [V], with -inf for the forbidden tokens. The argument is not changed."""
@@ -232,7 +234,7 @@ class Constraint(Protocol):
 
 
 class AfterThoughts:
-    """A constraint that begins after the thought at the beginning of an answer. The thought itself is free.
+    """A constraint on an answer that does not restrict a thought at the beginning.
 
     thinking: whether the answer begins within a thought.
     """

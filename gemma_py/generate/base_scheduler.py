@@ -1,6 +1,4 @@
-"""What the schedulers of text generation and of embeddings share: a queue, a thread that runs the passes, health and
-shutdown.
-"""
+"""What the schedulers of text generation and of embeddings have in common: the queue, the thread, health and shutdown."""
 
 import threading
 import time
@@ -102,7 +100,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
         if parallel < 1 or queue < 0:
             raise InputError(f"parallel should be at least 1 and queue at least 0, found {parallel} and {queue}")
         self.engine, self.parallel, self.queue = engine, parallel, queue
-        self._changed = threading.Condition()  # also the lock of the fields from _changed to _request_seconds
+        self._changed = threading.Condition()  # the lock of the fields up to _request_seconds
         self._waiting: list[R] = []
         self._running: list[R] = []
         self._open, self._closed = True, False
@@ -162,7 +160,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
     def stats(self) -> SchedulerStats: ...
 
     def drain(self, deadline: float) -> int:
-        """Accept no more requests, wait `deadline` seconds, then cancel the requests that are left. Return their number."""
+        """Accept no more requests, wait `deadline` seconds, then cancel the remaining requests. Return their number."""
         with self._changed:
             self._open = False
             self._changed.wait_for(self._idle, max(0.0, deadline))
@@ -220,8 +218,8 @@ class BaseScheduler(ABC, Generic[Q, R]):
             self._finish(request, Finished("cancelled", request.usage()))
 
     def _finish(self, request: R, last: Finished | Failed) -> None:
-        """Remove the request, then send the last event. In this order, a client that sees the event finds room for a new
-        request.
+        """Remove the request, then send the last event, because a client that sees the event may send a new request at
+        once.
         """
         with self._changed:
             if request in self._running:
@@ -232,7 +230,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
         request.tell(last)
 
     def _note_failed_pass(self, error: WorkerError) -> None:
-        """Count a failed pass. The next step repeats it once: if the previous pass failed too, raise the error."""
+        """Count a failed pass, which the next step repeats. If the pass before failed too, raise the error instead."""
         again, self._trouble = self._trouble is not None, error
         if again:
             raise error

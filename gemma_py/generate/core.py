@@ -29,12 +29,12 @@ TopLogprobs = tuple[tuple[int, float], ...]  # pairs of token id and log probabi
 class Token:
     """A generated token.
 
-    text: the text that is complete with this token; the texts of all tokens, joined, are the answer.
-    logprob: the log probability of the token before penalties, temperature and filters; NaN unless requested.
-    finish_reason: for the last token, "stop" (an end token or a stop string) or "length" (max_tokens reached);
-    otherwise None.
+    text: the text that becomes complete with this token; the texts of all tokens, joined, are the answer.
+    logprob: the log probability before penalties, temperature and filters; NaN if the request does not ask for it.
+    finish_reason: for the last token, "stop" (an end token or a stop string) or "length" (max_tokens reached); otherwise
+    None.
     reasoning: text of a thought, which is not part of the answer; None if the token belongs to no thought.
-    calls: the tool calls that are complete with this token.
+    calls: the tool calls that become complete with this token.
     """
 
     id: int
@@ -51,14 +51,14 @@ class Request:
 
     ids: the token ids of the prompt.
     max_tokens: the most tokens to generate. 0 computes only the prompt, and only the scheduler accepts 0.
-    fit: generate fewer than max_tokens if the context has no room for more, instead of raising ContextError.
+    fit: if the context has no room for max_tokens, generate fewer. Without this option, ContextError is raised.
     stop: strings that end the answer.
     ends: token ids that end the answer.
     trim: remove white space at the beginning of the answer.
     logprobs: compute the log probability of each token.
     top_logprobs: the number of likeliest tokens to report at each position.
     scored: report the prompt's log probabilities too. The prefix cache is then not used, because it has no logits.
-    marks: the marks by which thoughts and tool calls are split from the answer's text.
+    marks: the marks of thoughts and tool calls, which are then separated from the answer's text.
     """
 
     ids: Sequence[int]
@@ -128,7 +128,7 @@ class Generation:
             rest = self._stream.finish()
             reasoning = part.reasoning if rest.reasoning is None else (part.reasoning or "") + rest.reasoning
             part = Part(part.text + rest.text, reasoning, part.calls)
-            if self._stream.stopped:  # the last piece of text completed a stop string
+            if self._stream.stopped:
                 reason = "stop"
         return _token(token, part, logprob, reason)
 

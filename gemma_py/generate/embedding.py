@@ -18,7 +18,7 @@ from gemma_py.weights.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from gemma_py.generate.engine import Engine
 
-_MOST_TEXTS = 64  # the most texts of a pass, because each text needs KV rows of its own in memory
+_MOST_TEXTS = 64  # the most texts of a pass; each text needs KV rows of its own in memory
 _QUERY, _SIMILARITY = "task: search result | query: ", "task: sentence similarity | query: "
 _CLASSIFICATION, _CLUSTERING = "task: classification | query: ", "task: clustering | query: "
 _CODE, _SUMMARY, _DOCUMENT = "task: code retrieval | query: ", "task: summarization | query: ", "title: none | text: "
@@ -52,8 +52,8 @@ def prompts_of(checkpoint: Checkpoint) -> Mapping[str, str]:
 
 
 def prompt_of(engine: "Engine", task: str | None) -> str:
-    """Return the text to put in front of each text of a task. Without a task, this is the checkpoint's default prompt,
-    or "".
+    """Return the prompt of a task, which precedes each text. Without a task, return the checkpoint's default prompt, or
+    "".
     """
     modules = engine.checkpoint.modules
     prompts = prompts_of(engine.checkpoint)
@@ -66,9 +66,7 @@ def prompt_of(engine: "Engine", task: str | None) -> str:
 
 
 def width_of(engine: "Engine", dimensions: int | None) -> int:
-    """Return the number of dimensions of the embeddings. Raise InputError if more dimensions are asked for than the
-    model has.
-    """
+    """Return the wanted number of dimensions, or by default all. More dimensions than the model has raise InputError."""
     most = engine.program.outputs
     if dimensions is None:
         return most
@@ -78,10 +76,9 @@ def width_of(engine: "Engine", dimensions: int | None) -> int:
 
 
 def texts_to_ids(engine: "Engine", texts: Sequence[Text], task: str | None = None) -> list[list[int]]:
-    """Return the token ids of each text. Some texts may be given as ids already.
+    """Return the token ids of each text. An element may also be a list of token ids, which is checked, but not changed.
 
-    A text gets the prompt of the task, and the bos and eos tokens that the checkpoint's tokenizer adds. Given ids are
-    checked, but not changed.
+    A text gets the prompt of the task, and the bos and eos tokens that the checkpoint's tokenizer adds.
     """
     check_embeds(engine)
     if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Sequence | np.ndarray):
@@ -127,7 +124,7 @@ def embed_all(engine: "Engine", texts: Sequence[list[int]]) -> np.ndarray:
 
 
 def how_many(lengths: Sequence[int]) -> int:
-    """Return how many texts, from the first on, one pass can compute. lengths: the number of tokens of each text."""
+    """Return how many of the first texts fit into one pass. lengths: the number of tokens of each text."""
     totals = np.cumsum(lengths[:_MOST_TEXTS])
     return max(1, int(np.searchsorted(totals, CHUNK, "right")))
 
@@ -135,8 +132,8 @@ def how_many(lengths: Sequence[int]) -> int:
 def embed_pass(engine: "Engine", texts: Sequence[list[int]], caches: list[Cache]) -> np.ndarray:
     """Compute the texts in one pass. Return the embeddings, f32 [N, D], not yet normalised.
 
-    caches: memory for the KV rows of each text. The list is reused by later passes, and this function appends missing
-    caches.
+    caches: a list with memory for each text's KV rows. Later passes use it again. This function extends the list if
+    necessary.
     """
     caches += [engine.new_cache() for _ in range(len(texts) - len(caches))]
     for cache in caches:

@@ -25,7 +25,7 @@ class _Texts(ScheduledRequest):
         super().__init__(listener, ticket)
         self.texts, self.rows = texts, np.empty((len(texts), width), np.float32)
         self.order = sorted(range(len(texts)), key=lambda number: len(texts[number]), reverse=True)
-        self.done = 0  # the first `done` texts of `order` are computed
+        self.done = 0  # the number of texts that are computed, in the order of `order`
 
     def usage(self) -> Usage:
         now = time.monotonic()
@@ -37,7 +37,6 @@ class EmbeddingScheduler(BaseScheduler[Sequence[list[int]], _Texts]):
     """The scheduler of an embedding model. A request is a list of texts, as `texts_to_ids` returns them."""
 
     def __init__(self, engine: Engine, parallel: int = 8, queue: int = 64) -> None:
-        """Start the scheduler's thread. parallel: the most requests that run at once. queue: the most requests that wait."""
         check_embeds(engine)
         super().__init__(engine, parallel, queue)
         self._caches: list[Cache] = []  # only the scheduler's thread writes this field
@@ -86,7 +85,7 @@ class EmbeddingScheduler(BaseScheduler[Sequence[list[int]], _Texts]):
                 self._finish(request, Finished("stop", request.usage()))
 
     def _choose(self, running: Sequence[_Texts]) -> list[tuple[_Texts, int]]:
-        """Return the texts of the next pass: from each running request its longest text, then from each the second longest,
+        """Return the texts of the next pass: the longest remaining text of each running request, then the second longest,
         and so on.
         """
         queues = [[(request, number) for number in request.order[request.done :]] for request in running]

@@ -114,9 +114,7 @@ class Engine:
 
     @property
     def kept_float(self) -> list[str]:
-        """The names of the matrices that `quant` did not quantise, because their row length is not a multiple of the
-        block size.
-        """
+        """The names of the float matrices that `quant` could not quantise, because their rows are not whole blocks."""
         tensors = self.checkpoint.tensors.values()
         return [] if self.quant is None else [tensor.name for tensor in tensors if stays_float(self.quant, tensor)]
 
@@ -152,7 +150,9 @@ class Engine:
         return self.tokenizer
 
     def template(self, wanted: str | Path | None = None) -> Template:
-        """Return a chat template: "gemma", "transcript", or one from a file. By default, return the checkpoint's own."""
+        """Return a chat template: "gemma", "transcript", or the path of a file. By default, return the checkpoint's own
+        template.
+        """
         return choose(self.text_tokenizer(), self.checkpoint.chat_template, self.config.eos_token_ids, wanted)
 
     @property
@@ -166,10 +166,10 @@ class Engine:
         return self.end_ids.union(end for end in named if end is not None)
 
     def fingerprint(self) -> str:
-        """Return a sha256 that identifies the model: that of the logits, or of the embedding, of eight fixed tokens.
+        """Return a sha256 that identifies the model. It covers the logits, or the embedding, of eight fixed tokens.
 
-        Threads, chunk size, machine and file format do not change the fingerprint. Every matrix does, except those of
-        experts that the router chooses for none of the eight tokens.
+        Threads, chunk size, machine and file format do not change the fingerprint. A change of a weight does, except in
+        experts that are not chosen for any of the eight tokens.
         """
         if self._fingerprint is None:
             probe = [number * (self.config.vocab_size - 1) // 7 for number in range(8)][: self.context]
@@ -260,7 +260,7 @@ class Engine:
         return ChatFormat(template, self.text_tokenizer())
 
     def chat_sampling(self, options: Mapping[str, Any]) -> Sampling:
-        """Return `Engine.sampling` with the given options in place of its own. None means that an option is not given."""
+        """Return `Engine.sampling`, in which the given options replace the defaults. An option that is None is not given."""
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise InputError(f"{unknown[0]}: unknown sampling option, expected one of {', '.join(OPTIONS)}")
@@ -282,13 +282,11 @@ class Engine:
     def embed(
         self, texts_or_ids: Sequence[str | Sequence[int]], task: str | None = None, dimensions: int | None = None
     ) -> np.ndarray:
-        """Return the embeddings of texts, float32 [N, D], each of length 1. Other models than embedding models raise
-        InputError.
+        """Return the embeddings of texts, float32 [N, D], each of length 1. A model that generates text raises InputError.
 
-        texts_or_ids: a list of texts or of lists of token ids. A text gets the prompt of the task, and bos and eos
-        tokens.
-        task: the name of a prompt, for example "query" or "document". Prompts are those of
-        config_sentence_transformers.json, or else of EmbeddingGemma's model card.
+        texts_or_ids: a list of texts or of lists of token ids. A text gets the prompt of the task, and bos and eos tokens.
+        task: the name of a prompt, for example "query" or "document". The prompts are in the checkpoint's
+        config_sentence_transformers.json; without this file, those of EmbeddingGemma's model card are used.
         dimensions: the number of leading elements of an embedding to keep; the embedding is normalised afterwards.
         """
         return embedding.embeddings(self, texts_or_ids, task, dimensions)
@@ -326,9 +324,7 @@ class Engine:
 
     @property
     def instruments(self) -> Instruments:
-        """Settings for tests and benchmarks, which apply to later passes: injected faults, NaN in unwritten memory,
-        profile, traces.
-        """
+        """Settings of later passes, for tests and benchmarks: injected faults, NaN in unwritten memory, profile, traces."""
         return self.runner.instruments
 
     def new_cache(self, keep: int = 0) -> Cache:
@@ -347,7 +343,6 @@ class Engine:
         return self.runner.run_together(inputs)
 
     def run_kernel(self, kernel: Callable[..., Any], *args: Any, counters: int = 0) -> None:
-        """Call a compiled kernel on every worker thread, for benchmarks. counters: how many tile counters the kernel uses."""
         self.runner.team.run(kernel, *args, counters=counters)
 
     def close(self) -> None:
@@ -418,8 +413,8 @@ class Session:
     def rewind(self, position: int) -> None:
         """Remove the tokens from this position on, as if they had never been added.
 
-        Up to `keep` tokens can always be removed. Removing more raises InputError if a sliding-window layer has already
-        overwritten KV rows that the next token would need; see `can_rewind_to`.
+        Up to `keep` tokens can always be removed. To remove more tokens, the KV rows that the next token needs must still
+        be stored. In a sliding-window layer, they may be overwritten, and InputError is raised; see `can_rewind_to`.
         """
         self.engine.runner.rewind(self._cache, position)
 

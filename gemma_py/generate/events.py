@@ -51,7 +51,9 @@ class Generated:
 
 @dataclass(frozen=True)
 class Scored:
-    """A token of the prompt, with its log probability given the earlier tokens. The first token has None."""
+    """A token of the prompt. logprob: the log probability of the token, given the tokens before it; None for the first
+    token.
+    """
 
     id: int
     logprob: float | None

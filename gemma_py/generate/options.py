@@ -13,7 +13,8 @@ from gemma_py.errors import ConfigError, InputError
 from gemma_py.formats.files import present, read_json
 
 _SEEDS = 1 << 63
-# The least and the greatest value of each option, which are OpenAI's if its API has the option. top_p must not be 0.
+# The least and the greatest value of each option, as in OpenAI's API if it has the option. In addition, top_p must not be
+# 0.
 RANGES = {
     "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "logit_bias": (-100.0, 100.0),
@@ -69,7 +70,7 @@ class Sampling:
             raise InputError(f"{name} should be a whole number from {least} to {most}, found {value!r:.40}")
 
     def seeded(self) -> "Sampling":
-        """Return these options. A seed of None is replaced by a random seed."""
+        """Return these options with a random seed if they have none."""
         return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4), "little"))
 
 
@@ -120,10 +121,10 @@ _RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
-    """Return `base` with the given options in place of its own. None means that an option is not given.
+    """Return `base`, in which the given options replace the values. An option that is None is not given.
 
-    If `base` is BASE_MODEL, giving top_k, top_p, min_p or seed sets the temperature to 1. If a checkpoint recommends
-    greedy decoding, decoding stays greedy unless a temperature is given.
+    If `base` is BASE_MODEL, giving top_k, top_p, min_p or seed sets the temperature to 1. If a checkpoint recommends greedy
+    decoding, decoding stays greedy unless a temperature is given.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     if base is BASE_MODEL and any(name in chosen for name in _RANDOM):

@@ -15,7 +15,7 @@ from gemma_py.generate.options import Sampling
 from gemma_py.kernels import sampling as kernels
 from gemma_py.kernels.scores import log_sum_exp
 
-_TINY = np.float32(1e-38)  # smaller than every nonzero weight
+_TINY = np.float32(1e-38)  # a limit below every nonzero weight
 ROWS_AT_ONCE = 32  # the most rows of logits in memory at once: 32 MiB with Gemma's vocabulary
 _NO_NUMBERS = "the logits contain NaN: a value of the forward pass was beyond the range of float32"
 
@@ -88,7 +88,7 @@ class Sampler:
         return chosen if ids is None else int(ids[chosen])
 
     def _penalised(self, logits: np.ndarray, made: Sequence[int]) -> np.ndarray:
-        """Return a copy of the logits with logit bias and penalties, or the logits themselves if there are neither."""
+        """Return the logits with logit bias and penalties. If there are any, the result is a copy."""
         s, x = self.sampling, logits
         if s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
             x = logits.copy()
@@ -106,8 +106,8 @@ class Sampler:
     def _candidates(self, x: np.ndarray, largest: np.float32) -> tuple[np.ndarray, np.ndarray | None]:
         """Apply top-k and top-p. Return the weights and ids of the remaining tokens, likeliest first.
 
-        If there is no top-k, the ids are None, and the weights are those of the whole vocabulary, with 0 for removed
-        tokens.
+        If top_k is 0, the result is another: the weights of the whole vocabulary, where a removed token has the weight 0,
+        and None instead of ids.
         """
         s = self.sampling
         if 0 < s.top_k < len(x):
@@ -126,7 +126,7 @@ class Sampler:
     def _cut(x: np.ndarray, largest: np.float32, weights: np.ndarray, limit: float) -> None:
         """Apply top-p: keep the largest weights that together reach the limit, and set the others to 0.
 
-        Only one histogram bin has to be sorted, the one in which the limit is reached.
+        Weights are counted in a histogram. Only the bin in which the limit is reached has to be sorted.
         """
         edge, before = kernels.find_edge_bin(x, largest, weights, limit, np.zeros(kernels.BINS))
         members = np.empty(len(x), np.int64)

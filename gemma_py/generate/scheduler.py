@@ -22,10 +22,10 @@ from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
 
-# Durations of a pass to aim at: of a pass that computes only prompts, and of a pass that also decodes. The second one is
-# shorter, because the next token of every answer waits for the end of the pass.
+# How long a pass should take, in seconds: first for a pass with prompts only, second for a pass that also decodes. The
+# second one is shorter, because the next token of every answer waits for the end of the pass.
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
-_FEWEST_ROWS = 8  # a pass has at least so many prompt tokens, because a smaller pass would hardly be faster
+_FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass would hardly be faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
 
 
@@ -57,17 +57,15 @@ class _Sequence(ScheduledRequest):
 
     @property
     def scoring(self) -> bool:
-        """Whether the next tokens are tokens of a prompt whose log probabilities were requested, so that all logits are
-        needed.
-        """
+        """Whether the log probabilities of the next tokens were requested. The pass then has to compute their logits."""
         return self.generation.request.scored and not self.answering
 
     @property
     def prefilling(self) -> bool:
-        """Whether the next tokens have to be prefilled. If not, one token is decoded.
+        """Whether the next tokens have to be prefilled. Otherwise, one token is decoded.
 
-        These are the tokens of the prompt. After a failed pass that made the KV cache unusable, the answer is prefilled
-        too.
+        The tokens of the prompt have to be prefilled. If a failed pass made the KV cache unusable, the answer's tokens are
+        prefilled too.
         """
         return not self.answering or self.pending > 1
 
@@ -80,11 +78,11 @@ class _Sequence(ScheduledRequest):
 
 
 def shares(needs: Sequence[int], room: int) -> list[int]:
-    """Return how many tokens of each prompt to compute in a pass that has room for `room` prompt tokens.
+    """Return how many tokens of each prompt to compute in a pass. room: the most prompt tokens of the pass.
 
     needs: for each prompt, the number of tokens that are not computed yet, in order of arrival.
 
-    The oldest prompt gets half of the room, so that it never waits for ever. The shortest prompts get the rest.
+    The oldest prompt gets half of the room, so that every prompt makes progress. The shortest prompts get the rest.
     """
     given = [0] * len(needs)
     order = sorted(range(len(needs)), key=lambda number: needs[number])
@@ -261,7 +259,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         if sequence.scores == 0:
             sequence.tell(Scored(sequence.ids[0], None, ()))
             sequence.scores = 1
-        # A pass that is repeated after a failure computes scores again that were already sent.
+        # Scores that were sent before a failed pass are computed again when the pass is repeated. Do not send them twice.
         for at in range(sequence.scores, min(sequence.position + 1, len(sequence.ids))):
             row, token = logits[at - 1 - sequence.position], sequence.ids[at]
             sequence.tell(Scored(token, *sequence.generation.score(row, token)))

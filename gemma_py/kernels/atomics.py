@@ -1,9 +1,9 @@
 """Atomic access to int64 cells, a spin-loop hint, a clock, and a check for IEEE arithmetic.
 
-A cell is one element of a contiguous int64 array. Loads have acquire ordering and stores have release ordering: a
-thread that loads a value from a cell also sees everything that the storing thread wrote before it stored that value. So
-one thread can fill a plain array, store to a cell, and thereby hand the array to a thread that loads the cell. The
-runtime relies on no other memory ordering.
+A cell is one element of a contiguous int64 array. Loads have acquire ordering and stores have release ordering: when a
+thread loads a value, it also sees everything that another thread wrote before it stored that value. So a thread can fill a
+plain array and then store to a cell, and a thread that loads the cell can read the array. The runtime relies on no other
+memory ordering.
 """
 
 import time
@@ -31,7 +31,9 @@ def _pointer(context, builder, sig, args):
 
 @intrinsic
 def load_acquire(typing, array, index):
-    """Return a cell's value. Everything written before the `store_release` of this value is visible afterwards."""
+    """Return a cell's value. After this call, everything that was written before the `store_release` of this value is
+    visible.
+    """
     if not _is_cells(array):
         return None
 
@@ -86,7 +88,7 @@ def _call_libc(builder, name, operands):
 
 @intrinsic
 def yield_cpu(typing):
-    """Call POSIX `sched_yield`, which lets another waiting thread run on this core."""
+    """Call POSIX `sched_yield`, which lets another thread run on this core."""
     return types.int32(), lambda context, builder, sig, args: _call_libc(builder, "sched_yield", args)
 
 
@@ -144,7 +146,7 @@ def _product_is_not_zero(a, b):
 @kernel
 def _is_ieee(probe):
     small, one, least, half, tie, above, below = probe[0], probe[1], probe[2], probe[3], probe[4], probe[5], probe[6]
-    # The first product has a subnormal operand, the second one a subnormal result.
+    # The first product has a subnormal operand, and the second one has a subnormal result.
     subnormal = _product_is_not_zero(small, one) and _product_is_not_zero(least, half)
     up = bits_of_f32(one + above) == bits_of_f32(one) + 1 and bits_of_f32(-one - above) == bits_of_f32(-one) + 1
     down = bits_of_f32(one + below) == bits_of_f32(one) and bits_of_f32(-one - below) == bits_of_f32(-one)
@@ -154,8 +156,8 @@ def _is_ieee(probe):
 def is_ieee() -> bool:
     """Return whether the calling thread keeps subnormal floats and rounds to nearest even.
 
-    These are modes of a thread, which a new thread inherits from its creator. Some libraries make a thread flush
-    subnormals to zero for speed: libraries compiled with -ffast-math when they are loaded, torch.set_flush_denormal on
-    request. Without this check, the computed bits would depend on which libraries a program has loaded.
+    Libraries can change these modes of a thread: those compiled with -ffast-math do so when they are loaded, and
+    torch.set_flush_denormal does so on request. New threads inherit the modes. Without this check, the computed bits would
+    depend on the libraries that a program has loaded.
     """
     return bool(_is_ieee(_PROBE))

@@ -1,13 +1,12 @@
 """Attention of a block of queries to a ring of keys and values, bit-identical to `reference.operations.attend`.
 
-A query is one head at one position. A block consists of the query heads that share one key/value head, at some
-neighbouring positions. Each query sees its own range of keys. Each vector lane computes the score of one query and one
-key, or one column of an output. So every sum is one chain of additions: e ascending for a score, t ascending for an
-output.
+A query is one head at one position. A block consists of the query heads that share one key/value head, at some neighbouring
+positions. Each query sees its own range of keys. A lane of a vector computes the score of one query and one key, or one
+column of an output. So every sum is one chain of additions: e ascending for a score, t ascending for an output.
 
-Position t is stored in row t % capacity of the ring. If a query does not see a key, a select discards the key's score.
-Multiplying the score by 0 would be wrong, because a row may hold anything, even NaN. Rows that no query of the block
-sees are not read.
+Position t is stored in row t % capacity of the ring. The score of a key that a query does not see is discarded by a select.
+A multiplication by 0 would be wrong, because a row may hold anything, even NaN. Rows that no query of the block sees are
+not read.
 """
 
 import numpy as np
@@ -57,7 +56,7 @@ _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 def _prefetch_rows(array, ring, base, t, stop, left, right):
     """Prefetch columns left .. right - 1 of the rows of positions t .. stop - 1.
 
-    With few queries, little time is spent on each row, and the hardware prefetcher alone would load the rows too late.
+    A block of few queries takes little time for each row, and then the hardware prefetcher loads the rows too late.
     """
     for position in range(t, stop):
         row = base + position % ring.capacity * ring.row_stride
@@ -72,9 +71,8 @@ def _prefetch_rows(array, ring, base, t, stop, left, right):
 def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
     """Compute out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for COLUMNS queries.
 
-    The lanes of a vector are queries, so that an element of a key is loaded once for all queries. ROWS keys are
-    computed at a time. If fewer are left, the last key is computed repeatedly, and the repeated results go to padding
-    rows of `out`.
+    A vector has one lane for each query, so that an element of a key is loaded once for all queries. ROWS keys are computed
+    at a time. If fewer are left, the last key is computed again, and those results go to padding rows of `out`.
     """
     for key in range(0, keys, ROWS):
         k = row_offsets(row + key * ring.row_stride, ring.row_stride, keys - key, ROWS)
@@ -86,11 +84,9 @@ def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
 
 @inlined
 def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
-    """Compute the scores of sixteen keys and four queries, the first of which is query `lane`. E must be a multiple of
-    4.
+    """Compute the scores of sixteen keys and four queries, from query `lane` on. E must be a multiple of 4.
 
-    The lanes of a vector are keys. While a token is decoded, there are few queries, so lanes for queries would be
-    mostly empty.
+    A vector has one lane for each key, because there are few queries while a token is decoded.
     """
     s0, s1, s2, s3 = zero(), zero(), zero(), zero()
     for e in range(0, ring.E, 4):
@@ -110,7 +106,7 @@ def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
 def _make_scores(ring, base, begin, end, block, scratch, layout):
     """Compute the scores of keys begin .. end - 1 of a tile for all queries of the block.
 
-    Keys that none of COLUMNS neighbouring queries sees are skipped.
+    A key is skipped if none of COLUMNS neighbouring queries sees it.
     """
     for lane in range(0, block.used, COLUMNS):
         first, last = keys_of_any(block, lane, min(lane + COLUMNS, block.used))
@@ -138,14 +134,14 @@ def _make_add_values(rows):
     def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right):
         """Compute out[query, e] = out[query, e] * rescale[query] + sum over keys of weight[key, query] * v[key, e].
 
-        The keys are positions t .. t + keys - 1, and the columns e are left .. right - 1. The arguments weights,
-        rescale and out are indices into `scratch`, where the data of the first of `used` queries begin.
+        The keys are positions t .. t + keys - 1, and the columns e are left .. right - 1. `weights`, `rescale` and `out`
+        are indices into `scratch`, at which the numbers of the first query begin. There are `used` queries.
 
-        The outer loop runs over columns, so that the values of a few columns stay in the L1 cache for all queries.
-        Columns that do not fill a vector are computed one by one.
+        The outer loop runs over columns, so that the values of a few columns stay in the L1 cache for all queries. Columns
+        that do not fill a vector are computed one by one.
         """
         E, stride, slot, values = ring.E, ring.row_stride, t % ring.capacity, ring.values
-        until_wrap = min(keys, ring.capacity - slot)  # the number of keys before the ring wraps around to row 0
+        until_wrap = min(keys, ring.capacity - slot)
         first, wrapped = base + slot * stride, base - until_wrap * stride
         whole = right - (right - left) % COLUMNS
         for e in range(left, whole, COLUMNS):
@@ -203,10 +199,10 @@ def _add_values_of_query(ring, base, begin, t, stop, query, block, scratch, layo
 def _add_values(ring, base, begin, end, block, scratch, layout):
     """Add the values of keys begin .. end - 1 of a tile to the queries that see them, t ascending for each query.
 
-    If every query sees every key, one call adds all values to all queries. Otherwise ROWS queries at a time share a
-    loop over the keys that all of these queries see, and the values of the other keys are added to one query at a time.
-    The first addition to a query in this tile also multiplies the query's earlier sums by `rescale`, and then sets
-    `rescale` to 1. A query that sees no key of this tile is not changed.
+    If every query sees every key, one call adds all values to all queries. Otherwise, ROWS queries at a time are treated
+    together: one loop adds the values of the keys that all of these queries see, and the values of the other keys are added
+    to one query at a time. Before the first value of this tile is added to a query, the query's earlier sums are multiplied
+    by `rescale`. A query that sees no key of this tile is not changed.
     """
     first, last = keys_of_all(block, 0, block.used)
     if first <= begin and end <= last:
@@ -244,8 +240,8 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
         score  = soft_cap(scale * score)
         weight = exp(score - maximum)
 
-    The maximum is that of all scores so far. When it grows, the query's earlier sums have to be multiplied by rescale =
-    exp(old maximum - new maximum). Keys that a query does not see are left out of the query's maximum and of its sum of
+    The maximum is that of all scores of a query so far. When it grows, the query's earlier sums have to be multiplied by
+    rescale = exp(old maximum - new maximum). Keys that a query does not see affect neither its maximum nor its sum of
     weights.
     """
     maximum, s = load(scratch, layout.maximum + lane), layout.scores + lane
@@ -260,8 +256,8 @@ def _make_weights(scratch, layout, lane, begin, keys, all_seen, params):
         if not all_seen:
             larger = mask_and(larger, _sees_any(starts, lasts, begin + key, begin + key))
         maximum = select(larger, score, maximum)
-    # A query that sees no key of this tile gets rescale 1. Its maximum may still be -infinity, and then the formula
-    # would give NaN, the difference of two infinities.
+    # For a query that sees no key of this tile, rescale is 1. The maximum of such a query may still be -infinity, and the
+    # formula would then give NaN, the difference of two infinities.
     seen = _sees_any(starts, lasts, begin, begin + keys - 1)
     rescale = select(seen, exp(sub(before, maximum)), splat(_ONE))
     weight_sum = mul(load(scratch, layout.weight_sum + lane), rescale)
@@ -287,11 +283,13 @@ def _row_of(query, heads, H, g, E):
 
 @inlined
 def _load_queries(q, E, H, g, block, scratch, layout):
-    """Transpose the queries of a block, so that each query is a lane, and reset all sums.
+    """Transpose the queries of a block, so that each query is a lane, and set all sums to zero.
 
     Each query is first copied to its row of `out` in the scratch, and transposed from there. Lanes after the last query
-    hold zeros and see no key. In a block of few queries, nothing computes the scores of these lanes. The scores are set
-    to zero here, because subnormal floats that an earlier call left there would slow down the vector instructions.
+    hold zeros and see no key.
+
+    In a block of few queries, no function computes the scores of lanes after the last query. These scores are set to zero
+    here, because subnormal floats of an earlier call would slow down the vector instructions.
     """
     if block.used <= FEW_QUERIES:
         for key in range(TILE):
@@ -324,7 +322,7 @@ def _load_queries(q, E, H, g, block, scratch, layout):
 
 @inlined
 def _copy_scores(scores, source, keys, scratch, layout):
-    """Copy scores that `score_keys` computed to the scratch, for `keys` keys.
+    """Copy the scores of `keys` keys, which `score_keys` computed, to the scratch.
 
     scores: [keys * 16] f32, read from index `source` on
     """
@@ -336,8 +334,7 @@ def _copy_scores(scores, source, keys, scratch, layout):
 def _attend_block(q, ring, params, g, block, scores, scratch, out):
     """Compute out = softmax(scores) * values for the queries of a block, one tile of keys at a time.
 
-    scores: for a single position, the scores that `score_keys` computed; if the array is empty, scores are computed
-    here
+    scores: the result of `score_keys` for a single position; if the array is empty, this function computes the scores
     """
     E, H, base, few = ring.E, params.H, ring.start + g * ring.head_stride, block.used <= FEW_QUERIES
     layout = scratch_layout(E)
@@ -387,7 +384,7 @@ def attend(q, ring, params, g, origin, first, last, scratch, out):
         _attend_block(q, ring, params, g, block, scratch[:0], scratch, out)
 
 
-# one position, shared by several workers: each scores a part of the keys, then adds values for a part of the columns
+# several workers share a position: each scores a part of the keys, then adds values for a part of the columns
 
 
 @inlined
@@ -405,10 +402,10 @@ def columns_of_part(part, parts, E):
 
 @inlined
 def score_keys(q, ring, params, g, origin, row, part, parts, scratch, scores):
-    """Compute scores[s, h] = q[row, h] . k[s, g] for one of `parts` parts of the keys s. Scale and soft cap are applied
-    later.
+    """Compute scores[s, h] = q[row, h] . k[s, g] for one of `parts` parts of the keys s.
 
-    The position of the query is origin + row. At most sixteen query heads h share key/value head g.
+    `attend_columns` applies scale and soft cap. The query's position is origin + row. At most sixteen query heads h share
+    key/value head g.
 
     q: [T * H * E] f32, read
     ring: Ring, read
@@ -435,7 +432,7 @@ def score_keys(q, ring, params, g, origin, row, part, parts, scratch, scores):
 def attend_columns(q, ring, params, g, origin, row, left, right, scores, scratch, out):
     """Compute `attend` for position origin + row and columns left .. right - 1 of each head.
 
-    scores: [keys * 16] f32, read; complete, as all parts of `score_keys` computed them
+    scores: [keys * 16] f32, read; the results of `score_keys` for all parts of the keys
     out: [T * H * E] f32, written for these columns
     """
     block = _block_of_one(ring, params, origin, row, left, right)

@@ -7,11 +7,11 @@ import numpy as np
 from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.simd.target import USES_ZMM
 
-# Keys in a tile, after each of which the running softmax maximum is updated; a tile begins at a multiple of 32.
+# The number of keys in a tile. The softmax maximum is updated once per tile. A tile begins at a multiple of 32.
 TILE = 32
 LANES = 16
 QUERY_BLOCK = 64  # the most queries in a block
-FEW_QUERIES = 8  # for at most 8 queries, the lanes of a vector are keys while scores are computed
+FEW_QUERIES = 8  # in a block of at most 8 queries, vectors have one lane for each key, not for each query
 # Rows and vectors of the largest tile of sums that fits in the registers.
 ROWS, VECTORS = (8, 2) if USES_ZMM else (4, 1)
 COLUMNS = VECTORS * LANES
@@ -22,9 +22,9 @@ class Ring(NamedTuple):
 
         start + t % capacity * row_stride + g * head_stride + e
 
-    For the layout [capacity, G, E], row_stride = G * E and head_stride = E. For [G, capacity, E], row_stride = E and
-    head_stride = capacity * E. The second layout is faster. In the first one, the rows of a head are G * E elements
-    apart, and rows whose distance is a multiple of 4 KiB evict each other from the L1 cache.
+    In the layout [capacity, G, E], row_stride is G * E, and head_stride is E. In the layout [G, capacity, E], row_stride is
+    E, and head_stride is capacity * E. The second layout is faster. In the first one, neighbouring rows of a head are G * E
+    elements apart; if this is a multiple of 4 KiB, the rows evict each other from the L1 cache.
     """
 
     keys: np.ndarray  # f32, or uint16 that holds bfloat16
@@ -33,8 +33,8 @@ class Ring(NamedTuple):
     capacity: int  # rows
     row_stride: int
     head_stride: int
-    G: int  # key/value heads
-    E: int  # width of a head
+    G: int
+    E: int
 
 
 class AttentionParams(NamedTuple):
@@ -42,7 +42,7 @@ class AttentionParams(NamedTuple):
 
     H: int  # query heads
     window: int  # a query sees the last `window` keys, its own included; a huge number means no limit
-    ahead: int  # a query sees so many keys after its own; 0 in causal attention
+    ahead: int  # the number of keys after its own that a query sees; 0 in causal attention
     length: int  # number of positions of the sequence, beyond which there are no keys
     scale: np.float32
     cap: np.float32  # soft cap of scores; 0 means no cap
@@ -84,13 +84,13 @@ class Block(NamedTuple):
     """A block of queries. Query n is head n % heads at position origin + n // heads."""
 
     first: int
-    used: int  # the block has the queries first .. first + used - 1
+    used: int  # the number of queries, which are first .. first + used - 1
     heads: int  # number of query heads that share the key/value head
     origin: int  # position of row 0 of q and out
-    window: int  # the fields window, ahead and length are those of AttentionParams
+    window: int  # window, ahead and length: as in AttentionParams
     ahead: int
     length: int
-    left: int  # of each head, columns left .. right - 1 are computed
+    left: int  # columns left .. right - 1 of each head are computed
     right: int
 
 

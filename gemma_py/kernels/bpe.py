@@ -23,7 +23,7 @@ def _find_merge(left, right, starts, rights):
 
 @inlined
 def _push(heap, size, key, pair):
-    """Add an entry to the binary heap. Return the heap's new size.
+    """Add an entry to the binary heap. Return the new number of entries.
 
     heap: int64 [slots, 2] of (key, index of the pair), with the smallest key at the root
     """
@@ -37,7 +37,7 @@ def _push(heap, size, key, pair):
 
 @inlined
 def _pop(heap, size):
-    """Remove the root of the heap. Return the heap's new size."""
+    """Remove the root of the heap. Return the new number of entries."""
     size -= 1
     key, pair, at = heap[size, 0], heap[size, 1], 0
     while 2 * at + 1 < size:
@@ -54,7 +54,7 @@ def _pop(heap, size):
 
 @inlined
 def _push_pair(ids, at, following, starts, rights, ranks, heap, size):
-    """If the piece at `at` and the next piece can merge, push the pair. Return the heap's new size."""
+    """Push the pair of the piece at `at` and the next piece, if they can merge. Return the new number of entries."""
     if at < 0 or following[at] < 0:
         return size
     pair = _find_merge(ids[at], ids[following[at]], starts, rights)
@@ -79,8 +79,8 @@ def merge(ids, starts, rights, ranks, made, following, before, heap):
     while size > 0:
         at, pair = heap[0, 0] & 0xFFFFFFFF, heap[0, 1]
         size = _pop(heap, size)
-        # Skip a pair that no longer exists, because one of the two pieces has merged with another piece since the pair
-        # was pushed.
+        # Skip a pair that no longer exists, because one of its pieces was merged with another piece after the pair was
+        # pushed.
         if ids[at] < 0 or following[at] < 0:
             continue
         right = following[at]

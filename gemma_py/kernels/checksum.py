@@ -12,8 +12,8 @@ _HALF = np.uint64(32)
 def _mixed(digest, word):
     """Return the digest after mixing in one word.
 
-    Both steps are bijections, so different words give different digests. A multiplication moves bits only up, so the
-    second step, a shift with xor, moves high bits down.
+    The multiplication and the shift with xor are bijections, so different words give different digests. The multiplication
+    moves bits only up, so the shift is needed to move high bits down.
     """
     digest = (digest ^ word) * _PRIME
     return digest ^ (digest >> _HALF)
@@ -23,7 +23,7 @@ def _mixed(digest, word):
 def checksum(words):
     """Return a 64-bit checksum. Eight independent chains hide the latency of the multiplication.
 
-    words: uint64, whose number is a multiple of 8, read
+    words: uint64, read; the number of words is a multiple of 8
     """
     a, b, c, d = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
     e, f, g, h = np.uint64(5), np.uint64(6), np.uint64(7), np.uint64(8)

@@ -88,10 +88,10 @@ class _Dispatcher(CPUDispatcher):
 
 
 class _InlinedLibrary(JITCodeLibrary):
-    """numba's library of a function's LLVM code, changed to emit no machine code for a function that is only linked.
+    """numba's library of a function's LLVM code, changed to emit no machine code for helper functions.
 
-    numba would otherwise emit machine code for each of some 200 helpers, although only the kernels that the helpers are
-    linked into are executed: 37 s of CPU time instead of 56 s for a forward pass.
+    The code of a helper is linked into kernels, and only the kernels are executed. For some 200 helpers, numba would also
+    emit separate machine code: a forward pass would take 56 s of CPU time to compile instead of 37 s.
     """
 
     @property
@@ -99,7 +99,7 @@ class _InlinedLibrary(JITCodeLibrary):
         return self
 
     def set_env(self, name: str, environment: object) -> None:
-        """Do nothing. An environment serves Python objects and exceptions, and no kernel has either."""
+        """Do nothing. numba's environment is for Python objects and exceptions, which kernels do not use."""
 
     def get_pointer_to_function(self, name: str) -> int:
         self._ensure_finalized()
@@ -135,10 +135,10 @@ def _compiled(
 ) -> Any:
     """Return a dispatcher that compiles `function` without the GIL, without fastmath, and with IEEE division by zero.
 
-    `_nrt=False` turns off reference counting. Kernels allocate nothing, and their callers hold the arrays, so nothing
-    has to be counted. With reference counting, every use of an array in a tuple would be an atomic addition, and a call
-    of runtime/sync.py would take 60 ns instead of 6 ns. Hazard: a function must not return an array unless the array is
-    one of its arguments or an element of a tuple.
+    `_nrt=False` turns off reference counting. Kernels allocate nothing, and their callers hold the arrays, so nothing has
+    to be counted. With reference counting, every use of an array in a tuple would be an atomic addition, and a call of
+    runtime/sync.py would take 60 ns instead of 6 ns. Hazard: a function may return an array only if the array is one of its
+    arguments, or inside a tuple.
 
     `no_cfunc_wrapper` leaves out an entry point for C, which nothing calls.
     """
@@ -175,7 +175,7 @@ def inlined(function: Callable[..., Any]) -> Any:
 def force_inlined(function: Callable[..., Any]) -> Any:
     """Compile a helper of an innermost loop, and make LLVM inline the helper at every call, however large it is.
 
-    LLVM alone would leave some helpers as calls. Such a call passes every tuple of arrays through memory, as some
+    LLVM alone does not inline some helpers. A call of such a helper passes every tuple of arrays through memory, as some
     thirty numbers.
     """
     return _compiled(_InnerDispatcher, function, compiler=_InliningCompiler, no_cpython_wrapper=True, forceinline=True)

@@ -106,10 +106,10 @@ def exp64(x):
 
 @inlined
 def sine_cosine64(x):
-    """Return (sin x, cos x) in f64 for |x| up to 2^26.
+    """Return (sin x, cos x) in f64 for x from -2^26 to 2^26.
 
-    The nearest multiple of pi / 2 is subtracted from x, in two parts, because one float cannot hold pi / 2 exactly
-    enough. Taylor series of the remainder give the results.
+    The nearest multiple of pi / 2 is subtracted from x, and Taylor series of the remainder give the results. pi / 2 is
+    stored as the sum of two floats, because one float is not accurate enough.
     """
     shifted = fma(x, 0.6366197723675814, _ROUND64)
     n = shifted - _ROUND64

@@ -24,7 +24,7 @@ _ZERO, _CHOSEN = _F(0.0), _F(-1.0)
 
 @inlined
 def _softmax(x, at, X, scale):
-    """Compute x[at + i] = softmax(scale * x[at : at + X])[i], where the sum has i ascending."""
+    """Replace the numbers x[at : at + X] by softmax(scale * these numbers). The sum is in ascending order."""
     largest = x[at] * scale
     for i in range(at, at + X):
         x[i] = x[i] * scale
@@ -40,8 +40,8 @@ def _softmax(x, at, X, scale):
 
 @inlined
 def _largest(x, at, X):
-    """Return the index of the largest number of x[at : at + X] that is not marked as chosen; if several are equal, the
-    first.
+    """Return the index of the largest number of x[at : at + X]. Chosen experts are left out; of equal numbers, the first
+    counts.
     """
     best = np.int64(-1)
     for i in range(at, at + X):
@@ -52,8 +52,7 @@ def _largest(x, at, X):
 
 @inlined
 def route_rows(logits, X, scale, gain, C, routes, first, last):
-    """Choose C experts for each row: those with the largest softmax(scale * logits), and of equal ones the lower
-    number.
+    """Choose C experts for each row: those with the largest softmax(scale * logits). If several are equal, the first ones.
 
     An expert's weight is probability / (sum over the chosen experts, ascending) * gain[expert].
 
@@ -61,8 +60,8 @@ def route_rows(logits, X, scale, gain, C, routes, first, last):
     gain: [X] f32, read
     routes: [T * 2 C] f32, written for rows first .. last - 1
 
-    The probability of a chosen expert is moved to `routes` and replaced by -1, which marks the expert as chosen. With
-    NaN, the first C experts are chosen, because no comparison with NaN is true.
+    The probability of a chosen expert is moved to `routes` and replaced by -1, which marks the expert as chosen. With NaN,
+    the first C experts are chosen, because no comparison with NaN is true.
     """
     for t in range(first, last):
         at, out = t * X, t * 2 * C
@@ -111,12 +110,12 @@ def lists_size(T: int, X: int, C: int) -> int:
 def list_products(routes, T, X, C, lists):
     """List the products of each expert in ascending order.
 
-    lists: int64 [X + 1 + 2 T C], written. The first X + 1 numbers are places in `lists`: where each expert's products
-    begin, and where the last expert's products end. The next T C numbers are the products, expert after expert. The
+    lists: int64 [X + 1 + 2 T C], written. Index x has the place in `lists` of the first product of expert x, and index X
+    has the place after the last product of all experts. The next T C numbers are the products, expert after expert. The
     rest is scratch.
 
-    If a route is not the number of an expert, the product is left out. Otherwise a damaged route would make a later
-    function access memory outside the arrays.
+    A product is left out if its route is not the number of an expert. Otherwise, a wrong route would make a later function
+    access memory outside the arrays.
     """
     start, experts = X + 1, X + 1 + T * C
     for expert in range(X + 1):
@@ -135,7 +134,7 @@ def list_products(routes, T, X, C, lists):
         if number >= 0:
             lists[lists[number]] = product
             lists[number] += 1
-    # Each start was moved to the end of its expert's products, which is where the next expert's products begin.
+    # While the products were listed, each place moved to the end of its expert's products, where the next expert begins.
     for expert in range(X, 0, -1):
         lists[expert] = lists[expert - 1]
     lists[0] = start
@@ -149,7 +148,7 @@ def _copy(x, at, y, to, count):
 
 @inlined
 def gather_floats(x, lists, first, last, share, K, y):
-    """Copy the input rows of the products lists[first : last]. `share` neighbouring products have the same input row.
+    """Copy the input rows of the products lists[first : last]. The same row is the input of `share` neighbouring products.
 
     x: [rows * K] f32, read   y: [(last - first) * K] f32, written
     """

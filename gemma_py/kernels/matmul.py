@@ -2,15 +2,15 @@
 
     T rows   K inputs   N outputs
 
-All panels of one format are in one flat array, the arena, so that one compiled function serves every matrix of a model.
-A matrix is identified by where its first panel begins. The number of panels is a multiple of four. The last panels are
-padded with outputs of weight zero, whose results are not stored.
+All panels of one format are in one flat array, the arena, so that one compiled function serves every matrix of a model. A
+matrix is identified by where its first panel begins. The number of panels is a multiple of four. The last panels are padded
+with outputs whose weights are zero, and whose results are not stored.
 
     float panel   [K, 16] of f32, or of uint16 that hold bfloat16
     code panel    codes and scales as bytes, see panels.py
 
-For many rows, code panels are unpacked to int16 once and then used by all rows. For few rows, codes are read as they
-are stored: decoding a token is limited by the speed of memory, and the stored codes are smaller.
+For many rows, code panels are unpacked to int16 once and then used by all rows. For few rows, codes are read as they are
+stored: decoding a token is limited by the speed of memory, and the stored codes are smaller.
 
 One call computes the given rows of the given panels. Outputs are independent, so any worker can compute any part.
 """
@@ -63,16 +63,15 @@ from gemma_py.kernels.simd.vectors import (
     zero_ints,
 )
 
-# Rows and panels in a tile of outputs. There are enough sums to hide the latency of an FMA, and few enough to fit in
-# the registers.
+# Rows and panels in a tile of outputs. The sums of a tile hide the latency of an FMA, and still fit in the registers.
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
 CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (5, 1)
-MATVEC_PANELS = 4  # a single row is multiplied with so many float panels at a time
-FEW_ROWS = 16  # codes are not unpacked for 16 rows or fewer, because unpacking would take longer
-# How many rows one call of a matmul should compute. Multiples of 30 leave no remainder in tiles of 5 and of 6 rows.
-# Fewer than 120 rows do not repay the unpacking, and more than 540 rows gain nothing.
+MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
+FEW_ROWS = 16  # unpacking codes pays off only for more rows than this
+# How many rows one call of a matmul should compute. Tiles of 5 and of 6 rows divide a multiple of 30. Fewer than 120 rows
+# do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
-# Distance in bytes of software prefetches, which are needed because the hardware prefetcher stops at the end of a page.
+# How many bytes ahead to prefetch. The hardware prefetcher alone is not enough, because it stops at the end of a page.
 _AHEAD = 2048
 _SIGN_BITS, _LEAST_BYTE = 0x8080, np.int32(-128)
 
@@ -89,7 +88,7 @@ class FloatPanels(NamedTuple):
 class CodedRows(NamedTuple):
     """The input of a matrix product, quantised to 16-bit codes in blocks of 32: x is about scale * code.
 
-    All sums are whole numbers, stored as floats without rounding.
+    The sums are whole numbers, which floats store exactly.
     """
 
     codes: np.ndarray  # int16 [T * K]; every four codes are stored in the order 0, 2, 1, 3
@@ -101,15 +100,15 @@ class CodedRows(NamedTuple):
 
 
 def unpack_buffer_sizes(K: int) -> tuple[int, int]:
-    """Return how many codes and how many scales an unpack buffer has for matrices of K inputs. Minimums are as many as
-    scales.
+    """Return the lengths of an unpack buffer for matrices of K inputs: the number of codes, and that of scales or of
+    minimums.
     """
     return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * CODE_PANELS) * COLUMNS
 
 
 @force_inlined
 def _store_columns(y, at, value, columns):
-    """Store the first `columns` lanes of value to y[at : at + 16], or all 16 lanes if `columns` exceeds 16."""
+    """Store the first `columns` lanes of value from y[at] on. If `columns` is larger than 16, store all 16 lanes."""
     if columns >= COLUMNS:
         store(y, at, value)
     elif columns > 0:
@@ -123,7 +122,7 @@ def _store_columns(y, at, value, columns):
 def _float_tile(x, t, rows, w, panel, y):
     """Multiply FLOAT_ROWS rows, from row t on, with FLOAT_PANELS panels.
 
-    If only `rows` rows are left, and these are fewer than FLOAT_ROWS, the last row is computed repeatedly.
+    `rows` is the number of rows that are left. If it is less than FLOAT_ROWS, the last row is computed several times.
     """
     N, K, column = w.N, w.K, panel * COLUMNS
     at, values = w.start + column * K, row_offsets(t * K, K, rows, FLOAT_ROWS)
@@ -175,8 +174,8 @@ def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
 def _code_tile(x, t, rows, w, panel, unpacked, y):
     """Multiply CODE_ROWS rows, from row t on, with the panels in the unpack buffer.
 
-    If only `rows` rows are left, and these are fewer than CODE_ROWS, the last row is computed repeatedly. The dot
-    product of a group of codes is an exact integer, which one fused multiply-add scales and adds to the total.
+    `rows` is the number of rows that are left. If it is less than CODE_ROWS, the last row is computed several times. The
+    dot product of a group of codes is an exact integer, which one fused multiply-add scales and adds to the total.
     """
     K, N, group, column = w.K, w.N, w.group, panel * COLUMNS
     codes = row_offsets(t * K, K, rows, CODE_ROWS)
@@ -222,8 +221,8 @@ def _subtract_minimum(total, sx, minimum, code_sum):
 def _add_group(total, w, dot, offset, sx, scales, minimums, code_sum):
     """Return the total plus the contribution of one group of weights.
 
-    dot: the dot product of the group's codes, where each weight code still includes `offset`
-    code_sum: the sum of the group's input codes, with which the offset's share of `dot` is subtracted
+    dot: the dot product of the group's codes, where each weight code is too large by `offset`
+    code_sum: the sum of the group's input codes; code_sum * offset is subtracted from `dot`
     """
     total = _add_scaled_dot(total, sx, scales, sub(dot, splat(np.int32(np.int32(code_sum) * offset))))
     return _subtract_minimum(total, sx, minimums, code_sum) if w.minimums else total
@@ -261,15 +260,15 @@ def _make_row_functions(quads: Any, width: int) -> Any:
 
     @force_inlined
     def add_run(x, codes_at, w, run, scales, minimums, total):
-        """Return the total of a row plus the products of 32 inputs with a run of weights.
+        """Return a row's total plus the products of 32 inputs with a run of weights.
 
         codes_at: index of the first of the 32 input codes
         scales, minimums: pairs, one element for each group of 16 inputs
         """
         block, offset = codes_at // INPUT_BLOCK, np.int32(w.offset)
         sx, (high, low, high_2, low_2) = load_scalar(x.scales, block), zero_ints(4)
-        # With VNNI, `_add_quad_dots` adds 128 to each 8-bit weight code to make it unsigned. Subtract the excess in
-        # advance.
+        # With VNNI, `_add_quad_dots` makes 8-bit weight codes unsigned by adding 128. Subtract what that adds to the dot
+        # product.
         if USES_VNNI and width == 8:
             high = splat(np.int32(np.int32(load_scalar(x.high_byte_sums, block)) * _LEAST_BYTE))
         for v, (first, second) in enumerate(run):
@@ -285,7 +284,6 @@ def _make_row_functions(quads: Any, width: int) -> Any:
 
     @inlined
     def one_row(x, row, w, panel, y):
-        """Multiply one row with one panel."""
         at, codes_at, total = w.start + panel * w.panel_bytes, row * w.K, zero()
         sub_scale_bytes = sub_scale_bytes_of(w)
         run_scale_bytes = sub_scale_bytes * (1 + w.minimums)
@@ -302,7 +300,7 @@ def _make_row_functions(quads: Any, width: int) -> Any:
     def few_rows(x, first_row, rows, w, panel, unpacked, y):
         """Multiply `rows` rows with one panel. Each run of the panel is loaded once for all rows.
 
-        The rows' totals are kept in the unpack buffer.
+        The unpack buffer holds the totals of the rows.
         """
         at, k, totals = w.start + panel * w.panel_bytes, first_row * w.K, unpacked.scales
         sub_scale_bytes = sub_scale_bytes_of(w)

@@ -11,7 +11,7 @@ LINE = 64  # bytes in a cache line, and in the widest vector register
 def aligned(count: int, kind: Any = np.float32, make: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
     """Return an array of `count` numbers that begins at a cache line.
 
-    A vector that lies in two cache lines takes twice as long to load.
+    Loading a vector takes twice as long if the vector lies in two cache lines.
 
     make: np.empty, or np.zeros, which is slower
     """

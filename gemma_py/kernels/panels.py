@@ -41,7 +41,7 @@ from gemma_py.kernels.simd.vectors import mul, store
 
 COLUMNS = 16  # outputs of a panel
 INPUT_BLOCK = 32  # input codes that share a scale
-SMALL_GROUP = 16  # weights that share a scale in formats with small groups; in other formats, 32 weights share one
+SMALL_GROUP = 16  # weights of a group in formats with small groups; the other formats have groups of 32
 _PAIRS = 2 * COLUMNS  # int16 numbers in a panel for a pair of inputs
 _QUADS = 4 * COLUMNS  # bytes in a panel for a quad of inputs
 _BLOCK_SCALE_BYTES = 2 * COLUMNS  # bytes of 16 block scales (f16)
@@ -60,7 +60,7 @@ class CodePanels(NamedTuple):
     block: int  # inputs that share a block scale: 32 or 256
     minimums: int  # 1 in formats with minimums, else 0
     panel_bytes: int
-    quads: int  # always 4, but not a constant, because LLVM would unroll a loop of constant length
+    quads: int  # always 4; if it were a constant, LLVM would unroll a loop
 
 
 class UnpackBuffer(NamedTuple):
@@ -150,7 +150,7 @@ def pack_codes(
 
 
 def _by_panel(values: np.ndarray, panels: int) -> np.ndarray:
-    """Transpose [N, X] to [panels, X, 16], and fill rows beyond N with zeros.
+    """Transpose [N, X] to [panels, X, 16]. Rows beyond N are zeros.
 
     The result is contiguous, because the caller views it as bytes.
     """
@@ -192,7 +192,7 @@ def _quads_6(arena, at, v):
 
 
 def for_each_width(make: Callable[..., Any]) -> tuple[Any, ...]:
-    """For each width of codes in bits, call `make` with the function that loads such codes. Return the results.
+    """Return make(quads, width) for each width of codes in bits. `quads` is the function that loads codes of this width.
 
     Each width has a compiled loop of its own, because a loop for all widths would keep the constants of all widths in
     registers.
@@ -212,7 +212,7 @@ def quads_to_pairs(quads, width):
 def load_block_scales(w, at):
     """Return (scales, minimums, index of the first run) of the block that begins at `at`.
 
-    In formats without minimums, the second element has no meaning, and callers ignore it.
+    In formats without minimums, callers ignore the second element.
     """
     block_scales = load_f16(w.arena, at)
     if w.minimums:
@@ -224,7 +224,7 @@ def load_block_scales(w, at):
 def sub_scale_bytes_of(w):
     """Return the size of a run's sub-scales in bytes. A run's sub-minimums have an equal size.
 
-    Call this function before a loop and not inside, because LLVM does not move the division out of the loop.
+    This function must be called before a loop, because LLVM does not move the division out of the loop.
     """
     return INPUT_BLOCK // w.group * COLUMNS if w.block > INPUT_BLOCK else 0
 

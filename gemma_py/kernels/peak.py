@@ -11,8 +11,8 @@ from gemma_py.kernels.simd.builders import LANES
 from gemma_py.kernels.simd.tiles import add_dots, row_offsets, zero_dots
 from gemma_py.kernels.simd.vectors import add, bitcast, fma, load, load_splat, store, sum_lanes, to_f32, zero, zero_ints
 
-CHAINS = (6, 12)  # independent sums: 6 fill the registers of AVX2, 12 hide the FMA latency of AVX-512
-PAIRS = 128  # pairs of codes in a step of `multiply_pairs`, whose operands are 20 KB and fit in the L1 cache
+CHAINS = (6, 12)  # numbers of independent sums: 6 fill the registers of AVX2, 12 hide the FMA latency of AVX-512
+PAIRS = 128  # pairs of codes in a step of `multiply_pairs`; its operands are 20 KB, and fit in the L1 cache
 
 
 @kernel
@@ -76,7 +76,7 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
     w: [PAIRS * CODE_PANELS * 32] int16, read
     out: [workers * 16] f32, written
 
-    Every step loads the operands again, because the compiler would compute a product of constant operands only once.
+    Every step loads the operands again. Otherwise, the compiler would compute the products only once.
     """
     offsets = row_offsets(0, 2 * PAIRS, CODE_ROWS, CODE_ROWS)
     tile = zero_dots(offsets, CODE_PANELS)
@@ -92,7 +92,7 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
 
 @kernel
 def read_memory(worker, workers, cells, values, out):
-    """Read the values once, each worker a share of them, in four streams.
+    """Read the values once. Each worker reads a part of them, in four streams.
 
     values: [n * 64 * workers] f32, read
     out: [workers * 16] f32, written

@@ -51,9 +51,10 @@ _GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)
 
 @inlined
 def _larger_magnitude(a, b):
-    """Return the bits of the larger of |a| and |b| in each lane.
+    """Return the bits of the larger of the magnitudes of a and b, in each lane.
 
-    Read as integers, the bits have the order of the floats. Infinity is above all finite numbers, and NaN above infinity.
+    The bits are compared as integers, which have the order of the floats. NaN is above infinity, and infinity above all
+    finite numbers.
     """
     mask = splat(_MAGNITUDE)
     low, high = bit_and(bitcast(a), mask), bit_and(bitcast(b), mask)
@@ -73,9 +74,9 @@ def _codes_of(x, scale):
 
 @inlined
 def _block_offset(block, number, blocks):
-    """Return the offset of block number `block + number`, or of the last block if there are fewer blocks.
+    """Return the offset of block number `block + number`. If there are fewer blocks, return the offset of the last one.
 
-    The caller processes four blocks at a time, and then processes the last one more than once.
+    The caller processes four blocks at a time, so that it may process the last one several times.
     """
     return min(block + number, blocks - 1) * INPUT_BLOCK
 
@@ -105,7 +106,10 @@ def _sum_high_bytes(low, high):
 
 @inlined
 def quantise_rows(x, K, coded, first, last, shift):
-    """Quantise rows first .. last - 1 in blocks of 32 numbers: scale = max|x| / 32767, code = round(x / scale).
+    """Quantise rows first .. last - 1 in blocks of 32 numbers.
+
+        scale = (largest magnitude of the block) / 32767
+        code = round(x / scale)
 
     Row t of x becomes row t - shift of `coded`. A block with a NaN or an infinity gets the scale NaN.
 
@@ -302,7 +306,6 @@ def soft_cap(x, cap, first, last):
 
 @inlined
 def tanh_rows(x, first, last):
-    """Compute x[d] = tanh(x[d])."""
     for d in range(first, last, COLUMNS):
         store_up_to(x, d, last, vector_math.tanh(load_up_to(x, d, last)))
 
@@ -349,8 +352,8 @@ def _mean(x, at, D):
 def sparsify_rows(x, D, deviations, first, last):
     """Compute x[t, d] = max(x[t, d] - cutoff, 0), where cutoff = mean(x[t]) + deviations * deviation(x[t]).
 
-    The variance is the sum of the squared differences from the mean, with d ascending, divided by D and not by D - 1. A
-    NaN stays NaN.
+    deviation(x[t])^2 is the sum of the squared differences from the mean, d ascending, divided by D (not D - 1). A NaN
+    stays NaN.
 
     x: [T * D] f32, read and written
     """
@@ -381,7 +384,7 @@ def _mean_square(x, at, D):
 
 @inlined
 def match_magnitude(x, like, D, least, first, last):
-    """Give each row of x the root mean square of the same row of `like`: x[t, d] = x[t, d] * factor, where
+    """Multiply each row of x by a factor, so that its root mean square becomes that of the same row of `like`.
 
         factor = sqrt(mean(like[t]^2)) / sqrt(max(mean(x[t]^2), least))
 
@@ -423,7 +426,7 @@ def predict_streams(x, coefficients, n, D, y, first, last):
 def correct_streams(x, activated, coefficients, n, D, active, first, last):
     """Compute x[t, i, d] = x[t, i, d] + (1 + coefficients[t, i]) * (activated[t, d] - x[t, active, d]).
 
-    x[t, active, d] is read before the first stream is stored, because it changes too.
+    The value of x[t, active, d] is that from before the correction.
 
     x: [T * n * D] f32, read and written
     activated: [T * D] f32, read

@@ -9,8 +9,9 @@ import numpy as np
 from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp
 
-_BLOCK = 64  # `top_k` examines or skips so many logits at a time
-# Number of bins of logits, each 1/16 wide; the first begins at the largest logit, the last also holds all lower ones.
+_BLOCK = 64  # the number of logits that `top_k` examines or skips together
+# The number of bins of logits. A bin is 1/16 wide. The first one begins at the largest logit, the last one has no lower
+# end.
 BINS = 1024
 
 
@@ -43,9 +44,8 @@ def top_k(x, values, ids):
     values: [k] f32, written
     ids: [k] int64, written
 
-    The k best logits so far form a heap, with the worst of them at the root. Most blocks of 64 logits have none above
-    the root. So a loop without branches counts a block's logits above the root, and the block is skipped if there are
-    none.
+    The k best logits so far form a heap, with the worst of them at the root. In most blocks of 64 logits, none exceeds the
+    root. So a loop without branches counts how many do, and the block is skipped if there are none.
     """
     k = values.shape[0]
     for v in range(k):
@@ -78,8 +78,7 @@ def softmax_weights(x, largest, weights):
     x: [V] f32, read
     weights: [V] f32, written
 
-    The weights are summed in a second loop, because the exponentials are independent of each other, and the additions
-    are not.
+    The sum has a loop of its own. In one loop, the chain of additions would slow down the exponentials.
     """
     total = 0.0
     for v in range(x.shape[0]):

@@ -31,8 +31,7 @@ def log_sum_exp(logits, terms):
     logits: [V] f32, read
     terms: [V] f64, written: the exponentials
 
-    The terms are summed in a second loop, because the exponentials are independent of each other, and the additions are
-    not.
+    The sum has a loop of its own. In one loop, the chain of additions would slow down the exponentials.
     """
     largest = np.float64(_maximum(logits))
     for v in range(logits.shape[0]):

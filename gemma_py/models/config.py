@@ -27,8 +27,7 @@ class Layer:
     """The shape of one transformer layer.
 
     sliding_window: a query at position i attends to positions i - sliding_window + 1 .. i. None means full attention.
-    bidirectional: a query also attends to the later positions below i + sliding_window. With full attention, it attends
-    to all.
+    bidirectional: a query also attends to later positions: below i + sliding_window, or to all with full attention.
     kv_source: the number of the layer whose KV rows this layer reads: this layer itself or an earlier one.
     """
 
@@ -39,7 +38,7 @@ class Layer:
     head_dim: int  # E
     intermediate_size: int  # F
     kv_source: int
-    value_is_key: bool = False  # whether the values are the keys, as they are before norm and rope
+    value_is_key: bool = False  # whether values are the keys before norm and rope
     sparsity_cutoff: float | None = None  # see `Program.sparsify`; None for a dense feed-forward
     bidirectional: bool = False
 
@@ -81,7 +80,8 @@ class Config:
     moe_intermediate_size: int = 0  # the feed-forward width of an expert
     altup_num_inputs: int = 1  # n, the number of AltUp's streams
     altup_active_idx: int = 0  # the stream on which layers work
-    altup_correct_scale: bool = True  # whether the active stream is scaled before a layer's own input is applied to it
+    # Whether the active stream is multiplied by a gain before a layer's own input is applied.
+    altup_correct_scale: bool = True
     laurel_rank: int = 0  # R
     embedding: EmbeddingHead | None = None  # None for a model that generates text
 
@@ -92,7 +92,7 @@ class Config:
 
     @cached_property
     def kv_owners(self) -> tuple[int, ...]:
-        """The numbers of the layers that store KV rows. Each of the other layers reads the KV rows of one of these."""
+        """The numbers of the layers that store KV rows. Every other layer reads the KV rows of one of these layers."""
         return tuple(number for number, layer in enumerate(self.layers) if layer.kv_source == number)
 
     @cached_property
@@ -102,12 +102,12 @@ class Config:
 
     @cached_property
     def kv_numbers(self) -> tuple[int, ...]:
-        """For each layer, the index in `kv_owners` of the layer whose KV rows it reads."""
+        """For each layer of the model, the index in `kv_owners` of the layer from which it reads KV rows."""
         return tuple(self.kv_owners.index(layer.kv_source) for layer in self.layers)
 
 
 def checked(config: Config, where: str) -> Config:
-    """Return the config. If there are no layers, or if the shapes of layers contradict each other, raise ConfigError."""
+    """Return the config after a check. If there is no layer, or if layers contradict each other, raise ConfigError."""
     if not config.layers:
         raise ConfigError(f"{where}: the model has no layers")
     for number, layer in enumerate(config.layers):
@@ -135,7 +135,7 @@ def checked(config: Config, where: str) -> Config:
 
 
 def _check_embedding(config: Config, where: str) -> None:
-    """Raise ConfigError unless the inputs of each dense layer are as many as the outputs of the layer before."""
+    """Raise ConfigError if a dense layer has another number of inputs than the layer before has outputs."""
     if config.embedding is None:
         return
     width = config.embedding.projection or config.hidden_size

@@ -39,7 +39,7 @@ class ModelDescription:
         return self.tokens.ids(name) or self.fields.ids(name) or self.outer.ids(name) or (default,)
 
     def common_from_hf(self) -> dict[str, Any]:
-        """Return the fields of `Config` that every family reads alike from Hugging Face's files."""
+        """Return the fields of `Config` that every family reads in one way from Hugging Face's files."""
         fields, tied = self.fields, "tie_word_embeddings"
         return {
             "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
@@ -49,7 +49,7 @@ class ModelDescription:
         }
 
     def common_from_gguf(self) -> dict[str, Any]:
-        """Return the fields of `Config` that every family reads alike from GGUF metadata."""
+        """Return the fields of `Config` that every family reads in one way from GGUF metadata."""
         fields, bos = self.fields, self.outer.ids("tokenizer.ggml.bos_token_id")
         ends = {*self.outer.ids("tokenizer.ggml.eos_token_id"), *self.outer.ids("tokenizer.ggml.eot_token_id")}
         return {
@@ -96,7 +96,7 @@ class Family:
     config_from_gguf: Callable[[ModelDescription], Config]
     tensors: Callable[[Config], dict[str, Tensor]]
     write: Callable[[Program], None]  # appends the operations of a forward pass to the program
-    # Returns the names, in both formats, of tensors that a checkpoint may contain although the model does not use them.
+    # Returns the names, in Hugging Face and in GGUF, of tensors that a checkpoint may contain although no model uses them.
     unused: Callable[[Config], frozenset[str]] = _nothing
 
     def program(self, config: Config) -> Program:

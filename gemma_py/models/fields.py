@@ -9,7 +9,7 @@ import numpy as np
 from gemma_py.errors import ConfigError
 
 _MISSING: Any = object()
-LARGEST = 1 << 31  # integers must be smaller than this, which is far above any dimension or token id of a real model
+LARGEST = 1 << 31  # an upper limit for integers, which is far above any dimension or token id of a real model
 _MOST_LAYERS = 10_000
 
 
@@ -22,7 +22,7 @@ class Fields:
     def fail(self, name: str, expected: str) -> NoReturn:
         found = self.values.get(name)
         if isinstance(found, np.ndarray):
-            found = found.tolist()  # as a list, because an array is printed in several lines
+            found = found.tolist()  # in error messages, a list is shorter than an array
         raise ConfigError(f"{self.where}: {name} should be {expected}, found {found!r:.80}")
 
     def _get(self, name: str, default: Any) -> Any:
@@ -79,8 +79,8 @@ class Fields:
         return values
 
     def flags(self, name: str, count: int, period: int | None = None) -> list[bool]:
-        """Return a flag for each of `count` layers. The field is a list, or a number n: false for every nth layer, else
-        true.
+        """Return a flag for each of `count` layers. The field is a list of flags, or a number n, which means false for
+        every nth layer.
 
         period: the default for n; None if the field is required.
         """

@@ -1,8 +1,8 @@
 """Gemma 1, 2 and 3, VaultGemma and EmbeddingGemma: tensor names, programs, and config readers for Hugging Face and GGUF.
 
-Gemma 2 adds to Gemma 1 norms of the outputs of attention and feed-forward, soft caps, and sliding windows.
-VaultGemma is Gemma 2 without these two norms.
-Gemma 3 adds to Gemma 2 norms of queries and keys, and a separate rope for sliding layers, and has no soft caps by default.
+Gemma 2 has what Gemma 1 has, and also soft caps, sliding windows, and norms after attention and after the feed-forward.
+VaultGemma is Gemma 2 without the norms after attention and after the feed-forward.
+Gemma 3 has what Gemma 2 has except soft caps, and also norms of queries and keys, and another rope in sliding layers.
 EmbeddingGemma is Gemma 3 with bidirectional attention. Instead of logits, the program computes the mean of a text's hidden
 states, and then the dense layers.
 """
@@ -236,9 +236,7 @@ def check_text_model(description: ModelDescription) -> None:
 
 
 def _cap_from_hf(fields: Fields, kind: str, name: str) -> float | None:
-    """Return the soft cap of this name, or None. In config.json, null means that there is no cap; a missing field means
-    the default.
-    """
+    """Return the soft cap of this name, or None. In config.json, null means no cap, and a missing field means the default."""
     if kind not in _CAPS[name]:
         return None
     if name in fields.values and fields.values[name] is None:
@@ -318,8 +316,8 @@ def config_from_gguf(description: ModelDescription) -> Config:
               fields.integer("feed_forward_length"), number, bidirectional=embedding is not None)
         for number, window in enumerate(_windows_from_gguf(fields, kind, layer_count))
     )  # fmt: skip
-    # Gemma 2 27B and Gemma 3 27B scale attention by (hidden / heads)^-0.5, the other models by head_dim^-0.5. GGUF
-    # metadata do not say so, but only these two models have 46 and 62 layers.
+    # Gemma 2 27B and Gemma 3 27B scale attention by (hidden / heads)^-0.5, the other models by head_dim^-0.5. GGUF metadata
+    # do not tell which, so the models are recognised by their numbers of layers, 46 and 62.
     wide = (kind, layer_count) in (("gemma2", 46), ("gemma3", 62))
     config = Config(
         model_type=kind,
@@ -337,8 +335,9 @@ _MEAN = 1  # the number in pooling_type that means the mean of all hidden states
 
 
 def check_direction(description: ModelDescription, embeds: bool) -> None:
-    """Raise an error if an embedding model lacks bidirectional attention or mean pooling, or if another model has one
-    of these.
+    """Raise an error if the direction of attention or the pooling is wrong for the model.
+
+    An embedding model has bidirectional attention and mean pooling, and any other model has neither.
     """
     fields, where = description.fields, description.outer.where
     if fields.flag("attention.causal", not embeds) is embeds:

@@ -110,7 +110,7 @@ def unused(config: Config) -> frozenset[str]:
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
-_LEAST = 1e-5  # when the magnitude of a stream is changed, its mean square counts as at least this
+_LEAST = 1e-5  # a lower limit for a stream's mean square when its magnitude is changed
 _HALF_ROOT = math.sqrt(0.5)
 
 
@@ -167,7 +167,7 @@ def write(p: Program) -> None:
 
 
 def _begin(p: Program) -> None:
-    """Compute, from the token, the streams and the own inputs of all layers."""
+    """Compute the streams and the own inputs of all layers from the token's embeddings."""
     config = p.config
     D, n, L = config.hidden_size, config.altup_num_inputs, len(config.layers)
     p.embed("embed_tokens", "x")
@@ -278,7 +278,7 @@ def _end(p: Program, streams: str, rows: int) -> None:
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config.json. A missing field has the default of transformers, which does not write fields with default values."""
+    """Read a config.json. Missing fields have the defaults of transformers, because transformers does not write defaults."""
     fields, outer = description.fields, description.outer
     check_text_model(description)
     if fields.flag("use_bidirectional_attention", False):
@@ -342,7 +342,9 @@ def _list(fields: Fields, name: str, default: list[Any], valid: Callable[[Any], 
 
 
 def _cutoff(sparsity: float) -> float | None:
-    """Return the quantile of the standard normal distribution for this share. A share of 0, for a dense layer, gives None."""
+    """Return the quantile of the standard normal distribution for this share. For a share of 0 (a dense layer), return
+    None.
+    """
     return float(np.float32(NormalDist().inv_cdf(sparsity))) if sparsity else None
 
 
@@ -404,11 +406,11 @@ def _rows(description: ModelDescription, name: str) -> int:
 
 
 def _stored_cutoff(stored: float) -> float | None:
-    """Return the cutoff that a GGUF file stores for a layer, or None for a dense layer, where the file has -inf.
+    """Return the cutoff of a layer in a GGUF file. For a dense layer, where the file has -inf, return None.
 
-    The stored cutoff is a quantile that a converter computed in float32, with rounding errors. The sparsity behind it has
-    at most four digits. If one of these sparsities has a quantile within the rounding errors, this exact quantile is
-    returned, because Hugging Face's format gives the exact quantile too, and both formats should give equal bits.
+    A converter computed the cutoff in float32 as the quantile of a sparsity, with rounding errors. If the cutoff is, but
+    for these errors, the quantile of a sparsity of at most four digits, return the exact quantile. Hugging Face's format
+    has the exact one too, so that both formats give equal bits.
     """
     if stored == -math.inf:
         return None

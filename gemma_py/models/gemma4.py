@@ -173,7 +173,7 @@ def project_inputs(p: Program, target: str) -> None:
 
 
 def queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix: str = "") -> None:
-    """Compute, from n, the queries, or keys and values, or all three. Keys and values are stored as KV rows."""
+    """Compute the queries, or keys and values, or all three, from n. Keys and values are stored as KV rows."""
     layer, of, rows = p.config.layers[number], f"layers.{number}.", WANTED if suffix else ALL
     heads = {"q": layer.num_attention_heads, "k": layer.num_key_value_heads}
     p.phase("query, key and value", number, rows)
@@ -321,10 +321,10 @@ def _experts_of(fields: Fields, names: tuple[str, str, str]) -> dict[str, Any]:
 
 
 def layer_types(fields: Fields, default: int, period: int = 6) -> list[str]:
-    """Return the type of each layer. Even if the file says otherwise, the last layer is a full one, as in transformers.
+    """Return the type of each layer. The last layer is always full, even if the file says otherwise, as in transformers.
 
-    default: the number of layers of a file without that number. period: in a file without types, every period-th layer is
-    a full one.
+    default: the number of layers if the file does not give it.
+    period: if the file does not give types, every layer whose number is a multiple of `period` is full.
     """
     count = fields.layer_count("num_hidden_layers", default)
     types = fields.values.get("layer_types")
@@ -457,8 +457,8 @@ def head_width(fields: Fields, suffix: str) -> int:
 def _rope_share(description: ModelDescription, width: int) -> float:
     """Return the share of a head's width that full layers rotate.
 
-    For each pair, the file has a divisor of the rope frequency. It is 1 for the pairs that are rotated, which come first.
-    For the other pairs, it is 1e30, which makes their angles 0.
+    The file has a divisor of the rope frequency for each pair of elements. Pairs that are rotated come first and have the
+    divisor 1. For the other pairs, the divisor is 1e30, which makes their angles 0.
     """
     tensor = description.tensors.get(_ROPE_DIVISORS)
     if tensor is None:

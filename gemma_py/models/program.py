@@ -5,7 +5,7 @@ last wrote a buffer determines the width of the buffer's rows.
 
 Operations are grouped into phases. Workers wait for each other at a barrier after a phase, but not between the operations
 of a phase. Errors, traces and profiles name the phase. Where two operations of a phase need a barrier between them,
-`Program` splits the phase into two of one name.
+`Program` makes two phases with one name.
 
 A matrix product with a quantised matrix needs a quantised input. `Program.matmul` inserts the QUANTISE operation.
 """
@@ -110,11 +110,11 @@ class Program:
     ropes: list[tuple[Rope, int]] = field(default_factory=list)  # pairs of a rope and a head width
     # Pairs of a gathered tensor and a buffer, to which the tokens' rows of the tensor are copied before a pass.
     gathers: list[tuple[str, str]] = field(default_factory=list)
-    widths: dict[str, int] = field(default_factory=dict)  # for each buffer, its rows' largest width
-    # The state of each buffer after the operations appended so far: the width of its rows, and ALL or WANTED.
+    widths: dict[str, int] = field(default_factory=dict)  # for each buffer, the largest width of its rows
+    # For each buffer, after the operations so far: the width of its rows, and whether they are ALL or WANTED rows.
     _widths_now: dict[str, int] = field(default_factory=dict)
     _rows_now: dict[str, int] = field(default_factory=dict)
-    # For each buffer, the QUANTISE operation whose codes match the present content. Writing the buffer removes the entry.
+    # For each buffer, the QUANTISE operation that has quantised its present content. Writing the buffer removes the entry.
     _coded: dict[str, Op] = field(default_factory=dict)
     _experts: dict[str, int] = field(default_factory=dict)  # for each buffer that `route` wrote, the number of experts
     _phase: Phase = field(default_factory=lambda: Phase("embedding", 0, ALL))
@@ -197,7 +197,9 @@ class Program:
         self._add(TAKE_COLUMNS, source=source, target=target, width=width, first=first, stride=stride)
 
     def put(self, source: str, target: str, first: int, width: int) -> None:
-        """Copy source to the columns of target from `first` on; the others stay. width: the number of target's columns."""
+        """Copy source to the columns of target from `first` on. width: the number of columns of target, which otherwise
+        keeps its content.
+        """
         stride = self._widths_now[source]
         if not 0 <= first <= width - stride or source == target:
             raise ValueError(
@@ -235,8 +237,9 @@ class Program:
         self._add(SPARSIFY, target=target, width=width, numbers=(deviations, 0.0))
 
     def match(self, target: str, like: str, least: float) -> None:
-        """Give each row of target the root mean square of the row of `like`, in place. The row's own mean square counts as
-        at least `least`.
+        """Multiply each row of target so that it gets the root mean square of the row of `like`, in place.
+
+        The row's mean square counts as `least` if it is less.
         """
         self._check_rows(target)
         if target == like:
@@ -310,7 +313,7 @@ class Program:
         self._add(ROPE, target=target, source=cosines, second=sines, heads=heads, width=y.head_dim)
 
     def store(self, keys: str, values: str, layer: int) -> None:
-        """Store keys and values as KV rows of the layer. Attention sees a row when all earlier rows are stored too."""
+        """Store keys and values as KV rows of the layer. Attention sees a row when the row and all earlier ones are stored."""
         y, kv = self.config.layers[layer], self.config.kv_numbers[layer]
         if y.kv_source != layer:
             raise ValueError(f"layer {layer} must not store KV rows, because it reads those of layer {y.kv_source}")
@@ -370,9 +373,7 @@ class Program:
         self._write(target, count * N)
 
     def mix(self, source: str, target: str, routes: str) -> None:
-        """Compute target = sum of (expert's part of source) * (expert's weight), over a row's experts, as ordered in
-        `routes`.
-        """
+        """Compute target = sum over a row's experts of (expert's part of source) * (expert's weight in `routes`)."""
         if routes not in self._experts:
             raise ValueError(f"{routes} has no routes")
         count, stride = self._widths_now[routes] // 2, self._widths_now[source]
@@ -408,16 +409,16 @@ class Program:
         return op
 
     def _read_codes(self, op: Op) -> None:
-        """Connect a matrix product with the QUANTISE operation of its source. If there is none yet, insert one."""
+        """Set the QUANTISE operation whose codes a matrix product reads. If there is none for the source, insert one."""
         if op.source not in self._coded:
             self._quantise(op.source, before=op.phase)
         op.codes = self._coded[op.source]
 
     def _quantise(self, source: str, before: Phase) -> None:
-        """Insert an operation QUANTISE that quantises `source` in front of the phase `before`.
+        """Insert an operation QUANTISE for `source` in front of the phase `before`.
 
-        If possible, it joins the last phase of row operations: the rows must be the same, and source must not be
-        written later. Otherwise QUANTISE gets a phase of its own.
+        QUANTISE joins the last phase of row operations if that phase computes the same rows, and if source is not written
+        afterwards. Otherwise, QUANTISE gets a phase of its own.
         """
         at = number = next(number for number, op in enumerate(self.ops) if op.phase is before)
         phase = Phase(f"{before.name} input", before.layer, before.rows)
@@ -434,7 +435,7 @@ class Program:
         self._coded[source] = made
 
     def _shares_phase(self, op: Op) -> bool:
-        """Return whether the operation can join the current phase, because it needs no barrier in front."""
+        """Return whether the operation can join the current phase, which is possible if no barrier is needed before it."""
         others = [other for other in self.ops if other.phase is op.phase]
         if op.kind < MATMUL:
             # STORE must be the last operation of a phase, because KV rows are published at the end of the phase.
@@ -459,7 +460,7 @@ class Program:
         return shape
 
     def _check_rows(self, buffer: str) -> None:
-        """Raise ValueError if the buffer and the current phase differ in their rows, ALL or WANTED."""
+        """Raise ValueError if one of buffer and current phase has ALL rows, and the other one WANTED rows."""
         if self._rows_now.get(buffer, self._phase.rows) != self._phase.rows:
             raise ValueError(
                 f"phase {self._phase.name!r} cannot use {buffer}: one of them has ALL rows, the other WANTED rows"

@@ -16,7 +16,7 @@ from gemma_py.reference.arithmetic import is_ieee
 from gemma_py.reference.cache import ReferenceCache
 
 Function = TypeVar("Function")
-# By model_type: the function logits(weights, config, cache, token) that runs the model for one token.
+# For each model_type, the function logits(weights, config, cache, token), which runs the model for one token.
 FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, int], np.ndarray]] = {
     "gemma": gemma.logits,
     "gemma2": gemma.logits,
@@ -53,7 +53,7 @@ def embedding(engine: Any, ids: Sequence[int], dimensions: int | None = None) ->
 
 
 def embedding_and_rows(engine: Any, ids: Sequence[int]) -> tuple[np.ndarray, ReferenceCache]:
-    """Return the embedding of one text, uncut and not normalised, and the KV cache after the text."""
+    """Return the embedding of one text with all dimensions, not normalised, and the KV cache after the text."""
     whole, weights, cache = _prepared(engine, EMBEDDING_FAMILIES)
     return whole(weights, engine.config, cache, engine.check_ids(ids)), cache
 

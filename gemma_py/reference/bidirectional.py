@@ -20,9 +20,7 @@ Query = Callable[[np.ndarray, Mapping[str, Any], Config, ReferenceCache, int], n
 
 
 def embedding(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, ids: Sequence[int]) -> np.ndarray:
-    """Return EmbeddingGemma's embedding of a text, uncut and not normalised. The text's keys and values are added to the
-    cache.
-    """
+    """Return EmbeddingGemma's embedding of a text with all dimensions, not normalised. Add keys and values to the cache."""
     rows = [op.embed(weights["embed_tokens"], token) for token in ids]
     for number in range(len(config.layers)):
         w = op.of_layer(weights, number)
@@ -32,7 +30,7 @@ def embedding(weights: Mapping[str, Any], config: Config, cache: ReferenceCache,
 
 
 def embedding2(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, ids: Sequence[int]) -> np.ndarray:
-    """Return what `embedding` returns, for EmbeddingGemma 2, which has the layers of Gemma 4 with per-layer inputs."""
+    """Return EmbeddingGemma 2's embedding, as `embedding` does. Its layers are those of Gemma 4 with per-layer inputs."""
     rows = [op.embed(weights["embed_tokens"], token) for token in ids]
     own = [gemma4.projected_inputs(weights, config, x) for x in rows]
     for number in range(len(config.layers)):

@@ -26,7 +26,7 @@ class ReferenceCache:
     def store(self, number: int, keys: np.ndarray, values: np.ndarray) -> None:
         """Store the keys and values of layer `number` at the current position.    keys, values: [G, E]"""
         for rows, row in ((self.keys, keys), (self.values, values)):
-            if self.position == len(rows[number]):  # the array is full, so double the capacity
+            if self.position == len(rows[number]):  # the array is full; double its size
                 grown = np.empty((max(16, 2 * self.position), *row.shape), np.float32)
                 grown[: self.position] = rows[number]
                 rows[number] = grown
@@ -40,7 +40,7 @@ class ReferenceCache:
     def first_visible(self, layer: Layer) -> int:
         """Return the first position that a query at the current position attends to in this layer.
 
-        For a bidirectional layer, this is 0, because the earlier queries of the text also read the rows.
+        In a bidirectional layer, return 0, because queries at earlier positions attend to the rows too.
         """
         if layer.sliding_window is None or layer.bidirectional:
             return 0

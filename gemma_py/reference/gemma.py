@@ -36,9 +36,7 @@ def layer(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceC
 
 
 def after_attention(x: np.ndarray, out: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
-    """Return the hidden state [D] after a layer.    x: [D], the hidden state before   out: [H, E], the attention of all
-    heads
-    """
+    """Return the hidden state [D] after a layer.    x: [D], the hidden state before   out: [H, E], the output of attention"""
     eps = _F(config.rms_norm_eps)
     y = op.matmul(out.reshape(-1), w["o_proj"])
     if "post_attention_norm" in w:

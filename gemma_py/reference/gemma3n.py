@@ -22,7 +22,7 @@ from gemma_py.reference.cache import ReferenceCache
 
 _F = np.float32
 _ZERO, _ONE = _F(0.0), _F(1.0)
-_LEAST = _F(1e-5)  # when the magnitude of a stream is changed, its mean square counts as at least this
+_LEAST = _F(1e-5)  # a lower limit for a stream's mean square when its magnitude is changed
 _HALF_ROOT = _F(math.sqrt(0.5))
 
 
@@ -91,7 +91,7 @@ def layer(
 
 
 def router(x: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
-    """Return the input [n] of the matrices that give AltUp's coefficients.    x: [D]"""
+    """Return the router's output [n], with which AltUp's coefficients are computed.    x: [D]"""
     x = op.rms_norm(x, _F(config.rms_norm_eps), w["router_norm"])
     return np.asarray(op.tanh_row(op.matmul(op.scale_row(x, _F(1.0 / config.hidden_size)), w["modality_router"])))
 

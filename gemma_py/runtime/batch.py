@@ -17,8 +17,8 @@ from gemma_py.kernels.panels import INPUT_BLOCK, UnpackBuffer
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
 
-# The most rows of an expert in a tile. Each tile unpacks the expert's panels again, which costs little for this many
-# rows.
+# The most rows of an expert in a tile. Unpacking the expert's panels for each tile takes little time compared with this
+# many rows.
 EXPERT_ROWS = 8 * TILE_ROWS_MULTIPLE
 FIRST, END_ROW, ORIGIN = range(3)
 ROWS, LONGEST = range(2)
@@ -35,19 +35,18 @@ class Batch(NamedTuple):
     tokens: np.ndarray  # int64 [T]
     rows: np.ndarray  # int64 [2, T]: the index in `tokens` of each row; for WANTED, only the first R entries are used
     positions: np.ndarray  # int64 [2, T]
-    # Int64 [2, S, 3]: first row, last row + 1, and the origin, such that row r is at position origin + r.
+    # int64 [2, S, 3]: first row, last row + 1, and the origin; row r is at position origin + r.
     segments: np.ndarray
     counts: np.ndarray  # int64 [2, 2]: the number of rows (T or R), and the number of rows of the longest segment
     tables: np.ndarray  # int64 [S, kv layers, 3]: the addresses and the capacity of the KV rows, see cache.py
-    kv_type: np.ndarray  # an empty array with the dtype of the KV rows
+    kv_type: np.ndarray  # an empty array, whose dtype is that of the KV rows
     buffers: np.ndarray  # int64 [buffers + 1]: the addresses of the program's buffers and of the logits [R * V]
 
 
 class ExpertScratch(NamedTuple):
     """The scratch memory of products with experts' matrices. Every array has a part for each worker.
 
-    A worker copies rows of an expert to `floats` or `coded`, so that they are side by side. R: the most rows that are
-    copied.
+    Rows of an expert are copied to `floats` or `coded`, so that they are contiguous. R: the most rows that are copied.
     """
 
     lists: np.ndarray  # int64 [workers * lists_size(T, experts, chosen experts of a row)]
@@ -93,10 +92,9 @@ def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
 
 @inlined
 def buffer_of(batch, scratch, number, width):
-    """Return a tuple with one element: the buffer `number` as an array, whose rows have this width.
+    """Return the buffer `number` as an array, whose rows have this width, in a tuple with one element.
 
-    A compiled function must not return an array that it has created, because there is no reference counting. A tuple is
-    allowed.
+    Without reference counting, a compiled function may return a new array only inside a tuple.
     """
     return (array_from_address(batch.buffers[number], batch.tokens.shape[0] * width, scratch.floats),)
 

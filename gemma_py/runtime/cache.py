@@ -21,7 +21,7 @@ KEYS, VALUES, ROWS = range(3)  # columns of Cache.addresses
 # The dtypes of KV rows. bfloat16 is stored as its bit pattern in uint16.
 KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
 NAN: dict[type, float | int] = {np.float32: np.nan, np.uint16: 0x7FC0}
-_SPARE = 512  # when the arrays of a layer with full attention grow, they get so many spare rows
+_SPARE = 512  # the number of spare rows when the arrays of a layer with full attention grow
 
 
 def check_context(context: int, tokens: int, after: int | None = None, new: int = 0) -> None:
@@ -47,7 +47,7 @@ def check_context(context: int, tokens: int, after: int | None = None, new: int 
 def first_readable(layer: Layer, position: int) -> int:
     """Return the first position that the token at `position` attends to in this layer.
 
-    For a bidirectional layer, this is 0, because the rows of a whole text are kept.
+    In a bidirectional layer, return 0, because tokens attend to the whole text.
     """
     if layer.sliding_window is None or layer.bidirectional:
         return 0
@@ -79,7 +79,7 @@ def _as_f32(rows: np.ndarray) -> np.ndarray:
 
 
 def _runs(first: int, end: int, *rings: int) -> Iterator[tuple[int, int]]:
-    """Split positions first .. end - 1 into runs (first, count). Within a run, no ring wraps around.
+    """Divide positions first .. end - 1 into runs (first, count), such that no ring wraps around within a run.
 
     rings: the capacities of the rings
     """
@@ -114,8 +114,8 @@ class Cache:
             Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
             for layer in config.kv_layers
         ]
-        # The arrays and the table of their addresses are one attribute, because Ctrl-C between two assignments would
-        # leave addresses of arrays that are freed.
+        # The arrays and the table of their addresses are one attribute. If they were two, Ctrl-C between the assignments
+        # could leave addresses of arrays that no longer exist.
         self._allocation = layers, np.zeros((len(layers), 3), np.int64)
         self.abandoned = False
 
@@ -159,12 +159,12 @@ class Cache:
     def commit(self, tokens: list[int]) -> None:
         """Append tokens to the sequence, after a pass has written their KV rows in every layer."""
         position = self.position + len(tokens)
-        # The next pass overwrites only rows of positions below `intact`, because a ring has room for the window, a
-        # chunk and `keep` more rows.
+        # A ring has room for the window, a chunk and `keep` more rows, so the next pass overwrites only rows of positions
+        # below `intact`.
         intact = (first_readable(layer, position) - self.keep for layer in self.config.kv_layers)
         oldest = [max(pair) for pair in zip(self._oldest, intact, strict=True)]
-        # Ctrl-C cannot separate the next two statements, because Python raises KeyboardInterrupt only at function calls
-        # and jumps. So `_oldest` and `ids` always match.
+        # `_oldest` and `ids` must match. Python raises KeyboardInterrupt only at function calls and jumps, so never between
+        # the next two statements.
         self._oldest = oldest
         self.ids += tokens
 
@@ -195,7 +195,7 @@ class Cache:
             for first, count in _runs(oldest, self.position, old.capacity, capacity):
                 at = first % old.capacity
                 rows[:, first % capacity :][:, :count] = source[:, at : at + count]
-        # A running pass may still use the old list and table, so both are copied.
+        # The list and the table are copied before they change, because a running pass may still use the old ones.
         layers, addresses = self._allocation[0].copy(), self._allocation[1].copy()
         layers[number], addresses[number] = new, (new.keys.ctypes.data, new.values.ctypes.data, capacity)
         self._allocation = layers, addresses
@@ -224,7 +224,6 @@ class Cache:
         return _as_f32(layer.keys[:, slots].transpose(1, 0, 2)), _as_f32(layer.values[:, slots].transpose(1, 0, 2))
 
     def digest(self) -> list[str]:
-        """Return the digest of the `rows` of each layer."""
         return [digest(*self.rows(number)) for number in range(len(self.config.kv_layers))]
 
     def copy_block(self, first: int, last: int, copy: np.ndarray) -> None:
@@ -239,7 +238,7 @@ class Cache:
                 at += part.size
 
     def raw_rows(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a layer's stored keys and values for the positions that tokens from `since` on attend to.
+        """Return a layer's stored keys and values for the positions to which tokens at `since` and later attend.
 
         The two arrays are [G, positions, E], in the dtype of the cache.
         """

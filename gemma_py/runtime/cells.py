@@ -1,7 +1,7 @@
 """Cells, the int64 variables that the workers of one run share, such as tile counters, watermarks and progress.
 
-Every run has new cells. If a stalled worker continues later, it still has the cells of its own run, and cannot disturb
-a later run.
+Every run has new cells. A stalled worker that continues after its run has failed still uses the old cells, so that it
+cannot disturb a later run.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,12 @@ FAULT_PLAN = 1  # 1 if a test injects faults; the next cells hold the FaultPlan 
     OMISSION_LAYER,
     OMISSION_PHASE,
 ) = range(2, 12)
-# Cells of the barrier. Each has a cache line of its own, because workers poll GENERATION while others write ARRIVED.
+# Cells of the barrier. ARRIVED and GENERATION are on two cache lines, because workers poll GENERATION while others write
+# ARRIVED.
 ARRIVED, GENERATION = LINE, 2 * LINE
 _SHARED_LINES = 3
 
-# Cells in `own`, which has one line for each worker. No other worker writes this line.
+# Cells in `own`. Each worker has a line there, which only this worker writes.
 PROGRESS, WAITING, LAYER, PHASE, RANDOM = range(5)
 
 # The values of the cell WAITING: what a worker waits for.
@@ -58,10 +59,9 @@ class Cells(NamedTuple):
 def make_cells(workers: int, watermarks: Sequence[int] = (), counters: int = 0, times: int = 0) -> Cells:
     """Allocate the cells of a new run, with at least one watermark and one counter.
 
-    watermarks: the initial values. counters: the number of tile counters. times: the number of lines of `times` per
-    worker.
+    watermarks: the initial values. counters: the number of tile counters. times: the number of lines of `times` per worker.
 
-    There is only one allocation, because cells are made for every generated token, and several allocations would take
+    All cells are in one allocation, because a run begins for every generated token, and several allocations would take
     longer.
     """
     sizes = (_SHARED_LINES, workers, max(len(watermarks), 1), max(counters, 1), workers * times)

@@ -101,7 +101,7 @@ def _await_keys(cells, worker, op, params, sequences, number, position):
 def workers_a_position(op, batch, workers):
     """Return how many workers share the attention of one position to one key/value head.
 
-    They share it only while tokens are decoded, and only if there are more than S * G workers for S sequences.
+    The number is 1, except while tokens are decoded with more than S * G workers, for S sequences and G key/value heads.
     """
     S, G, H, E = batch.tables.shape[0], op[p.KV_HEADS], op[p.HEADS], op[p.WIDTH]
     if batch.counts[op[p.ROWS_OF], LONGEST] > 1 or H // G > LANES or workers <= G * S:
@@ -111,7 +111,7 @@ def workers_a_position(op, batch, workers):
 
 @inlined
 def _scores_of(scratch, workers, pair):
-    """Return the slice of scratch.scores that belongs to a pair of a sequence s and a key/value head g. pair: s * G + g"""
+    """Return the slice of scratch.scores for sequence s and key/value head g. pair: s * G + g"""
     size = scratch.scores.shape[0] // (workers - 1) // LANES * LANES
     return slice(pair * size, (pair + 1) * size)
 
@@ -120,8 +120,8 @@ def _scores_of(scratch, workers, pair):
 def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     """Compute attention scores in a decoding pass in which several workers share a position.
 
-    A tile scores a range of the keys of one position, after waiting until that position's KV row is published. Scores
-    are not traced, because an error in them changes the attention's output, which is traced.
+    A tile scores a range of the keys of one position, after waiting until that position's KV row is published. Scores are
+    not traced, because the trace has the outputs of attention, which depend on them.
     """
     op = model.ops[at]
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]

@@ -1,11 +1,10 @@
 """The prefix cache, which keeps KV rows of earlier requests for later requests that begin with the same tokens.
 
-Rows are stored in blocks of BLOCK_TOKENS tokens. The key of a block is the number of the preceding block together with
-the block's tokens, so requests with a common prefix share the blocks of the prefix.
+Rows are stored in blocks of BLOCK_TOKENS tokens. The key of a block is the number of the preceding block together with the
+block's tokens, so requests with a common prefix share the blocks of the prefix.
 
-A block holds the rows of every layer. In layers with a sliding window, the window at the end of a block is spread over
-that block and the preceding ones, so a request can resume at the end of any block. Storing a whole window with each
-block would take more memory, because a window is longer than a block.
+A block holds the rows of every layer. A request can resume at the end of any block. The window of a sliding layer is longer
+than a block, so its rows are in several blocks. Storing a whole window in each block would take more memory.
 
 Rows are copied bit by bit, so the logits after a hit are bit-identical to the logits after a miss.
 """
@@ -37,7 +36,7 @@ class PrefixCache:
 
     def __init__(self, config: Config, kv: str, budget: int) -> None:
         self.hits = self.misses = self.hit_tokens = 0  # hits and misses count requests
-        # The least recently used block comes first.
+        # blocks in the order of their last use
         self._blocks: OrderedDict[tuple[int, bytes], _Block] = OrderedDict()
         self._last_number = _ROOT
         self._block_bytes = bytes_needed(config, kv, BLOCK_TOKENS, BLOCK_TOKENS)
@@ -58,7 +57,7 @@ class PrefixCache:
     def restore(self, cache: Cache, ids: Sequence[int]) -> int:
         """Copy the longest cached prefix of `ids` into an empty KV cache. Return the number of copied tokens.
 
-        The last id is never copied, because the request needs its logits.
+        The row of the last id is never copied. The last id has to be computed, because its logits are needed.
         """
         path = self._find(ids[: len(ids) - 1])
         if not path:
@@ -82,7 +81,7 @@ class PrefixCache:
             return
         path = self._find(cache.ids[: last * BLOCK_TOKENS])
         if len(path) < first:
-            return  # an earlier block of the sequence was evicted, and a block cannot be found without the earlier ones
+            return  # an earlier block of the sequence was evicted, and without it, later blocks cannot be found
         self._touch(cache.ids, path)
         for index in range(len(path), last):
             # This sequence's blocks were just touched, so a block of another sequence is evicted.
@@ -116,15 +115,15 @@ class PrefixCache:
         return path
 
     def _touch(self, ids: Sequence[int], path: Sequence[_Block]) -> None:
-        """Mark a chain of blocks as recently used, the first block most recently."""
+        """Mark the blocks of a chain as recently used, ending with the first one, so that the last block is evicted first."""
         parents = [_ROOT, *(block.number for block in path)]
         for index in range(len(path) - 1, -1, -1):
             self._blocks.move_to_end((parents[index], _tokens(ids, index)))
 
     def _rows_of(self, config: Config, path: Sequence[_Block]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the keys and values of each layer, [G, positions, E], from the chain of blocks `path`.
+        """Yield each layer's keys and values, [G, positions, E], for a token that follows the chain of blocks `path`.
 
-        These are the rows to which a token after the chain attends, from the beginning of a block on.
+        The rows begin at the beginning of a block, at or before the first position to which the token attends.
         """
         at = 0
         for layer in config.kv_layers:

@@ -67,8 +67,8 @@ def _panels_for(model, op):
 def _rows_together(panels, T, workers):
     """Return the number of rows of a tile.
 
-    Tiles are as large as possible, because every tile unpacks its panels again. But there must be enough of them to keep
-    the workers equally busy: blocks * panels >= 32 * workers, which gives each worker 8 tiles of 4 panels.
+    Large tiles are better, because every tile unpacks its panels again. But tiles must be small enough to keep all workers
+    busy: blocks * panels >= 32 * workers, so that each worker gets 8 tiles of 4 panels.
     """
     blocks = max((T + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS, (32 * workers + panels - 1) // panels)
     rows = (T + blocks - 1) // blocks
@@ -79,9 +79,9 @@ def _rows_together(panels, T, workers):
 def _panels_together(panels, blocks, T, workers):
     """Return the number of panels of a tile, a multiple of 4.
 
-    panels: the number of panels of the phase's matrices. blocks: the number of blocks of `_rows_together` rows.
+    panels: the number of panels of the phase's matrices. blocks: the number of blocks of rows.
 
-    With many rows, each worker gets about 8 tiles, so that workers finish at about the same time. With few rows, memory
+    With many rows, each worker gets about 8 tiles, so that all workers finish at about the same time. With few rows, memory
     bandwidth is the limit, and long contiguous reads are faster: each worker gets up to 8 tiles of at least 16 panels, or
     one smaller tile.
     """
@@ -110,7 +110,8 @@ def _columns_for(model, op, width):
 def _tile_shape(model, scratch, batch, lists, workers, at, end):
     """Return (rows of a block, blocks of all groups, panels of a tile).
 
-    The rows of a dense matrix are one group, and the products of each expert are a group. A group is cut into blocks.
+    The rows of a dense matrix are one group. With experts, the products of each expert are a group. A group is divided into
+    blocks.
     """
     op, panels = model.ops[at], np.int64(0)
     T, X, C = batch.counts[op[p.ROWS_OF], ROWS], op[p.EXPERTS], op[p.HEADS]
@@ -130,9 +131,9 @@ def _tile_shape(model, scratch, batch, lists, workers, at, end):
 
 @inlined
 def _find_tile(model, lists, at, tile, blocks, width):
-    """Return (operation, expert, block, first panel) of a tile. The tiles of each operation follow those of the one before.
+    """Return (operation, expert, block, first panel) of a tile. Tiles are numbered operation by operation.
 
-    expert: the group of the block, or 0 with a dense matrix. block: the number of the block in the expert's group
+    expert: the group of the block, or 0 with a dense matrix. block: the number of the block in its group
     """
     number, expert, local = at, np.int64(0), tile
     columns = _columns_for(model, model.ops[number], width)
@@ -151,10 +152,10 @@ def _find_tile(model, lists, at, tile, blocks, width):
 
 @inlined
 def _compute_tile(worker, workers, model, op, scratch, batch, lists, expert, first, last, first_panel, last_panel):
-    """Compute the outputs of panels first_panel .. last_panel - 1, for rows first .. last - 1 of a dense matrix or for the
-    products lists[first : last] of an expert.
+    """Compute the outputs of panels first_panel .. last_panel - 1 for one block of rows.
 
-    `_multiply` is called at one place, because LLVM compiles all kinds of matrices anew for every call.
+    For a dense matrix, these are rows first .. last - 1. For an expert, these are the products lists[first : last].
+    `_multiply` is called at only one place, because LLVM compiles the code for all kinds of matrices again for every call.
     """
     of_expert, number, unpacked = (
         op[p.OP] == EXPERT_MATMUL,

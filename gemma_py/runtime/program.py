@@ -64,11 +64,11 @@ class Sizes:
     experts: int  # the most experts of an operation; this and the following fields are 0 in models without experts
     routes: int  # the most experts that are chosen for a row
     expert_inputs: int  # K of the widest matrix of an expert
-    expert_outputs: int  # the largest N of a matrix of an expert
+    expert_outputs: int  # N of the widest matrix of an expert
 
 
 class Gather(NamedTuple):
-    """A table of which each token's row is copied to a buffer before a pass. width: the width of a row."""
+    """A table whose rows for the pass's tokens are copied to a buffer before the pass. width: the width of a row."""
 
     table: GatheredTable
     buffer: int
@@ -77,7 +77,7 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkedProgram:
-    """A program that is linked to weights and ready to run. labels: the names of the phases; LABEL is an index into them."""
+    """A program that is linked to weights and ready to run. labels: the names of phases, to which column LABEL refers."""
 
     model: ModelTables
     sizes: Sizes
@@ -139,8 +139,6 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
 
 
 def _widest(table: np.ndarray, matrices: np.ndarray) -> tuple[int, int, int, int, int, int]:
-    """Return the fields of `Sizes` from `widest_input` on."""
-
     def largest(values: np.ndarray) -> int:
         return int(values.max(initial=0))
 
@@ -153,7 +151,7 @@ def _widest(table: np.ndarray, matrices: np.ndarray) -> tuple[int, int, int, int
 
 
 def _needed(program: Program, weights: PackedWeights) -> list[Op]:
-    """Return the program's operations without needless QUANTISE operations. A product with a float matrix needs none."""
+    """Return the program's operations. Leave out a QUANTISE operation if only float matrices read its buffer."""
     matrices = weights.arrays.matrices
     reading = [op for op in program.ops if op.codes and matrices[weights.matrices[op.first_matrix], KIND] == CODES]
     wanted = {id(op.codes) for op in reading}
@@ -161,10 +159,10 @@ def _needed(program: Program, weights: PackedWeights) -> list[Op]:
 
 
 def _slots(ops: Sequence[Op]) -> tuple[dict[int, int], int]:
-    """Assign a slot to each QUANTISE operation. Return the slots' offsets, by the operation's `id`, and their total
+    """Assign a slot of scratch memory to each QUANTISE operation, for its codes. Return offsets by `id`, and the total
     size.
 
-    A slot holds the codes until the last operation that reads them. Then the next QUANTISE operation can use the slot.
+    A slot is in use until the last operation that reads the codes. Then another QUANTISE operation can use the slot.
     """
     last_read = {id(op.codes): number for number, op in enumerate(ops) if op.codes is not None}
     slots: dict[int, int] = {}
@@ -199,7 +197,7 @@ def _fill_phase_columns(table: np.ndarray, ops: Sequence[Op]) -> None:
 
 
 def _offsets(widths: Sequence[int], step: int) -> tuple[list[int], int]:
-    """Place parts of these widths one after another, each rounded up to a multiple of `step`.
+    """Place parts of these widths one after another. Widths are rounded up to a multiple of `step`.
 
     Returns the offset of each part, and the total size.
     """

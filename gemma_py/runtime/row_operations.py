@@ -51,7 +51,7 @@ def panels_of_codes(model, number):
 
 @inlined
 def _embed(model, op, token, y, at, unpacked):
-    """Compute y[at : at + D] = factor * (row of the matrix for the token, or row 0 if the matrix has no row for the token)."""
+    """Compute y[at : at + D] = factor * (the token's row of the matrix). A token beyond the last row has row 0."""
     number, factor = op[p.MATRIX], model.numbers[op[p.NUMBER]]
     row = model.weights.matrices[number]
     N, K = row[w.ROWS], row[w.INPUTS]
@@ -66,7 +66,7 @@ def _embed(model, op, token, y, at, unpacked):
 
 @inlined
 def _store_row(op, keys, values, capacity, position, k, v, t):
-    """Copy row t of k and v, [T, G, E], to the position's row in `keys` and `values`, [G, capacity, E]."""
+    """Copy row t of k and v, [T, G, E], to the row of the token's position in `keys` and `values`, [G, capacity, E]."""
     G, E = op[p.KV_HEADS], op[p.WIDTH]
     for g in range(G):
         to, source = (g * capacity + position % capacity) * E, (t * G + g) * E
@@ -77,7 +77,7 @@ def _store_row(op, keys, values, capacity, position, k, v, t):
 
 @inlined
 def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, last):
-    """Apply one row operation to rows first .. last - 1. For STORE, these rows must belong to the sequence `sequence`."""
+    """Apply one row operation to rows first .. last - 1. For STORE, all of these rows must be of one sequence, `sequence`."""
     kind, heads, width = op[p.OP], op[p.HEADS], op[p.WIDTH]
     rows, positions = batch.rows[op[p.ROWS_OF]], batch.positions[op[p.ROWS_OF]]
     (x,) = buffer_of(batch, scratch, op[p.SOURCE], heads * width)
@@ -162,6 +162,6 @@ def trace_operation(op, scratch, batch, trace, first, last):
         trace_rows(trace, op[p.TRACE], rows, values, op[p.KV_HEADS] * op[p.WIDTH], first, last)
     elif (
         op[p.OP] != o.ROPE_TABLE and op[p.OP] != o.TAKE
-    ):  # these outputs are not traced: cosines and sines, and rows that TAKE copies, because they were traced before
+    ):  # cosines and sines are not traced; nor are rows that TAKE copies, because the copied rows were traced before
         (made,) = buffer_of(batch, scratch, op[p.TARGET], width)
         trace_rows(trace, op[p.TRACE], rows, made, width, first, last)

@@ -27,7 +27,7 @@ CHUNK = 512  # the default number of prompt tokens per pass
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """The tokens of one sequence in a pass. logits: how many of the last tokens need logits."""
+    """The tokens of one sequence in a pass. logits: for how many of the last tokens to return logits."""
 
     cache: Cache
     tokens: list[int]
@@ -177,7 +177,7 @@ class Runner:
 
 
 def _batch(inputs: Sequence[SequenceInput], buffers: np.ndarray) -> Batch:
-    """Return the arguments of the kernel for these inputs, whose rows are in the order of the inputs."""
+    """Return the arguments of the kernel. Rows are in the order of the inputs."""
     T = sum(len(entry.tokens) for entry in inputs)
     rows, positions = np.zeros((2, T), np.int64), np.zeros((2, T), np.int64)
     segments, counts = np.empty((2, len(inputs), 3), np.int64), np.zeros((2, 2), np.int64)

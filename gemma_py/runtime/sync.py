@@ -60,16 +60,14 @@ def is_intact(cells):
 
 @inlined
 def progress(cells, worker):
-    """Count a step of this worker. A kernel calls this in long work without claims and waits, because it would look
-    stalled otherwise.
-    """
+    """Count a step of this worker. A kernel must call this in long work without claims and waits, or it would look stalled."""
     _advance(cells, worker)
     return is_intact(cells)
 
 
 @inlined
 def fail(cells, worker):
-    """Break the run and record this worker as the cause. Returns False, so that a kernel can `return fail(cells, worker)`."""
+    """Break the run and record this worker as the cause. Return False, for kernels to `return fail(cells, worker)`."""
     compare_exchange(cells.shared, BROKEN, 0, worker + 1)
     return False
 
@@ -116,11 +114,11 @@ def claim_any(cells, worker, index, tiles):
 
 @inlined
 def _wait_above(cells, worker, why, line, index, bound):
-    """Wait until line[index] exceeds `bound`. The value of this cell never decreases.
+    """Wait until the cell line[index] exceeds `bound`. The value of this cell never decreases.
 
     why: the reason for the wait, which is stored in the cell WAITING.
 
-    WAITING is set only after `_SPINS` spins. Most waits are shorter, and so avoid a store to a cell that the team
+    The reason is stored only after `_SPINS` spins. Most waits end before, and so need no store to a cell that the team
     reads.
     """
     if cells.times.shape[0] > 0:

@@ -6,7 +6,7 @@ not compute. It watches the workers, so that Ctrl-C works during a long prefill 
 A long phase alone is no sign of a stall, because a phase may take minutes on a slow machine. Therefore every worker
 counts its steps: claimed tiles, finished waits and entered phases. The team fails a run in two cases:
 - Stall: one worker neither waits nor makes a step for longer than the patience, while another worker waits or has
-  finished. A worker that is alone in its team stalls without the second condition.
+  finished. If a team has only one worker, the second condition does not apply.
 - Deadlock: every worker waits or has finished, and no worker makes a step for longer than the patience.
 The patience is the fraction _PATIENCE of the deadline, counted in ticks of the watching thread. While the process is
 suspended, the watching thread is suspended too, so no ticks are counted. Compilation does not count as a stall.
@@ -50,8 +50,8 @@ from gemma_py.runtime.cells import (
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.profile import lines_needed
 
-# Fractions of the deadline: after which time without a step a worker counts as stalled, how long the other workers may
-# then take to leave the run, and how often the calling thread looks at the workers.
+# Fractions of the deadline. They are the time without a step after which a worker counts as stalled, the time that other
+# workers then have to leave the run, and the interval at which the calling thread looks at the workers.
 _PATIENCE, _GRACE, _TICK = 0.7, 0.2, 0.02
 _NO_INSTRUMENTS = Instruments()
 _NOT_IEEE = "the thread inherited a floating-point mode that flushes subnormals to zero or does not round to nearest"
@@ -107,9 +107,7 @@ class _Run:
 
 
 class _WorkerThread(threading.Thread):
-    """A worker thread with an inbox of runs. It has no reference to the team, because the team could then never be
-    garbage-collected.
-    """
+    """A worker thread with an inbox of runs. It has no reference to the team, so that the team can be garbage-collected."""
 
     def __init__(self, number: int) -> None:
         self.inbox: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
@@ -146,7 +144,7 @@ class _Watch:
         self.left: set[int] = set()
 
     def tick(self, elapsed: float) -> tuple[int, str] | None:
-        """Look at the workers after `elapsed` seconds. If one has stalled, return it and a description, else None."""
+        """Look at the workers after `elapsed` seconds. Return a stalled worker and a description, or None."""
         if global_compiler_lock.is_locked():  # workers make no steps while a kernel is compiled or loaded
             return None
         steps = [int(self._own[worker * LINE + PROGRESS]) for worker in range(self._workers)]
@@ -215,7 +213,7 @@ class Team:
         """Call the kernel on every worker and return the final watermarks.
 
         watermarks: the initial values. counters: the number of tile counters that the kernel claims from.
-        keep_alive: an object that stays referenced while any worker, even a stalled one, may use its memory.
+        keep_alive: an object to which the run keeps a reference while any worker, even a stalled one, may use its memory.
 
         Raises WorkerError if a worker fails or stalls. The error is chained to the worker's exception, if there is one. The
         team can be used again afterwards. The results of a failed run are invalid, and the arrays of the run may be used
@@ -242,7 +240,7 @@ class Team:
                 self._watch(run, threads, watch)
             except BaseException as error:
                 run.break_run(0)
-                self.settled = False  # in case an exception interrupts the next line
+                self.settled = False  # this is the value if an exception interrupts the next line
                 self.settled = self._wait_for_workers(run, watch.left, error)
                 raise
             if profile is not None:

@@ -17,7 +17,7 @@ UNTRACED = -3750763034362895579  # the offset basis of 64-bit FNV-1a, as a signe
 class Trace(NamedTuple):
     """The hashes of a pass, and the workers that computed the hashed rows. If the arrays are empty, nothing is traced.
 
-    If several workers compute parts of a row, `workers` has the one that recorded itself last.
+    If several workers compute parts of a row, `workers` has the worker that was recorded last.
     """
 
     hashes: np.ndarray  # int64 [layers * labels, T], UNTRACED before the pass
@@ -48,7 +48,7 @@ def hash_word(digest, word):
 
 @inlined
 def trace_rows(trace, at, tokens, x, width, first, last):
-    """Update the hashes in row `at` of the trace with rows first .. last - 1 of x. Row t of x belongs to token tokens[t]."""
+    """Update the hashes in row `at` of the trace with rows first .. last - 1 of x. Row t of x is that of tokens[t]."""
     for t in range(first, last):
         token = tokens[t]
         for i in range(t * width, (t + 1) * width):

@@ -73,7 +73,7 @@ class Acceptor:
             connecting.add_done_callback(self._connecting.discard)
 
     def _wait(self, why: str) -> None:
-        """Stop watching the listening socket for a moment. Otherwise connections that cannot be accepted yet would wake the
+        """Stop watching the listening socket for a moment. A connection that cannot be accepted would otherwise wake the
         event loop endlessly.
         """
         self._loop.remove_reader(self._listening)

@@ -76,7 +76,8 @@ class App:
             middleware=[counter, *([cors] if origins else []), auth],
             exception_handlers=handlers,
         )
-        # The reply is 404 instead, because many clients do not follow the redirect of a POST.
+        # Starlette would redirect such requests, but many clients do not follow the redirect of a POST. They get a 404
+        # instead.
         made.router.redirect_slashes = False
         return made
 
@@ -103,7 +104,7 @@ class App:
 
     @contextlib.contextmanager
     def _admission(self) -> Iterator[None]:
-        """Count a request as admitted while it is handled. If there are too many, refuse it before its body is read."""
+        """Count a request as admitted while it is handled. If too many are admitted, refuse it without reading its body."""
         if self.ending:
             raise ApiError(503, "The server is shutting down.", None, "server_ending", 10.0)
         health = self.service.scheduler.health()

@@ -58,7 +58,9 @@ class Keys:
         return bool(self._digests)
 
     def hold(self, key: bytes) -> bool:
-        """Return whether a key is valid. All invalid keys take equally long to check, so that response times reveal no key."""
+        """Return whether a key is valid. The time of the check does not depend on the key, because response times could
+        reveal it.
+        """
         given = _digest(key)
         return sum(hmac.compare_digest(given, digest) for digest in self._digests) > 0
 

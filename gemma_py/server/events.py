@@ -15,9 +15,7 @@ ChoiceEvent = tuple[int, Event]  # the index of a choice, and an event of that c
 
 
 class EventQueue:
-    """Submits the choices of an HTTP request to the scheduler and queues their events. `close` cancels those that still
-    run.
-    """
+    """Submits the choices of an HTTP request to the scheduler, and queues their events. `close` cancels unfinished choices."""
 
     def __init__(
         self, scheduler: BaseScheduler[Any, Any], job: Job, metrics: Metrics, loop: asyncio.AbstractEventLoop
@@ -46,7 +44,7 @@ class EventQueue:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
     def fail(self, error: GemmaError) -> None:
-        """Queue an error, in place of a scheduler that has failed or hangs. Call this in the event loop."""
+        """Queue an error. Called in the event loop, if the scheduler has failed or hangs."""
         self._queue.put_nowait((0, Failed(error)))
 
     async def get(self, seconds: float | None = None) -> list[ChoiceEvent]:

@@ -83,7 +83,7 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 async def client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # no client receives this response; the metrics count its status
+    return Response(status_code=499)  # the client has disconnected; only the metrics use this
 
 
 async def unexpected_error(request: Request, error: Exception) -> Response:

@@ -23,12 +23,12 @@ from gemma_py.server.protocol import LimitedProtocol
 
 MAX_HEADERS = 32 << 10  # bytes
 _SEND_BUFFER = 256 << 10  # bytes of each connection's send buffer in the kernel
-# Connections for which there is room besides those of admitted requests, for /health and for responses with status 429.
+# The number of connections in addition to those of admitted requests. They serve /health, and responses with status 429.
 _SPARE_CONNECTIONS = 8
-# The engine counts as failed after so many failed health checks in a row, 0.1 s apart. A few checks also fail when the
+# The engine counts as failed after this many failed health checks in a row, 0.1 s apart. A few checks also fail when the
 # process is resumed after SIGSTOP.
 _UNHEALTHY_TICKS = 20
-_LAST_SECONDS = 5.0  # after the deadline of a shutdown, seconds for sending errors to clients
+_LAST_SECONDS = 5.0  # the time for sending errors to clients, in seconds after the deadline of a shutdown
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -36,7 +36,7 @@ def bind(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        # create_server appends the address to its error. The address is removed, because the message below has it too.
+        # create_server appends the address to its error. Remove it, because the message below has it too.
         reason = (error.strerror or str(error)).partition(" (while attempting")[0]
         raise InputError(f"cannot listen on {host}, port {port}: {reason}") from None
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted connections inherit this size
@@ -44,7 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address(listening: socket.socket) -> str:
-    """Return the server's URL, as a browser on this machine needs it."""
+    """Return the URL at which a browser on this machine finds the server."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -78,9 +78,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGTERM and SIGINT. uvicorn would raise a handled signal again, and SIGTERM would then not give exit code
-        0.
-        """
+        """Handle SIGTERM and SIGINT so that SIGTERM gives exit code 0. uvicorn would raise a handled signal again."""
         numbers = (signal.SIGTERM, signal.SIGINT)
         try:
             before = {number: signal.signal(number, self.handle_exit) for number in numbers}
@@ -130,7 +128,7 @@ class Server(uvicorn.Server):
         stats = scheduler.stats()
         self._ending(stats.running + stats.waiting)
         drained = asyncio.to_thread(scheduler.drain, self._drain)
-        # This timer fires only if the engine hangs. If it does not, every request has ended before.
+        # This timer matters only if the engine hangs. Otherwise every request has ended by then.
         late = ComputationError("the engine did not finish the request before the server shut down")
         failing = asyncio.get_running_loop().call_later(self._drain + _LAST_SECONDS / 2, self._app.fail, late)
         self.cut_off, _ = await asyncio.gather(drained, super().shutdown(sockets))

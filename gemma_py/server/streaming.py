@@ -16,7 +16,7 @@ from gemma_py.server.events import EventQueue
 from gemma_py.server.openai.builders import ResponseBuilder
 from gemma_py.server.openai.errors import api_error
 
-KEEP_ALIVE_SECONDS = 10.0  # after so many seconds without an event, a stream sends a keep-alive comment
+KEEP_ALIVE_SECONDS = 10.0  # after this many seconds without an event, a stream sends a keep-alive comment
 
 
 class EventStream(StreamingResponse):
@@ -74,7 +74,7 @@ async def whole_response(builder: ResponseBuilder, queue: EventQueue) -> Respons
         for index, event in await queue.get():
             for _ in builder.take(index, event):
                 pass
-    # In a thread, because the numbers of many embeddings take long to write, and other requests would wait.
+    # Encode in a thread, because encoding many embeddings takes long, and other requests would wait.
     return await run_in_threadpool(lambda: JSONResponse(builder.document()))
 
 

@@ -1,12 +1,12 @@
-"""Masks, which show what in a rendered prompt is text of messages, and what is the template's own text.
+"""Masks, which tell the text of messages from the template's own text in a rendered prompt.
 
 A template is rendered twice. In the first rendering, each character of a message's text, except white space, is replaced by
-a code point of Unicode's private-use planes. In the second rendering, only the delimiters are replaced: the characters with
-which a control token begins or ends. So a control token that a message spells is in neither rendering. If the two
-renderings differ in more than the replaced characters, the template changes or inspects the letters of messages.
+a code point of Unicode's private-use planes. In the second rendering, only the delimiters are replaced, which are the
+characters with which a control token begins or ends. So if a message spells a control token, neither rendering contains it.
+If the renderings differ in more than the replaced characters, then the template changes or inspects the text of messages.
 
-Everything else that a client sends is tools, calls and their names, keys and arguments. Templates sort these keys and
-compare types, so only the delimiters are replaced there, in both renderings.
+Besides texts, a client sends tools, and calls with names, keys and arguments. Templates sort these keys and compare types.
+Therefore only their delimiters are replaced, in both renderings.
 """
 
 import json
@@ -18,10 +18,10 @@ import numpy as np
 
 from gemma_py.errors import InputError
 
-# Where masks begin. Plane 15 is for the texts of systems, users and tools, and plane 16 for the texts of the model. The
+# The first code points of masks. Plane 15 is for texts of systems, users and tools, plane 16 for texts of the model. The
 # last 256 code points of plane 16 are for delimiters.
 _OTHERS, _ANSWERS, _DELIMITERS, _END = 0xF0000, 0x100000, 0x10FF00, 0x110000
-_ROOM = 0xFF00  # the number of code points for the letters of one plane
+_ROOM = 0xFF00  # the number of code points of one plane that are used for letters
 _PRIVATE = re.compile(f"[{chr(_OTHERS)}-{chr(_END - 1)}]")
 _MASKED = f"{chr(_OTHERS)}-{chr(_END - 1)}"
 MESSAGE = re.compile(rf"([{_MASKED}](?:[\s{_MASKED}]*[{_MASKED}])?)")
@@ -81,8 +81,7 @@ class Masks:
     def _mask(self, plane: int, texts: list[tuple[dict[str, Any], str]]) -> None:
         """Mask the texts of one plane in place.    texts: (the message, the name of the field)
 
-        A single numpy call masks all texts, because a Python loop over the characters of a long conversation would delay
-        each turn.
+        One numpy call masks all texts. A Python loop over the characters of a long conversation would delay each turn.
         """
         codes = characters("".join([message[name] for message, name in texts]))
         distinct = np.unique(codes)

@@ -1,6 +1,6 @@
 """The control tokens with which a model marks its thoughts and its tool calls, by family.
 
-    Gemma 4          <|channel>thought\n...<channel|>  <|tool_call>call:NAME{place:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
+    Gemma 4          <|channel>thought, newline, ...<channel|>  <|tool_call>call:NAME{place:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
     FunctionGemma    <start_function_call>call:NAME{place:<escape>Rome<escape>,days:[1,2]}<end_function_call>
 
 The vocabulary decides which notation a model has. Marks are recognised by their ids, so text that only spells a mark is
@@ -32,8 +32,8 @@ class Marks:
         return replace(self, call=None)
 
     def thought_begins(self, prompt: Sequence[int]) -> int | None:
-        """Return where the thought begins that the end of the prompt is part of. None if the prompt does not end in a
-        thought.
+        """Return where the thought begins in which the prompt ends. If the prompt does not end within a thought, return
+        None.
         """
         if self.channel is None:
             return None
@@ -51,7 +51,7 @@ _FUNCTION_GEMMA = None, ("<start_function_call>", "<end_function_call>"), "<esca
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks | None:
-    """Return the marks of the notation whose control tokens the vocabulary contains. None if it contains no notation's."""
+    """Return the marks of the notation for which the vocabulary has control tokens, or None."""
 
     def pair(names: tuple[str, str]) -> tuple[int, int] | None:
         start, end = (tokenizer.token_id(name) for name in names)
@@ -68,7 +68,7 @@ _GEMMA4_ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of Gemma 4's tokens that end an answer, or an empty set for other models.
+    """Return the ids of Gemma 4's tokens that end an answer. For other models, return an empty set.
 
     These tokens end a text or a turn, or mark the place for the result of a tool call. They are found by name, because GGUF
     files of Gemma 4 list only some of them as end tokens.

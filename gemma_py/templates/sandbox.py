@@ -25,13 +25,15 @@ import jinja2.sandbox
 import jinja2.utils
 
 MEMORY = 1 << 30  # bytes of address space
-# The most CPU time for a request, which matters only if the parent process has died and cannot stop the rendering.
+# The most CPU time for a request. The parent stops a rendering earlier, so this limit matters only if the parent has died.
 SECONDS = 10
 OUTPUT = 64 << 20  # the most characters of a rendered prompt
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %} around assistant text, which only training uses. Rendering copies the text."""
+    """The tag {% generation %}, with which templates mark assistant text for training. Rendering copies the text inside the
+    tag.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -67,7 +69,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _render(request: dict[str, Any]) -> list[str]:
-    now = datetime.datetime.now()  # read only once, because all renderings of a request must have one date
+    now = datetime.datetime.now()  # read once, because all renderings of a prompt must have the same time
     template = _compiled(request["template"])
     texts = []
     for messages in request["conversations"]:
@@ -98,7 +100,7 @@ def _allow(seconds: int) -> None:
 
 
 def main() -> None:
-    # Makes jinja2 import modules that it would import later, when files cannot be opened.
+    # This makes jinja2 import modules now that it would otherwise import later, when no file can be opened.
     _compiled("{{ 'a' | trim }}").render()
     _limit()
     for line in sys.stdin.buffer:

@@ -29,19 +29,19 @@ from gemma_py.formats.files import parse_json, read_text
 from gemma_py.templates.masks import MESSAGE, OF_OTHERS, Masks
 from gemma_py.tokenizer import Tokenizer
 
-# Role and content; also reasoning_content; also tool_calls, tool_call_id and name, if there are tools.
+# the keys are role, content and reasoning_content, and with tools also tool_calls, tool_call_id and name
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's format
 ROLES = ("system", "user", "assistant")
 _SECONDS = 5.0  # the time limit for rendering a prompt
-_STARTING = 30.0  # more seconds for the first prompt, because the rendering process has to start
+_STARTING = 30.0  # additional seconds for the first prompt, because the rendering process has to start
 _LARGEST_ANSWER = 1 << 30  # the most bytes read from the rendering process
 
 
 class Piece(NamedTuple):
     """A part of a prompt.
 
-    control: whether the template wrote the text, so that control tokens in it are recognised.
+    control: whether control tokens in the text are recognised, because the template wrote the text.
     answer: whether the text is an answer of the model.
     """
 
@@ -214,8 +214,8 @@ def choose(
     """Return the wanted template: `gemma`, `gemma4`, `transcript` or a file. By default, return the checkpoint's own
     template.
 
-    If the checkpoint has no template, the vocabulary decides. <end_of_turn> as an eos token means Gemma's turns, <turn|>
-    means Gemma 4's turns. Without either, return a transcript.
+    For a checkpoint without a template, the tokens that end a text decide: with <end_of_turn>, the template is Gemma's
+    turns; with Gemma 4's end of a turn, it is Gemma 4's turns; otherwise, it is a transcript.
     """
     if isinstance(wanted, str) and wanted in BUILT_IN:
         return BUILT_IN[wanted]
@@ -234,7 +234,7 @@ def choose(
 
 @dataclass
 class Encoded:
-    """The tokenised texts of the last prompt, which the next turn looks up instead of tokenising them again.
+    """The tokenised texts of the last prompt. The next turn finds its earlier texts here and need not tokenise them.
 
     texts: the ids of texts without control tokens.
     parts: for each text that a template wrote, the result of `Tokenizer.control_parts`.
@@ -252,13 +252,13 @@ def encode(
 ) -> list[int]:
     """Return the token ids of the pieces, with one bos token in front.
 
-    known: the ids of earlier answers as the model generated them, by the stripped text of the answer. Tokenising the text
-    again could give other ids, which would not match the KV cache.
-    encoded: the tokenised texts of the last prompt, which are replaced by those of this prompt.
+    known: for the stripped text of an earlier answer, the ids that the model generated. Tokenising the text could give
+    other ids, which would not match the KV cache.
+    encoded: the tokenised texts of the last prompt. This function replaces them by those of this prompt.
     """
     before, used = encoded or Encoded(), Encoded()
-    # texts[i] is a text without control tokens, and following[i] has the ids after this text. These loops run over all
-    # messages of a long conversation at each turn, so they call few functions.
+    # texts[i] is a text without control tokens, and following[i] is the list of ids after this text. These loops run over
+    # all messages of a long conversation at each turn, so they call few functions.
     texts: list[str] = []
     following: list[Sequence[int]] = []
     text = ""
@@ -380,8 +380,8 @@ class _Renderer:
         if self._process is None or self._process.poll() is not None:
             self.kill()
             program = str(Path(__file__).with_name("sandbox.py"))
-            # -P keeps the program's directory out of sys.path. The new process group keeps Ctrl-C from reaching the
-            # process.
+            # With -P, the program's directory is not in sys.path. With a process group of its own, the process does not get
+            # Ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, process_group=0,

@@ -15,14 +15,15 @@ from typing import Any
 from gemma_py.errors import ToolError
 from gemma_py.tokenizer import Tokenizer
 
-_QUOTE = "\ud800"  # stands for the mark around strings; as half a surrogate pair, it cannot be in decoded text
+# Stands for the mark around strings. Decoded text cannot contain this character, which is half a surrogate pair.
+_QUOTE = "\ud800"
 _CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
 _DEEPEST = 64
 
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call. id: the name by which the call's result refers to the call. arguments: JSON text, as in OpenAI's format."""
+    """A tool call. id: by this text, the call's result refers to the call. arguments: JSON text, as in OpenAI's format."""
 
     id: str
     name: str
@@ -33,9 +34,9 @@ class Call:
 
 
 def read_call(ids: Sequence[int], quote: int, tokenizer: Tokenizer) -> Call | None:
-    """Parse the tokens between the marks of a call. An invalid call gives None.
+    """Parse the tokens between the marks of a call. If the call is invalid, return None.
 
-    quote: the id of the mark around strings. If other tokens spell the mark, it is part of a string.
+    quote: the id of the mark around strings. Other tokens may spell this mark; they are part of a string.
     """
     strings: list[list[int]] = [[]]
     for token in ids:
@@ -144,7 +145,7 @@ def declarations(tools: Any) -> list[dict[str, Any]]:
 
 
 def calls_and_results(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each message in OpenAI's format, its fields about tools in the form that chat templates expect.
+    """Return, for each message in OpenAI's format, its fields about tools, as chat templates expect them.
 
     An assistant message gets tool_calls, and a tool message gets the name of the called function and the id of the call. An
     invalid field raises ToolError.

@@ -1,8 +1,8 @@
-"""Use of the `tokenizers` package, which parses tokenizer.json and checks the tables that this package builds.
+"""Use of the `tokenizers` package, which parses tokenizer.json and checks the tables that this program builds.
 
 Loading Gemma's vocabulary with the package takes 1.4 s and 350 MB. So the package is used only at the first start with a
-model, to build the tables. Some settings make the package abort the whole process, which no `except` can prevent. Therefore
-the package is given only settings that Gemma's files have (see sources.py).
+model. Some settings make the package abort the whole process, which no `except` can prevent. Therefore the package is given
+only settings that Gemma's files have (see sources.py).
 """
 
 import json
@@ -29,9 +29,7 @@ def package_from_document(document: dict[str, Any], where: str) -> Any:
 
 
 def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
-    """Return the package's tokenizer for a vocabulary. GGUF files have no tokenizer.json, so a document is made for the
-    package.
-    """
+    """Return the package's tokenizer for a vocabulary of a GGUF file, which has no tokenizer.json."""
     import tokenizers
 
     pieces = vocabulary.pieces
@@ -52,7 +50,7 @@ def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
 
 
 def certified(tables: Tables, package: Any, where: str) -> Tables:
-    """Return the tables after a check: they must encode the corpus and every added token to the package's ids.
+    """Return the tables, after checking that they give the package's ids for the corpus and for every added token.
 
     Any difference raises TokenizerError.
     """

@@ -29,9 +29,9 @@ _NEWLINE_SPLITS = [
     {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     for pattern in (NEWLINE_SPLIT, r"[^\n]+|[\n]+", r"\n+", r"[\n]+")
 ]
-# The pipelines in Gemma's tokenizer.json files, which tokenizer.py implements. The pre-tokenizer _SPLIT has no effect,
-# because the normalizer leaves no space to split at. If a file has another pipeline, the file is rejected before the
-# tokenizers package reads it.
+# The pipelines in Gemma's tokenizer.json files, which tokenizer.py implements. A file with another pipeline is rejected
+# before the tokenizers package reads it. The pre-tokenizer _SPLIT has no effect, because the normalizer leaves no space to
+# split at.
 _PIPELINES: dict[str, tuple[Any, ...]] = {
     "normalizer": (_REPLACE, {"type": "Sequence", "normalizers": [_REPLACE]}),
     "pre_tokenizer": (None, _SPLIT, *_NEWLINE_SPLITS),
@@ -91,8 +91,8 @@ def _added(pieces: list[str], kinds: list[int]) -> list[tuple[int, str, bool]]:
 
 
 def _scored_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
-    """Return the vocabulary of Gemma 1 to 3. Merges are computed from pieces, types and scores, as the converters from
-    SentencePiece do.
+    """Return the vocabulary of Gemma 1 to 3. As in converters from SentencePiece, merges follow from pieces, types and
+    scores.
 
     Every split of a piece into two other pieces is a merge. Merges are ordered by the score of the merged piece, highest
     first, but user-defined pieces (runs of white space) come before all others. Merges with equal scores are ordered by the
@@ -104,8 +104,7 @@ def _scored_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
         raise TokenizerError(f"{path}: tokenizer.ggml.scores has NaN or infinite elements")
     kinds = [_CONTROL if is_gemma_control(t) else kind for t, kind in zip(tokens, types.tolist(), strict=True)]
     rank = np.where(types == _USER_DEFINED, 0, scores).tolist()
-    # In a text, "▁" replaces spaces before pieces are merged. A user-defined piece may contain spaces, so "▁" replaces them
-    # too.
+    # Spaces of a text are replaced by "▁" before pieces are merged, so spaces in user-defined pieces are replaced too.
     pieces = [t.replace(" ", "▁") if kind == _USER_DEFINED else t for t, kind in zip(tokens, kinds, strict=True)]
     find = _numbered(path, pieces).get
     merges = []
@@ -155,7 +154,7 @@ def _ranked_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     return Vocabulary(pieces, merges, _added(pieces, kinds), split_newlines=True)
 
 
-# The function that reads the vocabulary, by the value of tokenizer.ggml.model.
+# For each value of tokenizer.ggml.model, the function that reads such a vocabulary.
 _VOCABULARIES = {"llama": _scored_vocabulary, "gemma4": _ranked_vocabulary}
 
 
@@ -164,7 +163,7 @@ def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
 
 
 def appends_token(path: Path) -> bool:
-    """Return whether a tokenizer.json appends a token, such as eos, to every text. Its post-processor says so."""
+    """Return whether a tokenizer.json appends a token, such as eos, to every text, according to its post-processor."""
     document = read_json(path, _LARGEST_JSON)
     processor = document.get("post_processor") if isinstance(document, dict) else None
     parts = processor.get("single") if isinstance(processor, dict) else None

@@ -18,7 +18,7 @@ _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
 
 class _Added:
-    """A set of added tokens, which can find its tokens in a text."""
+    """A set of added tokens, and how to find them in a text."""
 
     def __init__(self, tokens: dict[str, int]) -> None:
         self._ids = tokens
@@ -141,7 +141,7 @@ class Tokenizer:
         return "".join(text)
 
     def final_prefix(self, ids: Sequence[int]) -> int:
-        """Return how many ids, counted from the first, have text that no later id can change.
+        """Return how many of the first ids have text that no later id can change.
 
         Neighbouring byte tokens are decoded together, so one more byte can turn all of them into replacement characters.
         """

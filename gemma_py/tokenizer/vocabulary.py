@@ -32,7 +32,7 @@ OLD_SUFFIX = ".vocab"  # the suffix of cache files in an old format that is no l
 def is_control(content: str, special: bool) -> bool:
     """Return whether an added token is a control token. User text must never be encoded to a control token.
 
-    Even a token that is not marked special is a control token, unless it is a run of white space or an HTML tag.
+    All added tokens are, except runs of white space and HTML tags that are not marked special.
     """
     return special or _PLAIN.fullmatch(content) is None
 
@@ -116,8 +116,8 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
     # Leave out merges whose result is a control token, because ordinary text could otherwise be encoded to that token.
     omitted = [number for number, content, special in added if is_control(content, special)]
     if vocabulary.split_newlines:
-        # The tables do not split texts at runs of newlines. Leaving out the merges of a newline with another character has
-        # the effect of splitting.
+        # The tables do not split texts at runs of newlines. Without the merges of newlines with other characters, the ids
+        # are those of a split text.
         omitted += [number for number, piece in enumerate(pieces) if "\n" in piece and piece.strip("\n")]
     order = np.lexsort((np.arange(len(made)), right, left))
     order = order[~np.isin(made[order], omitted)]
@@ -184,7 +184,7 @@ def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
             _write(file, made)
     except OSError:
         return made  # the directory is read-only or the disk is full; the next start builds the tables again
-    return _read(path) or made  # prefer tables that are mapped from the file, because the built ones can then be freed
+    return _read(path) or made  # read the tables from the file, because memory-mapped tables take less memory
 
 
 def _write(file: BinaryIO, made: Tables) -> None:

@@ -45,7 +45,7 @@ class Checkpoint:
     source: Source
     chat_template: str | None
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
-    # For each part for images or sound, its number of tensors.
+    # for each part for images or sound, its number of tensors
     left_out: Mapping[str, int] = field(default_factory=dict)
     modules: Modules = field(default_factory=Modules)  # empty for GGUF
     cacheable: bool = (
@@ -66,7 +66,7 @@ class Checkpoint:
 
     @cached_property
     def text_end(self) -> int | None:
-        """The id of the eos token that the tokenizer appends to a text to embed, or None if it appends none."""
+        """The id of the eos token that the tokenizer appends to a text to embed, or None."""
         if self.format == "GGUF":
             wanted = Fields(str(self.path), self.metadata).flag("tokenizer.ggml.add_eos_token", False)
         else:
@@ -140,7 +140,9 @@ def _open_directory(path: Path) -> Checkpoint:
 
 
 def _text_model(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], Counter[str]]:
-    """Return the tensors of the text model and, for each other part of a multimodal checkpoint, the number of tensors."""
+    """Return the tensors of the text model. For every other part of a multimodal checkpoint, return the number of its
+    tensors.
+    """
     parts = {name: other_part(name) for name in tensors}
     text = {name: tensor for name, tensor in tensors.items() if parts[name] is None}
     return text, Counter(part for part in parts.values() if part is not None)
@@ -167,7 +169,7 @@ def _bos_token(path: Path) -> str:
 
 
 def _appends_eos(path: Path) -> bool:
-    """Return whether the tokenizer appends an eos token. tokenizer_config.json says so, or else tokenizer.json."""
+    """Return whether the tokenizer appends an eos token, according to tokenizer_config.json or else to tokenizer.json."""
     settings = Fields(str(path / "tokenizer_config.json"), _tokenizer_config(path))
     if settings.values.get("add_eos_token") is not None:
         return settings.flag("add_eos_token", False)

@@ -25,8 +25,8 @@ _LEGACY_POOLING = "pooling_mode_"
 class Modules:
     """What the files of sentence-transformers say.
 
-    dense: the weight [N, K] of each dense layer. prompts: by the name of a task, the text to put in front of a text.
-    default: the name of the prompt to use without a task, or None.
+    dense: the weight [N, K] of each dense layer. prompts: for each task, the text that precedes the user's text. default:
+    the name of the prompt to use without a task, or None.
     """
 
     dense: tuple[StoredTensor, ...] = ()
@@ -101,7 +101,9 @@ def _check_pooling(file: Path) -> None:
 
 
 def _dense(folder: Path) -> StoredTensor:
-    """Return the weight of a dense layer. A bias, an activation function or a residual connection raises an error."""
+    """Return the weight of a dense layer. If the layer has a bias, an activation function or a residual connection, raise
+    an error.
+    """
     config = _table(folder / "config.json")
     if config.flag("bias", True) or config.flag("use_residual", False):
         raise UnsupportedError(f"{config.where}: bias and use_residual should be false, but one of these is true")

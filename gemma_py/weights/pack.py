@@ -42,7 +42,7 @@ class PackedWeights:
     """Packed weights.
 
     matrices: the row of `arrays.matrices` for each matrix, by name. gains: the index in `arrays.gains` of each gain, by
-    name. tables: by name, the gathered tables, whose data stay in the checkpoint's file.
+    name. tables: the gathered tables by name. Their data stay in the checkpoint's file.
     """
 
     arrays: PackedArrays
@@ -67,7 +67,7 @@ PAGE = 4096
 
 
 class Arena(NamedTuple):
-    """The size of an arena: the number of values of dense matrices, and of experts' matrices.
+    """The size of an arena: the number of values of dense matrices, and the number of values of experts.
 
     If there are experts, the dense matrices are padded to whole pages.
     """
@@ -84,7 +84,7 @@ class Arena(NamedTuple):
 class PackingPlan:
     """The tables and arena sizes for a checkpoint, computed from the names, shapes and types of the tensors.
 
-    Plans fill the arenas with equal bytes if their tensors, the order of their matrices and LAYOUT are equal.
+    If two plans have equal tensors, an equal order of matrices and an equal LAYOUT, their arenas have equal bytes.
     """
 
     def __init__(self, weights: StoredWeights) -> None:
@@ -107,7 +107,7 @@ class PackingPlan:
 
     @cached_property
     def arenas(self) -> list[Arena]:
-        """The size of each arena. An unused arena has one value, because its address must be valid."""
+        """The size of each arena. An unused arena has one value, because it must have an address."""
         made = []
         for kind, dense, experts in zip(_TYPES, self._dense, self._of_experts, strict=True):
             step = PAGE // kind.itemsize if experts else 1

@@ -57,12 +57,13 @@ _LARGE = 1 << 30  # bytes; a file at least this large is announced before it is 
 _MARGIN = 1 << 30  # bytes that must stay free on the disk
 _BLOCK = 1 << 22
 _EXPERTS_BLOCK = 1 << 28  # bytes of experts to check at a time
-# Nanoseconds in which a change counts as recent, because some file systems round times of change to two seconds.
+# Nanoseconds after a change in which another change may have the same time, because some file systems round times to two
+# seconds.
 _FRESH = 2_000_000_000
 
 
 class _DamagedError(Exception):
-    """A cached file is not what this program would write. The message says how they differ."""
+    """A cached file is not exactly what this program would write. The message names the difference."""
 
 
 def packed_weights(
@@ -75,7 +76,7 @@ def packed_weights(
     start. Values are checked for NaN and infinity when the weights are packed.
     """
     plan = PackingPlan(checkpoint.stored_weights(quant))
-    for tensor in checkpoint.tensors.values():  # reading the gains has loaded pages of the file; release them
+    for tensor in checkpoint.tensors.values():  # release the pages of the file that were loaded to read the gains
         drop_pages(tensor.data)
     if not checkpoint.cacheable or sum(section.bytes for section in _sections(plan)) < _SMALLEST:
         return plan.packed(_in_memory(plan, checkpoint.path, progress))
@@ -116,7 +117,8 @@ def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[n
 class _Section(NamedTuple):
     """A part of an arena in the file: the matrices that every pass reads, or the matrices of experts.
 
-    first: the index of the section's first byte, counted from the first section. values: their number, without the padding.
+    first: the number of bytes before the section, counted from the first section. values: the number of values, without
+    padding.
     """
 
     name: str
@@ -191,7 +193,7 @@ def _checksum(data: np.ndarray, plan: PackingPlan, section: _Section) -> int:
 
 
 def _found_checksums(data: np.ndarray, plan: PackingPlan, recorded: str) -> list[int]:
-    """Compute the checksums of the sections in a file. Experts are not read: their checksum is taken from the header.
+    """Return the checksums of the sections in a file. They are computed, but for experts they are read from the header.
 
     recorded: the header's field with the checksums
     """
@@ -243,7 +245,8 @@ def _mapped(path: Path, plan: PackingPlan, key: bytes, progress: ReportProgress)
 def _check_experts(
     path: Path, data: np.ndarray, plan: PackingPlan, sums: Sequence[int], progress: ReportProgress
 ) -> None:
-    """Raise _DamagedError if a section of experts has a wrong checksum. If a record says that it was checked, do nothing.
+    """Raise _DamagedError if a section of experts has a wrong checksum. Sections that a record lists as checked are not
+    read.
 
     data: the bytes of the file. sums: the checksums in the header, in the order of the sections.
     """
@@ -269,10 +272,9 @@ def _check_experts(
 
 
 def _drop_from_page_cache(path: Path) -> None:
-    """Remove a file that was just written from the page cache, so that the next read loads the file anew.
+    """Remove a new file from the page cache, so that the next read loads it in huge pages, if the system supports them.
 
-    After writing, the page cache holds the file in small pages, which make decoding a fifth slower. Reading loads the file
-    in huge pages, if the system supports them.
+    After writing, the page cache holds the file in small pages, which make decoding a fifth slower.
     """
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
@@ -314,7 +316,7 @@ def _write(path: Path, plan: PackingPlan, key: bytes, source: Path, progress: Re
 
 
 def _fill(plan: PackingPlan, arenas: Sequence[np.ndarray], source: Path, progress: ReportProgress) -> None:
-    """Pack the matrices. Finished pages are dropped from memory, because the whole file may not fit into it."""
+    """Pack the matrices. Finished pages are dropped from memory, because the whole file may be larger than the memory."""
     what, done = f"packing the weights of {source.name}", 0
     total = sum(matrix.data.nbytes for matrix in plan.matrices)
     progress(what, done, total, "bytes")
@@ -327,7 +329,7 @@ def _fill(plan: PackingPlan, arenas: Sequence[np.ndarray], source: Path, progres
 
 
 def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> bytes:
-    """Return the sha256 of the plan's matrices. If the checkpoint's files are unchanged, a record on disk has it."""
+    """Return the sha256 of the plan's matrices. It is read from a record on disk if the checkpoint's files are unchanged."""
     tensors = list({matrix.tensor.name: matrix.tensor for matrix in plan.matrices}.values())
     shapes = [(tensor.name, tensor.type.name, tensor.shape, str(tensor.path)) for tensor in tensors]
     paths = sorted({tensor.path for tensor in tensors})
@@ -338,8 +340,8 @@ def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> 
         if re.fullmatch(rb"[0-9a-f]{64}\n", text):
             return bytes.fromhex(text.decode())
     key = _digest(tensors, progress)
-    # File systems round times of change, so two changes soon after each other may have equal times. Therefore no record is
-    # written for files that have just changed.
+    # File systems round times of change, so a file that changes twice within a short time may keep its time. Therefore no
+    # record is written for files that have just changed.
     latest = max(max(identity[3:]) for identity in before)
     if [_identity(path) for path in paths] == before and time.time_ns() - latest > _FRESH:
         # If the record cannot be written, the next start computes the sha256 again.

@@ -75,8 +75,8 @@ Matrix = FloatMatrix | CodeMatrix
 class StoredMatrix:
     """A matrix whose name and shape are checked, and whose values are still in the checkpoint's file.
 
-    first, count: for an expert's matrix, which of the tensor's rows it has: first .. first + count - 1. If count is None,
-    the matrix is the whole tensor.
+    first, count: for an expert's matrix, the rows of the tensor, first .. first + count - 1. For a whole tensor, count is
+    None.
     """
 
     tensor: StoredTensor
@@ -89,7 +89,7 @@ class StoredMatrix:
 
     @property
     def of_expert(self) -> bool:
-        """Whether this is an expert's matrix. A pass reads it only if the router has chosen the expert."""
+        """Whether this is an expert's matrix, which a pass reads only if the expert is chosen."""
         return self.count is not None
 
     @property
@@ -160,15 +160,16 @@ class GatheredTable:
 
 
 Stored = StoredMatrix | GatheredTable | np.ndarray  # an array is the gain of a norm, f32 [width]
-# By name. With tied embeddings, two names have one matrix. A gathered table is a StoredMatrix.
+# The weights by name. Tied embeddings are one matrix under two names. A gathered table is a StoredMatrix.
 Weights = Mapping[str, Matrix | StoredMatrix | np.ndarray]
 StoredWeights = Mapping[str, Stored]
 _WRAPPERS = re.compile(r"((?:language_)?model\.)*")  # prefixes of tensor names in multimodal checkpoints
-_IGNORED = (".rotary_emb.inv_freq",)  # tensors whose names end so are ignored, because no model uses them
+_IGNORED = (".rotary_emb.inv_freq",)  # tensors whose names have these endings are ignored, because no model uses them
 _OTHER_PARTS = ("vision_tower", "vision_model", "vision_embedder", "multi_modal_projector", "embed_vision", "audio_tower",
                 "embed_audio", "v", "a", "mm")  # fmt: skip
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
-DENSE = "dense."  # names of an embedding model's dense layers begin so; their tensors are in files of their own
+# The names of an embedding model's dense layers begin with this; the tensors are in files of their own.
+DENSE = "dense."
 
 
 @dataclass(frozen=True)
@@ -233,9 +234,10 @@ def hugging_face_source(
     where: str,
     unused: Collection[str] = (),
 ) -> Source:
-    """Return the source for safetensors. In a multimodal checkpoint, the names of the text model's tensors have a prefix.
+    """Return the source for safetensors.
 
-    The name of the embedding shows which prefix. The output head may have another prefix.
+    In a multimodal checkpoint, the names of the text model's tensors have a prefix, which is that of the embedding. The
+    output head may have another prefix.
     """
     by_own_name = {_without_wrappers(name): name for name in tensors}
     embedding = specs[EMBEDDING].hugging_face
@@ -255,7 +257,9 @@ def _without_wrappers(name: str) -> str:
 
 
 def other_part(name: str) -> str | None:
-    """Return to which part of a multimodal checkpoint a tensor belongs, such as "vision_tower". The text model is None."""
+    """Return the part of a multimodal checkpoint to which a tensor belongs, such as "vision_tower". For the text model,
+    return None.
+    """
     part = _without_wrappers(name).split(".")[0]
     return part if part in _OTHER_PARTS else None
 
@@ -284,7 +288,7 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
     used = {
         *source.names.values(),
         *source.unused,
-    }  # the head is listed too, because some files store tied embeddings twice
+    }  # includes the head, even of tied embeddings, because some files store the matrix twice
     for name in source.tensors:
         if name not in used and not name.endswith(_IGNORED):
             raise ConfigError(f"{source.where}: tensor {name!r:.80} is not part of the model that the config describes")
@@ -306,7 +310,7 @@ def read_weights(stored: StoredWeights) -> dict[str, Matrix | StoredMatrix | np.
 
 
 def matrices_of(stored: StoredWeights) -> list[StoredMatrix]:
-    """Return the matrices in the order in which they are packed. A tied embedding, which has two names, occurs once."""
+    """Return the matrices in the order in which they are packed. Tied embeddings, which have two names, occur once."""
     return list({id(part): part for part in stored.values() if isinstance(part, StoredMatrix)}.values())
 
 
@@ -357,7 +361,7 @@ def _differs(source: Source) -> bool:
 
 
 def stays_float(quant: str, tensor: StoredTensor) -> bool:
-    """Return whether the matrix cannot be quantised, because its rows are not whole blocks."""
+    """Return whether the matrix must stay float, because its rows are not whole blocks."""
     return len(tensor.shape) > 1 and tensor.shape[-1] % QUANTS[quant].block != 0
 
 

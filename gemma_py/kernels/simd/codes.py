@@ -81,8 +81,8 @@ def store_byte_planes(typing, array, index, value):
 def load_f16(typing, array, index):
     """Load the sixteen float16 in the 32 bytes from array[index] on, as f32. All sixteen must be finite.
 
-    The conversion uses integer operations and one exact subtraction, so it needs no float16 instructions. Scales are
-    often subnormal float16, but no operation has a subnormal operand, which would take a hundred cycles.
+    The conversion needs no float16 instructions, only integer operations and one exact subtraction. No operand is a
+    subnormal float, although scales are often subnormal float16. A subnormal operand would take a hundred cycles.
     """
     if not is_flat(array, types.int8):
         return None

@@ -35,10 +35,9 @@ def load_splat_pair_value(context, builder, array_type, array, index):
 
 
 def vnni_instruction(builder, instruction, a, b, total):
-    """Return total + a * b, computed by a VNNI instruction in inline assembly.
+    """Return total + a * b, computed by a VNNI instruction.
 
-    Inline assembly is needed, because LLVM would replace a chain of VNNI intrinsics by twice as many other
-    instructions.
+    The instruction is inline assembly. LLVM would replace a chain of VNNI intrinsics by twice as many other instructions.
     """
     kind = ir.FunctionType(i32x16.llvm, [i32x16.llvm] * 3)
     assembly = ir.InlineAsm(kind, f"{instruction} $2, $1, $0", "=v,v,v,0")
@@ -76,8 +75,8 @@ def dot_pairs_value(context, builder, a, b, total):
 def dot_pairs(typing, a, b, total):
     """Return total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] in each lane i.
 
-    On x86, the instruction pmaddwd is requested by name. LLVM does not find it by itself, and the plain products and
-    sums are four times slower.
+    On x86, LLVM is told to use the instruction pmaddwd. Without this, LLVM computes products and sums separately, which
+    takes four times as long.
     """
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: dot_pairs_value(context, builder, *args)
 

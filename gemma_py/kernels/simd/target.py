@@ -25,7 +25,7 @@ def assembly_of(target, source):
 def pair_instruction(triple, cpu, features):
     """Return (name, lanes) of LLVM's pmaddwd intrinsic for this target, or None on targets without pmaddwd.
 
-    Its registers are the widest in which LLVM adds integers on this target.
+    The intrinsic is that for the widest registers in which LLVM adds integers on this target.
     """
     if not triple.startswith("x86_64"):
         return None

@@ -57,7 +57,7 @@ def _splat_from(context, builder, kind, array, at):
 def row_offsets(typing, at, stride, rows, R):
     """Return the offsets of R rows, at + r * stride.
 
-    If there are fewer rows than R, namely `rows`, the last row's offset is repeated.
+    `rows` is the number of rows that are left. If it is less than R, the offset of the last row is repeated.
     """
     if not isinstance(R, types.IntegerLiteral):
         return None
@@ -233,9 +233,9 @@ def load_totals(typing, y, offsets, step, C):
 
 @intrinsic(prefer_literal=True)
 def prefetch_totals(typing, y, offsets, C):
-    """Prefetch, for writing, 16 C elements from y[offsets[r]] on, for each row r.
+    """Prefetch 16 C elements from y[offsets[r]] on, for each row r, because they will be written.
 
-    Fetching these cache lines from memory takes half as long as computing a tile, so it has to begin early.
+    Fetching these cache lines from memory takes half as long as computing a tile, so it should begin before.
     """
     if not isinstance(C, types.IntegerLiteral):
         return None

@@ -72,7 +72,6 @@ def load_partial(typing, array, index, count):
 
 @intrinsic
 def store_partial(typing, array, index, value, count):
-    """Store the first count <= 16 lanes of value to array[index : index + count]."""
     if not is_flat(array, types.float32):
         return None
 
@@ -150,8 +149,8 @@ def load_columns(typing, array, index, stride):
             value.align = align
             return value if stored == F32 else widen_bf16(builder, value, 4)
 
-        # Rows k and k + 4 are joined to a vector of 8 lanes, because later shuffles are faster if they move lanes only
-        # within 128 bits.
+        # Rows k and k + 4 are joined to a vector of 8 lanes. Then the later shuffles move lanes only within 128 bits, which
+        # is faster.
         by_eight = []
         for first in (0, 8):
             a, b, c, d = (shuffle(builder, row(first + k), row(first + k + 4), range(8)) for k in range(4))
@@ -180,7 +179,6 @@ def prefetch(typing, array, index):
 
 @intrinsic
 def splat(typing, value):
-    """Return a vector with a float or an int32 in all 16 lanes."""
     result = {types.float32: f32x16, types.int32: i32x16}.get(value)
     if result is None:
         return None
@@ -299,17 +297,17 @@ def sum_lanes(typing, a):
 
 
 def _reduced(builder, vectors, combine):
-    """Reduce the lanes of each of four vectors with `combine`. Any order will do, because integers are not rounded.
+    """Reduce the lanes of each of four vectors with `combine`. The order has no effect, because integers are not rounded.
 
-    Lanes 0, 4, 8 and 12 of the result hold the reduction of the first vector, lanes 1, 5, 9 and 13 that of the second,
-    and so on. Reducing four vectors together takes a third of the time of four separate reductions.
+    Lanes 0, 4, 8 and 12 of the result hold the reduction of the first vector, lanes 1, 5, 9 and 13 that of the second, and
+    so on. Reducing four vectors together takes a third of the time of four separate reductions.
     """
 
     def joined(x, y, firsts, seconds):
-        """Shuffle the lanes of x and y in two ways, and combine the two results.
+        """Combine two shuffles of the lanes of x and y.
 
-        `firsts` and `seconds` name the four lanes that come first in the two shuffles: i is lane i of x, and 16 + i is
-        lane i of y. The later lanes of a shuffle follow the same pattern, four lanes further on each time.
+        `firsts` and `seconds` give the first four lanes of the two shuffles: number i is lane i of x, and number 16 + i is
+        lane i of y. The next four lanes of a shuffle have these numbers plus 4, and so on.
         """
         lanes = ([lane + 4 * part for part in range(4) for lane in chosen] for chosen in (firsts, seconds))
         return combine(*(shuffle(builder, x, y, each) for each in lanes))

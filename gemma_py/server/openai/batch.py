@@ -27,12 +27,12 @@ from gemma_py.server.openai.errors import ApiError, api_error, checked
 from gemma_py.server.openai.service import Service
 
 _MAX_ROW = 64 << 20
-_HEALTH_SECONDS = 1.0  # after so many seconds without an event, the engine's health is checked
+_HEALTH_SECONDS = 1.0  # if there is no event for this many seconds, the engine's health is checked
 
 
 @dataclass(frozen=True)
 class InputRow:
-    """A request in the input file. start: the offset in bytes of its line. size: the length in bytes of its line."""
+    """A request in the input file. start: where its line begins, in bytes. size: the length of its line, in bytes."""
 
     custom_id: str
     url: str
@@ -290,7 +290,7 @@ class _Batch:
         self._write_error(running.row, error)
 
     def _check_healthy(self) -> None:
-        """Raise an error if the engine has failed. Otherwise the failure would be written as the error of a row."""
+        """Raise an error if the engine has failed, because the failure must not be written as the error of a row."""
         health = self._service.scheduler.health()
         if not health.ok:
             raise ComputationError(

@@ -21,7 +21,7 @@ Document = dict[str, Any]
 
 
 class Choice:
-    """What one choice of a response has so far: text, log-probabilities and token counts."""
+    """What one choice of a response consists of so far: text, log-probabilities and token counts."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -220,7 +220,7 @@ class CompletionBuilder(ResponseBuilder):
         return self.job.echo[index // self._n] if self.job.echo else ""
 
     def _hidden(self, index: int) -> int:
-        """Return the length of the BOS token's text. The decoded prompt contains this text, but the echo does not."""
+        """Return the length of the BOS token's text, which the decoded prompt contains, but the echo must not."""
         ids = self.job.requests[index].ids if self.job.echo else []
         return len(self.service.tokenizer.decode(ids)) - len(self._echo(index))
 
@@ -246,9 +246,7 @@ class CompletionBuilder(ResponseBuilder):
             yield self._text(index, event.token.text, entry)
 
     def _entry(self, index: int, token: int, logprob: float | None, top: TopLogprobs) -> Document:
-        """Return the log-probabilities of one token. A prompt's first token has none, because they depend on earlier
-        tokens.
-        """
+        """Return the log-probabilities of one token. The first token of a prompt has none, because no token precedes it."""
         text, as_bytes = self._token(token)
         entry: Document = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}
         if logprob is not None:

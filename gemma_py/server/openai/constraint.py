@@ -61,8 +61,9 @@ class JsonConstraint:
 
 
 class JsonConstraints:
-    """Compiles JSON schemas for one tokenizer. llguidance needs tables of the vocabulary. `prepare` builds them, or else
-    the first schema.
+    """Compiles JSON schemas for one tokenizer.
+
+    llguidance needs tables of the vocabulary. They are built by `prepare`, or when the first schema is compiled.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Collection[int]) -> None:
@@ -71,7 +72,9 @@ class JsonConstraints:
         self._tables: LLTokenizer | None = None
 
     def prepare(self) -> None:
-        """Build the tables if llguidance is installed. This takes about a second, in which no other Python thread runs."""
+        """Build the tables if llguidance is installed. Building takes about a second, during which no other Python thread
+        runs.
+        """
         if importlib.util.find_spec("llguidance") is not None and self._ends:
             self._llguidance()
 

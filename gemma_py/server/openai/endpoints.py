@@ -23,7 +23,7 @@ class Endpoint(NamedTuple):
     embeds: bool = False
 
     def response(self, service: Service, asked: Any) -> ResponseBuilder:
-        """Return the builder of the response to a request, which is checked here."""
+        """Check a request, and return the builder of its response."""
         service.check_model(asked.model)
         service.check_kind(self.embeds)
         return self.builder(service, asked)

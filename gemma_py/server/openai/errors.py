@@ -52,7 +52,7 @@ def api_error(error: GemmaError, prompt_field: str | None = None) -> ApiError:
     if isinstance(error, ToolError):
         return ApiError(400, str(error), error.field, "invalid_value")
     if isinstance(error, InputError | TemplateError | UnsupportedError):
-        # An error about a sampling option begins with the option's name.
+        # If the error is about a sampling option, the message begins with the option's name.
         first = str(error).partition(" ")[0].rstrip(":")
         return ApiError(400, str(error), first if first in _OPTIONS else prompt_field, "invalid_value")
     return ApiError(500, str(error), None, "internal_error")
@@ -91,7 +91,7 @@ def _from_validation(error: ValidationError, given: Any) -> ApiError:
 
 
 def _path(places: tuple[int | str, ...], given: Any) -> str:
-    """Return the path of a field, such as `messages[0].content`. pydantic inserts the names of types, which are removed."""
+    """Return the path of a field, such as `messages[0].content`. The names of types, which pydantic adds, are left out."""
     path, at = "", given
     for number, place in enumerate(places):
         inside = (isinstance(at, Mapping) and place in at) or (isinstance(at, list) and isinstance(place, int))

@@ -52,9 +52,7 @@ class ResponsesBuilder(ResponseBuilder):
         yield self._event("response.in_progress", response=self._response("in_progress"))
 
     def _open(self, reasoning: bool) -> _TextItem | None:
-        """Return the unfinished item to which text is appended: a thought if reasoning is true, else a message. None if
-        there is none.
-        """
+        """Return the unfinished item to which text is appended, or None. reasoning: whether the text is a thought."""
         items = (item for item in self._items if isinstance(item, _TextItem) and not item.done)
         return next((item for item in items if item.reasoning == reasoning), None)
 

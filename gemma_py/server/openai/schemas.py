@@ -42,8 +42,9 @@ class Strict(BaseModel):
 
 
 class Loose(BaseModel):
-    """The base class of messages and their parts. Unknown fields are ignored, because clients send back fields of responses
-    from newer servers.
+    """The base class of messages and their parts.
+
+    Unknown fields are ignored, because clients send messages back that newer servers have extended by fields.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -301,7 +302,7 @@ class ReasoningPart(Loose):
 
 
 class ReasoningItem(Loose):
-    """A thought of an earlier response."""
+    """A thought of the model, from an earlier response."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart] | None, _length()] = None
@@ -363,8 +364,9 @@ class ResponsesRequest(Sampled):
 
 
 class EmbeddingRequest(Strict):
-    """A request for embeddings. task, which OpenAI's API does not have: the name of a prompt that precedes each text, such
-    as "query".
+    """A request for embeddings.
+
+    task: the name of a prompt that precedes each text, such as "query". OpenAI's API does not have this field.
     """
 
     input: (

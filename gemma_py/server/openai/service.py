@@ -84,8 +84,9 @@ class Service:
             self._constraints.prepare()
 
     def check_kind(self, embeds: bool) -> None:
-        """Raise InputError if the model is of the wrong kind. embeds: whether an embedding model is needed, or one that
-        generates text.
+        """Raise InputError unless the model is of the kind that the request needs.
+
+        embeds: True for an embedding model, False for a model that generates text
         """
         if embeds and self.engine.config.embedding is None:
             raise InputError(f"The model {self.model!r:.80} generates text; embeddings need an embedding model.")
@@ -185,9 +186,9 @@ class Service:
         return self.format.marks(bool(asked.functions) and asked.chosen != "none")
 
     def _thinking(self, asked: ChatRequest | ResponsesRequest) -> bool | None:
-        """Return whether the model should think, or None if the template should decide.
+        """Return whether the model should think. None lets the template decide.
 
-        Clients send a reasoning effort to every model, so it is ignored for a model that cannot think.
+        A reasoning effort is ignored for a model that cannot think, because clients send it to every model.
         """
         switch = asked.thinking_switch
         if switch and not self.format.knows_thinking:
@@ -241,8 +242,9 @@ class Service:
     def _choices(
         request: Request, n: int | None, constraint: Callable[[], Constraint | None], thinking: bool | None = None
     ) -> list[Request]:
-        """Return n copies of a request, one for each choice. Choice i has the seed + i and its own constraint. A thought
-        before the answer is not constrained.
+        """Return n copies of a request, one for each choice. Choice i has the seed + i and its own constraint.
+
+        A thought at the beginning of an answer is not constrained.
         """
         marks = request.marks
         channel = None if marks is None else marks.channel
