@@ -115,8 +115,8 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
     """Return the file to open ("." for the directory), and the list of files to download."""
     ggufs: dict[str, list[str]] = {}  # the shards of each GGUF model, by the model's name
     for name in names:
-        # Files named mmproj... contain the image encoder.
-        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):
+        # Files with "mmproj" in their names contain the encoders of images and sound.
+        if name.endswith(".gguf") and "mmproj" not in name.rpartition("/")[2]:
             ggufs.setdefault(_GGUF_PART.sub("", name), []).append(name)
     there = (
         f"the repository has {', '.join(parts[0] for parts in ggufs.values())}"

@@ -99,7 +99,7 @@ def texts_to_ids(engine: "Engine", texts: Sequence[Text], task: str | None = Non
 
 def _encoded(engine: "Engine", text: str) -> list[int]:
     end = engine.checkpoint.text_end
-    return engine.encode(text) + ([] if end is None else [end])
+    return engine.encode(text) + ([] if end is None else engine.check_ids([end]))
 
 
 def check_embeds(engine: "Engine") -> None:

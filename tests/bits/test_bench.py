@@ -237,6 +237,15 @@ def test_every_shape_of_the_catalogue_has_a_config() -> None:
         assert windows == {None, window}, entry.name
 
 
+@pytest.mark.parametrize("name", ["gemma-3n-e2b-it", "gemma-3n-e4b-it"])
+def test_a_shape_of_gemma3n_can_be_measured(name: str) -> None:
+    family, config = shapes.config_of(name)
+    weights, rest = shapes.estimate(family, config, TYPES["Q4_0"], 512)
+    gathered = sum(math.prod(spec.shape) for spec in family.tensors(config).values() if spec.gathered)
+    entry = next(entry for entry in catalogue() if entry.name == name)
+    assert 0.5 * (entry.parameters - gathered) < weights < 0.9 * (entry.parameters - gathered) and rest > 0
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_random_blocks_are_finite_numbers(name: str) -> None:
     tensor = StoredTensor("m", TYPES[name], (16, 256), shapes._random(TYPES[name], 16 * 256), Path("m"))
