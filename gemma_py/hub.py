@@ -20,7 +20,8 @@ _REFERENCE = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:/([^@]+))?(?:@(.+))?")
 _BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
-# The files of sentence-transformers beside an embedding model, and in the folders of its modules.
+# The files that sentence-transformers adds to an embedding model: in the model's directory, and in folders such as
+# 1_Pooling.
 _MODULES = ("modules.json", "config_sentence_transformers.json")
 _OF_MODULE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors)")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -242,7 +242,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def phases(engine: Engine, row: BenchRow, limit: Limits) -> list[dict[str, Any]]:
-    """Return the lines of the profile, each with rates and with the seconds of an average worker.
+    """Return the lines of the profile. Each has rates, and the mean of the workers' times in seconds.
 
     "waiting" is the time that workers wait at barriers and for KV rows. "waking, Python" is the rest of the elapsed time.
     """

@@ -47,7 +47,6 @@ Text = str | Sequence[int]
 
 
 def prompts_of(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Return the prompts of the checkpoint's embedding model, by task."""
     return checkpoint.modules.prompts or _PROMPTS[checkpoint.config.model_type]
 
 
@@ -66,7 +65,7 @@ def prompt_of(engine: "Engine", task: str | None) -> str:
 
 
 def width_of(engine: "Engine", dimensions: int | None) -> int:
-    """Return the wanted number of dimensions, or by default all. More dimensions than the model has raise InputError."""
+    """Return the number of dimensions to compute, by default all. If the model has fewer dimensions, raise InputError."""
     most = engine.program.outputs
     if dimensions is None:
         return most

@@ -128,7 +128,7 @@ def _make_scores(ring, base, begin, end, block, scratch, layout):
 
 
 def _make_add_values(rows):
-    """Return a function that adds values to `rows` queries at a time."""
+    """Return the function `add_values`, compiled for a fixed number of queries, `rows`."""
 
     @inlined
     def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right):

@@ -100,8 +100,9 @@ class CodedRows(NamedTuple):
 
 
 def unpack_buffer_sizes(K: int) -> tuple[int, int]:
-    """Return the lengths of an unpack buffer for matrices of K inputs: the number of codes, and that of scales or of
-    minimums.
+    """Return the number of codes and the number of scales in an unpack buffer for matrices of K inputs.
+
+    There are as many minimums as scales.
     """
     return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * CODE_PANELS) * COLUMNS
 

@@ -173,8 +173,8 @@ _DEFAULTS = {
                "max_position_embeddings": 131_072},
 }  # fmt: skip
 _DEFAULTS["gemma-embedding"] = _DEFAULTS["gemma3"]
-# The default soft caps by model type. If a model type is not listed, soft caps in the config are ignored, as
-# transformers does.
+# The default soft caps by model type. For a model type that is not listed, soft caps in the config are ignored, as in
+# transformers.
 _CAPS: dict[str, dict[str, float | None]] = {
     "attn_logit_softcapping": {"gemma2": 50.0, "vaultgemma": 50.0},
     "final_logit_softcapping": {"gemma2": 30.0, "vaultgemma": 30.0, "gemma3": None},

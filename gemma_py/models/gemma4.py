@@ -354,7 +354,9 @@ def head_shapes(
     for key in per_layer.values:
         layer, number = per_layer.table(key), names.get(key)
         if number is None or layer is None or set_by.setdefault(number, key) != key:
-            raise ConfigError(f"{per_layer.where}: {key!r:.40} should be the number of one of {len(types)} layers")
+            raise ConfigError(
+                f"{per_layer.where}: {key!r:.40} should be the number of a layer, from 0 to {len(types) - 1}"
+            )
         if unknown := set(layer.values) - {"num_key_value_heads", "head_dim"}:
             raise UnsupportedError(f"{layer.where}: {min(unknown)!r:.40} is not supported")
         shapes[number] = (

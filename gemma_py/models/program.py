@@ -442,7 +442,7 @@ class Program:
             return all(other.kind < STORE for other in others)
         if op.kind not in (MATMUL, EXPERT_MATMUL):
             return not others
-        # Products of one phase must read one buffer of routes, because a worker sorts rows by expert once for each phase.
+        # All products of a phase must have the same routes, because a worker sorts rows by expert only once in a phase.
         return all(other.kind == op.kind and other.second == op.second and _independent(op, other) for other in others)
 
     def _write(self, target: str, width: int) -> None:

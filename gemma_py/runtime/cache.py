@@ -47,7 +47,7 @@ def check_context(context: int, tokens: int, after: int | None = None, new: int 
 def first_readable(layer: Layer, position: int) -> int:
     """Return the first position that the token at `position` attends to in this layer.
 
-    In a bidirectional layer, return 0, because tokens attend to the whole text.
+    In a bidirectional layer, return 0, because the rows of the whole text are kept.
     """
     if layer.sliding_window is None or layer.bidirectional:
         return 0

@@ -68,7 +68,7 @@ class Sizes:
 
 
 class Gather(NamedTuple):
-    """A table whose rows for the pass's tokens are copied to a buffer before the pass. width: the width of a row."""
+    """A table. Before a pass, the rows of the pass's tokens are copied to a buffer. width: the width of a row."""
 
     table: GatheredTable
     buffer: int

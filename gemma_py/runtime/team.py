@@ -240,7 +240,7 @@ class Team:
                 self._watch(run, threads, watch)
             except BaseException as error:
                 run.break_run(0)
-                self.settled = False  # this is the value if an exception interrupts the next line
+                self.settled = False  # must be False if an exception interrupts the next line
                 self.settled = self._wait_for_workers(run, watch.left, error)
                 raise
             if profile is not None:

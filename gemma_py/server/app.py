@@ -76,8 +76,8 @@ class App:
             middleware=[counter, *([cors] if origins else []), auth],
             exception_handlers=handlers,
         )
-        # Starlette would redirect such requests, but many clients do not follow the redirect of a POST. They get a 404
-        # instead.
+        # Starlette would redirect a path that ends with a superfluous slash. Many clients do not follow the redirect of a
+        # POST, so the reply is 404.
         made.router.redirect_slashes = False
         return made
 

@@ -117,7 +117,7 @@ def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[n
 class _Section(NamedTuple):
     """A part of an arena in the file: the matrices that every pass reads, or the matrices of experts.
 
-    first: the number of bytes before the section, counted from the first section. values: the number of values, without
+    first: the place of the section's first byte, counted from the first section. values: the number of values, without
     padding.
     """
 
@@ -272,9 +272,10 @@ def _check_experts(
 
 
 def _drop_from_page_cache(path: Path) -> None:
-    """Remove a new file from the page cache, so that the next read loads it in huge pages, if the system supports them.
+    """Remove a new file from the page cache, so that the next read loads it again, in huge pages if the system supports
+    them.
 
-    After writing, the page cache holds the file in small pages, which make decoding a fifth slower.
+    After writing, the file is in the page cache in small pages, with which decoding would be a fifth slower.
     """
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:

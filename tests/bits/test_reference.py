@@ -1,4 +1,4 @@
-"""The specification gives the logits of transformers and exact arithmetic, with equal bits on every machine."""
+"""The specification: it matches transformers and exact arithmetic, and gives equal bits on every machine."""
 
 import copy
 import json

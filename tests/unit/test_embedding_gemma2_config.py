@@ -68,7 +68,7 @@ def test_missing_fields_have_the_values_of_the_released_model() -> None:
 
 
 HOSTILE = [
-    ({"per_layer_config": {"7": {"head_dim": 24}}}, "'7' should be the number of one of 7 layers"),
+    ({"per_layer_config": {"7": {"head_dim": 24}}}, "'7' should be the number of a layer, from 0 to 6"),
     ({"per_layer_config": {"2": {"head_dim": 25}}}, "head_dim should be even"),
     ({"per_layer_config": {"2": {"num_key_value_heads": 3}}}, "should be a multiple of num_key_value_heads 3"),
     ({"per_layer_config": {"2": {"sliding_window": 4}}}, "'sliding_window' is not supported"),
