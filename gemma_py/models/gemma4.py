@@ -17,7 +17,7 @@ from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.models.config import Config, Layer, Rope, checked
 from gemma_py.models.family import Family, ModelDescription
 from gemma_py.models.fields import Fields
-from gemma_py.models.gemma import FULL, HEAD_NORMS, LAYER_NORMS, MATRICES, SLIDING, check_text_model
+from gemma_py.models.gemma import FULL, HEAD_NORMS, LAYER_NORMS, MATRICES, SLIDING, check_direction, check_text_model
 from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -410,6 +410,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     keys.
     """
     fields, where = description.fields, description.outer.where
+    check_direction(description, embeds=False)
     count = fields.layer_count("block_count")
     types = [SLIDING if flag else FULL for flag in fields.flags("attention.sliding_window_pattern", count)]
     sources = kv_sources(fields, "attention.shared_kv_layers", types)

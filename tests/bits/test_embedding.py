@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_checkpoints as tiny
 import tiny_families
+import tiny_models
 from equivalence import bits, opened
 from gguf_files import write_model
 from golden_bits import GOLDEN
@@ -22,18 +23,8 @@ from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.runner import SequenceInput
 
 RESULTS = np.load(DATA / "tiny_logits.npz")
-# All rows are whole blocks of Q8_0. Some texts are shorter than a window or a tile of attention, some as long, some longer.
-WIDE = {
-    "EmbeddingGemma": tiny.Variant(
-        tiny_families.embedding_gemma(
-            hidden_size=64, intermediate_size=64, head_dim=32, num_hidden_layers=7, sliding_window=40),
-        prefix="", dense=(96, 64)),
-    "EmbeddingGemma 2": tiny.Variant(
-        tiny_families.embedding_gemma2(
-            wide=64, hidden_size=64, intermediate_size=64, head_dim=32, sliding_window=20, embedding_dim=96,
-            hidden_size_per_layer_input=32),
-        prefix="", dense=(64,)),
-}  # fmt: skip
+WIDE = {name: variant for name, variant in tiny_models.WIDE.items() if tiny.is_embedding(variant)}
+# Some texts are shorter than a window or a tile of attention, some as long, some longer.
 LENGTHS = (70, 1, 33, 2, 100, 64, 20, 21, 40, 7)
 NAMES = [name for name, variant in tiny_families.VARIANTS.items() if tiny.is_embedding(variant)]
 
@@ -132,7 +123,7 @@ def test_control_attention_does_not_wait_for_later_rows(quantised: Path) -> None
 @pytest.mark.parametrize(
     ("name", "phase"),
     [*itertools.product(WIDE, ("end", "dense", "dense input")),
-     *(("EmbeddingGemma 2", phase) for phase in ("per-layer inputs", "per-layer gate", "per-layer projection"))],
+     *(("embeddinggemma2", phase) for phase in ("per-layer inputs", "per-layer gate", "per-layer projection"))],
 )  # fmt: skip
 def test_control_a_dropped_barrier(ggufs: dict[str, Path], name: str, phase: str) -> None:
     with opened(ggufs[name], 4) as engine:
