@@ -40,7 +40,7 @@ def expected(engine: gemma_py.Engine, ids: Sequence[list[int]]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def ggufs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A GGUF file in Q8_0 of each of WIDE, by the name."""
+    """Q8_0 GGUF files of the models in WIDE, by name."""
     folder = tmp_path_factory.mktemp("gguf")
     return {name: write_model(folder / f"{name}.gguf", WIDE[name], seed=3, quant="Q8_0") for name in WIDE}
 

@@ -1,4 +1,4 @@
-"""Every command on an embedding model: it works on texts, or says in one line why there is nothing to do."""
+"""Commands with an embedding model. They work on texts, or say in one line why they cannot."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -121,7 +121,7 @@ def test_a_changed_weight_is_located(
 def test_another_text_than_the_specification_is_named(
     check: Callable[..., verify.VerifyReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The specification computes other ids for the third text."""
+    """The specification is given other ids for the third text."""
     right, calls = reference.embedding_and_rows, count()
 
     def wrong(engine: gemma_py.Engine, ids: list[int]) -> object:
