@@ -14,6 +14,7 @@ from tampering import changed_gain, repacked, tamper
 import gemma_py
 from gemma_py import reference
 from gemma_py.checks import verify
+from gemma_py.checks.measure import BenchTest, for_embeddings
 from gemma_py.errors import MismatchError
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.fault_injection import FaultPlan
@@ -67,6 +68,7 @@ def test_inspect_describes_the_projection(run: Run, tmp_path: Path) -> None:
 def test_bench_measures_whole_texts(run: Run, embedding_folder: Path) -> None:
     code, out, _ = run("bench", embedding_folder, "-p", "8,100", "-r", 1, "-t", "1,2", "--profile", "--json")
     report = json.loads(out)
+    assert [test.passes for test in for_embeddings([BenchTest(True, 1000)])] == [[1000]]
     assert code == 0 and [(test["test"], test["passes"]) for test in report["tests"]] == [("pp8", 1), ("pp100", 1)] * 2
 
 
