@@ -1,12 +1,12 @@
-"""Compare how many short texts gemma_py, sentence-transformers and llama.cpp embed in a second, with equal random weights.
+"""Compare how many short texts gemma_py, sentence-transformers and llama.cpp embed per second, with equal random weights.
 
     python tools/compare_embeddings.py [--shape tiny|300m] [--texts N] [--type F32|Q8_0] [--threads N] [--rounds N] [--python EXE]
 
-The shape 300m is EmbeddingGemma's, but for the vocabulary, which is that of the tiny tokenizer: an embedding model only looks up
-rows of this table. gemma_py and sentence-transformers get texts. llama.cpp gets token ids, so that its time is without tokenisation.
-sentence-transformers has only floats and is left out with Q8_0. Each runtime has a process of its own, in which it runs alone while
-the others wait; the rounds are interleaved. The largest cosine distance to gemma_py shows that all compute the same model. --python
-is the interpreter that has the packages of the other runtimes.
+The shape 300m is EmbeddingGemma's, with the vocabulary of the tiny tokenizer, because an embedding model only looks up rows of
+the table. gemma_py and sentence-transformers get texts. llama.cpp gets token ids, so its time does not include tokenisation.
+sentence-transformers has only floats and is left out with Q8_0. Each runtime has a process of its own. In a round, one runtime
+after the other works, while the others wait. The largest cosine distance to gemma_py shows that all compute the same model.
+--python is the interpreter that has the packages of the other runtimes.
 """
 
 import argparse
@@ -26,12 +26,12 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tools")]
-_MOST_TOKENS, _MOST_TEXTS = 512, 64  # of a pass of llama.cpp, as in gemma_py
-_BATCH = 32  # texts in a batch of sentence-transformers, which is its default
+_MOST_TOKENS, _MOST_TEXTS = 512, 64  # limits of a pass of llama.cpp, which are those of gemma_py
+_BATCH = 32  # texts in a batch, which is the default of sentence-transformers
 
 
 def short_texts(count: int) -> list[str]:
-    """Return texts of 3 to 25 words of Python's documentation."""
+    """Return texts of 3 to 25 words from Python's documentation."""
     from peers import texts
 
     words, rng = " ".join(texts()).split(), np.random.default_rng(1)
@@ -71,7 +71,8 @@ class Ours:
     def embed(self, texts: list[str]) -> np.ndarray:
         if self.engine.tokenizer is not None:
             return self.engine.embed(texts)
-        return self.engine.embed([self.tokenizer.encode(text) for text in texts])  # the file has no vocabulary
+        # Llama.cpp gets ids, because the file has no vocabulary.
+        return self.engine.embed([self.tokenizer.encode(text) for text in texts])
 
 
 class SentenceTransformers:
@@ -131,7 +132,7 @@ class Llama:
                 row += 1
         batch.n_tokens = row
         if self.api.llama_encode(self.context, batch):
-            raise SystemExit("llama.cpp fails")
+            raise SystemExit("llama.cpp failed")
         for at, number in enumerate(numbers):
             values = self.api.llama_get_embeddings_seq(self.context, at)
             made[number] = np.ctypeslib.as_array(ctypes.cast(values, ctypes.POINTER(ctypes.c_float)), (self.width,))
@@ -146,7 +147,7 @@ def serve(name: str, folder: Path, threads: int) -> None:
     runtime = RUNTIMES[name](folder, threads)
     if isinstance(runtime, Llama):
         texts = [runtime.tokenizer.encode(text) for text in texts]
-    np.save(folder / f"{name}.npy", runtime.embed(texts))  # the first run, which is not measured
+    np.save(folder / f"{name}.npy", runtime.embed(texts))  # this first run is not measured
     print("ready", flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
@@ -168,14 +169,14 @@ class Worker:
             env=environment,
         )
         if self._line() != "ready\n":
-            raise SystemExit(f"{name} does not start")
+            raise SystemExit(f"{name} did not start")
 
     def _line(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline()
 
     def measure(self) -> float:
-        """Return the seconds of embedding all texts."""
+        """Return the seconds that a worker takes to embed all texts."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()

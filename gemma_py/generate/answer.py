@@ -90,8 +90,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest beginning of the stop string with which the text ends, but not of the whole string.
-    """
+    """Return the length of the longest beginning of the stop string with which the text ends, but not of the whole string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 

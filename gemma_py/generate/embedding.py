@@ -30,7 +30,7 @@ _COMMON = {
     "PairClassification": _SIMILARITY, "Reranking": _QUERY, "Retrieval": _QUERY, "Retrieval-query": _QUERY,
     "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
 }  # fmt: skip
-# The prompts by model type and task, for a checkpoint without config_sentence_transformers.json.
+# For each model type and task, the prompt for a checkpoint without config_sentence_transformers.json.
 _PROMPTS: Mapping[str, Mapping[str, str]] = {
     "gemma-embedding": {
         **_COMMON, "question answering": _ANSWERING, "fact checking": _CHECKING, "classification": _CLASSIFICATION,
@@ -51,9 +51,7 @@ def prompts_of(checkpoint: Checkpoint) -> Mapping[str, str]:
 
 
 def prompt_of(engine: "Engine", task: str | None) -> str:
-    """Return the prompt of a task, which precedes each text. Without a task, return the checkpoint's default prompt, or
-    "".
-    """
+    """Return the prompt that precedes each text of a task. Without a task, return the checkpoint's default prompt, or ""."""
     modules = engine.checkpoint.modules
     prompts = prompts_of(engine.checkpoint)
     name = modules.default if task is None else task
@@ -141,7 +139,9 @@ def embed_pass(engine: "Engine", texts: Sequence[list[int]], caches: list[Cache]
 
 
 def normalised(made: np.ndarray, width: int) -> np.ndarray:
-    """Return the first `width` elements of each embedding, scaled to length 1: f32 [N, width].    made: f32 [N, D]"""
+    """Return the first `width` elements of each embedding, scaled to length 1: f32 [N, width].    made: the embeddings, f32
+    [N, D]
+    """
     result = np.empty((len(made), width), np.float32)
     normalise_rows(made, width, result)
     if not np.isfinite(result).all():

@@ -20,7 +20,7 @@ import gemma_py
 from gemma_py import reference
 from gemma_py.errors import ContextError, InputError, WorkerError
 from gemma_py.runtime.fault_injection import FaultPlan
-from gemma_py.runtime.runner import SequenceInput
+from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 RESULTS = np.load(DATA / "tiny_logits.npz")
 WIDE = {name: variant for name, variant in tiny_models.WIDE.items() if tiny.is_embedding(variant)}
@@ -40,7 +40,7 @@ def expected(engine: gemma_py.Engine, ids: Sequence[list[int]]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def ggufs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A GGUF file in Q8_0 of each of WIDE, by the name."""
+    """Q8_0 GGUF files of the models in WIDE, by name."""
     folder = tmp_path_factory.mktemp("gguf")
     return {name: write_model(folder / f"{name}.gguf", WIDE[name], seed=3, quant="Q8_0") for name in WIDE}
 
@@ -63,6 +63,15 @@ def test_embeddings_match_the_reference(ggufs: dict[str, Path], tmp_path: Path, 
             made = engine.embed([ids[number] for number in order])
             assert (bits(made) == bits(want[order])).all()
             assert (bits(engine.embed([ids[4]])) == bits(want[4])).all()
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_text_may_exceed_the_usual_size_of_a_pass(tmp_path: Path, name: str) -> None:
+    config = WIDE[name].config | {"max_position_embeddings": 2048}
+    path = write_model(tmp_path / "m.gguf", replace(WIDE[name], config=config), seed=3, quant="Q8_0")
+    with opened(path, 3) as engine:
+        ids = texts((CHUNK + 90, 3))
+        assert (bits(engine.embed(ids)) == bits(expected(engine, ids))).all()
 
 
 def test_kv_rows_match_the_reference(quantised: Path) -> None:

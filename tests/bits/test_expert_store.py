@@ -244,7 +244,7 @@ def test_no_pack_uses_no_file(tmp_path: Path, folder: Path) -> None:
     assert not folder.exists()
     assert bits(store.packed_weights(source)) == bits(in_memory)
     only(folder).write_bytes(b"damaged")
-    assert bits(store.packed_weights(uncached)) == bits(in_memory)  # without a warning
+    assert bits(store.packed_weights(uncached)) == bits(in_memory)  # warnings are errors here, so there was none
 
 
 def test_a_large_file_is_announced_before_it_is_written(

@@ -107,6 +107,8 @@ def test_an_embedding_server_generates_nothing_and_counts(server: Running) -> No
     assert status == 400
     assert "use /v1/embeddings" in document["error"]["message"]
     assert server.request("GET", "/health")[0] == 200
+    (model,) = server.request("GET", "/v1/models")[1]["data"]
+    assert model["embeddings"] and "/v1/embeddings" in model["note"]
     text = server.request("GET", "/metrics")[1]
     assert 'gemma_py_requests_total{path="/v1/embeddings",status="200"}' in text
     assert 'gemma_py_tokens_total{kind="prompt"}' in text

@@ -21,7 +21,9 @@ _TEMPLATE = "{%- for message in messages -%}{{ message['content'] }}{%- endfor -
 
 
 def write_tokenizer(path: Path, end: str | None) -> None:
-    """Write a tokenizer.json that puts <bos> before a text and `end` after it. The text itself is tokenised as by TINY."""
+    """Write a tokenizer.json that puts <bos> before a text and `end` after it. The text itself gets the ids of TINY's
+    tokenizer.
+    """
     document = json.loads((TINY / "tokenizer.json").read_text())
     if end is not None:
         number = next(token["id"] for token in document["added_tokens"] if token["content"] == end)

@@ -23,7 +23,7 @@ Changed = Callable[..., Path]
 
 @pytest.fixture
 def changed(embedding_folder: Path, tmp_path: Path) -> Changed:
-    """Returns a copy of the model, in which JSON files have other contents; None removes a file."""
+    """Return a copy of the model with other contents of JSON files. None removes a file."""
 
     def copy(files: dict[str, object]) -> Path:
         folder = tmp_path / "changed"
@@ -41,7 +41,7 @@ def changed(embedding_folder: Path, tmp_path: Path) -> Changed:
 @pytest.mark.parametrize("flag", [None, True, False])
 @pytest.mark.parametrize("end", [None, "<eos>", "<end_of_turn>"])
 def test_the_ids_are_those_of_the_tokenizers_package(changed: Changed, end: str | None, flag: bool | None) -> None:
-    """A tokenizer_config.json with add_eos_token changes nothing, as in transformers 5."""
+    """As in transformers 5, add_eos_token in tokenizer_config.json has no effect."""
     settings = {"bos_token": "<bos>", "eos_token": "<eos>"} | ({} if flag is None else {"add_eos_token": flag})
     folder = changed({"tokenizer_config.json": settings})
     write_tokenizer(folder, end)
@@ -102,7 +102,7 @@ def test_the_prompts_of_the_file_and_its_default(changed: Changed) -> None:
 
 
 def test_the_documented_prompts_without_a_file(changed: Changed) -> None:
-    """The names and texts that Google's conversion script gives to sentence-transformers."""
+    """The names and texts are those of Google's conversion script for sentence-transformers."""
     documented = {
         "query": "task: search result | query: ", "document": "title: none | text: ",
         "BitextMining": "task: search result | query: ", "Clustering": "task: clustering | query: ",
