@@ -191,7 +191,9 @@ class _Thought:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = TextStream(tokenizer)
-        self._name: str | None = ""  # the text so far, while it may still be the channel's name; afterwards None
+        self._name: str | None = (
+            ""  # the beginning of a channel's text, kept while it may be the channel's name; None once that is decided
+        )
         self._space = ""  # white space that is held back, because it may be the end of the thought
         self._begun = False
 

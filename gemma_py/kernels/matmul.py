@@ -88,7 +88,7 @@ class FloatPanels(NamedTuple):
 class CodedRows(NamedTuple):
     """The input of a matrix product, quantised to 16-bit codes in blocks of 32: x is about scale * code.
 
-    The sums are whole numbers, which floats store exactly.
+    Sums of codes are whole numbers, which the float arrays `sums`, `high_byte_sums` and `sums_of_16` hold exactly.
     """
 
     codes: np.ndarray  # int16 [T * K]; every four codes are stored in the order 0, 2, 1, 3

@@ -2,9 +2,9 @@
 
 A token has n hidden states, its streams, and a layer works on one of them, the active stream. AltUp predicts all streams
 before the layer and corrects the predictions after the layer. LAuReL is a product with two narrow matrices, and is added to
-the output of attention. Every layer has an input of its own, which depends only on the token. The last layers store no KV
-rows, but read those of an earlier layer of the same type. So the last layers are computed only for the tokens whose logits
-are wanted.
+the output of attention. Every layer also adds a vector that is computed from the token alone, not from the hidden states.
+The last layers store no KV rows, but read those of an earlier layer of the same type. So the last layers are computed only
+for the tokens whose logits are wanted.
 """
 
 import math

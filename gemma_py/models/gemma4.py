@@ -266,9 +266,8 @@ def config_from_hf(description: ModelDescription) -> Config:
     fields, outer, where = description.fields, description.outer, description.outer.where
     unified = fields.text("model_type", outer.text("model_type", "")).startswith("gemma4_unified")
     check_text_model(description)
-    if (
-        fields.text("use_bidirectional_attention", "vision") != "vision"
-    ):  # 'vision' is allowed, because it affects only images, which this package does not support
+    # With 'vision', only the tokens of an image see each other in both directions, and this package takes no images.
+    if fields.text("use_bidirectional_attention", "vision") != "vision":
         raise UnsupportedError(f"{where}: use_bidirectional_attention should be 'vision' or null")
 
     types = layer_types(fields, _DEFAULTS["num_hidden_layers"])

@@ -234,7 +234,7 @@ class Cache:
         return twin
 
     def _committed(self, number: int) -> np.ndarray:
-        """Return the positions that later queries attend to: the last window - 1 positions, or all with full attention."""
+        """Return the positions that later queries attend to: the last `window - 1` ones, or with full attention all of them."""
         first = first_readable(self.config.kv_layers[number], self.position)
         return np.arange(first, self.position)
 

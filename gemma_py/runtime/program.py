@@ -77,7 +77,7 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkedProgram:
-    """A program that is linked to weights and ready to run. labels: the names of phases, to which column LABEL refers."""
+    """A program that is linked to weights and ready to run. labels: names of phases, which the table's column LABEL numbers."""
 
     model: ModelTables
     sizes: Sizes

@@ -254,8 +254,8 @@ class Team:
             kernel.compile(types)
 
     def _start_threads(self) -> list[_WorkerThread]:
-        """Return the worker threads. Threads that do not exist, have ended or were replaced after a stall are started
-        first.
+        """Return the worker threads, after starting those that are missing: not started yet, ended, or given up after a
+        stall.
         """
         for number, thread in enumerate(self._threads):
             if thread is None or not thread.is_alive():
