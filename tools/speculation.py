@@ -2,8 +2,8 @@
 
     python tools/speculation.py [MODEL] [--tokens 128] [--rounds 3] [--threads N] [--temperatures 0,0.8] [--kinds edit,json]
 
-Every round generates each continuation with `off` and with `auto` in turn, and compares ids, texts, the bits of log
-probabilities and finish reasons. A difference ends the tool with an error. The kinds are recorded prompts: edit a function,
+Every round generates each continuation with `off` and with `auto`, in an order that alternates, and compares ids, texts, the
+bits of log probabilities and finish reasons. A difference ends the tool with an error. The kinds are recorded prompts: edit a function,
 summarise with quotes, extract JSON, chat, write code. Two kinds more repeat the chat with guesses that are always right
 (`oracle`) and always wrong (`wrong`). The last line is a JSON document.
 """
@@ -87,13 +87,16 @@ def measured(engine: gemma_py.Engine, kind: str, temperature: float, tokens: int
     ratios, passes, guessed, accepted, compared = [], 0, 0, 0, 0
     for number in range(rounds):
         sampling = Sampling(temperature=temperature, top_k=64, top_p=0.95, seed=number)
-        off, slow, *_ = answer(engine, Request(ids, tokens, sampling, speculate="off"))
-        request = Request(ids, tokens, sampling, speculate="auto")
-        with guessing(kind, request, off, engine.config.vocab_size):
-            auto, fast, *counts = answer(engine, request)
-        if auto != off:
-            raise SystemExit(f"{kind}, temperature {temperature}, seed {number}: speculation changed the answer")
-        ratios.append(slow / fast)
+        requests = {mode: Request(ids, tokens, sampling, speculate=mode) for mode in ("off", "auto")}
+        off, *_ = answer(engine, requests["off"])  # not timed
+        seconds, counts = {}, [0, 0, 0]
+        for mode in ("off", "auto") if number % 2 else ("auto", "off"):
+            with guessing(kind, requests[mode], off, engine.config.vocab_size):
+                made, seconds[mode], *of_mode = answer(engine, requests[mode])
+            if made != off:
+                raise SystemExit(f"{kind}, temperature {temperature}, seed {number}: speculation changed the answer")
+            counts = of_mode if mode == "auto" else counts
+        ratios.append(seconds["off"] / seconds["auto"])
         passes, guessed, accepted = passes + counts[0], guessed + counts[1], accepted + counts[2]
         compared += len(off)
     return {

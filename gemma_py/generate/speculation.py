@@ -22,21 +22,28 @@ _LONGEST = (
 # The probability that a guess holds before any guess was checked, by the bucket of the matched length.
 _PRIORS = (0.1, 0.15, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8)
 _PRIOR_PREDICTED = 0.7  # of a guess from the request's prediction
-_PRIOR_WEIGHT, _MEMORY = 2.0, 50.0  # the number of checks that a prior is worth, and the number of checks remembered
+# Of the rates that all requests share, and of the rates of one answer: how many checks the first estimate counts for, and how
+# many checks are remembered. An answer begins with the shared rates, and soon follows its own guesses.
+_SHARED_WEIGHT, _SHARED_MEMORY = 2.0, 50.0
+_OWN_WEIGHT, _OWN_MEMORY = 4.0, 20.0
 
 
 _NO_DRAFT = Draft()
 
 
 class _Rate:
-    """How often guesses of one kind held, with less weight for earlier guesses."""
+    """How often guesses of one kind held. Earlier guesses count less."""
 
-    def __init__(self, prior: float) -> None:
-        self.held, self.checked = prior * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+    def __init__(self, first: float, weight: float, memory: float) -> None:
+        """first: an estimate before any check, which counts for `weight` checks."""
+        self._held, self._checked, self._keep = first * weight, weight, 1 - 1 / memory
+
+    @property
+    def value(self) -> float:
+        return self._held / self._checked
 
     def add(self, held: bool) -> None:
-        keep = 1 - 1 / _MEMORY
-        self.held, self.checked = self.held * keep + held, self.checked * keep + 1
+        self._held, self._checked = self._held * self._keep + held, self._checked * self._keep + 1
 
 
 class Pace:
@@ -47,7 +54,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._rates = {
-            (predicted, bucket): _Rate(_PRIOR_PREDICTED if predicted else prior)
+            (predicted, bucket): _Rate(_PRIOR_PREDICTED if predicted else prior, _SHARED_WEIGHT, _SHARED_MEMORY)
             for predicted in (False, True)
             for bucket, prior in enumerate(_PRIORS)
         }
@@ -56,8 +63,7 @@ class Pace:
 
     def chance(self, predicted: bool, matched: int) -> float:
         """Return the probability that a guess after `matched` equal tokens holds."""
-        rate = self._rates[predicted, _bucket(matched)]
-        return rate.held / rate.checked
+        return self._rates[predicted, _bucket(matched)].value
 
     def check(self, predicted: bool, matched: int, held: bool) -> None:
         """Learn whether a guess held."""
@@ -124,6 +130,7 @@ class Speculation:
         """drafter: None for no guesses. first: the guess of the first token, which the prompt's pass predicts."""
         self._drafter, self._pace = drafter, pace
         self._draft, self._checked = first, 0
+        self._rates: dict[tuple[bool, int], _Rate] = {}  # of the guesses of this answer
         self.passes = self.guessed = self.accepted = self.predicted = 0
 
     def chances(self, most: int) -> list[float]:
@@ -136,9 +143,16 @@ class Speculation:
         self._draft, self._checked = self._drafter.propose(most + 1), 0
         made, chance = [], 1.0
         for number in range(min(most, len(self._draft.tokens))):
-            chance *= self._pace.chance(self._draft.predicted, self._draft.matched + number)
+            chance *= self._rate(self._draft.matched + number).value
             made.append(chance)
         return made
+
+    def _rate(self, matched: int) -> _Rate:
+        """Return the rate of this answer's guesses after `matched` equal tokens."""
+        predicted, bucket = self._draft.predicted, _bucket(matched)
+        if (predicted, bucket) not in self._rates:
+            self._rates[predicted, bucket] = _Rate(self._pace.chance(predicted, matched), _OWN_WEIGHT, _OWN_MEMORY)
+        return self._rates[predicted, bucket]
 
     def guesses(self, count: int) -> list[int]:
         """Return the first guesses of the draft, for a pass."""
@@ -157,6 +171,7 @@ class Speculation:
         draft = self._draft
         if self._checked < len(draft.tokens):
             held = draft.tokens[self._checked] == token
+            self._rate(draft.matched + self._checked).add(held)
             self._pace.check(draft.predicted, draft.matched + self._checked, held)
             self.predicted += held and draft.predicted
             self._checked = self._checked + 1 if held else len(draft.tokens)
