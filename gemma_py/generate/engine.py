@@ -16,7 +16,7 @@ from gemma_py.errors import ComputationError, InputError
 from gemma_py.formats.blocks import QUANTS
 from gemma_py.generate import embedding, sampling
 from gemma_py.generate.answer import stop_strings
-from gemma_py.generate.core import Generation, Request, Token, check_ids
+from gemma_py.generate.core import Generation, Request, Token, check_ids, is_whole, whole
 from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, recommended, with_options
 from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
 from gemma_py.hub import repository_of
@@ -61,9 +61,9 @@ class Engine:
             raise InputError(f"kv should be one of {', '.join(KV_TYPES)}, found {kv!r:.40}")
         if quant is not None and (not isinstance(quant, str) or quant not in QUANTS):
             raise InputError(f"quant should be one of {', '.join(QUANTS)}, found {quant!r:.40}")
-        if context is not None and not _counts(context):
+        if context is not None and not is_whole(context, 1):
             raise InputError(f"context should be at least 1 token, found {context!r:.40}")
-        if threads is not None and not (_counts(threads) and threads <= _MOST_THREADS):
+        if threads is not None and not (is_whole(threads, 1) and threads <= _MOST_THREADS):
             raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads!r:.40}")
         if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline <= _LONGEST_DEADLINE:
             raise InputError(
@@ -120,7 +120,7 @@ class Engine:
 
     def set_threads(self, threads: int) -> None:
         """Change the number of worker threads. Sessions stay usable, and the logits do not change."""
-        if not (_counts(threads) and threads <= _MOST_THREADS):
+        if not (is_whole(threads, 1) and threads <= _MOST_THREADS):
             raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads!r:.40}")
         self.runner.set_workers(threads)
 
@@ -363,7 +363,7 @@ class Session:
 
     def __init__(self, engine: Engine, keep: int = 0) -> None:
         self.engine = engine
-        self._cache = engine.runner.cache(keep)
+        self._cache = engine.runner.cache(whole("keep", keep))
 
     @property
     def ids(self) -> list[int]:
@@ -391,10 +391,8 @@ class Session:
         """
         engine, runner = self.engine, self.engine.runner
         tokens = engine.check_ids(ids)
-        if chunk is not None and not _counts(chunk):
-            raise InputError(f"chunk should be a whole number from 1, found {chunk!r:.40}")
+        size = CHUNK if chunk is None else whole("chunk", chunk, 1)
         check_context(engine.context, len(tokens), after=self.position)
-        size = chunk or CHUNK
         rows = []
         for first in range(0, len(tokens), size):
             part = tokens[first : first + size]
@@ -408,7 +406,7 @@ class Session:
 
     def reserve(self, tokens: int) -> None:
         """Allocate KV cache for this many more tokens, so that later passes need not reallocate."""
-        self.engine.runner.reserve(self._cache, min(tokens, self.engine.context - self.position))
+        self.engine.runner.reserve(self._cache, min(whole("tokens", tokens), self.engine.context - self.position))
 
     def rewind(self, position: int) -> None:
         """Remove the tokens from this position on, as if they had never been added.
@@ -416,7 +414,7 @@ class Session:
         Up to `keep` tokens can always be removed. To remove more tokens, the KV rows that the next token needs must still
         be stored. In a sliding-window layer, they may be overwritten, and InputError is raised; see `can_rewind_to`.
         """
-        self.engine.runner.rewind(self._cache, position)
+        self.engine.runner.rewind(self._cache, whole("position", position))
 
     @property
     def usable(self) -> bool:
@@ -425,7 +423,7 @@ class Session:
 
     def can_rewind_to(self, position: int) -> bool:
         """Whether `rewind(position)` would succeed."""
-        return self._cache.can_rewind_to(position)
+        return self._cache.can_rewind_to(whole("position", position))
 
     def raw_kv_rows(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Return an iterator over the keys and values of each layer, [G, positions, E] in the type of the KV cache.
@@ -438,7 +436,9 @@ class Session:
         return (self._cache.raw_rows(number, since) for number in range(len(self.engine.config.kv_owners)))
 
     def restore(self, ids: Sequence[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Fill an empty session with another session's token ids and `raw_kv_rows`."""
+        """Fill an empty session with another session's token ids and `raw_kv_rows`. If these do not fit together, raise
+        InputError.
+        """
         if self.position:
             raise InputError(f"restore needs an empty session, found one with {self.position} tokens")
         tokens = self.engine.check_ids(ids)
@@ -456,10 +456,6 @@ class Session:
 
 _MOST_THREADS = 1024
 _LONGEST_DEADLINE = 86_400.0
-
-
-def _counts(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def load(
