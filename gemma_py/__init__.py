@@ -8,15 +8,16 @@ if TYPE_CHECKING:
     from gemma_py.chat.conversation import Conversation
     from gemma_py.errors import GemmaError
     from gemma_py.generate.core import Token
-    from gemma_py.generate.engine import Engine, Session, load
+    from gemma_py.generate.engine import Engine, load
     from gemma_py.generate.options import Sampling
+    from gemma_py.generate.session import Session
 
 __version__ = "0.1.0"
 __all__ = ["Conversation", "Engine", "GemmaError", "Sampling", "Session", "Token", "errors", "load", "reference"]
 
 # Modules that are imported on first access. Importing numba takes 0.2 s, which `gemma_py models` does not need.
 _HOMES = {
-    "Conversation": "chat.conversation", "Engine": "generate.engine", "Session": "generate.engine", "load": "generate.engine",
+    "Conversation": "chat.conversation", "Engine": "generate.engine", "Session": "generate.session", "load": "generate.engine",
     "GemmaError": "errors", "Token": "generate.core", "Sampling": "generate.options",
 }  # fmt: skip
 

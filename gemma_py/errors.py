@@ -38,7 +38,7 @@ class InputError(GemmaError):
 
 
 class ToolError(InputError):
-    """A tool's declaration, call or result is invalid. field: where, as in `messages[2].tool_calls`."""
+    """A tool's declaration, call or result is invalid. field: the invalid field, as in `messages[2].tool_calls`."""
 
     def __init__(self, message: str, field: str) -> None:
         self.field = field

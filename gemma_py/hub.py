@@ -20,7 +20,8 @@ _REFERENCE = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:/([^@]+))?(?:@(.+))?")
 _BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
-# The files of sentence-transformers beside an embedding model, and in the folders of its modules.
+# The files that sentence-transformers adds to an embedding model: in the model's directory, and in folders such as
+# 1_Pooling.
 _MODULES = ("modules.json", "config_sentence_transformers.json")
 _OF_MODULE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors)")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -115,8 +116,8 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
     """Return the file to open ("." for the directory), and the list of files to download."""
     ggufs: dict[str, list[str]] = {}  # the shards of each GGUF model, by the model's name
     for name in names:
-        # Files named mmproj... contain the image encoder.
-        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith("mmproj"):
+        # Files with "mmproj" in their names contain the encoders of images and sound.
+        if name.endswith(".gguf") and "mmproj" not in name.rpartition("/")[2]:
             ggufs.setdefault(_GGUF_PART.sub("", name), []).append(name)
     there = (
         f"the repository has {', '.join(parts[0] for parts in ggufs.values())}"

@@ -107,7 +107,9 @@ def places(codes: Any) -> set[Place]:
 
 def decode(engine: gemma_py.Engine, recorder: Recorder) -> None:
     ids = list(range(2, 20))
-    tokens = engine.generate(ids, (WINDOWS + 2) * TOKENS, logit_bias=dict.fromkeys(engine.config.eos_token_ids, -100.0))
+    bias = dict.fromkeys(engine.config.eos_token_ids, -100.0)
+    # A greedy text would repeat itself, and one pass would then compute the guessed tokens of several windows.
+    tokens = engine.generate(ids, (WINDOWS + 2) * TOKENS, temperature=1.0, seed=1, logit_bias=bias)
     for number, _ in enumerate(tokens):
         if number and number % TOKENS == 0:
             recorder.cut()

@@ -1,4 +1,4 @@
-"""Write tests/data/tiny_bits.json: a digest of logits and KV rows for every tiny model, as this machine computes them.
+"""Write tests/data/tiny_bits.json: a digest of the results of every tiny model, as this machine computes them.
 
     python tools/make_bits.py
 

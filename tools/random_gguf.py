@@ -40,7 +40,7 @@ _BLOCKS_AT_ONCE = 1 << 21
 
 
 def document(name: str, layers: int | None) -> dict[str, Any]:
-    """Return the config as Hugging Face writes it. layers: if given, only the first layers."""
+    """Return the config as Hugging Face writes it. layers: the number of layers to keep, or None for all."""
     made = _COMMON | config_document(name) | {"model_type": "gemma4_text"}
     made["vocab_size_per_layer_input"] = made["vocab_size"]
     types = made["layer_types"][:layers]

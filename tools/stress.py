@@ -49,7 +49,7 @@ def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> li
 
 
 def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, float]:
-    """Return how many faults were reported at the right place, with an engine that stays usable, and the longest time to a
+    """Inject faults. Return how many were reported correctly by an engine that still works, and the longest time to a
     report.
     """
     good, longest = 0, 0.0

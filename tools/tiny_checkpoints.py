@@ -275,7 +275,7 @@ def write(variant: Variant, directory: Path, seed: int) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
-def _pooled_width(variant: Variant) -> int:
+def pooled_width(variant: Variant) -> int:
     config = text_config(variant)
     width: int = config.get("embedding_dim", config["hidden_size"])
     return width
@@ -283,7 +283,7 @@ def _pooled_width(variant: Variant) -> int:
 
 def dense_layers(variant: Variant, seed: int) -> list[np.ndarray]:
     """Return the f32 matrices [out, in] of the dense layers after mean pooling."""
-    widths = (_pooled_width(variant), *variant.dense)
+    widths = (pooled_width(variant), *variant.dense)
     return [
         (gaussians(seed * 1000 + 900 + n, into * out) * np.float32(into**-0.5)).reshape(out, into)
         for n, (into, out) in enumerate(pairwise(widths))
@@ -302,7 +302,7 @@ def _write_modules(variant: Variant, directory: Path, seed: int) -> None:
         for n, (path, name) in enumerate(modules)
     ]
     pooling = {
-        "word_embedding_dimension": _pooled_width(variant),
+        "word_embedding_dimension": pooled_width(variant),
         "pooling_mode_cls_token": False,
         "pooling_mode_mean_tokens": True,
     }

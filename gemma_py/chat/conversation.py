@@ -14,6 +14,7 @@ from gemma_py.generate.answer import stop_strings
 from gemma_py.generate.core import Generation, Request, Token, whole
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.options import Sampling
+from gemma_py.generate.session import Decoder
 from gemma_py.paths import atomic_write
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.templates.template import Encoded, Message, checked_messages
@@ -34,6 +35,9 @@ class AnswerStats:
 
     prompt_tokens: tokens of the prompt, including cached ones.
     cached_tokens: tokens of the prompt that were already in the KV cache.
+    passes: passes that computed the tokens after the first one, which is computed with the prompt.
+    guessed_tokens: guesses that these passes computed too. accepted_tokens: those guesses that were equal to the chosen
+    tokens.
     first_token_seconds: time from the call of `send` to the first token, including template and tokenizer.
     seed: the seed of random sampling; None for greedy decoding.
     """
@@ -41,6 +45,9 @@ class AnswerStats:
     prompt_tokens: int
     cached_tokens: int = 0
     generated_tokens: int = 0
+    passes: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     first_token_seconds: float = 0.0
@@ -51,6 +58,11 @@ class AnswerStats:
     def prefill_rate(self) -> float:
         """Prompt tokens per second, without tokens that were already in the KV cache."""
         return (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def tokens_a_pass(self) -> float:
+        """Tokens per pass, without the first token, which is computed with the prompt."""
+        return (self.generated_tokens - 1) / self.passes if self.passes else 0.0
 
     @property
     def decode_rate(self) -> float:
@@ -166,7 +178,7 @@ class Conversation:
         logits = self._advance_to(generation.prompt, stats)
         stats.prefill_seconds = time.perf_counter() - start
         stats.seed = generation.sampling.seed if generation.sampling.temperature else None
-        tokens = generation.tokens(logits, self._session.decode)
+        tokens = generation.tokens(logits, Decoder(self._session, generation).decode)
         made: list[int] = []
         text = thought = ""
         try:
@@ -186,6 +198,9 @@ class Conversation:
                 thought += token.reasoning or ""
                 stats.generated_tokens += 1
                 stats.finish_reason = token.finish_reason
+                speculation = generation.speculation
+                stats.passes, stats.guessed_tokens = speculation.passes, speculation.guessed
+                stats.accepted_tokens = speculation.accepted
                 if token.finish_reason is not None:
                     self._keep_answer(messages, made, _message(text, thought), attempt, stats)
                     made = []

@@ -20,7 +20,8 @@ import numpy as np
 from gemma_py.errors import FormatError, InputError
 from gemma_py.formats.container import Spec, read_arrays, write_arrays
 from gemma_py.formats.files import drop_pages, parse_json
-from gemma_py.generate.engine import Engine, Session
+from gemma_py.generate.engine import Engine
+from gemma_py.generate.session import Session
 from gemma_py.paths import atomic_write
 from gemma_py.runtime.cache import first_readable
 

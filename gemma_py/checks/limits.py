@@ -13,7 +13,7 @@ from gemma_py.kernels import peak
 
 Run = Callable[..., Any]
 
-_LEAST_SECONDS = 0.005  # every sample takes at least this long, so that
+_LEAST_SECONDS = 0.005  # every sample takes at least this long, so that waking the workers adds at most 2%
 _MEMORY = 512 << 20  # bytes to read, which do not fit into the processor's caches
 
 

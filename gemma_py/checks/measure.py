@@ -227,22 +227,34 @@ def figures(engine: Engine, row: BenchRow, limit: Limits) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# Each line of the printed profile sums several phases. The lines are in the order of a pass.
+# Each line of the printed profile sums several phases. The lines are in the order of a pass. A model has lines only for its
+# own phases.
 GROUPS: dict[str, tuple[str, ...]] = {
     "embedding": ("embedding",),
-    "norms, gelu, codes": ("middle", "end", "output input", "down input"),
+    "norms, gelu, codes": (
+        "middle", "end", "feed-forward end", "output input", "down input", "experts' down input", "dense input",
+        "wanted rows",
+    ),
+    "streams": (
+        "stream projections", "streams", "router", "modalities", "coefficients", "predict", "correct",
+    ),
     "query, key, value": ("query, key and value",),
     "rope and KV": ("rope and kv",),
     "attention": ("scores", "attention"),
     "output": ("output",),
     "feed-forward: gate, up": ("gate and up",),
     "feed-forward: down": ("down",),
-    "head": ("head",),
-}
+    "experts": ("experts' gate and up", "experts' down"),
+    "per-layer inputs": (
+        "per-layer inputs", "per-layer gate", "per-layer projection", "layer input gate", "layer input",
+        "layer input projection",
+    ),
+    "head": ("head", "dense"),
+}  # fmt: skip
 
 
 def phases(engine: Engine, row: BenchRow, limit: Limits) -> list[dict[str, Any]]:
-    """Return the lines of the profile, each with rates and with the seconds of an average worker.
+    """Return the lines of the profile. Each has rates, and the mean of the workers' times in seconds.
 
     "waiting" is the time that workers wait at barriers and for KV rows. "waking, Python" is the rest of the elapsed time.
     """
@@ -251,6 +263,8 @@ def phases(engine: Engine, row: BenchRow, limit: Limits) -> list[dict[str, Any]]
     table = []
     for name, members in GROUPS.items():
         numbers = [engine.program.label(member) for member in members if member in engine.program.labels]
+        if not numbers:
+            continue
         seconds = float(spent[numbers, WORK].sum())
         flop, read = (int(cost[numbers, what].sum()) for what in (FLOP, BYTES))
         entry: dict[str, Any] = {"phase": name, "seconds": seconds, "share": seconds / total}

@@ -45,10 +45,10 @@ def _shape(name: str) -> dict[str, Any]:
 
 
 def config_document(name: str) -> dict[str, Any]:
-    """Return config.json for a model in the catalogue. The catalogue has its most important fields."""
+    """Return the fields of config.json that follow from the catalogue's description of a model."""
     shape = _shape(name)
     kind = shape.pop("family")
-    shape.pop("dense", None)  # config.json does not describe the dense layers; a file of sentence-transformers does
+    shape.pop("dense", None)  # the dense layers are described in a file of sentence-transformers, not in config.json
     document = dict(_HUGGING_FACE.get(kind, {"model_type": kind}))
     period = shape.pop("period", 0)
     if period:
@@ -114,7 +114,9 @@ def _specs(family: Family, config: Config) -> dict[str, Tensor]:
 
 
 def _random(kind: BlockType, count: int) -> np.ndarray:
-    """Return the bytes of `count` random values without subnormals and infinities, which some processors compute slowly."""
+    """Return the bytes of `count` random values. There are no subnormals and infinities, which some processors compute
+    slowly.
+    """
     rng = np.random.default_rng(count)
     if kind.quantised:
         # Clearing bit 6 of each byte makes every float16 scale in a block less than 2, and therefore finite.

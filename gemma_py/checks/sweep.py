@@ -45,8 +45,9 @@ class Sweep:
         return [point for point in self._all if point.decode]
 
     def run(self, rounds: int, open_engine: verify.OpenEngine, progress: ReportFraction) -> None:
-        """Measure all rounds. If two runs give different bits, stop, and find the first difference with engines from
-        `open_engine`.
+        """Measure all rounds. If two runs give different bits, stop, and find the first difference.
+
+        open_engine: opens an engine for finding the difference
         """
         costs = [verify.cost(self.tokens, point.setting.chunk) + verify.cost(self.new, 1) for point in self._all]
         done = 0

@@ -21,7 +21,8 @@ import numpy as np
 from gemma_py import reference
 from gemma_py.errors import ComputationError, MismatchError
 from gemma_py.generate.embedding import embed_pass
-from gemma_py.generate.engine import Engine, Session
+from gemma_py.generate.engine import Engine
+from gemma_py.generate.session import Session
 from gemma_py.runtime.cache import Cache, check_context
 from gemma_py.runtime.trace import Trace
 
@@ -111,8 +112,8 @@ class TracedRun:
 
     result: RunResult
     session: Session | None
-    hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer does not have the phase
-    workers: np.ndarray  # int64 [L + 1, P, T]: the worker that computed the output; -1 for none
+    hashes: np.ndarray  # int64 [layers + 1, phases, tokens]; UNTRACED where a layer does not have the phase
+    workers: np.ndarray  # the shape of `hashes`: the number of the worker that computed each hashed row, or -1
     phases: tuple[str, ...]
     store_label: int
 
@@ -272,9 +273,9 @@ def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | 
 
 
 def where_results_part(a: RunResult, b: RunResult, between: str, note: str = "") -> Difference:
-    """Return the first difference of two results. Without traces, its phase is unknown.
+    """Return the first layer and row in which the results differ. Results without traces do not tell the phase.
 
-    The layer is an index into the layers with KV rows, `Config.kv_owners`.
+    `Difference.layer` is an index into `Config.kv_owners`, the layers that store KV rows.
     """
     layer = next((number for number, (x, y) in enumerate(zip(a.kv, b.kv, strict=True)) if x != y), None)
     row = next((number for number, (x, y) in enumerate(zip(a.rows, b.rows, strict=True)) if x != y), None)

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> None:
             quant=args.quant,
             progress=LoadProgress(),
             pack=args.pack,
+            speculate=args.speculate,
         ) as engine,
     ):
         note_exceptions(engine)

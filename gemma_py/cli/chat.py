@@ -7,8 +7,8 @@ With --prompt or piped input, answers go to stdout and everything else to stderr
 command; `--prompt -` sends all of standard input as one message. The program exits at the first error.
 
 With --json, each answer is printed as one line of JSON: {"text", "reasoning_content", "prompt_tokens", "cached_tokens",
-"generated_tokens", "prefill_seconds", "decode_seconds", "first_token_seconds", "seed", "finish_reason"}. reasoning_content is null
-if the model did not think.
+"generated_tokens", "passes", "guessed_tokens", "accepted_tokens", "prefill_seconds", "decode_seconds", "first_token_seconds",
+"seed", "finish_reason"}. reasoning_content is null if the model did not think.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from gemma_py.chat.conversation import AnswerStats, Conversation, TokenStream
 from gemma_py.cli.chat_commands import COMMANDS, arguments, run_command
 from gemma_py.cli.common import add_engine, add_model, note_exceptions, positive, read_standard_input
 from gemma_py.cli.progress import LoadProgress
-from gemma_py.cli.sampling import add_sampling, sampling_options
+from gemma_py.cli.sampling import add_sampling, add_speculate, sampling_options
 from gemma_py.cli.screen import PlainScreen, Screen, Stopped
 from gemma_py.errors import ContextError, GemmaError, InputError
 
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-markdown", action="store_true", help="show answers as plain text, without rendering their Markdown"
     )
     add_sampling(parser)
+    add_speculate(parser)
     add_engine(parser)
 
 
@@ -65,8 +66,14 @@ def run(args: argparse.Namespace) -> None:
     prompt = read_standard_input() if args.prompt == "-" else args.prompt
     screen.waiting("loading the model")
     with gemma_py.load(
-        args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress(), pack=args.pack,
-    ) as engine:  # fmt: skip
+        args.model,
+        threads=args.threads,
+        context=args.context,
+        quant=args.quant,
+        progress=LoadProgress(),
+        pack=args.pack,
+        speculate=args.speculate,
+    ) as engine:
         sampling = engine.chat_sampling(sampling_options(args))
         conversation = Conversation(
             engine, args.system, sampling, args.template, args.max_tokens, args.stop, True if args.think else None
@@ -208,6 +215,9 @@ def summary(stats: AnswerStats, context: int) -> str:
     answer = f"answer {stats.generated_tokens:,}"
     if stats.generated_tokens > 1:
         answer += f" at {stats.decode_rate:,.1f}/s"
+    if stats.guessed_tokens:
+        accepted = f"{stats.accepted_tokens:,} of {stats.guessed_tokens:,} guesses accepted"
+        answer += f" ({stats.tokens_a_pass:.1f} a pass, {accepted})"
     used = stats.prompt_tokens + stats.generated_tokens
     return f"{prompt}, {answer}, first after {stats.first_token_seconds:.2f} s, context {used:,} of {context:,}"
 

@@ -158,6 +158,7 @@ def _stats(chat: "Chat", _: str) -> None:
         "prefill": f"{stats.prefill_seconds:.3f} s, {stats.prefill_rate:,.1f} tok/s",
         "first token": f"after {stats.first_token_seconds:.3f} s",
         "answer": f"{stats.generated_tokens:,} tokens in {stats.decode_seconds:.3f} s, {stats.decode_rate:,.1f} tok/s",
+        "speculation": f"{stats.tokens_a_pass:.2f} tokens a pass, {stats.accepted_tokens:,} of {stats.guessed_tokens:,} guesses accepted",
         "ended": {None: "stopped by you", "stop": "by itself", "length": "cut off"}[stats.finish_reason],
         "seed": "none" if stats.seed is None else str(stats.seed),
         "context": f"{conversation.tokens_used:,} of {conversation.context:,} tokens",

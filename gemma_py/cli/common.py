@@ -82,7 +82,9 @@ _THREADS = "GEMMA_PY_THREADS"
 
 
 def environment_threads() -> str | None:
-    """Return the default of --threads from the environment, as text, because argparse parses defaults that are text."""
+    """Return the default of --threads that an environment variable gives. argparse checks such a text as if it were an
+    argument.
+    """
     return os.environ.get(_THREADS) or None
 
 
@@ -106,7 +108,7 @@ def notify(message: str) -> None:
 
 
 def advice_on_threads(threads: int) -> str | None:
-    """Return a warning if there are more threads than cores that this process may use, else None."""
+    """Return a warning if there are more threads than cores that this process may use, or None."""
     cores = machine.threads()
     if threads <= cores:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 import gemma_py
 from gemma_py.cli.common import add_engine, add_input, add_model, note_exceptions, positive, print_json, read_input
 from gemma_py.cli.progress import LoadProgress
-from gemma_py.cli.sampling import add_sampling, sampling_options
+from gemma_py.cli.sampling import add_sampling, add_speculate, sampling_options
 from gemma_py.errors import InputError
 from gemma_py.generate.options import asked
 
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", metavar="TEXT", help="end the output before this text; may be given several times"
     )
     add_sampling(parser)
+    add_speculate(parser)
     add_engine(parser)
 
 
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> None:
         quant=args.quant,
         progress=LoadProgress(),
         pack=args.pack,
+        speculate=args.speculate,
     ) as engine:
         note_exceptions(engine)
         ids = read_input(args, engine)

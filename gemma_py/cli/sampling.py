@@ -1,9 +1,9 @@
-"""The sampling options of the commands that generate text."""
+"""The options of sampling and speculation, for the commands that generate text."""
 
 import argparse
 from typing import Any
 
-from gemma_py.generate.options import OPTIONS
+from gemma_py.generate.options import MODES, OPTIONS
 
 _NUMBERS = (
     ("temperature", float, "0 always takes the most likely token; larger values, up to 2, make the choice more random"),
@@ -21,6 +21,16 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, kind, text in _NUMBERS:
         group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=text)
+
+
+def add_speculate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--speculate",
+        choices=MODES,
+        default=MODES[0],
+        help="auto: guess tokens from earlier text, and compute several tokens at once where that saves time; off: compute one "
+        "token at a time. The output is the same (default: %(default)s)",
+    )
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

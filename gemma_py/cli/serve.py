@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import gemma_py
 from gemma_py.cli.common import add_engine, add_model, natural, note_exceptions, notify, positive
 from gemma_py.cli.progress import LoadProgress
+from gemma_py.cli.sampling import add_speculate
 from gemma_py.errors import InputError
 
 _HOST = re.compile(r"[\w.-]+|[\da-fA-F.]*(:[\da-fA-F.]*){2,}(%\w+)?")
@@ -116,6 +117,7 @@ def add_service(parser: argparse.ArgumentParser) -> None:
         metavar="FORM",
         help="the chat template: gemma, gemma4, transcript, or a Jinja file (default: the checkpoint's own)",
     )
+    add_speculate(parser)
     add_engine(parser)
 
 
@@ -144,6 +146,7 @@ def run(args: argparse.Namespace) -> None:
             quant=args.quant,
             progress=LoadProgress(),
             pack=args.pack,
+            speculate=args.speculate,
         ) as engine,
     ):
         note_exceptions(engine)

@@ -62,7 +62,7 @@ class TextStream:
         return text
 
     def cut(self) -> str:
-        """Return the text of the bytes that are held back. Call this before a mark, which no further byte can complete."""
+        """Return the text of the byte tokens that are held back. A mark follows, so the bytes of a character are complete."""
         return self.write(self._decoded())
 
     def write(self, text: str) -> str:
@@ -92,9 +92,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many of the text's last characters are the first characters of the stop string. The whole stop string does
-    not count.
-    """
+    """Return the length of the longest beginning of the stop string with which the text ends, but not of the whole string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
@@ -195,7 +193,9 @@ class _Thought:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = TextStream(tokenizer)
-        self._name: str | None = ""  # the text so far, while it may still be the channel's name; afterwards None
+        self._name: str | None = (
+            ""  # the beginning of a channel's text, kept while it may be the channel's name; None once that is decided
+        )
         self._space = ""  # white space that is held back, because it may be the end of the thought
         self._begun = False
 

@@ -40,7 +40,8 @@ class SchedulerStats:
     prefix_hits: requests since the start for which the prefix cache had a prefix. prefix_misses: the other requests.
     cached_tokens: prompt tokens since the start that were found in the prefix cache.
     passes: passes since the start that succeeded. failed_passes: passes that failed and were repeated.
-    computed_tokens: tokens computed since the start.
+    computed_tokens: tokens computed since the start, without guesses that did not hold.
+    guessed_tokens: guesses computed since the start. accepted_tokens: those guesses that were equal to the chosen tokens.
     """
 
     running: int
@@ -53,6 +54,8 @@ class SchedulerStats:
     passes: int
     failed_passes: int
     computed_tokens: int
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Ticket:

@@ -14,8 +14,10 @@ import numpy as np
 
 from gemma_py.errors import InputError
 from gemma_py.generate.answer import AnswerStream, Constraint, Part, stop_strings
-from gemma_py.generate.options import Sampling
+from gemma_py.generate.drafting import Draft, Lookup
+from gemma_py.generate.options import Sampling, check_mode
 from gemma_py.generate.sampling import Sampler, likeliest, log_probabilities
+from gemma_py.generate.speculation import Pace, Speculation
 from gemma_py.runtime.cache import check_context
 from gemma_py.templates.notation import Marks
 from gemma_py.templates.tools import Call
@@ -59,6 +61,9 @@ class Request:
     top_logprobs: the number of likeliest tokens to report at each position.
     scored: report the prompt's log probabilities too. The prefix cache is then not used, because it has no logits.
     marks: the marks of thoughts and tool calls, which are then separated from the answer's text.
+    speculate: "auto" lets a pass compute guessed tokens too where that saves time, "off" does not; None is the engine's
+    default. The answer does not depend on this option.
+    prediction: token ids that the answer may consist of in large part, for better guesses.
     """
 
     ids: Sequence[int]
@@ -73,6 +78,8 @@ class Request:
     constraint: Constraint | None = None
     scored: bool = False
     marks: Marks | None = None
+    speculate: str | None = None
+    prediction: Sequence[int] = ()
 
 
 class Generation:
@@ -83,10 +90,17 @@ class Generation:
     top: the likeliest tokens at the position of the last chosen token.
     max_tokens: the most tokens that the answer can have within the context.
     sampling: the request's sampling options, in which a missing seed is replaced by a random one.
+    speculation: the guesses of the answer's next tokens.
     """
 
     def __init__(
-        self, request: Request, vocab_size: int, context: int, tokenizer: Tokenizer | None, least_tokens: int = 1
+        self,
+        request: Request,
+        vocab_size: int,
+        context: int,
+        tokenizer: Tokenizer | None,
+        pace: Pace,
+        least_tokens: int = 1,
     ) -> None:
         if not is_whole(request.max_tokens, least_tokens):
             raise InputError(f"max_tokens should be at least {least_tokens}, found {request.max_tokens!r:.40}")
@@ -101,6 +115,18 @@ class Generation:
         self._sampler = Sampler(request.sampling, vocab_size, self.prompt)
         self.sampling = self._sampler.sampling
         self._stream = AnswerStream(tokenizer, stop_strings(request.stop), request.trim, request.marks, self.prompt)
+        check_mode(request.speculate)
+        prediction = check_ids(request.prediction, vocab_size) if request.prediction else []
+        drafter = Lookup(self.prompt, prediction) if request.speculate == "auto" else None
+        self.speculation = Speculation(drafter, pace, Draft(tuple(prediction[:1]), 1, True))
+
+    def guess_chances(self) -> list[float]:
+        """Draft guesses of the next tokens. Return the probabilities that the first holds, that the first two hold, and so
+        on.
+
+        The pass that verifies all of these guesses chooses at most the last token of the answer.
+        """
+        return self.speculation.chances(self.max_tokens - len(self.generated) - 1)
 
     def next(self, logits: np.ndarray) -> Token:
         """Choose the next token.
@@ -114,6 +140,7 @@ class Generation:
         if self.request.logprobs or self.request.top_logprobs:
             logprob, self.top = self.score(logits, token)
         self.generated.append(token)
+        self.speculation.extend(token)
         if token in self.request.ends:
             return _token(token, self._stream.finish(), logprob, "stop")
         if constraint is not None:

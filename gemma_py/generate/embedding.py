@@ -30,7 +30,7 @@ _COMMON = {
     "PairClassification": _SIMILARITY, "Reranking": _QUERY, "Retrieval": _QUERY, "Retrieval-query": _QUERY,
     "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
 }  # fmt: skip
-# The prompts by model type and task, for a checkpoint without config_sentence_transformers.json.
+# For each model type and task, the prompt for a checkpoint without config_sentence_transformers.json.
 _PROMPTS: Mapping[str, Mapping[str, str]] = {
     "gemma-embedding": {
         **_COMMON, "question answering": _ANSWERING, "fact checking": _CHECKING, "classification": _CLASSIFICATION,
@@ -47,14 +47,11 @@ Text = str | Sequence[int]
 
 
 def prompts_of(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Return the prompts of the checkpoint's embedding model, by task."""
     return checkpoint.modules.prompts or _PROMPTS[checkpoint.config.model_type]
 
 
 def prompt_of(engine: "Engine", task: str | None) -> str:
-    """Return the prompt of a task, which precedes each text. Without a task, return the checkpoint's default prompt, or
-    "".
-    """
+    """Return the prompt that precedes each text of a task. Without a task, return the checkpoint's default prompt, or ""."""
     modules = engine.checkpoint.modules
     prompts = prompts_of(engine.checkpoint)
     name = modules.default if task is None else task
@@ -66,7 +63,7 @@ def prompt_of(engine: "Engine", task: str | None) -> str:
 
 
 def width_of(engine: "Engine", dimensions: int | None) -> int:
-    """Return the wanted number of dimensions, or by default all. More dimensions than the model has raise InputError."""
+    """Return the number of dimensions to compute, by default all. If the model has fewer dimensions, raise InputError."""
     most = engine.program.outputs
     if dimensions is None:
         return most
@@ -99,7 +96,7 @@ def texts_to_ids(engine: "Engine", texts: Sequence[Text], task: str | None = Non
 
 def _encoded(engine: "Engine", text: str) -> list[int]:
     end = engine.checkpoint.text_end
-    return engine.encode(text) + ([] if end is None else [end])
+    return engine.encode(text) + ([] if end is None else engine.check_ids([end]))
 
 
 def check_embeds(engine: "Engine") -> None:
@@ -142,7 +139,9 @@ def embed_pass(engine: "Engine", texts: Sequence[list[int]], caches: list[Cache]
 
 
 def normalised(made: np.ndarray, width: int) -> np.ndarray:
-    """Return the first `width` elements of each embedding, scaled to length 1: f32 [N, width].    made: f32 [N, D]"""
+    """Return the first `width` elements of each embedding, scaled to length 1: f32 [N, width].    made: the embeddings, f32
+    [N, D]
+    """
     result = np.empty((len(made), width), np.float32)
     normalise_rows(made, width, result)
     if not np.isfinite(result).all():

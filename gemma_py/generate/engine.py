@@ -1,7 +1,7 @@
-"""The engine, which is a loaded model, and sessions, which are token sequences with a KV cache."""
+"""The engine, which is a loaded model."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +14,13 @@ from gemma_py import machine
 from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, InputError
 from gemma_py.formats.blocks import QUANTS
-from gemma_py.generate import embedding, sampling
+from gemma_py.generate import drafting, embedding, sampling
 from gemma_py.generate.answer import stop_strings
-from gemma_py.generate.core import Generation, Request, Token, check_ids, is_whole, whole
-from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, recommended, with_options
+from gemma_py.generate.core import Generation, Request, Token, check_ids, is_whole
+from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, check_mode, recommended, with_options
 from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
+from gemma_py.generate.session import Decoder, Session
+from gemma_py.generate.speculation import Pace
 from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.progress import ReportProgress, no_report
@@ -72,6 +74,8 @@ class Engine:
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.quant = quant
+        self.pace = Pace()
+        self.speculate = "auto"  # the option of requests that do not set it
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
         # While the weights are packed, the tokenizer loads and the kernels compile in the background.
@@ -86,8 +90,9 @@ class Engine:
             self._runner: Runner | None = Runner(program, self.config, threads or machine.threads(), deadline, kv)
 
     def _warm_up(self) -> None:
-        """Call the kernels of sampling and tokenizer once, so that the first answer does not wait for their compilation."""
+        """Call the kernels of sampling, drafting and tokenizer once, so that no answer waits for their compilation."""
         sampling.warm_up()
+        drafting.warm_up()
         if self.tokenizer is not None:
             self.tokenizer.encode("a")
 
@@ -192,6 +197,13 @@ class Engine:
             return self.check_ids(prompt)
         return self.check_ids(self.text_tokenizer().encode(prompt, control=control))
 
+    def encode_prediction(self, text: str | Sequence[int]) -> list[int]:
+        """Return the token ids of a text that an answer may consist of in large part, without a bos token. Ids are only
+        checked.
+        """
+        ids = self.text_tokenizer().encode(text, bos=False) if isinstance(text, str) and text else text
+        return self.check_ids(ids) if ids else []
+
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -207,11 +219,17 @@ class Engine:
         logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
+        speculate: str | None = None,
+        prediction: str | Sequence[int] = "",
     ) -> Iterator[Token]:
         """Return an iterator over the tokens that continue a prompt. The options are the fields of `Sampling`.
 
         Decoding is greedy by default. If temperature, top_k, top_p, min_p or seed is given, tokens are drawn at random,
         and the options that are not given have the values that the checkpoint recommends.
+
+        speculate: "auto" or "off"; by default, the option of `load`.
+        prediction: a text, or token ids, that the continuation may consist of in large part. A good prediction makes the
+        continuation faster, and no prediction changes it.
         """
         options = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -219,7 +237,11 @@ class Engine:
             "frequency_penalty": frequency_penalty, "logit_bias": logit_bias, "seed": seed,
         }  # fmt: skip
         sampling, ends = asked(options, self.sampling), self.end_ids
-        return self._answer(Request(self.encode(prompt), max_tokens, sampling, stop=stop_strings(stop), ends=ends))
+        request = Request(
+            self.encode(prompt), max_tokens, sampling, stop=stop_strings(stop), ends=ends, speculate=speculate,
+            prediction=self.encode_prediction(prediction),
+        )  # fmt: skip
+        return self._answer(request)
 
     def chat(
         self,
@@ -230,6 +252,8 @@ class Engine:
         thinking: bool | None = None,
         stop: str | Sequence[str] | None = None,
         template: str | Path | None = None,
+        speculate: str | None = None,
+        prediction: str | Sequence[int] = "",
         **options: Any,
     ) -> Iterator[Token]:
         """Return an iterator over the tokens of the answer to messages in OpenAI's format.
@@ -237,6 +261,7 @@ class Engine:
         tools: functions that the model may call, in OpenAI's format. The calls are in `Token.calls`.
         thinking: whether the model should think before it answers; by default, the chat template decides. Thoughts are
         in `Token.reasoning`.
+        speculate, prediction: see `generate`.
         options: fields of `Sampling`. Options that are not given have the values of `Engine.sampling`.
 
         For several turns use `Conversation`, which keeps the KV cache from turn to turn.
@@ -252,6 +277,8 @@ class Engine:
             ends=self.ends(form.template),
             trim=True,
             marks=form.marks(bool(tools)),
+            speculate=speculate,
+            prediction=self.encode_prediction(prediction),
         )
         return self._answer(request)
 
@@ -269,7 +296,9 @@ class Engine:
     def generation(self, request: Request, least_tokens: int = 1) -> Generation:
         """Check a request against the model and the context. least_tokens: the smallest max_tokens that is allowed."""
         embedding.check_generates(self)
-        return Generation(request, self.config.vocab_size, self.context, self.tokenizer, least_tokens)
+        if request.speculate is None:
+            request = replace(request, speculate=self.speculate)
+        return Generation(request, self.config.vocab_size, self.context, self.tokenizer, self.pace, least_tokens)
 
     def _answer(self, request: Request) -> Iterator[Token]:
         """Check a request now, and return an iterator that computes the answer later."""
@@ -277,7 +306,7 @@ class Engine:
 
     def _tokens(self, generation: Generation) -> Iterator[Token]:
         session = self.session()
-        yield from generation.tokens(session.prefill(generation.prompt), session.decode)
+        yield from generation.tokens(session.prefill(generation.prompt), Decoder(session, generation).decode)
 
     def embed(
         self, texts_or_ids: Sequence[str | Sequence[int]], task: str | None = None, dimensions: int | None = None
@@ -342,6 +371,10 @@ class Engine:
         """Run one pass for several sequences. Return the logits of each sequence. If the pass fails, no cache changes."""
         return self.runner.run_together(inputs)
 
+    def accept(self, cache: Cache, tokens: Sequence[int]) -> None:
+        """Add the first guesses of the last pass, which must be equal to these tokens, to the cache."""
+        self.runner.accept(cache, tokens)
+
     def run_kernel(self, kernel: Callable[..., Any], *args: Any, counters: int = 0) -> None:
         self.runner.team.run(kernel, *args, counters=counters)
 
@@ -358,102 +391,6 @@ class Engine:
         self.close()
 
 
-class Session:
-    """A sequence of tokens and its KV cache."""
-
-    def __init__(self, engine: Engine, keep: int = 0) -> None:
-        self.engine = engine
-        self._cache = engine.runner.cache(whole("keep", keep))
-
-    @property
-    def ids(self) -> list[int]:
-        """The ids of the tokens in the KV cache."""
-        return self._cache.ids.copy()
-
-    @property
-    def position(self) -> int:
-        return self._cache.position
-
-    def kv_rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a layer's keys and values, each f32 [positions, G, E], for the positions that later tokens attend to.
-
-        number: the index of the layer in `Config.kv_owners`
-        """
-        return self._cache.rows(number)
-
-    def prefill(self, ids: Sequence[int], chunk: int | None = None, all_logits: bool = False) -> np.ndarray:
-        """Append tokens. Return the logits of the last token, float32 [V]; with all_logits, of every token, [T, V].
-
-        chunk: the number of tokens in a pass, which changes speed and memory, but not the logits.
-
-        If a worker thread fails, WorkerError is raised, and the session keeps only the tokens of earlier chunks. If the
-        thread stalled and is still running, every later call raises InputError.
-        """
-        engine, runner = self.engine, self.engine.runner
-        tokens = engine.check_ids(ids)
-        size = CHUNK if chunk is None else whole("chunk", chunk, 1)
-        check_context(engine.context, len(tokens), after=self.position)
-        rows = []
-        for first in range(0, len(tokens), size):
-            part = tokens[first : first + size]
-            ahead = len(tokens) - first - len(part)
-            rows.append(runner.run(self._cache, part, all_logits, limit=engine.context, ahead=ahead))
-        return np.concatenate(rows) if all_logits else rows[-1]
-
-    def decode(self, token_id: int) -> np.ndarray:
-        """Append one token. Return the logits of the token, float32 [V]."""
-        return self.prefill([token_id])
-
-    def reserve(self, tokens: int) -> None:
-        """Allocate KV cache for this many more tokens, so that later passes need not reallocate."""
-        self.engine.runner.reserve(self._cache, min(whole("tokens", tokens), self.engine.context - self.position))
-
-    def rewind(self, position: int) -> None:
-        """Remove the tokens from this position on, as if they had never been added.
-
-        Up to `keep` tokens can always be removed. To remove more tokens, the KV rows that the next token needs must still
-        be stored. In a sliding-window layer, they may be overwritten, and InputError is raised; see `can_rewind_to`.
-        """
-        self.engine.runner.rewind(self._cache, whole("position", position))
-
-    @property
-    def usable(self) -> bool:
-        """False after a worker thread stalled, because that thread may still write to the KV cache."""
-        return not self._cache.abandoned
-
-    def can_rewind_to(self, position: int) -> bool:
-        """Whether `rewind(position)` would succeed."""
-        return self._cache.can_rewind_to(whole("position", position))
-
-    def raw_kv_rows(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Return an iterator over the keys and values of each layer, [G, positions, E] in the type of the KV cache.
-
-        since: leave out rows that no token after this position attends to. Layers that read another layer's KV rows are
-        skipped.
-        """
-        if not self.can_rewind_to(since):
-            raise InputError(f"cannot rewind from position {self.position} to {since}: KV rows are overwritten")
-        return (self._cache.raw_rows(number, since) for number in range(len(self.engine.config.kv_owners)))
-
-    def restore(self, ids: Sequence[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Fill an empty session with another session's token ids and `raw_kv_rows`. If these do not fit together, raise
-        InputError.
-        """
-        if self.position:
-            raise InputError(f"restore needs an empty session, found one with {self.position} tokens")
-        tokens = self.engine.check_ids(ids)
-        check_context(self.engine.context, len(tokens))
-        self._cache.restore(tokens, kv_rows)
-
-    def kv_digest(self) -> list[str]:
-        """Return, for each layer, the sha256 of the KV rows that later tokens attend to.
-
-        These are the last W - 1 rows of a sliding-window layer, and all rows of any other layer. The rows are hashed as
-        little-endian float32 [positions, G, E], keys before values.
-        """
-        return self.engine.runner.digest(self._cache)
-
-
 _MOST_THREADS = 1024
 _LONGEST_DEADLINE = 86_400.0
 
@@ -468,6 +405,7 @@ def load(
     progress: ReportProgress = no_report,
     *,
     pack: bool = True,
+    speculate: str = "auto",
 ) -> Engine:
     """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
@@ -480,8 +418,13 @@ def load(
     may take minutes; see `gemma_py.progress`.
     pack: whether packed weights are stored in a file. If False, they are kept in memory only and packed again at every
     start, which takes no disk space.
+    speculate: "auto" or "off". With "auto", a pass also computes tokens that were guessed from earlier text, where that is
+    expected to save time. This is the default of requests that do not choose.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
+    check_mode(speculate)
     checkpoint = replace(open_checkpoint(resolve(model, progress)), cacheable=pack)
-    return Engine(checkpoint, threads, context, deadline, kv, quant, progress)
+    engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress)
+    engine.speculate = speculate
+    return engine

@@ -22,6 +22,7 @@ class Usage:
     queued_seconds: the time that the request waited until it began to run.
     first_token_seconds: the time from the request's arrival until the first token.
     seconds: the time since the request's arrival.
+    predicted: the number of tokens of the answer that the request's prediction guessed.
     """
 
     prompt: int
@@ -30,6 +31,7 @@ class Usage:
     queued_seconds: float
     first_token_seconds: float
     seconds: float
+    predicted: int = 0
 
 
 @dataclass(frozen=True)

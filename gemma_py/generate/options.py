@@ -19,6 +19,13 @@ RANGES = {
     "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "logit_bias": (-100.0, 100.0),
 }  # fmt: skip
 MOST_TOP_K = 1 << 31
+MODES = ("auto", "off")  # the values of the option `speculate`
+
+
+def check_mode(mode: object) -> None:
+    """Raise InputError if the value of the option `speculate` is unknown."""
+    if mode not in MODES:
+        raise InputError(f"speculate should be one of {', '.join(MODES)}, found {mode!r:.40}")
 
 
 @dataclass(frozen=True)

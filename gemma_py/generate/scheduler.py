@@ -25,6 +25,8 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 # How long a pass should take, in seconds: first for a pass with prompts only, second for a pass that also decodes. The
 # second one is shorter, because the next token of every answer waits for the end of the pass.
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
+# The least probability of a guess in a pass with prompt tokens, because in such a pass a guess delays prompts.
+_LEAST_BESIDE = 0.5
 _FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass would hardly be faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
 
@@ -73,7 +75,7 @@ class _Sequence(ScheduledRequest):
         now = time.monotonic()
         return Usage(
             len(self.prompt), self.cached, len(self.generation.generated), (self.admitted or now) - self.arrived,
-            (self.first_token or now) - self.arrived, now - self.arrived,
+            (self.first_token or now) - self.arrived, now - self.arrived, self.generation.speculation.predicted,
         )  # fmt: skip
 
 
@@ -122,6 +124,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         super().__init__(engine, parallel, queue)
         # Only the scheduler's thread writes the fields below.
         self._prefixes = PrefixCache(engine.config, engine.kv_type, prefix_bytes)
+        self._guessed = self._accepted = 0
         self._row_seconds = 1 / 64  # running average of seconds per token in passes with prompts
         self._thread.start()
 
@@ -147,7 +150,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             prefixes, used = self._prefixes, sum(sequence.kv_bytes for sequence in self._running)
             return SchedulerStats(
                 len(self._running), len(self._waiting), used, prefixes.nbytes, prefixes.hits, prefixes.misses,
-                prefixes.hit_tokens, self._passes, self._failed, self._computed,
+                prefixes.hit_tokens, self._passes, self._failed, self._computed, self._guessed, self._accepted,
             )  # fmt: skip
 
     # --- the thread ---------------------------------------------------------------------------------------------------
@@ -169,16 +172,26 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             return  # the failed pass is repeated by the next step
         self._trouble = None
         for sequence, part, logits in zip(sequences, inputs, results, strict=True):
-            self._prefixes.insert(part.cache, part.cache.position - len(part.tokens))
-            if not sequence.answering:
-                sequence.tell(PrefillProgress(sequence.position, len(sequence.prompt), sequence.cached))
-            try:
-                if sequence.scoring:
-                    self._score(sequence, logits)
-                if sequence.pending == 0:
-                    self._choose(sequence, logits[-1])
-            except GemmaError as error:
-                self._finish(sequence, Failed(error))
+            begun = sequence.position - (len(part.tokens) - part.guesses)
+            last = self._take(sequence, part, logits)
+            # Only after `_take`, because `_take` decides which guesses of the pass belong to the sequence.
+            self._prefixes.insert(part.cache, begun)
+            if last is not None:
+                self._finish(sequence, last)
+
+    def _take(self, sequence: _Sequence, part: SequenceInput, logits: np.ndarray) -> Finished | Failed | None:
+        """Tell a request about its part of a pass: progress, scores, chosen tokens. Return its last event if it has ended.
+
+        logits: [part.logits, V]
+        """
+        if not sequence.answering:
+            sequence.tell(PrefillProgress(sequence.position, len(sequence.prompt), sequence.cached))
+        try:
+            if sequence.scoring:
+                self._score(sequence, logits)
+            return self._choose(sequence, part, logits) if sequence.pending == 0 else None
+        except GemmaError as error:
+            return Failed(error)
 
     def _finish(self, request: _Sequence, last: Finished | Failed) -> None:
         request.cache = None
@@ -227,28 +240,35 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         seconds = _PASS_SECONDS_BESIDE if answers else _PASS_SECONDS
         room = max(_FEWEST_ROWS, min(CHUNK, int(seconds / self._row_seconds)) - len(answers))
         counts = [1] * len(answers) + (shares([s.pending for s in prompts], room) if prompts else [])
+        chances = [s.generation.guess_chances() for s in answers]
+        guessed = self.engine.pace.allot(chances, sum(counts), _LEAST_BESIDE if prompts else 0.0) + [0] * len(prompts)
         sequences, inputs, scored = [], [], 0
-        for sequence, count in zip((*answers, *prompts), counts, strict=True):
+        for sequence, count, guesses in zip((*answers, *prompts), counts, guessed, strict=True):
             if sequence.scoring:
                 count = min(count, ROWS_AT_ONCE - scored)
                 scored += count
             if count and sequence.cache is not None:
                 tokens = sequence.ids[sequence.position : sequence.position + count]
-                logits = count if sequence.scoring else 1 if count == sequence.pending else 0
+                tokens += sequence.generation.speculation.guesses(guesses)
+                logits = count if sequence.scoring else 1 + guesses if count == sequence.pending else 0
                 sequences.append(sequence)
-                inputs.append(SequenceInput(sequence.cache, tokens, logits))
+                inputs.append(SequenceInput(sequence.cache, tokens, logits, guesses))
         return sequences, inputs
 
     def _pass(self, inputs: list[SequenceInput]) -> list[np.ndarray]:
         start = time.monotonic()
         results = self.engine.run_together(inputs)
-        rows = sum(len(part.tokens) for part in inputs)
+        seconds, rows = time.monotonic() - start, sum(len(part.tokens) for part in inputs)
+        guesses = sum(part.guesses for part in inputs)
         # Do not count passes that only decode: they spend most of their time reading weights, whatever the number of
         # tokens.
-        if rows > len(inputs):
-            self._row_seconds += 0.8 * ((time.monotonic() - start) / rows - self._row_seconds)
+        if rows - guesses > len(inputs):
+            self._row_seconds += 0.8 * (seconds / rows - self._row_seconds)
+        else:
+            self.engine.pace.measure(rows, seconds)
         self._passes += 1
-        self._computed += rows
+        self._computed += rows - guesses
+        self._guessed += guesses
         return results
 
     def _score(self, sequence: _Sequence, logits: np.ndarray) -> None:
@@ -265,14 +285,28 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             sequence.tell(Scored(token, *sequence.generation.score(row, token)))
             sequence.scores += 1
 
-    def _choose(self, sequence: _Sequence, logits: np.ndarray) -> None:
-        """Choose the next token of an answer, and send a Generated event."""
-        if sequence.generation.max_tokens == 0:
-            self._finish(sequence, Finished("length", sequence.usage()))
-            return
-        token = sequence.generation.next(logits)
-        sequence.ids.append(token.id)
-        sequence.first_token = sequence.first_token or time.monotonic()
-        sequence.tell(Generated(token, sequence.generation.top))
-        if token.finish_reason is not None:
-            self._finish(sequence, Finished(token.finish_reason, sequence.usage()))
+    def _choose(self, sequence: _Sequence, part: SequenceInput, logits: np.ndarray) -> Finished | None:
+        """Choose the next tokens of an answer, and send a Generated event for each: one token, and one more for each guess
+        that is equal to the token chosen before. Return the last event if the answer has ended.
+
+        logits: [part.logits, V], of the last known token and of the guesses after this token
+        """
+        generation = sequence.generation
+        if generation.max_tokens == 0:
+            return Finished("length", sequence.usage())
+        generation.speculation.computed(part.guesses)
+        guesses = part.tokens[len(part.tokens) - part.guesses :]
+        for row, guess in zip(logits[-1 - part.guesses :], [*guesses, None], strict=True):
+            token = generation.next(row)
+            sequence.ids.append(token.id)
+            sequence.first_token = sequence.first_token or time.monotonic()
+            sequence.tell(Generated(token, generation.top))
+            if token.finish_reason is not None:
+                return Finished(token.finish_reason, sequence.usage())
+            if token.id != guess or sequence.ticket.cancelled:
+                return None
+            self.engine.accept(part.cache, [token.id])
+            generation.speculation.accepted += 1
+            self._accepted += 1
+            self._computed += 1
+        raise AssertionError

@@ -146,7 +146,7 @@ def _product_is_not_zero(a, b):
 @kernel
 def _is_ieee(probe):
     small, one, least, half, tie, above, below = probe[0], probe[1], probe[2], probe[3], probe[4], probe[5], probe[6]
-    # The first product has a subnormal operand, and the second one has a subnormal result.
+    # The operand `small` is subnormal in the first product, and the result is subnormal in the second one.
     subnormal = _product_is_not_zero(small, one) and _product_is_not_zero(least, half)
     up = bits_of_f32(one + above) == bits_of_f32(one) + 1 and bits_of_f32(-one - above) == bits_of_f32(-one) + 1
     down = bits_of_f32(one + below) == bits_of_f32(one) and bits_of_f32(-one - below) == bits_of_f32(-one)

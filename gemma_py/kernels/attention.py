@@ -128,7 +128,7 @@ def _make_scores(ring, base, begin, end, block, scratch, layout):
 
 
 def _make_add_values(rows):
-    """Return a function that adds values to `rows` queries at a time."""
+    """Return the function `add_values`, compiled for a fixed number of queries, `rows`."""
 
     @inlined
     def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right):
@@ -322,9 +322,9 @@ def _load_queries(q, E, H, g, block, scratch, layout):
 
 @inlined
 def _copy_scores(scores, source, keys, scratch, layout):
-    """Copy the scores of `keys` keys, which `score_keys` computed, to the scratch.
+    """Copy the scores of `keys` keys from `scores`, which `score_keys` wrote, to `scratch`.
 
-    scores: [keys * 16] f32, read from index `source` on
+    scores: f32, read from index `source` to index source + 16 * keys - 1
     """
     for key in range(keys):
         store(scratch, layout.scores + key * QUERY_BLOCK, load(scores, source + key * LANES))

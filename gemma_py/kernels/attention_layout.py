@@ -57,7 +57,7 @@ class ScratchLayout(NamedTuple):
     q: int  # [QUERY_BLOCK / COLUMNS, E, COLUMNS]: the transposed queries
     out: int  # [QUERY_BLOCK, E]: the weighted sum of the values so far
     scores: int  # [TILE + ROWS, QUERY_BLOCK]: scores of a tile, later weights; the last ROWS rows are padding
-    starts: int  # first key that each query sees, stored as the bits of an int32
+    starts: int  # index in the float32 scratch of an int32 for each query: the first key that the query sees
     lasts: int  # last key that each query sees, stored as the bits of an int32
     maximum: int  # the maximum of each query's scores so far
     weight_sum: int  # the sum of each query's weights so far

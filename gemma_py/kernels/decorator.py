@@ -21,8 +21,8 @@ from numba.core.registry import CPUDispatcher
 
 from gemma_py.paths import cache_dir, private_dir
 
-# numba's own cache key covers neither edits in other source files nor these settings of numba. Therefore the name of
-# the cache directory contains a hash of all sources and of these settings.
+# numba's own cache would not notice edits in other source files, or changes of these settings of numba. Therefore the name
+# of the cache directory contains a hash of all sources and of these settings.
 _SWITCHES = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "CPU_NAME", "CPU_FEATURES", "BOUNDSCHECK")
 
 

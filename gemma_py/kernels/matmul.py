@@ -88,7 +88,7 @@ class FloatPanels(NamedTuple):
 class CodedRows(NamedTuple):
     """The input of a matrix product, quantised to 16-bit codes in blocks of 32: x is about scale * code.
 
-    The sums are whole numbers, which floats store exactly.
+    Sums of codes are whole numbers, which the float arrays `sums`, `high_byte_sums` and `sums_of_16` hold exactly.
     """
 
     codes: np.ndarray  # int16 [T * K]; every four codes are stored in the order 0, 2, 1, 3
@@ -100,8 +100,9 @@ class CodedRows(NamedTuple):
 
 
 def unpack_buffer_sizes(K: int) -> tuple[int, int]:
-    """Return the lengths of an unpack buffer for matrices of K inputs: the number of codes, and that of scales or of
-    minimums.
+    """Return the number of codes and the number of scales in an unpack buffer for matrices of K inputs.
+
+    There are as many minimums as scales.
     """
     return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * CODE_PANELS) * COLUMNS
 

@@ -1,9 +1,9 @@
 """Panels of 16 quantised outputs, with codes as narrow as in the model file: the layout, packing and unpacking.
 
     panel    blocks of 32 inputs, or of 256 inputs in formats with sub-scales (K-quants, IQ4_XS)
-    block    16 block scales (f16), in formats with minimums 16 block minimums (f16), then runs of 32 inputs
-    run      in formats with sub-scales 16 sub-scales (int8) per group, in formats with minimums also 16 sub-minimums
-             (int8) per group, then codes
+    block    16 block scales (f16); 16 block minimums (f16), if the format has minimums; then runs of 32 inputs
+    run      16 sub-scales (int8) for each group, if the format has sub-scales;
+             16 sub-minimums (int8) for each group, if it also has minimums; then codes
     codes    8 bits: [8 quads, 16 outputs, 4] int8
              4 bits: [4 quads, 16 outputs, 4] bytes, with quad v in the low half and quad v + 4 in the high half
              5 bits: the low 4 bits as above, then the fifth bits: [16 outputs, 4] bytes, with bit v for quad v

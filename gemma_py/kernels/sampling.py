@@ -44,8 +44,8 @@ def top_k(x, values, ids):
     values: [k] f32, written
     ids: [k] int64, written
 
-    The k best logits so far form a heap, with the worst of them at the root. In most blocks of 64 logits, none exceeds the
-    root. So a loop without branches counts how many do, and the block is skipped if there are none.
+    The k best logits so far form a heap, with the worst of them at the root. A loop without branches counts the logits of a
+    block of 64 that exceed the root. In most blocks there are none, and the block is skipped.
     """
     k = values.shape[0]
     for v in range(k):

@@ -1,8 +1,8 @@
 """EmbeddingGemma 2, text: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
 
-The layers are those of Gemma 4 with per-layer inputs, but attention is bidirectional, no layer reads the KV rows of another
-layer, and the per-layer inputs are a projection of the token's embedding alone, without a table. The embedding of a text is a
-projection of the mean of the hidden states.
+The layers are those of Gemma 4 with per-layer inputs, with three differences. Attention is bidirectional. No layer reads
+the KV rows of another layer. The per-layer inputs are a projection of the token's embedding, without a table. The embedding
+of a text is a projection of the mean of the hidden states.
 """
 
 from gemma_py.errors import UnsupportedError
@@ -36,7 +36,7 @@ _ARCHITECTURE = "gemma-embedding2"
 
 
 def tensors(config: Config) -> dict[str, Tensor]:
-    """Return the family's tensors by name, in the order in which the weights are packed."""
+    """Return the family's tensors by name, in the order in which they are packed."""
     D, P, L = config.hidden_size, config.hidden_size_per_layer_input, len(config.layers)
     assert config.embedding is not None and config.embedding.projection is not None
     made = {
@@ -84,14 +84,14 @@ _DEFAULT_ROPES = {FULL: Rope(1_000_000.0), SLIDING: Rope(10_000.0)}
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config.json, where a missing field has transformers' default."""
+    """Read a config.json. Missing fields have the defaults of transformers."""
     fields = description.fields
     check_text_model(description)
     types = layer_types(fields, 24, fields.integer("sliding_window_pattern", 6))
     usual = fields.integer("num_key_value_heads", 2), fields.integer("head_dim", 256)
     full = fields.integer("num_global_key_value_heads", 1), fields.integer("global_head_dim", 512)
     ropes = ropes_by_type(fields, _DEFAULT_ROPES)
-    window = fields.integer("sliding_window", 512) + 1  # in the file, the largest distance between a query and a key
+    window = fields.integer("sliding_window", 512) + 1  # the file has the largest distance between a query and a key
     layers = tuple(
         Layer(window if kind == SLIDING else None, ropes[kind], fields.integer("num_attention_heads", 4), kv_heads,
               head_dim, fields.integer("intermediate_size", 2048), number, bidirectional=True)
@@ -115,7 +115,6 @@ def config_from_hf(description: ModelDescription) -> Config:
 
 
 def config_from_gguf(description: ModelDescription) -> Config:
-    """Read a config from GGUF metadata."""
     fields, where = description.fields, description.outer.where
     check_direction(description, embeds=True)
     count = fields.layer_count("block_count")
@@ -133,9 +132,8 @@ def config_from_gguf(description: ModelDescription) -> Config:
               feed_forward[number], number, bidirectional=True)
         for number, kind in enumerate(types)
     )  # fmt: skip
-    common = description.common_from_gguf() | {
-        "tie_word_embeddings": True
-    }  # output.weight is the projection, not a head
+    # Files have a tensor output.weight, but it is the projection of the embedding, not an output head.
+    common = description.common_from_gguf() | {"tie_word_embeddings": True}
     config = Config(
         model_type=description.name,
         query_pre_attn_scalar=1.0,

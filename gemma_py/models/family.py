@@ -96,7 +96,8 @@ class Family:
     config_from_gguf: Callable[[ModelDescription], Config]
     tensors: Callable[[Config], dict[str, Tensor]]
     write: Callable[[Program], None]  # appends the operations of a forward pass to the program
-    # Returns the names, in Hugging Face and in GGUF, of tensors that a checkpoint may contain although no model uses them.
+    # Returns the names, in Hugging Face and in GGUF, of tensors that a checkpoint may contain although the model does not
+    # use them.
     unused: Callable[[Config], frozenset[str]] = _nothing
 
     def program(self, config: Config) -> Program:

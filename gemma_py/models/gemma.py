@@ -173,8 +173,8 @@ _DEFAULTS = {
                "max_position_embeddings": 131_072},
 }  # fmt: skip
 _DEFAULTS["gemma-embedding"] = _DEFAULTS["gemma3"]
-# The default soft caps by model type. If a model type is not listed, soft caps in the config are ignored, as
-# transformers does.
+# The default soft caps by model type. For a model type that is not listed, soft caps in the config are ignored, as in
+# transformers.
 _CAPS: dict[str, dict[str, float | None]] = {
     "attn_logit_softcapping": {"gemma2": 50.0, "vaultgemma": 50.0},
     "final_logit_softcapping": {"gemma2": 30.0, "vaultgemma": 30.0, "gemma3": None},
@@ -348,10 +348,14 @@ def check_direction(description: ModelDescription, embeds: bool) -> None:
     pooling = fields.integer("pooling_type", _MEAN, least=0)
     if embeds and pooling != _MEAN:
         raise UnsupportedError(f"{where}: pooling_type should be 1 (mean), found {pooling}")
-    for number, (N, K) in enumerate(description.dense, 2):
-        for name, size in ((f"dense_{number}_feat_in", K), (f"dense_{number}_feat_out", N)):
-            if fields.integer(name, size) != size:
-                raise ConfigError(f"{where}: {name} should be {size}, as in tensor dense_{number}.weight")
+    for layer in ("dense_2", "dense_3"):
+        tensor, sizes = f"{layer}.weight", (f"{layer}_feat_out", f"{layer}_feat_in")
+        if tensor in description.tensors:
+            for name, size in zip(sizes, description.tensors[tensor].shape, strict=True):
+                if fields.integer(name, size) != size:
+                    raise ConfigError(f"{where}: {name} should be {size}, as in tensor {tensor}")
+        elif any(fields.values.get(name) is not None for name in sizes):
+            raise ConfigError(f"{where}: tensor {tensor} is missing, although {sizes[0]} or {sizes[1]} is set")
 
 
 def _cap_from_gguf(fields: Fields, kind: str, name: str) -> float | None:

@@ -2,9 +2,9 @@
 
 A token has n hidden states, its streams, and a layer works on one of them, the active stream. AltUp predicts all streams
 before the layer and corrects the predictions after the layer. LAuReL is a product with two narrow matrices, and is added to
-the output of attention. Every layer has an input of its own, which depends only on the token. The last layers store no KV
-rows, but read those of an earlier layer of the same type. So the last layers are computed only for the tokens whose logits
-are wanted.
+the output of attention. Every layer also adds a vector that is computed from the token alone, not from the hidden states.
+The last layers store no KV rows, but read those of an earlier layer of the same type. So the last layers are computed only
+for the tokens whose logits are wanted.
 """
 
 import math
@@ -18,7 +18,7 @@ from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.models.config import Config, Layer, checked
 from gemma_py.models.family import Family, ModelDescription
 from gemma_py.models.fields import Fields
-from gemma_py.models.gemma import FULL, SLIDING, check_text_model, ropes_from_gguf, ropes_from_hf
+from gemma_py.models.gemma import FULL, SLIDING, check_direction, check_text_model, ropes_from_gguf, ropes_from_hf
 from gemma_py.models.gemma4 import head_width, kv_sources
 from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
 
@@ -88,6 +88,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
                     tuple(sizes[letter] for letter in letters),
                     f"layers.{number}.{theirs}",
                     f"blk.{number}.{gguf}.weight",
+                    stays_float=name == "modality_router",
                 )
     return made
 
@@ -365,6 +366,7 @@ def _checked(config: Config, where: str) -> Config:
 def config_from_gguf(description: ModelDescription) -> Config:
     """Read a config from GGUF metadata. Missing fields get the values that llama.cpp uses."""
     fields = description.fields
+    check_direction(description, embeds=False)
     count = fields.layer_count("block_count")
     flags = fields.flags("attention.sliding_window_pattern", count, 5)
     types = [SLIDING if flag else FULL for flag in flags]

@@ -17,7 +17,7 @@ from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.models.config import Config, Layer, Rope, checked
 from gemma_py.models.family import Family, ModelDescription
 from gemma_py.models.fields import Fields
-from gemma_py.models.gemma import FULL, HEAD_NORMS, LAYER_NORMS, MATRICES, SLIDING, check_text_model
+from gemma_py.models.gemma import FULL, HEAD_NORMS, LAYER_NORMS, MATRICES, SLIDING, check_direction, check_text_model
 from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -266,9 +266,8 @@ def config_from_hf(description: ModelDescription) -> Config:
     fields, outer, where = description.fields, description.outer, description.outer.where
     unified = fields.text("model_type", outer.text("model_type", "")).startswith("gemma4_unified")
     check_text_model(description)
-    if (
-        fields.text("use_bidirectional_attention", "vision") != "vision"
-    ):  # 'vision' is allowed, because it affects only images, which this package does not support
+    # With 'vision', only the tokens of an image see each other in both directions, and this package takes no images.
+    if fields.text("use_bidirectional_attention", "vision") != "vision":
         raise UnsupportedError(f"{where}: use_bidirectional_attention should be 'vision' or null")
 
     types = layer_types(fields, _DEFAULTS["num_hidden_layers"])
@@ -354,7 +353,9 @@ def head_shapes(
     for key in per_layer.values:
         layer, number = per_layer.table(key), names.get(key)
         if number is None or layer is None or set_by.setdefault(number, key) != key:
-            raise ConfigError(f"{per_layer.where}: {key!r:.40} should be the number of one of {len(types)} layers")
+            raise ConfigError(
+                f"{per_layer.where}: {key!r:.40} should be the number of a layer, from 0 to {len(types) - 1}"
+            )
         if unknown := set(layer.values) - {"num_key_value_heads", "head_dim"}:
             raise UnsupportedError(f"{layer.where}: {min(unknown)!r:.40} is not supported")
         shapes[number] = (
@@ -408,6 +409,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     keys.
     """
     fields, where = description.fields, description.outer.where
+    check_direction(description, embeds=False)
     count = fields.layer_count("block_count")
     types = [SLIDING if flag else FULL for flag in fields.flags("attention.sliding_window_pattern", count)]
     sources = kv_sources(fields, "attention.shared_kv_layers", types)

@@ -203,7 +203,7 @@ class Program:
         stride = self._widths_now[source]
         if not 0 <= first <= width - stride or source == target:
             raise ValueError(
-                f"{target} has {width} columns and no room for {source}, {stride} columns, from {first} on"
+                f"{source} has {stride} columns, which do not fit in the {width} columns of {target} from column {first} on"
             )
         if first > 0:
             self._check_rows(target)
@@ -254,7 +254,7 @@ class Program:
         self._check_width(coefficients, streams * streams)
         if target in (source, coefficients):
             raise ValueError(
-                f"{target} cannot be predicted from itself, because every stream is read for every other one"
+                f"the predicted streams must not overwrite {target}, because each prediction reads all streams of {source}"
             )
         self._write(target, streams * width)
         self._add(PREDICT, source=source, second=coefficients, target=target, heads=streams, width=width)
@@ -291,7 +291,7 @@ class Program:
         self._add(GELU_GATE, source=up, target=gate, width=width)
 
     def take(self, source: str, target: str, kind: int = TAKE) -> None:
-        """Copy the WANTED rows of source to target. Call this in a phase that computes WANTED rows."""
+        """Copy the rows of the tokens whose logits are wanted. The phase must compute WANTED rows, source holds ALL."""
         if self._phase.rows != WANTED or self._rows_now[source] != ALL:
             raise ValueError(f"{KIND_NAMES[kind]} needs a phase of WANTED rows and a source of ALL, found {source}")
         width = self._widths_now[source]
@@ -442,7 +442,7 @@ class Program:
             return all(other.kind < STORE for other in others)
         if op.kind not in (MATMUL, EXPERT_MATMUL):
             return not others
-        # Products of one phase must read one buffer of routes, because a worker sorts rows by expert once for each phase.
+        # All products of a phase must have the same routes, because a worker sorts rows by expert only once in a phase.
         return all(other.kind == op.kind and other.second == op.second and _independent(op, other) for other in others)
 
     def _write(self, target: str, width: int) -> None:

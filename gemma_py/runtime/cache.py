@@ -4,6 +4,10 @@ that grow.
 The keys and the values of a layer are [G, capacity, E] each. Position t is stored in row t % capacity of every head. A
 ring has at least window + chunk - 1 rows, so that a chunk never overwrites a row that a query of this chunk reads. With
 `keep` additional rows, a session can remove its last `keep` tokens without computing any KV rows again.
+
+A chunk may end with guesses: tokens that sampling may not choose. A pass stores the KV rows of guesses too, but commits only
+the tokens before the guesses. `accept` then commits the guesses that sampling chose. A rejected guess needs no rollback: its
+position was never committed, and its row lies in the part of the ring that the chunk was allowed to overwrite.
 """
 
 import copy
@@ -47,7 +51,7 @@ def check_context(context: int, tokens: int, after: int | None = None, new: int 
 def first_readable(layer: Layer, position: int) -> int:
     """Return the first position that the token at `position` attends to in this layer.
 
-    In a bidirectional layer, return 0, because tokens attend to the whole text.
+    In a bidirectional layer, return 0, because the rows of the whole text are kept.
     """
     if layer.sliding_window is None or layer.bidirectional:
         return 0
@@ -109,6 +113,7 @@ class Cache:
         self.config, self.poison, self.keep = config, poison, keep
         self.dtype = KV_TYPES[kv]
         self.ids: list[int] = []
+        self._guesses: list[int] = []  # tokens after `ids` whose rows are stored, but not committed
         self._oldest = [0] * len(config.kv_layers)  # for each layer, the first position whose row is stored
         layers = [
             Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
@@ -156,16 +161,35 @@ class Cache:
                 # never written take no physical memory.
                 self._reallocate(number, max(rows + spare, capacity * 3 // 2, 64))
 
-    def commit(self, tokens: list[int]) -> None:
-        """Append tokens to the sequence, after a pass has written their KV rows in every layer."""
+    def commit(self, tokens: list[int], guesses: Sequence[int] = ()) -> None:
+        """Append tokens to the sequence, after a pass has written their KV rows in every layer.
+
+        guesses: the tokens of the pass that only `accept` commits.
+        """
+        self._commit(tokens, list(guesses))
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Commit the first guesses of the last pass, which must be equal to these tokens."""
+        if list(tokens) != self._guesses[: len(tokens)]:
+            raise InputError(
+                f"accept expects the first guesses of the last pass, {self._guesses!r:.40}, found {tokens!r:.40}"
+            )
+        self._commit(tokens, self._guesses[len(tokens) :])
+
+    def reject_guesses(self) -> None:
+        """Forget the guesses that are not accepted. The next pass overwrites their KV rows."""
+        self._guesses = []
+
+    def _commit(self, tokens: Sequence[int], guesses: list[int]) -> None:
         position = self.position + len(tokens)
         # A ring has room for the window, a chunk and `keep` more rows, so the next pass overwrites only rows of positions
         # below `intact`.
         intact = (first_readable(layer, position) - self.keep for layer in self.config.kv_layers)
         oldest = [max(pair) for pair in zip(self._oldest, intact, strict=True)]
-        # `_oldest` and `ids` must match. Python raises KeyboardInterrupt only at function calls and jumps, so never between
-        # the next two statements.
+        # `_oldest`, `_guesses` and `ids` must match. Python raises KeyboardInterrupt only at function calls and jumps, so never
+        # between the next three statements.
         self._oldest = oldest
+        self._guesses = guesses
         self.ids += tokens
 
     def can_rewind_to(self, position: int) -> bool:
@@ -182,6 +206,7 @@ class Cache:
                 f"cannot rewind from position {self.position} to position {position}: "
                 f"the KV rows that a token at position {position} attends to are not stored"
             )
+        self.reject_guesses()
         del self.ids[position:]
 
     def _reallocate(self, number: int, capacity: int) -> None:
@@ -192,7 +217,7 @@ class Cache:
         for source, rows in zip(old, new, strict=True):
             if self.poison:
                 rows[:] = NAN[self.dtype]
-            for first, count in _runs(oldest, self.position, old.capacity, capacity):
+            for first, count in _runs(oldest, self.position + len(self._guesses), old.capacity, capacity):
                 at = first % old.capacity
                 rows[:, first % capacity :][:, :count] = source[:, at : at + count]
         # The list and the table are copied before they change, because a running pass may still use the old ones.
@@ -209,7 +234,7 @@ class Cache:
         return twin
 
     def _committed(self, number: int) -> np.ndarray:
-        """Return the positions that later queries attend to: the last window - 1 positions, or all with full attention."""
+        """Return the positions that later queries attend to: the last `window - 1` ones, or with full attention all of them."""
         first = first_readable(self.config.kv_layers[number], self.position)
         return np.arange(first, self.position)
 

@@ -9,7 +9,7 @@ from gemma_py.runtime.trace import Trace
 
 @dataclass
 class Instruments:
-    """What to inject into and record of forward passes.
+    """Settings for tests and diagnosis.
 
     fault_plan: the faults to inject, see fault_injection.py.
     poison: whether to fill scratch memory and unused KV rows with NaN before every pass, so that a read of stale data

@@ -68,7 +68,7 @@ class Sizes:
 
 
 class Gather(NamedTuple):
-    """A table whose rows for the pass's tokens are copied to a buffer before the pass. width: the width of a row."""
+    """A table. Before a pass, the rows of the pass's tokens are copied to a buffer. width: the width of a row."""
 
     table: GatheredTable
     buffer: int
@@ -77,7 +77,7 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkedProgram:
-    """A program that is linked to weights and ready to run. labels: the names of phases, to which column LABEL refers."""
+    """A program that is linked to weights and ready to run. labels: names of phases, which the table's column LABEL numbers."""
 
     model: ModelTables
     sizes: Sizes

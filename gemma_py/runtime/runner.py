@@ -27,11 +27,17 @@ CHUNK = 512  # the default number of prompt tokens per pass
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """The tokens of one sequence in a pass. logits: for how many of the last tokens to return logits."""
+    """The tokens of one sequence in a pass.
+
+    logits: for how many of the last tokens to return logits.
+    guesses: how many of the last tokens are guesses. A pass commits only the tokens before the guesses to the cache;
+    `Runner.accept` commits guesses.
+    """
 
     cache: Cache
     tokens: list[int]
     logits: int = 1
+    guesses: int = 0
 
 
 class Runner:
@@ -50,20 +56,27 @@ class Runner:
         _runners.add(self)
 
     def run(
-        self, cache: Cache, tokens: list[int], all_logits: bool, limit: int | None = None, ahead: int = 0
+        self,
+        cache: Cache,
+        tokens: list[int],
+        all_logits: bool,
+        limit: int | None = None,
+        ahead: int = 0,
+        guesses: int = 0,
     ) -> np.ndarray:
         """Run a pass of one sequence, and return the logits [V] of the last token or [T, V] of all tokens.
 
         If the pass fails, the tokens are not added to the cache.
         limit: the most tokens in the cache. A pass that would exceed the limit raises ContextError.
         ahead: the number of tokens that the caller will run in later passes.
+        guesses: the number of tokens, counted from the last one, that only `accept` adds to the cache.
         """
         T = len(tokens)
         with self._lock:
             if limit is not None:
                 check_context(limit, T, after=cache.position)
             cache.reserve(T, ahead)
-            (logits,) = self._pass([SequenceInput(cache, tokens, T if all_logits else 1)])
+            (logits,) = self._pass([SequenceInput(cache, tokens, T if all_logits else 1, guesses)])
         return logits if all_logits else logits[0]
 
     def run_together(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
@@ -76,14 +89,22 @@ class Runner:
                 entry.cache.reserve(len(entry.tokens))
             return self._pass(inputs)
 
+    def accept(self, cache: Cache, tokens: Sequence[int]) -> None:
+        """Call `Cache.accept` while no pass is running."""
+        with self._lock:
+            cache.accept(tokens)
+
     def _pass(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
         """Run one pass. The caller has reserved room in the caches."""
+        if any(not 0 <= entry.guesses < len(entry.tokens) for entry in inputs):
+            raise InputError("a pass needs a token of each sequence that is not a guess")
         if self.config.embedding and any(entry.cache.position or entry.logits != 1 for entry in inputs):
             raise InputError(
                 "an embedding model needs every text whole, in one pass, and returns one row for each text"
             )
-        if self.instruments.poison:
-            for entry in inputs:
+        for entry in inputs:
+            entry.cache.reject_guesses()
+            if self.instruments.poison:
                 entry.cache.poison_uncommitted()
         T = sum(len(entry.tokens) for entry in inputs)
         # If a chunk has only one wanted row, several workers can share the attention of that row.
@@ -112,7 +133,8 @@ class Runner:
         if self.instruments.traces is not None:
             self.instruments.traces.append(trace)
         for entry in inputs:
-            entry.cache.commit(entry.tokens)
+            known = len(entry.tokens) - entry.guesses
+            entry.cache.commit(entry.tokens[:known], entry.tokens[known:])
         ends = np.cumsum([entry.logits for entry in inputs])
         return np.split(logits.reshape(-1, program.outputs), ends[:-1])
 

@@ -186,10 +186,9 @@ def publish(cells, worker, mark, first, last):
 
 @inlined
 def last_awaited(cells, worker, position, last):
-    """Return the last row to wait for before the query at `position` is computed. last: the last row that the query
-    sees.
+    """Return the row for which to wait before the query at `position` is computed: `last`, the last row that it sees.
 
-    Fault injection may leave out the wait for rows after `position`. The result is then `position`.
+    If fault injection leaves out the wait for rows after `position`, return `position`.
     """
     if load_acquire(cells.shared, FAULT_PLAN) and fault_injection.omits(cells, worker, fault_injection.OMIT_AHEAD):
         return position

@@ -240,7 +240,7 @@ class Team:
                 self._watch(run, threads, watch)
             except BaseException as error:
                 run.break_run(0)
-                self.settled = False  # this is the value if an exception interrupts the next line
+                self.settled = False  # must be False if an exception interrupts the next line
                 self.settled = self._wait_for_workers(run, watch.left, error)
                 raise
             if profile is not None:
@@ -254,8 +254,8 @@ class Team:
             kernel.compile(types)
 
     def _start_threads(self) -> list[_WorkerThread]:
-        """Return the worker threads. Threads that do not exist, have ended or were replaced after a stall are started
-        first.
+        """Return the worker threads, after starting those that are missing: not started yet, ended, or given up after a
+        stall.
         """
         for number, thread in enumerate(self._threads):
             if thread is None or not thread.is_alive():

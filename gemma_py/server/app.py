@@ -76,8 +76,8 @@ class App:
             middleware=[counter, *([cors] if origins else []), auth],
             exception_handlers=handlers,
         )
-        # Starlette would redirect such requests, but many clients do not follow the redirect of a POST. They get a 404
-        # instead.
+        # Starlette would redirect a path that ends with a superfluous slash. Many clients do not follow the redirect of a
+        # POST, so the reply is 404.
         made.router.redirect_slashes = False
         return made
 
@@ -151,9 +151,10 @@ class App:
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
-        service = self.service
+        service, embeds = self.service, self.service.engine.config.embedding is not None
+        note = "this is an embedding model: it answers requests to /v1/embeddings" if embeds else service.template.note
         return {"id": service.model, "object": "model", "created": service.created, "owned_by": "gemma_py",
-                "context_length": service.engine.context, "note": service.template.note,
+                "context_length": service.engine.context, "note": note, "embeddings": embeds,
                 "thinking": service.format.knows_thinking, "tools": service.format.knows_tools}  # fmt: skip
 
     async def health(self, request: Request) -> Response:

@@ -70,6 +70,14 @@ class _SchedulerCollector(Collector):
             "gemma_py_failed_passes", "Forward passes that failed and were repeated.", stats.failed_passes
         )
         yield CounterMetricFamily("gemma_py_computed_tokens", "Tokens computed.", stats.computed_tokens)
+        yield CounterMetricFamily(
+            "gemma_py_guessed_tokens", "Guesses of speculation that were computed.", stats.guessed_tokens
+        )
+        yield CounterMetricFamily(
+            "gemma_py_accepted_tokens",
+            "Guesses of speculation that were equal to the chosen tokens.",
+            stats.accepted_tokens,
+        )
 
 
 class RequestCounter:

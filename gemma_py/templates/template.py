@@ -2,8 +2,8 @@
 transcript.
 
 A message cannot forge a turn, because control tokens such as <start_of_turn> are recognised only in text that the template
-itself writes; see masks.py. The text between two control tokens is tokenised at once, even if the template wrote a part of
-it and a message another part. So the ids are those of the whole prompt tokenised at once.
+itself writes; see masks.py. The text between two control tokens is tokenised in one piece, even if the template wrote a part
+of it and a message another part. The ids therefore equal those of the whole prompt tokenised in one piece.
 """
 
 import atexit

@@ -162,12 +162,22 @@ def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
     return Tokenizer(cached(path, "json", lambda: _tables_of_json(path)), bos_token=bos_token)
 
 
-def appends_token(path: Path) -> bool:
-    """Return whether a tokenizer.json appends a token, such as eos, to every text, according to its post-processor."""
+def appended_token(path: Path) -> int | None:
+    """Return the id of the token, such as eos, that the post-processor of a tokenizer.json appends to a text, or None."""
     document = read_json(path, _LARGEST_JSON)
     processor = document.get("post_processor") if isinstance(document, dict) else None
-    parts = processor.get("single") if isinstance(processor, dict) else None
-    return isinstance(parts, list) and bool(parts) and isinstance(parts[-1], dict) and "SpecialToken" in parts[-1]
+    if not isinstance(processor, dict):
+        return None
+    parts = processor.get("single")
+    if not isinstance(parts, list) or not parts or not isinstance(parts[-1], dict) or "SpecialToken" not in parts[-1]:
+        return None
+    try:
+        (token,) = processor["special_tokens"][parts[-1]["SpecialToken"]["id"]]["ids"]
+    except (KeyError, TypeError, ValueError):
+        token = None
+    if type(token) is not int or token < 0:
+        raise TokenizerError(f"{path}: post_processor should have one id for the token that it appends to a text")
+    return token
 
 
 def _tables_of_json(path: Path) -> Tables:

@@ -19,7 +19,7 @@ from gemma_py.models.families import config_from_gguf, config_from_hf
 from gemma_py.models.family import Family, dense_name, dense_shapes
 from gemma_py.models.fields import Fields
 from gemma_py.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_json
-from gemma_py.tokenizer.sources import appends_token
+from gemma_py.tokenizer.sources import appended_token
 from gemma_py.weights.modules import Modules, read_modules
 from gemma_py.weights.tensors import (
     Matrix,
@@ -66,16 +66,23 @@ class Checkpoint:
 
     @cached_property
     def text_end(self) -> int | None:
-        """The id of the eos token that the tokenizer appends to a text to embed, or None."""
-        if self.format == "GGUF":
-            wanted = Fields(str(self.path), self.metadata).flag("tokenizer.ggml.add_eos_token", False)
-        else:
-            wanted = _appends_eos(self.path)
-        if not wanted:
+        """The id of the token, usually eos, that the tokenizer appends to a text to embed, or None if it appends none.
+
+        A tokenizer.json decides alone, as in current versions of transformers: add_eos_token in tokenizer_config.json has no
+        effect beside it.
+        """
+        if self.format != "GGUF":
+            file = self.path / "tokenizer.json"
+            return appended_token(file) if present(file) else None
+        fields = Fields(str(self.path), self.metadata)
+        if not fields.flag("tokenizer.ggml.add_eos_token", False):
             return None
-        if not self.config.eos_token_ids:
-            raise ConfigError(f"{self.path}: the tokenizer should append an eos token, but the checkpoint names none")
-        return self.config.eos_token_ids[0]
+        ids = fields.ids("tokenizer.ggml.eos_token_id")
+        if not ids:
+            raise ConfigError(
+                f"{self.path}: tokenizer.ggml.add_eos_token is set, but tokenizer.ggml.eos_token_id is missing"
+            )
+        return ids[0]
 
     def tokenizer(self) -> Tokenizer | None:
         if self.format == "GGUF":
@@ -166,15 +173,6 @@ def _bos_token(path: Path) -> str:
     if not isinstance(token, str):
         raise ConfigError(f"{path / 'tokenizer_config.json'}: bos_token should be a string, found {token!r:.60}")
     return token
-
-
-def _appends_eos(path: Path) -> bool:
-    """Return whether the tokenizer appends an eos token, according to tokenizer_config.json or else to tokenizer.json."""
-    settings = Fields(str(path / "tokenizer_config.json"), _tokenizer_config(path))
-    if settings.values.get("add_eos_token") is not None:
-        return settings.flag("add_eos_token", False)
-    file = path / "tokenizer.json"
-    return present(file) and appends_token(file)
 
 
 def _template(path: Path) -> str | None:

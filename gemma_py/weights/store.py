@@ -117,7 +117,7 @@ def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[n
 class _Section(NamedTuple):
     """A part of an arena in the file: the matrices that every pass reads, or the matrices of experts.
 
-    first: the number of bytes before the section, counted from the first section. values: the number of values, without
+    first: the place of the section's first byte, counted from the first section. values: the number of values, without
     padding.
     """
 
@@ -234,7 +234,7 @@ def _mapped(path: Path, plan: PackingPlan, key: bytes, progress: ReportProgress)
         sums = _found_checksums(data, plan, header.metadata.get("checksums", ""))
         if data[: header.size].tobytes() != _header(plan, key, source, sums):
             raise _DamagedError("the content of the file is damaged")
-        _check_experts(path, data, plan, sums, progress)
+        _check_experts(path, _identity(handle)[:4], data, plan, sums, progress)
         with contextlib.suppress(OSError):  # `gemma_py cache` shows this time as the time of last use
             os.utime(handle, ns=(time.time_ns(), status.st_mtime_ns))
     finally:
@@ -243,19 +243,26 @@ def _mapped(path: Path, plan: PackingPlan, key: bytes, progress: ReportProgress)
 
 
 def _check_experts(
-    path: Path, data: np.ndarray, plan: PackingPlan, sums: Sequence[int], progress: ReportProgress
+    path: Path,
+    identity: tuple[int, ...],
+    data: np.ndarray,
+    plan: PackingPlan,
+    sums: Sequence[int],
+    progress: ReportProgress,
 ) -> None:
     """Raise _DamagedError if a section of experts has a wrong checksum. Sections that a record lists as checked are not
     read.
 
-    data: the bytes of the file. sums: the checksums in the header, in the order of the sections.
+    identity: device, inode, size and time of modification of the mapped file, which is not the file at `path` if another
+    process has replaced that file. data: the bytes of the mapped file. sums: the checksums in the header, in the order of
+    the sections.
     """
     sections = [(section, found) for section, found in zip(_sections(plan), sums, strict=True) if section.of_experts]
     if not sections:
         return
-    identity = repr((path.name, _identity(path)[:4]))
-    record = path.parent / RECORDS / hashlib.sha256(identity.encode()).hexdigest()
-    wanted = f"{path.name[:40]} {identity}\n".encode("utf-8", "surrogateescape")
+    checked = repr((path.name, identity))
+    record = path.parent / RECORDS / hashlib.sha256(checked.encode()).hexdigest()
+    wanted = f"{path.name[:40]} {checked}\n".encode("utf-8", "surrogateescape")
     with contextlib.suppress(OSError):
         if record.read_bytes() == wanted:
             return
@@ -272,9 +279,10 @@ def _check_experts(
 
 
 def _drop_from_page_cache(path: Path) -> None:
-    """Remove a new file from the page cache, so that the next read loads it in huge pages, if the system supports them.
+    """Remove a new file from the page cache, so that the next read loads it again, in huge pages if the system supports
+    them.
 
-    After writing, the page cache holds the file in small pages, which make decoding a fifth slower.
+    After writing, the file is in the page cache in small pages, with which decoding would be a fifth slower.
     """
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
@@ -377,6 +385,7 @@ def drop_records() -> None:
             record.unlink(missing_ok=True)
 
 
-def _identity(path: Path) -> tuple[int, int, int, int, int]:
-    status = path.stat()
+def _identity(file: Path | int) -> tuple[int, int, int, int, int]:
+    """Return the identity of the file at a path or of an open file."""
+    status = os.stat(file)  # noqa: PTH116, because Path.stat knows no open files
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -5,11 +5,14 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_checkpoints as tiny
+import tiny_families
 from repository import TINY
 
 import gemma_py
@@ -17,12 +20,13 @@ from gemma_py import machine
 from gemma_py.catalog import catalogue
 from gemma_py.checks import limits, measure, shapes, sweep
 from gemma_py.checks.cost import BYTES, FLOP, _keys, run_cost
-from gemma_py.checks.measure import BenchRow, BenchTest
+from gemma_py.checks.measure import GROUPS, BenchRow, BenchTest
 from gemma_py.checks.verify import RunResult
 from gemma_py.errors import ContextError, InputError
 from gemma_py.formats.blocks import TYPES
 from gemma_py.formats.tensor import StoredTensor
 from gemma_py.kernels import peak as kernels
+from gemma_py.models.families import config_from_hf
 from gemma_py.models.program import MATMUL
 from gemma_py.runtime import program
 from gemma_py.runtime.team import Team
@@ -208,6 +212,16 @@ def test_bench_compares_bits(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gave other bits" in err
 
 
+def test_the_lines_of_a_profile_have_every_phase_of_every_model() -> None:
+    lines = [phase for members in GROUPS.values() for phase in members]
+    found = set()
+    for variant in (tiny.VARIANTS | tiny_families.VARIANTS).values():
+        dense = pairwise([tiny.pooled_width(variant), *variant.dense])
+        family, config = config_from_hf(variant.config, "config.json", dense=tuple((N, K) for K, N in dense))
+        found |= {op.phase.name for op in family.program(config).ops}
+    assert sorted(lines) == sorted(found)
+
+
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +235,15 @@ def test_every_shape_of_the_catalogue_has_a_config() -> None:
         reach = {"gemma-embedding": lambda width: width // 2 + 1, "gemma-embedding2": lambda most: most + 1}
         window = reach[config.model_type](shape["W"]) if config.embedding else shape.get("W")
         assert windows == {None, window}, entry.name
+
+
+@pytest.mark.parametrize("name", ["gemma-3n-e2b-it", "gemma-3n-e4b-it"])
+def test_a_shape_of_gemma3n_can_be_measured(name: str) -> None:
+    family, config = shapes.config_of(name)
+    weights, rest = shapes.estimate(family, config, TYPES["Q4_0"], 512)
+    gathered = sum(math.prod(spec.shape) for spec in family.tensors(config).values() if spec.gathered)
+    entry = next(entry for entry in catalogue() if entry.name == name)
+    assert 0.5 * (entry.parameters - gathered) < weights < 0.9 * (entry.parameters - gathered) and rest > 0
 
 
 @pytest.mark.parametrize("name", TYPES)

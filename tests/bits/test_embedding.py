@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_checkpoints as tiny
 import tiny_families
+import tiny_models
 from equivalence import bits, opened
 from gguf_files import write_model
 from golden_bits import GOLDEN
@@ -19,21 +20,11 @@ import gemma_py
 from gemma_py import reference
 from gemma_py.errors import ContextError, InputError, WorkerError
 from gemma_py.runtime.fault_injection import FaultPlan
-from gemma_py.runtime.runner import SequenceInput
+from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 RESULTS = np.load(DATA / "tiny_logits.npz")
-# All rows are whole blocks of Q8_0. Some texts are shorter than a window or a tile of attention, some as long, some longer.
-WIDE = {
-    "EmbeddingGemma": tiny.Variant(
-        tiny_families.embedding_gemma(
-            hidden_size=64, intermediate_size=64, head_dim=32, num_hidden_layers=7, sliding_window=40),
-        prefix="", dense=(96, 64)),
-    "EmbeddingGemma 2": tiny.Variant(
-        tiny_families.embedding_gemma2(
-            wide=64, hidden_size=64, intermediate_size=64, head_dim=32, sliding_window=20, embedding_dim=96,
-            hidden_size_per_layer_input=32),
-        prefix="", dense=(64,)),
-}  # fmt: skip
+WIDE = {name: variant for name, variant in tiny_models.WIDE.items() if tiny.is_embedding(variant)}
+# Some texts are shorter than a window or a tile of attention, some as long, some longer.
 LENGTHS = (70, 1, 33, 2, 100, 64, 20, 21, 40, 7)
 NAMES = [name for name, variant in tiny_families.VARIANTS.items() if tiny.is_embedding(variant)]
 
@@ -49,7 +40,7 @@ def expected(engine: gemma_py.Engine, ids: Sequence[list[int]]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def ggufs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A GGUF file in Q8_0 of each of WIDE, by the name."""
+    """Q8_0 GGUF files of the models in WIDE, by name."""
     folder = tmp_path_factory.mktemp("gguf")
     return {name: write_model(folder / f"{name}.gguf", WIDE[name], seed=3, quant="Q8_0") for name in WIDE}
 
@@ -72,6 +63,15 @@ def test_embeddings_match_the_reference(ggufs: dict[str, Path], tmp_path: Path, 
             made = engine.embed([ids[number] for number in order])
             assert (bits(made) == bits(want[order])).all()
             assert (bits(engine.embed([ids[4]])) == bits(want[4])).all()
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_a_text_may_exceed_the_usual_size_of_a_pass(tmp_path: Path, name: str) -> None:
+    config = WIDE[name].config | {"max_position_embeddings": 2048}
+    path = write_model(tmp_path / "m.gguf", replace(WIDE[name], config=config), seed=3, quant="Q8_0")
+    with opened(path, 3) as engine:
+        ids = texts((CHUNK + 90, 3))
+        assert (bits(engine.embed(ids)) == bits(expected(engine, ids))).all()
 
 
 def test_kv_rows_match_the_reference(quantised: Path) -> None:
@@ -132,7 +132,7 @@ def test_control_attention_does_not_wait_for_later_rows(quantised: Path) -> None
 @pytest.mark.parametrize(
     ("name", "phase"),
     [*itertools.product(WIDE, ("end", "dense", "dense input")),
-     *(("EmbeddingGemma 2", phase) for phase in ("per-layer inputs", "per-layer gate", "per-layer projection"))],
+     *(("embeddinggemma2", phase) for phase in ("per-layer inputs", "per-layer gate", "per-layer projection"))],
 )  # fmt: skip
 def test_control_a_dropped_barrier(ggufs: dict[str, Path], name: str, phase: str) -> None:
     with opened(ggufs[name], 4) as engine:

@@ -1,4 +1,4 @@
-"""Every command on an embedding model: it works on texts, or says in one line why there is nothing to do."""
+"""Commands with an embedding model. They work on texts, or say in one line why they cannot."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ from tampering import changed_gain, repacked, tamper
 import gemma_py
 from gemma_py import reference
 from gemma_py.checks import verify
+from gemma_py.checks.measure import BenchTest, for_embeddings
 from gemma_py.errors import MismatchError
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.fault_injection import FaultPlan
@@ -67,6 +68,7 @@ def test_inspect_describes_the_projection(run: Run, tmp_path: Path) -> None:
 def test_bench_measures_whole_texts(run: Run, embedding_folder: Path) -> None:
     code, out, _ = run("bench", embedding_folder, "-p", "8,100", "-r", 1, "-t", "1,2", "--profile", "--json")
     report = json.loads(out)
+    assert [test.passes for test in for_embeddings([BenchTest(True, 1000)])] == [[1000]]
     assert code == 0 and [(test["test"], test["passes"]) for test in report["tests"]] == [("pp8", 1), ("pp100", 1)] * 2
 
 
@@ -119,7 +121,7 @@ def test_a_changed_weight_is_located(
 def test_another_text_than_the_specification_is_named(
     check: Callable[..., verify.VerifyReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The specification computes other ids for the third text."""
+    """The specification is given other ids for the third text."""
     right, calls = reference.embedding_and_rows, count()
 
     def wrong(engine: gemma_py.Engine, ids: list[int]) -> object:

@@ -141,6 +141,102 @@ def test_a_changed_file_or_a_lost_record_has_the_experts_checked_again(
     assert not any((folder / store.RECORDS).iterdir())
 
 
+def record_of(path: Path) -> Path:
+    """The record of the check of a file's experts, which begins with the file's name; the other record has a sha256 only."""
+    (found,) = [record for record in (path.parent / store.RECORDS).iterdir() if b" " in record.read_bytes()]
+    assert found.read_bytes().startswith(path.name[:40].encode())
+    return found
+
+
+def with_a_wrong_expert(path: Path) -> bytes:
+    data = bytearray(path.read_bytes())
+    data[read_header(path, len(data)).entries["experts.0"].first] ^= 1
+    return bytes(data)
+
+
+def test_a_changed_record_has_the_experts_checked_again(tmp_path: Path, folder: Path, checked: list[str]) -> None:
+    source = checkpoint(tmp_path / "a", values())
+    store.packed_weights(source)
+    record = record_of(only(folder))
+    good = record.read_bytes()
+    for at in (0, 41, len(good) // 2, len(good) - 1):
+        changed = bytearray(good)
+        changed[at] ^= 1
+        for content in (bytes(changed), good[:at], good + good[at:]):
+            record.write_bytes(content)
+            checked.clear()
+            store.packed_weights(source)
+            assert "experts.0" in checked
+            assert record.read_bytes() == good
+    checked.clear()
+    store.packed_weights(source)
+    assert "experts.0" not in checked
+
+
+def test_a_time_of_modification_that_differs_by_a_nanosecond_has_the_experts_checked_again(
+    tmp_path: Path, folder: Path, checked: list[str]
+) -> None:
+    source = checkpoint(tmp_path / "a", values())
+    store.packed_weights(source)
+    time = only(folder).stat().st_mtime_ns
+    for difference in (-1, 1):
+        os.utime(only(folder), ns=(time, time + difference))
+        checked.clear()
+        store.packed_weights(source)
+        assert "experts.0" in checked
+
+
+def test_a_record_does_not_count_for_another_file_of_its_name_size_and_time(tmp_path: Path, folder: Path) -> None:
+    source = checkpoint(tmp_path / "a", values())
+    expected = bits(store.packed_weights(source))
+    path, other, time = only(folder), tmp_path / "other", only(folder).stat().st_mtime_ns
+    other.write_bytes(with_a_wrong_expert(path))
+    other.chmod(0o600)
+    os.utime(other, ns=(time, time))
+    other.replace(path)
+    with pytest.warns(GemmaWarning, match="packed again"):
+        assert bits(store.packed_weights(source)) == expected
+
+
+def test_a_record_of_a_file_that_replaces_an_open_one_does_not_count_for_the_open_one(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process packs the weights again while this process reads a damaged file."""
+    source, honest = checkpoint(tmp_path / "a", values()), store._found_checksums
+    expected = bits(store.packed_weights(source))
+    path, checked_file = only(folder), tmp_path / "checked"
+    damaged = with_a_wrong_expert(path)
+    path.rename(checked_file)
+    path.write_bytes(damaged)
+    path.chmod(0o600)
+
+    def replaced(*arguments):
+        if checked_file.exists():
+            checked_file.rename(path)
+        return honest(*arguments)
+
+    monkeypatch.setattr(store, "_found_checksums", replaced)
+    with pytest.warns(GemmaWarning, match="packed again"):
+        assert bits(store.packed_weights(source)) == expected
+    assert bits(store.packed_weights(source)) == expected
+
+
+def test_a_changed_checksum_of_the_experts_is_found_in_spite_of_the_record(tmp_path: Path, folder: Path) -> None:
+    source = checkpoint(tmp_path / "a", values())
+    expected = bits(store.packed_weights(source))
+    path, status = only(folder), only(folder).stat()
+    data = bytearray(path.read_bytes())
+    sums = read_header(path, len(data)).metadata["checksums"].encode()
+    at = data.find(sums) + sums.find(b" ") + 1  # the experts' checksum is the second one
+    data[at] = ord("0") if data[at] != ord("0") else ord("1")
+    with path.open("r+b") as file:
+        file.write(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert record_of(path).exists() and path.stat().st_ino == status.st_ino
+    with pytest.warns(GemmaWarning, match="packed again"):
+        assert bits(store.packed_weights(source)) == expected
+
+
 def test_no_pack_uses_no_file(tmp_path: Path, folder: Path) -> None:
     source = checkpoint(tmp_path / "a", values())
     uncached = replace(source, cacheable=False)
@@ -148,7 +244,7 @@ def test_no_pack_uses_no_file(tmp_path: Path, folder: Path) -> None:
     assert not folder.exists()
     assert bits(store.packed_weights(source)) == bits(in_memory)
     only(folder).write_bytes(b"damaged")
-    assert bits(store.packed_weights(uncached)) == bits(in_memory)  # without a warning
+    assert bits(store.packed_weights(uncached)) == bits(in_memory)  # warnings are errors here, so there was none
 
 
 def test_a_large_file_is_announced_before_it_is_written(

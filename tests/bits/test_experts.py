@@ -166,10 +166,12 @@ def test_products_are_listed_by_expert_in_ascending_order() -> None:
     for row in routes:
         row[:C] = np.sort(rng.choice(X, C, replace=False))
     # Products with these routes are left out, because no expert has these numbers.
-    routes[7, 1], routes[8, 0], routes[9, 2] = np.nan, -1, X
+    wrong = (np.nan, -1, -0.5, X, X + 1, X + 40, np.inf)
+    for place, number in enumerate(wrong, 7):
+        routes[place, place % C] = number
     lists = np.full(experts.lists_size(T, X, C), -9, np.int64)
     list_products(routes.reshape(-1), T, X, C, lists)
     numbers = routes[:, :C].reshape(-1)
     for expert in range(X):
         assert lists[lists[expert] : lists[expert + 1]].tolist() == np.flatnonzero(numbers == expert).tolist()
-    assert lists[X] - lists[0] == T * C - 3
+    assert lists[X] - lists[0] == T * C - len(wrong)

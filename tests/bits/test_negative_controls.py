@@ -1,15 +1,27 @@
 """Negative controls: something is broken on purpose, and the comparison with the specification must fail."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny
-from equivalence import PARTS, SHARED, TOKENS, WIDE, Expected, expected, expected_of_several, opened, prompt, together
+from equivalence import (
+    PARTS,
+    SHARED,
+    TOKENS,
+    WIDE,
+    Expected,
+    caught,
+    expected,
+    expected_of_several,
+    opened,
+    prompt,
+    together,
+    without_barrier,
+)
 from gguf_files import write_model
 
-import gemma_py
 from gemma_py.errors import WorkerError
 from gemma_py.models.program import ALL, WANTED
 from gemma_py.reference import operations as spec
@@ -20,20 +32,6 @@ from gemma_py.runtime import cache as caches
 from gemma_py.runtime import runner as runners
 from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.runner import SequenceInput
-
-
-def caught(
-    engine: gemma_py.Engine, want: Expected, plans: Iterator[FaultPlan], sizes: Sequence[int] = (TOKENS,)
-) -> bool:
-    """Return whether a run with one of these fault plans gives wrong bits or fails."""
-    for plan in plans:
-        engine.instruments.fault_plan = plan
-        try:
-            if not want.same(engine, sizes):
-                return True
-        except WorkerError:
-            return True
-    return False
 
 
 @pytest.mark.parametrize("omitted", ["await", "order"])
@@ -98,18 +96,14 @@ def test_control_a_barrier_dropped(tmp_path: Path, phase: str) -> None:
     with opened(path, 4) as engine:
         want = Expected(engine, prompt(engine.config, TOKENS))
         assert want.same(engine, [TOKENS])
-        label = engine.program.label(phase)
-        plans = (FaultPlan(seed=seed, omit="barrier", omit_phase=label) for seed in range(1, 300))
-        assert caught(engine, want, plans)
+        assert caught(engine, want, without_barrier(engine, phase))
 
 
 def test_control_the_barrier_after_scores_dropped(tmp_path: Path) -> None:
     tiny.write(SHARED, tmp_path, 6)
     with opened(tmp_path, 3) as engine:
         want = Expected(engine, prompt(engine.config, 100))
-        label = engine.program.label("scores")
-        plans = (FaultPlan(seed=seed, omit="barrier", omit_phase=label) for seed in range(1, 100))
-        assert caught(engine, want, plans, [1])
+        assert caught(engine, want, without_barrier(engine, "scores", 100), [1])
 
 
 def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The specification gives the logits of transformers and exact arithmetic, with equal bits on every machine."""
+"""The specification: it matches transformers and exact arithmetic, and gives equal bits on every machine."""
 
 import copy
 import json
@@ -54,6 +54,10 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "rope theta": ("gemma1-multi-head", {"rope_theta": 20000.0}),
     "local rope theta": ("gemma3-old-config", {"rope_local_base_freq": 20000.0}),
     "rope scale": ("gemma3-old-config", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "correction without its scale": ("gemma3n", {"altup_correct_scale": False}),
+    "correction with a scale": ("gemma3n-old-config", {"altup_correct_scale": True}),
+    "another active stream": ("gemma3n-wrapped", {"altup_active_idx": 0}),
+    "less sparse": ("gemma3n", {"activation_sparsity_pattern": [0.9, 0.5] + [0.0] * 5}),
     "epsilon": ("gemma3-multi-query", {"rms_norm_eps": 1e-2}),
 }
 
@@ -62,7 +66,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_control_each_wrong_field_of_the_config_changes_the_logits(tmp_path: Path, change: str) -> None:
     name, fields = CHANGES[change]
     variant = copy.deepcopy(VARIANTS[name])
-    variant.config.update(fields)
+    tiny.text_config(variant).update(fields)
     tiny.write(variant, tmp_path, seed=GOLDEN["seed"])
     with gemma_py.load(tmp_path) as engine:
         assert error(engine, name) > 1e-3

@@ -132,8 +132,8 @@ def test_a_hash_changes_if_words_change_places_or_a_bit_flips() -> None:
 
 
 def test_a_bit_of_the_cache_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer 5 keeps all rows, so the changed row is found. In layer 3, the ring has overwritten the row by the end of the
-    run.
+    """Layer 5 has full attention and keeps all rows, so the changed row is found at the end of the run. In layer 3, the
+    ring has overwritten the row by then.
     """
     tamper(monkeypatch, after=flip_kept(5, 60, 64))
     difference = found(check())

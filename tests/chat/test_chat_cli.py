@@ -283,8 +283,10 @@ def test_prompt(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
 
 
 def test_same_seed_same_text(pipe: Pipe, run: Run, tmp_path: Path) -> None:
-    """The texts are compared for 1, 2 and 4 threads: `chat`, `generate`, three ways in Python, and second turns in a
-    conversation that continued, one that was loaded with its KV cache, and one that was loaded without.
+    """The text must be equal for 1, 2 and 4 threads, from `chat`, from `generate`, and in three ways from Python.
+
+    It must also be equal in the second turn of a conversation, whether the conversation was never closed, was loaded with
+    its KV cache, or was loaded without.
     """
     seeds: dict[str, Any] = {"seed": 4, "temperature": 1.5, "top_k": 0}
     options = ("--seed", 4, "--temperature", 1.5, "--top-k", 0, "--max-tokens", 30)

@@ -99,6 +99,7 @@ def error(name: str, text: str = "") -> Exception:
              "config_sentence_transformers.json", "modules.json", "model.safetensors"],
         ),
         (["config.json", "a.gguf", "mmproj-a.gguf"], "a.gguf", ["a.gguf"]),
+        (["gemma-4-E2B_q4_0-it.gguf", "gemma-4-E2B-it-mmproj.gguf"], "gemma-4-E2B_q4_0-it.gguf", ["gemma-4-E2B_q4_0-it.gguf"]),
         (["big/b-00001-of-00002.gguf", "big/b-00002-of-00002.gguf"], "big/b-00001-of-00002.gguf", GGUFS[2:4]),
     ],
 )  # fmt: skip

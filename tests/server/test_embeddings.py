@@ -37,7 +37,7 @@ def same(x: object, y: np.ndarray) -> bool:
 def test_a_text_gets_the_prompt_and_both_ends(engine: gemma_py.Engine) -> None:
     ids = engine.text_tokenizer().encode("q: a word")
     assert ids[0] == engine.config.bos_token_id
-    assert same(engine.embed(["a word"], task="query"), engine.embed([[*ids, engine.config.eos_token_ids[0]]]))
+    assert same(engine.embed(["a word"], task="query"), engine.embed([[*ids, 1]]))
     assert not same(engine.embed(["a word"]), engine.embed(["a word"], task="query"))
     for task, message in (("document", "'query', 'passage', found 'document'"), ("query", "a task needs texts")):
         with pytest.raises(InputError, match=message):
@@ -107,6 +107,8 @@ def test_an_embedding_server_generates_nothing_and_counts(server: Running) -> No
     assert status == 400
     assert "use /v1/embeddings" in document["error"]["message"]
     assert server.request("GET", "/health")[0] == 200
+    (model,) = server.request("GET", "/v1/models")[1]["data"]
+    assert model["embeddings"] and "/v1/embeddings" in model["note"]
     text = server.request("GET", "/metrics")[1]
     assert 'gemma_py_requests_total{path="/v1/embeddings",status="200"}' in text
     assert 'gemma_py_tokens_total{kind="prompt"}' in text

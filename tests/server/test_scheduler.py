@@ -178,7 +178,7 @@ def test_the_prompt_s_log_probabilities(
         for event, logits in zip(told, tiny_engine.session().prefill(ids, all_logits=True), strict=False):
             assert [token for token, _ in event.top] == likeliest(logits, 2)[1].tolist()
             assert [logprob for _, logprob in event.top] == [log_probability(logits, token) for token, _ in event.top]
-    assert max(rows) <= ROWS_AT_ONCE + 1  # one more row belongs to the request without scores
+    assert max(rows) <= ROWS_AT_ONCE + 1  # the request without scores needs one more row
 
 
 def test_rows_of_a_pass_are_shared_out() -> None:

@@ -90,7 +90,7 @@ class Crowd:
             most, scored = self.rng.randint(1, longest // 2), number % 4 == 3
             self.requests.append(Request(ids, most, sampling, ends=ends, scored=scored))
         self.alone: list[list[Token]] = [
-            list(engine.generate(request.ids, request.max_tokens, **options(request.sampling)))
+            list(engine.generate(request.ids, request.max_tokens, speculate="off", **options(request.sampling)))
             for request in self.requests
         ]
         self.scores = [scores_of(engine, list(request.ids)) if request.scored else [] for request in self.requests]

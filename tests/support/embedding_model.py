@@ -20,13 +20,23 @@ MODELS = {
 _TEMPLATE = "{%- for message in messages -%}{{ message['content'] }}{%- endfor -%}"
 
 
+def write_tokenizer(path: Path, end: str | None) -> None:
+    """Write a tokenizer.json that puts <bos> before a text and `end` after it. The text itself gets the ids of TINY's
+    tokenizer.
+    """
+    document = json.loads((TINY / "tokenizer.json").read_text())
+    if end is not None:
+        number = next(token["id"] for token in document["added_tokens"] if token["content"] == end)
+        document["post_processor"]["single"].append({"SpecialToken": {"id": end, "type_id": 0}})
+        document["post_processor"]["special_tokens"][end] = {"id": end, "ids": [number], "tokens": [end]}
+    (path / "tokenizer.json").write_text(json.dumps(document))
+
+
 def write_checkpoint(path: Path, model: str = "EmbeddingGemma") -> None:
     tiny.write(MODELS[model], path, seed=2)
     if model == "EmbeddingGemma 2":
         (path / "chat_template.jinja").write_text(_TEMPLATE)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, path / name)
-    settings = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(settings | {"add_eos_token": True}))
+    shutil.copy(TINY / "tokenizer_config.json", path / "tokenizer_config.json")
+    write_tokenizer(path, "<eos>")
     named = {"prompts": PROMPTS, "default_prompt_name": None}
     (path / "config_sentence_transformers.json").write_text(json.dumps(named))

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import tiny_checkpoints as tiny
 
 import gemma_py
 from gemma_py import reference
+from gemma_py.errors import WorkerError
 from gemma_py.models.config import Config
 from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.runner import SequenceInput
@@ -67,10 +68,39 @@ class Expected:
         return bool((bits(logits) == bits(wanted)).all()) and session.kv_digest() == self.digest
 
 
+def differs(engine: gemma_py.Engine, want: Expected, sizes: Sequence[int], all_logits: bool = True) -> bool:
+    """Return whether the results are wrong, or the pass fails because KV rows are published twice or never."""
+    try:
+        return not want.same(engine, sizes, all_logits)
+    except WorkerError:
+        return True
+
+
 TOKENS = 70  # more than two tiles of attention and several windows
 
 
 _expected: dict[tuple[str, int], Expected] = {}
+
+
+def caught(
+    engine: gemma_py.Engine,
+    want: Expected,
+    plans: Iterable[FaultPlan],
+    sizes: Sequence[int] = (TOKENS,),
+    all_logits: bool = True,
+) -> bool:
+    """Whether any of these schedules gives other bits, or an error."""
+    for plan in plans:
+        engine.instruments.fault_plan = plan
+        if differs(engine, want, sizes, all_logits):
+            return True
+    return False
+
+
+def without_barrier(engine: gemma_py.Engine, phase: str, seeds: int = 300) -> Iterator[FaultPlan]:
+    """Schedules in which no worker waits at the barrier after a phase."""
+    label = engine.program.label(phase)
+    return (FaultPlan(seed=seed, omit="barrier", omit_phase=label) for seed in range(1, seeds))
 
 
 def expected(name: str, engine: gemma_py.Engine, length: int = TOKENS) -> Expected:

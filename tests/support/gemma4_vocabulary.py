@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-# Ids are those of the real vocabulary.
+# The keys are ids of the real vocabulary.
 CONTROL = {
     0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 46: "<|tool>", 47: "<tool|>", 48: "<|tool_call>",
     49: "<tool_call|>", 50: "<|tool_response>", 51: "<tool_response|>", 52: '<|"|>', 98: "<|think|>", 100: "<|channel>",

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import tiny_checkpoints as tiny
 import tiny_families
+import tiny_models
 from equivalence import PARTS
 from gguf_files import write_model
 from repository import DATA
@@ -32,18 +33,22 @@ def digests(checkpoints: dict[str, Path], scratch: Path) -> dict[str, str]:
     for kind in QUANTISED:
         kinds = dict.fromkeys(PARTS, kind)
         paths[kind] = write_model(scratch / f"{kind}.gguf", WIDE, seed=4, kinds=kinds)
+    for name in EMBEDDING:
+        tiny.write(tiny_families.VARIANTS[name], scratch / name, seed=1)
+        paths[name] = scratch / name
+    for name, variant in tiny_models.WIDE.items():
+        paths[f"{name} in Q8_0"] = write_model(scratch / f"{name}.gguf", variant, seed=3, quant="Q8_0")
     made = {}
     for name, path in paths.items():
         with gemma_py.load(path) as engine:
-            session = engine.session()
             ids = GOLDEN["ids"].get(name, list(range(40)))
+            if engine.config.embedding:
+                made[name] = digest_of_embeddings(engine, ids if isinstance(ids[0], list) else [ids, ids[:7]])
+                continue
+            session = engine.session()
             digest = hashlib.sha256(session.prefill(ids, all_logits=True).tobytes())
             digest.update("".join(session.kv_digest()).encode())
             made[name] = digest.hexdigest()
-    for name in EMBEDDING:
-        tiny.write(tiny_families.VARIANTS[name], scratch / name, seed=1)
-        with gemma_py.load(scratch / name) as engine:
-            made[name] = digest_of_embeddings(engine, GOLDEN["ids"][name])
     return made
 
 

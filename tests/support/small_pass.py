@@ -144,7 +144,7 @@ def count_up(worker, workers, cells, counter, n):
 
 
 def make_arrays() -> tuple[Any, ...]:
-    """Return new arrays. Every row that the pass writes is -1."""
+    """Return new arrays. Rows that the pass will write are filled with -1."""
     x = np.full((LAYERS + 1, ROWS), -1, np.int64)
     x[0] = np.arange(ROWS) * 1000 + 7
     return x, np.full((LAYERS, ROWS), -1, np.int64), np.full((LAYERS, ROWS), -1, np.int64)

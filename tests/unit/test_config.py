@@ -352,6 +352,12 @@ def test_a_wrong_gguf_field_is_named(change: dict[str, Any], message: str) -> No
         config_from_gguf(GGUF_270M | change, "file", 262_144, tied=True)
 
 
+def test_dense_layers_in_a_gguf_of_another_architecture_are_refused() -> None:
+    dense = StoredTensor("dense_2.weight", F32, (1280, 640), np.empty(0, np.uint8), Path("file"))
+    with pytest.raises(ConfigError, match="dense layers of an embedding are not part of a gemma3 model"):
+        families.config_from_gguf(GGUF_270M, "file", 262_144, True, {dense.name: dense})
+
+
 GGUF_3N = {
     "general.architecture": "gemma3n", "gemma3n.context_length": 32768, "gemma3n.embedding_length": 2048,
     "gemma3n.block_count": 30, "gemma3n.feed_forward_length": np.full(30, 8192), "gemma3n.attention.head_count": 8,
@@ -406,6 +412,7 @@ def test_gguf_of_gemma_3n() -> None:
         ({"embedding_length_per_layer_input": None}, "embedding_length_per_layer_input is missing"),
         ({"attention.value_length": 128}, "value_length"),
         ({"block_count": 10_001}, "block_count should be at most 10000"),
+        ({"attention.causal": False}, "gemma3n is no architecture of embedding models"),
     ],
 )
 def test_a_wrong_gguf_field_of_gemma_3n_is_named(change: dict[str, Any], message: str) -> None:
@@ -432,5 +439,5 @@ def test_layer_numbers_of_gemma4_may_have_leading_zeros(keys: tuple[str, str]) -
 def test_other_layer_numbers_of_gemma4_are_refused(keys: tuple[str, ...]) -> None:
     document = tiny_families.gemma4(["full_attention"] * 11)
     document["per_layer_config"] = {key: {"head_dim": 24} for key in keys}
-    with pytest.raises(ConfigError, match="should be the number of one of 11 layers"):
+    with pytest.raises(ConfigError, match="should be the number of a layer, from 0 to 10"):
         config_from_hf(document, "c")

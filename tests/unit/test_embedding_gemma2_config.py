@@ -1,4 +1,4 @@
-"""Configs of EmbeddingGemma 2, in the forms of Hugging Face and of GGUF, and what is wrong with hostile ones."""
+"""Configs of EmbeddingGemma 2 from Hugging Face and from GGUF, and malicious ones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from gemma_py.weights.checkpoint import open_checkpoint
 from gemma_py.weights.modules import Modules
 
 PLAIN = tiny_families.VARIANTS["embeddinggemma2"]
-# The metadata that llama.cpp's converter writes for PLAIN. Layers 2 and 6 are full ones.
+# The metadata that llama.cpp's converter writes for PLAIN. Layers 2 and 6 have full attention.
 METADATA: dict[str, Any] = {
     "general.architecture": "gemma-embedding2", "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.bos_token_id": 2,
     **{f"gemma-embedding2.{name}": value for name, value in {
@@ -56,7 +56,7 @@ def test_a_config_is_the_same_from_every_form() -> None:
     assert from_hf(old | {"global_head_dim": 24, "num_global_key_value_heads": 2}) != config
     assert [layer.head_dim for layer in config.layers] == [12, 12, 24, 12, 12, 12, 24]
     assert [layer.num_key_value_heads for layer in config.layers] == [2, 2, 1, 2, 2, 2, 1]
-    # The tenth key on either side is the first one that a query does not see.
+    # A query sees nine keys on either side.
     assert [layer.sliding_window for layer in config.layers] == [10, 10, None, 10, 10, 10, None]
     assert all(layer.bidirectional for layer in config.layers)
 
@@ -68,7 +68,7 @@ def test_missing_fields_have_the_values_of_the_released_model() -> None:
 
 
 HOSTILE = [
-    ({"per_layer_config": {"7": {"head_dim": 24}}}, "'7' should be the number of one of 7 layers"),
+    ({"per_layer_config": {"7": {"head_dim": 24}}}, "'7' should be the number of a layer, from 0 to 6"),
     ({"per_layer_config": {"2": {"head_dim": 25}}}, "head_dim should be even"),
     ({"per_layer_config": {"2": {"num_key_value_heads": 3}}}, "should be a multiple of num_key_value_heads 3"),
     ({"per_layer_config": {"2": {"sliding_window": 4}}}, "'sliding_window' is not supported"),
@@ -173,6 +173,6 @@ def test_every_embedding_model_has_prompts_of_its_own() -> None:
 
 
 def prompted(model_type: str) -> Any:
-    """As much of an engine as the choice of a prompt needs."""
+    """Return as much of an engine as choosing a prompt needs."""
     config = replace(from_hf(PLAIN.config), model_type=model_type)
     return SimpleNamespace(checkpoint=SimpleNamespace(modules=Modules(), config=config))

@@ -86,7 +86,7 @@ def test_the_number_of_global_kv_heads_counts_only_where_keys_are_values() -> No
 
 
 HOSTILE = [
-    ({"per_layer_config": {"7": {"head_dim": 24}}}, "'7' should be the number of one of 7 layers"),
+    ({"per_layer_config": {"7": {"head_dim": 24}}}, "'7' should be the number of a layer, from 0 to 6"),
     ({"per_layer_config": {"-1": {"head_dim": 24}}}, "'-1' should be the number"),
     ({"per_layer_config": {"2": [24]}}, "2 should be an object"),
     ({"per_layer_config": {"2": None}}, "'2' should be the number"),

@@ -304,10 +304,10 @@ def _reduced(builder, vectors, combine):
     """
 
     def joined(x, y, firsts, seconds):
-        """Combine two shuffles of the lanes of x and y.
+        """Shuffle the lanes of x and y in two ways, and combine the two results.
 
-        `firsts` and `seconds` give the first four lanes of the two shuffles: number i is lane i of x, and number 16 + i is
-        lane i of y. The next four lanes of a shuffle have these numbers plus 4, and so on.
+        `firsts` and `seconds` are the patterns of the shuffles for four lanes, which repeat for the next four lanes, and so
+        on. A number i means lane i of x, and 16 + i means lane i of y.
         """
         lanes = ([lane + 4 * part for part in range(4) for lane in chosen] for chosen in (firsts, seconds))
         return combine(*(shuffle(builder, x, y, each) for each in lanes))

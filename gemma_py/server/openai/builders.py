@@ -28,7 +28,7 @@ class Choice:
         self.logprobs: list[Document] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
-        self.cached = self.generated = self.reasoning_tokens = 0
+        self.cached = self.generated = self.reasoning_tokens = self.predicted = 0
         self.finish_reason: str | None = None
 
     @property
@@ -81,6 +81,7 @@ class ResponseBuilder:
         elif isinstance(event, Finished):
             if event.reason == "cancelled":
                 raise ApiError(503, "The server shut down before the response was complete.", None, "server_ending")
+            choice.predicted = event.usage.predicted
             choice.finish_reason = event.reason
             yield from self._finished(index, choice)
         elif isinstance(event, Failed):
@@ -107,11 +108,17 @@ class ResponseBuilder:
         pairs = zip(self.job.requests, self.choices, strict=True)
         once = {id(request.ids): (len(request.ids), choice.cached) for request, choice in pairs}.values()
         prompt, made = sum(count for count, _ in once), sum(choice.generated for choice in self.choices)
-        details = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)}
+        details = {}
+        if self.service.format.knows_thinking:
+            details["reasoning_tokens"] = sum(choice.reasoning_tokens for choice in self.choices)
+        predictions = sum(len(request.prediction) for request in self.job.requests)
+        if predictions:
+            accepted = sum(choice.predicted for choice in self.choices)
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predictions - accepted}
         return {
             "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in once)},
-            **({"completion_tokens_details": details} if self.service.format.knows_thinking else {}),
+            **({"completion_tokens_details": details} if details else {}),
         }  # fmt: skip
 
     # --- what differs between endpoints -------------------------------------------------------------------------------------

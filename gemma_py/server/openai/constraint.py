@@ -41,7 +41,9 @@ class JsonConstraint:
         """Return a copy of the logits [V], with minus infinity for every token that the schema forbids next."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         self._check()
-        allowed = bits[: self._vocab_size].astype(bool)
+        # The bit mask can be shorter than the logits, because ids that only pad the embedding matrix have no token.
+        allowed = np.zeros(self._vocab_size, bool)
+        allowed[: len(bits)] = bits[: self._vocab_size]
         return np.where(allowed, logits, np.float32(-np.inf))
 
     def accept(self, token: int) -> None:

@@ -143,6 +143,7 @@ class Sampled(Ignored):
     seed: Annotated[int | None, Field(ge=-_SEED - 1, le=_SEED)] = None
     return_progress: bool = False
     ignore_eos: bool | None = False
+    speculate: Literal["auto", "off"] | None = None
 
     def sampling(self) -> dict[str, Any]:
         """Return the given sampling options, by their names in gemma_py.Sampling."""
@@ -199,6 +200,13 @@ class Penalised(Sampled):
         return self.stream_options or StreamOptions()
 
 
+class Prediction(Strict):
+    """A text that the answer may consist of in large part, which makes the answer faster and does not change it."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[ContentPart], _length()]
+
+
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -217,6 +225,7 @@ class ChatRequest(Penalised):
     tools: Annotated[list[Tool] | None, _length(most=128)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
     modalities: Annotated[list[Literal["text"]] | None, _length()] = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateOptions | None = None

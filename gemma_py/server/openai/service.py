@@ -117,6 +117,10 @@ class Service:
             logprobs=bool(asked.logprobs),
             top_logprobs=asked.top_logprobs or 0,
             marks=marks,
+            speculate=asked.speculate,
+            prediction=[]
+            if asked.prediction is None
+            else self.engine.encode_prediction(_text(asked.prediction.content)),
         )
         constraint = self._call(asked) or partial(self._constraint, asked.response_format, "response_format")
         return Job(self._choices(request, asked.n, constraint, thinking), [])
@@ -140,6 +144,7 @@ class Service:
                 logprobs=asked.logprobs is not None,
                 top_logprobs=asked.logprobs or 0,
                 scored=bool(asked.echo) and asked.logprobs is not None,
+                speculate=asked.speculate,
             )
             constraint = partial(self._constraint, asked.response_format, "response_format")
             requests += self._choices(request, asked.n, constraint)
@@ -164,6 +169,7 @@ class Service:
         request = Request(
             ids, DEFAULT_TOKENS if limit is None else limit, self._sampling(asked, self.ends), fit=limit is None,
             stop=self._stop(asked), ends=self.ends, trim=True, logprobs=False, marks=self._marks(asked),
+            speculate=asked.speculate,
         )  # fmt: skip
         form = None if asked.text is None else asked.text.format
         constraint = self._call(asked) or partial(self._constraint, form, "text.format")

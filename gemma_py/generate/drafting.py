@@ -1,0 +1,103 @@
+"""Drafters, which guess the next tokens of an answer. A wrong guess costs time, but never changes the answer."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from gemma_py.kernels import suffix_automaton as kernels
+
+_SEPARATOR = -1  # the id that separates the texts of an index; no token has this id
+_FEWEST_TOKENS = 512  # the smallest capacity of an index
+
+
+class Draft(NamedTuple):
+    """Guesses of the next tokens.
+
+    matched: the number of tokens before the guesses that also precede the place from which the guesses are copied.
+    predicted: whether the guesses are copied from the request's prediction.
+    """
+
+    tokens: tuple[int, ...] = ()
+    matched: int = 0
+    predicted: bool = False
+
+
+class Drafter(Protocol):
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the answer."""
+
+    def propose(self, k: int) -> Draft:
+        """Guess up to k tokens that follow the answer so far."""
+
+
+class SuffixIndex:
+    """A text, and a suffix automaton that finds the longest suffix of the text that also occurs earlier in the text."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(5, np.int64)
+        self._counts[kernels.STATES_USED] = 1  # the state of the empty text
+        self._counts[kernels.MATCHED] = -1
+        self._states, self._edges = np.empty((0, 4), np.int32), np.empty((0, 4), np.int32)
+        self._text, self._table = np.empty(0, np.int32), np.empty(0, np.int32)
+        self._grow(_FEWEST_TOKENS)
+        self._states[0] = 0, -1, -1, -1
+
+    def _grow(self, tokens: int) -> None:
+        """Allocate arrays for so many tokens."""
+        for name, rows in (("_states", 2 * tokens + 2), ("_edges", 3 * tokens + 3), ("_text", tokens)):
+            old = getattr(self, name)
+            new = np.empty((rows, *old.shape[1:]), np.int32)
+            new[: len(old)] = old
+            setattr(self, name, new)
+        self._table = np.full(1 << (4 * tokens + 4).bit_length(), -1, np.int32)
+        kernels.rehash(self._edges, self._table, self._counts)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        needed = int(self._counts[kernels.TEXT_USED]) + len(tokens)
+        if needed > len(self._text):
+            self._grow(2 * needed)
+        kernels.extend(
+            self._states, self._edges, self._table, self._text, self._counts, np.array(tokens, np.int32)
+        )  # fmt: skip
+
+    def continuation(self, k: int) -> tuple[list[int], int, int]:
+        """Return the k tokens after an earlier occurrence of the longest repeated suffix, the length of the suffix, and the
+        position of the first of these tokens. Without a repeated suffix, return no tokens.
+        """
+        made = np.empty(k, np.int32)
+        matched, first = kernels.continuation(self._states, self._text, self._counts, made)
+        return (made.tolist() if matched else []), int(matched), int(first)
+
+
+class Lookup:
+    """Finds the longest suffix of prompt and answer that occurs earlier, and guesses that the tokens after it repeat too.
+
+    With a prediction, the index has the prompt, a separator, the prediction, a separator and the answer. At the beginning
+    of the answer, the second separator matches the first one, and so the guesses are the beginning of the prediction.
+    """
+
+    def __init__(self, prompt: Sequence[int], prediction: Sequence[int] = ()) -> None:
+        self._index = SuffixIndex()
+        begin = len(prompt) + 1
+        self._prediction = range(begin, begin + len(prediction))
+        between = [_SEPARATOR, *prediction, _SEPARATOR] if prediction else []
+        self._pending = [*prompt, *between]  # tokens that are not in the index yet
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._pending += tokens
+
+    def propose(self, k: int) -> Draft:
+        if self._pending:
+            self._index.extend(self._pending)
+            self._pending = []
+        tokens, matched, first = self._index.continuation(k)
+        if _SEPARATOR in tokens:
+            del tokens[tokens.index(_SEPARATOR) :]
+        return Draft(tuple(tokens), matched, first in self._prediction)
+
+
+def warm_up() -> None:
+    """Call the kernels of the index once, so that no answer waits for their compilation."""
+    Lookup([1, 2, 1]).propose(1)

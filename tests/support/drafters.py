@@ -1,0 +1,68 @@
+"""Drafters whose guesses are right, wrong or random, and a pace that computes every guess."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from gemma_py.generate import core
+from gemma_py.generate.drafting import Draft, Drafter, Lookup
+from gemma_py.generate.speculation import MOST_GUESSES, Pace
+
+Answers = dict[tuple[int, ...], list[int]]  # the true answer to each prompt
+
+
+class Eager(Pace):
+    """Computes as many guesses as there may be, or with `most`, at most so many of an answer."""
+
+    def __init__(self, most: int = MOST_GUESSES) -> None:
+        super().__init__()
+        self.most = most
+
+    def allot(self, chances: Sequence[Sequence[float]], rows: int, least: float = 0.0) -> list[int]:
+        return [min(self.most, len(each)) for each in chances]
+
+
+class Known:
+    """Guesses the true answer, changed by `change` at each position."""
+
+    def __init__(self, answer: Sequence[int], change: Callable[[int, int], int]) -> None:
+        self._answer, self._change, self._at = answer, change, 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self._at < len(self._answer):
+                assert token == self._answer[self._at], "a drafter was given a token that is not the answer's"
+            self._at += 1
+
+    def propose(self, k: int) -> Draft:
+        known = self._answer[self._at : self._at + k]
+        return Draft(tuple(self._change(self._at + n, token) for n, token in enumerate(known)), 1)
+
+
+def changes(vocabulary: int) -> dict[str, Callable[[int, int], int]]:
+    rng = random.Random(3)
+    return {
+        "oracle": lambda position, token: token,
+        "wrong": lambda position, token: (token + 1) % vocabulary,
+        "half": lambda position, token: token if position % 5 else (token + 1) % vocabulary,
+        "random": lambda position, token: rng.choice([token, rng.randrange(vocabulary)]),
+    }
+
+
+KINDS = ("lookup", "oracle", "wrong", "half", "random")
+
+
+@contextmanager
+def drafting(kind: str, answers: Answers, vocabulary: int) -> Iterator[None]:
+    """Let every request have a drafter of this kind."""
+
+    def made(prompt: Sequence[int], prediction: Sequence[int] = ()) -> Drafter:
+        if kind == "lookup":
+            return Lookup(prompt, prediction)
+        return Known(answers[tuple(prompt)], changes(vocabulary)[kind])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "Lookup", made)
+        yield

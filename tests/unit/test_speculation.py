@@ -1,0 +1,169 @@
+"""Drafters and the pace of speculation, without a model."""
+
+import random
+import time
+
+import pytest
+
+from gemma_py.generate import speculation
+from gemma_py.generate.drafting import Draft, Lookup, SuffixIndex, warm_up
+from gemma_py.generate.speculation import MOST_GUESSES, Pace, Speculation
+
+
+def longest_repeated_suffix(text: list[int]) -> tuple[int, set[int]]:
+    """Its length, and the positions after its earlier occurrences."""
+    for length in range(len(text) - 1, 0, -1):
+        ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
+        if ends:
+            return length, set(ends)
+    return 0, set()
+
+
+def test_the_index_finds_the_longest_repeated_suffix() -> None:
+    rng = random.Random(1)
+    for _ in range(150):
+        vocabulary = rng.choice([1, 2, 3, 10])
+        text = [rng.randrange(vocabulary) for _ in range(rng.randint(1, 50))]
+        index, at = SuffixIndex(), 0
+        while at < len(text):
+            part = text[at : at + rng.randint(1, 7)]
+            index.extend(part)
+            at += len(part)
+            tokens, matched, first = index.continuation(5)
+            length, ends = longest_repeated_suffix(text[:at])
+            assert matched == length
+            assert len(tokens) == (5 if length else 0)
+            if length:
+                assert first in ends
+                assert tokens == [text[first + n % (at - first)] for n in range(5)]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 1000, 262_144])
+def test_a_long_text_is_indexed_within_its_capacity(vocabulary: int) -> None:
+    rng = random.Random(2)
+    text = [rng.randrange(vocabulary) for _ in range(3000)]
+    whole, parts = SuffixIndex(), SuffixIndex()
+    whole.extend(text)
+    for token in text:
+        parts.extend([token])
+    assert whole.continuation(9) == parts.continuation(9)
+    states, edges = whole._counts[:2]
+    assert states <= 2 * len(text) + 1
+    assert edges <= 3 * len(text) + 1
+
+
+def test_the_index_is_fast() -> None:
+    """1 microsecond of processor time for a token, and 20 for a proposal."""
+    warm_up()
+    rng = random.Random(3)
+    words = [[rng.randrange(20_000) for _ in range(rng.randint(1, 6))] for _ in range(500)]
+    text = [token for _ in range(6000) for token in words[min(499, int(rng.paretovariate(0.6)))]][:16_000]
+    lookup, before = Lookup(text), time.thread_time()
+    lookup.propose(MOST_GUESSES)
+    assert time.thread_time() - before < 16_000 * 1e-6
+    before = time.thread_time()
+    for token in text[:1000]:
+        lookup.extend([token])
+        lookup.propose(MOST_GUESSES)
+    assert time.thread_time() - before < 1000 * 20e-6
+
+
+def test_guesses_are_the_tokens_after_the_latest_occurrence() -> None:
+    lookup = Lookup([1, 2, 3, 4, 1, 2, 5, 6])
+    assert lookup.propose(3) == Draft()
+    lookup.extend([1, 2])
+    assert lookup.propose(3) == Draft((5, 6, 1), 2)
+    lookup.extend([3])
+    assert lookup.propose(9) == Draft((4, 1, 2, 5, 6, 1, 2, 3, 4), 3)
+
+
+def test_a_prediction_is_guessed_from_the_beginning_and_after_a_deviation() -> None:
+    lookup = Lookup([9, 8, 7], prediction=[1, 2, 3, 4, 5, 6])
+    assert lookup.propose(3) == Draft((1, 2, 3), 1, predicted=True)
+    lookup.extend([1, 2])
+    assert lookup.propose(9) == Draft((3, 4, 5, 6), 3, predicted=True)  # nothing beyond the prediction
+    lookup.extend([50, 4])
+    assert lookup.propose(9) == Draft((5, 6), 1, predicted=True)
+    lookup.extend([9])
+    assert lookup.propose(2) == Draft((8, 7), 1)
+
+
+def learned(held: float, rows: float = 0.25, checks: int = 60) -> Pace:
+    """A pace that has seen passes in which a row costs this share of a pass of one row, and guesses that hold so often."""
+    pace, rng = Pace(), random.Random(4)
+    for number in range(checks):
+        pace.measure(1 + number % 5, 0.01 * (1 + rows * (number % 5)))
+        for matched in (1, 3, 30):
+            pace.check(False, matched, rng.random() < held)
+    return pace
+
+
+def chances(pace: Pace, matched: int = 30) -> list[float]:
+    one = pace.chance(False, matched)
+    return [one**n for n in range(1, MOST_GUESSES + 1)]
+
+
+def test_the_number_of_guesses_follows_from_gain_and_cost() -> None:
+    assert learned(1.0).allot([chances(learned(1.0))], 1) == [MOST_GUESSES]
+    assert learned(0.0).allot([chances(learned(0.0))], 1) == [0]
+    (some,) = learned(0.7).allot([chances(learned(0.7))], 1)
+    assert 1 <= some <= 5
+    assert learned(0.7, rows=0.9).allot([chances(learned(0.7))], 1) == [0]  # a row costs nearly as much as a pass
+    assert learned(0.7, rows=0.02).allot([chances(learned(0.7))], 1) > [some]
+
+
+def test_beside_other_answers_only_likely_guesses_are_computed() -> None:
+    pace = learned(0.9)
+    none: list[float] = []
+    assert pace.allot([[0.6, 0.5], *[none] * 7], 8) == [0] * 8
+    assert pace.allot([[0.6, 0.5]], 1) > [0]
+    assert pace.allot([[0.99, 0.98], [0.3], *[none] * 6], 8)[:2] == [2, 0]
+    assert sum(pace.allot([[1.0] * 15] * 8, 8)) == MOST_GUESSES
+    assert pace.allot([[0.6, 0.4]], 1, least=0.5) == [1]
+    assert pace.allot([], 5) == []
+
+
+def test_a_pass_that_was_delayed_hardly_changes_the_cost() -> None:
+    pace, delayed = learned(0.7), learned(0.7)
+    delayed.measure(5, 100.0)
+    assert delayed._cost()[1] < 1.6 * pace._cost()[1]
+
+
+def test_wrong_guesses_are_given_up_and_right_ones_resumed() -> None:
+    """The pace learns from guesses that are only drafted, so that nothing is computed to find out."""
+    pace, computed = Pace(), 0
+
+    class Drafts:
+        right = False
+
+        def extend(self, tokens: list[int]) -> None: ...
+
+        def propose(self, k: int) -> Draft:
+            return Draft((1 if self.right else 2,) * k, 30)
+
+    drafter = Drafts()
+    answer = Speculation(drafter, pace)  # type: ignore[arg-type]
+    for number in range(300):
+        drafter.right = number >= 200
+        (count,) = pace.allot([answer.chances(MOST_GUESSES)], 1)
+        computed += count
+        answer.extend(1)
+        if number == 199:
+            assert computed < 20
+            assert count == 0
+    assert count > 2
+
+
+def test_a_request_without_a_drafter_has_no_guesses() -> None:
+    answer = Speculation(None, Pace())
+    assert answer.chances(5) == [] and answer.guesses(5) == []
+    answer.extend(1)
+    assert (answer.guessed, answer.predicted) == (0, 0)
+
+
+def test_no_guess_follows_the_last_token() -> None:
+    lookup = Lookup([1, 2] * 20)
+    answer = Speculation(lookup, Pace())
+    assert len(answer.chances(3)) == 3
+    assert answer.chances(0) == [] and answer.guesses(9) == []
+    assert len(answer.chances(1000)) == speculation.MOST_GUESSES
