@@ -206,13 +206,14 @@ def check_ids(ids: Any, vocab_size: int) -> list[int]:
     return checked
 
 
-def is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_whole(value: object, least: int | None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
 
 
-def whole(name: str, value: Any, least: int = 0) -> int:
-    """Return the value as an int. Raise InputError unless it is a whole number of at least `least`."""
+def whole(name: str, value: Any, least: int | None = 0) -> int:
+    """Return the value as an int. Raise InputError unless it is a whole number of at least `least`, if that is given."""
     number = int(value) if isinstance(value, np.integer) else value
     if not is_whole(number, least):
-        raise InputError(f"{name} should be a whole number from {least}, found {value!r:.40}")
+        allowed = "" if least is None else f" from {least}"
+        raise InputError(f"{name} should be a whole number{allowed}, found {value!r:.40}")
     return number

@@ -85,7 +85,7 @@ class Session:
         Up to `keep` tokens can always be removed. To remove more tokens, the KV rows that the next token needs must still
         be stored. In a sliding-window layer, they may be overwritten, and InputError is raised; see `can_rewind_to`.
         """
-        self.engine.runner.rewind(self._cache, whole("position", position))
+        self.engine.runner.rewind(self._cache, whole("position", position, None))
 
     @property
     def usable(self) -> bool:
@@ -94,7 +94,7 @@ class Session:
 
     def can_rewind_to(self, position: int) -> bool:
         """Whether `rewind(position)` would succeed."""
-        return self._cache.can_rewind_to(whole("position", position))
+        return self._cache.can_rewind_to(whole("position", position, None))
 
     def raw_kv_rows(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Return an iterator over the keys and values of each layer, [G, positions, E] in the type of the KV cache.
