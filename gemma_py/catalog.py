@@ -62,7 +62,7 @@ def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:
     entry = entries.get(str(model))
     if entry is None:
         close = difflib.get_close_matches(str(model), entries, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = f" (a similar name: {close[0]})" if close else ""
         raise ModelNotFoundError(
             f"{model}: no such file or directory, and no model of this name in `gemma_py models`{hint}; "
             "for a model of the Hugging Face hub, give hf:owner/name"

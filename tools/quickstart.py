@@ -6,7 +6,8 @@
     python3 tools/quickstart.py serve [MODEL] [ARGUMENTS]  serve a model over HTTP, with a chat page
     python3 tools/quickstart.py run COMMAND [ARGUMENTS]    any `python -m gemma_py` command
 
-A tier is a folder of tests/: `unit` (a module at a time; needs the core packages alone and less than a minute), `bits`
+A tier is a folder of tests/: `unit` (a module at a time, in less than a minute once kernels are compiled; pytest, hypothesis and the core
+packages are enough for it), `bits`
 (equivalence with the specification, negative controls, kernels, stores), `chat` (templates, conversations, the terminal) and
 `server` (HTTP, the scheduler, the web page).
 

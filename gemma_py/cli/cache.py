@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
         print_json({"path": str(cache_dir()), key: shown, "bytes": total})
         return
     if args.remove is not None:
-        print(f"removed {len(entries)} entries, {size(total)}")
+        print(f"entries removed: {len(entries)}, {size(total)}")
         return
     for entry in entries:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_use))

@@ -11,6 +11,8 @@ from gemma_py.catalog import resolve
 from gemma_py.cli.common import add_model, parts, print_json, size
 from gemma_py.cli.progress import LoadProgress
 from gemma_py.generate.embedding import prompts_of
+from gemma_py.runtime.cache import KV_TYPES, bytes_needed
+from gemma_py.runtime.runner import CHUNK
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
 
 
@@ -59,6 +61,7 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
             }
             for number, layer in enumerate(config.layers)
         ],
+        "kv_cache_bytes": {kv: bytes_needed(config, kv, config.max_position_embeddings, CHUNK) for kv in KV_TYPES},
         "embedding": embedding_of(checkpoint),
         "left_out": dict(checkpoint.left_out),
         "types": {name: {"tensors": counts[name], "bytes": types[name]} for name in types},
@@ -169,6 +172,8 @@ def run(args: argparse.Namespace) -> None:
             f"end {', '.join(map(str, made['eos_token_ids']))}"),
         ("tasks", ", ".join(embedding["prompts"])) if embedding else
             ("template", "none" if template is None else f"{len(template)} characters"),
+        ("KV cache", "of a full context: " + ", ".join(
+            f"{size(count)} as {kv}" for kv, count in made["kv_cache_bytes"].items())),
         ("left out", parts(made["left_out"]) or "nothing"),
     ]  # fmt: skip
     for name, text in rows:

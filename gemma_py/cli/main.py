@@ -36,7 +36,7 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
         description="Run Gemma models on CPUs. The same prompt gives the same bits with any number of threads and on any machine.",
         epilog="MODEL is a GGUF file, a Hugging Face directory, a name from `gemma_py models`, or hf:owner/name (or "
         f"hf:owner/name/file.gguf, with @revision); without MODEL, {DEFAULT_MODEL} is used. "
-        "Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted.",
+        "Exit codes: 0 success, 1 failure, 2 a command line that cannot be parsed, 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gemma_py {gemma_py.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)

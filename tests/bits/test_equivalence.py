@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from tiny_models import VARIANTS
 
 import gemma_py
+from gemma_py.formats.blocks import TYPES
 from gemma_py.kernels.decorator import kernel
 from gemma_py.models.config import Config
 from gemma_py.models.program import ATTEND, ROPE_TABLE, STORE
@@ -73,7 +74,7 @@ def test_lengths_around_the_rows_of_a_matmul(tmp_path: Path, kind: str) -> None:
             assert Expected(engine, prompt(engine.config, length)).same(engine, [length])
 
 
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+KINDS = tuple(name for name, kind in TYPES.items() if kind.width)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -254,7 +254,7 @@ def test_bad_input_is_one_line_and_exit_code_1(run: Run, tmp_path: Path, case: s
 
 
 def test_a_misspelt_model_gets_a_hint(run: Run) -> None:
-    assert "did you mean gemma-3-270m?" in run("inspect", "gemma3-270m")[2]
+    assert "a similar name: gemma-3-270m" in run("inspect", "gemma3-270m")[2]
 
 
 def test_logits_that_are_no_numbers_are_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
