@@ -11,7 +11,7 @@ import numpy as np
 from gemma_py.chat import saved
 from gemma_py.errors import InputError, MismatchError
 from gemma_py.generate.answer import stop_strings
-from gemma_py.generate.core import Generation, Request, Token
+from gemma_py.generate.core import Generation, Request, Token, whole
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.options import Sampling
 from gemma_py.generate.session import Decoder
@@ -324,7 +324,7 @@ class Conversation:
 
         threads: by default, one thread more than the engine has.
         """
-        ids, before = self.ids, self.engine.threads
+        ids, before, chunk = self.ids, self.engine.threads, whole("chunk", chunk, 1)
         if not ids:
             raise InputError("the conversation has no tokens to verify yet")
         other = self.engine.session()
@@ -355,7 +355,7 @@ class Conversation:
         try:
             with atomic_write(Path(path)) as file:
                 file.write(text.encode() + b"\n")
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: the path has a character that no path can have
             raise InputError(f"{path}: cannot be written: {error}") from error
 
     def save(self, path: str | Path) -> None:

@@ -47,7 +47,7 @@ def write(path: Path, description: dict[str, Any], session: Session, since: int)
     try:
         with atomic_write(path) as file:
             write_arrays(file, rows | specs, arrays(), metadata)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: the path has a character that no path can have
         raise InputError(f"{path}: cannot be written: {error}") from error
 
 

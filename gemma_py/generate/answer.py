@@ -1,6 +1,6 @@
 """The text of an answer, decoded token by token. Thoughts and tool calls are separated from the text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +15,9 @@ _THOUGHT = "thought\n"  # a thought begins with the name of its channel
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the stop strings as a tuple. An empty stop string raises InputError."""
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    strings = (
+        () if stop is None else tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
+    )
     if not all(isinstance(text, str) and text for text in strings):
         raise InputError(f"stop should be a non-empty string or a list of them, found {stop!r:.60}")
     return strings

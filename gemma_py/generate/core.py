@@ -102,9 +102,9 @@ class Generation:
         pace: Pace,
         least_tokens: int = 1,
     ) -> None:
-        if not _is_whole(request.max_tokens, least_tokens):
+        if not is_whole(request.max_tokens, least_tokens):
             raise InputError(f"max_tokens should be at least {least_tokens}, found {request.max_tokens!r:.40}")
-        if not _is_whole(request.top_logprobs, 0) or request.top_logprobs > min(_MOST_TOP, vocab_size):
+        if not is_whole(request.top_logprobs, 0) or request.top_logprobs > min(_MOST_TOP, vocab_size):
             raise InputError(f"top_logprobs should be 0 to {_MOST_TOP}, found {request.top_logprobs!r:.40}")
         self.request = request
         self.prompt = check_ids(request.ids, vocab_size)
@@ -190,7 +190,10 @@ def check_ids(ids: Any, vocab_size: int) -> list[int]:
     """Return the ids as a list of int. Raise InputError if the list is empty or an id is outside the vocabulary."""
     try:
         checked = [int(token) for token in ids]
-        exact = all(not isinstance(token, bool) and token == n for token, n in zip(ids, checked, strict=True))
+        pairs = zip(ids, checked, strict=True)
+        exact = not isinstance(ids, bytes | bytearray) and all(
+            not isinstance(token, bool | np.bool_) and token == n for token, n in pairs
+        )
     except (TypeError, ValueError, OverflowError):
         exact = False
     if not exact:
@@ -203,5 +206,14 @@ def check_ids(ids: Any, vocab_size: int) -> list[int]:
     return checked
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_whole(value: object, least: int | None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
+def whole(name: str, value: Any, least: int | None = 0) -> int:
+    """Return the value as an int. Raise InputError unless it is a whole number of at least `least`, if that is given."""
+    number = int(value) if isinstance(value, np.integer) else value
+    if not is_whole(number, least):
+        allowed = "" if least is None else f" from {least}"
+        raise InputError(f"{name} should be a whole number{allowed}, found {value!r:.40}")
+    return number

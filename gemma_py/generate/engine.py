@@ -16,10 +16,10 @@ from gemma_py.errors import ComputationError, InputError
 from gemma_py.formats.blocks import QUANTS
 from gemma_py.generate import drafting, embedding, sampling
 from gemma_py.generate.answer import stop_strings
-from gemma_py.generate.core import Generation, Request, Token, check_ids
+from gemma_py.generate.core import Generation, Request, Token, check_ids, is_whole
 from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, check_mode, recommended, with_options
 from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
-from gemma_py.generate.session import Decoder, Session, counts
+from gemma_py.generate.session import Decoder, Session
 from gemma_py.generate.speculation import Pace
 from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
@@ -63,9 +63,9 @@ class Engine:
             raise InputError(f"kv should be one of {', '.join(KV_TYPES)}, found {kv!r:.40}")
         if quant is not None and (not isinstance(quant, str) or quant not in QUANTS):
             raise InputError(f"quant should be one of {', '.join(QUANTS)}, found {quant!r:.40}")
-        if context is not None and not counts(context):
+        if context is not None and not is_whole(context, 1):
             raise InputError(f"context should be at least 1 token, found {context!r:.40}")
-        if threads is not None and not (counts(threads) and threads <= _MOST_THREADS):
+        if threads is not None and not (is_whole(threads, 1) and threads <= _MOST_THREADS):
             raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads!r:.40}")
         if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline <= _LONGEST_DEADLINE:
             raise InputError(
@@ -125,7 +125,7 @@ class Engine:
 
     def set_threads(self, threads: int) -> None:
         """Change the number of worker threads. Sessions stay usable, and the logits do not change."""
-        if not (counts(threads) and threads <= _MOST_THREADS):
+        if not (is_whole(threads, 1) and threads <= _MOST_THREADS):
             raise InputError(f"threads should be 1 to {_MOST_THREADS}, found {threads!r:.40}")
         self.runner.set_workers(threads)
 

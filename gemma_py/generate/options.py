@@ -1,6 +1,5 @@
 """The sampling options: ranges and defaults."""
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -84,7 +83,7 @@ class Sampling:
 def _check_number(option: str, name: str, value: Any) -> None:
     least, most = RANGES[option]
     bad = isinstance(value, bool) or not isinstance(value, int | float)
-    if bad or not math.isfinite(value) or not least <= value <= most:
+    if bad or not least <= value <= most:
         raise InputError(f"{name} should be a number from {least:g} to {most:g}, found {value!r:.40}")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gemma_py.errors import InputError
-from gemma_py.generate.core import Generation
+from gemma_py.generate.core import Generation, whole
 from gemma_py.runtime.cache import check_context
 from gemma_py.runtime.runner import CHUNK
 
@@ -15,16 +15,12 @@ if TYPE_CHECKING:
     from gemma_py.generate.engine import Engine
 
 
-def counts(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 class Session:
     """A sequence of tokens and its KV cache."""
 
     def __init__(self, engine: "Engine", keep: int = 0) -> None:
         self.engine = engine
-        self._cache = engine.runner.cache(keep)
+        self._cache = engine.runner.cache(whole("keep", keep))
 
     @property
     def ids(self) -> list[int]:
@@ -52,10 +48,8 @@ class Session:
         """
         engine, runner = self.engine, self.engine.runner
         tokens = engine.check_ids(ids)
-        if chunk is not None and not counts(chunk):
-            raise InputError(f"chunk should be a whole number from 1, found {chunk!r:.40}")
+        size = CHUNK if chunk is None else whole("chunk", chunk, 1)
         check_context(engine.context, len(tokens), after=self.position)
-        size = chunk or CHUNK
         rows = []
         for first in range(0, len(tokens), size):
             part = tokens[first : first + size]
@@ -83,7 +77,7 @@ class Session:
 
     def reserve(self, tokens: int) -> None:
         """Allocate KV cache for this many more tokens, so that later passes need not reallocate."""
-        self.engine.runner.reserve(self._cache, min(tokens, self.engine.context - self.position))
+        self.engine.runner.reserve(self._cache, min(whole("tokens", tokens), self.engine.context - self.position))
 
     def rewind(self, position: int) -> None:
         """Remove the tokens from this position on, as if they had never been added.
@@ -91,7 +85,7 @@ class Session:
         Up to `keep` tokens can always be removed. To remove more tokens, the KV rows that the next token needs must still
         be stored. In a sliding-window layer, they may be overwritten, and InputError is raised; see `can_rewind_to`.
         """
-        self.engine.runner.rewind(self._cache, position)
+        self.engine.runner.rewind(self._cache, whole("position", position, None))
 
     @property
     def usable(self) -> bool:
@@ -100,7 +94,7 @@ class Session:
 
     def can_rewind_to(self, position: int) -> bool:
         """Whether `rewind(position)` would succeed."""
-        return self._cache.can_rewind_to(position)
+        return self._cache.can_rewind_to(whole("position", position, None))
 
     def raw_kv_rows(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Return an iterator over the keys and values of each layer, [G, positions, E] in the type of the KV cache.
@@ -113,7 +107,9 @@ class Session:
         return (self._cache.raw_rows(number, since) for number in range(len(self.engine.config.kv_owners)))
 
     def restore(self, ids: Sequence[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Fill an empty session with another session's token ids and `raw_kv_rows`."""
+        """Fill an empty session with another session's token ids and `raw_kv_rows`. If these do not fit together, raise
+        InputError.
+        """
         if self.position:
             raise InputError(f"restore needs an empty session, found one with {self.position} tokens")
         tokens = self.engine.check_ids(ids)

@@ -275,18 +275,37 @@ class Cache:
     def restore(self, ids: list[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         """Fill an empty cache with another cache's tokens and that cache's `raw_rows` of each layer.
 
-        If the number of layers is wrong, ValueError is raised, and the cache stays empty.
+        If layers or rows are missing, or if rows have another shape or dtype than the rows of this cache, InputError is
+        raised, and the cache stays empty.
         """
         self._make_room(len(ids), 1)
-        oldest = []
-        for layer, layer_rows in zip(self.layers, kv_rows, strict=True):
+        oldest: list[int] = []
+        for number, layer_rows in enumerate(kv_rows):
+            self._check_restorable(number, len(ids), layer_rows)
+            layer = self.layers[number]
             count = min(layer_rows[0].shape[1], layer.capacity)
             oldest.append(len(ids) - count)
             slots = np.arange(len(ids) - count, len(ids)) % layer.capacity
             for target, rows in zip(layer, layer_rows, strict=True):
                 target[:, slots] = rows[:, rows.shape[1] - count :]
+        if len(oldest) < len(self.layers):
+            raise InputError(f"the KV rows should have {len(self.layers)} layers, found {len(oldest)}")
         ids = list(ids)
         self._oldest, self.ids = oldest, ids
+
+    def _check_restorable(self, number: int, position: int, layer_rows: Sequence[np.ndarray]) -> None:
+        if number >= len(self.layers):
+            raise InputError(f"the KV rows should have {len(self.layers)} layers, found more")
+        G, _, E = self.layers[number].keys.shape
+        least = position - first_readable(self.config.kv_layers[number], position)
+        found = [(getattr(rows, "dtype", None), np.shape(rows)) for rows in layer_rows]
+        dtype, shape = found[0]
+        fits = dtype == self.dtype and len(shape) == 3 and shape[::2] == (G, E) and least <= shape[1] <= position
+        if not fits or found[1:] != found[:1]:
+            raise InputError(
+                f"the keys and values of layer {number} should be {np.dtype(self.dtype)} [{G}, {least} to {position}, {E}], "
+                f"found {' and '.join(f'{dtype} {list(shape)}' for dtype, shape in found)}"
+            )
 
     def addresses(self) -> np.ndarray:
         """Return int64 [kv layers, 3]: for each layer, the address of the keys, the address of the values, and the

@@ -221,7 +221,11 @@ def choose(
         return BUILT_IN[wanted]
     if wanted is not None:
         path = Path(wanted)
-        if not path.exists():
+        try:
+            exists = path.exists()
+        except OSError:  # the name is longer than a file name can be
+            exists = False
+        if not exists:
             raise InputError(f"template {str(wanted)!r} is neither a file nor one of {', '.join(BUILT_IN)}")
         return _from_source(read_text(path), str(path), tokenizer, eos_token_ids)
     if own is not None:

@@ -281,6 +281,9 @@ def test_verify(tiny_engine: gemma_py.Engine) -> None:
     with pytest.raises(InputError, match="no tokens to verify"):
         conversation.verify()
     talk(conversation, "hello")
+    for chunk in (0, -1, 1.5):
+        with pytest.raises(InputError, match="chunk should be a whole number from 1"):
+            conversation.verify(chunk=chunk)  # type: ignore[arg-type]
     seen: list[int] = []
     threads = tiny_engine.threads
     count = conversation.verify(threads=3, chunk=9, progress=lambda done, total: seen.append(done))
@@ -297,6 +300,8 @@ def test_engine_chat_refuses_before_any_work(tiny_engine: gemma_py.Engine, check
     user = [{"role": "user", "content": "a"}]
     with pytest.raises(InputError, match="unknown sampling option"):
         tiny_engine.chat(user, tempature=1.0)
+    with pytest.raises(InputError, match="is neither a file nor one of"):
+        tiny_engine.chat(user, template="a" * 300)
     with pytest.raises(InputError, match="top_p"):
         tiny_engine.chat(user, top_p=3.0)
     with gemma_py.load(checkpoints["gemma2"]) as engine:

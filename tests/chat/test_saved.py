@@ -121,8 +121,11 @@ def test_a_damaged_file_is_refused(told: tuple[Conversation, Path], tmp_path: Pa
     for missing in (tmp_path / "nothing", tmp_path, tmp_path / "pipe"):
         with pytest.raises(GemmaError):
             Conversation.load(conversation.engine, missing)
-    with pytest.raises(InputError, match="cannot be written"):
-        conversation.save("/proc/nowhere/file")
+    for unwritable in ("/proc/nowhere/file", f"{tmp_path}/a\0b", f"{tmp_path}/\ud800"):
+        with pytest.raises(InputError, match="cannot be written"):
+            conversation.save(unwritable)
+        with pytest.raises(InputError, match="cannot be written"):
+            conversation.export(unwritable)
 
 
 def test_a_file_of_an_older_version_is_refused_with_one_line(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:

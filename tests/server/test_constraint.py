@@ -104,6 +104,7 @@ def test_only_tokens_that_the_grammar_allows_have_logits(
 @pytest.mark.parametrize(
     "schema",
     [
+        {"$ref": "#"},
         {"type": "nothing"},
         {"$ref": "http://example.org/schema"},
         {"$ref": "#/$defs/none"},

@@ -93,13 +93,55 @@ def test_an_empty_session_has_digests(tiny_engine: gemma_py.Engine) -> None:
     assert len(tiny_engine.session().kv_digest()) == len(tiny_engine.config.layers)
 
 
-@pytest.mark.parametrize("ids", [[], [-1], [1536], [1.5], ["a"], None, [None], [True], [[1]], [2**70], 5])
+@pytest.mark.parametrize(
+    "ids", [[], [-1], [1536], [1.5], ["a"], None, [None], [True], [np.True_], b"ab", [[1]], [2**70], 5]
+)
 def test_bad_ids_are_refused_before_any_work(tiny_engine: gemma_py.Engine, ids: object) -> None:
     session = tiny_engine.session()
     session.prefill(IDS[:3])
     with pytest.raises(InputError):
         session.prefill(ids)  # type: ignore[arg-type]
     assert session.position == 3
+
+
+NO_COUNTS = [1.0, 1.5, float("nan"), True, np.True_, "5", None, [], 1j, np.array(3), np.array([1, 2])]
+
+
+@pytest.mark.parametrize("value", NO_COUNTS, ids=repr)
+def test_a_count_that_is_no_whole_number_is_refused(tiny_engine: gemma_py.Engine, value: Any) -> None:
+    session = tiny_engine.session(keep=5)
+    session.prefill(IDS)
+    rows = session.kv_digest()
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("keep", lambda: tiny_engine.session(value)), ("position", lambda: session.rewind(value)),
+        ("position", lambda: session.can_rewind_to(value)), ("position", lambda: list(session.raw_kv_rows(value))),
+        ("tokens", lambda: session.reserve(value)),
+    ]  # fmt: skip
+    if value is not None:
+        calls.append(("chunk", lambda: session.prefill([5], chunk=value)))
+    for name, call in calls:
+        with pytest.raises(InputError, match=f"^{name} should be a whole number( from [01])?, found [^\n]*$"):
+            call()
+    assert session.ids == IDS
+    assert session.kv_digest() == rows
+
+
+@pytest.mark.parametrize("value", [-1, -60, -(2**40)])
+def test_a_negative_count_is_refused(tiny_engine: gemma_py.Engine, value: int) -> None:
+    session = tiny_engine.session()
+    with pytest.raises(InputError, match=f"keep should be a whole number from 0, found {value}$"):
+        tiny_engine.session(keep=value)
+    with pytest.raises(InputError, match="tokens should be a whole number from 0"):
+        session.reserve(value)
+    with pytest.raises(InputError, match="chunk should be a whole number from 1"):
+        session.prefill(IDS, chunk=value)
+
+
+def test_counts_may_be_numpy_integers(tiny_engine: gemma_py.Engine) -> None:
+    session = tiny_engine.session(np.int64(5))  # type: ignore[arg-type]
+    session.prefill(IDS, chunk=np.uint8(7))  # type: ignore[arg-type]
+    session.rewind(np.int32(len(IDS) - 5))  # type: ignore[arg-type]
+    assert session.ids == IDS[:-5]
 
 
 def test_numpy_ids_are_ids(tiny_engine: gemma_py.Engine) -> None:
@@ -266,8 +308,16 @@ def test_what_is_not_restored_to_its_end_is_not_there(tiny_engine: gemma_py.Engi
     rows = list(session.raw_kv_rows(session.position))
     twin = tiny_engine.session()
     for part in (rows[:-1], rows[:1], [*rows, rows[0]]):
-        with pytest.raises(ValueError, match="zip"):
+        with pytest.raises(InputError, match="layers"):
             twin.restore(IDS, part)
+        assert twin.position == 0
+    keys, values = rows[1]
+    for pair in (
+        (keys[:, 1:], values[:, 1:]), (keys, values[:, :, :1]), (keys.astype(np.float64), values), (keys, values[:, 1:]), (keys,),
+        (keys.view(np.uint32), values), (np.repeat(keys, 2, axis=1), values), (keys[0], values[0]), (None, None),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=r"keys and values of layer 1 should be float32 \["):
+            twin.restore(IDS, [rows[0], pair, *rows[2:]])  # type: ignore[list-item]
         assert twin.position == 0
     np.testing.assert_array_equal(bits(twin.prefill(IDS)), bits(want))
     assert twin.kv_digest() == session.kv_digest()

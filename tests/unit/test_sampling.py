@@ -156,7 +156,7 @@ def test_random_numbers_are_keyed_by_seed_and_position() -> None:
     "options",
     [
         {"temperature": -0.1}, {"temperature": 2.01}, {"temperature": 9999}, {"temperature": math.nan}, {"temperature": "1"},
-        {"temperature": True}, {"top_k": -1},
+        {"temperature": True}, {"temperature": 10**400}, {"logit_bias": {1: -(10**400)}}, {"top_k": -1},
         {"top_k": 1.5}, {"top_p": 0.0}, {"top_p": 1.01}, {"min_p": 2}, {"min_p": math.inf}, {"repetition_penalty": 0},
         {"repetition_penalty": 101}, {"presence_penalty": None}, {"presence_penalty": -2.1}, {"frequency_penalty": 1e9},
         {"logit_bias": [1]}, {"logit_bias": {-1: 1.0}}, {"logit_bias": {1: 101}},

@@ -111,7 +111,7 @@ def test_stop_strings_are_checked() -> None:
     assert stop_strings(None) == ()
     assert stop_strings("a") == ("a",)
     assert stop_strings(["a", "b"]) == ("a", "b")
-    for bad in ("", [""], [1]):
+    for bad in ("", [""], [1], 5, 1.5, True, b"a"):
         with pytest.raises(InputError, match="stop"):
             stop_strings(bad)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="need a tokenizer"):

@@ -96,12 +96,13 @@ class JsonConstraints:
             raise ApiError(400, f"The schema is not valid JSON: {_line(str(error))}", param, "invalid_value") from None
         limits = llguidance.LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
         matcher = llguidance.LLMatcher(self._llguidance(), grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.deep_copy().compute_bitmask()
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()
             if matcher.is_stopped():
                 raise ApiError(400, "No response can satisfy the schema.", param, "invalid_value")
-        if matcher.is_error():
-            raise ApiError(400, f"The schema is not supported: {_line(matcher.get_error())}", param, "invalid_value")
+        if first.is_error():
+            raise ApiError(400, f"The schema is not supported: {_line(first.get_error())}", param, "invalid_value")
         return JsonConstraint(matcher, self._vocab_size)
 
     def _llguidance(self) -> "LLTokenizer":
