@@ -82,8 +82,9 @@ class Session:
     def rewind(self, position: int) -> None:
         """Remove the tokens from this position on, as if they had never been added.
 
-        Up to `keep` tokens can always be removed. To remove more tokens, the KV rows that the next token needs must still
-        be stored. In a sliding-window layer, they may be overwritten, and InputError is raised; see `can_rewind_to`.
+        Positions from the largest one that the session has had to `keep` below it can always be reached. To go back further,
+        the KV rows that the next token needs must still be stored. In a sliding-window layer, they may be overwritten, and
+        InputError is raised; see `can_rewind_to`.
         """
         self.engine.runner.rewind(self._cache, whole("position", position, None))
 
