@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import gemma_py
 from gemma_py.cli.common import add_model, note_exceptions, print_json
-from gemma_py.cli.progress import LoadProgress, ProgressBar
+from gemma_py.cli.loading import load_engine
+from gemma_py.cli.progress import ProgressBar
 from gemma_py.cli.serve import add_service, model_name, needs_extra
 
 if TYPE_CHECKING:
@@ -41,15 +41,7 @@ def run(args: argparse.Namespace) -> None:
     rows = batch.read_rows(args.source)
     with (
         batch.Output(args.output) as output,
-        gemma_py.load(
-            args.model,
-            threads=args.threads,
-            context=args.context,
-            quant=args.quant,
-            progress=LoadProgress(),
-            pack=args.pack,
-            speculate=args.speculate,
-        ) as engine,
+        load_engine(args) as engine,
     ):
         note_exceptions(engine)
         scheduler = new_scheduler(engine, args.parallel)

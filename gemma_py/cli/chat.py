@@ -15,11 +15,10 @@ import argparse
 import sys
 from collections.abc import Callable
 
-import gemma_py
 from gemma_py.chat.conversation import AnswerStats, Conversation, TokenStream
 from gemma_py.cli.chat_commands import COMMANDS, arguments, run_command
 from gemma_py.cli.common import add_engine, add_model, note_exceptions, positive, read_standard_input
-from gemma_py.cli.progress import LoadProgress
+from gemma_py.cli.loading import load_engine
 from gemma_py.cli.sampling import add_sampling, add_speculate, sampling_options
 from gemma_py.cli.screen import PlainScreen, Screen, Stopped
 from gemma_py.errors import ContextError, GemmaError, InputError
@@ -65,15 +64,7 @@ def run(args: argparse.Namespace) -> None:
     screen = open_screen(args)
     prompt = read_standard_input() if args.prompt == "-" else args.prompt
     screen.waiting("loading the model")
-    with gemma_py.load(
-        args.model,
-        threads=args.threads,
-        context=args.context,
-        quant=args.quant,
-        progress=LoadProgress(),
-        pack=args.pack,
-        speculate=args.speculate,
-    ) as engine:
+    with load_engine(args) as engine:
         sampling = engine.chat_sampling(sampling_options(args))
         conversation = Conversation(
             engine, args.system, sampling, args.template, args.max_tokens, args.stop, True if args.think else None

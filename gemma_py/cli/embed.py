@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import gemma_py
 from gemma_py.cli.common import add_engine, note_exceptions, positive, print_json, read_standard_input
-from gemma_py.cli.progress import LoadProgress
+from gemma_py.cli.loading import load_engine
 from gemma_py.errors import InputError
 from gemma_py.paths import atomic_write
 
@@ -61,9 +60,7 @@ def _output(text: str) -> Path:
 
 def run(args: argparse.Namespace) -> None:
     texts = _texts(args)
-    with gemma_py.load(
-        args.model, threads=args.threads, context=args.context, quant=args.quant, progress=LoadProgress()
-    ) as engine:
+    with load_engine(args) as engine:
         note_exceptions(engine)
         began = time.monotonic()
         made = engine.embed(texts, args.task, args.dimensions)

@@ -13,9 +13,8 @@ import dataclasses
 import time
 from typing import Any
 
-import gemma_py
 from gemma_py.cli.common import add_engine, add_input, add_model, note_exceptions, positive, print_json, read_input
-from gemma_py.cli.progress import LoadProgress
+from gemma_py.cli.loading import load_engine
 from gemma_py.cli.sampling import add_sampling, add_speculate, sampling_options
 from gemma_py.errors import InputError
 from gemma_py.generate.options import asked
@@ -36,15 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    with gemma_py.load(
-        args.model,
-        threads=args.threads,
-        context=args.context,
-        quant=args.quant,
-        progress=LoadProgress(),
-        pack=args.pack,
-        speculate=args.speculate,
-    ) as engine:
+    with load_engine(args) as engine:
         note_exceptions(engine)
         ids = read_input(args, engine)
         if engine.tokenizer is None and not args.json:

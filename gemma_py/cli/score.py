@@ -6,9 +6,8 @@ With --json: {"ids": [...], "nll": [one number for each token after the first], 
 import argparse
 import math
 
-import gemma_py
 from gemma_py.cli.common import add_engine, add_input, add_model, note_exceptions, print_json, read_input
-from gemma_py.cli.progress import LoadProgress
+from gemma_py.cli.loading import load_engine
 from gemma_py.generate.sampling import perplexity
 
 
@@ -19,14 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    with gemma_py.load(
-        args.model,
-        threads=args.threads,
-        context=args.context,
-        quant=args.quant,
-        progress=LoadProgress(),
-        pack=args.pack,
-    ) as engine:
+    with load_engine(args) as engine:
         note_exceptions(engine)
         ids = read_input(args, engine)
         values = []

@@ -18,9 +18,8 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import gemma_py
 from gemma_py.cli.common import add_engine, add_model, natural, note_exceptions, notify, positive
-from gemma_py.cli.progress import LoadProgress
+from gemma_py.cli.loading import load_engine
 from gemma_py.cli.sampling import add_speculate
 from gemma_py.errors import InputError
 
@@ -139,15 +138,7 @@ def run(args: argparse.Namespace) -> None:
     with (
         # The port is bound before the model is loaded, so that a port in use is reported early.
         bind(args.host, args.port) as listening,
-        gemma_py.load(
-            args.model,
-            threads=args.threads,
-            context=args.context,
-            quant=args.quant,
-            progress=LoadProgress(),
-            pack=args.pack,
-            speculate=args.speculate,
-        ) as engine,
+        load_engine(args) as engine,
     ):
         note_exceptions(engine)
         url = address(listening)

@@ -158,3 +158,13 @@ def test_wrong_usage_is_one_line(
         main(["embed", str(each_embedding_folder), *arguments])
     assert ended.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_command_can_keep_the_packed_weights_in_memory(
+    each_embedding_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["embed", str(each_embedding_folder), "one", "--no-pack"]) == 0
+    assert not list(tmp_path.rglob("weights/*"))
+    assert main(["embed", str(each_embedding_folder), "one"]) == 0
+    assert list(tmp_path.rglob("weights/*"))

@@ -266,7 +266,13 @@ def test_responses(client: Any, tiny_engine: gemma_py.Engine) -> None:
 
 def test_models(client: Any, tiny_engine: gemma_py.Engine) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
-    described = {"context_length": tiny_engine.context, "embeddings": False, "note": None, "thinking": False, "tools": False}
+    described = {
+        "context_length": tiny_engine.context,
+        "embeddings": False,
+        "note": None,
+        "thinking": False,
+        "tools": False,
+    }
     assert client.models.retrieve("tiny").model_extra == described
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("gpt-9")

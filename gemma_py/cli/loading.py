@@ -1,0 +1,19 @@
+"""Load a model as the command line says."""
+
+import argparse
+
+import gemma_py
+from gemma_py.cli.progress import LoadProgress
+
+
+def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
+    """Load the model with the arguments of `add_engine`. Commands that do not generate text have no --speculate."""
+    return gemma_py.load(
+        args.model,
+        threads=args.threads,
+        context=args.context,
+        quant=args.quant,
+        progress=LoadProgress(),
+        pack=args.pack,
+        speculate=getattr(args, "speculate", "off"),
+    )
