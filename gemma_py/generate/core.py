@@ -17,7 +17,7 @@ from gemma_py.generate.answer import AnswerStream, Constraint, Part, stop_string
 from gemma_py.generate.drafting import Draft, Lookup
 from gemma_py.generate.options import Sampling, check_mode
 from gemma_py.generate.sampling import Sampler, likeliest, log_probabilities
-from gemma_py.generate.speculation import Pace, Speculation
+from gemma_py.generate.speculation import MOST_GUESSES, Pace, Speculation
 from gemma_py.runtime.cache import check_context
 from gemma_py.templates.notation import Marks
 from gemma_py.templates.tools import Call
@@ -126,7 +126,10 @@ class Generation:
 
         The pass that verifies all of these guesses chooses at most the last token of the answer.
         """
-        return self.speculation.chances(self.max_tokens - len(self.generated) - 1)
+        most, constraint = self.max_tokens - len(self.generated) - 1, self.request.constraint
+        if constraint is None or self.request.speculate != "auto":
+            return self.speculation.chances(most)
+        return self.speculation.chances(most, constraint.forced(min(most, MOST_GUESSES)))
 
     def next(self, logits: np.ndarray) -> Token:
         """Choose the next token.

@@ -128,22 +128,46 @@ class Speculation:
         """drafter: None for no guesses. first: the guess of the first token, which the prompt's pass predicts."""
         self._drafter, self._pace = drafter, pace
         self._draft, self._checked = first, 0
+        self._forced = 0  # how many of the draft's first guesses a grammar forces
+        self._copied = 0  # the index of the draft's first guess that is copied from earlier text
         self._rates: dict[tuple[bool, int], _Rate] = {}  # of the guesses of this answer
         self.passes = self.guessed = self.accepted = self.predicted = 0
 
-    def chances(self, most: int) -> list[float]:
-        """Draft up to `most` guesses. Return the probabilities that the first holds, that the first two hold, and so on."""
+    def chances(self, most: int, forced: Sequence[int] = ()) -> list[float]:
+        """Draft up to `most` guesses. Return the probabilities that the first holds, that the first two hold, and so on.
+
+        forced: the next tokens, if a grammar allows no others. Guesses copied from earlier text follow them.
+        """
+        self._draft, self._checked, self._forced, self._copied = _NO_DRAFT, 0, 0, 0
         if self._drafter is None or most < 1:
-            self._draft, self._checked = _NO_DRAFT, 0
             return []
         # One guess more than the pass can compute, because the pass chooses one token more than it has guesses.
         most = min(most, MOST_GUESSES)
-        self._draft, self._checked = self._drafter.propose(most + 1), 0
+        self._draft = self._drafter.propose(most + 1)
+        if forced:
+            self._force(forced, most + 1)
         made, chance = [], 1.0
         for number in range(min(most, len(self._draft.tokens))):
-            chance *= self._rate(self._draft.matched + number).value
+            chance *= self._chance(number)
             made.append(chance)
         return made
+
+    def _force(self, forced: Sequence[int], most: int) -> None:
+        """Let the draft begin with tokens that a grammar forces."""
+        assert self._drafter is not None
+        tokens = tuple(forced[:most])
+        self._forced = len(tokens)
+        if self._draft.tokens[: len(tokens)] != tokens:
+            copied, self._copied = self._drafter.propose(most - len(tokens), tokens), len(tokens)
+            self._draft = copied._replace(tokens=(*tokens, *copied.tokens))
+
+    def _chance(self, number: int) -> float:
+        """Return the probability that a guess of the draft holds if the guesses before it hold."""
+        return 1.0 if number < self._forced else self._rate(self._matched(number)).value
+
+    def _matched(self, number: int) -> int:
+        """Return how many tokens before a copied guess also precede the place from which it is copied."""
+        return self._draft.matched + number - self._copied
 
     def _rate(self, matched: int) -> _Rate:
         """Return the rate of this answer's guesses after `matched` equal tokens."""
@@ -166,10 +190,11 @@ class Speculation:
         if self._drafter is None:
             return
         self._drafter.extend([token])
-        draft = self._draft
-        if self._checked < len(draft.tokens):
-            held = draft.tokens[self._checked] == token
-            self._rate(draft.matched + self._checked).add(held)
-            self._pace.check(draft.predicted, draft.matched + self._checked, held)
-            self.predicted += held and draft.predicted
-            self._checked = self._checked + 1 if held else len(draft.tokens)
+        draft, number = self._draft, self._checked
+        if number < len(draft.tokens):
+            held = draft.tokens[number] == token
+            if number >= self._forced:
+                self._rate(self._matched(number)).add(held)
+                self._pace.check(draft.predicted, self._matched(number), held)
+            self.predicted += held and draft.predicted and number >= self._copied
+            self._checked = number + 1 if held else len(draft.tokens)
