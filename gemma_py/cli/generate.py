@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> None:
             raise InputError(f"{args.model}: the checkpoint has no tokenizer; use --json to get token ids")
         sampling = asked(sampling_options(args), engine.sampling).seeded()
         tokens, times = [], [time.perf_counter()]
-        options = dataclasses.asdict(sampling)
-        for token in engine.generate(ids, args.max_tokens, stop=args.stop, receipt=args.receipt is not None, **options):
+        options = {"stop": args.stop, "logprobs": args.json, **dataclasses.asdict(sampling)}
+        for token in engine.generate(ids, args.max_tokens, receipt=args.receipt is not None, **options):
             tokens.append(token)
             times.append(time.perf_counter())
             if not args.json:
