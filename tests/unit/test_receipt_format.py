@@ -151,7 +151,7 @@ def test_a_missing_field_and_an_unknown_field_are_errors(receipt: Receipt) -> No
             continue
         without, beside = copy.deepcopy(document), copy.deepcopy(document)
         for made in (without, beside):
-            at = made
+            at: Any = made
             for name in path[:-1]:
                 at = at[name]
             value = at.pop(path[-1]) if made is without else at.setdefault("unknown", 1)
