@@ -2,10 +2,12 @@
 
     python tools/speculation.py [MODEL] [--tokens 128] [--rounds 3] [--threads N] [--temperatures 0,0.8] [--kinds edit,json]
 
-Every round generates each continuation with `off` and with `auto`, in an order that alternates, and compares ids, texts, the
-bits of log probabilities and finish reasons. A difference ends the tool with an error. The kinds are recorded prompts: edit a function,
-summarise with quotes, extract JSON, chat, write code. Two kinds more repeat the chat with guesses that are always right
-(`oracle`) and always wrong (`wrong`). The last line is a JSON document.
+Every round generates each continuation with `off` and with `auto`, in an order that alternates, and compares ids, texts and
+finish reasons. The last answers of a kind are compared with the bits of their log probabilities too, which are not computed
+in the measured answers. A difference ends the tool with an error. The kinds are recorded prompts: change a function's signature
+(`edit`), rename two variables, which changes every second line (`rename`), summarise with quotes, extract JSON, chat, write
+code. Two kinds more repeat the chat with guesses that are always right (`oracle`) and always wrong (`wrong`). The last line
+is a JSON document.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,9 @@ said when the last toll was paid. Today 160,000 cars cross the bridge every day,
 PEOPLE = """Alice Brown, born 1984, lives in Leeds and works as a baker. Robert Hill, born 1990, lives in York and works as a
 nurse. Clara Moss, born 1978, lives in Bath and works as a pilot. David Lane, born 2001, lives in Hull and works as a cook."""
 PROMPTS = {
-    "edit": f"The function:\n\n{FUNCTION}\nThe same function, in which items is called articles:\n\n"
+    "edit": f"The function:\n\n{FUNCTION}\nThe same function, in which the tax rate is 0.2 unless it is given:\n\n"
+    + "def total_price(items, discount, tax_rate=0.2):",
+    "rename": f"The function:\n\n{FUNCTION}\nThe same function, in which items is called articles:\n\n"
     + FUNCTION[:60].replace("items", "articles"),
     "quotes": f"{ARTICLE}\n\nSummary, with the quotes of both people:\n\n",
     "json": f"{PEOPLE}\n\nThe same facts in JSON:\n\n"
@@ -87,7 +92,7 @@ def measured(engine: gemma_py.Engine, kind: str, temperature: float, tokens: int
     ratios, passes, guessed, accepted, compared = [], 0, 0, 0, 0
     for number in range(rounds):
         sampling = Sampling(temperature=temperature, top_k=64, top_p=0.95, seed=number)
-        requests = {mode: Request(ids, tokens, sampling, speculate=mode) for mode in ("off", "auto")}
+        requests = {mode: Request(ids, tokens, sampling, logprobs=False, speculate=mode) for mode in ("off", "auto")}
         off, *_ = answer(engine, requests["off"])  # not timed
         seconds, counts = {}, [0, 0, 0]
         for mode in ("off", "auto") if number % 2 else ("auto", "off"):
@@ -99,6 +104,9 @@ def measured(engine: gemma_py.Engine, kind: str, temperature: float, tokens: int
         ratios.append(seconds["off"] / seconds["auto"])
         passes, guessed, accepted = passes + counts[0], guessed + counts[1], accepted + counts[2]
         compared += len(off)
+    scored = [answer(engine, replace(request, logprobs=True))[0] for request in requests.values()]
+    if scored[0] != scored[1]:
+        raise SystemExit(f"{kind}, temperature {temperature}, seed {number}: speculation changed a log probability")
     return {
         "kind": kind, "temperature": temperature, "tokens": compared, "tokens_a_pass": (compared - rounds) / passes,
         "guessed": guessed, "accepted": accepted, "speed": statistics.median(ratios), "least": min(ratios),

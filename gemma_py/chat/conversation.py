@@ -102,6 +102,9 @@ class Conversation:
         self.sampling = engine.sampling if sampling is None else sampling
         self.max_tokens = max_tokens
         self.stop = stop_strings(stop)
+        # Whether tokens have log probabilities. Without them, which need the exponentials of all logits, a token takes less
+        # time.
+        self.logprobs = True
         # Called after every chunk of a prompt. If the function raises an exception, the prefill stops.
         self.prefilling: ReportPrefill | None = None
         self.stats: AnswerStats | None = None
@@ -164,7 +167,7 @@ class Conversation:
         request = Request(
             self._prompt(messages), self.context if self.max_tokens is None else self.max_tokens, sampling, fit=True,
             stop=(*self.template.stop, *self.stop), ends=self._ends, trim=True,
-            marks=self._format.marks(tools=False),
+            logprobs=self.logprobs, marks=self._format.marks(tools=False),
         )  # fmt: skip
         generation = self.engine.generation(request)
         stats = AnswerStats(len(generation.prompt), first_token_seconds=time.perf_counter() - start)

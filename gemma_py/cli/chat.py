@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> None:
         conversation = Conversation(
             engine, args.system, sampling, args.template, args.max_tokens, args.stop, True if args.think else None
         )
+        conversation.logprobs = False
         screen.waiting("")
         note_exceptions(engine)
         chat = Chat(conversation, screen)

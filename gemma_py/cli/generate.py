@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> None:
             raise InputError(f"{args.model}: the checkpoint has no tokenizer; use --json to get token ids")
         sampling = asked(sampling_options(args), engine.sampling).seeded()
         tokens, times = [], [time.perf_counter()]
-        for token in engine.generate(ids, args.max_tokens, stop=args.stop, **dataclasses.asdict(sampling)):
+        options = {"stop": args.stop, "logprobs": args.json, **dataclasses.asdict(sampling)}
+        for token in engine.generate(ids, args.max_tokens, **options):
             tokens.append(token)
             times.append(time.perf_counter())
             if not args.json:

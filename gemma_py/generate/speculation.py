@@ -18,8 +18,9 @@ _ROW_WEIGHT = 0.5  # the weight of _ROW_SHARE against measurements, as a varianc
 _DECAY = 0.99  # of the weight of a pass with every later pass
 # A pass counts as at most this multiple of its expected duration, because another process may delay a pass.
 _LONGEST = 2.0
-# The probability that a guess holds before any guess was checked, by the bucket of the matched length.
-_PRIORS = (0.1, 0.15, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8)
+# The probability that a guess holds before any guess was checked, by the bucket of the matched length. In edits of source
+# code and in answers of a small model, guesses hold a little more often.
+_PRIORS = (0.2, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9, 0.95)
 _PRIOR_PREDICTED = 0.7  # of a guess from the request's prediction
 _PRIOR_MODEL = 0.7  # of a guess from the draft model
 # By how much the rate of the draft model's guesses returns to the prior in each pass, and at the beginning of an answer. So
@@ -28,7 +29,7 @@ _FORGOTTEN, _FORGOTTEN_BETWEEN = 1 / 1000, 1 / 10
 # Of the rates that all requests share, and of the rates of one answer: how many checks the first estimate counts for, and how
 # many checks are remembered. An answer begins with the shared rates, and soon follows its own guesses.
 _SHARED_WEIGHT, _SHARED_MEMORY = 2.0, 50.0
-_OWN_WEIGHT, _OWN_MEMORY = 4.0, 20.0
+_OWN_WEIGHT, _OWN_MEMORY = 2.0, 20.0
 _LIKELY_TOKENS = 32  # how many tokens are expected to follow at the beginning of an answer
 _NO_DRAFT = Draft()
 
