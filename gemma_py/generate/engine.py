@@ -17,6 +17,7 @@ from gemma_py.formats.blocks import QUANTS
 from gemma_py.generate import drafting, embedding, sampling
 from gemma_py.generate.answer import stop_strings
 from gemma_py.generate.core import Generation, Request, Token, check_ids, is_whole
+from gemma_py.generate.draft_model import DraftModel, DraftSequence, check_draft
 from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, check_mode, recommended, with_options
 from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
 from gemma_py.generate.session import Decoder, Session
@@ -29,7 +30,7 @@ from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed, check_context
 from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.program import LinkedProgram, link
-from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput
+from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput, SharedTeam
 from gemma_py.templates.chat_format import ChatFormat
 from gemma_py.templates.notation import end_ids
 from gemma_py.templates.template import TRANSCRIPT, Template, choose
@@ -77,6 +78,7 @@ class Engine:
         self.quant = quant
         self.pace = Pace()
         self.speculate = "auto"  # the option of requests that do not set it
+        self.draft: DraftModel | None = None
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
         self._identity: ModelIdentity | None = None
@@ -89,7 +91,8 @@ class Engine:
                 self._warm_up()
             compilation.wait()
             program = link(checkpoint.family.program(self.config), packed)
-            self._runner: Runner | None = Runner(program, self.config, threads or machine.threads(), deadline, kv)
+            team = SharedTeam(threads or machine.threads(), deadline)
+            self._runner: Runner | None = Runner(program, self.config, team, kv)
 
     def _warm_up(self) -> None:
         """Call the kernels of sampling, drafting and tokenizer once, so that no answer waits for their compilation."""
@@ -111,6 +114,17 @@ class Engine:
     def kv_type(self) -> str:
         """The number type of the KV cache: "float32" or "bfloat16"."""
         return self.runner.kv
+
+    def use_draft(self, checkpoint: Checkpoint, progress: ReportProgress = no_report) -> None:
+        """Let a smaller model of the same vocabulary guess tokens. This changes the speed of answers, but no token."""
+        embedding.check_generates(self)
+        check_draft(checkpoint, self.tokenizer, self.config.vocab_size)
+        self.draft = DraftModel(checkpoint, self.runner, self.quant, progress)
+        self.pace.draft_share = self.draft.share
+
+    def new_draft_sequence(self) -> DraftSequence | None:
+        """Return an empty sequence of the draft model, or None if the engine has no draft model."""
+        return None if self.draft is None else DraftSequence(self.draft)
 
     def reference_weights(self) -> Weights:
         """Read the checkpoint again, and return the weights for the reference implementation.
@@ -407,7 +421,7 @@ class Engine:
         """End the worker threads and release the weights. An engine may be closed twice."""
         if self._runner is not None:
             self._runner.close()
-        self._runner = None
+        self._runner = self.draft = None
 
     def __enter__(self) -> "Engine":
         return self
@@ -431,6 +445,7 @@ def load(
     *,
     pack: bool = True,
     speculate: str = "auto",
+    draft: str | Path | None = None,
 ) -> Engine:
     """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
@@ -445,6 +460,7 @@ def load(
     start, which takes no disk space.
     speculate: "auto" or "off". With "auto", a pass also computes tokens that were guessed from earlier text, where that is
     expected to save time. This is the default of requests that do not choose.
+    draft: a smaller model with the vocabulary of this model, which then guesses tokens too.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
@@ -452,4 +468,10 @@ def load(
     checkpoint = replace(open_checkpoint(resolve(model, progress)), cacheable=pack)
     engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress)
     engine.speculate = speculate
+    if draft is not None:
+        try:
+            engine.use_draft(replace(open_checkpoint(resolve(draft, progress)), cacheable=pack), progress)
+        except BaseException:
+            engine.close()
+            raise
     return engine

@@ -133,12 +133,17 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
 
     def _scheduled(self, request: Request, listener: Listener, ticket: Ticket) -> _Sequence:
         generation = self.engine.generation(request, least_tokens=0)
+        draft = self.engine.new_draft_sequence()
+        if draft is not None:
+            generation.use_draft_model(draft)
         return _Sequence(generation, listener, ticket, self._kv_bytes(generation))
 
     def _kv_bytes(self, generation: Generation) -> int:
         """Return the size of the KV cache for the prompt and the longest possible answer."""
         prompt, new = len(generation.prompt), generation.max_tokens
         size = self.engine.cache_bytes(prompt + new, BLOCK_TOKENS)
+        if self.engine.draft is not None:
+            size += self.engine.draft.cache_bytes(prompt + new)
         if size > self.kv_bytes:
             raise ContextError(
                 f"{prompt} prompt tokens and {new} new tokens need {size / 2**20:.1f} MiB of KV cache, but the scheduler has "
@@ -242,7 +247,9 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         room = max(_FEWEST_ROWS, min(CHUNK, int(seconds / self._row_seconds)) - len(answers))
         counts = [1] * len(answers) + (shares([s.pending for s in prompts], room) if prompts else [])
         chances = [s.generation.guess_chances() for s in answers]
-        guessed = self.engine.pace.allot(chances, sum(counts), _LEAST_BESIDE if prompts else 0.0) + [0] * len(prompts)
+        drafting = [s.generation.speculation.drafting for s in answers]
+        least = _LEAST_BESIDE if prompts else 0.0
+        guessed = self.engine.pace.allot(chances, sum(counts), least, drafting) + [0] * len(prompts)
         sequences, inputs, scored = [], [], 0
         for sequence, count, guesses in zip((*answers, *prompts), counts, guessed, strict=True):
             if sequence.scoring:
@@ -250,10 +257,10 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
                 scored += count
             if count and sequence.cache is not None:
                 tokens = sequence.ids[sequence.position : sequence.position + count]
-                tokens += sequence.generation.speculation.guesses(guesses)
-                logits = count if sequence.scoring else 1 + guesses if count == sequence.pending else 0
+                drafted = sequence.generation.speculation.guesses(guesses)
+                logits = count if sequence.scoring else 1 + len(drafted) if count == sequence.pending else 0
                 sequences.append(sequence)
-                inputs.append(SequenceInput(sequence.cache, tokens, logits, guesses))
+                inputs.append(SequenceInput(sequence.cache, tokens + drafted, logits, len(drafted)))
         return sequences, inputs
 
     def _pass(self, inputs: list[SequenceInput]) -> list[np.ndarray]:
