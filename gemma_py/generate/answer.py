@@ -1,7 +1,7 @@
 """The text of an answer, decoded token by token. Thoughts and tool calls are separated from the text."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -239,6 +239,10 @@ class Constraint(Protocol):
     def finished(self) -> bool:
         """Whether the answer is complete, so that generation has to stop."""
 
+    @property
+    def description(self) -> dict[str, Any]:
+        """A JSON object from which the constraint can be made again, for receipts."""
+
 
 class AfterThoughts:
     """A constraint on an answer that does not restrict a thought at the beginning.
@@ -249,6 +253,8 @@ class AfterThoughts:
     def __init__(self, inner: Constraint, channel: tuple[int, int], thinking: bool) -> None:
         self._inner, (self._start, self._end) = inner, channel
         self._thinking, self._thought = thinking, thinking
+        thoughts = {"channel": list(channel), "begun": thinking}
+        self.description = {**inner.description, "thoughts": thoughts}
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
         if self._thinking:

@@ -16,11 +16,13 @@ class Draft(NamedTuple):
 
     matched: the number of tokens before the guesses that also precede the place from which the guesses are copied.
     predicted: whether the guesses are copied from the request's prediction.
+    model: whether the guesses come from the draft model.
     """
 
     tokens: tuple[int, ...] = ()
     matched: int = 0
     predicted: bool = False
+    model: bool = False
 
 
 class Drafter(Protocol):
@@ -29,6 +31,26 @@ class Drafter(Protocol):
 
     def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
         """Guess up to k tokens that follow the answer so far and the tokens `ahead`, which are not part of the answer yet."""
+
+
+class DrafterOfModel(Protocol):
+    """Guesses the tokens of one answer with a draft model. A guess takes as long as a pass of the draft model.
+
+    room: the most tokens that can be guessed now.
+    pending: the number of tokens that the draft model has to compute before it can guess.
+    """
+
+    @property
+    def room(self) -> int: ...
+
+    @property
+    def pending(self) -> int: ...
+
+    def extend(self, token: int) -> None:
+        """Append a token to the answer."""
+
+    def guess(self, count: int) -> list[int]:
+        """Guess up to `count` tokens that follow the answer so far."""
 
 
 class SuffixIndex:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import gemma4_model
 import numpy as np
@@ -146,6 +146,8 @@ def test_the_model_list_says_what_the_model_can_do(thinker: Running, server: Run
 
 class _OnlyFive:
     """A constraint that allows only the token 5, and only three times."""
+
+    description: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         self.accepted: list[int] = []

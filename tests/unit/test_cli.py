@@ -15,7 +15,7 @@ from tiny_models import VARIANTS
 
 import gemma_py
 from gemma_py.catalog import catalogue, resolve
-from gemma_py.generate.core import Generation
+from gemma_py.generate.core import Generation, TopLogprobs
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -59,8 +59,13 @@ def test_generate(run: Run) -> None:
 
 
 def test_a_text_is_printed_without_computing_log_probabilities(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    scores = []
-    monkeypatch.setattr(Generation, "score", lambda self, logits, token: scores.append(token) or (0.0, ()))
+    scores: list[int] = []
+
+    def score(self: Generation, logits: np.ndarray, token: int) -> tuple[float, TopLogprobs]:
+        scores.append(token)
+        return 0.0, ()
+
+    monkeypatch.setattr(Generation, "score", score)
     assert run("generate", TINY, "--prompt", "some text", "--max-tokens", 5)[0] == 0
     assert run("chat", TINY, "--prompt", "some text", "--max-tokens", 5)[0] == 0
     assert scores == []

@@ -221,3 +221,113 @@ def test_no_guess_follows_the_last_token() -> None:
     assert len(answer.chances(3)) == 3
     assert answer.chances(0) == [] and answer.guesses(9) == []
     assert len(answer.chances(1000)) == speculation.MOST_GUESSES
+
+
+# --- a draft model ----------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """A draft model of an answer that never repeats: 1000, 1001, 1002, ... Its guesses hold as long as `right` is set."""
+
+    def __init__(self, right: bool = True, pending: int = 1) -> None:
+        self.right, self.room, self.pending, self.guessed, self._next = right, 100, pending, 0, 1000
+
+    def extend(self, token: int) -> None:
+        self._next = token + 1
+
+    def guess(self, count: int) -> list[int]:
+        self.guessed += count
+        return [self._next + number if self.right else 2 for number in range(count)]
+
+
+def answered(answer: Speculation, pace: Pace, tokens: int, first: int = 1000) -> list[int]:
+    """Return the number of guesses in each pass that computes so many tokens of the answer, from this one on."""
+    counts, token = [], first
+    while token < first + tokens:
+        chances = answer.chances(first + tokens - token)
+        (count,) = pace.allot([chances], 1, drafting=[answer.drafting])
+        guesses = answer.guesses(count)
+        counts.append(len(guesses))
+        for guess in [*guesses, None]:
+            answer.extend(token)
+            token += 1
+            if guess != token - 1:
+                break
+    return counts
+
+
+def paced(draft_seconds: float) -> Pace:
+    """A pace of a model whose pass takes 10 ms, with a draft model whose pass takes so long."""
+    pace = learned(0.0)
+    for _ in range(50):
+        pace.measure_draft(1, draft_seconds)
+    return pace
+
+
+def test_a_draft_model_that_is_fast_and_right_makes_the_guesses() -> None:
+    pace, model = paced(0.0005), Model()
+    answer = Speculation(Lookup([5]), pace)
+    answer.use_model(model)
+    counts = answered(answer, pace, 200)
+    assert sum(counts) > 100
+    assert max(counts) > 8
+
+
+def test_a_draft_model_as_slow_as_the_main_model_is_not_used() -> None:
+    pace, model = paced(0.01), Model()
+    answer = Speculation(Lookup([5]), pace)
+    answer.use_model(model)
+    assert sum(answered(answer, pace, 200)) == model.guessed == 0
+    unknown = learned(0.0)
+    unknown.draft_share = 0.9  # before the first pass of the draft model, its size gives the estimate
+    answer = Speculation(Lookup([5]), unknown)
+    answer.use_model(model)
+    assert sum(answered(answer, unknown, 200)) == model.guessed == 0
+
+
+def test_wrong_guesses_of_a_draft_model_are_given_up_and_tried_again() -> None:
+    pace, model = paced(0.001), Model(right=False)
+    answer = Speculation(Lookup([5]), pace)
+    answer.use_model(model)
+    assert sum(answered(answer, pace, 300)) < 25
+    again = sum(answered(answer, pace, 3000, 1300))
+    assert 0 < again < 60
+    later = [Speculation(Lookup([5]), pace) for _ in range(20)]
+    model.right, model.guessed = True, 0
+    for answer in later:
+        answer.use_model(model)
+        answered(answer, pace, 100)
+    assert model.guessed > 20
+
+
+def test_long_matches_go_before_the_draft_model() -> None:
+    pace = paced(0.001)
+    for _ in range(400):
+        pace.check(False, 30, True)
+        pace.model_rate.add(True)
+    answer, model = Speculation(Lookup(range(900, 1200)), pace), Model()
+    answer.use_model(model)
+    for token in range(950, 1000):
+        answer.extend(token)
+    assert sum(answered(answer, pace, 100)) > 50
+    assert model.guessed == 0
+
+
+def test_many_pending_tokens_are_computed_only_for_a_long_answer() -> None:
+    pace = paced(0.0005)
+    pace.measure_draft(100, 100 * 0.0002)
+    answer, model = Speculation(Lookup([5]), pace), Model(pending=3000)
+    answer.use_model(model)
+    counts = answered(answer, pace, 1000)
+    assert counts[:20] == [0] * 20
+    assert sum(counts) > 100
+    answer = Speculation(Lookup([5]), pace)
+    answer.use_model(Model(pending=30))
+    assert answered(answer, pace, 100)[0] > 0
+
+
+def test_an_answer_without_guesses_does_not_use_the_draft_model() -> None:
+    answer, model = Speculation(None, paced(0.0005)), Model()
+    answer.use_model(model)
+    assert answer.chances(9) == []
+    assert model.guessed == 0

@@ -34,8 +34,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class JsonConstraint:
     """Keeps one response within a JSON schema. The parser has state, so each response needs its own instance."""
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, description: dict[str, Any]) -> None:
+        self._matcher, self._vocab_size, self.description = matcher, vocab_size, description
         # Bit masks of the tokens that may come next, after the first forced token, after the second, and so on, as far as
         # they are computed.
         self._masks: list[bytes] = []
@@ -129,7 +129,12 @@ class JsonConstraints:
                 raise ApiError(400, "No response can satisfy the schema.", param, "invalid_value")
         if first.is_error():
             raise ApiError(400, f"The schema is not supported: {_line(first.get_error())}", param, "invalid_value")
-        return JsonConstraint(matcher, self._vocab_size)
+        # The schema is kept as text, because the order of its keys is the order of the document's keys.
+        description = {
+            "kind": "json_schema", "schema": json.dumps(schema), "ends": self._ends, "llguidance": llguidance.__version__,
+            "thoughts": None,
+        }  # fmt: skip
+        return JsonConstraint(matcher, self._vocab_size, description)
 
     def _llguidance(self) -> "LLTokenizer":
         import llguidance
