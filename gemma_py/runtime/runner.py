@@ -13,8 +13,8 @@ from gemma_py.kernels.attention_layout import LANES
 from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config
 from gemma_py.models.program import ALL, WANTED
-from gemma_py.runtime.batch import END_ROW, FIRST, LONGEST, ROWS, Batch, Scratch, new_scratch
-from gemma_py.runtime.cache import Cache, check_context
+from gemma_py.runtime.batch import END_ROW, FIRST, LONGEST, ORIGIN, ROWS, Batch, Scratch, new_scratch
+from gemma_py.runtime.cache import Cache, HiddenStates, check_context
 from gemma_py.runtime.compiling import mark_compiled
 from gemma_py.runtime.forward import forward
 from gemma_py.runtime.instruments import Instruments
@@ -56,6 +56,9 @@ class Runner:
         self.program, self.config, self.shared, self.kv = program, config, shared, kv
         self.instruments = Instruments()
         self._scratch: Scratch | None = None
+        # The name of the buffer whose rows are kept after a pass, for the tokens whose logits are returned; "" for none.
+        self.kept = ""
+        self.kept_rows: list[np.ndarray] = []  # of the last pass: for each sequence, [logits, width of the buffer]
         # The number of rows and of workers for which the scratch memory has room.
         self._rows = self._workers = 0
         self._compile()
@@ -122,6 +125,8 @@ class Runner:
         scratch, program = self._scratch_for(T, keys), self.program
         logits = np.empty(sum(entry.logits for entry in inputs) * program.outputs, np.float32)
         batch = _batch(inputs, self._addresses(scratch, T, logits))
+        if not program.stores:  # a query sees the KV rows before its own position
+            batch.segments[:, :, ORIGIN] -= 1
         for table, buffer, width in program.gathers:
             at = int(program.sizes.offsets[buffer]) * T
             table.gather(batch.tokens, scratch.floats[at : at + T * width].reshape(T, width))
@@ -138,15 +143,21 @@ class Runner:
         except BaseException:
             if not self.team.settled:
                 self._scratch = None  # a stalled worker may still write to the scratch memory
-                for entry in inputs:
+                for entry in inputs if program.stores else ():
                     entry.cache.abandon()
             raise
         if self.instruments.traces is not None:
             self.instruments.traces.append(trace)
-        for entry in inputs:
-            known = len(entry.tokens) - entry.guesses
-            entry.cache.commit(entry.tokens[:known], entry.tokens[known:])
         ends = np.cumsum([entry.logits for entry in inputs])
+        if self.kept:
+            number, width = program.buffers[self.kept]
+            at = int(program.sizes.offsets[number]) * T
+            self.kept_rows = np.split(scratch.floats[at : at + ends[-1] * width].reshape(-1, width).copy(), ends[:-1])
+        for number, entry in enumerate(inputs) if program.stores else ():
+            known, end = len(entry.tokens) - entry.guesses, entry.cache.position + len(entry.tokens)
+            entry.cache.commit(entry.tokens[:known], entry.tokens[known:])
+            if self.kept:
+                entry.cache.hidden = HiddenStates(end - entry.logits, self.kept_rows[number])
         return np.split(logits.reshape(-1, program.outputs), ends[:-1])
 
     def _addresses(self, scratch: Scratch, T: int, logits: np.ndarray) -> np.ndarray:

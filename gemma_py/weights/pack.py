@@ -8,7 +8,7 @@ other matrices. The pages of an expert are read when the router first chooses th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,7 +16,15 @@ import numpy as np
 
 from gemma_py.formats.blocks import BF16, Minimum
 from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panel_count
-from gemma_py.weights.tensors import FloatMatrix, GatheredTable, Matrix, StoredMatrix, StoredWeights, matrices_of
+from gemma_py.weights.tensors import (
+    FloatMatrix,
+    GatheredTable,
+    Matrix,
+    RowTable,
+    StoredMatrix,
+    StoredWeights,
+    matrices_of,
+)
 
 # Columns of `PackedArrays.matrices`. For float matrices, the columns from WIDTH on are 0.
 KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, BLOCK, MINIMUMS, BYTES, QUADS = range(11)
@@ -48,7 +56,11 @@ class PackedWeights:
     arrays: PackedArrays
     matrices: Mapping[str, int]
     gains: Mapping[str, int]
-    tables: Mapping[str, GatheredTable]
+    tables: Mapping[str, RowTable]
+
+    def with_tables(self, tables: Mapping[str, RowTable]) -> "PackedWeights":
+        """Return these weights with more tables."""
+        return replace(self, tables={**self.tables, **tables})
 
 
 def matrix_bytes(arrays: PackedArrays, number: int) -> int:
