@@ -230,6 +230,11 @@ class Constraint(Protocol):
     def accept(self, token: int) -> None:
         """Tell the grammar which token was chosen."""
 
+    def forced(self, most: int) -> list[int]:
+        """Return up to `most` next tokens, of which each is the only one that the grammar allows after those before it. The
+        state of the grammar does not change.
+        """
+
     @property
     def finished(self) -> bool:
         """Whether the answer is complete, so that generation has to stop."""
@@ -267,6 +272,10 @@ class AfterThoughts:
         else:
             self._thought = True
             self._inner.accept(token)
+
+    def forced(self, most: int) -> list[int]:
+        # An answer may also begin with a thought.
+        return self._inner.forced(most) if self._thought and not self._thinking else []
 
     @property
     def finished(self) -> bool:

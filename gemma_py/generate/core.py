@@ -19,7 +19,7 @@ from gemma_py.generate.drafting import Draft, Lookup
 from gemma_py.generate.evidence import Evidence, asked_for
 from gemma_py.generate.options import Sampling, check_mode
 from gemma_py.generate.sampling import Sampler, likeliest, log_probabilities
-from gemma_py.generate.speculation import Pace, Speculation
+from gemma_py.generate.speculation import MOST_GUESSES, Pace, Speculation
 from gemma_py.receipts.receipt import ModelIdentity, Receipt
 from gemma_py.runtime.cache import check_context
 from gemma_py.templates.notation import Marks
@@ -139,7 +139,10 @@ class Generation:
 
         The pass that verifies all of these guesses chooses at most the last token of the answer.
         """
-        return self.speculation.chances(self.max_tokens - len(self.generated) - 1)
+        most, constraint = self.max_tokens - len(self.generated) - 1, self.request.constraint
+        if constraint is None or self.request.speculate != "auto":
+            return self.speculation.chances(most)
+        return self.speculation.chances(most, constraint.forced(min(most, MOST_GUESSES)))
 
     def collect_evidence(self, model: ModelIdentity) -> None:
         """Collect what `receipt` needs, from the first token on."""

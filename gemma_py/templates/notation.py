@@ -102,3 +102,6 @@ class CallConstraint:
 
     def accept(self, token: int) -> None:
         del self._left[:1]
+
+    def forced(self, most: int) -> list[int]:
+        return self._left[:most]

@@ -324,6 +324,9 @@ def test_end_tokens_stop_strings_and_constraints_end_answers(
         def accept(self, token: int) -> None:
             self.place += 1
 
+        def forced(self, most: int) -> list[int]:
+            return [300, 301, 302][self.place :][:most]
+
         @property
         def finished(self) -> bool:
             return self.place == 3

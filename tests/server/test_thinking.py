@@ -158,6 +158,9 @@ class _OnlyFive:
     def accept(self, token: int) -> None:
         self.accepted.append(token)
 
+    def forced(self, most: int) -> list[int]:
+        return [5] * min(most, 3 - len(self.accepted))
+
     @property
     def finished(self) -> bool:
         return len(self.accepted) == 3
@@ -174,11 +177,12 @@ def test_a_constraint_binds_the_answer_and_not_the_thought_before_it(within: boo
         return made
 
     if not within:
-        assert allowed() == [2, 5]
+        assert allowed() == [2, 5] and constraint.forced(9) == []
         constraint.accept(2)
-    assert allowed() == list(range(8)) and not constraint.finished
+    assert allowed() == list(range(8)) and constraint.forced(9) == [] and not constraint.finished
     for token in (7, 5, 3):
         constraint.accept(token)
+    assert constraint.forced(2) == [5, 5]
     assert allowed() == [5] and inner.accepted == []  # only one thought is free of the constraint
     for _ in range(3):
         constraint.accept(5)
