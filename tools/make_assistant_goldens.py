@@ -93,7 +93,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             made[f"{name} logits"], made[f"{name} hidden"] = steps(name, Path(scratch))
     if not check:
-        np.savez_compressed(DATA, **made)
+        np.savez_compressed(DATA, **made)  # type: ignore[arg-type]
         return
     with np.load(DATA) as stored:
         worst = max(float(np.abs(stored[key] - value).max()) for key, value in made.items())
