@@ -24,7 +24,7 @@ _ZERO, _CHOSEN = _F(0.0), _F(-1.0)
 
 @inlined
 def _softmax(x, at, X, scale):
-    """Replace the numbers x[at : at + X] by softmax(scale * these numbers). The sum is in ascending order."""
+    """Replace the numbers x[at : at + X] by softmax(scale * these numbers). The terms are added in the order of their indices."""
     largest = x[at] * scale
     for i in range(at, at + X):
         x[i] = x[i] * scale

@@ -408,11 +408,12 @@ def _rows(description: ModelDescription, name: str) -> int:
 
 
 def _stored_cutoff(stored: float) -> float | None:
-    """Return the cutoff of a layer in a GGUF file. For a dense layer, where the file has -inf, return None.
+    """Return the activation cutoff of a layer in a GGUF file. For a dense layer, where the file has -inf, return None.
 
-    A converter computed the cutoff in float32 as the quantile of a sparsity, with rounding errors. If the cutoff is, but
-    for these errors, the quantile of a sparsity of at most four digits, return the exact quantile. Hugging Face's format
-    has the exact one too, so that both formats give equal bits.
+    The cutoff is the quantile of the normal distribution at the layer's sparsity, which is the share of activations that
+    are set to 0. The program that wrote the file computed the quantile in float32, with rounding errors. If a sparsity of at
+    most four decimals explains the stored cutoff, return that sparsity's exact quantile. So a GGUF file gives the same bits
+    as the Hugging Face checkpoint, which stores the sparsity itself.
     """
     if stored == -math.inf:
         return None

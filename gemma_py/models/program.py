@@ -237,9 +237,9 @@ class Program:
         self._add(SPARSIFY, target=target, width=width, numbers=(deviations, 0.0))
 
     def match(self, target: str, like: str, least: float) -> None:
-        """Multiply each row of target so that it gets the root mean square of the row of `like`, in place.
+        """Scale each row of target, in place, to the root mean square of the same row of `like`.
 
-        The row's mean square counts as `least` if it is less.
+        A mean square of a target row below `least` is replaced by `least`, so that the factor stays finite.
         """
         self._check_rows(target)
         if target == like:

@@ -69,7 +69,7 @@ class Masks:
             self._mask(plane, texts)
 
     def _delimited(self, value: Any) -> Any:
-        """Return a value in which the delimiters are masked in all strings and in all keys."""
+        """Return a copy of the value in which each delimiter in a string or a key is replaced by its mask."""
         if isinstance(value, str):
             return value.translate(self._table)
         if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ _SEED = (1 << 63) - 1
 _MAX_STOP = 1024
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
-MAX_TEXTS = 2048  # the most texts of a request, as in OpenAI's API
+MAX_TEXTS = 2048  # the most inputs of an embeddings request, as in OpenAI's API
 
 
 def _ranged(option: str) -> Any:
