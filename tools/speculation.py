@@ -70,7 +70,7 @@ def answer(engine: gemma_py.Engine, request: Request) -> tuple[Answer, float, in
     generation, session = engine.generation(request), engine.session()
     logits = session.prefill(generation.prompt)
     made, begin = [], 0.0
-    for token in generation.tokens(logits, Decoder(session, generation).decode):
+    for token in generation.tokens(logits, Decoder(session, generation).decode, session.kv_digest):
         begin = begin or time.perf_counter()
         made.append((token.id, token.text, struct.pack("<d", token.logprob), token.finish_reason))
     speculation = generation.speculation

@@ -13,9 +13,11 @@ from gemma_py import machine
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.errors import InputError
 from gemma_py.formats.blocks import QUANTS
+from gemma_py.paths import atomic_write
 
 if TYPE_CHECKING:
     from gemma_py.generate.engine import Engine
+    from gemma_py.receipts.receipt import Receipt
 
 T = TypeVar("T")
 
@@ -169,6 +171,20 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="keep the packed weights in memory instead of a file; takes no disk space, but every start packs again",
     )
+
+
+def add_receipt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--receipt",
+        type=Path,
+        metavar="FILE",
+        help="write a receipt, with which anyone can check how the answer was made: gemma_py audit FILE",
+    )
+
+
+def write_receipt(path: Path, receipt: "Receipt") -> None:
+    with atomic_write(path) as file:
+        file.write(receipt.to_bytes() + b"\n")
 
 
 def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:

@@ -52,9 +52,9 @@ class Known:
                 assert token == self._answer[self._at], "a drafter was given a token that is not the answer's"
             self._at += 1
 
-    def propose(self, k: int) -> Draft:
-        known = self._answer[self._at : self._at + k]
-        return Draft(tuple(self._change(self._at + n, token) for n, token in enumerate(known)), 1)
+    def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
+        at = self._at + len(ahead)
+        return Draft(tuple(self._change(at + n, token) for n, token in enumerate(self._answer[at : at + k])), 1)
 
 
 def changes(vocabulary: int) -> dict[str, Callable[[int, int], int]]:

@@ -118,6 +118,7 @@ class Service:
             top_logprobs=asked.top_logprobs or 0,
             marks=marks,
             speculate=asked.speculate,
+            receipt=asked.receipt,
             prediction=[]
             if asked.prediction is None
             else self.engine.encode_prediction(_text(asked.prediction.content)),
@@ -145,6 +146,7 @@ class Service:
                 top_logprobs=asked.logprobs or 0,
                 scored=bool(asked.echo) and asked.logprobs is not None,
                 speculate=asked.speculate,
+                receipt=asked.receipt,
             )
             constraint = partial(self._constraint, asked.response_format, "response_format")
             requests += self._choices(request, asked.n, constraint)
@@ -170,6 +172,7 @@ class Service:
             ids, DEFAULT_TOKENS if limit is None else limit, self._sampling(asked, self.ends), fit=limit is None,
             stop=self._stop(asked), ends=self.ends, trim=True, logprobs=False, marks=self._marks(asked),
             speculate=asked.speculate,
+            receipt=asked.receipt,
         )  # fmt: skip
         form = None if asked.text is None else asked.text.format
         constraint = self._call(asked) or partial(self._constraint, form, "text.format")
