@@ -88,7 +88,7 @@ class Sampler:
         return chosen if ids is None else int(ids[chosen])
 
     def _penalised(self, logits: np.ndarray, made: Sequence[int]) -> np.ndarray:
-        """Return the logits with logit bias and penalties. If there are any, the result is a copy."""
+        """Return the logits with logit bias and penalties. If one of these options is set, the result is a copy."""
         s, x = self.sampling, logits
         if s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
             x = logits.copy()

@@ -68,7 +68,10 @@ class Sizes:
 
 
 class Gather(NamedTuple):
-    """A table. Before a pass, the rows of the pass's tokens are copied to a buffer. width: the width of a row."""
+    """A table that stays in the checkpoint's file. Before a pass, the table's rows of the pass's tokens are copied to a buffer.
+
+    buffer: the number of the buffer. width: the width of a row.
+    """
 
     table: GatheredTable
     buffer: int

@@ -111,7 +111,7 @@ class _Run:
 
 
 class _WorkerThread(threading.Thread):
-    """A worker thread with an inbox of runs. It has no reference to the team, so that the team can be garbage-collected."""
+    """A worker thread with an inbox of runs. The thread refers to no team, so that its team can be garbage-collected."""
 
     def __init__(self, number: int) -> None:
         self.inbox: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
