@@ -7,7 +7,9 @@ from gemma_py.cli.progress import LoadProgress
 
 
 def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
-    """Load the model with the arguments of `add_engine`. Commands that do not generate text have no --speculate."""
+    """Load the model with the arguments of `add_engine`. Commands that do not generate text have neither --speculate nor
+    --draft.
+    """
     return gemma_py.load(
         args.model,
         threads=args.threads,
@@ -16,4 +18,5 @@ def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
         progress=LoadProgress(),
         pack=args.pack,
         speculate=getattr(args, "speculate", "off"),
+        draft=getattr(args, "draft", None),
     )

@@ -31,6 +31,11 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
         help="auto: guess tokens from earlier text, and compute several tokens at once where that saves time; off: compute one "
         "token at a time. The output is the same (default: %(default)s)",
     )
+    parser.add_argument(
+        "--draft",
+        metavar="MODEL",
+        help="a smaller model with the same vocabulary, which guesses tokens too, where that saves time",
+    )
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

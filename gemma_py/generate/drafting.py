@@ -16,19 +16,41 @@ class Draft(NamedTuple):
 
     matched: the number of tokens before the guesses that also precede the place from which the guesses are copied.
     predicted: whether the guesses are copied from the request's prediction.
+    model: whether the guesses come from the draft model.
     """
 
     tokens: tuple[int, ...] = ()
     matched: int = 0
     predicted: bool = False
+    model: bool = False
 
 
 class Drafter(Protocol):
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the answer."""
 
-    def propose(self, k: int) -> Draft:
-        """Guess up to k tokens that follow the answer so far."""
+    def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
+        """Guess up to k tokens that follow the answer so far and the tokens `ahead`, which are not part of the answer yet."""
+
+
+class DrafterOfModel(Protocol):
+    """Guesses the tokens of one answer with a draft model. A guess takes as long as a pass of the draft model.
+
+    room: the most tokens that can be guessed now.
+    pending: the number of tokens that the draft model has to compute before it can guess.
+    """
+
+    @property
+    def room(self) -> int: ...
+
+    @property
+    def pending(self) -> int: ...
+
+    def extend(self, token: int) -> None:
+        """Append a token to the answer."""
+
+    def guess(self, count: int) -> list[int]:
+        """Guess up to `count` tokens that follow the answer so far."""
 
 
 class SuffixIndex:
@@ -62,12 +84,16 @@ class SuffixIndex:
             self._states, self._edges, self._table, self._text, self._counts, np.array(tokens, np.int32)
         )  # fmt: skip
 
-    def continuation(self, k: int) -> tuple[list[int], int, int]:
+    def continuation(self, k: int, ahead: Sequence[int] = ()) -> tuple[list[int], int, int]:
         """Return the k tokens after an earlier occurrence of the longest repeated suffix, the length of the suffix, and the
         position of the first of these tokens. Without a repeated suffix, return no tokens.
+
+        ahead: tokens after the text. The suffix then ends with these tokens.
         """
         made = np.empty(k, np.int32)
-        matched, first = kernels.continuation(self._states, self._text, self._counts, made)
+        matched, first = kernels.continuation(
+            self._states, self._edges, self._table, self._text, self._counts, np.array(ahead, np.int32), made
+        )  # fmt: skip
         return (made.tolist() if matched else []), int(matched), int(first)
 
 
@@ -88,11 +114,11 @@ class Lookup:
     def extend(self, tokens: Sequence[int]) -> None:
         self._pending += tokens
 
-    def propose(self, k: int) -> Draft:
+    def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
         if self._pending:
             self._index.extend(self._pending)
             self._pending = []
-        tokens, matched, first = self._index.continuation(k)
+        tokens, matched, first = self._index.continuation(k, ahead)
         if _SEPARATOR in tokens:
             del tokens[tokens.index(_SEPARATOR) :]
         return Draft(tuple(tokens), matched, first in self._prediction)

@@ -17,6 +17,7 @@ from gemma_py.formats.blocks import QUANTS
 from gemma_py.generate import drafting, embedding, sampling
 from gemma_py.generate.answer import stop_strings
 from gemma_py.generate.core import Generation, Request, Token, check_ids, is_whole
+from gemma_py.generate.draft_model import DraftModel, DraftSequence, check_draft
 from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, check_mode, recommended, with_options
 from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
 from gemma_py.generate.session import Decoder, Session
@@ -24,17 +25,18 @@ from gemma_py.generate.speculation import Pace
 from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.progress import ReportProgress, no_report
+from gemma_py.receipts.receipt import ModelIdentity
 from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed, check_context
 from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.program import LinkedProgram, link
-from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput
+from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput, SharedTeam
 from gemma_py.templates.chat_format import ChatFormat
 from gemma_py.templates.notation import end_ids
 from gemma_py.templates.template import TRANSCRIPT, Template, choose
 from gemma_py.tokenizer import Tokenizer
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
-from gemma_py.weights.store import packed_weights
+from gemma_py.weights.store import file_digests, packed_weights
 from gemma_py.weights.tensors import Weights, stays_float
 
 
@@ -76,8 +78,10 @@ class Engine:
         self.quant = quant
         self.pace = Pace()
         self.speculate = "auto"  # the option of requests that do not set it
+        self.draft: DraftModel | None = None
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
+        self._identity: ModelIdentity | None = None
         # While the weights are packed, the tokenizer loads and the kernels compile in the background.
         with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside, Compilation(kv, progress) as compilation:
             tokenizer = aside.submit(checkpoint.tokenizer)
@@ -87,7 +91,8 @@ class Engine:
                 self._warm_up()
             compilation.wait()
             program = link(checkpoint.family.program(self.config), packed)
-            self._runner: Runner | None = Runner(program, self.config, threads or machine.threads(), deadline, kv)
+            team = SharedTeam(threads or machine.threads(), deadline)
+            self._runner: Runner | None = Runner(program, self.config, team, kv)
 
     def _warm_up(self) -> None:
         """Call the kernels of sampling, drafting and tokenizer once, so that no answer waits for their compilation."""
@@ -109,6 +114,17 @@ class Engine:
     def kv_type(self) -> str:
         """The number type of the KV cache: "float32" or "bfloat16"."""
         return self.runner.kv
+
+    def use_draft(self, checkpoint: Checkpoint, progress: ReportProgress = no_report) -> None:
+        """Let a smaller model of the same vocabulary guess tokens. This changes the speed of answers, but no token."""
+        embedding.check_generates(self)
+        check_draft(checkpoint, self.tokenizer, self.config.vocab_size)
+        self.draft = DraftModel(checkpoint, self.runner, self.quant, progress)
+        self.pace.draft_share = self.draft.share
+
+    def new_draft_sequence(self) -> DraftSequence | None:
+        """Return an empty sequence of the draft model, or None if the engine has no draft model."""
+        return None if self.draft is None else DraftSequence(self.draft)
 
     def reference_weights(self) -> Weights:
         """Read the checkpoint again, and return the weights for the reference implementation.
@@ -185,6 +201,15 @@ class Engine:
             self._fingerprint = hashlib.sha256(np.ascontiguousarray(logits, "<f4").tobytes()).hexdigest()
         return self._fingerprint
 
+    def identity(self) -> ModelIdentity:
+        """Return what a receipt says of the model. The first call reads the model's files, unless a record on disk has
+        their digests.
+        """
+        if self._identity is None:
+            files = file_digests(self.checkpoint)
+            self._identity = ModelIdentity(files, self.fingerprint(), self.quant, self.kv_type)
+        return self._identity
+
     def check_ids(self, ids: Any) -> list[int]:
         return check_ids(ids, self.config.vocab_size)
 
@@ -219,17 +244,22 @@ class Engine:
         logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
+        logprobs: bool = True,
         speculate: str | None = None,
         prediction: str | Sequence[int] = "",
+        receipt: bool = False,
     ) -> Iterator[Token]:
         """Return an iterator over the tokens that continue a prompt. The options are the fields of `Sampling`.
 
         Decoding is greedy by default. If temperature, top_k, top_p, min_p or seed is given, tokens are drawn at random,
         and the options that are not given have the values that the checkpoint recommends.
 
+        logprobs: compute `Token.logprob`. Without log probabilities, which need the exponentials of all logits, a token takes
+        less time.
         speculate: "auto" or "off"; by default, the option of `load`.
         prediction: a text, or token ids, that the continuation may consist of in large part. A good prediction makes the
         continuation faster, and no prediction changes it.
+        receipt: whether the last token has a receipt, with which anyone can check how the continuation was made.
         """
         options = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -238,8 +268,8 @@ class Engine:
         }  # fmt: skip
         sampling, ends = asked(options, self.sampling), self.end_ids
         request = Request(
-            self.encode(prompt), max_tokens, sampling, stop=stop_strings(stop), ends=ends, speculate=speculate,
-            prediction=self.encode_prediction(prediction),
+            self.encode(prompt), max_tokens, sampling, stop=stop_strings(stop), ends=ends, logprobs=logprobs,
+            speculate=speculate, prediction=self.encode_prediction(prediction), receipt=receipt,
         )  # fmt: skip
         return self._answer(request)
 
@@ -252,8 +282,10 @@ class Engine:
         thinking: bool | None = None,
         stop: str | Sequence[str] | None = None,
         template: str | Path | None = None,
+        logprobs: bool = True,
         speculate: str | None = None,
         prediction: str | Sequence[int] = "",
+        receipt: bool = False,
         **options: Any,
     ) -> Iterator[Token]:
         """Return an iterator over the tokens of the answer to messages in OpenAI's format.
@@ -261,7 +293,7 @@ class Engine:
         tools: functions that the model may call, in OpenAI's format. The calls are in `Token.calls`.
         thinking: whether the model should think before it answers; by default, the chat template decides. Thoughts are
         in `Token.reasoning`.
-        speculate, prediction: see `generate`.
+        logprobs, speculate, prediction, receipt: see `generate`.
         options: fields of `Sampling`. Options that are not given have the values of `Engine.sampling`.
 
         For several turns use `Conversation`, which keeps the KV cache from turn to turn.
@@ -276,9 +308,11 @@ class Engine:
             stop=stop,
             ends=self.ends(form.template),
             trim=True,
+            logprobs=logprobs,
             marks=form.marks(bool(tools)),
             speculate=speculate,
             prediction=self.encode_prediction(prediction),
+            receipt=receipt,
         )
         return self._answer(request)
 
@@ -298,7 +332,11 @@ class Engine:
         embedding.check_generates(self)
         if request.speculate is None:
             request = replace(request, speculate=self.speculate)
-        return Generation(request, self.config.vocab_size, self.context, self.tokenizer, self.pace, least_tokens)
+        vocab_size = self.config.vocab_size
+        made = Generation(request, vocab_size, self.context, self.tokenizer, self.pace, least_tokens)
+        if request.receipt:
+            made.collect_evidence(self.identity())
+        return made
 
     def _answer(self, request: Request) -> Iterator[Token]:
         """Check a request now, and return an iterator that computes the answer later."""
@@ -306,7 +344,8 @@ class Engine:
 
     def _tokens(self, generation: Generation) -> Iterator[Token]:
         session = self.session()
-        yield from generation.tokens(session.prefill(generation.prompt), Decoder(session, generation).decode)
+        logits = session.prefill(generation.prompt)
+        yield from generation.tokens(logits, Decoder(session, generation).decode, session.kv_digest)
 
     def embed(
         self, texts_or_ids: Sequence[str | Sequence[int]], task: str | None = None, dimensions: int | None = None
@@ -382,7 +421,7 @@ class Engine:
         """End the worker threads and release the weights. An engine may be closed twice."""
         if self._runner is not None:
             self._runner.close()
-        self._runner = None
+        self._runner = self.draft = None
 
     def __enter__(self) -> "Engine":
         return self
@@ -406,6 +445,7 @@ def load(
     *,
     pack: bool = True,
     speculate: str = "auto",
+    draft: str | Path | None = None,
 ) -> Engine:
     """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
@@ -420,6 +460,7 @@ def load(
     start, which takes no disk space.
     speculate: "auto" or "off". With "auto", a pass also computes tokens that were guessed from earlier text, where that is
     expected to save time. This is the default of requests that do not choose.
+    draft: a smaller model with the vocabulary of this model, which then guesses tokens too.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
@@ -427,4 +468,10 @@ def load(
     checkpoint = replace(open_checkpoint(resolve(model, progress)), cacheable=pack)
     engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress)
     engine.speculate = speculate
+    if draft is not None:
+        try:
+            engine.use_draft(replace(open_checkpoint(resolve(draft, progress)), cacheable=pack), progress)
+        except BaseException:
+            engine.close()
+            raise
     return engine

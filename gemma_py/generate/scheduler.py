@@ -6,7 +6,7 @@ change a request's logits. Between passes, the scheduler removes cancelled reque
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from gemma_py.generate.embedding import check_generates
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.events import Failed, Finished, Generated, Listener, PrefillProgress, Scored, Usage
 from gemma_py.generate.sampling import ROWS_AT_ONCE
+from gemma_py.receipts.receipt import Receipt
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
@@ -132,12 +133,17 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
 
     def _scheduled(self, request: Request, listener: Listener, ticket: Ticket) -> _Sequence:
         generation = self.engine.generation(request, least_tokens=0)
+        draft = self.engine.new_draft_sequence()
+        if draft is not None:
+            generation.use_draft_model(draft)
         return _Sequence(generation, listener, ticket, self._kv_bytes(generation))
 
     def _kv_bytes(self, generation: Generation) -> int:
         """Return the size of the KV cache for the prompt and the longest possible answer."""
         prompt, new = len(generation.prompt), generation.max_tokens
         size = self.engine.cache_bytes(prompt + new, BLOCK_TOKENS)
+        if self.engine.draft is not None:
+            size += self.engine.draft.cache_bytes(prompt + new)
         if size > self.kv_bytes:
             raise ContextError(
                 f"{prompt} prompt tokens and {new} new tokens need {size / 2**20:.1f} MiB of KV cache, but the scheduler has "
@@ -241,7 +247,9 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         room = max(_FEWEST_ROWS, min(CHUNK, int(seconds / self._row_seconds)) - len(answers))
         counts = [1] * len(answers) + (shares([s.pending for s in prompts], room) if prompts else [])
         chances = [s.generation.guess_chances() for s in answers]
-        guessed = self.engine.pace.allot(chances, sum(counts), _LEAST_BESIDE if prompts else 0.0) + [0] * len(prompts)
+        drafting = [s.generation.speculation.drafting for s in answers]
+        least = _LEAST_BESIDE if prompts else 0.0
+        guessed = self.engine.pace.allot(chances, sum(counts), least, drafting) + [0] * len(prompts)
         sequences, inputs, scored = [], [], 0
         for sequence, count, guesses in zip((*answers, *prompts), counts, guessed, strict=True):
             if sequence.scoring:
@@ -249,10 +257,10 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
                 scored += count
             if count and sequence.cache is not None:
                 tokens = sequence.ids[sequence.position : sequence.position + count]
-                tokens += sequence.generation.speculation.guesses(guesses)
-                logits = count if sequence.scoring else 1 + guesses if count == sequence.pending else 0
+                drafted = sequence.generation.speculation.guesses(guesses)
+                logits = count if sequence.scoring else 1 + len(drafted) if count == sequence.pending else 0
                 sequences.append(sequence)
-                inputs.append(SequenceInput(sequence.cache, tokens, logits, guesses))
+                inputs.append(SequenceInput(sequence.cache, tokens + drafted, logits, len(drafted)))
         return sequences, inputs
 
     def _pass(self, inputs: list[SequenceInput]) -> list[np.ndarray]:
@@ -302,7 +310,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             sequence.first_token = sequence.first_token or time.monotonic()
             sequence.tell(Generated(token, generation.top))
             if token.finish_reason is not None:
-                return Finished(token.finish_reason, sequence.usage())
+                return Finished(token.finish_reason, sequence.usage(), _receipt(generation, part.cache))
             if token.id != guess or sequence.ticket.cancelled:
                 return None
             self.engine.accept(part.cache, [token.id])
@@ -310,3 +318,8 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             self._accepted += 1
             self._computed += 1
         raise AssertionError
+
+
+def _receipt(generation: Generation, cache: Cache) -> Callable[[], Receipt] | None:
+    """Return a function that makes the receipt of a complete answer. Until it is called, it keeps the KV cache in memory."""
+    return (lambda: generation.receipt(cache.digest())) if generation.request.receipt else None

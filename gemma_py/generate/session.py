@@ -21,6 +21,7 @@ class Session:
     def __init__(self, engine: "Engine", keep: int = 0) -> None:
         self.engine = engine
         self._cache = engine.runner.cache(whole("keep", keep))
+        self._draft = engine.new_draft_sequence()
 
     @property
     def ids(self) -> list[int]:
@@ -132,6 +133,8 @@ class Decoder:
 
     def __init__(self, session: Session, generation: Generation) -> None:
         self._session, self._generation = session, generation
+        if session._draft is not None:
+            generation.use_draft_model(session._draft)
         self._guesses: list[int] = []  # guesses of the last pass that may follow the session's tokens
         self._logits: list[np.ndarray] = []  # the logits [V] of each of these guesses
 
@@ -145,11 +148,12 @@ class Decoder:
             return self._logits.pop(0)
         self._guesses, self._logits = [], []
         pace = self._session.engine.pace
-        (count,) = pace.allot([self._generation.guess_chances()], 1)
+        chances = self._generation.guess_chances()
+        (count,) = pace.allot([chances], 1, drafting=[speculation.drafting])
         guesses = speculation.guesses(count)
         start = time.perf_counter()
         logits = list(self._session.verify(token, guesses)) if guesses else [self._session.decode(token)]
         pace.measure(len(logits), time.perf_counter() - start)
-        speculation.computed(count)
+        speculation.computed(len(guesses))
         self._guesses, self._logits = guesses, logits[1:]
         return logits[0]

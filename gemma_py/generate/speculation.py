@@ -6,7 +6,7 @@ A guess is used only if sampling chooses the same token. So speculation changes 
 import math
 from collections.abc import Sequence
 
-from gemma_py.generate.drafting import Draft, Drafter
+from gemma_py.generate.drafting import Draft, Drafter, DrafterOfModel
 
 # The most guesses of a pass, whatever the number of its sequences: more than 16 rows would be a larger tile of a product.
 MOST_GUESSES = 15
@@ -18,13 +18,19 @@ _ROW_WEIGHT = 0.5  # the weight of _ROW_SHARE against measurements, as a varianc
 _DECAY = 0.99  # of the weight of a pass with every later pass
 # A pass counts as at most this multiple of its expected duration, because another process may delay a pass.
 _LONGEST = 2.0
-# The probability that a guess holds before any guess was checked, by the bucket of the matched length.
-_PRIORS = (0.1, 0.15, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8)
+# The probability that a guess holds before any guess was checked, by the bucket of the matched length. In edits of source
+# code and in answers of a small model, guesses hold a little more often.
+_PRIORS = (0.2, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9, 0.95)
 _PRIOR_PREDICTED = 0.7  # of a guess from the request's prediction
+_PRIOR_MODEL = 0.7  # of a guess from the draft model
+# By how much the rate of the draft model's guesses returns to the prior in each pass, and at the beginning of an answer. So
+# the draft model is tried again some time after its guesses were given up.
+_FORGOTTEN, _FORGOTTEN_BETWEEN = 1 / 1000, 1 / 10
 # Of the rates that all requests share, and of the rates of one answer: how many checks the first estimate counts for, and how
 # many checks are remembered. An answer begins with the shared rates, and soon follows its own guesses.
 _SHARED_WEIGHT, _SHARED_MEMORY = 2.0, 50.0
-_OWN_WEIGHT, _OWN_MEMORY = 4.0, 20.0
+_OWN_WEIGHT, _OWN_MEMORY = 2.0, 20.0
+_LIKELY_TOKENS = 32  # how many tokens are expected to follow at the beginning of an answer
 _NO_DRAFT = Draft()
 
 
@@ -42,6 +48,10 @@ class _Rate:
     def add(self, held: bool) -> None:
         self._held, self._checked = self._held * self._keep + held, self._checked * self._keep + 1
 
+    def forget(self, share: float, first: float) -> None:
+        """Move the rate by this share towards a first estimate."""
+        self._held += share * (first * self._checked - self._held)
+
 
 class Pace:
     """Learns how many seconds a row costs and how often guesses hold, and decides how many guesses a pass computes.
@@ -55,6 +65,11 @@ class Pace:
             for predicted in (False, True)
             for bucket, prior in enumerate(_PRIORS)
         }
+        self.model_rate = _Rate(_PRIOR_MODEL, _SHARED_WEIGHT, _SHARED_MEMORY)  # of guesses from the draft model
+        self.draft_share = 1.0  # the estimated cost of the draft model's passes, as a share of the main model's
+        self._draft_pass = self._draft_row = (
+            0.0  # seconds of a pass and of a prompt's row of the draft model; 0: unknown
+        )
         # Sums over passes, for a linear fit of seconds to rows: weights, rows, seconds, rows^2, rows * seconds.
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -86,28 +101,68 @@ class Pace:
         row = min(max(row, 0.02 * seconds / rows), seconds / rows)
         return seconds - row * rows, row
 
-    def allot(self, chances: Sequence[Sequence[float]], rows: int, least: float = 0.0) -> list[int]:
+    @property
+    def draft_seconds(self) -> float:
+        """The estimated seconds of the draft model's pass, which gives one guess."""
+        return self._draft_pass or self.draft_share * sum(self._cost())
+
+    @property
+    def draft_row_seconds(self) -> float:
+        """The estimated seconds of a row in the draft model's passes of many rows."""
+        return self._draft_row or _ROW_SHARE * self.draft_seconds
+
+    def measure_draft(self, rows: int, seconds: float) -> None:
+        """Learn the duration of a pass of the draft model."""
+        if rows <= 2:
+            old = self._draft_pass or seconds
+            self._draft_pass = old + 0.1 * (min(seconds, _LONGEST * old) - old)
+        else:
+            self._draft_row += (0.2 if self._draft_row else 1.0) * (seconds / rows - self._draft_row)
+
+    def tokens_a_second(self, chances: Sequence[float], seconds: float = 0.0) -> float:
+        """Return how many tokens a second an answer alone has with the best number of guesses.
+
+        seconds: the seconds that it takes to draft a guess
+        """
+        fixed, row = self._cost()
+        expected, duration = 1.0, fixed + row
+        best = expected / duration
+        for chance in chances:
+            expected, duration = expected + chance, duration + row + seconds
+            best = max(best, expected / duration)
+        return best
+
+    def allot(
+        self, chances: Sequence[Sequence[float]], rows: int, least: float = 0.0, drafting: Sequence[float] = ()
+    ) -> list[int]:
         """Return how many guesses to compute for each answer of a pass.
 
         chances: for each answer, the probabilities that the first guess holds, that the first two guesses hold, and so on.
         rows: the number of rows of the pass without guesses.
         least: the smallest probability of a guess that is computed.
+        drafting: for each answer, the seconds that it takes to draft a guess; by default 0.
 
-        The likeliest guesses are taken as long as a guess adds more tokens a second than the pass has without the guess.
+        The guesses that gain most for their cost are taken as long as a guess adds more tokens a second than the pass has
+        without the guess.
         """
         counts, expected = [0] * len(chances), float(len(chances))
         fixed, row = self._cost()
+        costs, seconds = [row + more for more in drafting or [0.0] * len(chances)], fixed + row * rows
         while sum(counts) < MOST_GUESSES:
-            chance, number = max(
-                ((of_it[count], number) for number, (of_it, count) in enumerate(zip(chances, counts, strict=True))
-                 if count < len(of_it)),
-                default=(0.0, 0),
+            _, number = max(
+                ((of_it[count] / costs[number], number)
+                 for number, (of_it, count) in enumerate(zip(chances, counts, strict=True))
+                 if count < len(of_it) and of_it[count] > least),
+                default=(0.0, None),
             )  # fmt: skip
-            seconds = fixed + row * (rows + sum(counts))
-            if chance <= least or chance * seconds <= _MARGIN * row * expected:
+            if number is None:
+                break
+            chance = chances[number][counts[number]]
+            if chance * seconds <= _MARGIN * costs[number] * expected:
                 break
             counts[number] += 1
             expected += chance
+            seconds += costs[number]
         return counts
 
 
@@ -121,38 +176,103 @@ class Speculation:
     passes: the passes that computed tokens of the answer.
     guessed, accepted: the guesses that were computed, and those of them that sampling chose too.
     predicted: the tokens of the answer that the request's prediction guessed, whether the guess was computed or not.
+    drafting: the seconds that it takes to draft a guess of the kind that `chances` chose.
     """
 
     def __init__(self, drafter: Drafter | None, pace: Pace, first: Draft = _NO_DRAFT) -> None:
         """drafter: None for no guesses. first: the guess of the first token, which the prompt's pass predicts."""
         self._drafter, self._pace = drafter, pace
         self._draft, self._checked = first, 0
+        self._forced = 0  # how many of the draft's first guesses a grammar forces
+        self._copied = 0  # the index of the draft's first guess that is copied from earlier text
         self._rates: dict[tuple[bool, int], _Rate] = {}  # of the guesses of this answer
+        self._model: DrafterOfModel | None = None
+        self._model_rate = pace.model_rate
+        self._tokens = 0  # the length of the answer
         self.passes = self.guessed = self.accepted = self.predicted = 0
+        self.drafting = 0.0
 
-    def chances(self, most: int) -> list[float]:
-        """Draft up to `most` guesses. Return the probabilities that the first holds, that the first two hold, and so on."""
+    def use_model(self, model: DrafterOfModel) -> None:
+        """Let a draft model guess too, unless the request wants no guesses."""
+        if self._drafter is not None:
+            self._pace.model_rate.forget(_FORGOTTEN_BETWEEN, _PRIOR_MODEL)
+            self._model, self._model_rate = model, _Rate(self._pace.model_rate.value, _OWN_WEIGHT, _OWN_MEMORY)
+
+    def chances(self, most: int, forced: Sequence[int] = ()) -> list[float]:
+        """Choose the source of up to `most` guesses: earlier text, or the draft model if it is expected to give more tokens
+        a second. Return the probabilities that the first guess holds, that the first two guesses hold, and so on.
+
+        forced: the next tokens, if a grammar allows no others. Guesses copied from earlier text follow them, because the
+        draft model knows no grammar.
+        """
+        self._draft, self._checked, self._forced, self._copied, self.drafting = _NO_DRAFT, 0, 0, 0, 0.0
         if self._drafter is None or most < 1:
-            self._draft, self._checked = _NO_DRAFT, 0
             return []
         # One guess more than the pass can compute, because the pass chooses one token more than it has guesses.
-        most = min(most, MOST_GUESSES)
-        self._draft, self._checked = self._drafter.propose(most + 1), 0
+        limit = min(most, MOST_GUESSES)
+        self._draft = self._drafter.propose(limit + 1)
+        if forced:
+            self._force(forced, limit + 1)
         made, chance = [], 1.0
-        for number in range(min(most, len(self._draft.tokens))):
-            chance *= self._rate(self._draft.matched + number).value
+        for number in range(min(limit, len(self._draft.tokens))):
+            chance *= self._chance(number)
             made.append(chance)
+        if self._model is None or forced:
+            return made
+        self._model_rate.forget(_FORGOTTEN, _PRIOR_MODEL)
+        rate, seconds = self._model_rate.value, self._pace.draft_seconds
+        by_model = [rate**number for number in range(1, min(limit, self._model.room) + 1)]
+        if self._model_gains(made, by_model, most):
+            self._draft, self.drafting = Draft(model=True), seconds
+            return by_model
         return made
 
+    def _force(self, forced: Sequence[int], most: int) -> None:
+        """Let the draft begin with tokens that a grammar forces."""
+        assert self._drafter is not None
+        tokens = tuple(forced[:most])
+        self._forced = len(tokens)
+        if self._draft.tokens[: len(tokens)] != tokens:
+            copied, self._copied = self._drafter.propose(most - len(tokens), tokens), len(tokens)
+            self._draft = copied._replace(tokens=(*tokens, *copied.tokens))
+
+    def _chance(self, number: int) -> float:
+        """Return the probability that a guess of the draft holds if the guesses before it hold."""
+        return 1.0 if number < self._forced else self._rate(self._matched(number)).value
+
+    def _matched(self, number: int) -> int:
+        """Return how many tokens before a copied guess also precede the place from which it is copied."""
+        return self._draft.matched + number - self._copied
+
+    def _model_gains(self, copied: Sequence[float], by_model: Sequence[float], most: int) -> bool:
+        """Return whether the draft model's guesses are expected to save time.
+
+        The draft model may first have to compute many tokens, for example the prompt. How long an answer will be is unknown,
+        and the length so far is the estimate of the length of the rest. So these tokens are computed only when the guesses
+        for a rest of this length would save as much time as these tokens take.
+        """
+        assert self._model is not None
+        pace = self._pace
+        before, after = pace.tokens_a_second(copied), pace.tokens_a_second(by_model, pace.draft_seconds)
+        if after <= before:
+            return False
+        saved = (1 / before - 1 / after) * min(most, _LIKELY_TOKENS + self._tokens)
+        pending = self._model.pending
+        return pending <= MOST_GUESSES + 1 or pending * pace.draft_row_seconds < saved
+
     def _rate(self, matched: int) -> _Rate:
-        """Return the rate of this answer's guesses after `matched` equal tokens."""
+        """Return the rate of this answer's guesses after `matched` equal tokens, or of the draft model's guesses."""
+        if self._draft.model:
+            return self._model_rate
         predicted, bucket = self._draft.predicted, _bucket(matched)
         if (predicted, bucket) not in self._rates:
             self._rates[predicted, bucket] = _Rate(self._pace.chance(predicted, matched), _OWN_WEIGHT, _OWN_MEMORY)
         return self._rates[predicted, bucket]
 
     def guesses(self, count: int) -> list[int]:
-        """Return the first guesses of the draft, for a pass."""
+        """Return the first guesses of the draft, for a pass. The draft model may give fewer guesses than `count`."""
+        if self._draft.model and self._model is not None and count:
+            self._draft = Draft(tuple(self._model.guess(count)), model=True)
         return list(self._draft.tokens[:count])
 
     def computed(self, guesses: int) -> None:
@@ -164,11 +284,18 @@ class Speculation:
         """Append a token to the answer, and learn whether it was guessed."""
         if self._drafter is None:
             return
+        self._tokens += 1
         self._drafter.extend([token])
-        draft = self._draft
-        if self._checked < len(draft.tokens):
-            held = draft.tokens[self._checked] == token
-            self._rate(draft.matched + self._checked).add(held)
-            self._pace.check(draft.predicted, draft.matched + self._checked, held)
-            self.predicted += held and draft.predicted
-            self._checked = self._checked + 1 if held else len(draft.tokens)
+        if self._model is not None:
+            self._model.extend(token)
+        draft, number = self._draft, self._checked
+        if number < len(draft.tokens):
+            held = draft.tokens[number] == token
+            if number >= self._forced:
+                self._rate(self._matched(number)).add(held)
+                if draft.model:
+                    self._pace.model_rate.add(held)
+                else:
+                    self._pace.check(draft.predicted, self._matched(number), held)
+            self.predicted += held and draft.predicted and number >= self._copied
+            self._checked = number + 1 if held else len(draft.tokens)

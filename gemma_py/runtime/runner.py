@@ -39,20 +39,30 @@ class SequenceInput(NamedTuple):
     guesses: int = 0
 
 
+class SharedTeam:
+    """A worker team, and the lock that lets one pass run at a time. The runners of a model and of its draft model share a
+    team, so that the workers of one model never take time from the other model's pass.
+    """
+
+    def __init__(self, workers: int, deadline: float = 5.0) -> None:
+        self.team, self.lock = Team(workers, deadline), threading.Lock()
+
+
 class Runner:
     """Runs one forward pass at a time. Several Python threads may call a runner; their passes run one after another."""
 
-    def __init__(
-        self, program: LinkedProgram, config: Config, workers: int, deadline: float = 5.0, kv: str = "float32"
-    ) -> None:
-        self.program, self.config, self.kv = program, config, kv
-        self.team = Team(workers, deadline, program.labels)
+    def __init__(self, program: LinkedProgram, config: Config, shared: SharedTeam, kv: str = "float32") -> None:
+        self.program, self.config, self.shared, self.kv = program, config, shared, kv
         self.instruments = Instruments()
-        self._lock = threading.Lock()
         self._scratch: Scratch | None = None
-        self._rows = 0
+        # The number of rows and of workers for which the scratch memory has room.
+        self._rows = self._workers = 0
         self._compile()
         _runners.add(self)
+
+    @property
+    def team(self) -> Team:
+        return self.shared.team
 
     def run(
         self,
@@ -71,7 +81,7 @@ class Runner:
         guesses: the number of tokens, counted from the last one, that only `accept` adds to the cache.
         """
         T = len(tokens)
-        with self._lock:
+        with self.shared.lock:
             if limit is not None:
                 check_context(limit, T, after=cache.position)
             cache.reserve(T, ahead)
@@ -83,14 +93,14 @@ class Runner:
 
         If the pass fails, no tokens are added to any cache.
         """
-        with self._lock:
+        with self.shared.lock:
             for entry in inputs:
                 entry.cache.reserve(len(entry.tokens))
             return self._pass(inputs)
 
     def accept(self, cache: Cache, tokens: Sequence[int]) -> None:
         """Call `Cache.accept` while no pass is running."""
-        with self._lock:
+        with self.shared.lock:
             cache.accept(tokens)
 
     def _pass(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
@@ -123,6 +133,7 @@ class Runner:
                 forward, program.model, scratch, batch, trace,
                 watermarks=positions * len(self.config.kv_layers), counters=program.phases,
                 keep_alive=[entry.cache.layers for entry in inputs], instruments=self.instruments,
+                phases=program.labels,
             )  # fmt: skip
         except BaseException:
             if not self.team.settled:
@@ -142,9 +153,8 @@ class Runner:
 
     def set_workers(self, workers: int) -> None:
         """Replace the team by a team of this size, after a running pass has finished."""
-        with self._lock:
-            former, self.team = self.team, Team(workers, self.team.deadline, self.program.labels)
-            self._scratch = None  # the size of the scratch memory depends on the number of workers
+        with self.shared.lock:
+            former, self.shared.team = self.team, Team(workers, self.team.deadline)
         former.close()
 
     def _compile(self) -> None:
@@ -156,17 +166,17 @@ class Runner:
 
     def digest(self, cache: Cache) -> list[str]:
         """Call `Cache.digest` while no pass is running."""
-        with self._lock:
+        with self.shared.lock:
             return cache.digest()
 
     def rewind(self, cache: Cache, position: int) -> None:
         """Call `Cache.rewind` while no pass is running."""
-        with self._lock:
+        with self.shared.lock:
             cache.rewind(position)
 
     def reserve(self, cache: Cache, tokens: int) -> None:
         """Call `Cache.reserve` while no pass is running."""
-        with self._lock:
+        with self.shared.lock:
             cache.reserve(tokens)
 
     def cache(self, keep: int = 0) -> Cache:
@@ -175,12 +185,12 @@ class Runner:
 
     def _scratch_for(self, T: int, keys: int) -> Scratch:
         """Return scratch memory for T rows and for attention scores of `keys` keys. The memory is kept for later passes."""
-        if self._scratch is None or self._rows < T:
-            # Both attributes are assigned together, after the allocation. If it fails, `_rows` still matches
-            # `_scratch`.
-            self._scratch, self._rows = new_scratch(self.program.sizes, T, self.team.workers), T
+        workers = self.team.workers
+        if self._scratch is None or self._rows < T or self._workers != workers:
+            # The attributes are assigned together, after the allocation. If it fails, `_rows` still matches `_scratch`.
+            self._scratch, self._rows, self._workers = new_scratch(self.program.sizes, T, workers), T, workers
         # Workers share a position only if there are more workers than positions * key/value heads.
-        shared = self.team.workers - 1
+        shared = workers - 1
         if len(self._scratch.scores) < shared * keys * LANES:
             self._scratch = self._scratch._replace(scores=aligned(shared * keys * 3 // 2 * LANES))
         if self.instruments.poison:
@@ -225,7 +235,7 @@ _runners: "weakref.WeakSet[Runner]" = weakref.WeakSet()
 def _after_fork() -> None:
     """Reset the runners in a forked child. The threads that held locks or ran passes do not exist there."""
     for runner in list(_runners):
-        runner._lock = threading.Lock()
+        runner.shared.lock = threading.Lock()
         runner._scratch = None
 
 

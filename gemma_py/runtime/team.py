@@ -74,6 +74,7 @@ class _Run(NamedTuple):
     cells: Cells
     outcomes: "queue.SimpleQueue[_Outcome]"
     keep_alive: object  # owns memory to which `args` has only addresses
+    phases: Sequence[str]
 
     def perform(self, worker: int) -> _Outcome:
         try:
@@ -94,12 +95,12 @@ class _Run(NamedTuple):
         if not self.cells.shared[BROKEN]:
             self.cells.shared[BROKEN] = worker + 1
 
-    def error(self, worker: int, what: str, phases: Sequence[str]) -> WorkerError:
+    def error(self, worker: int, what: str) -> WorkerError:
         at = worker * LINE
         layer, phase = int(self.cells.own[at + LAYER]), int(self.cells.own[at + PHASE])
         if layer == NOWHERE and phase == NOWHERE:
             return WorkerError(worker, self.workers, None, None, what)
-        name = phases[phase] if 0 <= phase < len(phases) else None
+        name = self.phases[phase] if 0 <= phase < len(self.phases) else None
         return WorkerError(worker, self.workers, layer, phase, what, name)
 
 
@@ -181,13 +182,12 @@ class Team:
     another. After a fork, the team in the child process starts new threads at the first run.
 
     deadline: the maximum time in seconds until `run` reports a failure or a stall.
-    phases: the names of the phase numbers, for error messages.
     """
 
-    def __init__(self, workers: int, deadline: float = 5.0, phases: Sequence[str] = ()) -> None:
+    def __init__(self, workers: int, deadline: float = 5.0) -> None:
         if workers < 1 or not deadline > 0:
             raise InputError(f"a team needs at least 1 worker and a deadline above 0, found {workers} and {deadline}")
-        self.workers, self.deadline, self.phases = workers, deadline, tuple(phases)
+        self.workers, self.deadline = workers, deadline
         self._tick = min(0.1, deadline * _TICK)
         self._closed = False
         self.settled = True  # whether every worker has left the latest failed run
@@ -206,11 +206,13 @@ class Team:
         counters: int = 0,
         keep_alive: object = None,
         instruments: Instruments = _NO_INSTRUMENTS,
+        phases: Sequence[str] = (),
     ) -> Array:
         """Call the kernel on every worker and return the final watermarks.
 
         watermarks: the initial values. counters: the number of tile counters that the kernel claims from.
         keep_alive: an object to which the run keeps a reference while any worker, even a stalled one, may use its memory.
+        phases: the names of the phase numbers, for error messages.
 
         Raises WorkerError if a worker fails or stalls. The error is chained to the worker's exception, if there is one. The
         team can be used again afterwards. The results of a failed run are invalid, and the arrays of the run may be used
@@ -221,10 +223,8 @@ class Team:
             if self._closed:
                 raise InputError("the worker team is closed")
             plan, profile = instruments.fault_plan, instruments.profile
-            cells = make_cells(
-                self.workers, watermarks, counters, 0 if profile is None else lines_needed(len(self.phases))
-            )
-            run = _Run(kernel, args, self.workers, cells, queue.SimpleQueue(), keep_alive)
+            cells = make_cells(self.workers, watermarks, counters, 0 if profile is None else lines_needed(len(phases)))
+            run = _Run(kernel, args, self.workers, cells, queue.SimpleQueue(), keep_alive, phases)
             if plan is not None:
                 plan.apply(run.cells)
             if getattr(kernel, "overloads", None) == {}:
@@ -276,12 +276,12 @@ class Team:
             watch.left.add(outcome.worker)
             if outcome.error is not None:
                 what = f"failed with {type(outcome.error).__name__}: {outcome.error},"
-                raise run.error(outcome.worker, what, self.phases) from outcome.error
+                raise run.error(outcome.worker, what) from outcome.error
             if outcome.at_fault:
-                raise run.error(outcome.worker, "reported a failure", self.phases)
+                raise run.error(outcome.worker, "reported a failure")
         culprit = run.culprit()
         if culprit is not None:  # a kernel called `fail` and then returned True
-            raise run.error(culprit, "reported a failure", self.phases)
+            raise run.error(culprit, "reported a failure")
 
     def _look(self, run: _Run, threads: list[_WorkerThread], watch: _Watch, elapsed: float) -> None:
         for number, thread in enumerate(threads):
@@ -290,11 +290,11 @@ class Team:
             if number not in watch.left and not thread.is_alive() and run.outcomes.empty():
                 run.break_run(number)
                 watch.left.add(number)
-                raise run.error(number, "died", self.phases)
+                raise run.error(number, "died")
         fault = watch.tick(elapsed)
         if fault is not None:
             run.break_run(fault[0])
-            raise run.error(*fault, self.phases)
+            raise run.error(*fault)
 
     def _wait_for_workers(self, run: _Run, left: set[int], error: BaseException) -> bool:
         """Wait until the other workers leave a broken run, and replace late ones. Return whether all have left."""

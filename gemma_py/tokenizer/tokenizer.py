@@ -59,6 +59,18 @@ class Tokenizer:
         self.size = len(tables.ends) + len(self._beyond)
         self.bos_id = bos_id if bos_id is not None else self.token_id(bos_token or "<bos>")
 
+    def same_pieces(self, other: "Tokenizer") -> bool:
+        """Return whether both tokenizers have the same piece for each id that both have."""
+        count = min(self.size, other.size)
+        mapped = min(count, len(self._tables.ends), len(other._tables.ends))
+        ends = self._tables.ends[:mapped]
+        if not np.array_equal(ends, other._tables.ends[:mapped]):
+            return False
+        size = int(ends[-1])
+        if not np.array_equal(self._tables.text[:size], other._tables.text[:size]):
+            return False
+        return all(self._piece(number) == other._piece(number) for number in range(mapped, count))
+
     def token_id(self, piece: str) -> int | None:
         beyond = next((number for number, content in self._beyond.items() if content == piece), None)
         return self._tables.find(piece.encode("utf-8", "surrogatepass")) if beyond is None else beyond

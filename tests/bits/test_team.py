@@ -62,7 +62,7 @@ def expected() -> np.ndarray:
 
 @pytest.fixture
 def team() -> Iterator[Team]:
-    with Team(WORKERS, phases=NAMES) as team:
+    with Team(WORKERS) as team:
         yield team
 
 
@@ -70,7 +70,7 @@ def raised(team: Team, *args: Any, **options: Any) -> WorkerError:
     """Return the error of a run that must fail and must not hang."""
     before = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        team.run(*args, **options)
+        team.run(*args, phases=NAMES, **options)
     assert time.monotonic() - before < GENEROUS
     return caught.value
 
@@ -207,7 +207,7 @@ def test_exception_is_reported_and_the_team_goes_on(
 
 @pytest.mark.parametrize(("phase", "place"), FAULT_PLACES)
 def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected: np.ndarray) -> None:
-    with Team(WORKERS, deadline=DEADLINE, phases=NAMES) as team:
+    with Team(WORKERS, deadline=DEADLINE) as team:
         check_fault(team, FaultPlan(5, "stall", phase % WORKERS, 1, phase, place), expected)
     assert not team_threads()  # closing the team has ended the stall
 
@@ -218,10 +218,10 @@ def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected
 @pytest.mark.parametrize("fault", ["raise", "stall"])
 def test_fault_with_a_tile_in_hand_is_reported(phase: int, place: str, fault: str, expected: np.ndarray) -> None:
     """A worker that is alone claims every tile. One of several workers may claim none, so the run is then repeated."""
-    with Team(1, deadline=DEADLINE, phases=NAMES) as alone:
+    with Team(1, deadline=DEADLINE) as alone:
         error = run_faulty(alone, FaultPlan(0, fault, 0, 1, phase, place))
         assert (error.worker, error.layer, error.phase) == (0, 1, phase)
-    with Team(WORKERS, deadline=DEADLINE, phases=NAMES) as team:
+    with Team(WORKERS, deadline=DEADLINE) as team:
         for seed in range(1, 100):
             try:
                 passed(team, FaultPlan(seed, fault, 2, 1, phase, place))

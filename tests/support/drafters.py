@@ -14,14 +14,39 @@ Answers = dict[tuple[int, ...], list[int]]  # the true answer to each prompt
 
 
 class Eager(Pace):
-    """Computes as many guesses as there may be, or with `most`, at most so many of an answer."""
+    """Computes as many guesses as there may be, or with `most`, at most so many of an answer.
 
-    def __init__(self, most: int = MOST_GUESSES) -> None:
+    If there is a draft model, it makes the guesses. With `model_every`, the draft model makes only the guesses of every so many
+    passes, and the other guesses are copied.
+    """
+
+    def __init__(self, most: int = MOST_GUESSES, model_every: int = 1) -> None:
         super().__init__()
-        self.most = most
+        self.most, self._model_every, self._passes = most, model_every, 0
 
-    def allot(self, chances: Sequence[Sequence[float]], rows: int, least: float = 0.0) -> list[int]:
+    def tokens_a_second(self, chances: Sequence[float], seconds: float = 0.0) -> float:
+        if not seconds:
+            return 1.0
+        self._passes += 1
+        return 1.0 if self._passes % self._model_every else 2.0
+
+    @property
+    def draft_row_seconds(self) -> float:
+        return 1e-9
+
+    def allot(
+        self, chances: Sequence[Sequence[float]], rows: int, least: float = 0.0, drafting: Sequence[float] = ()
+    ) -> list[int]:
         return [min(self.most, len(each)) for each in chances]
+
+
+class Nothing:
+    """A drafter without guesses."""
+
+    def extend(self, tokens: Sequence[int]) -> None: ...
+
+    def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
+        return Draft()
 
 
 class Known:
@@ -36,9 +61,9 @@ class Known:
                 assert token == self._answer[self._at], "a drafter was given a token that is not the answer's"
             self._at += 1
 
-    def propose(self, k: int) -> Draft:
-        known = self._answer[self._at : self._at + k]
-        return Draft(tuple(self._change(self._at + n, token) for n, token in enumerate(known)), 1)
+    def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
+        at = self._at + len(ahead)
+        return Draft(tuple(self._change(at + n, token) for n, token in enumerate(self._answer[at : at + k])), 1)
 
 
 def changes(vocabulary: int) -> dict[str, Callable[[int, int], int]]:
@@ -59,6 +84,8 @@ def drafting(kind: str, answers: Answers, vocabulary: int) -> Iterator[None]:
     """Let every request have a drafter of this kind."""
 
     def made(prompt: Sequence[int], prediction: Sequence[int] = ()) -> Drafter:
+        if kind == "none":
+            return Nothing()
         if kind == "lookup":
             return Lookup(prompt, prediction)
         return Known(answers[tuple(prompt)], changes(vocabulary)[kind])

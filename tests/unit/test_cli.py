@@ -15,6 +15,7 @@ from tiny_models import VARIANTS
 
 import gemma_py
 from gemma_py.catalog import catalogue, resolve
+from gemma_py.generate.core import Generation, TopLogprobs
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -55,6 +56,21 @@ def test_generate(run: Run) -> None:
     assert report["finish_reason"] == "length"
     code, out, _ = run("generate", TINY, "--prompt", "some text", "--max-tokens", 5)
     assert (code, out) == (0, report["text"] + "\n")
+
+
+def test_a_text_is_printed_without_computing_log_probabilities(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores: list[int] = []
+
+    def score(self: Generation, logits: np.ndarray, token: int) -> tuple[float, TopLogprobs]:
+        scores.append(token)
+        return 0.0, ()
+
+    monkeypatch.setattr(Generation, "score", score)
+    assert run("generate", TINY, "--prompt", "some text", "--max-tokens", 5)[0] == 0
+    assert run("chat", TINY, "--prompt", "some text", "--max-tokens", 5)[0] == 0
+    assert scores == []
+    assert run("generate", TINY, "--prompt", "some text", "--max-tokens", 5, "--json")[0] == 0
+    assert len(scores) == 5
 
 
 def test_quant(run: Run, checkpoints: dict[str, Path]) -> None:

@@ -1,6 +1,7 @@
 """The engine and its sessions: bits do not depend on how a prompt is divided, errors are clear, sessions share nothing."""
 
 import itertools
+import math
 import random
 import sys
 from collections.abc import Callable
@@ -195,6 +196,9 @@ def test_generate_is_greedy_and_streams_whole_characters(tiny_engine: gemma_py.E
     assert [token.finish_reason for token in tokens] == [None] * 11 + ["length"]
     assert "".join(token.text for token in tokens) == tiny_engine.tokenizer.decode([token.id for token in tokens])
     assert list(tiny_engine.generate(ids, max_tokens=12)) == tokens
+    unscored = list(tiny_engine.generate(ids, max_tokens=12, logprobs=False))
+    assert [token.id for token in unscored] == [token.id for token in tokens]
+    assert all(math.isnan(token.logprob) for token in unscored)
 
 
 def test_generate_stops_at_an_end_token() -> None:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -36,6 +37,30 @@ def test_the_index_finds_the_longest_repeated_suffix() -> None:
             if length:
                 assert first in ends
                 assert tokens == [text[first + n % (at - first)] for n in range(5)]
+
+
+def test_the_index_looks_ahead_of_its_text() -> None:
+    """The text is not changed by tokens that are not part of the text yet."""
+    rng = random.Random(5)
+    for _ in range(300):
+        vocabulary = rng.choice([1, 2, 3, 10])
+        text = [rng.randrange(vocabulary) for _ in range(rng.randint(1, 40))]
+        ahead = [rng.randrange(vocabulary + 1) for _ in range(rng.randint(1, 6))]
+        index = SuffixIndex()
+        index.extend(text)
+        before = index.continuation(5)
+        tokens, matched, first = index.continuation(7, ahead)
+        whole = [*text, *ahead]
+        ends = {
+            length: {end for end in range(length, len(text) + 1) if whole[end - length : end] == whole[-length:]}
+            for length in range(1, len(whole))
+        }
+        assert matched == max((length for length in ends if ends[length]), default=0)
+        assert len(tokens) == (7 if matched else 0)
+        if matched:
+            assert first in ends[matched]
+            assert tokens == [whole[first + n % (len(whole) - first)] for n in range(7)]
+        assert index.continuation(5) == before
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 1000, 262_144])
@@ -138,7 +163,7 @@ def test_wrong_guesses_are_given_up_and_right_ones_resumed() -> None:
 
         def extend(self, tokens: list[int]) -> None: ...
 
-        def propose(self, k: int) -> Draft:
+        def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
             return Draft((1 if self.right else 2,) * k, 30)
 
     drafter = Drafts()
@@ -154,6 +179,35 @@ def test_wrong_guesses_are_given_up_and_right_ones_resumed() -> None:
     assert count > 2
 
 
+def test_forced_tokens_come_first_and_are_certain() -> None:
+    pace = Pace()
+    answer = Speculation(Lookup([1, 2, 3, 4, 5, 6, 7, 1, 2]), pace)
+    rate = pace.chance(False, 2)
+    assert answer.chances(4, [3, 4]) == [1.0, 1.0, pace.chance(False, 4), pace.chance(False, 4) * pace.chance(False, 5)]
+    assert answer.guesses(4) == [3, 4, 5, 6]  # the copied guesses are the forced tokens too
+    answer.extend(3)
+    answer.extend(4)
+    assert pace.chance(False, 2) == rate  # nothing is learned from a forced token
+    answer.extend(9)
+    assert pace.chance(False, 4) < Pace().chance(False, 4)
+    chances = answer.chances(4, [2, 3])
+    assert answer.guesses(4) == [2, 3, 4, 9]  # copied from after the tokens 2, 3
+    assert chances[:2] == [1.0, 1.0] and chances[2] == pytest.approx(pace.chance(False, 2))
+    assert answer.chances(2, [11, 12, 13]) == [1.0, 1.0]
+    assert answer.guesses(9) == [11, 12, 13]
+
+
+def test_forced_tokens_count_as_predicted_if_the_prediction_has_them() -> None:
+    for forced, predicted in (([2, 3], 3), ([2, 9], 1)):
+        answer = Speculation(Lookup([7, 8], [1, 2, 3, 4]), Pace())
+        answer.chances(9, [1])
+        answer.extend(1)
+        answer.chances(9, forced)
+        for token in forced:
+            answer.extend(token)
+        assert answer.predicted == predicted
+
+
 def test_a_request_without_a_drafter_has_no_guesses() -> None:
     answer = Speculation(None, Pace())
     assert answer.chances(5) == [] and answer.guesses(5) == []
@@ -167,3 +221,113 @@ def test_no_guess_follows_the_last_token() -> None:
     assert len(answer.chances(3)) == 3
     assert answer.chances(0) == [] and answer.guesses(9) == []
     assert len(answer.chances(1000)) == speculation.MOST_GUESSES
+
+
+# --- a draft model ----------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """A draft model of an answer that never repeats: 1000, 1001, 1002, ... Its guesses hold as long as `right` is set."""
+
+    def __init__(self, right: bool = True, pending: int = 1) -> None:
+        self.right, self.room, self.pending, self.guessed, self._next = right, 100, pending, 0, 1000
+
+    def extend(self, token: int) -> None:
+        self._next = token + 1
+
+    def guess(self, count: int) -> list[int]:
+        self.guessed += count
+        return [self._next + number if self.right else 2 for number in range(count)]
+
+
+def answered(answer: Speculation, pace: Pace, tokens: int, first: int = 1000) -> list[int]:
+    """Return the number of guesses in each pass that computes so many tokens of the answer, from this one on."""
+    counts, token = [], first
+    while token < first + tokens:
+        chances = answer.chances(first + tokens - token)
+        (count,) = pace.allot([chances], 1, drafting=[answer.drafting])
+        guesses = answer.guesses(count)
+        counts.append(len(guesses))
+        for guess in [*guesses, None]:
+            answer.extend(token)
+            token += 1
+            if guess != token - 1:
+                break
+    return counts
+
+
+def paced(draft_seconds: float) -> Pace:
+    """A pace of a model whose pass takes 10 ms, with a draft model whose pass takes so long."""
+    pace = learned(0.0)
+    for _ in range(50):
+        pace.measure_draft(1, draft_seconds)
+    return pace
+
+
+def test_a_draft_model_that_is_fast_and_right_makes_the_guesses() -> None:
+    pace, model = paced(0.0005), Model()
+    answer = Speculation(Lookup([5]), pace)
+    answer.use_model(model)
+    counts = answered(answer, pace, 200)
+    assert sum(counts) > 100
+    assert max(counts) > 8
+
+
+def test_a_draft_model_as_slow_as_the_main_model_is_not_used() -> None:
+    pace, model = paced(0.01), Model()
+    answer = Speculation(Lookup([5]), pace)
+    answer.use_model(model)
+    assert sum(answered(answer, pace, 200)) == model.guessed == 0
+    unknown = learned(0.0)
+    unknown.draft_share = 0.9  # before the first pass of the draft model, its size gives the estimate
+    answer = Speculation(Lookup([5]), unknown)
+    answer.use_model(model)
+    assert sum(answered(answer, unknown, 200)) == model.guessed == 0
+
+
+def test_wrong_guesses_of_a_draft_model_are_given_up_and_tried_again() -> None:
+    pace, model = paced(0.001), Model(right=False)
+    answer = Speculation(Lookup([5]), pace)
+    answer.use_model(model)
+    assert sum(answered(answer, pace, 300)) < 25
+    again = sum(answered(answer, pace, 3000, 1300))
+    assert 0 < again < 60
+    later = [Speculation(Lookup([5]), pace) for _ in range(20)]
+    model.right, model.guessed = True, 0
+    for answer in later:
+        answer.use_model(model)
+        answered(answer, pace, 100)
+    assert model.guessed > 20
+
+
+def test_long_matches_go_before_the_draft_model() -> None:
+    pace = paced(0.001)
+    for _ in range(400):
+        pace.check(False, 30, True)
+        pace.model_rate.add(True)
+    answer, model = Speculation(Lookup(range(900, 1200)), pace), Model()
+    answer.use_model(model)
+    for token in range(950, 1000):
+        answer.extend(token)
+    assert sum(answered(answer, pace, 100)) > 50
+    assert model.guessed == 0
+
+
+def test_many_pending_tokens_are_computed_only_for_a_long_answer() -> None:
+    pace = paced(0.0005)
+    pace.measure_draft(100, 100 * 0.0002)
+    answer, model = Speculation(Lookup([5]), pace), Model(pending=3000)
+    answer.use_model(model)
+    counts = answered(answer, pace, 1000)
+    assert counts[:20] == [0] * 20
+    assert sum(counts) > 100
+    answer = Speculation(Lookup([5]), pace)
+    answer.use_model(Model(pending=30))
+    assert answered(answer, pace, 100)[0] > 0
+
+
+def test_an_answer_without_guesses_does_not_use_the_draft_model() -> None:
+    answer, model = Speculation(None, paced(0.0005)), Model()
+    answer.use_model(model)
+    assert answer.chances(9) == []
+    assert model.guessed == 0
