@@ -8,11 +8,6 @@ import numpy as np
 LINE = 64  # bytes in a cache line, and in the widest vector register
 
 
-def address_of(array: np.ndarray) -> int:
-    """Return the address of an array's first number. `array.ctypes.data` takes twice as long, and a pass needs addresses."""
-    return int(array.__array_interface__["data"][0])
-
-
 def aligned(count: int, kind: Any = np.float32, make: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
     """Return an array of `count` numbers that begins at a cache line.
 
@@ -22,5 +17,5 @@ def aligned(count: int, kind: Any = np.float32, make: Callable[..., np.ndarray] 
     """
     size = count * np.dtype(kind).itemsize
     bytes_ = make(size + LINE, np.uint8)
-    skipped = -address_of(bytes_) % LINE
+    skipped = -bytes_.ctypes.data % LINE
     return bytes_[skipped : skipped + size].view(kind)

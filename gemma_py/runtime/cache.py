@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.errors import ContextError, InputError
-from gemma_py.kernels.memory import address_of, aligned
+from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config, Layer
 
 KEYS, VALUES, ROWS = range(3)  # columns of Cache.addresses
@@ -235,7 +235,7 @@ class Cache:
                 rows[:, first % capacity :][:, :count] = source[:, at : at + count]
         # The list and the table are copied before they change, because a running pass may still use the old ones.
         layers, addresses = self._allocation[0].copy(), self._allocation[1].copy()
-        layers[number], addresses[number] = new, (address_of(new.keys), address_of(new.values), capacity)
+        layers[number], addresses[number] = new, (new.keys.ctypes.data, new.values.ctypes.data, capacity)
         self._allocation = layers, addresses
 
     def copy(self) -> "Cache":
