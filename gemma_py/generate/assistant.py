@@ -65,9 +65,9 @@ class Assistant(GuessingModel):
         with self._lock:
             self._hidden.row = hidden
             (logits,) = self.runner.run_together([SequenceInput(cache, [token])])
-            (rows,) = self.runner.kept_rows
+            following = self.runner.kept_rows[0]
         self.note_success()
-        return logits[0], rows[0]
+        return logits[0], following
 
 
 class AssistedSequence:

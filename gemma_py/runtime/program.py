@@ -50,14 +50,16 @@ class ModelTables(NamedTuple):
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
     numbers: np.ndarray  # f32: the epsilons, scales, caps and factors of the operations
     ops: np.ndarray  # int64 [operations, 26]
+    # int64 [buffers]: in a pass of T rows, buffer b begins at scratch.floats[offsets[b] * T]. The number of the logits, which
+    # have memory of their own, follows the numbers of these buffers.
+    offsets: np.ndarray
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The scratch memory that a pass needs. In a pass of T rows, buffer b begins at offsets[b] * T."""
+    """The scratch memory that a pass needs."""
 
-    offsets: np.ndarray  # int64 [buffers]
-    floats: int
+    floats: int  # the width of a row, summed over buffers
     codes: int  # the number of codes per row, summed over the slots of `_slots`
     widest_input: int  # K of the widest quantised matrix
     widest_head: int
@@ -70,11 +72,11 @@ class Sizes:
 class Gather(NamedTuple):
     """A table that stays in the checkpoint's file. Before a pass, the table's rows of the pass's tokens are copied to a buffer.
 
-    buffer: the number of the buffer. width: the width of a row.
+    offset: the buffer's entry in `ModelTables.offsets`. width: the width of a row.
     """
 
     table: RowTable
-    buffer: int
+    offset: int
     width: int
 
 
@@ -92,7 +94,7 @@ class LinkedProgram:
     layers: int  # the number of layers plus one, because errors and traces count the head as a layer
     outputs: int  # the width of a row of logits, or of an embedding
     phases: int  # the number of phases, each of which has one tile counter
-    buffers: Mapping[str, tuple[int, int]]  # the number and the largest width of each buffer but LOGITS
+    buffers: Mapping[str, tuple[int, int]]  # the entry in `ModelTables.offsets` and the largest width of each buffer
     hidden: str  # the buffer from which the logits are computed
     stores: bool  # whether a pass stores KV rows
 
@@ -137,17 +139,18 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
     model = ModelTables(
         weights.arrays._replace(gains=_read_only(_with_ones(program, weights.arrays))),
         frequencies, _read_only(np.array(list(numbers), np.float32).reshape(-1)), _read_only(table),
+        _read_only(np.array(offsets, np.int64)),
     )  # fmt: skip
-    sizes = Sizes(np.array(offsets, np.int64), floats, codes, *_widest(table, weights.arrays.matrices))
+    sizes = Sizes(floats, codes, *_widest(table, weights.arrays.matrices))
     gathers = tuple(
-        Gather(weights.tables[tensor], buffers[target], program.tensors[tensor].shape[1])
+        Gather(weights.tables[tensor], offsets[buffers[target]], program.tensors[tensor].shape[1])
         for tensor, target in program.gathers
     )
     outputs, phases = program.widths[LOGITS], int(table[:, COUNTER].max()) + 1
-    widths = {name: (buffers[name], program.widths[name]) for name in names}
+    places = {name: (offsets[buffers[name]], program.widths[name]) for name in names}
     hidden = next((op.source for op in ops if op.target == LOGITS), "")
     stores = any(op.kind == STORE for op in ops)
-    return LinkedProgram(model, sizes, gathers, labels, layers, outputs, phases, widths, hidden, stores)
+    return LinkedProgram(model, sizes, gathers, labels, layers, outputs, phases, places, hidden, stores)
 
 
 def _widest(table: np.ndarray, matrices: np.ndarray) -> tuple[int, int, int, int, int, int]:
