@@ -451,7 +451,8 @@ def load(
 
     threads: the number of worker threads; by default, one per physical core that CPU affinity and cgroup quota allow.
     context: the most tokens of a sequence; by default, the model's max_position_embeddings.
-    deadline: seconds after which a worker thread that makes no progress is reported as stalled.
+    deadline: seconds after which a worker thread that makes no progress is reported as stalled. On Linux, time in which the
+        thread waits for a core does not count.
     kv: the number type of the KV cache, "float32" or "bfloat16", which halves the memory of the cache.
     quant: "q8_0" or "q4_0" quantises float matrices while loading, to the same values as in a GGUF file of that type.
     progress: called as `progress(what, done, total, unit)` while the first start downloads, compiles and packs, which

@@ -91,6 +91,14 @@ def test_memory_is_what_is_left_within_the_cgroups(tmp_path: Path) -> None:
     assert machine.memory(tmp_path) == 8 * GIB
 
 
+@pytest.mark.parametrize(("letter", "ready"), [("R", True), ("S", False), ("D", False)])
+def test_state_of_a_thread(tmp_path: Path, letter: str, ready: bool) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    plant(tmp_path, {"proc/self/task/7/stat": f"7 (a) (b) c) {letter} 1 2 3 4 5 6 7 8 9 10 {3 * ticks} {ticks} 13"})
+    assert machine.thread_state(7, tmp_path) == (ready, 4.0)
+    assert machine.thread_state(8, tmp_path) is None
+
+
 def test_this_machine() -> None:
     assert 1 <= machine.threads() <= len(machine.affinity()) <= (os.cpu_count() or 1)
     assert machine.name()
