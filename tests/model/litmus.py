@@ -83,7 +83,7 @@ def meeting(workers: int) -> Iterator[tuple[list[Thread], tuple[int, ...]]]:
     One case for each order of arrival. By symmetry, the first barrier's order is the order of the workers.
     """
     for second in itertools.permutations(range(workers)):
-            threads: list[Thread] = []
+        threads: list[Thread] = []
         for w in range(workers):
             threads.append(
                 [
