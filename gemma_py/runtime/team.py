@@ -53,6 +53,7 @@ from gemma_py.runtime.cells import (
     PROGRESS,
     WAITING,
     WAITS,
+    Array,
     Cells,
     make_cells,
 )
