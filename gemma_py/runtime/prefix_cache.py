@@ -115,7 +115,10 @@ class PrefixCache:
         return path
 
     def _touch(self, ids: Sequence[int], path: Sequence[_Block]) -> None:
-        """Mark the blocks of a chain as recently used, ending with the first one, so that the last block is evicted first."""
+        """Mark the blocks of a chain as recently used, from the chain's end to its beginning.
+
+        So the end is evicted before the beginning, because a block is useless without the blocks before it.
+        """
         parents = [_ROOT, *(block.number for block in path)]
         for index in range(len(path) - 1, -1, -1):
             self._blocks.move_to_end((parents[index], _tokens(ids, index)))
