@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import cross_audit
 import machine_digests
 import pytest
 from repository import child_environment
@@ -36,10 +35,3 @@ def test_other_machine_code_gives_the_same_bits(cpu: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == machine_digests.digests()
-
-
-@pytest.mark.skipif(os.uname().machine not in ("x86_64", "AMD64"), reason="the target named here is x86-64's")
-def test_receipts_of_other_machine_code_are_audited() -> None:
-    pytest.importorskip("llguidance")
-    audits, wrong = cross_audit.cross_audit([cross_audit.HERE, "generic"], 12, say=lambda _: None)
-    assert (audits, wrong) == (24, [])
