@@ -78,7 +78,7 @@ class Conversation:
     Each turn computes only new tokens, because the KV cache is kept between turns.
 
     sampling: the sampling options; by default, those that the checkpoint recommends.
-    template: "gemma", "transcript" or the path of a chat template; by default, the checkpoint's own template.
+    template: "gemma", "gemma4", "transcript" or the path of a chat template; by default, the checkpoint's own template.
     max_tokens: the most tokens of an answer; None means as many as fit into the context.
     stop: strings that end an answer.
     thinking: whether the model thinks before it answers; by default, what its template does. Thoughts are in

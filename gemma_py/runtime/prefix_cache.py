@@ -4,7 +4,7 @@ Rows are stored in blocks of BLOCK_TOKENS tokens. The key of a block is the numb
 block's tokens, so requests with a common prefix share the blocks of the prefix.
 
 A block holds the rows of every layer. A request can resume at the end of any block. The window of a sliding layer is longer
-than a block, so its rows are in several blocks. Storing a whole window in each block would take more memory.
+than a block, so the rows of a window are in several blocks. Storing a whole window in each block would take more memory.
 
 Rows are copied bit by bit, so the logits after a hit are bit-identical to the logits after a miss.
 """

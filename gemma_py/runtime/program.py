@@ -50,15 +50,17 @@ class ModelTables(NamedTuple):
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
     numbers: np.ndarray  # f32: the epsilons, scales, caps and factors of the operations
     ops: np.ndarray  # int64 [operations, 26]
+    # int64 [buffers]: in a pass of T rows, buffer b begins at scratch.floats[offsets[b] * T]. The number of the logits, which
+    # have memory of their own, follows the numbers of these buffers.
+    offsets: np.ndarray
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The scratch memory that a pass needs. In a pass of T rows, buffer b begins at offsets[b] * T."""
+    """The scratch memory that a pass needs."""
 
-    offsets: np.ndarray  # int64 [buffers]
-    floats: int
-    codes: int  # the number of codes per row, summed over slots
+    floats: int  # the width of a row, summed over buffers
+    codes: int  # the number of codes per row, summed over the slots of `_slots`
     widest_input: int  # K of the widest quantised matrix
     widest_head: int
     experts: int  # the most experts of an operation; this and the following fields are 0 in models without experts
@@ -68,16 +70,22 @@ class Sizes:
 
 
 class Gather(NamedTuple):
-    """A table. Before a pass, the rows of the pass's tokens are copied to a buffer. width: the width of a row."""
+    """A table that stays in the checkpoint's file. Before a pass, the table's rows of the pass's tokens are copied to a buffer.
+
+    offset: the buffer's entry in `ModelTables.offsets`. width: the width of a row.
+    """
 
     table: GatheredTable
-    buffer: int
+    offset: int
     width: int
 
 
 @dataclass(frozen=True)
 class LinkedProgram:
-    """A program that is linked to weights and ready to run. labels: names of phases, which the table's column LABEL numbers."""
+    """A program that is linked to weights and ready to run.
+
+    labels: the names of phases; the column LABEL of the table `ops` has indices into `labels`
+    """
 
     model: ModelTables
     sizes: Sizes
@@ -128,10 +136,11 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
     model = ModelTables(
         weights.arrays._replace(gains=_read_only(_with_ones(program, weights.arrays))),
         frequencies, _read_only(np.array(list(numbers), np.float32).reshape(-1)), _read_only(table),
+        _read_only(np.array(offsets, np.int64)),
     )  # fmt: skip
-    sizes = Sizes(np.array(offsets, np.int64), floats, codes, *_widest(table, weights.arrays.matrices))
+    sizes = Sizes(floats, codes, *_widest(table, weights.arrays.matrices))
     gathers = tuple(
-        Gather(weights.tables[tensor], buffers[target], program.tensors[tensor].shape[1])
+        Gather(weights.tables[tensor], offsets[buffers[target]], program.tensors[tensor].shape[1])
         for tensor, target in program.gathers
     )
     outputs, phases = program.widths[LOGITS], int(table[:, COUNTER].max()) + 1
@@ -159,10 +168,10 @@ def _needed(program: Program, weights: PackedWeights) -> list[Op]:
 
 
 def _slots(ops: Sequence[Op]) -> tuple[dict[int, int], int]:
-    """Assign a slot of scratch memory to each QUANTISE operation, for its codes. Return offsets by `id`, and the total
-    size.
+    """Assign a slot of scratch memory to each QUANTISE operation, for its codes.
 
-    A slot is in use until the last operation that reads the codes. Then another QUANTISE operation can use the slot.
+    Return the offset of the slot for the `id` of each operation, and the total size of the slots. A slot is in use until the
+    last operation that reads the codes. Then another QUANTISE operation can use the slot.
     """
     last_read = {id(op.codes): number for number, op in enumerate(ops) if op.codes is not None}
     slots: dict[int, int] = {}
