@@ -35,7 +35,7 @@ _MASK = (1 << 64) - 1
 
 
 def prompt(length: int, vocabulary: int) -> list[int]:
-    """Return a fixed prompt of pseudorandom ids. They come from splitmix64, because numpy may change its generators."""
+    """Return a fixed prompt of pseudorandom ids. The ids come from splitmix64, because numpy may change its generators."""
     ids, state = [], 0
     for _ in range(length):
         state = (state + 0x9E3779B97F4A7C15) & _MASK
