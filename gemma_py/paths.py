@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from gemma_py.errors import InputError
+
 PARTIAL = ".partial"  # the ending of a file that is being written
 # Seconds. A younger partial file does not count as abandoned, because its writer may not have locked it yet.
 _YOUNG = 60.0
@@ -76,6 +78,13 @@ def private_file(path: Path) -> Path:
     finally:
         os.close(handle)
     return path
+
+
+def check_writable(path: Path) -> None:
+    """Raise InputError if no file can be written to the path. Commands call this before a long run."""
+    folder = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"{path}: no file can be written to this path")
 
 
 @contextlib.contextmanager

@@ -190,6 +190,7 @@ _ABOUT = {
     "chat": "conversations, saved ones too",
     "generate": "engine, sessions, sampling, scheduler",
     "templates": "messages to token ids",
+    "receipts": "how an answer was made",
     "runtime": "forward pass, workers, KV cache",
     "reference": "the specification, in scalar loops",
     "weights": "checkpoints, packed for the kernels",

@@ -14,8 +14,10 @@ from gemma_py.generate.answer import stop_strings
 from gemma_py.generate.core import Generation, Request, Token, whole
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.options import Sampling
+from gemma_py.generate.sampling import ROWS_AT_ONCE
 from gemma_py.generate.session import Decoder
 from gemma_py.paths import atomic_write
+from gemma_py.receipts.receipt import Receipt
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.templates.template import Encoded, Message, checked_messages
 
@@ -118,6 +120,8 @@ class Conversation:
         self._answer_ids: dict[str, list[int]] = {}  # the token ids of each answer, by the text of the answer
         self._encoded = Encoded()
         self._attempt = 0
+        # The request and the token ids of the last answer. None if there is no answer, or if the last one is incomplete.
+        self._last: tuple[Request, tuple[int, ...]] | None = None
         # The number of tokens in the next chunk, such that the chunk takes about _SECONDS_A_CHUNK.
         self._chunk = _FIRST_CHUNK
         if system is not None:
@@ -181,7 +185,8 @@ class Conversation:
         logits = self._advance_to(generation.prompt, stats)
         stats.prefill_seconds = time.perf_counter() - start
         stats.seed = generation.sampling.seed if generation.sampling.temperature else None
-        tokens = generation.tokens(logits, Decoder(self._session, generation).decode)
+        session = self._session
+        tokens = generation.tokens(logits, Decoder(session, generation).decode, session.kv_digest)
         made: list[int] = []
         text = thought = ""
         try:
@@ -206,6 +211,7 @@ class Conversation:
                 stats.accepted_tokens = speculation.accepted
                 if token.finish_reason is not None:
                     self._keep_answer(messages, made, _message(text, thought), attempt, stats)
+                    self._last = replace(generation.request, sampling=generation.sampling), tuple(generation.generated)
                     made = []
                 yield token
         finally:
@@ -216,7 +222,7 @@ class Conversation:
         self, messages: list[Message], made: list[int], answer: Message, attempt: int, stats: AnswerStats
     ) -> None:
         self.messages = [*messages, answer]
-        self._attempt, self.stats = attempt, stats
+        self._attempt, self.stats, self._last = attempt, stats, None
         text: str = answer["content"]
         # Keep the generated ids, because tokenising the text again may give ids that are not in the KV cache.
         tokenizer = self.engine.text_tokenizer()
@@ -269,12 +275,14 @@ class Conversation:
         """Remove the last user message and the answer to this message. Return the text of the user message."""
         text = self.last_text()
         del self.messages[-2:]
+        self._last = None
         self._forget()
         return text
 
     def clear(self) -> None:
         """Remove all messages except the system message."""
         self.messages = self.messages[:1] if self.system is not None else []
+        self._last = None
         self._forget()
 
     def _forget(self) -> None:
@@ -344,6 +352,32 @@ class Conversation:
         if wrong is not None:
             raise MismatchError(f"computing the {len(ids)} tokens again gave different keys or values in layer {wrong}")
         return len(ids)
+
+    def receipt(self, progress: ReportPrefill | None = None) -> Receipt:
+        """Return the receipt of the last answer, with which anyone can check how the answer was made.
+
+        The logits of the answer are computed again, a chunk of tokens in a pass, which is faster than decoding. So answers
+        without a receipt cost nothing.
+        """
+        if self._last is None:
+            raise InputError(
+                "there is no complete answer; an answer that was stopped, or that was loaded, has no receipt"
+            )
+        request, ids = self._last
+        generation, session = self.engine.generation(replace(request, receipt=True)), self.engine.session()
+        prompt, rest = generation.prompt[:-1], [generation.prompt[-1], *ids[:-1]]
+        for first in range(0, len(prompt), CHUNK):
+            session.prefill(prompt[first : first + CHUNK])
+            if progress is not None:
+                progress(min(len(prompt), first + CHUNK), len(prompt) + len(ids))
+        for first in range(0, len(rest), ROWS_AT_ONCE):
+            part = rest[first : first + ROWS_AT_ONCE]
+            for row, token in zip(session.prefill(part, all_logits=True), ids[first:], strict=False):
+                if generation.next(row).id != token:
+                    raise MismatchError(f"computing the answer again gave another token than {token}")
+            if progress is not None:
+                progress(len(prompt) + first + len(part), len(prompt) + len(ids))
+        return generation.receipt(session.kv_digest())
 
     # --- keeping ------------------------------------------------------------------------------------------------------
 

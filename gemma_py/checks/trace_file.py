@@ -5,7 +5,6 @@ A trace does not depend on the number of threads or the chunk size.
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -73,13 +72,6 @@ def trace_document(engine: Engine, ids: Sequence[int]) -> dict[str, Any]:
         "logits": traced.result.logits,
         "kv": list(traced.result.kv),
     }
-
-
-def check_writable(path: Path) -> None:
-    """Raise InputError if no trace can be written to the path. Commands call this before a long run."""
-    folder = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{path}: no trace can be written to this path")
 
 
 def write_trace(path: Path, document: dict[str, Any]) -> None:

@@ -15,10 +15,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gemma_py.cli.common import add_model, note_exceptions, print_json
+from gemma_py.cli.common import add_model, note_exceptions, print_json, signer_of
 from gemma_py.cli.loading import load_engine
 from gemma_py.cli.progress import ProgressBar
 from gemma_py.cli.serve import add_service, model_name, needs_extra
+from gemma_py.generate.embedding import check_generates
 
 if TYPE_CHECKING:
     from gemma_py.server.openai.batch import Counts
@@ -28,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="IN", help="the file of requests, one on each line")
     parser.add_argument("output", type=Path, metavar="OUT", help="the file that responses are appended to")
     add_model(parser)
+    parser.add_argument(
+        "--receipt",
+        action="store_true",
+        help='add a receipt to every response, as if its request had "receipt": true; gemma_py audit OUT checks them',
+    )
     add_service(parser)
 
 
@@ -37,18 +43,22 @@ def run(args: argparse.Namespace) -> None:
         from gemma_py.server.openai.service import Service, new_scheduler
     except ModuleNotFoundError as error:
         raise needs_extra(error) from None
-    began = time.monotonic()
+    began, signer = time.monotonic(), signer_of(args)
     rows = batch.read_rows(args.source)
     with (
         batch.Output(args.output) as output,
         load_engine(args) as engine,
     ):
         note_exceptions(engine)
+        if args.receipt:
+            check_generates(engine)
         scheduler = new_scheduler(engine, args.parallel)
         try:
-            service = Service(engine, scheduler, args.name or model_name(args.model), args.template)
+            service = Service(engine, scheduler, args.name or model_name(args.model), args.template, signer)
             with ProgressBar("answering", wanted=not args.json) as progress:
-                counts = batch.run(service, args.source, rows, output, lambda counts: show(progress, counts))
+                counts = batch.run(
+                    service, args.source, rows, output, lambda counts: show(progress, counts), args.receipt
+                )
         finally:
             scheduler.close()
     if args.json:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma_py.chat.conversation import Conversation
-from gemma_py.cli.common import advice_on_threads
+from gemma_py.cli.common import advice_on_threads, write_receipt
 from gemma_py.errors import InputError
+from gemma_py.paths import check_writable
 
 if TYPE_CHECKING:
     from gemma_py.cli.chat import Chat
@@ -167,6 +168,18 @@ def _stats(chat: "Chat", _: str) -> None:
     chat.screen.note("\n".join(f"{name:12} {value}" for name, value in rows.items()))
 
 
+def _receipt(chat: "Chat", name: str) -> None:
+    path = Path(name).expanduser()
+    check_writable(path)
+    with chat.screen.computing() as wanted:
+        try:
+            receipt = chat.conversation.receipt(chat.watch("making the receipt", wanted))
+        finally:
+            chat.screen.waiting("")
+    write_receipt(path, receipt, chat.signer)
+    chat.screen.note(f"wrote {path}: gemma_py audit checks the last answer with it")
+
+
 def _save(chat: "Chat", name: str) -> None:
     path = Path(name).expanduser()
     chat.conversation.save(path)
@@ -237,6 +250,7 @@ COMMANDS = {
     "think": Command("[on|off|default]", "let the model think before it answers, or not", _think),
     "threads": Command("[N]", "show or change the number of worker threads", _threads),
     "stats": Command("", "show statistics about the last answer", _stats),
+    "receipt": Command(FILE, "write a receipt, with which anyone can check the last answer", _receipt),
     "save": Command(FILE, "save the messages, the settings and the KV cache", _save),
     "load": Command(FILE, "continue a saved conversation without computing it again", _load),
     "export": Command("FILE [markdown|json]", "write the messages as text", _export),

@@ -13,11 +13,23 @@ import dataclasses
 import time
 from typing import Any
 
-from gemma_py.cli.common import add_engine, add_input, add_model, note_exceptions, positive, print_json, read_input
+from gemma_py.cli.common import (
+    add_engine,
+    add_input,
+    add_model,
+    add_receipt,
+    note_exceptions,
+    positive,
+    print_json,
+    read_input,
+    signer_of,
+    write_receipt,
+)
 from gemma_py.cli.loading import load_engine
 from gemma_py.cli.sampling import add_sampling, add_speculate, sampling_options
 from gemma_py.errors import InputError
 from gemma_py.generate.options import asked
+from gemma_py.paths import check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", metavar="TEXT", help="end the output before this text; may be given several times"
     )
     add_sampling(parser)
+    add_receipt(parser)
     add_speculate(parser)
     add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    signer = signer_of(args)
+    if args.receipt is not None:
+        check_writable(args.receipt)
     with load_engine(args) as engine:
         note_exceptions(engine)
         ids = read_input(args, engine)
@@ -43,11 +59,13 @@ def run(args: argparse.Namespace) -> None:
         sampling = asked(sampling_options(args), engine.sampling).seeded()
         tokens, times = [], [time.perf_counter()]
         options = {"stop": args.stop, "logprobs": args.json, **dataclasses.asdict(sampling)}
-        for token in engine.generate(ids, args.max_tokens, **options):
+        for token in engine.generate(ids, args.max_tokens, receipt=args.receipt is not None, **options):
             tokens.append(token)
             times.append(time.perf_counter())
             if not args.json:
                 print(token.text, end="", flush=True)
+        if tokens[-1].receipt is not None:
+            write_receipt(args.receipt, tokens[-1].receipt, signer)
         if not args.json:
             print()
             return

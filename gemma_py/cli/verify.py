@@ -20,6 +20,7 @@ from gemma_py.cli.common import add_model, add_quant, counts, natural, note_exce
 from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.errors import MismatchError
 from gemma_py.generate.engine import Engine
+from gemma_py.paths import check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
             tokens = verify.prompt_length(wanted, engine.context)
             ids = verify.prompt(tokens, engine.config.vocab_size)
             if args.trace is not None:
-                trace_file.check_writable(args.trace)
+                check_writable(args.trace)
         report = verify.verify(open_engine, args.threads, args.chunks, tokens, args.reference, progress)
         made = None
         if report.difference is None and (args.trace or theirs):

@@ -1,7 +1,7 @@
 """The text of an answer, decoded token by token. Thoughts and tool calls are separated from the text."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -230,9 +230,18 @@ class Constraint(Protocol):
     def accept(self, token: int) -> None:
         """Tell the grammar which token was chosen."""
 
+    def forced(self, most: int) -> list[int]:
+        """Return up to `most` next tokens, of which each is the only one that the grammar allows after those before it. The
+        state of the grammar does not change.
+        """
+
     @property
     def finished(self) -> bool:
         """Whether the answer is complete, so that generation has to stop."""
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """A JSON object from which the constraint can be made again, for receipts."""
 
 
 class AfterThoughts:
@@ -244,6 +253,8 @@ class AfterThoughts:
     def __init__(self, inner: Constraint, channel: tuple[int, int], thinking: bool) -> None:
         self._inner, (self._start, self._end) = inner, channel
         self._thinking, self._thought = thinking, thinking
+        thoughts = {"channel": list(channel), "begun": thinking}
+        self.description = {**inner.description, "thoughts": thoughts}
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
         if self._thinking:
@@ -261,6 +272,10 @@ class AfterThoughts:
         else:
             self._thought = True
             self._inner.accept(token)
+
+    def forced(self, most: int) -> list[int]:
+        # An answer may also begin with a thought.
+        return self._inner.forced(most) if self._thought and not self._thinking else []
 
     @property
     def finished(self) -> bool:

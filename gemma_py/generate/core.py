@@ -7,7 +7,7 @@ them to a `Generation`.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,11 @@ from gemma_py.errors import InputError
 from gemma_py.generate.answer import AnswerStream, Constraint, Part, stop_strings
 from gemma_py.generate.draft_model import DraftSequence, ModelDrafter
 from gemma_py.generate.drafting import Draft, Lookup
+from gemma_py.generate.evidence import Evidence, asked_for
 from gemma_py.generate.options import Sampling, check_mode
 from gemma_py.generate.sampling import Sampler, likeliest, log_probabilities
-from gemma_py.generate.speculation import Pace, Speculation
+from gemma_py.generate.speculation import MOST_GUESSES, Pace, Speculation
+from gemma_py.receipts.receipt import ModelIdentity, Receipt
 from gemma_py.runtime.cache import check_context
 from gemma_py.templates.notation import Marks
 from gemma_py.templates.tools import Call
@@ -38,6 +40,7 @@ class Token:
     None.
     reasoning: text of a thought, which is not part of the answer; None if the token belongs to no thought.
     calls: the tool calls that become complete with this token.
+    receipt: how the answer was made; only on the last token, and only if the request asks for a receipt.
     """
 
     id: int
@@ -46,6 +49,7 @@ class Token:
     finish_reason: str | None = None
     reasoning: str | None = None
     calls: tuple[Call, ...] = ()
+    receipt: Receipt | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Request:
     speculate: "auto" lets a pass compute guessed tokens too where that saves time, "off" does not; None is the engine's
     default. The answer does not depend on this option.
     prediction: token ids that the answer may consist of in large part, for better guesses.
+    receipt: collect what a receipt of the answer needs.
     """
 
     ids: Sequence[int]
@@ -81,6 +86,7 @@ class Request:
     marks: Marks | None = None
     speculate: str | None = None
     prediction: Sequence[int] = ()
+    receipt: bool = False
 
 
 class Generation:
@@ -121,6 +127,7 @@ class Generation:
         prediction = check_ids(request.prediction, vocab_size) if request.prediction else []
         drafter = Lookup(self.prompt, prediction) if request.speculate == "auto" else None
         self.speculation = Speculation(drafter, pace, Draft(tuple(prediction[:1]), 1, True))
+        self._evidence: Evidence | None = None
 
     def use_draft_model(self, sequence: DraftSequence) -> None:
         """Let the draft model guess tokens of the answer. sequence: the draft model's cache for the same sequence."""
@@ -132,13 +139,39 @@ class Generation:
 
         The pass that verifies all of these guesses chooses at most the last token of the answer.
         """
-        return self.speculation.chances(self.max_tokens - len(self.generated) - 1)
+        most, constraint = self.max_tokens - len(self.generated) - 1, self.request.constraint
+        if constraint is None or self.request.speculate != "auto":
+            return self.speculation.chances(most)
+        return self.speculation.chances(most, constraint.forced(min(most, MOST_GUESSES)))
+
+    def collect_evidence(self, model: ModelIdentity) -> None:
+        """Collect what `receipt` needs, from the first token on."""
+        if self.max_tokens < 1:
+            raise InputError("an answer without tokens has no receipt; max_tokens should be at least 1")
+        self._evidence = Evidence(model)
+
+    def receipt(self, kv: Sequence[str]) -> Receipt:
+        """Return the receipt of the complete answer. The request must have asked for a receipt.
+
+        kv: the digests of the KV cache after the last pass, which `Session.kv_digest` returns
+        """
+        if self._evidence is None:
+            raise InputError("the request did not ask for a receipt")
+        return self._evidence.receipt(self.prompt, asked_for(self.request, self.max_tokens, self.sampling), kv)
 
     def next(self, logits: np.ndarray) -> Token:
         """Choose the next token.
 
-        logits: [V], computed from the prompt and all tokens chosen so far
+        logits: [V], computed from the prompt and all tokens chosen so far. They must not change afterwards.
         """
+        if self._evidence is None:
+            return self._next(logits)
+        self._evidence.add_row(logits)
+        token = self._next(logits)
+        self._evidence.add_token(token)
+        return token
+
+    def _next(self, logits: np.ndarray) -> Token:
         constraint = self.request.constraint
         allowed = logits if constraint is None else constraint.allowed(logits)
         token = self._sampler.choose(allowed, self.generated)
@@ -165,13 +198,17 @@ class Generation:
                 reason = "stop"
         return _token(token, part, logprob, reason)
 
-    def tokens(self, logits: np.ndarray, decode: Callable[[int], np.ndarray]) -> Iterator[Token]:
+    def tokens(
+        self, logits: np.ndarray, decode: Callable[[int], np.ndarray], kv_digest: Callable[[], list[str]]
+    ) -> Iterator[Token]:
         """Yield the tokens of the answer. The next pass runs when the caller asks for the next token.
 
-        logits: [V], of the last token of the prompt
+        logits: [V], of the last token of the prompt. kv_digest: `Session.kv_digest`, which is called only for a receipt.
         """
         while True:
             token = self.next(logits)
+            if token.finish_reason is not None and self.request.receipt:
+                token = replace(token, receipt=self.receipt(kv_digest()))
             yield token
             if token.finish_reason is not None:
                 return

@@ -29,8 +29,8 @@ class Drafter(Protocol):
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the answer."""
 
-    def propose(self, k: int) -> Draft:
-        """Guess up to k tokens that follow the answer so far."""
+    def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
+        """Guess up to k tokens that follow the answer so far and the tokens `ahead`, which are not part of the answer yet."""
 
 
 class DrafterOfModel(Protocol):
@@ -84,12 +84,16 @@ class SuffixIndex:
             self._states, self._edges, self._table, self._text, self._counts, np.array(tokens, np.int32)
         )  # fmt: skip
 
-    def continuation(self, k: int) -> tuple[list[int], int, int]:
+    def continuation(self, k: int, ahead: Sequence[int] = ()) -> tuple[list[int], int, int]:
         """Return the k tokens after an earlier occurrence of the longest repeated suffix, the length of the suffix, and the
         position of the first of these tokens. Without a repeated suffix, return no tokens.
+
+        ahead: tokens after the text. The suffix then ends with these tokens.
         """
         made = np.empty(k, np.int32)
-        matched, first = kernels.continuation(self._states, self._text, self._counts, made)
+        matched, first = kernels.continuation(
+            self._states, self._edges, self._table, self._text, self._counts, np.array(ahead, np.int32), made
+        )  # fmt: skip
         return (made.tolist() if matched else []), int(matched), int(first)
 
 
@@ -110,11 +114,11 @@ class Lookup:
     def extend(self, tokens: Sequence[int]) -> None:
         self._pending += tokens
 
-    def propose(self, k: int) -> Draft:
+    def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
         if self._pending:
             self._index.extend(self._pending)
             self._pending = []
-        tokens, matched, first = self._index.continuation(k)
+        tokens, matched, first = self._index.continuation(k, ahead)
         if _SEPARATOR in tokens:
             del tokens[tokens.index(_SEPARATOR) :]
         return Draft(tuple(tokens), matched, first in self._prediction)

@@ -26,6 +26,7 @@ from gemma_py.generate.speculation import Pace
 from gemma_py.hub import repository_of
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.progress import ReportProgress, no_report
+from gemma_py.receipts.receipt import ModelIdentity
 from gemma_py.runtime.cache import KV_TYPES, Cache, bytes_needed, check_context
 from gemma_py.runtime.compiling import Compilation, first_time
 from gemma_py.runtime.instruments import Instruments
@@ -36,7 +37,7 @@ from gemma_py.templates.notation import end_ids
 from gemma_py.templates.template import TRANSCRIPT, Template, choose
 from gemma_py.tokenizer import Tokenizer
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
-from gemma_py.weights.store import packed_weights
+from gemma_py.weights.store import file_digests, packed_weights
 from gemma_py.weights.tensors import Weights, stays_float
 
 
@@ -81,6 +82,7 @@ class Engine:
         self.draft: DraftModel | None = None
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
+        self._identity: ModelIdentity | None = None
         # While the weights are packed, the tokenizer loads and the kernels compile in the background.
         with ThreadPoolExecutor(1, "gemma_py-tokenizer") as aside, Compilation(kv, progress) as compilation:
             tokenizer = aside.submit(checkpoint.tokenizer)
@@ -200,6 +202,15 @@ class Engine:
             self._fingerprint = hashlib.sha256(bytes_for_digest(logits)).hexdigest()
         return self._fingerprint
 
+    def identity(self) -> ModelIdentity:
+        """Return what a receipt says of the model. The first call reads the model's files, unless a record on disk has
+        their digests.
+        """
+        if self._identity is None:
+            files = file_digests(self.checkpoint)
+            self._identity = ModelIdentity(files, self.fingerprint(), self.quant, self.kv_type)
+        return self._identity
+
     def check_ids(self, ids: Any) -> list[int]:
         return check_ids(ids, self.config.vocab_size)
 
@@ -237,6 +248,7 @@ class Engine:
         logprobs: bool = True,
         speculate: str | None = None,
         prediction: str | Sequence[int] = "",
+        receipt: bool = False,
     ) -> Iterator[Token]:
         """Return an iterator over the tokens that continue a prompt. The options are the fields of `Sampling`.
 
@@ -248,6 +260,7 @@ class Engine:
         speculate: "auto" or "off"; by default, the option of `load`.
         prediction: a text, or token ids, that the continuation may consist of in large part. A good prediction makes the
         continuation faster, and no prediction changes it.
+        receipt: whether the last token has a receipt, with which anyone can check how the continuation was made.
         """
         options = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -257,7 +270,7 @@ class Engine:
         sampling, ends = asked(options, self.sampling), self.end_ids
         request = Request(
             self.encode(prompt), max_tokens, sampling, stop=stop_strings(stop), ends=ends, logprobs=logprobs,
-            speculate=speculate, prediction=self.encode_prediction(prediction),
+            speculate=speculate, prediction=self.encode_prediction(prediction), receipt=receipt,
         )  # fmt: skip
         return self._answer(request)
 
@@ -273,6 +286,7 @@ class Engine:
         logprobs: bool = True,
         speculate: str | None = None,
         prediction: str | Sequence[int] = "",
+        receipt: bool = False,
         **options: Any,
     ) -> Iterator[Token]:
         """Return an iterator over the tokens of the answer to messages in OpenAI's format.
@@ -280,7 +294,7 @@ class Engine:
         tools: functions that the model may call, in OpenAI's format. The calls are in `Token.calls`.
         thinking: whether the model should think before it answers; by default, the chat template decides. Thoughts are
         in `Token.reasoning`.
-        logprobs, speculate, prediction: see `generate`.
+        logprobs, speculate, prediction, receipt: see `generate`.
         options: fields of `Sampling`. Options that are not given have the values of `Engine.sampling`.
 
         For several turns use `Conversation`, which keeps the KV cache from turn to turn.
@@ -299,6 +313,7 @@ class Engine:
             marks=form.marks(bool(tools)),
             speculate=speculate,
             prediction=self.encode_prediction(prediction),
+            receipt=receipt,
         )
         return self._answer(request)
 
@@ -318,7 +333,11 @@ class Engine:
         embedding.check_generates(self)
         if request.speculate is None:
             request = replace(request, speculate=self.speculate)
-        return Generation(request, self.config.vocab_size, self.context, self.tokenizer, self.pace, least_tokens)
+        vocab_size = self.config.vocab_size
+        made = Generation(request, vocab_size, self.context, self.tokenizer, self.pace, least_tokens)
+        if request.receipt:
+            made.collect_evidence(self.identity())
+        return made
 
     def _answer(self, request: Request) -> Iterator[Token]:
         """Check a request now, and return an iterator that computes the answer later."""
@@ -326,7 +345,8 @@ class Engine:
 
     def _tokens(self, generation: Generation) -> Iterator[Token]:
         session = self.session()
-        yield from generation.tokens(session.prefill(generation.prompt), Decoder(session, generation).decode)
+        logits = session.prefill(generation.prompt)
+        yield from generation.tokens(logits, Decoder(session, generation).decode, session.kv_digest)
 
     def embed(
         self, texts_or_ids: Sequence[str | Sequence[int]], task: str | None = None, dimensions: int | None = None

@@ -11,6 +11,7 @@ import numpy as np
 
 from gemma_py.errors import GemmaError
 from gemma_py.generate.core import Token, TopLogprobs
+from gemma_py.receipts.receipt import Receipt
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,15 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a request that ended without an error. reason: "stop", "length" or "cancelled"."""
+    """The last event of a request that ended without an error. reason: "stop", "length" or "cancelled".
+
+    receipt: a function that returns the answer's receipt, or None if the request does not ask for one. The function hashes
+    the KV rows, which takes milliseconds to seconds, so call it in a thread that nothing waits for.
+    """
 
     reason: str
     usage: Usage
+    receipt: Callable[[], Receipt] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ change a request's logits. Between passes, the scheduler removes cancelled reque
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from gemma_py.generate.embedding import check_generates
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.events import Failed, Finished, Generated, Listener, PrefillProgress, Scored, Usage
 from gemma_py.generate.sampling import ROWS_AT_ONCE
+from gemma_py.receipts.receipt import Receipt
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
@@ -309,7 +310,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             sequence.first_token = sequence.first_token or time.monotonic()
             sequence.tell(Generated(token, generation.top))
             if token.finish_reason is not None:
-                return Finished(token.finish_reason, sequence.usage())
+                return Finished(token.finish_reason, sequence.usage(), _receipt(generation, part.cache))
             if token.id != guess or sequence.ticket.cancelled:
                 return None
             self.engine.accept(part.cache, [token.id])
@@ -317,3 +318,8 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             self._accepted += 1
             self._computed += 1
         raise AssertionError
+
+
+def _receipt(generation: Generation, cache: Cache) -> Callable[[], Receipt] | None:
+    """Return a function that makes the receipt of a complete answer. Until it is called, it keeps the KV cache in memory."""
+    return (lambda: generation.receipt(cache.digest())) if generation.request.receipt else None

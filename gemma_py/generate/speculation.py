@@ -183,6 +183,8 @@ class Speculation:
         """drafter: None for no guesses. first: the guess of the first token, which the prompt's pass predicts."""
         self._drafter, self._pace = drafter, pace
         self._draft, self._checked = first, 0
+        self._forced = 0  # how many of the draft's first guesses a grammar forces
+        self._copied = 0  # the index of the draft's first guess that is copied from earlier text
         self._rates: dict[tuple[bool, int], _Rate] = {}  # of the guesses of this answer
         self._model: DrafterOfModel | None = None
         self._model_rate = pace.model_rate
@@ -196,22 +198,26 @@ class Speculation:
             self._pace.model_rate.forget(_FORGOTTEN_BETWEEN, _PRIOR_MODEL)
             self._model, self._model_rate = model, _Rate(self._pace.model_rate.value, _OWN_WEIGHT, _OWN_MEMORY)
 
-    def chances(self, most: int) -> list[float]:
+    def chances(self, most: int, forced: Sequence[int] = ()) -> list[float]:
         """Choose the source of up to `most` guesses: earlier text, or the draft model if it is expected to give more tokens
         a second. Return the probabilities that the first guess holds, that the first two guesses hold, and so on.
+
+        forced: the next tokens, if a grammar allows no others. Guesses copied from earlier text follow them, because the
+        draft model knows no grammar.
         """
-        self._checked, self.drafting = 0, 0.0
+        self._draft, self._checked, self._forced, self._copied, self.drafting = _NO_DRAFT, 0, 0, 0, 0.0
         if self._drafter is None or most < 1:
-            self._draft = _NO_DRAFT
             return []
         # One guess more than the pass can compute, because the pass chooses one token more than it has guesses.
         limit = min(most, MOST_GUESSES)
         self._draft = self._drafter.propose(limit + 1)
+        if forced:
+            self._force(forced, limit + 1)
         made, chance = [], 1.0
         for number in range(min(limit, len(self._draft.tokens))):
-            chance *= self._rate(self._draft.matched + number).value
+            chance *= self._chance(number)
             made.append(chance)
-        if self._model is None:
+        if self._model is None or forced:
             return made
         self._model_rate.forget(_FORGOTTEN, _PRIOR_MODEL)
         rate, seconds = self._model_rate.value, self._pace.draft_seconds
@@ -220,6 +226,23 @@ class Speculation:
             self._draft, self.drafting = Draft(model=True), seconds
             return by_model
         return made
+
+    def _force(self, forced: Sequence[int], most: int) -> None:
+        """Let the draft begin with tokens that a grammar forces."""
+        assert self._drafter is not None
+        tokens = tuple(forced[:most])
+        self._forced = len(tokens)
+        if self._draft.tokens[: len(tokens)] != tokens:
+            copied, self._copied = self._drafter.propose(most - len(tokens), tokens), len(tokens)
+            self._draft = copied._replace(tokens=(*tokens, *copied.tokens))
+
+    def _chance(self, number: int) -> float:
+        """Return the probability that a guess of the draft holds if the guesses before it hold."""
+        return 1.0 if number < self._forced else self._rate(self._matched(number)).value
+
+    def _matched(self, number: int) -> int:
+        """Return how many tokens before a copied guess also precede the place from which it is copied."""
+        return self._draft.matched + number - self._copied
 
     def _model_gains(self, copied: Sequence[float], by_model: Sequence[float], most: int) -> bool:
         """Return whether the draft model's guesses are expected to save time.
@@ -265,13 +288,14 @@ class Speculation:
         self._drafter.extend([token])
         if self._model is not None:
             self._model.extend(token)
-        draft = self._draft
-        if self._checked < len(draft.tokens):
-            held = draft.tokens[self._checked] == token
-            self._rate(draft.matched + self._checked).add(held)
-            if draft.model:
-                self._pace.model_rate.add(held)
-            else:
-                self._pace.check(draft.predicted, draft.matched + self._checked, held)
-            self.predicted += held and draft.predicted
-            self._checked = self._checked + 1 if held else len(draft.tokens)
+        draft, number = self._draft, self._checked
+        if number < len(draft.tokens):
+            held = draft.tokens[number] == token
+            if number >= self._forced:
+                self._rate(self._matched(number)).add(held)
+                if draft.model:
+                    self._pace.model_rate.add(held)
+                else:
+                    self._pace.check(draft.predicted, self._matched(number), held)
+            self.predicted += held and draft.predicted and number >= self._copied
+            self._checked = number + 1 if held else len(draft.tokens)

@@ -118,17 +118,30 @@ def rehash(edges, table, counts):
 
 
 @kernel
-def continuation(states, text, counts, made):
-    """Write the tokens that followed the latest known earlier occurrence of the text's longest repeated suffix.
+def continuation(states, edges, table, text, counts, ahead, made):
+    """Find the longest suffix of the text with the tokens `ahead` that also occurs earlier, in the text without these tokens.
+    Write the tokens that followed its latest known occurrence.
 
     Return the length of that suffix, and the position in the text of the first token written. If the occurrence ends close
     to the end of the text, the tokens between the two ends are repeated.
 
-    states: int32 [S, 4], text: int32 [N], counts: int64 [5], all read   made: int32 [k], written if the length is not 0
+    states: int32 [S, 4], edges: int32 [E, 4], table: int32 [H], text: int32 [N], counts: int64 [5], ahead: int32 [n], all
+    read   made: int32 [k], written if the length is not 0
     """
-    length = states[max(0, states[counts[LAST], LINK]), LENGTH]
-    first = counts[MATCHED] + 1
+    state = np.int64(max(0, states[counts[LAST], LINK]))
+    length, first = np.int64(states[state, LENGTH]), counts[MATCHED] + 1
+    for n in range(ahead.shape[0]):
+        edge = table[_slot(table, edges, state, ahead[n])]
+        while edge == _NONE and state != 0:
+            state = np.int64(states[state, LINK])
+            length = np.int64(states[state, LENGTH])
+            edge = table[_slot(table, edges, state, ahead[n])]
+        if edge != _NONE:
+            state, length = np.int64(edges[edge, TARGET]), length + 1
+        first = np.int64(states[state, END]) + 1
     if length > 0:
+        used = counts[TEXT_USED]
         for n in range(made.shape[0]):
-            made[n] = text[first + n % (counts[TEXT_USED] - first)]
+            at = first + n % (used + ahead.shape[0] - first)
+            made[n] = text[at] if at < used else ahead[at - used]
     return length, first

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gemma_py.errors import GemmaError
+from gemma_py.generate.events import Event, Finished
 from gemma_py.server.events import EventQueue
 from gemma_py.server.openai.builders import ResponseBuilder
 from gemma_py.server.openai.errors import api_error
@@ -46,7 +47,7 @@ async def _server_sent_events(builder: ResponseBuilder, queue: EventQueue) -> As
             chunks: list[dict[str, Any]] = []
             try:
                 for index, event in events:
-                    chunks += builder.take(index, event)
+                    chunks += await _taken(builder, index, event)
             finally:
                 if chunks:
                     yield encode_events(chunks, typed)
@@ -57,6 +58,13 @@ async def _server_sent_events(builder: ResponseBuilder, queue: EventQueue) -> As
         yield encode_events([builder.failed(api_error(error, builder.prompt_field))], typed)
     if not typed:
         yield b"data: [DONE]\n\n"
+
+
+async def _taken(builder: ResponseBuilder, index: int, event: Event) -> list[dict[str, Any]]:
+    """Return the chunks of an event. An event with a receipt is taken in a thread, because making a receipt takes long."""
+    if isinstance(event, Finished) and event.receipt is not None:
+        return await run_in_threadpool(lambda: list(builder.take(index, event)))
+    return list(builder.take(index, event))
 
 
 def encode_events(chunks: list[dict[str, Any]], typed: bool) -> bytes:
@@ -72,8 +80,7 @@ def encode_events(chunks: list[dict[str, Any]], typed: bool) -> bytes:
 async def whole_response(builder: ResponseBuilder, queue: EventQueue) -> Response:
     while not builder.done:
         for index, event in await queue.get():
-            for _ in builder.take(index, event):
-                pass
+            await _taken(builder, index, event)
     # Encode in a thread, because encoding many embeddings takes long, and other requests would wait.
     return await run_in_threadpool(lambda: JSONResponse(builder.document()))
 

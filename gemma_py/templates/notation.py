@@ -9,6 +9,7 @@ text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -89,6 +90,7 @@ class CallConstraint:
 
     def __init__(self, tokenizer: Tokenizer, marks: Marks, name: str | None) -> None:
         assert marks.call is not None
+        self.description: dict[str, Any] = {"kind": "tool_call", "name": name, "thoughts": None}
         self._left = [marks.call[0], *tokenizer.encode("call:" if name is None else f"call:{name}{{", bos=False)]
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
@@ -100,3 +102,6 @@ class CallConstraint:
 
     def accept(self, token: int) -> None:
         del self._left[:1]
+
+    def forced(self, most: int) -> list[int]:
+        return self._left[:most]

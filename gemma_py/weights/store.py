@@ -30,7 +30,8 @@ import shutil
 import stat
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,8 @@ from gemma_py.weights.pack import LAYOUT, PAGE, PackedWeights, PackingPlan
 
 FOLDER, RECORDS = "weights", "records"
 OLD_SUFFIX = ".packed"  # the suffix of files that older versions wrote, which are no longer read
+# The files of a Hugging Face directory, besides the weights, that decide logits or how text is tokenised.
+_BESIDE_WEIGHTS = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _LONGEST_SOURCE = 1024  # the most characters of the checkpoint's path in the header
 # Weights smaller than this are not cached, because packing them takes no longer than checking a cached file.
 _SMALLEST = 8 << 20
@@ -341,13 +344,40 @@ def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> 
     tensors = list({matrix.tensor.name: matrix.tensor for matrix in plan.matrices}.values())
     shapes = [(tensor.name, tensor.type.name, tensor.shape, str(tensor.path)) for tensor in tensors]
     paths = sorted({tensor.path for tensor in tensors})
+    return _recorded(repr(shapes), paths, records, lambda: _digest(tensors, progress))
+
+
+def file_digests(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the sha256 of each file that decides what the model computes and how text is tokenised, in ascending order."""
+    paths = {tensor.path for tensor in checkpoint.tensors.values()}
+    beside = (checkpoint.path / name for name in _BESIDE_WEIGHTS) if checkpoint.path.is_dir() else (checkpoint.path,)
+    paths |= {path for path in beside if path.exists()}
+    records = None
+    with contextlib.suppress(OSError):  # without a cache directory, each process computes the digests again
+        records = private_dir(cache_dir() / FOLDER) / RECORDS
+    digests = {_recorded("file", [path], records, partial(_file_digest, path)).hex() for path in paths}
+    return tuple(sorted(digests))
+
+
+def _file_digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def _recorded(what: str, paths: Sequence[Path], records: Path | None, compute: Callable[[], bytes]) -> bytes:
+    """Return a sha256 of files. It is read from a record on disk if the files are unchanged since it was computed.
+
+    what: what the sha256 covers. records: the directory of the records, or None to compute in any case.
+    """
     before = [_identity(path) for path in paths]
-    record = records / hashlib.sha256(repr((shapes, before)).encode("utf-8", "surrogateescape")).hexdigest()
+    if records is None:
+        return compute()
+    record = records / hashlib.sha256(f"({what}, {before!r})".encode("utf-8", "surrogateescape")).hexdigest()
     with contextlib.suppress(OSError, ValueError):
         text = record.read_bytes()[:65]
         if re.fullmatch(rb"[0-9a-f]{64}\n", text):
             return bytes.fromhex(text.decode())
-    key = _digest(tensors, progress)
+    key = compute()
     # File systems round times of change, so a file that changes twice within a short time may keep its time. Therefore no
     # record is written for files that have just changed.
     latest = max(max(identity[3:]) for identity in before)

@@ -42,6 +42,34 @@ def formatted(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
+def test_forced_tokens_are_the_only_ones_that_the_schema_allows(
+    tiny_engine: gemma_py.Engine, constraints: JsonConstraints
+) -> None:
+    rng = np.random.default_rng(1)
+    logits = np.zeros(tiny_engine.config.vocab_size, np.float32)
+    chains = set()
+    for _ in range(4):
+        constraint, asked_nothing = (constraints.compile(COLOURS, "") for _ in range(2))
+        pending: list[int] = []  # forced tokens that were returned
+        while not constraint.finished:
+            most = int(rng.choice([0, 1, 3, 50]))
+            forced = constraint.forced(most)
+            assert forced[: len(pending)] == pending[:most]
+            pending = max(pending, forced, key=len)
+            allowed = asked_nothing.allowed(logits)
+            assert np.array_equal(constraint.allowed(logits), allowed)
+            tokens = np.flatnonzero(np.isfinite(allowed))
+            assert (len(tokens) == 1) == bool(pending) or most == 0
+            token = int(rng.choice(tokens))
+            if pending:
+                assert pending.pop(0) == token
+            chains.add(len(forced))
+            constraint.accept(token)
+            asked_nothing.accept(token)
+        assert constraint.forced(9) == [] and asked_nothing.finished
+    assert max(chains) > 3
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_model_that_talks_nonsense_keeps_to_the_schema(server: Running, temperature: int) -> None:
     asked = {

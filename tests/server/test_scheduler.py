@@ -6,7 +6,7 @@ import math
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -314,6 +314,7 @@ def test_end_tokens_stop_strings_and_constraints_end_answers(
         """Allows the numbers 300, 301, 302, in this order."""
 
         place = 0
+        description: ClassVar[dict[str, Any]] = {}
 
         def allowed(self, logits: np.ndarray) -> np.ndarray:
             masked = np.full_like(logits, -np.inf)
@@ -322,6 +323,9 @@ def test_end_tokens_stop_strings_and_constraints_end_answers(
 
         def accept(self, token: int) -> None:
             self.place += 1
+
+        def forced(self, most: int) -> list[int]:
+            return [300, 301, 302][self.place :][:most]
 
         @property
         def finished(self) -> bool:

@@ -216,6 +216,18 @@ def test_responses_do_not_depend_on_speculation(server: Running, monkeypatch: py
     assert re.search(r"gemma_py_guessed_tokens_total [1-9]", metrics)
 
 
+def test_tokens_that_a_grammar_forces_are_guessed_and_accepted(server: Running) -> None:
+    for path, body in (BODIES[0], BODIES[1], BODIES[3]):
+        want = response(server, path, body, speculate="off")
+        before = server.scheduler.stats()
+        with drafting("none", {}, server.app.service.engine.config.vocab_size):
+            assert response(server, path, body) == want
+        after = server.scheduler.stats()
+        guessed, accepted = after.guessed_tokens - before.guessed_tokens, after.accepted_tokens - before.accepted_tokens
+        # The guess of a token that ends an answer is never accepted, because no token follows.
+        assert guessed - body.get("n", 1) <= accepted > 0
+
+
 def test_the_usage_counts_predicted_tokens(server: Running) -> None:
     path, body = BODIES[4]
     body = {name: value for name, value in body.items() if name not in ("n", "stop")}

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import gemma4_model
 import numpy as np
@@ -147,6 +147,8 @@ def test_the_model_list_says_what_the_model_can_do(thinker: Running, server: Run
 class _OnlyFive:
     """A constraint that allows only the token 5, and only three times."""
 
+    description: ClassVar[dict[str, Any]] = {}
+
     def __init__(self) -> None:
         self.accepted: list[int] = []
 
@@ -155,6 +157,9 @@ class _OnlyFive:
 
     def accept(self, token: int) -> None:
         self.accepted.append(token)
+
+    def forced(self, most: int) -> list[int]:
+        return [5] * min(most, 3 - len(self.accepted))
 
     @property
     def finished(self) -> bool:
@@ -172,11 +177,12 @@ def test_a_constraint_binds_the_answer_and_not_the_thought_before_it(within: boo
         return made
 
     if not within:
-        assert allowed() == [2, 5]
+        assert allowed() == [2, 5] and constraint.forced(9) == []
         constraint.accept(2)
-    assert allowed() == list(range(8)) and not constraint.finished
+    assert allowed() == list(range(8)) and constraint.forced(9) == [] and not constraint.finished
     for token in (7, 5, 3):
         constraint.accept(token)
+    assert constraint.forced(2) == [5, 5]
     assert allowed() == [5] and inner.accepted == []  # only one thought is free of the constraint
     for _ in range(3):
         constraint.accept(5)

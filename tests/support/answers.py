@@ -30,7 +30,8 @@ def told(token: Token) -> tuple[int, str, int, str | None]:
 def outcome(engine: gemma_py.Engine, request: Request) -> tuple[Outcome, Speculation]:
     generation, session = engine.generation(request), engine.session()
     tokens, tops = [], []
-    for token in generation.tokens(session.prefill(generation.prompt), Decoder(session, generation).decode):
+    logits, decode = session.prefill(generation.prompt), Decoder(session, generation).decode
+    for token in generation.tokens(logits, decode, session.kv_digest):
         tokens.append(told(token))
         tops.append(generation.top)
         assert session.ids == [*generation.prompt, *generation.generated[:-1]]  # as without speculation, at every token

@@ -40,6 +40,15 @@ class Eager(Pace):
         return [min(self.most, len(each)) for each in chances]
 
 
+class Nothing:
+    """A drafter without guesses."""
+
+    def extend(self, tokens: Sequence[int]) -> None: ...
+
+    def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
+        return Draft()
+
+
 class Known:
     """Guesses the true answer, changed by `change` at each position."""
 
@@ -52,9 +61,9 @@ class Known:
                 assert token == self._answer[self._at], "a drafter was given a token that is not the answer's"
             self._at += 1
 
-    def propose(self, k: int) -> Draft:
-        known = self._answer[self._at : self._at + k]
-        return Draft(tuple(self._change(self._at + n, token) for n, token in enumerate(known)), 1)
+    def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
+        at = self._at + len(ahead)
+        return Draft(tuple(self._change(at + n, token) for n, token in enumerate(self._answer[at : at + k])), 1)
 
 
 def changes(vocabulary: int) -> dict[str, Callable[[int, int], int]]:
@@ -75,6 +84,8 @@ def drafting(kind: str, answers: Answers, vocabulary: int) -> Iterator[None]:
     """Let every request have a drafter of this kind."""
 
     def made(prompt: Sequence[int], prediction: Sequence[int] = ()) -> Drafter:
+        if kind == "none":
+            return Nothing()
         if kind == "lookup":
             return Lookup(prompt, prediction)
         return Known(answers[tuple(prompt)], changes(vocabulary)[kind])

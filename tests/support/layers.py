@@ -16,6 +16,7 @@ LAYERS = (
     ("weights",),
     ("reference", "runtime"),
     ("templates",),
+    ("receipts",),
     ("generate",),
     ("chat",),
     ("checks",),

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -36,6 +37,30 @@ def test_the_index_finds_the_longest_repeated_suffix() -> None:
             if length:
                 assert first in ends
                 assert tokens == [text[first + n % (at - first)] for n in range(5)]
+
+
+def test_the_index_looks_ahead_of_its_text() -> None:
+    """The text is not changed by tokens that are not part of the text yet."""
+    rng = random.Random(5)
+    for _ in range(300):
+        vocabulary = rng.choice([1, 2, 3, 10])
+        text = [rng.randrange(vocabulary) for _ in range(rng.randint(1, 40))]
+        ahead = [rng.randrange(vocabulary + 1) for _ in range(rng.randint(1, 6))]
+        index = SuffixIndex()
+        index.extend(text)
+        before = index.continuation(5)
+        tokens, matched, first = index.continuation(7, ahead)
+        whole = [*text, *ahead]
+        ends = {
+            length: {end for end in range(length, len(text) + 1) if whole[end - length : end] == whole[-length:]}
+            for length in range(1, len(whole))
+        }
+        assert matched == max((length for length in ends if ends[length]), default=0)
+        assert len(tokens) == (7 if matched else 0)
+        if matched:
+            assert first in ends[matched]
+            assert tokens == [whole[first + n % (len(whole) - first)] for n in range(7)]
+        assert index.continuation(5) == before
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 1000, 262_144])
@@ -138,7 +163,7 @@ def test_wrong_guesses_are_given_up_and_right_ones_resumed() -> None:
 
         def extend(self, tokens: list[int]) -> None: ...
 
-        def propose(self, k: int) -> Draft:
+        def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
             return Draft((1 if self.right else 2,) * k, 30)
 
     drafter = Drafts()
@@ -152,6 +177,35 @@ def test_wrong_guesses_are_given_up_and_right_ones_resumed() -> None:
             assert computed < 20
             assert count == 0
     assert count > 2
+
+
+def test_forced_tokens_come_first_and_are_certain() -> None:
+    pace = Pace()
+    answer = Speculation(Lookup([1, 2, 3, 4, 5, 6, 7, 1, 2]), pace)
+    rate = pace.chance(False, 2)
+    assert answer.chances(4, [3, 4]) == [1.0, 1.0, pace.chance(False, 4), pace.chance(False, 4) * pace.chance(False, 5)]
+    assert answer.guesses(4) == [3, 4, 5, 6]  # the copied guesses are the forced tokens too
+    answer.extend(3)
+    answer.extend(4)
+    assert pace.chance(False, 2) == rate  # nothing is learned from a forced token
+    answer.extend(9)
+    assert pace.chance(False, 4) < Pace().chance(False, 4)
+    chances = answer.chances(4, [2, 3])
+    assert answer.guesses(4) == [2, 3, 4, 9]  # copied from after the tokens 2, 3
+    assert chances[:2] == [1.0, 1.0] and chances[2] == pytest.approx(pace.chance(False, 2))
+    assert answer.chances(2, [11, 12, 13]) == [1.0, 1.0]
+    assert answer.guesses(9) == [11, 12, 13]
+
+
+def test_forced_tokens_count_as_predicted_if_the_prediction_has_them() -> None:
+    for forced, predicted in (([2, 3], 3), ([2, 9], 1)):
+        answer = Speculation(Lookup([7, 8], [1, 2, 3, 4]), Pace())
+        answer.chances(9, [1])
+        answer.extend(1)
+        answer.chances(9, forced)
+        for token in forced:
+            answer.extend(token)
+        assert answer.predicted == predicted
 
 
 def test_a_request_without_a_drafter_has_no_guesses() -> None:

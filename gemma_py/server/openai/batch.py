@@ -173,9 +173,17 @@ class _RunningRow:
 
 
 def run(
-    service: Service, source: Path, rows: list[InputRow], output: Output, progress: Callable[[Counts], None]
+    service: Service,
+    source: Path,
+    rows: list[InputRow],
+    output: Output,
+    progress: Callable[[Counts], None],
+    receipts: bool = False,
 ) -> Counts:
-    """Compute the rows that the output does not contain yet. Raises GemmaError if the engine fails or the disk is full."""
+    """Compute the rows that the output does not contain yet. Raises GemmaError if the engine fails or the disk is full.
+
+    receipts: add receipts to all responses, also to those whose request does not ask for a receipt.
+    """
     unknown = output.done - {row.custom_id for row in rows}
     if unknown:
         raise InputError(
@@ -188,7 +196,7 @@ def run(
         )
     counts = Counts(len(rows), before=len(output.done))
     with source.open("rb") as file:
-        batch = _Batch(service, file, output, counts, progress)
+        batch = _Batch(service, file, output, counts, progress, receipts)
         try:
             batch.run(row for row in rows if row.custom_id not in output.done)
         finally:
@@ -198,9 +206,15 @@ def run(
 
 class _Batch:
     def __init__(
-        self, service: Service, file: BinaryIO, output: Output, counts: Counts, progress: Callable[[Counts], None]
+        self,
+        service: Service,
+        file: BinaryIO,
+        output: Output,
+        counts: Counts,
+        progress: Callable[[Counts], None],
+        receipts: bool,
     ) -> None:
-        self._service, self._file, self._output = service, file, output
+        self._service, self._file, self._output, self._receipts = service, file, output, receipts
         self._counts, self._progress = counts, progress
         self._events: queue.SimpleQueue[tuple[_RunningRow, int, Event]] = queue.SimpleQueue()
         self._running: set[_RunningRow] = set()
@@ -236,7 +250,7 @@ class _Batch:
 
     def _builder(self, row: InputRow, body: dict[str, Any]) -> ResponseBuilder:
         endpoint = ENDPOINTS[row.url]
-        asked = checked(endpoint.schema, body)
+        asked = checked(endpoint.schema, body | {"receipt": True} if self._receipts else body)
         if asked.stream:
             raise ApiError(400, "A request in a batch cannot have 'stream': true.", "stream", "unsupported_parameter")
         return endpoint.response(self._service, asked)

@@ -30,6 +30,7 @@ class Choice:
         self.calls: list[Call] = []
         self.cached = self.generated = self.reasoning_tokens = self.predicted = 0
         self.finish_reason: str | None = None
+        self.receipt: Document | None = None
 
     @property
     def text(self) -> str:
@@ -82,6 +83,7 @@ class ResponseBuilder:
             if event.reason == "cancelled":
                 raise ApiError(503, "The server shut down before the response was complete.", None, "server_ending")
             choice.predicted = event.usage.predicted
+            choice.receipt = None if event.receipt is None else self.service.receipt_document(event.receipt())
             choice.finish_reason = event.reason
             yield from self._finished(index, choice)
         elif isinstance(event, Failed):
@@ -91,6 +93,13 @@ class ResponseBuilder:
         """Yield the chunks that end the stream, after the last event."""
         if self.options.include_usage:
             yield {**self._chunk([]), "usage": self.usage()}
+        if self.receipts():
+            yield {**self._chunk([]), **self.receipts()}
+
+    def receipts(self) -> Document:
+        """Return the field with the receipts of all choices. If the client asked for no receipts, there is no field."""
+        made = [choice.receipt for choice in self.choices if choice.receipt is not None]
+        return {"receipts": made} if made else {}
 
     def failed(self, error: ApiError) -> Document:
         """Return the last chunk of a stream that ends with an error."""
@@ -100,7 +109,7 @@ class ResponseBuilder:
         return {
             "id": self.id, "object": self.object, "created": self.created, "model": self.service.model,
             "choices": [self._whole(index, choice) for index, choice in enumerate(self.choices)],
-            "usage": self.usage(),
+            "usage": self.usage(), **self.receipts(),
         }  # fmt: skip
 
     def usage(self) -> Document:

@@ -34,13 +34,17 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class JsonConstraint:
     """Keeps one response within a JSON schema. The parser has state, so each response needs its own instance."""
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, description: dict[str, Any]) -> None:
+        self._matcher, self._vocab_size, self.description = matcher, vocab_size, description
+        # Bit masks of the tokens that may come next, after the first forced token, after the second, and so on, as far as
+        # they are computed.
+        self._masks: list[bytes] = []
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
         """Return a copy of the logits [V], with minus infinity for every token that the schema forbids next."""
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        mask = self._masks[0] if self._masks else self._matcher.compute_bitmask()
         self._check()
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
         # The bit mask can be shorter than the logits, because ids that only pad the embedding matrix have no token.
         allowed = np.zeros(self._vocab_size, bool)
         allowed[: len(bits)] = bits[: self._vocab_size]
@@ -48,7 +52,23 @@ class JsonConstraint:
 
     def accept(self, token: int) -> None:
         self._matcher.consume_token(token)
+        del self._masks[:1]
         self._check()
+
+    def forced(self, most: int) -> list[int]:
+        matcher, tokens = self._matcher.deep_copy(), list[int]()
+        while len(tokens) < most and not matcher.is_stopped():
+            if len(tokens) == len(self._masks):
+                mask = matcher.compute_bitmask()
+                if matcher.is_error():  # the error is raised if the answer gets there
+                    break
+                self._masks.append(mask)
+            only = _only(self._masks[len(tokens)])
+            if only is None or only >= self._vocab_size:
+                break
+            tokens.append(only)
+            matcher.consume_token(only)
+        return tokens
 
     @property
     def finished(self) -> bool:
@@ -60,6 +80,12 @@ class JsonConstraint:
             raise ComputationError(
                 f"llguidance cannot compute the tokens that the JSON schema allows: {_line(self._matcher.get_error())}"
             )
+
+
+def _only(mask: bytes) -> int | None:
+    """Return the number of the only bit of a mask, or None if the mask has none or several bits."""
+    bits = int.from_bytes(mask, "little")
+    return bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
 
 class JsonConstraints:
@@ -103,7 +129,12 @@ class JsonConstraints:
                 raise ApiError(400, "No response can satisfy the schema.", param, "invalid_value")
         if first.is_error():
             raise ApiError(400, f"The schema is not supported: {_line(first.get_error())}", param, "invalid_value")
-        return JsonConstraint(matcher, self._vocab_size)
+        # The schema is kept as text, because the order of its keys is the order of the document's keys.
+        description = {
+            "kind": "json_schema", "schema": json.dumps(schema), "ends": self._ends, "llguidance": llguidance.__version__,
+            "thoughts": None,
+        }  # fmt: skip
+        return JsonConstraint(matcher, self._vocab_size, description)
 
     def _llguidance(self) -> "LLTokenizer":
         import llguidance

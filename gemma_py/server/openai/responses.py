@@ -148,6 +148,7 @@ class ResponsesBuilder(ResponseBuilder):
                 "output_tokens_details": {"reasoning_tokens": self.choices[0].reasoning_tokens},
                 "total_tokens": usage["total_tokens"],
             },
+            **self.receipts(),
         }  # fmt: skip
 
     def _output(self) -> list[Document]:

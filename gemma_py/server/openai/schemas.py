@@ -2,7 +2,8 @@
 
 OpenAI's fields that have no meaning for a local model are accepted and ignored (see `Ignored`). Any other unknown field is
 an error, as in OpenAI's API. Fields that OpenAI's API does not have: `top_k`, `min_p`, `repetition_penalty`,
-`return_progress`, and, because benchmarks of inference servers send them, `ignore_eos` and `continuous_usage_stats`.
+`return_progress`, `speculate`, `receipt`, and, because benchmarks of inference servers send them, `ignore_eos` and
+`continuous_usage_stats`.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -144,6 +145,7 @@ class Sampled(Ignored):
     return_progress: bool = False
     ignore_eos: bool | None = False
     speculate: Literal["auto", "off"] | None = None
+    receipt: bool = False
 
     def sampling(self) -> dict[str, Any]:
         """Return the given sampling options, by their names in gemma_py.Sampling."""
