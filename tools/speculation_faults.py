@@ -131,7 +131,7 @@ class Faults:
         generation, session = engine.generation(request), engine.session()
         if kind == "Ctrl-C":
             timer = threading.Timer(rng.random() * 0.004, lambda: os.kill(os.getpid(), signal.SIGINT))
-            fault = timer.start, timer.join
+            fault: tuple[Callable[[], None], Callable[[], None]] = timer.start, lambda: timer.join()
         else:
             plan = drawn_plan(rng, engine, "stall" if kind == "stall" else "raise")
             fault = self._plan(plan), self._plan(None)
