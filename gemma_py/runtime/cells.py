@@ -68,13 +68,13 @@ def make_cells(workers: int, watermarks: Sequence[int] = (), counters: int = 0, 
     """
     sizes = (_SHARED_LINES, workers, max(len(watermarks), 1), max(counters, 1), workers * times)
     memory = np.zeros((sum(sizes) + 1) * LINE, np.int64)
-    at = -(memory.ctypes.data // memory.itemsize) % LINE
+    address = memory.__array_interface__["data"][0]  # takes half as long as memory.ctypes.data
+    at = -(address // memory.itemsize) % LINE
     parts = []
     for size in sizes:
         parts.append(memory[at : at + size * LINE])
         at += size * LINE
     cells = Cells(*parts)
-    cells.own[LAYER::LINE] = NOWHERE
-    cells.own[PHASE::LINE] = NOWHERE
+    cells.own.reshape(workers, LINE)[:, LAYER : PHASE + 1] = NOWHERE
     cells.watermarks[: len(watermarks) * LINE : LINE] = watermarks
     return cells

@@ -80,11 +80,11 @@ def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
                 _read_only(np.float32), _read_only(np.uint16), _read_only(np.int8),
                 _read_only(np.float32), _read_only(np.int64, 2),
             ),
-            _read_only(np.float32, 2), _read_only(np.float32), _read_only(np.int64, 2),
+            _read_only(np.float32, 2), _read_only(np.float32), _read_only(np.int64, 2), _read_only(np.int64),
         ),
-        new_scratch(Sizes(i64, 1, 1, 1, 2, 0, 0, 0, 0), 1, 1),
+        new_scratch(Sizes(1, 1, 1, 2, 0, 0, 0, 0), 1, 1),
         Batch(i64, i64.reshape(2, 0), i64.reshape(2, 0), i64.reshape(2, 0, 3), i64.reshape(0, 2), i64.reshape(0, 0, 3),
-              np.empty(0, KV_TYPES[kv]), i64),
+              np.empty(0, KV_TYPES[kv]), np.empty(0, np.float32)),
         NO_TRACE, 0, 0,
     )  # fmt: skip
     count = len(inspect.signature(kernel.py_func).parameters)

@@ -26,9 +26,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from numba.core.compiler_lock import global_compiler_lock
@@ -60,15 +59,13 @@ _NO_INSTRUMENTS = Instruments()
 _NOT_IEEE = "the thread inherited a floating-point mode that flushes subnormals to zero or does not round to nearest"
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     worker: int
     error: BaseException | None = None
     at_fault: bool = False
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """One call of a kernel on every worker.
 
     Each run has its own cells and queue, so that a late worker cannot disturb a later run.
@@ -215,7 +212,7 @@ class Team:
         keep_alive: object = None,
         instruments: Instruments = _NO_INSTRUMENTS,
         phases: Sequence[str] = (),
-    ) -> list[int]:
+    ) -> Array:
         """Call the kernel on every worker and return the final watermarks.
 
         watermarks: the initial values of the watermarks (see sync.py).
@@ -252,7 +249,7 @@ class Team:
                 raise
             if profile is not None:
                 profile.add(run.cells)
-            return [int(mark) for mark in run.cells.watermarks[: len(watermarks) * LINE : LINE]]
+            return run.cells.watermarks[: len(watermarks) * LINE : LINE]
 
     def compile(self, kernel: Any, *args: Any) -> None:
         """Compile the kernel for arguments of these types, unless that is already done. The calling thread compiles."""
