@@ -86,11 +86,14 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def name(root: Path = ROOT) -> str:
-    """Return the name of the processor model."""
+    """Return the name of the processor model. On ARM, Linux does not tell the name, so it is LLVM's, such as neoverse-v1."""
     for line in (_text(root / "proc/cpuinfo") or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    from llvmlite import binding  # imported here, because the import takes some 50 ms and only reports print the name
+
+    name: str = binding.get_host_cpu_name()
+    return platform.processor() or platform.machine() if name in ("", "generic") else name
 
 
 def _text(path: Path) -> str | None:

@@ -14,6 +14,7 @@ from gemma_py import machine
 from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, InputError
 from gemma_py.formats.blocks import QUANTS
+from gemma_py.formats.floats import bytes_for_digest
 from gemma_py.generate import drafting, embedding, sampling
 from gemma_py.generate.answer import stop_strings
 from gemma_py.generate.core import Generation, Request, Token, check_ids, is_whole
@@ -198,7 +199,7 @@ class Engine:
                 logits = self.session().prefill(probe, all_logits=True)
             else:
                 logits = embedding.embed_all(self, [probe])
-            self._fingerprint = hashlib.sha256(np.ascontiguousarray(logits, "<f4").tobytes()).hexdigest()
+            self._fingerprint = hashlib.sha256(bytes_for_digest(logits)).hexdigest()
         return self._fingerprint
 
     def identity(self) -> ModelIdentity:
