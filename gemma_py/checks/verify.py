@@ -20,6 +20,7 @@ import numpy as np
 
 from gemma_py import reference
 from gemma_py.errors import ComputationError, MismatchError
+from gemma_py.formats.floats import bytes_for_digest, with_one_nan
 from gemma_py.generate.embedding import embed_pass
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.session import Session
@@ -124,8 +125,8 @@ class TracedRun:
 
 
 def row_digests(logits: np.ndarray) -> list[bytes]:
-    """Return the sha256 of each row, as little-endian float32."""
-    return [hashlib.sha256(np.ascontiguousarray(row, "<f4").tobytes()).digest() for row in logits]
+    """Return the sha256 of each row, as little-endian float32. Every NaN has the bits 0x7FC00000."""
+    return [hashlib.sha256(bytes_for_digest(row)).digest() for row in logits]
 
 
 def compute(
@@ -240,7 +241,7 @@ def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> i
     """
     unequal = np.zeros(len(a[0]), bool)
     for x, y in zip(a, b, strict=True):
-        unequal |= (np.ascontiguousarray(x).view(np.uint32) != np.ascontiguousarray(y).view(np.uint32)).any(axis=(1, 2))
+        unequal |= (with_one_nan(x).view(np.uint32) != with_one_nan(y).view(np.uint32)).any(axis=(1, 2))
     return first + int(unequal.argmax()) if unequal.any() else None
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from gemma_py.errors import ComputationError, InputError
 from gemma_py.generate.options import Sampling
 from gemma_py.kernels import sampling as kernels
-from gemma_py.kernels.scores import log_sum_exp
+from gemma_py.kernels.scores import exponential, log_sum_exp
 
 _TINY = np.float32(1e-38)  # a limit below every nonzero weight
 ROWS_AT_ONCE = 32  # the most rows of logits in memory at once: 32 MiB with Gemma's vocabulary
@@ -154,4 +154,4 @@ def log_probability(logits: np.ndarray, token: int) -> float:
 def perplexity(nll: Sequence[float]) -> float:
     """Return e to the power of the mean negative log likelihood, or infinity if a float cannot hold the result."""
     mean = math.fsum(nll) / len(nll)
-    return math.exp(mean) if mean < 700 else math.inf
+    return exponential(mean) if mean < 700 else math.inf

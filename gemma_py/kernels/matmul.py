@@ -52,7 +52,6 @@ from gemma_py.kernels.simd.vectors import (
     load,
     load_scalar,
     mul,
-    prefetch,
     shift_left,
     splat,
     store,
@@ -71,8 +70,6 @@ FEW_ROWS = 16  # unpacking codes pays off only for more rows than this
 # How many rows one call of a matmul should compute. Tiles of 5 and of 6 rows divide a multiple of 30. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
-# How many bytes ahead to prefetch. The hardware prefetcher alone is not enough, because it stops at the end of a page.
-_AHEAD = 2048
 _SIGN_BITS, _LEAST_BYTE = 0x8080, np.int32(-128)
 
 
@@ -255,8 +252,6 @@ def _make_row_functions(quads: Any, width: int) -> Any:
 
     @force_inlined
     def load_run(w, at):
-        for line in range(_AHEAD, _AHEAD + 64 * (width + 1), 64):
-            prefetch(w.arena, at + line)
         return quads(w.arena, at, 0), quads(w.arena, at, 1), quads(w.arena, at, 2), quads(w.arena, at, 3)
 
     @force_inlined

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.errors import ContextError, InputError
+from gemma_py.formats.floats import bytes_for_digest
 from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config, Layer
 
@@ -61,10 +62,13 @@ def first_readable(layer: Layer, position: int) -> int:
 
 
 def digest(keys: np.ndarray, values: np.ndarray) -> str:
-    """Return the sha256 of the keys followed by the values, each as little-endian float32 [positions, G, E]."""
+    """Return the sha256 of the keys followed by the values, each as little-endian float32 [positions, G, E].
+
+    Every NaN counts as the NaN 0x7FC00000, because the sign of a NaN differs between processors.
+    """
     made = hashlib.sha256()
     for rows in (keys, values):
-        made.update(np.ascontiguousarray(rows, "<f4").tobytes())
+        made.update(bytes_for_digest(rows))
     return made.hexdigest()
 
 
