@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from tiny_checkpoints import Variant, _gemma3, _gemma3n, _vaultgemma
-from tiny_shapes import FULL, SLIDING, Config, Shapes, unused_kv
+from tiny_shapes import FULL, SLIDING, Config, Shapes, heads_of, unused_kv
 
 _MINUS_INFINITY: Shapes = {
     "audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()
@@ -129,6 +129,34 @@ def embedding_gemma2(types: list[str] = _MIXED, wide: int = 24, wide_kv: int = 1
     }  # fmt: skip
 
 
+def assistant(main: Variant, ordered: bool = False, **changes: Any) -> Variant:
+    """Return an assistant for a variant of Gemma 4, as current transformers writes it. ordered: whether it has clusters of
+    tokens.
+    """
+    of_main = main.config.get("text_config", main.config)
+    types = [SLIDING, SLIDING, FULL]
+    full, sliding = (heads_of(of_main, of_main["layer_types"].index(kind)) for kind in (FULL, SLIDING))
+    own = {"head_dim": full[2], "num_key_value_heads": full[1]}
+    text = _common("gemma4_text", types) | {
+        "vocab_size": of_main["vocab_size"], "hidden_size": 20, "num_attention_heads": of_main["num_attention_heads"],
+        "num_key_value_heads": sliding[1], "head_dim": sliding[2], "sliding_window": of_main["sliding_window"],
+        "rope_parameters": of_main.get("rope_parameters", _PROPORTIONAL_ROPES),
+        "per_layer_config": _of_full_layers(types, own), "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0, "num_kv_shared_layers": len(types), "use_double_wide_mlp": False,
+        "attention_k_eq_v": False, "enable_moe_block": False, "tie_word_embeddings": True, **changes,
+    }  # fmt: skip
+    D, B = text["hidden_size"], of_main["hidden_size"]
+    config = {
+        "model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"], "text_config": text,
+        "backbone_hidden_size": B, "use_ordered_embeddings": ordered, "num_centroids": 8,
+        "centroid_intermediate_top_k": 2, "tie_word_embeddings": True,
+    }  # fmt: skip
+    extra = {"pre_projection.weight": (D, 2 * B), "post_projection.weight": (B, D)}
+    if ordered:
+        extra["masked_embedding.centroids.weight"] = (8, D)
+    return Variant(config, prefix="model.", extra=extra, dtype=main.dtype)
+
+
 def wrapped(text: Config, **changes: Any) -> Variant:
     """Return a multimodal checkpoint with this text model and some tensors for images and sound."""
     outer, names, parts = {
@@ -180,6 +208,15 @@ VARIANTS = {
     "embeddinggemma2-large-epsilon": Variant(
         embedding_gemma2(num_key_value_heads=1, wide_kv=2, rms_norm_eps=0.05), prefix="", dense=(40,)),
 }  # fmt: skip
+
+# Assistants. The first word of a name is the main model's name in VARIANTS.
+ASSISTANTS = {
+    "gemma4-e2b": assistant(VARIANTS["gemma4-e2b"]),
+    "gemma4-e2b with clusters": assistant(VARIANTS["gemma4-e2b"], ordered=True),
+    "gemma4-dense": assistant(VARIANTS["gemma4-dense"]),
+    "gemma4-experts": assistant(VARIANTS["gemma4-experts"], hidden_size=24),
+    "gemma4-e4b-wrapped-old-config": assistant(VARIANTS["gemma4-e4b-wrapped-old-config"]),
+}
 
 
 # --- random shapes ----------------------------------------------------------------------------------------------------

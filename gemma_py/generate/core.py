@@ -14,7 +14,7 @@ import numpy as np
 
 from gemma_py.errors import InputError
 from gemma_py.generate.answer import AnswerStream, Constraint, Part, stop_strings
-from gemma_py.generate.draft_model import DraftSequence, ModelDrafter
+from gemma_py.generate.draft_model import GuessedSequence
 from gemma_py.generate.drafting import Draft, Lookup
 from gemma_py.generate.evidence import Evidence, asked_for
 from gemma_py.generate.options import Sampling, check_mode
@@ -129,9 +129,9 @@ class Generation:
         self.speculation = Speculation(drafter, pace, Draft(tuple(prediction[:1]), 1, True))
         self._evidence: Evidence | None = None
 
-    def use_draft_model(self, sequence: DraftSequence) -> None:
-        """Let the draft model guess tokens of the answer. sequence: the draft model's cache for the same sequence."""
-        self.speculation.use_model(ModelDrafter(sequence, self._pace, self.prompt, self._sampler))
+    def use_draft_model(self, sequence: GuessedSequence) -> None:
+        """Let the draft model guess tokens of the answer. sequence: what the draft model keeps of the same sequence."""
+        self.speculation.use_model(sequence.drafter(self._pace, self.prompt, self._sampler))
 
     def guess_chances(self) -> list[float]:
         """Draft guesses of the next tokens. Return the probabilities that the first holds, that the first two hold, and so

@@ -9,11 +9,14 @@ If a pass of the draft model fails, the answer continues without the draft model
 
 import time
 import warnings
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from gemma_py.errors import GemmaWarning, InputError
+from gemma_py.generate.drafting import DrafterOfModel
 from gemma_py.generate.sampling import Sampler
 from gemma_py.generate.speculation import MOST_GUESSES, Pace
 from gemma_py.progress import ReportProgress
@@ -29,34 +32,67 @@ from gemma_py.weights.store import packed_weights
 _PASS_SECONDS = 0.1
 _FEWEST_ROWS = 8
 _KEEP = MOST_GUESSES + 1  # the most tokens by which a cache is rewound, because these guesses were wrong
+CacheOf = Callable[[], Cache | None]
 _MOST_FAILURES = 2  # the number of failed passes in a row after which no answer uses the draft model
 
 
-class DraftModel:
-    """The draft model of an engine.
+class GuessingModel(ABC):
+    """A model that guesses tokens for the main model, on the main model's worker team.
 
-    share: the size of the draft model's weights, as a share of the main model's weights.
+    share: the size of the model's weights, as a share of the main model's weights.
     failures: the number of passes that failed.
     """
 
-    def __init__(self, checkpoint: Checkpoint, main: Runner, quant: str | None, progress: ReportProgress) -> None:
-        """main: the runner of the main model, whose worker team the draft model uses."""
-        self.checkpoint, self.config = checkpoint, checkpoint.config
-        program = link(checkpoint.family.program(self.config), packed_weights(checkpoint, quant, progress))
-        self.runner = Runner(program, self.config, main.shared, main.kv)
-        self.share = _weight_bytes(program.model.weights) / _weight_bytes(main.program.model.weights)
-        self._vocab_size = main.config.vocab_size
+    def __init__(self, checkpoint: Checkpoint, runner: Runner, main: Runner) -> None:
+        """runner: runs the passes of this model. main: runs those of the main model."""
+        self.checkpoint, self.runner = checkpoint, runner
+        self.share = _weight_bytes(runner.program.model.weights) / _weight_bytes(main.program.model.weights)
         self.failures = self._failures_in_a_row = 0
+
+    @abstractmethod
+    def sequence(self, cache: CacheOf) -> "GuessedSequence":
+        """Return what the model keeps of a sequence. cache: returns the main model's KV cache of the sequence."""
+
+    @abstractmethod
+    def cache_bytes(self, tokens: int) -> int:
+        """Return the size in bytes of the KV cache that the model needs for a sequence of `tokens` tokens."""
 
     @property
     def usable(self) -> bool:
         return self._failures_in_a_row < _MOST_FAILURES
 
+    def note_success(self) -> None:
+        self._failures_in_a_row = 0
+
+    def note_failure(self, error: Exception) -> None:
+        self.failures += 1
+        self._failures_in_a_row += 1
+        message = f"the draft model failed, and the answer continues without its guesses: {error}"
+        warnings.warn(message, GemmaWarning, stacklevel=2)
+
+
+class GuessedSequence(Protocol):
+    def drafter(self, pace: Pace, prompt: Sequence[int], sampler: Sampler) -> DrafterOfModel:
+        """Return the drafter of an answer to this prompt. sampler: chooses the tokens of the answer."""
+
+
+class DraftModel(GuessingModel):
+    """A smaller model of the same vocabulary, with KV caches of its own."""
+
+    def __init__(self, checkpoint: Checkpoint, main: Runner, quant: str | None, progress: ReportProgress) -> None:
+        """main: the runner of the main model, whose worker team the draft model uses."""
+        self.config = checkpoint.config
+        program = link(checkpoint.family.program(self.config), packed_weights(checkpoint, quant, progress))
+        super().__init__(checkpoint, Runner(program, self.config, main.shared, main.kv), main)
+        self._vocab_size = main.config.vocab_size
+
+    def sequence(self, cache: CacheOf) -> "DraftSequence":
+        return DraftSequence(self)
+
     def new_cache(self) -> Cache:
         return self.runner.cache(_KEEP)
 
     def cache_bytes(self, tokens: int) -> int:
-        """Return the size in bytes of a cache that holds `tokens` tokens."""
         return bytes_needed(self.config, self.runner.kv, min(tokens, self.config.max_position_embeddings), CHUNK, _KEEP)
 
     def run(self, cache: Cache, tokens: list[int]) -> np.ndarray:
@@ -65,15 +101,9 @@ class DraftModel:
         If the draft model's output matrix has fewer rows, the missing logits are -inf.
         """
         logits = self.runner.run(cache, tokens, False)
-        self._failures_in_a_row = 0
+        self.note_success()
         missing = self._vocab_size - len(logits)
         return logits[: self._vocab_size] if missing <= 0 else np.append(logits, np.full(missing, -np.inf, np.float32))
-
-    def note_failure(self, error: Exception) -> None:
-        self.failures += 1
-        self._failures_in_a_row += 1
-        message = f"the draft model failed, and the answer continues without its guesses: {error}"
-        warnings.warn(message, GemmaWarning, stacklevel=2)
 
 
 def _weight_bytes(arrays: PackedArrays) -> int:
@@ -107,6 +137,9 @@ class DraftSequence:
     def __init__(self, model: DraftModel) -> None:
         self.model = model
         self.cache = model.new_cache()
+
+    def drafter(self, pace: Pace, prompt: Sequence[int], sampler: Sampler) -> "ModelDrafter":
+        return ModelDrafter(self, pace, prompt, sampler)
 
     def rewind(self, position: int) -> None:
         """Keep at most the first tokens, up to this position. If their KV rows are overwritten, keep no token."""

@@ -17,8 +17,9 @@ from gemma_py.formats.blocks import QUANTS
 from gemma_py.formats.floats import bytes_for_digest
 from gemma_py.generate import drafting, embedding, sampling
 from gemma_py.generate.answer import stop_strings
+from gemma_py.generate.assistant import Assistant
 from gemma_py.generate.core import Generation, Request, Token, check_ids, is_whole
-from gemma_py.generate.draft_model import DraftModel, DraftSequence, check_draft
+from gemma_py.generate.draft_model import DraftModel, GuessingModel, check_draft
 from gemma_py.generate.options import BASE_MODEL, GEMMA, OPTIONS, Sampling, asked, check_mode, recommended, with_options
 from gemma_py.generate.sampling import ROWS_AT_ONCE, log_probability
 from gemma_py.generate.session import Decoder, Session
@@ -74,12 +75,16 @@ class Engine:
             raise InputError(
                 f"deadline should be at most {_LONGEST_DEADLINE:g} seconds and above 0, found {deadline!r:.40}"
             )
+        if checkpoint.config.backbone_hidden_size:
+            raise InputError(
+                f"{checkpoint.path}: an assistant only guesses tokens for another model; give it as draft (--draft)"
+            )
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.quant = quant
         self.pace = Pace()
         self.speculate = "auto"  # the option of requests that do not set it
-        self.draft: DraftModel | None = None
+        self.draft: GuessingModel | None = None
         self._recommended: Sampling | None = None
         self._fingerprint: str | None = None
         self._identity: ModelIdentity | None = None
@@ -117,15 +122,16 @@ class Engine:
         return self.runner.kv
 
     def use_draft(self, checkpoint: Checkpoint, progress: ReportProgress = no_report) -> None:
-        """Let a smaller model of the same vocabulary guess tokens. This changes the speed of answers, but no token."""
+        """Let a smaller model of the same vocabulary, or an assistant, guess tokens. This changes the speed of answers, but
+        no token.
+        """
         embedding.check_generates(self)
         check_draft(checkpoint, self.tokenizer, self.config.vocab_size)
-        self.draft = DraftModel(checkpoint, self.runner, self.quant, progress)
+        if checkpoint.config.backbone_hidden_size:
+            self.draft = Assistant(checkpoint, self.checkpoint, self.runner, self.quant, progress)
+        else:
+            self.draft = DraftModel(checkpoint, self.runner, self.quant, progress)
         self.pace.draft_share = self.draft.share
-
-    def new_draft_sequence(self) -> DraftSequence | None:
-        """Return an empty sequence of the draft model, or None if the engine has no draft model."""
-        return None if self.draft is None else DraftSequence(self.draft)
 
     def reference_weights(self) -> Weights:
         """Read the checkpoint again, and return the weights for the reference implementation.
@@ -462,7 +468,7 @@ def load(
     start, which takes no disk space.
     speculate: "auto" or "off". With "auto", a pass also computes tokens that were guessed from earlier text, where that is
     expected to save time. This is the default of requests that do not choose.
-    draft: a smaller model with the vocabulary of this model, which then guesses tokens too.
+    draft: a smaller model with the vocabulary of this model, or an assistant of this model, which then guesses tokens too.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """

@@ -133,10 +133,10 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
 
     def _scheduled(self, request: Request, listener: Listener, ticket: Ticket) -> _Sequence:
         generation = self.engine.generation(request, least_tokens=0)
-        draft = self.engine.new_draft_sequence()
-        if draft is not None:
-            generation.use_draft_model(draft)
-        return _Sequence(generation, listener, ticket, self._kv_bytes(generation))
+        sequence = _Sequence(generation, listener, ticket, self._kv_bytes(generation))
+        if self.engine.draft is not None:
+            generation.use_draft_model(self.engine.draft.sequence(lambda: sequence.cache))
+        return sequence
 
     def _kv_bytes(self, generation: Generation) -> int:
         """Return the size of the KV cache for the prompt and the longest possible answer."""

@@ -21,7 +21,7 @@ class Session:
     def __init__(self, engine: "Engine", keep: int = 0) -> None:
         self.engine = engine
         self._cache = engine.runner.cache(whole("keep", keep))
-        self._draft = engine.new_draft_sequence()
+        self._draft = None if engine.draft is None else engine.draft.sequence(lambda: self._cache)
 
     @property
     def ids(self) -> list[int]:

@@ -91,6 +91,8 @@ class Config:
     altup_correct_scale: bool = True
     laurel_rank: int = 0  # R, the rank of the product of LAuReL's two matrices
     embedding: EmbeddingHead | None = None  # None for a model that generates text
+    # The hidden size of the main model for which an assistant guesses tokens; 0 for every other model.
+    backbone_hidden_size: int = 0
 
     @property
     def attention_scale(self) -> float:

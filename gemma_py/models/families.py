@@ -5,12 +5,12 @@ from typing import Any
 
 from gemma_py.errors import ConfigError, UnsupportedError
 from gemma_py.formats.tensor import StoredTensor
-from gemma_py.models import embedding_gemma2, gemma, gemma3n, gemma4
+from gemma_py.models import embedding_gemma2, gemma, gemma3n, gemma4, gemma4_assistant
 from gemma_py.models.config import Config
 from gemma_py.models.family import Family, ModelDescription, dense_shapes
 from gemma_py.models.fields import Fields
 
-FAMILIES = (gemma.FAMILY, gemma3n.FAMILY, gemma4.FAMILY, embedding_gemma2.FAMILY)
+FAMILIES = (gemma.FAMILY, gemma3n.FAMILY, gemma4.FAMILY, embedding_gemma2.FAMILY, gemma4_assistant.FAMILY)
 _LATER = ("t5gemma",)
 _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
@@ -31,6 +31,8 @@ def config_from_hf(document: Any, where: str, generation: Any = None, dense: Sha
     outer = Fields(where, document)
     fields = outer.table("text_config") or outer
     written = fields.text("model_type", outer.text("model_type", ""))
+    if outer.text("model_type", "") in gemma4_assistant.FAMILY.model_types:  # whose text_config is that of Gemma 4
+        written = outer.text("model_type")
     if written not in _BY_MODEL_TYPE:
         what = "is not supported yet" if written in _LATER else "is not a Gemma model"
         known = ", ".join(_BY_MODEL_TYPE)

@@ -263,7 +263,7 @@ def _experts(p: Program, number: int, rows: int) -> None:
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
-_DEFAULT_ROPES = {FULL: Rope(1_000_000.0, share=0.25), SLIDING: Rope(10_000.0)}
+DEFAULT_ROPES = {FULL: Rope(1_000_000.0, share=0.25), SLIDING: Rope(10_000.0)}
 _DEFAULTS = {
     "vocab_size": 262_144,
     "num_hidden_layers": 30,
@@ -291,7 +291,7 @@ def config_from_hf(description: ModelDescription) -> Config:
     )
     global_heads = fields.integer("num_global_key_value_heads", usual[0]) if k_eq_v else usual[0]
     shapes = head_shapes(fields, types, usual, (global_heads, fields.integer("global_head_dim", 512)))
-    ropes = ropes_by_type(fields, _DEFAULT_ROPES)
+    ropes = ropes_by_type(fields, DEFAULT_ROPES)
     sources = kv_sources(fields, "num_kv_shared_layers", types)
     wide = 2 if fields.flag("use_double_wide_mlp", False) else 1
     layers = tuple(
@@ -427,7 +427,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
     sources = kv_sources(fields, "attention.shared_kv_layers", types)
     widths = {FULL: head_width(fields, ""), SLIDING: head_width(fields, "_swa")}
     ropes = {
-        FULL: Rope(fields.number("rope.freq_base", 1e6), share=_rope_share(description, widths[FULL])),
+        FULL: Rope(fields.number("rope.freq_base", 1e6), share=rope_share(description, widths[FULL])),
         SLIDING: Rope(fields.number("rope.freq_base_swa", 1e4)),
     }
     heads = fields.integers("attention.head_count", count)
@@ -468,7 +468,7 @@ def head_width(fields: Fields, suffix: str) -> int:
     return width
 
 
-def _rope_share(description: ModelDescription, width: int) -> float:
+def rope_share(description: ModelDescription, width: int) -> float:
     """Return the share of a head's width that full layers rotate.
 
     The file has a divisor of the rope frequency for each pair of elements. Pairs that are rotated come first and have the

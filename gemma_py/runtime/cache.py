@@ -108,6 +108,13 @@ class Rows(NamedTuple):
         return self.keys.shape[1]
 
 
+class HiddenStates(NamedTuple):
+    """Hidden states after the final norm, from which logits are computed. first: the position of the first row."""
+
+    first: int
+    rows: np.ndarray  # f32 [positions, D]
+
+
 class Cache:
     """The KV cache of one sequence.
 
@@ -132,6 +139,7 @@ class Cache:
         # could leave addresses of arrays that no longer exist.
         self._allocation = layers, np.zeros((len(layers), 3), np.int64)
         self.abandoned = False
+        self.hidden: HiddenStates | None = None  # of the last pass, if the runner keeps them
 
     @property
     def layers(self) -> list[Rows]:
@@ -324,6 +332,11 @@ class Cache:
                 f"the keys and values of layer {number} should be {np.dtype(self.dtype)} [{G}, {least} to {position}, {E}], "
                 f"found {' and '.join(f'{dtype} {list(shape)}' for dtype, shape in found)}"
             )
+
+    def last_hidden(self) -> np.ndarray | None:
+        """Return the hidden state [D] of the last token, or None if the last pass did not compute its logits."""
+        at = -1 if self.hidden is None else self.position - 1 - self.hidden.first
+        return self.hidden.rows[at] if self.hidden is not None and 0 <= at < len(self.hidden.rows) else None
 
     def addresses(self) -> np.ndarray:
         """Return int64 [kv layers, 3]: for each layer, the address of the keys, the address of the values, and the

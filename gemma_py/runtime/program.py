@@ -1,6 +1,6 @@
 """The linker, which turns a program and packed weights into the integer tables that the forward pass interprets."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from gemma_py.models.program import (
     Program,
 )
 from gemma_py.weights.pack import CODES, INPUTS, KIND, ROWS, PackedArrays, PackedWeights
-from gemma_py.weights.tensors import GatheredTable
+from gemma_py.weights.tensors import RowTable
 
 # Columns of the table `ops`, which has one row per operation. These columns describe the operation's phase:
 #   LAYER, LABEL: the layer number and the index of the name.  NEXT: the index of the next phase's first operation.
@@ -75,7 +75,7 @@ class Gather(NamedTuple):
     offset: the buffer's entry in `ModelTables.offsets`. width: the width of a row.
     """
 
-    table: GatheredTable
+    table: RowTable
     offset: int
     width: int
 
@@ -94,6 +94,9 @@ class LinkedProgram:
     layers: int  # the number of layers plus one, because errors and traces count the head as a layer
     outputs: int  # the width of a row of logits, or of an embedding
     phases: int  # the number of phases, each of which has one tile counter
+    buffers: Mapping[str, tuple[int, int]]  # the entry in `ModelTables.offsets` and the largest width of each buffer
+    hidden: str  # the buffer from which the logits are computed
+    stores: bool  # whether a pass stores KV rows
 
     @property
     def store_label(self) -> int:
@@ -144,7 +147,10 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
         for tensor, target in program.gathers
     )
     outputs, phases = program.widths[LOGITS], int(table[:, COUNTER].max()) + 1
-    return LinkedProgram(model, sizes, gathers, labels, layers, outputs, phases)
+    places = {name: (offsets[buffers[name]], program.widths[name]) for name in names}
+    hidden = next((op.source for op in ops if op.target == LOGITS), "")
+    stores = any(op.kind == STORE for op in ops)
+    return LinkedProgram(model, sizes, gathers, labels, layers, outputs, phases, places, hidden, stores)
 
 
 def _widest(table: np.ndarray, matrices: np.ndarray) -> tuple[int, int, int, int, int, int]:

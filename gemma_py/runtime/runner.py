@@ -13,8 +13,8 @@ from gemma_py.kernels.attention_layout import LANES
 from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config
 from gemma_py.models.program import ALL, WANTED
-from gemma_py.runtime.batch import Batch, Scratch, new_scratch
-from gemma_py.runtime.cache import Cache, check_context
+from gemma_py.runtime.batch import ORIGIN, Batch, Scratch, new_scratch
+from gemma_py.runtime.cache import Cache, HiddenStates, check_context
 from gemma_py.runtime.compiling import mark_compiled
 from gemma_py.runtime.forward import forward
 from gemma_py.runtime.instruments import Instruments
@@ -55,6 +55,9 @@ class Runner:
         self.program, self.config, self.shared, self.kv = program, config, shared, kv
         self.instruments = Instruments()
         self._scratch: Scratch | None = None
+        # The name of the buffer whose rows are kept after a pass, for the tokens whose logits are returned; "" for none.
+        self.kept = ""
+        self.kept_rows = np.empty((0, 0), np.float32)  # of the last pass, [tokens whose logits are returned, width]
         # The number of rows and of workers for which the scratch memory has room.
         self._rows = self._workers = 0
         self._compile()
@@ -123,6 +126,8 @@ class Runner:
         scratch, program = self._scratch_for(T, keys), self.program
         logits = np.empty((wanted, program.outputs), np.float32)
         batch = _batch(inputs, logits.reshape(-1))
+        if not program.stores:  # a query sees the KV rows before its own position
+            batch.segments[:, :, ORIGIN] -= 1
         for table, offset, width in program.gathers:
             table.gather(batch.tokens, scratch.floats[offset * T : (offset + width) * T].reshape(T, width))
         trace = NO_TRACE
@@ -138,15 +143,21 @@ class Runner:
         except BaseException:
             if not self.team.settled:
                 self._scratch = None  # a stalled worker may still write to the scratch memory
-                for entry in inputs:
+                for entry in inputs if program.stores else ():
                     entry.cache.abandon()
             raise
         if self.instruments.traces is not None:
             self.instruments.traces.append(trace)
+        if self.kept:
+            offset, width = program.buffers[self.kept]
+            self.kept_rows = scratch.floats[offset * T : offset * T + wanted * width].reshape(wanted, width).copy()
         parts, first = [], 0
         for cache, tokens, rows, guesses in inputs:
-            known = len(tokens) - guesses
-            cache.commit(tokens[:known], tokens[known:])
+            known, end = len(tokens) - guesses, cache.position + len(tokens)
+            if program.stores:
+                cache.commit(tokens[:known], tokens[known:])
+            if program.stores and self.kept:
+                cache.hidden = HiddenStates(end - rows, self.kept_rows[first : first + rows])
             parts.append(logits[first : first + rows])
             first += rows
         return parts

@@ -8,7 +8,7 @@ pages of the other matrices. The pages of an expert are read when the router fir
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,7 +16,15 @@ import numpy as np
 
 from gemma_py.formats.blocks import BF16, Minimum
 from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panel_count
-from gemma_py.weights.tensors import FloatMatrix, GatheredTable, Matrix, StoredMatrix, StoredWeights, matrices_of
+from gemma_py.weights.tensors import (
+    FloatMatrix,
+    GatheredTable,
+    Matrix,
+    RowTable,
+    StoredMatrix,
+    StoredWeights,
+    matrices_of,
+)
 
 # Columns of `PackedArrays.matrices`. ROWS and INPUTS are N and K of the shape [N, K], and AT is the index in the arena at
 # which the matrix begins. The columns from WIDTH on have the fields of `CodePanels`. They are 0 for float matrices.
@@ -50,7 +58,11 @@ class PackedWeights:
     arrays: PackedArrays
     matrices: Mapping[str, int]
     gains: Mapping[str, int]
-    tables: Mapping[str, GatheredTable]
+    tables: Mapping[str, RowTable]
+
+    def with_tables(self, tables: Mapping[str, RowTable]) -> "PackedWeights":
+        """Return these weights with more tables."""
+        return replace(self, tables={**self.tables, **tables})
 
 
 def matrix_bytes(arrays: PackedArrays, number: int) -> int:

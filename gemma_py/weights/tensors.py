@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import numpy as np
 
@@ -125,6 +125,13 @@ class StoredMatrix:
         return CodeMatrix(codes, block_scales, sub_scales, self.tensor.type.width, self.tensor.type.offset)
 
 
+class RowTable(Protocol):
+    """What a pass copies to a buffer before the kernel starts: a row for each token."""
+
+    def gather(self, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Write the row for ids[t] to rows[t].    ids: int64 [T], read   rows: f32 [T, K], written"""
+
+
 @dataclass(frozen=True)
 class GatheredTable:
     """A matrix that stays in the checkpoint's file. A pass reads only its tokens' rows, in the type of the file.
@@ -172,6 +179,8 @@ _OTHER_PARTS = ("vision_tower", "vision_model", "vision_embedder", "multi_modal_
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 # The names of an embedding model's dense layers begin with this; the tensors are in files of their own.
 DENSE = "dense."
+# Tensors of an assistant that are beside its text model, so that their names have no prefix.
+_OUTSIDE = ("pre_projection", "post_projection")
 
 
 @dataclass(frozen=True)
@@ -249,9 +258,10 @@ def hugging_face_source(
     names = {name: prefix + spec.hugging_face for name, spec in specs.items()}
     if HEAD in specs:
         names[HEAD] = by_own_name.get(specs[HEAD].hugging_face, specs[HEAD].hugging_face)
-    names |= {name: spec.hugging_face for name, spec in specs.items() if name.startswith(DENSE)}
+    names |= {name: spec.hugging_face for name, spec in specs.items() if name.startswith((DENSE, *_OUTSIDE))}
     fused = frozenset(name for name, spec in specs.items() if spec.part[1] > 1)
-    return Source(tensors, specs, names, True, tied, where, {prefix + name for name in unused}, fused)
+    unused = {*unused, *(prefix + name for name in unused)}
+    return Source(tensors, specs, names, True, tied, where, unused, fused)
 
 
 def _without_wrappers(name: str) -> str:

@@ -141,7 +141,7 @@ def test_control_mutants(
     def session(self: Session, *arguments: Any) -> None:
         honest_session(self, *arguments)
         assert self._draft is not None
-        self._draft.cache = self._cache
+        self._draft.cache = self._cache  # type: ignore[attr-defined]
 
     def guess(self: ModelDrafter, count: int) -> list[int]:
         if mutant == "one sampler position late":
@@ -336,7 +336,7 @@ def test_tokens_beyond_the_vocabulary_of_the_draft_model_are_not_computed(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gemma_py.load(checkpoints["gemma3"], threads=1, draft=checkpoints["gemma3"]) as engine:
-        assert engine.draft is not None
+        assert isinstance(engine.draft, DraftModel)
         engine.draft.config = replace(engine.draft.config, vocab_size=90)
         monkeypatch.setattr(engine, "pace", Eager(4))
         rows = rows_of(monkeypatch)

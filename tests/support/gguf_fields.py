@@ -13,6 +13,12 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
+def add_assistant(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Add the fields of an assistant that a Gemma 4 model does not have. config: the whole config.json"""
+    writer.add_embedding_length_out(config["backbone_hidden_size"])
+    writer.add_nextn_predict_layers(config["text_config"]["num_hidden_layers"])
+
+
 def architecture(c: dict[str, Any]) -> str:
     return "gemma-embedding" if c.get("use_bidirectional_attention") is True else ARCHITECTURES[c["model_type"]]
 

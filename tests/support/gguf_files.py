@@ -6,7 +6,7 @@ import gguf
 import gguf.quants
 import numpy as np
 import tiny_checkpoints as tiny
-from gguf_fields import add_fields, architecture, rope_divisors
+from gguf_fields import add_assistant, add_fields, architecture, rope_divisors
 
 from gemma_py.formats.blocks import TYPES
 
@@ -37,6 +37,7 @@ _FURTHER_PARTS = {
     "embedding_projection": "output", "ple.per_layer_model_projection": "per_layer_model_proj",
     "ple.per_layer_projection_norm": "per_layer_proj_norm", "ple_block.per_layer_input_gate": "inp_gate",
     "ple_block.per_layer_projection": "proj", "ple_block.post_per_layer_input_norm": "post_norm",
+    "pre_projection": "nextn.pre_projection", "post_projection": "nextn.post_projection",
 }  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def converted(variant: tiny.Variant, values: dict[str, np.ndarray], split_expert
     """Return the text tensors as llama.cpp's converter writes them, by Hugging Face name without the prefix."""
     c, made = tiny.text_config(variant), {}
     for full_name, table in values.items():
-        if full_name in variant.extra and not full_name.startswith(variant.prefix):
+        if full_name in variant.extra and not full_name.startswith((variant.prefix, "pre_pro", "post_pro")):
             continue
         name = "lm_head.weight" if full_name == variant.head else full_name.removeprefix(variant.prefix)
         if split_experts and name.endswith("experts.gate_up_proj"):
@@ -112,8 +113,11 @@ def write_model(
     """
     c = tiny.text_config(variant)
     family = architecture(c)
-    writer = gguf.GGUFWriter(str(path), family)
+    is_assistant = "backbone_hidden_size" in variant.config
+    writer = gguf.GGUFWriter(str(path), "gemma4-assistant" if is_assistant else family)
     add_fields(writer, c, variant.dense)
+    if is_assistant:
+        add_assistant(writer, variant.config)
     tensors = converted(variant, values or tiny.tensors(variant, seed), split_experts)
     tensors |= {f"dense_{n}.weight": layer for n, layer in enumerate(tiny.dense_layers(variant, seed), 2)}
     for number, (name, table) in enumerate(tensors.items()):

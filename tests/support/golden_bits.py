@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import assisted
 import numpy as np
 import tiny_checkpoints as tiny
 import tiny_families
@@ -49,6 +50,13 @@ def digests(checkpoints: dict[str, Path], scratch: Path) -> dict[str, str]:
             digest = hashlib.sha256(session.prefill(ids, all_logits=True).tobytes())
             digest.update("".join(session.kv_digest()).encode())
             made[name] = digest.hexdigest()
+    for name in tiny_families.ASSISTANTS:
+        draft = assisted.written(name, scratch / f"assistant of {name}")
+        with gemma_py.load(paths[assisted.main_of(name)], draft=draft) as engine:
+            session = engine.session()
+            session.prefill(list(range(40)))
+            made_by = assisted.steps(session, [3, 1, 4, 1])
+            made[f"assistant of {name}"] = hashlib.sha256(b"".join(rows.tobytes() for rows in made_by)).hexdigest()
     return made
 
 
