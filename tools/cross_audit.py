@@ -4,7 +4,7 @@
     python tools/cross_audit.py --receipts 12 --machines haswell generic
 
 Each machine code runs in its own process, and makes the same receipts: of float and quantised weights, with KV rows in
-bfloat16, penalties, a JSON schema and tool calls. Then each process audits the receipts of all others.
+bfloat16, penalties and a JSON schema. Then each process audits the receipts of all others.
 """
 
 import argparse
