@@ -1,4 +1,7 @@
-"""The synchronisation of the workers, explored by spin. Skipped if spin or a C compiler is not installed."""
+"""The synchronisation of 2 workers, explored by spin. Skipped if spin or a C compiler is not installed.
+
+tools/check_protocol.py explores 3 and 4 workers too, which takes minutes.
+"""
 
 import protocol
 import pytest
@@ -7,15 +10,9 @@ pytestmark = pytest.mark.skipif(bool(protocol.MISSING), reason=f"needs {' and '.
 
 
 @pytest.mark.parametrize("macros", protocol.SOUND)
-@pytest.mark.parametrize("workers", [2, 3])
-def test_the_protocol_has_no_error(workers: int, macros: str) -> None:
-    error, states = protocol.check(workers, macros)
+def test_the_protocol_has_no_error(macros: str) -> None:
+    error, states = protocol.check(2, macros)
     assert error == "" and states > 300
-
-
-@pytest.mark.parametrize("macros", protocol.SOUND_WITH_4)
-def test_four_workers_have_no_error(macros: str) -> None:
-    assert protocol.check(4, macros)[0] == ""
 
 
 @pytest.mark.parametrize("mutation", protocol.MUTATIONS)
