@@ -306,7 +306,11 @@ class Auditor:
         return Verdict(kind, message, found.stage, found.token, position, checked)
 
     def _fault(self, receipt: Receipt, found: _DiffersError) -> str:
-        """Compute the tokens before a difference in two other ways. Return how the results differ, or an empty string."""
+        """Compute the tokens before a difference twice again, the second time with other threads and one token in a pass.
+
+        If the results of this machine differ from each other, then the machine is at fault, and the return value says how
+        they differ. Otherwise, the return value is an empty string.
+        """
         end = len(receipt.prompt) + (len(receipt.answer) - 1 if found.token is None else found.token)
         ids = list(receipt.prompt + receipt.answer)[:end]
         before, results = self.engine.threads, [found.computed]

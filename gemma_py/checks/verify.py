@@ -279,7 +279,9 @@ def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | 
 
 
 def where_results_part(a: RunResult, b: RunResult, between: str, note: str = "") -> Difference:
-    """Return the first layer and row in which the results differ. Results without traces do not tell the phase.
+    """Return the first layer whose keys and values differ, and the first token whose logits or embedding differ.
+
+    Only traces would tell in which phase of the forward pass the difference arose.
 
     `Difference.layer` is an index into `Config.kv_owners`, the layers that store KV rows.
     """

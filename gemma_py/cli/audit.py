@@ -41,7 +41,8 @@ class _Loaded(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="a file with receipts")
-    # The last FILE is the MODEL if it names a model. argparse itself gives every argument to FILE.
+    # MODEL is declared for the help text only, because argparse gives every argument to FILE. After parsing, the last FILE is
+    # taken as MODEL if it names a model.
     parser.add_argument(
         "model",
         nargs="?",
