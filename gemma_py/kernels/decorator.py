@@ -7,6 +7,7 @@ change.
 
 import hashlib
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,22 @@ class _InnerDispatcher(_Dispatcher):
         raise TypeError(f"{self.py_func.__name__} can only be called by a kernel")
 
 
+_names: Counter[tuple[str, str]] = Counter()  # how many functions of a module have a name
+
+
+def _make_name_unique(function: Callable[..., Any]) -> None:
+    """Append a number to the name of a function if an earlier function of its module has the same name.
+
+    The symbol of a compiled function consists of this name and of a number that counts the functions which a process compiled.
+    Two processes compile the phases, so two closures of one name could get one symbol, and the linker would keep only one of
+    the two functions.
+    """
+    name = function.__module__, function.__qualname__
+    if _names[name]:
+        function.__qualname__ += f"_{_names[name]}"
+    _names[name] += 1
+
+
 def _compiled(
     kind: type[_Dispatcher],
     function: Callable[..., Any],
@@ -142,6 +159,7 @@ def _compiled(
 
     `no_cfunc_wrapper` leaves out an entry point for C, which nothing calls.
     """
+    _make_name_unique(function)
     options |= {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
     dispatcher = kind(function, targetoptions={**options, "no_cfunc_wrapper": True}, pipeline_class=compiler)
     if cached and CACHE is not None:

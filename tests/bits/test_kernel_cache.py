@@ -4,9 +4,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from repository import ROOT, child_environment
+
+from gemma_py.kernels.decorator import inlined
 
 # Calls a small kernel. Prints the result, and whether the kernel came from the disk.
 PROGRAM = """
@@ -118,3 +121,15 @@ def test_the_first_answer_waits_for_no_compiler() -> None:
         said[when] = done.stdout.split()
     assert said["first"][0] == "True" and int(said["first"][1]) >= 10
     assert said["later"][0] == "False"  # a negative control: otherwise, kernels are loaded when they are needed
+
+
+def test_functions_of_one_name_get_symbols_of_their_own() -> None:
+    def make(number: int) -> Any:
+        @inlined
+        def add(x: int) -> int:
+            return x + number
+
+        return add
+
+    first, second = make(1), make(2)
+    assert first.py_func.__qualname__ != second.py_func.__qualname__
