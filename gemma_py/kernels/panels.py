@@ -231,9 +231,9 @@ def sub_scale_bytes_of(w):
 
 @force_inlined
 def _group_scales(w, block_scales, at, group):
-    """Return the scales or the minimums of a group.
+    """Return the scales or the minimums of a group of inputs, for the 16 outputs of a panel.
 
-    at: index of the run's first sub-scale or sub-minimum
+    at: index of the first sub-scale or sub-minimum of the run    group: which group of the run, 0 or 1
     """
     return mul(block_scales, load_bytes(w.arena, at + group * COLUMNS)) if w.block > INPUT_BLOCK else block_scales
 

@@ -138,7 +138,7 @@ def write(p: Program) -> None:
 
 
 def embedding_head(p: Program) -> None:
-    """Append the mean over each text of the rows of buffer `n`, and the matrix products that follow the mean.
+    """Append to the program: one mean of the rows of buffer `n` for each text, and the matrix products that follow.
 
     EmbeddingGemma 2 is defined as the mean of projected hidden states. A projection is linear, so the projection of the
     mean equals the mean of the projections. This program projects the mean, because this takes one product for a text

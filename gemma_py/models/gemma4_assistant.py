@@ -1,14 +1,15 @@
 """Gemma 4's assistants: tensor names, the program of a step, and config readers for Hugging Face and GGUF.
 
 An assistant guesses tokens for the Gemma 4 model with which it was trained, the main model. It has a few layers, which
-compute only queries: they read the KV rows of the main model's last sliding and last full layer that store some. So an
-assistant is like more layers of the main model, and `joined` returns the config of both together.
+compute only queries. Of the main model's layers that store KV rows, they read the KV rows of the last sliding layer and of
+the last full layer. So an assistant is like more layers of the main model, and `joined` returns the config of both together.
 
-A step takes a token, and the hidden state of the token before, after the final norm. The first step of a pass of guesses
-takes the main model's hidden state, and later steps take what the step before returned. B is the main model's hidden size:
+A step takes a token, and the previous token's hidden state, which is the output of the final norm. To guess several tokens,
+the assistant runs several steps. The first step takes the main model's hidden state, and each later step takes the hidden
+state that the previous step returned. B is the main model's hidden size:
 
     x = pre_projection [embedding of the token in the main model * sqrt(B), hidden state]
-    x = the layers of x, with queries at the position of the pass's first token, which see the KV rows before this position
+    x = the layers of x, with queries at the position of the first step's token, which see the KV rows before this position
     y = RMSNorm(x);  logits = output matrix y;  the hidden state for the next step = post_projection y
 
 Assistants of small models (E2B, E4B) can restrict the logits to the tokens of a few clusters, which saves time. Here, the

@@ -445,7 +445,7 @@ class Program:
         return all(other.kind == op.kind and other.second == op.second and _independent(op, other) for other in others)
 
     def _write(self, target: str, width: int) -> None:
-        """Record that the current phase writes rows of this width to target. Older codes of target become invalid."""
+        """Record that the current phase writes rows of this width to target. Quantised copies of older rows become invalid."""
         self._widths_now[target] = width
         self.widths[target] = max(self.widths.get(target, 0), width)
         self._rows_now[target] = self._phase.rows

@@ -186,7 +186,7 @@ class Cache:
     def commit(self, tokens: list[int], guesses: Sequence[int] = ()) -> None:
         """Append tokens to the sequence, after a pass has written their KV rows in every layer.
 
-        guesses: the tokens of the pass that only `accept` commits.
+        guesses: the next tokens of the pass. They are not appended now, but `accept` may append the first of them later.
         """
         self._commit(tokens, list(guesses))
 

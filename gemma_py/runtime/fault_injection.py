@@ -36,8 +36,9 @@ class FaultPlan:
     place: the function of sync.py in which the fault occurs: "enter", "claim" (after a tile is claimed), "publish", "await",
         "barrier" (before the worker arrives), or "anywhere" for whichever is called first.
     omit: the synchronisation to leave out, so that a test can show that it is needed. "barrier": workers do not wait at
-        barriers. "order": rows are published without waiting for earlier rows. "await": attention does not wait for rows.
-        "ahead": attention does not wait for rows after the query's own position. "": nothing is left out.
+        barriers. "order": rows are published without waiting for earlier rows. "await": attention waits for no KV rows.
+        "ahead": attention waits for KV rows up to the query's own position, but not for the later KV rows that it needs where
+        it is bidirectional. "": nothing is left out.
     omit_layer, omit_phase: the layer and phase in which synchronisation is left out. ANY matches every layer or phase.
     """
 

@@ -36,8 +36,8 @@ class JsonConstraint:
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int, description: dict[str, Any]) -> None:
         self._matcher, self._vocab_size, self.description = matcher, vocab_size, description
-        # Bit masks of tokens, as far as they are computed: those that may come next, then those that may follow the first
-        # token of `forced`, then those that may follow the second token of `forced`, and so on.
+        # The bit masks computed so far, one for each coming position. The first mask has the tokens that may come next. Mask
+        # number i has the tokens that may follow the first i tokens of `forced`, about which the schema leaves no choice.
         self._masks: list[bytes] = []
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Make a constraint again from its description in a receipt."""
+"""Make the constraint of an answer again, such as its JSON schema, from the answer's receipt, so that an audit can check it."""
 
 import json
 from collections.abc import Callable, Mapping
