@@ -44,6 +44,9 @@ def document(name: str, layers: int | None) -> dict[str, Any]:
     made = _COMMON | config_document(name) | {"model_type": "gemma4_text"}
     made["vocab_size_per_layer_input"] = made["vocab_size"]
     types = made["layer_types"][:layers]
+    if "full_attention" not in types:
+        first = made["layer_types"].index("full_attention") + 1
+        raise SystemExit(f"--layers should be at least {first}, because llama.cpp needs a layer with full attention")
     return made | {"num_hidden_layers": len(types), "layer_types": types}
 
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gemma_py.cli.common import add_model, note_exceptions, print_json
+from gemma_py.cli.common import add_model, note_exceptions, print_json, signer_of
 from gemma_py.cli.loading import load_engine
 from gemma_py.cli.progress import ProgressBar
 from gemma_py.cli.serve import add_service, model_name, needs_extra
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         from gemma_py.server.openai.service import Service, new_scheduler
     except ModuleNotFoundError as error:
         raise needs_extra(error) from None
-    began = time.monotonic()
+    began, signer = time.monotonic(), signer_of(args)
     rows = batch.read_rows(args.source)
     with (
         batch.Output(args.output) as output,
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
             check_generates(engine)
         scheduler = new_scheduler(engine, args.parallel)
         try:
-            service = Service(engine, scheduler, args.name or model_name(args.model), args.template)
+            service = Service(engine, scheduler, args.name or model_name(args.model), args.template, signer)
             with ProgressBar("answering", wanted=not args.json) as progress:
                 counts = batch.run(
                     service, args.source, rows, output, lambda counts: show(progress, counts), args.receipt

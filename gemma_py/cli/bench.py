@@ -12,6 +12,9 @@ share of the memory limit can exceed 100% for a small model, because reading a p
 An embedding model has only the tests of prompts, each of which is a text in one pass.
 
 --shape NAME measures a model of the catalogue with random weights, without downloading the model.
+
+--speculate measures the continuations of recorded prompts with and without speculation instead: how many tokens a pass gives, how
+many guesses are accepted, tokens per second, and the median and the least of the ratios of the speeds. The answers are compared.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from typing import Any
 
 import gemma_py
 from gemma_py import machine
+from gemma_py.checks import speculation
 from gemma_py.checks.measure import Benchmark, BenchTest, report
 from gemma_py.checks.shapes import random_checkpoint
 from gemma_py.checks.verify import threads_text
@@ -39,6 +43,7 @@ from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.errors import InputError
 from gemma_py.generate.engine import Engine
 
+_SPECULATED_TOKENS = 128
 _TESTS = (BenchTest(True, 512), BenchTest(True, 2048), BenchTest(False, 64), BenchTest(False, 64, 2048))
 
 
@@ -67,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--type", default="q4_0", metavar="TYPE", help="the format of the matrices of --shape (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--speculate", action="store_true", help="measure recorded texts with and without speculation instead"
     )
     parser.add_argument("--csv", action="store_true", help="print comma-separated values instead of a table")
 
@@ -98,7 +106,36 @@ def open_engine(args: argparse.Namespace, threads: int, wanted: tuple[BenchTest,
     return Engine(random_checkpoint(args.shape, args.type, longest), threads, progress=LoadProgress())
 
 
+def measure_speculation(args: argparse.Namespace) -> None:
+    """Measure every recorded prompt, greedy and with random sampling, and print the figures."""
+    others = {"-p": args.p, "-d": args.d, "--profile": args.profile, "--shape": args.shape, "--csv": args.csv}
+    refused = [name for name, given in others.items() if given]
+    if refused or len(args.n or ()) > 1 or len(args.teams or ()) > 1 or args.n == (0,):
+        raise InputError(f"--speculate takes one number for -n and -t, and not {' or '.join(refused or others)}")
+    threads, tokens = (args.teams or (None,))[0], (args.n or (_SPECULATED_TOKENS,))[0]
+    cases = {
+        (name, temperature): speculation.Case(text, temperature, tokens, args.r)
+        for temperature in (0.0, 0.8)
+        for name, text in speculation.PROMPTS.items()
+    }
+    rows = []
+    with (
+        gemma_py.load(args.model, threads=threads, progress=LoadProgress()) as engine,
+        ProgressBar("measuring", wanted=not args.json) as progress,
+    ):
+        for number, ((name, temperature), case) in enumerate(cases.items()):
+            progress(f"{name}, temperature {temperature:g}", number / len(cases))
+            rows.append({"text": name, **speculation.measured(engine, case)})
+    if args.json:
+        print_json({"model": str(args.model), "texts": rows})
+    else:
+        print(markdown(("text", *speculation.HEADER), [[row["text"], *speculation.cells(row)] for row in rows]))
+
+
 def run(args: argparse.Namespace) -> None:
+    if args.speculate:
+        measure_speculation(args)
+        return
     wanted = tests(args)
     sizes: tuple[int, ...] = args.teams or (machine.threads(),)
     warn_of_threads(max(sizes))

@@ -17,11 +17,20 @@ from collections.abc import Callable
 
 from gemma_py.chat.conversation import AnswerStats, Conversation, TokenStream
 from gemma_py.cli.chat_commands import COMMANDS, arguments, run_command
-from gemma_py.cli.common import add_engine, add_model, note_exceptions, positive, read_standard_input
+from gemma_py.cli.common import (
+    add_engine,
+    add_model,
+    add_sign,
+    note_exceptions,
+    positive,
+    read_standard_input,
+    signer_of,
+)
 from gemma_py.cli.loading import load_engine
 from gemma_py.cli.sampling import add_sampling, add_speculate, sampling_options
 from gemma_py.cli.screen import PlainScreen, Screen, Stopped
 from gemma_py.errors import ContextError, GemmaError, InputError
+from gemma_py.receipts.envelope import Signer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-markdown", action="store_true", help="show answers as plain text, without rendering their Markdown"
     )
     add_sampling(parser)
+    add_sign(parser)
     add_speculate(parser)
     add_engine(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     screen = open_screen(args)
+    signer = signer_of(args)
     prompt = read_standard_input() if args.prompt == "-" else args.prompt
     screen.waiting("loading the model")
     with load_engine(args) as engine:
@@ -72,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
         conversation.logprobs = False
         screen.waiting("")
         note_exceptions(engine)
-        chat = Chat(conversation, screen)
+        chat = Chat(conversation, screen, signer)
         if prompt is not None:
             chat.answer(lambda: conversation.send(prompt))
         else:
@@ -93,8 +104,10 @@ def open_screen(args: argparse.Namespace) -> Screen:
 
 
 class Chat:
-    def __init__(self, conversation: Conversation, screen: Screen) -> None:
-        self.conversation, self.screen = conversation, screen
+    """A chat on a screen. signer: signs the receipts of /receipt; None to leave them unsigned."""
+
+    def __init__(self, conversation: Conversation, screen: Screen, signer: Signer | None = None) -> None:
+        self.conversation, self.screen, self.signer = conversation, screen, signer
         self.draft = ""
         self.over = False
         if screen.interactive:

@@ -176,7 +176,7 @@ def _receipt(chat: "Chat", name: str) -> None:
             receipt = chat.conversation.receipt(chat.watch("making the receipt", wanted))
         finally:
             chat.screen.waiting("")
-    write_receipt(path, receipt)
+    write_receipt(path, receipt, chat.signer)
     chat.screen.note(f"wrote {path}: gemma_py audit checks the last answer with it")
 
 

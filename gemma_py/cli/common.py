@@ -17,6 +17,7 @@ from gemma_py.paths import atomic_write
 
 if TYPE_CHECKING:
     from gemma_py.generate.engine import Engine
+    from gemma_py.receipts.envelope import Signer
     from gemma_py.receipts.receipt import Receipt
 
 T = TypeVar("T")
@@ -149,8 +150,7 @@ def parts(left_out: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in left_out.items())
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    add_quant(parser)
+def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
         type=_threads,
@@ -159,6 +159,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help=f"number of worker threads; the output has the same bits with any number (default: {_THREADS}, else the "
         "number of physical cores within the process's CPU affinity and quota)",
     )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    add_quant(parser)
+    add_threads(parser)
     parser.add_argument(
         "--context",
         type=positive,
@@ -173,6 +178,19 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sign(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sign", type=Path, metavar="KEY", help="sign receipts with the private key in this file, which keygen makes"
+    )
+
+
+def signer_of(args: argparse.Namespace) -> "Signer | None":
+    """Return the signer of the option --sign."""
+    from gemma_py.receipts.envelope import Signer  # imported here, because numpy would slow down --help
+
+    return None if args.sign is None else Signer.load(args.sign)
+
+
 def add_receipt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--receipt",
@@ -180,11 +198,15 @@ def add_receipt(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a receipt, with which anyone can check how the answer was made: gemma_py audit FILE",
     )
+    add_sign(parser)
 
 
-def write_receipt(path: Path, receipt: "Receipt") -> None:
+def write_receipt(path: Path, receipt: "Receipt", signer: "Signer | None") -> None:
+    from gemma_py.receipts.receipt import canonical  # imported here, because numpy would slow down --help
+
+    document = receipt.document() if signer is None else signer.envelope(receipt).document()
     with atomic_write(path) as file:
-        file.write(receipt.to_bytes() + b"\n")
+        file.write(canonical(document) + b"\n")
 
 
 def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:

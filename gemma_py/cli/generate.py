@@ -22,6 +22,7 @@ from gemma_py.cli.common import (
     positive,
     print_json,
     read_input,
+    signer_of,
     write_receipt,
 )
 from gemma_py.cli.loading import load_engine
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    signer = signer_of(args)
     if args.receipt is not None:
         check_writable(args.receipt)
     with load_engine(args) as engine:
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
             if not args.json:
                 print(token.text, end="", flush=True)
         if tokens[-1].receipt is not None:
-            write_receipt(args.receipt, tokens[-1].receipt)
+            write_receipt(args.receipt, tokens[-1].receipt, signer)
         if not args.json:
             print()
             return

@@ -17,7 +17,8 @@ from gemma_py.errors import GemmaError
 
 GOOD, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _COMMANDS = (
-    "chat", "generate", "serve", "batch", "embed", "score", "bench", "sweep", "inspect", "verify", "models", "cache",
+    "chat", "generate", "serve", "batch", "embed", "score", "bench", "sweep", "inspect", "verify", "audit", "keygen", "models",
+    "cache",
 )  # fmt: skip
 
 
@@ -64,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(getattr(args, "threads", None), int):
             warn_of_threads(args.threads)
         with shown_warnings():
-            args.run(args)
+            code: int | None = args.run(args)
         sys.stdout.flush()
-        return GOOD
+        return GOOD if code is None else code
     except GemmaError as error:
         message = str(error)
     except BrokenPipeError:

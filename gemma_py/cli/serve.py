@@ -18,7 +18,7 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from gemma_py.cli.common import add_engine, add_model, natural, note_exceptions, notify, positive
+from gemma_py.cli.common import add_engine, add_model, add_sign, natural, note_exceptions, notify, positive, signer_of
 from gemma_py.cli.loading import load_engine
 from gemma_py.cli.sampling import add_speculate
 from gemma_py.errors import InputError
@@ -116,6 +116,7 @@ def add_service(parser: argparse.ArgumentParser) -> None:
         metavar="FORM",
         help="the chat template: gemma, gemma4, transcript, or a Jinja file (default: the checkpoint's own)",
     )
+    add_sign(parser)
     add_speculate(parser)
     add_engine(parser)
 
@@ -135,6 +136,7 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(
             f"other machines can connect to {args.host}: give --api-key-file FILE, or --open to serve without an API key"
         )
+    signer = signer_of(args)
     with (
         # The port is bound before the model is loaded, so that a port in use is reported early.
         bind(args.host, args.port) as listening,
@@ -144,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
         url = address(listening)
         scheduler = new_scheduler(engine, args.parallel, args.queue)
         try:
-            service = Service(engine, scheduler, args.name or model_name(args.model), args.template)
+            service = Service(engine, scheduler, args.name or model_name(args.model), args.template, signer)
             service.prepare()
             app = App(service, args.parallel + args.queue)
 

@@ -18,13 +18,15 @@ from repository import TINY
 import gemma_py
 from gemma_py import machine
 from gemma_py.catalog import catalogue
-from gemma_py.checks import limits, measure, shapes, sweep
+from gemma_py.checks import limits, measure, shapes, speculation, sweep
 from gemma_py.checks.cost import BYTES, FLOP, _keys, run_cost
 from gemma_py.checks.measure import GROUPS, BenchRow, BenchTest
 from gemma_py.checks.verify import RunResult
 from gemma_py.errors import ContextError, InputError
 from gemma_py.formats.blocks import TYPES
 from gemma_py.formats.tensor import StoredTensor
+from gemma_py.generate.session import Session
+from gemma_py.generate.speculation import Pace
 from gemma_py.kernels import peak as kernels
 from gemma_py.models.families import config_from_hf
 from gemma_py.models.program import MATMUL
@@ -180,12 +182,34 @@ def test_default_tests(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["-p", "5000"], 1), (["-p", 10, "-d", 4090], 1), (["-p", 0, "-n", 0], 1), (["-p", "x"], 2), (["-t", "0"], 2),
         (["-r", 0], 2), (["--shape", "tiny-gemma4"], 1), (["--shape", "tiny-gemma3", "--type", "q9"], 1),
-        (["--shape", "tiny-gemma3", "--type", "q4_k"], 1),
+        (["--shape", "tiny-gemma3", "--type", "q4_k"], 1), (["--speculate", "-p", "5"], 1),
+        (["--speculate", "-n", "5,6"], 1), (["--speculate", "--profile"], 1), (["--speculate", "-n", "0"], 1),
     ],
 )  # fmt: skip
 def test_bench_refuses(run: Run, arguments: list[object], code: int) -> None:
     got, out, err = run("bench", TINY, *arguments)
     assert (got, out, err.count("\n")) == (code, "", 1)
+
+
+def test_bench_of_speculation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "PROMPTS", {"a": "one two one two one two", "b": "three"})
+    options = ("--speculate", "-n", 12, "-r", 2, "-t", 1)
+    code, out, _ = run("bench", TINY, *options, "--json")
+    texts = json.loads(out)["texts"]
+    assert code == 0
+    assert [(row["text"], row["temperature"]) for row in texts] == [("a", 0), ("b", 0), ("a", 0.8), ("b", 0.8)]
+    for row in texts:
+        assert row["tokens"] == 24 and row["accepted"] <= row["guessed"]
+        assert 1 <= row["tokens_a_pass"] <= 11 and row["least"] <= row["speed"]
+    code, out, _ = run("bench", TINY, *options)
+    assert (code, len(out.splitlines())) == (0, 6)
+    assert all(f" {word} " in out for word in ("off t/s", "auto t/s", "tokens a pass", "accepted"))
+
+    # The control: speculation changes an answer.
+    monkeypatch.setattr(Pace, "allot", lambda self, chances, rows, least=0.0, drafting=(): [min(4, len(chances[0]))])
+    monkeypatch.setattr(Session, "accept", lambda self, ids: self.prefill([(ids[0] + 1) % 1000]))
+    code, _, err = run("bench", TINY, *options)
+    assert code == 1 and "speculation changed an answer" in err
 
 
 def test_ctrl_c_keeps_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

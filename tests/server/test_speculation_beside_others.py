@@ -18,7 +18,6 @@ import gemma_py
 from gemma_py.errors import ComputationError
 from gemma_py.generate import scheduler as schedulers
 from gemma_py.generate.core import Generation, Request
-from gemma_py.generate.drafting import Draft
 from gemma_py.generate.events import Finished
 from gemma_py.generate.scheduler import Scheduler
 from gemma_py.runtime.fault_injection import FaultPlan
@@ -217,25 +216,12 @@ def test_responses_do_not_depend_on_speculation(server: Running, monkeypatch: py
     assert re.search(r"gemma_py_guessed_tokens_total [1-9]", metrics)
 
 
-class _Nothing:
-    """A drafter without guesses."""
-
-    def __init__(self, prompt: Any, prediction: Any) -> None: ...
-
-    def extend(self, tokens: Any) -> None: ...
-
-    def propose(self, k: int, ahead: Any = ()) -> Draft:
-        return Draft()
-
-
-def test_tokens_that_a_grammar_forces_are_guessed_and_accepted(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gemma_py.generate.core.Lookup", _Nothing)
+def test_tokens_that_a_grammar_forces_are_guessed_and_accepted(server: Running) -> None:
     for path, body in (BODIES[0], BODIES[1], BODIES[3]):
         want = response(server, path, body, speculate="off")
         before = server.scheduler.stats()
-        assert response(server, path, body) == want
+        with drafting("none", {}, server.app.service.engine.config.vocab_size):
+            assert response(server, path, body) == want
         after = server.scheduler.stats()
         guessed, accepted = after.guessed_tokens - before.guessed_tokens, after.accepted_tokens - before.accepted_tokens
         # The guess of a token that ends an answer is never accepted, because no token follows.

@@ -40,6 +40,15 @@ class Eager(Pace):
         return [min(self.most, len(each)) for each in chances]
 
 
+class Nothing:
+    """A drafter without guesses."""
+
+    def extend(self, tokens: Sequence[int]) -> None: ...
+
+    def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
+        return Draft()
+
+
 class Known:
     """Guesses the true answer, changed by `change` at each position."""
 
@@ -75,6 +84,8 @@ def drafting(kind: str, answers: Answers, vocabulary: int) -> Iterator[None]:
     """Let every request have a drafter of this kind."""
 
     def made(prompt: Sequence[int], prediction: Sequence[int] = ()) -> Drafter:
+        if kind == "none":
+            return Nothing()
         if kind == "lookup":
             return Lookup(prompt, prediction)
         return Known(answers[tuple(prompt)], changes(vocabulary)[kind])

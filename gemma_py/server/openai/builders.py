@@ -83,7 +83,7 @@ class ResponseBuilder:
             if event.reason == "cancelled":
                 raise ApiError(503, "The server shut down before the response was complete.", None, "server_ending")
             choice.predicted = event.usage.predicted
-            choice.receipt = None if event.receipt is None else event.receipt().document()
+            choice.receipt = None if event.receipt is None else self.service.receipt_document(event.receipt())
             choice.finish_reason = event.reason
             yield from self._finished(index, choice)
         elif isinstance(event, Failed):

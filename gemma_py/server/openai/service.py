@@ -15,6 +15,8 @@ from gemma_py.generate.embedding_scheduler import EmbeddingScheduler
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.options import RANGES, Sampling
 from gemma_py.generate.scheduler import Scheduler
+from gemma_py.receipts.envelope import Signer
+from gemma_py.receipts.receipt import Receipt
 from gemma_py.server.openai.constraint import JsonConstraint, JsonConstraints
 from gemma_py.server.openai.errors import ApiError
 from gemma_py.server.openai.schemas import (
@@ -65,14 +67,24 @@ class Service:
     """Converts requests in OpenAI's format. Several threads can use it at once. model: the model's name in requests."""
 
     def __init__(
-        self, engine: Engine, scheduler: BaseScheduler[Any, Any], model: str, template: str | None = None
+        self,
+        engine: Engine,
+        scheduler: BaseScheduler[Any, Any],
+        model: str,
+        template: str | None = None,
+        signer: Signer | None = None,
     ) -> None:
-        self.engine, self.scheduler, self.model = engine, scheduler, model
+        """signer: signs all receipts; None to leave them unsigned."""
+        self.engine, self.scheduler, self.model, self.signer = engine, scheduler, model, signer
         self.tokenizer = engine.text_tokenizer()
         self.format: ChatFormat = engine.chat_format(engine.template(template))
         self.ends = engine.ends(self.template)
         self.created = int(time.time())
         self._constraints = JsonConstraints(self.tokenizer, engine.config.vocab_size, self.ends)
+
+    def receipt_document(self, receipt: Receipt) -> dict[str, Any]:
+        """Return a receipt as JSON: in-toto's statement, or if the server signs, the envelope of the statement."""
+        return receipt.document() if self.signer is None else self.signer.envelope(receipt).document()
 
     @property
     def template(self) -> Template:

@@ -1,0 +1,352 @@
+"""`audit` checks a receipt by computing the answer's logits again.
+
+    T tokens of the answer   V vocabulary   L layers that store KV rows
+
+The tokens of prompt and answer are known, so many of them share a pass, and an audit is faster than generating. A receipt
+is checked in the order of STAGES, and the first difference is reported. Of the answer, each token's logits and choice are
+checked before those of the next token.
+
+If something differs, the same tokens are computed again, one in a pass and with another number of threads. If the two
+computations differ from each other, this machine is at fault, and the audit says nothing about the receipt.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gemma_py import machine
+from gemma_py.checks.verify import compute, where_traces_part
+from gemma_py.errors import ContextError, FormatError, GemmaError, InputError
+from gemma_py.generate.answer import AnswerStream, Constraint
+from gemma_py.generate.core import Generation, Request
+from gemma_py.generate.engine import Engine
+from gemma_py.generate.evidence import kv_digests
+from gemma_py.generate.options import Sampling
+from gemma_py.receipts.receipt import FLOATS, RULES, Receipt, output_digests
+from gemma_py.receipts.row_digests import row_digest
+from gemma_py.runtime.cache import Cache
+from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
+from gemma_py.runtime.runner import CHUNK, SequenceInput
+from gemma_py.templates.notation import Marks
+
+STAGES = ("signature", "structure", "model", "text", "sampling", "logits", "choice", "finish", "kv")
+EQUAL, DIVERGED, OTHER_MODEL, UNKNOWN = "equal", "diverged", "other model", "unknown"
+MakeConstraint = Callable[[Mapping[str, Any]], Constraint]
+
+_MOST_LOGITS = 60 << 20  # bytes of logits of a pass, which are all that an audit holds at once
+_MOST_TOGETHER = 8  # receipts that share passes
+_UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
+
+
+class UndecidableError(GemmaError):
+    """The receipt depends on something that this program does not have, such as another version of a package."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an audit found.
+
+    kind: EQUAL, DIVERGED, OTHER_MODEL or UNKNOWN. stage: where the receipt first differs; None if it is equal.
+    token: the index in the answer of the first token that differs. position: its position in the sequence.
+    checked: the number of tokens of the answer that were found equal.
+    """
+
+    kind: str
+    message: str
+    stage: str | None = None
+    token: int | None = None
+    position: int | None = None
+    checked: int = 0
+
+
+class CheckedTokens(NamedTuple):
+    """Some more tokens of a receipt were found equal. texts: their texts."""
+
+    receipt: int
+    texts: tuple[str, ...]
+
+
+class Audited(NamedTuple):
+    """The last event of a receipt."""
+
+    receipt: int
+    verdict: Verdict
+
+
+class _DiffersError(Exception):
+    """The receipt differs from what was computed.
+
+    kind: see `Verdict`. token: the index of the token in the answer. computed: the digest of the logits, or the digests of
+    the KV rows, that were computed; None if the difference does not depend on them.
+    """
+
+    def __init__(
+        self, stage: str, message: str, token: int | None = None, computed: object = None, kind: str = DIVERGED
+    ) -> None:
+        self.stage, self.message, self.token, self.computed, self.kind = stage, message, token, computed, kind
+        super().__init__(message)
+
+
+class _Sequence:
+    """A receipt whose tokens are being computed.
+
+    done: the number of tokens of the answer that were found equal.
+    """
+
+    def __init__(self, number: int, receipt: Receipt, generation: Generation, cache: Cache) -> None:
+        self.number, self.receipt, self.generation, self.cache = number, receipt, generation, cache
+        self.ids = [*receipt.prompt, *receipt.answer[:-1]]
+        self.done = 0
+
+    @property
+    def unread(self) -> int:
+        """The number of tokens to compute of which no logits are needed."""
+        return max(0, len(self.receipt.prompt) - 1 - self.cache.position)
+
+    def part(self, tokens: int, rows: int) -> SequenceInput | None:
+        """Return the next tokens to compute, or None if the pass has no room for them.
+
+        tokens: the most tokens. rows: the most tokens whose logits are computed
+        """
+        count = min(self.unread or rows, tokens, len(self.ids) - self.cache.position)
+        if count < 1:
+            return None
+        part = self.ids[self.cache.position : self.cache.position + count]
+        return SequenceInput(self.cache, part, 0 if self.unread else count)
+
+
+class Auditor:
+    """Checks receipts with an engine, whose quant and kv must be those of the receipts.
+
+    make_constraint: makes a constraint from its description in a receipt. change_threads: whether a difference is computed
+    again with another number of threads too; a server does not change the threads of its running requests.
+    """
+
+    def __init__(self, engine: Engine, make_constraint: MakeConstraint, change_threads: bool = True) -> None:
+        self.engine, self._make_constraint, self._change_threads = engine, make_constraint, change_threads
+        self._rows = max(1, _MOST_LOGITS // (4 * engine.program.outputs))
+        free = machine.memory() or _UNKNOWN_MEMORY
+        self._kv_bytes = free // 3
+        self._prefixes = PrefixCache(engine.config, engine.kv_type, min(free // 6, _MOST_PREFIX_BYTES))
+
+    def audit(self, receipts: Sequence[Receipt]) -> Iterator[CheckedTokens | Audited]:
+        """Check receipts, and yield what was found. Each receipt has one Audited event."""
+        # Receipts with equal beginnings of their prompts follow each other, and the prefix cache has the beginning.
+        waiting = sorted(range(len(receipts)), key=lambda number: receipts[number].prompt, reverse=True)
+        running: list[_Sequence] = []
+        with ThreadPoolExecutor(max(1, self.engine.threads), "gemma_py-audit") as threads:
+            while waiting or running:
+                while waiting and self._has_room(running, receipts[waiting[-1]]):
+                    number = waiting.pop()
+                    try:
+                        running.append(self._begin(number, receipts[number]))
+                    except _DiffersError as found:
+                        yield Audited(number, self._verdict(receipts[number], found, 0))
+                    except ContextError as error:
+                        yield Audited(number, Verdict(DIVERGED, f"model: {error}", "model"))
+                    except (InputError, FormatError) as error:
+                        yield Audited(number, Verdict(DIVERGED, f"sampling: {error}", "sampling"))
+                    except UndecidableError as error:
+                        yield Audited(number, Verdict(UNKNOWN, str(error), "sampling"))
+                if running:
+                    yield from self._pass(running, threads)
+
+    def _has_room(self, running: Sequence[_Sequence], receipt: Receipt) -> bool:
+        sizes = [len(sequence.ids) for sequence in running] + [len(receipt.prompt) + len(receipt.answer)]
+        used = sum(self.engine.cache_bytes(size, BLOCK_TOKENS) for size in sizes)
+        if any(sequence.cache.position < _common_blocks(sequence.receipt, receipt) for sequence in running):
+            return False  # the beginning is being computed, and copying it from the prefix cache is faster
+        return not running or (len(running) < _MOST_TOGETHER and used <= self._kv_bytes)
+
+    # --- before the logits --------------------------------------------------------------------------------------------
+
+    def _begin(self, number: int, receipt: Receipt) -> _Sequence:
+        """Check everything that needs no logits of the answer."""
+        self._check_model(receipt)
+        self._check_text(receipt)
+        generation = self.engine.generation(self._request(receipt))
+        if generation.max_tokens != receipt.asked.max_tokens:
+            raise _DiffersError(
+                "model", f"the prompt and max_tokens need a larger context than {self.engine.context} tokens"
+            )
+        cache = self.engine.new_cache(BLOCK_TOKENS)
+        cache.prepare(len(receipt.prompt) + len(receipt.answer), CHUNK)
+        self._prefixes.restore(cache, list(receipt.prompt))
+        return _Sequence(number, receipt, generation, cache)
+
+    def _check_model(self, receipt: Receipt) -> None:
+        model, ours = receipt.model, self.engine.identity()
+        if receipt.rules != RULES:
+            message = f"the receipt was made by version {receipt.rules} of the rules, and this is version {RULES}"
+            raise _DiffersError("model", message, kind=UNKNOWN)
+        if model.files != ours.files:
+            raise _DiffersError(
+                "model", f"the receipt was made with other files than {self.engine.path}", kind=OTHER_MODEL
+            )
+        for name, theirs, here in (("quant", model.quant, ours.quant), ("kv", model.kv, ours.kv)):
+            if theirs != here:
+                message = f"the receipt was made with {name} = {theirs}, and the model is loaded with {here}"
+                raise _DiffersError("model", message, kind=OTHER_MODEL)
+        if model.fingerprint != ours.fingerprint:
+            raise _DiffersError("model", f"the fingerprint of the model is {ours.fingerprint}, not {model.fingerprint}")
+        if len(receipt.kv) != len(self.engine.config.kv_owners):
+            raise _DiffersError(
+                "model", f"the model has {len(self.engine.config.kv_owners)} layers with KV rows, not {len(receipt.kv)}"
+            )
+        vocabulary = self.engine.config.vocab_size
+        outside = [token for token in (*receipt.prompt, *receipt.answer) if token >= vocabulary]
+        if outside:
+            raise _DiffersError("model", f"token id {outside[0]} is outside the vocabulary of {vocabulary}")
+
+    def _check_text(self, receipt: Receipt) -> None:
+        asked = receipt.asked
+        if self.engine.tokenizer is None and asked.stop:
+            raise _DiffersError("text", "the receipt has stop strings, but the model has no tokenizer")
+        stream = AnswerStream(self.engine.tokenizer, asked.stop, asked.trim, _marks(receipt), receipt.prompt)
+        parts = [stream.push(token) for token in receipt.answer if token not in asked.ends]
+        parts.append(stream.finish())
+        calls = [(call.name, call.arguments) for part in parts for call in part.calls]
+        made = output_digests("".join(p.text for p in parts), "".join(p.reasoning or "" for p in parts), calls)
+        if made != receipt.outputs:
+            names = sorted(name for name in {*made, *receipt.outputs} if made.get(name) != receipt.outputs.get(name))
+            raise _DiffersError("text", f"the token ids give another {names[0]} than that of the receipt")
+
+    def _request(self, receipt: Receipt) -> Request:
+        asked = receipt.asked
+        given = asked.sampling
+        options: dict[str, Any] = {name: float(given[name]) for name in FLOATS}
+        bias = {int(token): float(value) for token, value in given["logit_bias"].items()}
+        seed = None if given["seed"] is None else int(given["seed"])
+        sampling = Sampling(**options, top_k=given["top_k"], logit_bias=bias, seed=seed)
+        constraint = None if asked.constraint is None else self._make_constraint(asked.constraint)
+        return Request(
+            receipt.prompt, asked.max_tokens, sampling, fit=True, stop=asked.stop, ends=frozenset(asked.ends),
+            trim=asked.trim, logprobs=False, constraint=constraint, marks=_marks(receipt), speculate="off",
+        )  # fmt: skip
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def _pass(self, running: list[_Sequence], threads: ThreadPoolExecutor) -> Iterator[CheckedTokens | Audited]:
+        """Compute one pass of the running receipts, and check the logits of the pass."""
+        sequences, inputs, tokens, rows = [], [], CHUNK, self._rows
+        for sequence in running:
+            part = sequence.part(tokens, rows)
+            if part is not None:
+                sequences.append(sequence)
+                inputs.append(part)
+                tokens, rows = tokens - len(part.tokens), rows - part.logits
+        begun = [sequence.cache.position for sequence in sequences]
+        results = self.engine.run_together(inputs)
+        for sequence, logits, first in zip(sequences, results, begun, strict=True):
+            self._prefixes.insert(sequence.cache, first)
+            try:
+                texts = self._check_rows(sequence, logits, threads)
+                if texts:
+                    yield CheckedTokens(sequence.number, texts)
+                if sequence.done < len(sequence.receipt.answer):
+                    continue
+                self._check_kv(sequence)
+                verdict = Verdict(EQUAL, "equal", checked=sequence.done)
+            except _DiffersError as found:
+                verdict = self._verdict(sequence.receipt, found, sequence.done)
+            except GemmaError as error:  # a constraint that does not allow the token, or logits with NaN
+                verdict = self._verdict(
+                    sequence.receipt, _DiffersError("choice", str(error), sequence.done), sequence.done
+                )
+            running.remove(sequence)
+            yield Audited(sequence.number, verdict)
+
+    def _check_rows(self, sequence: _Sequence, logits: np.ndarray, threads: ThreadPoolExecutor) -> tuple[str, ...]:
+        """Check logits and choices of the next tokens of the answer. Return the tokens' texts.
+
+        logits: [rows, V]
+        """
+        receipt, texts = sequence.receipt, []
+        for row, digest in zip(logits, threads.map(row_digest, logits), strict=True):
+            at = sequence.done
+            if digest != receipt.logits[at]:
+                raise _DiffersError("logits", "the logits differ", at, digest)
+            token = sequence.generation.next(row)
+            if token.id != receipt.answer[at]:
+                message = f"the logits and the sampling choose {token.id}, not {receipt.answer[at]}"
+                raise _DiffersError("choice", message, at, digest)
+            reason = receipt.finish_reason if at == len(receipt.answer) - 1 else None
+            if token.finish_reason != reason:
+                raise _DiffersError(
+                    "finish", f"the finish reason is {_word(token.finish_reason)}, not {_word(reason)}", at
+                )
+            sequence.done += 1
+            texts.append(token.text + (token.reasoning or ""))
+        return tuple(texts)
+
+    def _check_kv(self, sequence: _Sequence) -> None:
+        computed = kv_digests(sequence.cache.digest())
+        pairs = zip(computed, sequence.receipt.kv, strict=True)
+        layer = next((number for number, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        if layer is not None:
+            message = f"keys or values of layer {self.engine.config.kv_owners[layer]} differ"
+            raise _DiffersError("kv", message, computed=computed)
+
+    # --- differences --------------------------------------------------------------------------------------------------
+
+    def _verdict(self, receipt: Receipt, found: _DiffersError, checked: int) -> Verdict:
+        position = None if found.token is None else len(receipt.prompt) + found.token
+        where = "" if found.token is None else f" at token {found.token} (position {position})"
+        message = f"{found.stage}{where}: {found.message}"
+        kind = found.kind
+        if found.computed is not None:
+            fault = self._fault(receipt, found)
+            if fault:
+                kind, message = UNKNOWN, f"{message}; but {fault}"
+            else:
+                message += "; computed again token by token, the bits are those that were computed first"
+        return Verdict(kind, message, found.stage, found.token, position, checked)
+
+    def _fault(self, receipt: Receipt, found: _DiffersError) -> str:
+        """Compute the tokens before a difference in two other ways. Return how the results differ, or an empty string."""
+        end = len(receipt.prompt) + (len(receipt.answer) - 1 if found.token is None else found.token)
+        ids = list(receipt.prompt + receipt.answer)[:end]
+        before, results = self.engine.threads, [found.computed]
+        try:
+            for chunk, threads in ((CHUNK, before), (1, before + 1 if self._change_threads else before)):
+                if threads != self.engine.threads:
+                    self.engine.set_threads(threads)
+                session = self.engine.session()
+                digest = row_digest(session.prefill(ids, chunk))
+                results.append(kv_digests(session.kv_digest()) if found.token is None else digest)
+        finally:
+            if self.engine.threads != before:
+                self.engine.set_threads(before)
+        return "" if len(set(results)) == 1 else f"this machine disagrees with itself{self._where(ids)}"
+
+    def _where(self, ids: Sequence[int]) -> str:
+        """Return the layer and the phase in which two traced computations of the tokens differ, if they do again."""
+        poison = self.engine.instruments.poison
+        try:
+            runs = [compute(self.engine, ids, chunk, trace=True) for chunk in (64, 1)]
+        finally:
+            self.engine.instruments.poison = poison
+        difference = where_traces_part(runs[0], runs[1], "passes of 64 tokens and of 1 token")
+        return "" if difference is None else f": {difference}"
+
+
+def _common_blocks(a: Receipt, b: Receipt) -> int:
+    """Return how many tokens of the prompts can be copied from one to the other, which are whole blocks."""
+    size = min(len(a.prompt), len(b.prompt)) - 1
+    differ = np.flatnonzero(np.array(a.prompt[:size]) != np.array(b.prompt[:size]))
+    return (int(differ[0]) if len(differ) else size) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def _marks(receipt: Receipt) -> Marks | None:
+    given = receipt.asked.marks
+    if given is None:
+        return None
+    channel, call = (None if given[name] is None else (given[name][0], given[name][1]) for name in ("channel", "call"))
+    return Marks(channel, call, given["quote"])
+
+
+def _word(reason: str | None) -> str:
+    return "missing" if reason is None else repr(reason)

@@ -1,0 +1,192 @@
+"""Receipts that were tampered with: by hand at one place, or drawn at random."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gemma_py
+from gemma_py.checks.audit import EQUAL, Audited, Auditor, Verdict
+from gemma_py.errors import FormatError
+from gemma_py.generate.core import Request
+from gemma_py.receipts.receipt import Receipt, canonical, parse
+from gemma_py.server.openai.described_constraint import constraint_maker
+
+NO_END = {1: -100.0, 6: -100.0}
+
+
+def made(engine: gemma_py.Engine, prompt: str, count: int, **options: Any) -> Receipt:
+    """Generate an answer, and return its receipt."""
+    receipt = list(engine.generate(prompt, count, receipt=True, **options))[-1].receipt
+    assert receipt is not None
+    return receipt
+
+
+def varied_receipts(engine: gemma_py.Engine, count: int) -> list[Receipt]:
+    """Return receipts of answers with different prompts, lengths, samplings and stop strings."""
+    rng, found = random.Random(5), []
+    words = ["the", "list", "of", "a", "function", "is", "return", "value", "in", "None", "for", "if", "class", "def"]
+    for _ in range(count):
+        prompt = " ".join(rng.choice(words) for _ in range(rng.randrange(1, 30)))
+        options: dict[str, Any] = {}
+        if rng.random() < 0.7:
+            options = {"temperature": rng.choice([0.3, 1.0, 1.5]), "seed": rng.randrange(1 << 63),
+                       "top_k": rng.choice([0, 5, 40]), "top_p": rng.choice([0.8, 1.0]), "min_p": rng.choice([0.0, 0.05])}  # fmt: skip
+        if rng.random() < 0.3:
+            options |= {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5}
+        if rng.random() < 0.3:
+            options["logit_bias"] = NO_END | {rng.randrange(1536): 3.0}
+        if rng.random() < 0.3:
+            options["stop"] = [rng.choice("aeiou"), "=="]
+        found.append(made(engine, prompt, rng.randrange(1, 16), **options))
+    return found
+
+
+def verdicts(engine: gemma_py.Engine, receipts: list[Receipt]) -> list[Verdict]:
+    found: dict[int, Verdict] = {}
+    for event in Auditor(engine, constraint_maker(engine)).audit(receipts):
+        if isinstance(event, Audited):
+            assert event.receipt not in found
+            found[event.receipt] = event.verdict
+    return [found[number] for number in range(len(receipts))]
+
+
+# --- tampering by somebody who computes the Merkle root again -----------------------------------------------------------
+
+
+def with_asked(receipt: Receipt, **changes: Any) -> Receipt:
+    return dataclasses.replace(receipt, asked=dataclasses.replace(receipt.asked, **changes))
+
+
+def with_sampling(receipt: Receipt, **changes: Any) -> Receipt:
+    return with_asked(receipt, sampling={**receipt.asked.sampling, **changes})
+
+
+def with_entry(entries: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
+    return (*entries[:at], value, *entries[at + 1 :])
+
+
+def with_bit(digest: bytes, bit: int = 0) -> bytes:
+    return bytes([digest[0] ^ 1 << bit, *digest[1:]])
+
+
+def drawn_change(rng: random.Random, receipt: Receipt, other: Receipt) -> Receipt:
+    """Change one field, and compute the Merkle root again."""
+    at, size = rng.randrange(len(receipt.answer)), len(receipt.answer)
+    text = str(rng.choice([0.1, 0.5, 0.9]))
+    changes: list[Callable[[], Receipt]] = [
+        lambda: dataclasses.replace(receipt, prompt=with_entry(receipt.prompt, rng.randrange(len(receipt.prompt)), 9)),
+        lambda: dataclasses.replace(receipt, answer=with_entry(receipt.answer, at, rng.randrange(1536))),
+        lambda: dataclasses.replace(receipt, logits=with_entry(receipt.logits, at, with_bit(receipt.logits[at], at % 8))),
+        lambda: dataclasses.replace(receipt, kv=with_entry(receipt.kv, at % len(receipt.kv), b"0" * 12)),
+        lambda: dataclasses.replace(receipt, finish_reason="stop" if receipt.finish_reason == "length" else "length"),
+        lambda: dataclasses.replace(receipt, outputs=other.outputs),
+        lambda: dataclasses.replace(receipt, prompt=other.prompt),
+        lambda: dataclasses.replace(receipt, answer=receipt.answer[: at + 1], logits=receipt.logits[: at + 1]),
+        lambda: dataclasses.replace(receipt, asked=other.asked, answer=receipt.answer[: other.asked.max_tokens],
+                                    logits=receipt.logits[: other.asked.max_tokens]),
+        lambda: dataclasses.replace(other, asked=dataclasses.replace(other.asked, max_tokens=max(size, other.asked.max_tokens)),
+                                    answer=receipt.answer, logits=receipt.logits),
+        lambda: with_asked(receipt, max_tokens=size + rng.randrange(5)),
+        lambda: with_asked(receipt, stop=(*receipt.asked.stop, rng.choice("abcdefgh"))),
+        lambda: with_asked(receipt, ends=tuple(sorted({*receipt.asked.ends, rng.choice(receipt.answer)}))),
+        lambda: with_asked(receipt, trim=not receipt.asked.trim),
+        lambda: with_sampling(receipt, temperature="1.25", seed=str(rng.randrange(99))),
+        lambda: with_sampling(receipt, repetition_penalty=text),
+        lambda: with_sampling(receipt, presence_penalty=text),
+        lambda: with_sampling(receipt, logit_bias={str(rng.choice(receipt.answer)): "-5.0"}),
+    ]  # fmt: skip
+    if receipt.asked.sampling["seed"] is not None:
+        changes += [
+            lambda: with_sampling(receipt, seed=str(int(receipt.asked.sampling["seed"]) ^ 1 << rng.randrange(63))),
+            lambda: with_sampling(receipt, top_k=rng.randrange(9)),
+            lambda: with_sampling(receipt, top_p=text),
+            lambda: with_sampling(receipt, min_p=text),
+        ]
+    return rng.choice(changes)()
+
+
+def generated_anew(engine: gemma_py.Engine, receipt: Receipt) -> Receipt:
+    """Generate an answer to the receipt's request, and return its receipt."""
+    request: Request = Auditor(engine, constraint_maker(engine))._request(receipt)
+    generation, session = engine.generation(dataclasses.replace(request, receipt=True)), engine.session()
+    *_, last = generation.tokens(session.prefill(generation.prompt), session.decode, session.kv_digest)
+    assert last.receipt is not None
+    return last.receipt
+
+
+# --- tampering with the bytes -------------------------------------------------------------------------------------------
+
+
+def drawn_bytes(rng: random.Random, data: bytes, other: bytes) -> bytes:
+    """Change a bit, cut the file, exchange halves, exchange or repeat fields, or replace a value by a huge number."""
+    at = rng.randrange(len(data))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+    if kind == 1:
+        return data[:at]
+    if kind == 2:
+        return data[: len(data) // 2] + other[len(other) // 2 :]
+    document, others = json.loads(data), json.loads(other)
+    places = list(_places(document))
+    holder, name = rng.choice(places)
+    if kind == 3:
+        there = [at for at in _places(others) if at[1] == name]
+        holder[name] = there[0][0][name] if there else None
+    elif kind == 4:
+        holder[name] = rng.choice([10**400, -1, -(10**30), 1.5, "", None, [], {}, True, [[]] * 50])
+    else:
+        text = canonical({name: holder[name]})[1:-1] if isinstance(name, str) else b'"rules":1'
+        return data.replace(text, text + b"," + text, 1)
+    return json.dumps(document).encode()
+
+
+def _places(document: Any) -> Any:
+    """Yield (object or list, key) of each value."""
+    entries = (
+        document.items() if isinstance(document, Mapping) else enumerate(document) if isinstance(document, list) else ()
+    )
+    for name, inner in list(entries):
+        yield document, name
+        yield from _places(inner)
+
+
+def escaped(
+    engine: gemma_py.Engine, receipts: list[Receipt], count: int, seed: int
+) -> tuple[list[str], dict[str, int]]:
+    """Draw tamperings, half of the bytes and half with a new Merkle root. Return those that an audit did not find although
+    they changed what the receipt says, and how many were found in which stage.
+    """
+    rng, wrong, stages, waiting = random.Random(seed), list[str](), dict[str, int](), list[Receipt]()
+    for number in range(count):
+        receipt, other = rng.choice(receipts), rng.choice(receipts)
+        if number % 2:
+            waiting.append(drawn_change(rng, receipt, other))
+            continue
+        data = drawn_bytes(rng, receipt.to_bytes(), other.to_bytes())
+        try:
+            if parse(data, "drawn") not in (receipt, other):
+                wrong.append(f"the structure of {data!r}")
+            stages["unchanged"] = stages.get("unchanged", 0) + 1
+        except FormatError:
+            stages["structure"] = stages.get("structure", 0) + 1
+    for receipt in list(waiting):
+        try:
+            parse(receipt.to_bytes(), "drawn")
+        except FormatError:
+            stages["structure"] = stages.get("structure", 0) + 1
+            waiting.remove(receipt)
+    for receipt, verdict in zip(waiting, verdicts(engine, waiting), strict=True):
+        stage = verdict.stage or "true"
+        stages[stage] = stages.get(stage, 0) + 1
+        if verdict.kind == EQUAL and generated_anew(engine, receipt) != receipt:
+            wrong.append(f"{receipt}")
+    return wrong, stages
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path

@@ -1,0 +1,73 @@
+"""The verifier in docs/receipts.md, which is plain Python, agrees with the package about the structure of receipts."""
+
+import ast
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import receipt_tampering as tampering
+from pages import fences
+from repository import ROOT
+
+import gemma_py
+from gemma_py.errors import FormatError
+from gemma_py.receipts.receipt import Receipt, canonical, parse
+
+(SOURCE,) = fences((ROOT / "docs" / "receipts.md").read_text(), "python")
+
+
+@pytest.fixture(scope="module")
+def check() -> Callable[[str], str]:
+    names: dict[str, Any] = {"__name__": "verifier"}
+    exec(compile(SOURCE, "receipts.md", "exec"), names)
+    found: Callable[[str], str] = names["check"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def receipts(tiny_engine: gemma_py.Engine) -> list[Receipt]:
+    return tampering.varied_receipts(tiny_engine, 12)
+
+
+def test_the_verifier_is_short_and_needs_only_the_standard_library() -> None:
+    imported = [
+        alias.name for node in ast.walk(ast.parse(SOURCE)) if isinstance(node, ast.Import) for alias in node.names
+    ]
+    assert imported == ["hashlib", "json", "sys"]
+    assert sum(bool(line.strip()) for line in SOURCE.splitlines()) <= 60
+
+
+def test_the_verifier_runs_as_a_program(tmp_path: Path, receipts: list[Receipt]) -> None:
+    program = tampering.write(tmp_path / "verifier.py", SOURCE.encode())
+    file = tampering.write(tmp_path / "receipt.json", receipts[0].to_bytes() + b"\n")
+    command = [sys.executable, str(program), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{len(receipts[0].answer)} tokens after a prompt of {len(receipts[0].prompt)}\n"
+    file.write_bytes(receipts[0].to_bytes().replace(b'"stop":[', b'"stop":["x",', 1))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "AssertionError" in done.stderr
+
+
+def test_the_verifier_agrees_with_the_package(check: Callable[[str], str], receipts: list[Receipt]) -> None:
+    rng, refused = random.Random(4), 0
+    for receipt in receipts:
+        assert check(receipt.to_bytes().decode())
+        assert json.loads(receipt.to_bytes()) == receipt.document()
+        assert canonical(json.loads(receipt.to_bytes())) == receipt.to_bytes()
+    for _ in range(600):
+        data = tampering.drawn_bytes(rng, *(rng.choice(receipts).to_bytes() for _ in range(2)))
+        try:
+            parse(data, "drawn")
+            check(data.decode())
+        except FormatError:
+            refused += 1
+            with pytest.raises(
+                (AssertionError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
+            ):
+                check(data.decode())
+    assert 500 < refused < 600

@@ -1,0 +1,47 @@
+"""Draw tamperings of receipts, and count those that an audit does not find.
+
+    python tools/tamper_receipts.py                       # 10,000 tamperings, 1,000 untouched receipts
+    python tools/tamper_receipts.py --count 500 --untouched 50 --seed 3
+
+Half of the tamperings change the bytes of a receipt. The others change a field and compute the Merkle root again; if the
+result is a true receipt, because generating the answer anew gives it, the audit has to say so. The tiny model is used.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+import receipt_tampering as tampering
+from repository import TINY
+
+import gemma_py
+from gemma_py.checks.audit import EQUAL
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=10_000, help="tamperings")
+    parser.add_argument("--untouched", type=int, default=1_000, help="receipts that are audited as they are")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    began = time.monotonic()
+    with gemma_py.load(TINY) as engine:
+        receipts = tampering.varied_receipts(engine, args.untouched)
+        refused = [verdict.message for verdict in tampering.verdicts(engine, receipts) if verdict.kind != EQUAL]
+        print(f"{len(receipts)} untouched receipts, {len(refused)} of them refused", flush=True)
+        wrong, stages = tampering.escaped(engine, receipts[:100], args.count, args.seed)
+    print(f"{args.count} tamperings: " + ", ".join(f"{count} {stage}" for stage, count in sorted(stages.items())))
+    for escaped in wrong:
+        print("not found:", escaped)
+    print(json.dumps({"untouched": len(receipts), "refused": len(refused), "tamperings": args.count, "stages": stages,
+                      "not_found": len(wrong), "seconds": round(time.monotonic() - began, 1)}))  # fmt: skip
+    return 1 if wrong or refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
