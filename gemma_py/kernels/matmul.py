@@ -41,9 +41,8 @@ from gemma_py.kernels.simd.codes import words_xor
 from gemma_py.kernels.simd.dots import dot_pairs, dot_quads, load_splat_pair, load_splat_quad
 from gemma_py.kernels.simd.target import USES_VNNI, USES_ZMM
 from gemma_py.kernels.simd.tiles import (
+    add_byte_dots,
     add_dots,
-    add_high_byte_dots,
-    add_low_byte_dots,
     add_products,
     add_scaled,
     prefetch_totals,
@@ -253,14 +252,10 @@ def _make_quad_tile(R):
             else:
                 dots = start_dots(x.flip_sums, of_16, half, 1, CODE_PANELS)
             for h in range(halves):
-                dots = add_high_byte_dots(
-                    x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots
-                )
+                dots = add_byte_dots(1, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
             dots = shift_dots(dots)
             for h in range(halves):
-                dots = add_low_byte_dots(
-                    x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots
-                )
+                dots = add_byte_dots(0, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
             totals = add_scaled(x.scales, scales, block, unpacked.scales, weights_at, dots, totals)
             if w.minimums:
                 if halves == 2:

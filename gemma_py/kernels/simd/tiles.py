@@ -173,51 +173,44 @@ def start_dots(typing, sums, offsets, step, count, C):
     return result(sums, offsets, types.intp, count, C), codegen
 
 
-def _add_byte_dots(name, first_byte, flips):
-    def add_byte_dots(typing, planes, offsets, step, weights, at, stride, dots):
-        """Add the dot products of one byte of each of 16 inputs, and 16 C outputs, to dots[r, c]. Needs VNNI.
+@intrinsic(prefer_literal=True)
+def add_byte_dots(typing, high, planes, offsets, step, weights, at, stride, dots):
+    """Add the dot products of one byte of each of 16 inputs, and 16 C outputs, to dots[r, c]. Needs VNNI.
 
-        planes: for every four inputs, from planes[offsets[r] + step] on, four signed high bytes and four unsigned low bytes
-        weights: from weights[at + stride c] on, the signed bytes of 4 quads of 16 outputs
+    high: 1 for the inputs' high bytes, 0 for their low bytes
+    planes: for every four inputs, from planes[offsets[r] + step] on, four signed high bytes and four unsigned low bytes
+    weights: from weights[at + stride c] on, the signed bytes of 4 quads of 16 outputs
 
-        VNNI multiplies unsigned bytes with signed bytes. Therefore the high bytes are multiplied with the weights plus 128,
-        which are the weights with the sign bit flipped.
-        """
-        if not (is_flat(planes, types.int8) and is_flat(weights, types.int8)):
-            return None
+    VNNI multiplies unsigned bytes with signed bytes. Therefore the high bytes are multiplied with the weights plus 128,
+    which are the weights with the sign bit flipped.
+    """
+    if not (is_flat(planes, types.int8) and is_flat(weights, types.int8) and isinstance(high, types.IntegerLiteral)):
+        return None
+    flips = high.literal_value == 1
 
-        def codegen(context, builder, sig, args):
-            _, offsets, step, _, at, stride, dots = args
-            results, offsets = _tuple_values(builder, dots), _tuple_values(builder, offsets)
-            vectors = len(results) // len(offsets)
-            panels = [builder.add(at, builder.mul(stride, ir.Constant(at.type, c))) for c in range(vectors)]
-            sign_bits = ir.Constant(i32x16.llvm, [ir.Constant(I32, 0x80808080)] * 16)
-            for quad in range(4):
-                columns = []
-                for panel in panels:
-                    place = _add_constant(builder, panel, 64 * quad)
-                    column = load_value_at(context, builder, weights, args[3], place, i32x16.llvm, 1)
-                    columns.append(builder.xor(column, sign_bits) if flips else column)
-                for r, offset in enumerate(offsets):
-                    place = _add_constant(builder, builder.add(offset, step), 8 * quad + first_byte)
-                    code = load_value_at(context, builder, planes, args[0], place, I32, 4)
-                    code = splat_scalar(builder, code, i32x16.llvm)
-                    for c, column in enumerate(columns):
-                        factors = (column, code) if flips else (code, column)
-                        number = r * vectors + c
-                        results[number] = vnni_instruction(builder, "vpdpbusd", *factors, results[number])
-            return context.make_tuple(builder, sig.return_type, results)
+    def codegen(context, builder, sig, args):
+        _, _, offsets, step, _, at, stride, dots = args
+        results, offsets = _tuple_values(builder, dots), _tuple_values(builder, offsets)
+        vectors = len(results) // len(offsets)
+        panels = [builder.add(at, builder.mul(stride, ir.Constant(at.type, c))) for c in range(vectors)]
+        sign_bits = ir.Constant(i32x16.llvm, [ir.Constant(I32, 0x80808080)] * 16)
+        for quad in range(4):
+            columns = []
+            for panel in panels:
+                place = _add_constant(builder, panel, 64 * quad)
+                column = load_value_at(context, builder, weights, args[4], place, i32x16.llvm, 1)
+                columns.append(builder.xor(column, sign_bits) if flips else column)
+            for r, offset in enumerate(offsets):
+                place = _add_constant(builder, builder.add(offset, step), 8 * quad + (0 if flips else 4))
+                code = load_value_at(context, builder, planes, args[1], place, I32, 4)
+                code = splat_scalar(builder, code, i32x16.llvm)
+                for c, column in enumerate(columns):
+                    factors = (column, code) if flips else (code, column)
+                    number = r * vectors + c
+                    results[number] = vnni_instruction(builder, "vpdpbusd", *factors, results[number])
+        return context.make_tuple(builder, sig.return_type, results)
 
-        return dots(planes, offsets, types.intp, weights, types.intp, types.intp, dots), codegen
-
-    add_byte_dots.__name__ = name
-    return intrinsic(add_byte_dots)
-
-
-add_high_byte_dots, add_low_byte_dots = (
-    _add_byte_dots("add_high_byte_dots", 0, True),
-    _add_byte_dots("add_low_byte_dots", 4, False),
-)
+    return dots(high, planes, offsets, types.intp, weights, types.intp, types.intp, dots), codegen
 
 
 @intrinsic
