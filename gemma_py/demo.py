@@ -1,5 +1,5 @@
-"""The demo model. It is installed as a Python package that has the model's file in parts. The parts are joined in the cache
-directory.
+"""The demo model, which is installed as a Python package. The package has the model's file in parts, and this module joins
+the parts in the cache directory.
 """
 
 import hashlib

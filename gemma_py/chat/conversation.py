@@ -38,8 +38,8 @@ class AnswerStats:
     prompt_tokens: tokens of the prompt, including cached ones.
     cached_tokens: tokens of the prompt that were already in the KV cache.
     passes: passes that computed the tokens after the first one, which is computed with the prompt.
-    guessed_tokens: guesses that these passes computed too. accepted_tokens: those guesses that were equal to the chosen
-    tokens.
+    guessed_tokens: guesses of later tokens that these passes computed too.
+    accepted_tokens: guesses that were equal to the tokens that were then chosen.
     first_token_seconds: time from the call of `send` to the first token, including template and tokenizer.
     seed: the seed of random sampling; None for greedy decoding.
     """
@@ -78,7 +78,7 @@ class Conversation:
     Each turn computes only new tokens, because the KV cache is kept between turns.
 
     sampling: the sampling options; by default, those that the checkpoint recommends.
-    template: "gemma", "transcript" or the path of a chat template; by default, the checkpoint's own template.
+    template: "gemma", "gemma4", "transcript" or the path of a chat template; by default, the checkpoint's own template.
     max_tokens: the most tokens of an answer; None means as many as fit into the context.
     stop: strings that end an answer.
     thinking: whether the model thinks before it answers; by default, what its template does. Thoughts are in
@@ -104,8 +104,8 @@ class Conversation:
         self.sampling = engine.sampling if sampling is None else sampling
         self.max_tokens = max_tokens
         self.stop = stop_strings(stop)
-        # Whether tokens have log probabilities. Without them, which need the exponentials of all logits, a token takes less
-        # time.
+        # Whether tokens have log probabilities. Without log probabilities, a token takes less time, because the exponentials
+        # of all logits are not computed.
         self.logprobs = True
         # Called after every chunk of a prompt. If the function raises an exception, the prefill stops.
         self.prefilling: ReportPrefill | None = None
@@ -408,7 +408,7 @@ class Conversation:
             "attempt": self._attempt,
             "known": self._answer_ids,
         }
-        # The next turn needs some KV rows of sliding layers, and undoing the last turn needs older ones. Save both.
+        # The next turn reads KV rows of sliding layers, and undoing the last turn needs older KV rows. Save the older ones too.
         since = 0
         if len(self.messages) >= 2:
             since = self._common(self._prompt([*self.messages[:-2], {"role": "user", "content": ""}]))

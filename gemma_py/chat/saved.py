@@ -6,6 +6,10 @@
     layers.N.keys     F32 or BF16 [G, positions, E]; keys that tokens after the position `since` may read
     layers.N.values   F32 or BF16 [G, positions, E]; values of these positions
 
+T: tokens of the conversation, G: key/value heads, E: width of a head, N: index of a layer that stores KV rows. `since` is a
+field of the description.
+
+
 The file is replaced atomically: if the process is killed while writing, the previous file remains. Only the model that
 saved a conversation can load the file; models are compared by `Engine.fingerprint`.
 """

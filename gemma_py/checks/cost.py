@@ -1,7 +1,7 @@
 """The cost of a forward pass in multiply-adds and bytes, computed from the program of the model.
 
     T tokens of the pass   N outputs and K inputs of a matrix   H query heads   G key/value heads   E head width
-    W window
+    W the sliding window, 0 for full attention
 
 Only matrix products and attention are counted. Norms, rope and activations cost little in comparison.
 """
@@ -19,7 +19,7 @@ FLOP, BYTES = 0, 1
 
 
 def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> np.ndarray:
-    """Return the cost of a pass of T tokens after `position` earlier tokens: int64 [phase labels, 2].
+    """Return the cost of a pass of T tokens after `position` earlier tokens: int64 [names of phases, 2].
 
     Column FLOP has the floating-point operations, two per multiply-add. Column BYTES has the bytes read from memory.
 

@@ -31,7 +31,7 @@ class Limits:
 
     @property
     def f32(self) -> float:
-        """float32 operations per second, in the faster of two loops."""
+        """float32 operations per second, in the faster of two loops (see `peak.CHAINS`)."""
         return max(self._median("f32 in 6 chains"), self._median("f32 in 12 chains"))
 
     @property
@@ -77,7 +77,7 @@ class Limits:
 
 
 def memory_to_read() -> np.ndarray:
-    """Return the array that the memory test reads. It is smaller than usual if little memory is free."""
+    """Return the array that the memory test reads: _MEMORY bytes, or less if little memory is free."""
     free = machine.memory()
     size = _MEMORY if free is None else min(_MEMORY, free // 4)
     return np.ones(size // 4, np.float32)

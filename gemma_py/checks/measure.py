@@ -90,7 +90,7 @@ def for_embeddings(tests: Sequence[BenchTest]) -> tuple[BenchTest, ...]:
     for test in tests:
         if not test.prompt or test.depth:
             raise InputError(
-                f"{test}: an embedding model takes a text whole and generates nothing; give -p and -n 0, without -d"
+                f"{test}: an embedding model takes a text whole and generates nothing; use `-p TOKENS -n 0` and leave -d out"
             )
     return tuple(replace(test, whole=True) for test in tests)
 
@@ -209,7 +209,7 @@ def model_summary(engine: Engine) -> ModelSummary:
 
 
 def cost_of(engine: Engine, test: BenchTest) -> np.ndarray:
-    """Return the floating-point operations and the bytes read in one run of a test: int64 [phase labels, 2]."""
+    """Return the floating-point operations and the bytes read in one run of a test: int64 [names of phases, 2]."""
     kv_bytes = np.dtype(KV_TYPES[engine.kv_type]).itemsize
     return run_cost(engine.program, kv_bytes, test.depth, test.passes)
 
@@ -227,8 +227,8 @@ def figures(engine: Engine, row: BenchRow, limit: Limits) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# Each line of the printed profile sums several phases. The lines are in the order of a pass. A model has lines only for its
-# own phases.
+# For each line of the printed profile, the phases whose times the line sums. Lines are in the order of a pass. A line whose
+# phases a model does not have is not printed.
 GROUPS: dict[str, tuple[str, ...]] = {
     "embedding": ("embedding",),
     "norms, gelu, codes": (
@@ -254,9 +254,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
 
 
 def phases(engine: Engine, row: BenchRow, limit: Limits) -> list[dict[str, Any]]:
-    """Return the lines of the profile. Each has rates, and the mean of the workers' times in seconds.
+    """Return the lines of the profile, each with rates and with the mean of the workers' times in seconds.
 
-    "waiting" is the time that workers wait at barriers and for KV rows. "waking, Python" is the rest of the elapsed time.
+    The line "waiting" is the time that workers wait at barriers and for KV rows. The line "waking, Python" is the rest of
+    the elapsed time.
     """
     cost, total = len(row.seconds) * cost_of(engine, row.test), sum(row.seconds)
     spent = np.sum([profile.nanoseconds for profile in row.profiles], axis=0).mean(0) / 1e9

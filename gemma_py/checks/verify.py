@@ -7,8 +7,8 @@ differ, the two settings run again with a trace: a hash of what each phase compu
 differs shows where the error is. A trace does not depend on threads or chunk size, so a trace in a file can be compared
 with a run on another machine.
 
-An embedding model takes each text whole, so that it has no chunks. Then the prompt is cut into texts, and a setting has a
-number of texts in a pass instead of a chunk size.
+An embedding model takes each text whole, so it has no chunks. Then the prompt is cut into texts, and a setting has a number of
+texts in a pass instead of a chunk size.
 """
 
 import hashlib
@@ -52,8 +52,8 @@ def prompt_length(wanted: int | None, context: int) -> int:
 
 
 def texts_of(ids: Sequence[int]) -> list[list[int]]:
-    """Divide the prompt into texts for an embedding model: one half is one text, the other half texts of 1, 2, 3 ...
-    tokens.
+    """Divide the prompt into texts for an embedding model: the first half is one text, and the rest is texts of 1, 2, 3
+    and so on tokens.
     """
     made, first = [list(ids[: (len(ids) + 1) // 2])], (len(ids) + 1) // 2
     while first < len(ids):
@@ -71,7 +71,11 @@ def threads_text(count: int) -> str:
 
 @dataclass(frozen=True)
 class RunSetting:
-    """How a run divides the work. embeds: with an embedding model, `chunk` is the number of texts in a pass."""
+    """How a run divides the work.
+
+    chunk: the number of tokens in a pass or, for an embedding model, the number of texts in a pass
+    embeds: whether the model is an embedding model
+    """
 
     threads: int
     chunk: int
@@ -87,9 +91,10 @@ class RunSetting:
 class RunResult:
     """Digests of what a run computed.
 
-    rows: the sha256 of each token's logits, or of each text's embedding. kv: the digest of each layer from
-    `Session.kv_digest`. nan: whether a logit, or a number of an embedding, is NaN. embeds: whether the model is an
-    embedding model.
+    rows: the sha256 of each token's logits, or of each text's embedding
+    kv: the digest of each layer that stores KV rows, from `Session.kv_digest`
+    nan: whether a logit, or a number of an embedding, is NaN
+    embeds: whether the model is an embedding model
     """
 
     rows: tuple[bytes, ...]
@@ -112,7 +117,7 @@ class TracedRun:
 
     result: RunResult
     session: Session | None
-    hashes: np.ndarray  # int64 [layers + 1, phases, tokens]; UNTRACED where a layer does not have the phase
+    hashes: np.ndarray  # int64 [L + 1, P, T]; UNTRACED where a layer does not have the phase
     workers: np.ndarray  # the shape of `hashes`: the number of the worker that computed each hashed row, or -1
     phases: tuple[str, ...]
     store_label: int

@@ -178,7 +178,7 @@ class Chat:
             self.screen.note(self._why_cut(stats))
 
     def watch(self, what: str, wanted: Callable[[], bool]) -> Callable[[int, int], None]:
-        """Return a callback that shows progress. It raises Stopped if the user wants to stop."""
+        """Return a callback that shows progress, and that raises Stopped if the user wants to stop."""
 
         def progress(done: int, total: int) -> None:
             self.screen.progress(what, done, total)

@@ -85,8 +85,9 @@ _THREADS = "GEMMA_PY_THREADS"
 
 
 def environment_threads() -> str | None:
-    """Return the default of --threads that an environment variable gives. argparse checks such a text as if it were an
-    argument.
+    """Return the environment variable GEMMA_PY_THREADS as the default of --threads, or None if it is not set.
+
+    argparse parses and checks a default that is a text as if the text were an argument.
     """
     return os.environ.get(_THREADS) or None
 

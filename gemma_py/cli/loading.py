@@ -7,9 +7,7 @@ from gemma_py.cli.progress import LoadProgress
 
 
 def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
-    """Load the model with the arguments of `add_engine`. Commands that do not generate text have neither --speculate nor
-    --draft.
-    """
+    """Load the model with the arguments of `add_engine`, and with --speculate and --draft if the command has them."""
     return gemma_py.load(
         args.model,
         threads=args.threads,

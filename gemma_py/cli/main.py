@@ -49,7 +49,7 @@ def parser(wanted: str | None = None) -> argparse.ArgumentParser:
             help=description.partition("\n")[0].rstrip("."),
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            # Else argparse would read `--api-key SECRET` as --api-key-file, and the error message would show SECRET.
+            # Otherwise argparse would read `--api-key SECRET` as --api-key-file, and the error message would show SECRET.
             allow_abbrev=False,
         )
         module.add_arguments(command)

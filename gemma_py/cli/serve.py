@@ -86,7 +86,7 @@ def _port(text: str) -> int:
 
 
 def _origin(text: str) -> str:
-    """Parse an origin. It must be spelled exactly as browsers spell it, because the server compares texts."""
+    """Parse an origin, which must be spelled exactly as browsers spell it, because the server compares texts."""
     try:
         parts = urlsplit(text)
         valid = (

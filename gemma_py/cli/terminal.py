@@ -128,7 +128,9 @@ class Terminal:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[Callable[[], bool]]:
-        """Handle Ctrl-C during a computation. The first one stops it at the next token or chunk, the second one at once."""
+        """Handle Ctrl-C during a computation. The first Ctrl-C stops the computation at the next token or chunk, and a second
+        Ctrl-C stops it at once.
+        """
         asked: list[int] = []
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -168,8 +170,8 @@ class Terminal:
         """Turn echo off, so that keys typed during an answer do not appear in the answer. The next prompt reads these
         keys.
 
-        If prompt_toolkit reads the next message, canonical mode is turned off as well, because it would cut lines at
-        4,096 characters and make each line of a pasted text a message of its own. NOFLSH keeps the typed keys when
+        If prompt_toolkit reads the next message, canonical mode is turned off as well, because canonical mode would cut lines
+        at 4,096 characters and make each line of a pasted text a message of its own. NOFLSH keeps the typed keys when
         Ctrl-C is pressed.
         """
         now = termios.tcgetattr(sys.stdin)

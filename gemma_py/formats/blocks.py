@@ -2,8 +2,8 @@
 
 A quantised value is `scale * code`, `scale * code + minimum` or `scale * code - minimum`. Each group of `group`
 neighbouring values has one scale and one minimum. `unpack` returns integer codes and scales. `dequantise` returns
-float32 values, and `pack` quantises them, each with the same bits as the numpy code of the `gguf` package. Nothing is
-summed here, so numpy's order of operations cannot change a bit.
+float32 values, and `pack` quantises float32 values, with the same bits as the numpy code of the `gguf` package. No
+function here sums many values, so the order in which numpy adds cannot change a bit.
 """
 
 from collections.abc import Callable
@@ -29,11 +29,11 @@ class Unpacked(NamedTuple):
     """The codes and scales of the blocks of a quantised tensor.
 
     In some formats, each group has a sub-scale, and the group's scale is block scale * sub-scale. In other formats, the
-    scale of every group is the block scale. This is also true of minimums.
+    scale of every group is the block scale. Minimums are stored in one of these two ways too.
 
-    codes: int8 [blocks, block]
+    codes: int8 [blocks, values per block]
     block_scale, minimum_block_scale: float16 [blocks, 1]
-    sub_scales, minimum_sub_scales: int8 [blocks, block / group]
+    sub_scales, minimum_sub_scales: int8 [blocks, groups per block]
     """
 
     codes: np.ndarray
@@ -78,7 +78,7 @@ class BlockType:
     minimum: Minimum = Minimum.NONE
     unpack: Callable[[np.ndarray], Unpacked] | None = None
     widen: Callable[[np.ndarray], np.ndarray] | None = None
-    # From f32 [blocks, block], all finite, to uint8 [blocks, bytes].
+    # Quantises f32 [blocks, values per block], all finite, to uint8 [blocks, bytes per block].
     pack: Callable[[np.ndarray], np.ndarray] | None = None
 
     @property
@@ -194,8 +194,8 @@ def _q2_k(b: np.ndarray) -> Unpacked:
 
 
 def _q3_k(b: np.ndarray) -> Unpacked:
-    # Q3_K subtracts 4 from a code if the mask bit is 0. This code first adds 4 if the mask bit is 1, and then always
-    # subtracts 4.
+    # Each value has a mask bit. If the bit is 0, Q3_K subtracts 4 from the value's code. Here, 4 is first added to the codes
+    # whose bit is 1, and then subtracted from all codes, which gives the same codes.
     codes = _fields(b[:, 32:96], 2, 32) | (_fields(b[:, :32], 1, 32) << np.uint8(2))
     scales = _fields(b[:, 96:104], 4, 8) | (_fields(b[:, 104:108], 2, 4) << np.uint8(4))
     return Unpacked(_signed(codes, 4), _half(b, 108), _signed(scales, 32))

@@ -34,7 +34,7 @@ def dtype_name(kind: np.dtype) -> str:
 def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str], alignment: int = 64) -> bytes:
     """Return a file's header, padded with spaces so that the first tensor begins at a multiple of `alignment`.
 
-    In place of the digest, the metadata has zeros, which `with_digest` replaces.
+    In place of the sha256 digest, the metadata has zeros, which `with_digest` replaces.
     """
     table: dict[str, Any] = {"__metadata__": {_DIGEST: _NO_DIGEST, **metadata}}
     first = 0
@@ -53,7 +53,7 @@ def with_digest(header: bytes, digest: str) -> bytes:
 
 
 def without_digest(header: bytes, metadata: Mapping[str, str]) -> bytes:
-    """Return the header with zeros in place of the digest, which is the header whose digest was computed."""
+    """Return the header with zeros in place of the digest, because the digest was computed while the zeros stood there."""
     return header.replace(_digest_field(metadata.get(_DIGEST, "")), _digest_field(_NO_DIGEST), 1)
 
 

@@ -49,7 +49,7 @@ class FileState(NamedTuple):
 def file_state(path: Path) -> FileState | None:
     """Return the state of the file at a path, or None if no file has this path.
 
-    A mapped file stays readable after its path is deleted.
+    None need not be an error, because a mapped file stays readable after its path is deleted.
     """
     try:
         status = path.stat()

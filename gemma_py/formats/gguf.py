@@ -26,7 +26,7 @@ _SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes: length of an empty name, rank, on
 _LARGEST_ALIGNMENT = 1 << 16
 _MOST_STRINGS = 1 << 24  # the most strings in an array; Gemma 3's vocabulary has 2^18
 _SEARCH_MINIMUM = 1000  # smaller arrays are read string by string
-_SEARCH_BYTES = 20  # bytes to search for each string; in a vocabulary, a string and its length take fewer
+_SEARCH_BYTES = 20  # bytes to search for each string; in a vocabulary, a string and its length take fewer on average
 _MOST_FALSE_LENGTHS = 64  # `_find_strings` gives up when it has removed this many false lengths
 _LARGEST_SHARD_COUNT = 99_999
 
@@ -80,7 +80,7 @@ def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
 
     In a GGUF file, a string follows its length, an int64. A length below 256 is one byte and seven zeros, so the search
     looks for seven zeros. If a string itself has seven zeros, the byte before them looks like a length. Such a false length
-    is removed: it does not begin where the previous string ends.
+    is recognised and removed, because it does not begin where the previous string ends.
     """
     zeros = data == 0
     for step in (1, 2, 3):
@@ -133,7 +133,9 @@ class _Cursor:
             self.fail(f"{what} is not UTF-8: {error.reason} at byte {error.start}")
 
     def texts(self, count: int, what: str) -> Sequence[str]:
-        """Read many strings. Short and valid ones, as in a vocabulary, are checked all at once; others one by one."""
+        """Read `count` strings. If they are short and valid, as in a vocabulary, they are checked all at once. Otherwise, they
+        are read one by one.
+        """
         window = np.frombuffer(self.bytes, np.uint8)[self.at : self.at + _SEARCH_BYTES * count]
         found = _find_strings(window, count) if count >= _SEARCH_MINIMUM else None
         if found is not None:

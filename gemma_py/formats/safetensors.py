@@ -96,7 +96,7 @@ def _read(path: Path) -> dict[str, StoredTensor | None]:
 
 
 def read_index(path: Path) -> dict[str, StoredTensor]:
-    """Return the weights of a sharded checkpoint by name.    path: the `model.safetensors.index.json`"""
+    """Return the weights of a sharded checkpoint by name. path: that of the file `model.safetensors.index.json`."""
     index = read_json(path)
     table = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(table, dict) or not table:

@@ -40,7 +40,7 @@ class StoredTensor:
 class QuantisedTensor(StoredTensor):
     """A float matrix that is quantised to `type` while it is read.
 
-    data: the data of `source`
+    data: the bytes of `source`, which `blocks` quantises
     """
 
     source: StoredTensor

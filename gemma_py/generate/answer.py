@@ -42,7 +42,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Return the text that becomes complete with this token. It is often empty."""
+        """Return the text that becomes complete with this token, which is often an empty text."""
         if self._tokenizer is None or token >= self._tokenizer.size:
             return ""  # an id beyond the vocabulary, which only pads the embedding matrix
         self._run.append(token)
@@ -62,7 +62,7 @@ class TextStream:
         return text
 
     def cut(self) -> str:
-        """Return the text of the byte tokens that are held back. A mark follows, so the bytes of a character are complete."""
+        """Return the text of the byte tokens that are held back. A mark follows them, so no later byte can belong to them."""
         return self.write(self._decoded())
 
     def write(self, text: str) -> str:
@@ -92,7 +92,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest beginning of the stop string with which the text ends, but not of the whole string."""
+    """Return the length of the longest beginning of the stop string, without its last character, with which the text ends."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
@@ -193,9 +193,8 @@ class _Thought:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = TextStream(tokenizer)
-        self._name: str | None = (
-            ""  # the beginning of a channel's text, kept while it may be the channel's name; None once that is decided
-        )
+        # The beginning of the channel's text, held back while it may be the channel's name; None once that is decided.
+        self._name: str | None = ""
         self._space = ""  # white space that is held back, because it may be the end of the thought
         self._begun = False
 
@@ -274,7 +273,7 @@ class AfterThoughts:
             self._inner.accept(token)
 
     def forced(self, most: int) -> list[int]:
-        # An answer may also begin with a thought.
+        # Within a thought, every token is allowed. Before the answer begins, a token that begins a thought is allowed too.
         return self._inner.forced(most) if self._thought and not self._thinking else []
 
     @property

@@ -37,11 +37,14 @@ class SchedulerStats:
     running, waiting: the number of requests that run now, and that wait now.
     kv_bytes: the memory reserved for the KV caches of running requests.
     prefix_bytes: the size of the prefix cache.
-    prefix_hits: requests since the start for which the prefix cache had a prefix. prefix_misses: the other requests.
+    prefix_hits: requests since the start for which the prefix cache had a prefix.
+    prefix_misses: requests since the start for which the prefix cache had none.
     cached_tokens: prompt tokens since the start that were found in the prefix cache.
-    passes: passes since the start that succeeded. failed_passes: passes that failed and were repeated.
-    computed_tokens: tokens computed since the start, without guesses that did not hold.
-    guessed_tokens: guesses computed since the start. accepted_tokens: those guesses that were equal to the chosen tokens.
+    passes: passes since the start that succeeded.
+    failed_passes: passes since the start that failed and were repeated.
+    computed_tokens: tokens computed since the start, without wrong guesses.
+    guessed_tokens: guesses of tokens that were computed since the start.
+    accepted_tokens: guesses since the start that were equal to the chosen tokens.
     """
 
     running: int
@@ -163,7 +166,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
     def stats(self) -> SchedulerStats: ...
 
     def drain(self, deadline: float) -> int:
-        """Accept no more requests, wait `deadline` seconds, then cancel the remaining requests. Return their number."""
+        """Accept no more requests, wait `deadline` seconds, then cancel the remaining requests. Return how many there were."""
         with self._changed:
             self._open = False
             self._changed.wait_for(self._idle, max(0.0, deadline))

@@ -23,7 +23,7 @@ _QUERY, _SIMILARITY = "task: search result | query: ", "task: sentence similarit
 _CLASSIFICATION, _CLUSTERING = "task: classification | query: ", "task: clustering | query: "
 _CODE, _SUMMARY, _DOCUMENT = "task: code retrieval | query: ", "task: summarization | query: ", "title: none | text: "
 _ANSWERING, _CHECKING = "task: question answering | query: ", "task: fact checking | query: "
-# The prompts that the two models have in common.
+# The prompts that EmbeddingGemma and EmbeddingGemma 2 have in common.
 _COMMON = {
     "query": _QUERY, "document": _DOCUMENT, "BitextMining": _QUERY, "Clustering": _CLUSTERING,
     "Classification": _CLASSIFICATION, "InstructionRetrieval": _CODE, "MultilabelClassification": _CLASSIFICATION,
@@ -129,8 +129,7 @@ def how_many(lengths: Sequence[int]) -> int:
 def embed_pass(engine: "Engine", texts: Sequence[list[int]], caches: list[Cache]) -> np.ndarray:
     """Compute the texts in one pass. Return the embeddings, f32 [N, D], not yet normalised.
 
-    caches: a list with memory for each text's KV rows. Later passes use it again. This function extends the list if
-    necessary.
+    caches: a list with a KV cache for each text, which later passes use again. If the list is too short, caches are appended.
     """
     caches += [engine.new_cache() for _ in range(len(texts) - len(caches))]
     for cache in caches:
@@ -139,8 +138,9 @@ def embed_pass(engine: "Engine", texts: Sequence[list[int]], caches: list[Cache]
 
 
 def normalised(made: np.ndarray, width: int) -> np.ndarray:
-    """Return the first `width` elements of each embedding, scaled to length 1: f32 [N, width].    made: the embeddings, f32
-    [N, D]
+    """Return the first `width` elements of each embedding, scaled to length 1: f32 [N, width].
+
+    made: the embeddings, f32 [N, D]
     """
     result = np.empty((len(made), width), np.float32)
     normalise_rows(made, width, result)

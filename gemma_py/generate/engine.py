@@ -171,8 +171,8 @@ class Engine:
         return self.tokenizer
 
     def template(self, wanted: str | Path | None = None) -> Template:
-        """Return a chat template: "gemma", "transcript", or the path of a file. By default, return the checkpoint's own
-        template.
+        """Return a chat template: "gemma", "gemma4", "transcript", or the path of a file. By default, return the checkpoint's
+        own template.
         """
         return choose(self.text_tokenizer(), self.checkpoint.chat_template, self.config.eos_token_ids, wanted)
 
@@ -223,8 +223,8 @@ class Engine:
         return self.check_ids(self.text_tokenizer().encode(prompt, control=control))
 
     def encode_prediction(self, text: str | Sequence[int]) -> list[int]:
-        """Return the token ids of a text that an answer may consist of in large part, without a bos token. Ids are only
-        checked.
+        """Return the token ids of a text that an answer is expected to repeat in large parts, without a bos token. Ids are
+        only checked.
         """
         ids = self.text_tokenizer().encode(text, bos=False) if isinstance(text, str) and text else text
         return self.check_ids(ids) if ids else []
@@ -257,8 +257,8 @@ class Engine:
         logprobs: compute `Token.logprob`. Without log probabilities, which need the exponentials of all logits, a token takes
         less time.
         speculate: "auto" or "off"; by default, the option of `load`.
-        prediction: a text, or token ids, that the continuation may consist of in large part. A good prediction makes the
-        continuation faster, and no prediction changes it.
+        prediction: a text, or token ids, that the continuation is expected to repeat in large parts. A good prediction makes
+        the continuation faster, and no prediction changes the continuation.
         receipt: whether the last token has a receipt, with which anyone can check how the continuation was made.
         """
         options = {

@@ -54,8 +54,9 @@ class Generated:
 
 @dataclass(frozen=True)
 class Scored:
-    """A token of the prompt. logprob: the log probability of the token, given the tokens before it; None for the first
-    token.
+    """A token of the prompt.
+
+    logprob: the log probability of the token, given the tokens before the token; None for the first token
     """
 
     id: int

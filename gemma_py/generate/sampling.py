@@ -106,8 +106,8 @@ class Sampler:
     def _candidates(self, x: np.ndarray, largest: np.float32) -> tuple[np.ndarray, np.ndarray | None]:
         """Apply top-k and top-p. Return the weights and ids of the remaining tokens, likeliest first.
 
-        If top_k is 0, the result is another: the weights of the whole vocabulary, where a removed token has the weight 0,
-        and None instead of ids.
+        If top_k is 0, return the weights of the whole vocabulary instead, where a removed token has the weight 0, and None
+        instead of ids.
         """
         s = self.sampling
         if 0 < s.top_k < len(x):

@@ -83,9 +83,9 @@ class Session:
     def rewind(self, position: int) -> None:
         """Remove the tokens from this position on, as if they had never been added.
 
-        Positions from the largest one that the session has had to `keep` below it can always be reached. To go back further,
-        the KV rows that the next token needs must still be stored. In a sliding-window layer, they may be overwritten, and
-        InputError is raised; see `can_rewind_to`.
+        A position can always be reached if it is at most `keep` below the largest position that the session has ever had. For
+        an earlier position, the KV rows that the next token needs must still be stored. In a sliding-window layer, these rows
+        may be overwritten; then InputError is raised (see `can_rewind_to`).
         """
         self.engine.runner.rewind(self._cache, whole("position", position, None))
 
@@ -121,14 +121,16 @@ class Session:
     def kv_digest(self) -> list[str]:
         """Return, for each layer, the sha256 of the KV rows that later tokens attend to.
 
-        These are the last W - 1 rows of a sliding-window layer, and all rows of any other layer. The rows are hashed as
-        little-endian float32 [positions, G, E], keys before values.
+        These are the last W - 1 rows of a layer with a sliding window of W positions, and all rows of any other layer. The rows
+        are hashed as little-endian float32 [positions, G, E], keys before values.
         """
         return self.engine.runner.digest(self._cache)
 
 
 class Decoder:
-    """Decodes the tokens of an answer in a session. If guesses hold, one pass computes the logits of several tokens."""
+    """Decodes the tokens of an answer in a session. A pass may also compute guesses of the next tokens. The logits of the
+    guesses that turn out to be right then need no pass of their own.
+    """
 
     def __init__(self, session: Session, generation: Generation) -> None:
         self._session, self._generation = session, generation

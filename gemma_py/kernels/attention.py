@@ -56,7 +56,7 @@ _ZERO, _ONE, _INFINITY = _F(0.0), _F(1.0), _F(np.inf)
 def _prefetch_rows(array, ring, base, t, stop, left, right):
     """Prefetch columns left .. right - 1 of the rows of positions t .. stop - 1.
 
-    A block of few queries takes little time for each row, and then the hardware prefetcher loads the rows too late.
+    A block of few queries takes so little time for each row that the hardware prefetcher would load the rows too late.
     """
     for position in range(t, stop):
         row = base + position % ring.capacity * ring.row_stride
@@ -72,7 +72,8 @@ def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
     """Compute out[key, query] = sum over e of k[key, e] * q[e, query], e ascending, for COLUMNS queries.
 
     A vector has one lane for each query, so that an element of a key is loaded once for all queries. ROWS keys are computed
-    at a time. If fewer are left, the last key is computed again, and those results go to padding rows of `out`.
+    at a time. If fewer keys are left, the last key is computed several times, and the surplus results go to padding rows of
+    `out`.
     """
     for key in range(0, keys, ROWS):
         k = row_offsets(row + key * ring.row_stride, ring.row_stride, keys - key, ROWS)
@@ -86,7 +87,8 @@ def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
 def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
     """Compute the scores of sixteen keys and four queries, from query `lane` on. E must be a multiple of 4.
 
-    A vector has one lane for each key, because there are few queries while a token is decoded.
+    A vector has one lane for each key. With one lane for each query, most lanes would be unused while a token is decoded,
+    because there are few queries then.
     """
     s0, s1, s2, s3 = zero(), zero(), zero(), zero()
     for e in range(0, ring.E, 4):
@@ -384,7 +386,8 @@ def attend(q, ring, params, g, origin, first, last, scratch, out):
         _attend_block(q, ring, params, g, block, scratch[:0], scratch, out)
 
 
-# several workers share a position: each scores a part of the keys, then adds values for a part of the columns
+# If several workers share a position, each computes the scores of a part of the keys (`score_keys`), and then a part of the
+# columns of the output (`attend_columns`).
 
 
 @inlined

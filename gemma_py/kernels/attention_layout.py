@@ -23,8 +23,10 @@ class Ring(NamedTuple):
         start + t % capacity * row_stride + g * head_stride + e
 
     In the layout [capacity, G, E], row_stride is G * E, and head_stride is E. In the layout [G, capacity, E], row_stride is
-    E, and head_stride is capacity * E. The second layout is faster. In the first one, neighbouring rows of a head are G * E
-    elements apart; if this is a multiple of 4 KiB, the rows evict each other from the L1 cache.
+    E, and head_stride is capacity * E. The second layout is faster. In the first layout, neighbouring rows of a head are
+    G * E elements apart. If this distance is a multiple of 4 KiB, the rows evict each other from the L1 cache.
+
+    G: number of key/value heads, E: width of a head
     """
 
     keys: np.ndarray  # f32, or uint16 that holds bfloat16
@@ -41,8 +43,9 @@ class AttentionParams(NamedTuple):
     """How a dot product q . k becomes a score, and which keys a query sees."""
 
     H: int  # query heads
-    window: int  # a query sees the last `window` keys, its own included; a huge number means no limit
-    ahead: int  # the number of keys after its own that a query sees; 0 in causal attention
+    # A query sees the key at its own position, window - 1 keys before it and `ahead` keys after it.
+    window: int  # a huge number for full attention
+    ahead: int  # 0 in causal attention
     length: int  # number of positions of the sequence, beyond which there are no keys
     scale: np.float32
     cap: np.float32  # soft cap of scores; 0 means no cap
@@ -57,8 +60,8 @@ class ScratchLayout(NamedTuple):
     q: int  # [QUERY_BLOCK / COLUMNS, E, COLUMNS]: the transposed queries
     out: int  # [QUERY_BLOCK, E]: the weighted sum of the values so far
     scores: int  # [TILE + ROWS, QUERY_BLOCK]: scores of a tile, later weights; the last ROWS rows are padding
-    starts: int  # index in the float32 scratch of an int32 for each query: the first key that the query sees
-    lasts: int  # last key that each query sees, stored as the bits of an int32
+    starts: int  # the position of the first key that each query sees, as the bits of an int32
+    lasts: int  # the position of the last key that each query sees, as the bits of an int32
     maximum: int  # the maximum of each query's scores so far
     weight_sum: int  # the sum of each query's weights so far
     rescale: int  # exp(old maximum - new maximum), by which the query's earlier sums are multiplied

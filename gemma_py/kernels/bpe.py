@@ -1,4 +1,4 @@
-"""Byte pair encoding: repeatedly merge the neighbouring pair of best rank, and of equal ranks the leftmost pair."""
+"""Byte pair encoding: repeatedly merge the neighbouring pair of lowest rank; among pairs of equal rank, the leftmost one."""
 
 from gemma_py.kernels.decorator import inlined, kernel
 
@@ -7,9 +7,9 @@ _NONE = -1
 
 @inlined
 def _find_merge(left, right, starts, rights):
-    """Return the index of the pair (left, right) in the table of merges, or -1.
+    """Return the index of the pair (left, right) in the table of merges, or -1 if the table does not have the pair.
 
-    A binary search is possible, because the table is sorted by left half and then by right half.
+    starts, rights: see `merge`. A binary search is possible, because the table is sorted by left half and then by right half.
     """
     low, high = starts[left], starts[left + 1]
     while low < high:

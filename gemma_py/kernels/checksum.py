@@ -12,8 +12,8 @@ _HALF = np.uint64(32)
 def _mixed(digest, word):
     """Return the digest after mixing in one word.
 
-    The multiplication and the shift with xor are bijections, so different words give different digests. The multiplication
-    moves bits only up, so the shift is needed to move high bits down.
+    The multiplication, and the xor with the shifted digest, are bijections, so different words give different digests. The
+    multiplication spreads a bit only to higher bits, so the shift is needed to spread high bits to lower ones.
     """
     digest = (digest ^ word) * _PRIME
     return digest ^ (digest >> _HALF)

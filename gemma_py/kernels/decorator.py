@@ -56,8 +56,8 @@ class _SelfRepairingCache(FunctionCache):
     """numba's on-disk cache of one kernel, changed to load faster and to survive a damaged file.
 
     numba's own `load_overload` first calls `target_context.refresh()`, which takes 0.25 s and 20 MB at every start,
-    because it registers everything that numba can compile. Loading machine code without reference counts does not need
-    this, and compiling calls `refresh()` by itself. So this class leaves out the call.
+    because `refresh` registers everything that numba can compile. Loading machine code without reference counts does not
+    need this registration, and compiling calls `refresh()` by itself. So this class leaves out the call.
 
     numba handles cache files that are missing or of another version. But a file that a full disk or a crash has
     truncated raises an arbitrary exception. This class then empties the kernel's index, so that the kernel is compiled

@@ -1,7 +1,7 @@
 """exp, tanh, log, sine and cosine made of add, mul, fma and div alone, so that every IEEE machine gives the same bits.
 
-The forward pass uses the f32 functions. RoPE's tables and log probabilities use the f64 functions. A float is rounded
-to an integer by adding 1.5 * 2^p: the low bits of the sum's mantissa are the integer.
+The forward pass uses the f32 functions. RoPE's tables and log probabilities use the f64 functions. A float is rounded to an
+integer by adding 1.5 * 2^23 in f32, or 1.5 * 2^52 in f64: the low bits of the sum's mantissa are the integer.
 """
 
 import numpy as np

@@ -24,7 +24,7 @@ _ZERO, _CHOSEN = _F(0.0), _F(-1.0)
 
 @inlined
 def _softmax(x, at, X, scale):
-    """Replace the numbers x[at : at + X] by softmax(scale * these numbers). The sum is in ascending order."""
+    """Replace the numbers x[at : at + X] by softmax(scale * these numbers). The terms are added in the order of their indices."""
     largest = x[at] * scale
     for i in range(at, at + X):
         x[i] = x[i] * scale
@@ -40,9 +40,7 @@ def _softmax(x, at, X, scale):
 
 @inlined
 def _largest(x, at, X):
-    """Return the index of the largest number of x[at : at + X]. Chosen experts are left out; of equal numbers, the first
-    counts.
-    """
+    """Return the index of the largest number of x[at : at + X], without chosen experts. Of equal numbers, take the first."""
     best = np.int64(-1)
     for i in range(at, at + X):
         if x[i] != _CHOSEN and (best < 0 or x[i] > x[best]):
@@ -52,9 +50,10 @@ def _largest(x, at, X):
 
 @inlined
 def route_rows(logits, X, scale, gain, C, routes, first, last):
-    """Choose C experts for each row: those with the largest softmax(scale * logits). If several are equal, the first ones.
+    """Choose C experts for each row: those with the largest probability, softmax(scale * logits). Among experts of equal
+    probability, those with lower numbers are chosen.
 
-    An expert's weight is probability / (sum over the chosen experts, ascending) * gain[expert].
+    An expert's weight is probability / (sum of the probabilities of the chosen experts, ascending) * gain[expert].
 
     logits: [T * X] f32, read and overwritten
     gain: [X] f32, read
@@ -134,7 +133,7 @@ def list_products(routes, T, X, C, lists):
         if number >= 0:
             lists[lists[number]] = product
             lists[number] += 1
-    # While the products were listed, each place moved to the end of its expert's products, where the next expert begins.
+    # Listing a product has moved its expert's index on by one, so lists[x] is now where the products of expert x + 1 begin.
     for expert in range(X, 0, -1):
         lists[expert] = lists[expert - 1]
     lists[0] = start
@@ -148,7 +147,7 @@ def _copy(x, at, y, to, count):
 
 @inlined
 def gather_floats(x, lists, first, last, share, K, y):
-    """Copy the input rows of the products lists[first : last]. The same row is the input of `share` neighbouring products.
+    """Copy the input rows of the products lists[first : last]. One row is the input of `share` neighbouring products.
 
     x: [rows * K] f32, read   y: [(last - first) * K] f32, written
     """

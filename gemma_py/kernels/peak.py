@@ -1,8 +1,8 @@
 """Kernels that measure the machine's peak rates, with which the speeds of other kernels are compared.
 
-A team of threads calls each kernel on every worker as `kernel(worker, workers, cells, ...)`. These kernels do not use
-`cells`, because they neither wait for each other nor share out work. Each kernel writes its sums to `out`, because the
-compiler would otherwise remove the computation.
+Each worker thread calls a kernel as `kernel(worker, workers, cells, ...)`, with its own number, the number of workers, and the
+array with which other kernels wait for each other and share out work (runtime/cells.py). The kernels here do not need
+`cells`. Each kernel writes its sums to `out`, because the compiler would otherwise remove the computation.
 """
 
 from gemma_py.kernels.decorator import kernel
@@ -12,7 +12,8 @@ from gemma_py.kernels.simd.tiles import add_dots, row_offsets, zero_dots
 from gemma_py.kernels.simd.vectors import add, bitcast, fma, load, load_splat, store, sum_lanes, to_f32, zero, zero_ints
 
 CHAINS = (6, 12)  # numbers of independent sums: 6 fill the registers of AVX2, 12 hide the FMA latency of AVX-512
-PAIRS = 128  # pairs of codes in a step of `multiply_pairs`; its operands are 20 KB, and fit in the L1 cache
+# The number of int16 pairs that `multiply_pairs` multiplies for each sum, so small that `x` and `w` fit in the L1 cache.
+PAIRS = 128
 
 
 @kernel
@@ -76,7 +77,7 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
     w: [PAIRS * CODE_PANELS * 32] int16, read
     out: [workers * 16] f32, written
 
-    Every step loads the operands again. Otherwise, the compiler would compute the products only once.
+    Every step loads `x` and `w` again. Otherwise, the compiler would compute the products only once.
     """
     offsets = row_offsets(0, 2 * PAIRS, CODE_ROWS, CODE_ROWS)
     tile = zero_dots(offsets, CODE_PANELS)
@@ -92,7 +93,7 @@ def multiply_pairs(worker, workers, cells, steps, x, w, out):
 
 @kernel
 def read_memory(worker, workers, cells, values, out):
-    """Read the values once. Each worker reads a part of them, in four streams.
+    """Read the values once. Each worker reads one part of the values, in four streams.
 
     values: [n * 64 * workers] f32, read
     out: [workers * 16] f32, written

@@ -74,9 +74,10 @@ def _codes_of(x, scale):
 
 @inlined
 def _block_offset(block, number, blocks):
-    """Return the offset of block number `block + number`. If there are fewer blocks, return the offset of the last one.
+    """Return the offset of block number `block + number`. If there is no such block, return the offset of the last block.
 
-    The caller processes four blocks at a time, so that it may process the last one several times.
+    The caller processes four blocks at a time. Where fewer than four are left, it processes the last block again in place of
+    each missing block.
     """
     return min(block + number, blocks - 1) * INPUT_BLOCK
 
@@ -91,7 +92,7 @@ def _load_four(x, at, offsets):
 def _store_block(coded, at, low, high):
     """Store the 32 codes of a block, as int16 and as byte planes.
 
-    low: the first sixteen codes   high: the last sixteen codes
+    coded: CodedRows, written   low: the first sixteen codes   high: the last sixteen codes
     """
     store_codes(coded.codes, at, low)
     store_codes(coded.codes, at + COLUMNS, high)
@@ -365,7 +366,7 @@ def sparsify_rows(x, D, deviations, first, last):
             store_up_to(x, d, end, select(less(value, splat(_ZERO)), splat(_ZERO), value))
 
 
-# AltUp, in which a row holds n streams of width D
+# Functions for Gemma 3n's AltUp, in which a row holds n streams of width D.
 
 
 @inlined
@@ -422,7 +423,7 @@ def predict_streams(x, coefficients, n, D, y, first, last):
 def correct_streams(x, activated, coefficients, n, D, active, first, last):
     """Compute x[t, i, d] = x[t, i, d] + (1 + coefficients[t, i]) * (activated[t, d] - x[t, active, d]).
 
-    The value of x[t, active, d] is that from before the correction.
+    x[t, active, d] is read before any stream is corrected.
 
     x: [T * n * D] f32, read and written
     activated: [T * D] f32, read

@@ -10,8 +10,8 @@ from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp
 
 _BLOCK = 64  # the number of logits that `top_k` examines or skips together
-# The number of bins of logits. A bin is 1/16 wide. The first one begins at the largest logit, the last one has no lower
-# end.
+# The number of bins into which logits are sorted by value. The first bin begins at the largest logit. A bin is 1/16 wide,
+# except that the last bin has no lower end.
 BINS = 1024
 
 
@@ -45,7 +45,7 @@ def top_k(x, values, ids):
     ids: [k] int64, written
 
     The k best logits so far form a heap, with the worst of them at the root. A loop without branches counts the logits of a
-    block of 64 that exceed the root. In most blocks there are none, and the block is skipped.
+    block of 64 that exceed the root. A block in which no logit exceeds the root, as in most blocks, is skipped.
     """
     k = values.shape[0]
     for v in range(k):
@@ -78,7 +78,7 @@ def softmax_weights(x, largest, weights):
     x: [V] f32, read
     weights: [V] f32, written
 
-    The sum has a loop of its own. In one loop, the chain of additions would slow down the exponentials.
+    The sum has a loop of its own. In a common loop with the exponentials, the chain of additions would slow them down.
     """
     total = 0.0
     for v in range(x.shape[0]):

@@ -31,7 +31,7 @@ def log_sum_exp(logits, terms):
     logits: [V] f32, read
     terms: [V] f64, written: the exponentials
 
-    The sum has a loop of its own. In one loop, the chain of additions would slow down the exponentials.
+    The sum has a loop of its own. In a common loop with the exponentials, the chain of additions would slow them down.
     """
     largest = np.float64(_maximum(logits))
     for v in range(logits.shape[0]):

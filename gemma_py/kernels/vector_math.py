@@ -35,7 +35,7 @@ _LEAST, _MOST, _INFINITY = scalar._LEAST, scalar._MOST, scalar._INFINITY
 
 @inlined
 def exp(x):
-    """Return e^x in every lane. For x below -87, the result is 0, and for x above 88, infinity."""
+    """Return e^x in every lane. The result is 0 for x below -87, and infinity for x above 88."""
     shifted = fma(x, splat(_LOG2E), splat(_ROUND))
     n = sub(shifted, splat(_ROUND))
     r = fma(n, splat(_MINUS_LN2_LOW), fma(n, splat(_MINUS_LN2_HIGH), x))

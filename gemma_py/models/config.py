@@ -9,7 +9,8 @@ from gemma_py.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: elements i and i + E / 2 are rotated by position * theta^(-2i / E) / factor.
+    """Rotary position embedding. In a head of E elements, the elements i and i + E / 2 are a pair, for i < E / 2, and are
+    rotated by the angle position * theta^(-2i / E) / factor.
 
     share: only pairs with i < share * E / 2 are rotated (rope_type "proportional" in transformers).
     """
@@ -19,16 +20,18 @@ class Rope:
     share: float = 1.0
 
     def turning(self, width: int) -> int:
+        """Return how many pairs are rotated in a head of `width` elements."""
         return int(self.share * width // 2)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The shape of one transformer layer.
+    """The shape of one transformer layer. The letters in comments are the names of sizes in the shapes of tensors.
 
     sliding_window: a query at position i attends to positions i - sliding_window + 1 .. i. None means full attention.
-    bidirectional: a query also attends to later positions: below i + sliding_window, or to all with full attention.
-    kv_source: the number of the layer whose KV rows this layer reads: this layer itself or an earlier one.
+    bidirectional: whether a query at position i also attends to the positions after i. With a sliding window, these are
+    the positions below i + sliding_window.
+    kv_source: the number of the layer whose KV rows this layer reads: its own number or that of an earlier layer.
     """
 
     sliding_window: int | None
@@ -47,8 +50,8 @@ class Layer:
 class EmbeddingHead:
     """What an embedding model computes from the mean of a text's hidden states.
 
-    dense: the shape [N, K] of each dense layer, in order. If there are none, the embedding is the mean itself, or the
-    projection of the mean.
+    dense: the shape [outputs, inputs] of each dense layer, in order. If there are none, the embedding is the mean itself,
+    or the projection of the mean.
     projection: the width to which a matrix of EmbeddingGemma 2 projects the mean before the dense layers; None if the
     model has no such matrix.
     """
@@ -59,7 +62,10 @@ class EmbeddingHead:
 
 @dataclass(frozen=True)
 class Config:
-    """The config of a text model. A field that also occurs in Hugging Face's config.json has the name used there."""
+    """The config of a text model. A field that also occurs in Hugging Face's config.json has the name used there.
+
+    The letters in comments are the names of sizes in the shapes of tensors.
+    """
 
     model_type: str  # for example "gemma2"
     vocab_size: int  # V
@@ -73,16 +79,17 @@ class Config:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     layers: tuple[Layer, ...]
-    hidden_size_per_layer_input: int = 0  # P; 0 for models without per-layer inputs
+    # P, the width of a per-layer input, which is a vector for each token and layer; 0 for models without such vectors
+    hidden_size_per_layer_input: int = 0
     vocab_size_per_layer_input: int = 0  # rows of the table of per-layer inputs
     num_experts: int = 0  # X; 0 for models without a mixture of experts
-    top_k_experts: int = 0  # experts that are chosen for a token
+    top_k_experts: int = 0  # the number of experts that are chosen for a token
     moe_intermediate_size: int = 0  # the feed-forward width of an expert
     altup_num_inputs: int = 1  # n, the number of AltUp's streams
-    altup_active_idx: int = 0  # the stream on which layers work
-    # Whether the active stream is multiplied by a gain before a layer's own input is applied.
+    altup_active_idx: int = 0  # the number of the active stream, on which attention and feed-forward work
+    # Whether the active stream is multiplied by a gain before the gate with the per-layer input.
     altup_correct_scale: bool = True
-    laurel_rank: int = 0  # R
+    laurel_rank: int = 0  # R, the rank of the product of LAuReL's two matrices
     embedding: EmbeddingHead | None = None  # None for a model that generates text
 
     @property
@@ -107,7 +114,7 @@ class Config:
 
 
 def checked(config: Config, where: str) -> Config:
-    """Return the config after a check. If there is no layer, or if layers contradict each other, raise ConfigError."""
+    """Check a config and return it. Raise ConfigError if the config has no layer, or layers that contradict each other."""
     if not config.layers:
         raise ConfigError(f"{where}: the model has no layers")
     for number, layer in enumerate(config.layers):
@@ -135,7 +142,7 @@ def checked(config: Config, where: str) -> Config:
 
 
 def _check_embedding(config: Config, where: str) -> None:
-    """Raise ConfigError if a dense layer has another number of inputs than the layer before has outputs."""
+    """Raise ConfigError if a dense layer does not have as many inputs as the step before it has outputs."""
     if config.embedding is None:
         return
     width = config.embedding.projection or config.hidden_size

@@ -69,7 +69,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
 
 
 def write(p: Program) -> None:
-    """Append the operations of a forward pass to the program. gemma4.py explains the buffers."""
+    """Append the operations of a forward pass to the program. The docstring of `write` in gemma4.py names the buffers."""
     p.embed("embed_tokens", "x")
     p.rope_tables()
     project_inputs(p, "own")
@@ -91,7 +91,7 @@ def config_from_hf(description: ModelDescription) -> Config:
     usual = fields.integer("num_key_value_heads", 2), fields.integer("head_dim", 256)
     full = fields.integer("num_global_key_value_heads", 1), fields.integer("global_head_dim", 512)
     ropes = ropes_by_type(fields, _DEFAULT_ROPES)
-    window = fields.integer("sliding_window", 512) + 1  # the file has the largest distance between a query and a key
+    window = fields.integer("sliding_window", 512) + 1  # the file's number does not count the query's own position
     layers = tuple(
         Layer(window if kind == SLIDING else None, ropes[kind], fields.integer("num_attention_heads", 4), kv_heads,
               head_dim, fields.integer("intermediate_size", 2048), number, bidirectional=True)

@@ -20,7 +20,7 @@ class ModelDescription:
     outer: the whole config.json, or all GGUF metadata.
     tokens: the fields of generation_config.json; empty for GGUF.
     tensors: the tensors by name; set for GGUF only.
-    dense: the shapes [N, K] of the dense layers that follow the pooling of an embedding model.
+    dense: the shapes [outputs, inputs] of the dense layers that follow the pooling of an embedding model.
     vocab_size: the number of rows of the embedding matrix; set for GGUF only.
     tied: whether the embedding matrix is also the output matrix; set for GGUF only.
     """
@@ -68,7 +68,7 @@ def _nothing(config: Config) -> frozenset[str]:
 
 
 def dense_shapes(tensors: Iterable[StoredTensor]) -> tuple[tuple[int, int], ...]:
-    """Return the shapes [N, K] of dense layers. A weight that is not a matrix raises ConfigError."""
+    """Return the shapes [outputs, inputs] of dense layers. A weight that is not a matrix raises ConfigError."""
     made = []
     for tensor in tensors:
         if len(tensor.shape) != 2:
@@ -87,7 +87,7 @@ class Family:
     """A model family.
 
     model_types: maps the model_type of a config.json to Config.model_type.
-    architectures: the values of general.architecture in GGUF files. They equal Config.model_type.
+    architectures: the values of general.architecture in GGUF files. Each of them is also a value of Config.model_type.
     """
 
     model_types: Mapping[str, str]

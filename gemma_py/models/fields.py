@@ -14,7 +14,7 @@ _MOST_LAYERS = 10_000
 
 
 class Fields:
-    """A mapping with typed getters. None counts as missing, because Hugging Face writes null for fields that are not set."""
+    """A mapping with typed getters. A value of None counts as missing, because Hugging Face writes null for unset fields."""
 
     def __init__(self, where: str, values: Mapping[str, Any]) -> None:
         self.where, self.values = where, values
@@ -79,10 +79,10 @@ class Fields:
         return values
 
     def flags(self, name: str, count: int, period: int | None = None) -> list[bool]:
-        """Return a flag for each of `count` layers. The field is a list of flags, or a number n, which means false for
-        every nth layer.
+        """Return a flag for each of `count` layers. The field is a list of flags, or an integer n, which means that the
+        flags are true except for every nth layer.
 
-        period: the default for n; None if the field is required.
+        period: the value of n if the field is missing; None if the field is required.
         """
         values = self._list(name)
         if values is None:

@@ -17,8 +17,9 @@ from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
-# The matrices of a layer. Columns: name in this package, name in Hugging Face, name in GGUF, N and K of the shape [N,
-# K]. A size of two letters is a product: "HE" is the number of query heads times the head width.
+# The matrices of a layer. Columns: name in this package, name in Hugging Face, name in GGUF, and N and K of the shape
+# [N, K]. D: width of hidden states, F: width of the feed-forward, E: width of a head, HE: number of query heads * E, GE:
+# number of key/value heads * E.
 MATRICES = (
     ("q_proj", "self_attn.q_proj", "attn_q", "HE", "D"),
     ("k_proj", "self_attn.k_proj", "attn_k", "GE", "D"),
@@ -89,8 +90,8 @@ def dense_tensors(config: Config) -> dict[str, Tensor]:
 def write(p: Program) -> None:
     """Append the operations of a forward pass to the program.
 
-    Buffers: x is the residual stream, n the output of a norm, a the output of the attention heads, y the output of
-    o_proj or down_proj.
+    Buffers: `x` is the residual stream, `n` the output of a norm, `a` the output of the attention heads, `y` the output
+    of o_proj or of down_proj, and `last` the rows of `n` of the tokens whose logits are wanted.
     """
     config, last = p.config, len(p.config.layers) - 1
     p.embed("embed_tokens", "x")
@@ -137,10 +138,11 @@ def write(p: Program) -> None:
 
 
 def embedding_head(p: Program) -> None:
-    """Append the mean of each text's rows of n, and the products with the matrices that follow the mean.
+    """Append the mean over each text of the rows of buffer `n`, and the matrix products that follow the mean.
 
-    EmbeddingGemma 2 projects the hidden state of each token. The projection of their mean is the mean of the projections, and
-    takes one product for a text.
+    EmbeddingGemma 2 is defined as the mean of projected hidden states. A projection is linear, so the projection of the
+    mean equals the mean of the projections. This program projects the mean, because this takes one product for a text
+    instead of one for each token.
     """
     dense = len(p.config.embedding.dense) if p.config.embedding else 0
     matrices = [name for name in ("embedding_projection", *(f"dense.{n}" for n in range(dense))) if name in p.tensors]
@@ -262,7 +264,11 @@ def _windows_from_hf(fields: Fields, kind: str) -> list[int | None]:
 
 
 def reach_of_width(width: int) -> int:
-    """Return Layer.sliding_window. In bidirectional attention, a window of 512 in the file means 256 in each direction."""
+    """Return `Layer.sliding_window` of a bidirectional layer, given the window in a checkpoint's file.
+
+    A width of 512 means that a query reaches 256 positions in each direction. `Layer.sliding_window` also counts the
+    query's own position and is 257.
+    """
     return width // 2 + 1
 
 
@@ -335,9 +341,10 @@ _MEAN = 1  # the number in pooling_type that means the mean of all hidden states
 
 
 def check_direction(description: ModelDescription, embeds: bool) -> None:
-    """Raise an error if the direction of attention or the pooling is wrong for the model.
+    """Raise an error if the direction of attention, the pooling or the dense layers in a GGUF file are wrong for the model.
 
-    An embedding model has bidirectional attention and mean pooling, and any other model has neither.
+    embeds: whether the model is an embedding model, which has bidirectional attention and mean pooling. Any other model
+    has causal attention and no dense layers.
     """
     fields, where = description.fields, description.outer.where
     if fields.flag("attention.causal", not embeds) is embeds:

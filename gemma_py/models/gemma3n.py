@@ -2,9 +2,10 @@
 
 A token has n hidden states, its streams, and a layer works on one of them, the active stream. AltUp predicts all streams
 before the layer and corrects the predictions after the layer. LAuReL is a product with two narrow matrices, and is added to
-the output of attention. Every layer also adds a vector that is computed from the token alone, not from the hidden states.
-The last layers store no KV rows, but read those of an earlier layer of the same type. So the last layers are computed only
-for the tokens whose logits are wanted.
+the output of attention. Every layer has a per-layer input for each token, a vector of width P that is computed from the
+token alone. The layer multiplies a gate with this vector, projects the product, and adds it to all streams but stream 0.
+The last layers store no KV rows, but read those of an earlier layer of the same type. So no other token needs what these
+layers compute for a token, and they are computed only for the tokens whose logits are wanted.
 """
 
 import math
@@ -24,8 +25,8 @@ from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
-# The tensors of a layer. Columns: name in this package, in Hugging Face, in GGUF, and letters of the shape, which is [N, K]
-# or [width].
+# The tensors of a layer. Columns: name in this package, in Hugging Face, in GGUF, and the shape as letters, which `tensors`
+# replaces by sizes. gemma.py explains HE, GE, E, F and D. R: rank of LAuReL, P: width of a per-layer input, nn: n * n.
 _LAYER = (
     ("q_proj", "self_attn.q_proj.weight", "attn_q", ("HE", "D")),
     ("k_proj", "self_attn.k_proj.weight", "attn_k", ("GE", "D")),
@@ -111,16 +112,16 @@ def unused(config: Config) -> frozenset[str]:
 
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
-_LEAST = 1e-5  # a lower limit for a stream's mean square when its magnitude is changed
+_LEAST = 1e-5  # a lower limit for a stream's mean square (see `Program.match`)
 _HALF_ROOT = math.sqrt(0.5)
 
 
 def write(p: Program) -> None:
     """Append the operations of a forward pass to the program.
 
-    Buffers: streams and predictions have n streams, and x has the active stream. n is the output of a norm, and r the
-    router's input. y is the output of attention, of the feed-forward or of the layer's own input. inputs has the own inputs
-    of all layers.
+    Buffers: `streams` and `predictions` have n streams, and `x` has the active stream. `n` is the output of a norm, and `r`
+    the router's input. `y` is the output of attention, of the feed-forward, or of the projection after the gate with the
+    per-layer input. `inputs` has the per-layer inputs of all layers.
     """
     config, rows = p.config, ALL
     D, P, n = config.hidden_size, config.hidden_size_per_layer_input, config.altup_num_inputs
@@ -168,7 +169,7 @@ def write(p: Program) -> None:
 
 
 def _begin(p: Program) -> None:
-    """Compute the streams and the own inputs of all layers from the token's embeddings."""
+    """Compute the streams, and the per-layer inputs of all layers, from the token's rows of two embedding matrices."""
     config = p.config
     D, n, L = config.hidden_size, config.altup_num_inputs, len(config.layers)
     p.embed("embed_tokens", "x")
@@ -191,7 +192,7 @@ def _begin(p: Program) -> None:
 
 
 def _router(p: Program, number: int, rows: int, coefficients: str) -> None:
-    """Compute AltUp's coefficients from x."""
+    """Compute the buffer `coefficients` from `x`, as predictions and corrections of AltUp need them."""
     of = f"layers.{number}."
     p.norm("x", "r", f"{of}router_norm")
     p.multiply("r", 1.0 / p.config.hidden_size)
@@ -204,9 +205,7 @@ def _router(p: Program, number: int, rows: int, coefficients: str) -> None:
 
 
 def _attention(p: Program, number: int, layer: Layer, rows: int) -> None:
-    """Compute x = (x + attention of n + LAuReL of n) / sqrt(2), where the outputs of attention and of LAuReL are
-    normalised.
-    """
+    """Compute x = (x + RMSNorm(attention(n)) + n + RMSNorm(LAuReL(n))) / sqrt(2), from the buffers `x` and `n`."""
     of, stores = f"layers.{number}.", layer.kv_source == number
     p.phase("query, key and value", number, rows)
     p.matmul("n", "q", f"{of}q_proj")
@@ -234,7 +233,7 @@ def _attention(p: Program, number: int, layer: Layer, rows: int) -> None:
 
 
 def _feed_forward(p: Program, number: int, layer: Layer, rows: int) -> None:
-    """Compute x = x + feed-forward of x, where input and output of the feed-forward are normalised."""
+    """Compute x = x + RMSNorm(feed_forward(RMSNorm(x))) for the buffer `x`."""
     of = f"layers.{number}."
     p.norm("x", "n", f"{of}pre_feedforward_norm")
     p.phase("gate and up", number, rows)
@@ -279,7 +278,7 @@ def _end(p: Program, streams: str, rows: int) -> None:
 
 
 def config_from_hf(description: ModelDescription) -> Config:
-    """Read a config.json. Missing fields have the defaults of transformers, because transformers does not write defaults."""
+    """Read a config.json. Missing fields get the defaults of transformers, which need not write a field at its default."""
     fields, outer = description.fields, description.outer
     check_text_model(description)
     if fields.flag("use_bidirectional_attention", False):
@@ -343,8 +342,10 @@ def _list(fields: Fields, name: str, default: list[Any], valid: Callable[[Any], 
 
 
 def _cutoff(sparsity: float) -> float | None:
-    """Return the quantile of the standard normal distribution for this share. For a share of 0 (a dense layer), return
-    None.
+    """Return `Layer.sparsity_cutoff` for a layer in which the share `sparsity` of the activations is set to 0.
+
+    If activations are normally distributed, that share of them lies below mean + cutoff * (standard deviation), where the
+    cutoff is the quantile of the standard normal distribution. A layer with a share of 0 is dense and has no cutoff.
     """
     return float(np.float32(NormalDist().inv_cdf(sparsity))) if sparsity else None
 
@@ -400,7 +401,7 @@ def config_from_gguf(description: ModelDescription) -> Config:
 
 
 def _rows(description: ModelDescription, name: str) -> int:
-    """Return the number of rows of a matrix. The metadata do not have this number."""
+    """Return the number of rows of a matrix, for a size that GGUF metadata do not have."""
     tensor = description.tensors.get(name)
     if tensor is None or len(tensor.shape) != 2:
         raise ConfigError(f"{description.outer.where}: tensor {name!r} is missing or not a matrix")
@@ -408,11 +409,12 @@ def _rows(description: ModelDescription, name: str) -> int:
 
 
 def _stored_cutoff(stored: float) -> float | None:
-    """Return the cutoff of a layer in a GGUF file. For a dense layer, where the file has -inf, return None.
+    """Return `Layer.sparsity_cutoff` for the cutoff that a GGUF file stores. A dense layer, which has -inf, has no cutoff.
 
-    A converter computed the cutoff in float32 as the quantile of a sparsity, with rounding errors. If the cutoff is, but
-    for these errors, the quantile of a sparsity of at most four digits, return the exact quantile. Hugging Face's format
-    has the exact one too, so that both formats give equal bits.
+    A Hugging Face checkpoint stores a layer's sparsity, the share of activations that are set to 0. The program that wrote
+    the GGUF file computed the cutoff from the sparsity in float32, with rounding errors. If the stored cutoff is close to
+    that of a sparsity of at most four decimals, return the exact cutoff of that sparsity, as for the Hugging Face checkpoint.
+    So models of both formats compute the same bits.
     """
     if stored == -math.inf:
         return None

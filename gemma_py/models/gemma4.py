@@ -1,11 +1,12 @@
 """Gemma 4, text: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
 
 Full and sliding layers differ in the width and number of their heads. In models with `num_kv_shared_layers` (E2B, E4B), the
-last layers have no keys and values of their own and read the KV rows of an earlier layer of the same type. So the last
-layers are computed only for WANTED rows, those of the tokens whose logits are wanted. In models with `attention_k_eq_v`,
-the values of full layers are the keys, as they are before k_norm and rope. In models with per-layer inputs, every layer
-ends with a gate on a vector of width P that depends on the token and the layer. In models with a mixture of experts, the
-router chooses experts for each token, and their weighted outputs are added to the output of the feed-forward.
+last layers have no keys and values of their own and read the KV rows of an earlier layer of the same type. So no other token
+needs what these layers compute for a token, and they are computed only for WANTED rows, those of the tokens whose logits
+are wanted. In models with `attention_k_eq_v`, the values of full layers are the keys, as they are before k_norm and rope. In
+models with per-layer inputs, which are a vector of width P for each token and layer, every layer ends with a gate on this
+vector. In models with a mixture of experts, a router chooses experts for each token, and the weighted sum of the experts'
+outputs is added to the output of the feed-forward.
 """
 
 import math
@@ -23,14 +24,15 @@ from gemma_py.models.program import ALL, LOGITS, WANTED, Program, Tensor
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 _KEY_TENSORS, _VALUE_TENSORS = ("k_proj", "k_norm"), ("v_proj",)
-# The tensors of a layer in models with per-layer inputs. Columns: name in this package, in Hugging Face, in GGUF, shape.
+# The tensors of a layer in models with per-layer inputs. Columns: name in this package, in Hugging Face, in GGUF, and the
+# letters of the shape, which gemma.py explains.
 PER_LAYER_INPUT = (
     ("per_layer_gate", "per_layer_input_gate", "inp_gate", "P", "D"),
     ("per_layer_projection", "per_layer_projection", "proj", "D", "P"),
     ("per_layer_norm", "post_per_layer_input_norm", "post_norm", "D"),
 )
-# The tensors of a layer with a mixture of experts. Columns as above, but no ending is added to a name. X: experts, M: an
-# expert's width.
+# The router and the norms of a layer with a mixture of experts. Columns as in PER_LAYER_INPUT, but names are complete: no
+# ".weight" is appended to them. X: number of experts.
 _ROUTER = (
     ("router", "router.proj.weight", "ffn_gate_inp.weight", "X", "D"),
     ("router_scale", "router.scale", "ffn_gate_inp.scale", "D"),
@@ -83,6 +85,7 @@ def tensors(config: Config) -> dict[str, Tensor]:
 
 
 def _expert_tensors(config: Config, number: int) -> dict[str, Tensor]:
+    """Return the router, norms and experts' matrices of layer `number`. M: the feed-forward width of an expert."""
     D, X, M = config.hidden_size, config.num_experts, config.moe_intermediate_size
     theirs, gguf, sizes = f"layers.{number}.", f"blk.{number}.", {"D": D, "X": X}
     made = {
@@ -108,8 +111,8 @@ def _left_out(layer: Layer, number: int) -> tuple[str, ...]:
 def unused(config: Config) -> frozenset[str]:
     """Return the names of tensors that a checkpoint may have although the model does not use them.
 
-    These are keys and values of layers that read the KV rows of another layer, and the divisors of rope frequencies, which
-    the config reader has already checked.
+    These are the matrices for keys and values in layers that read the KV rows of another layer, and a GGUF file's divisors of
+    rope frequencies, which only the config reader needs (see `_rope_share`).
     """
     names = {_ROPE_DIVISORS}
     for number, layer in enumerate(config.layers):
@@ -126,11 +129,12 @@ def unused(config: Config) -> frozenset[str]:
 def write(p: Program) -> None:
     """Append the operations of a forward pass to the program.
 
-    Buffers: x is the residual stream, n the output of a norm, a the output of the attention heads, y the output of a matrix
-    that is added to x, own the per-layer inputs of all layers.
+    Buffers: `x` is the residual stream, `n` the output of a norm, `a` the output of the attention heads, `y` the output of a
+    matrix product, which is added to `x`, and `own` the per-layer inputs of all layers. In models with experts, `r` is the
+    router's input and `m` the experts' input.
 
     The last layer that stores KV rows computes keys and values of all tokens. Everything after that is computed for WANTED
-    rows only, in buffers with the suffix " wanted", which replace x, n and own.
+    rows only. From there on, the buffers `x wanted`, `n wanted` and `own wanted` replace `x`, `n` and `own`.
     """
     config, last_kv = p.config, p.config.kv_owners[-1]
     p.embed("embed_tokens", "x")
@@ -157,7 +161,9 @@ def write(p: Program) -> None:
 
 
 def _per_layer_inputs(p: Program) -> None:
-    """Compute own = (RMSNorm(projection of x * D^-1/2) + row of the table * sqrt(P)) * 2^-1/2, for all layers at once."""
+    """Compute own = (RMSNorm(projection of x * D^-1/2) + row of the table * sqrt(P)) * 2^-1/2, from the buffer `x` to the
+    buffer `own`, for all layers at once. The row is that of the token's id.
+    """
     p.embed("per_layer_table", "own", math.sqrt(p.config.hidden_size_per_layer_input))
     project_inputs(p, "c")
     p.add("own", "c")
@@ -165,7 +171,7 @@ def _per_layer_inputs(p: Program) -> None:
 
 
 def project_inputs(p: Program, target: str) -> None:
-    """Compute target = RMSNorm(projection of x * D^-1/2), for all layers at once."""
+    """Compute target = RMSNorm(projection of x * D^-1/2) from the buffer `x`, for all layers at once."""
     p.phase("per-layer inputs", 0)
     p.matmul("x", target, "per_layer_model_projection")
     p.multiply(target, 1.0 / math.sqrt(p.config.hidden_size))
@@ -173,7 +179,10 @@ def project_inputs(p: Program, target: str) -> None:
 
 
 def queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix: str = "") -> None:
-    """Compute the queries, or keys and values, or all three, from n. Keys and values are stored as KV rows."""
+    """Compute queries ("q"), keys ("k") and values ("v"), as far as `parts` names them, from the buffer `n` + suffix.
+
+    Keys and values are stored as KV rows.
+    """
     layer, of, rows = p.config.layers[number], f"layers.{number}.", WANTED if suffix else ALL
     heads = {"q": layer.num_attention_heads, "k": layer.num_key_value_heads}
     p.phase("query, key and value", number, rows)
@@ -192,7 +201,10 @@ def queries_keys_values(p: Program, number: int, parts: tuple[str, ...], suffix:
 
 
 def rest_of_layer(p: Program, number: int, suffix: str = "") -> None:
-    """Append the operations of a layer from attention on, and the input norm of the next layer."""
+    """Append the operations of a layer from attention on, and the input norm of the next layer.
+
+    suffix: " wanted" if the layer is computed for WANTED rows only, otherwise "".
+    """
     config, of, rows = p.config, f"layers.{number}.", WANTED if suffix else ALL
     x, n, own, P = "x" + suffix, "n" + suffix, "own" + suffix, config.hidden_size_per_layer_input
     p.attend("q", "a", number, config.attention_scale)
@@ -234,7 +246,7 @@ def rest_of_layer(p: Program, number: int, suffix: str = "") -> None:
 
 
 def _experts(p: Program, number: int, rows: int) -> None:
-    """Compute y = RMSNorm(y) + RMSNorm(weighted sum of what the chosen experts compute from m)."""
+    """Compute y = RMSNorm(y) + RMSNorm(weighted sum of the chosen experts' outputs), from the buffers `y` and `m`."""
     of = f"layers.{number}."
     p.phase("experts' gate and up", number, rows)
     p.expert_matmul("m", "experts' gate", f"{of}experts_gate", "routes")
@@ -323,7 +335,7 @@ def layer_types(fields: Fields, default: int, period: int = 6) -> list[str]:
     """Return the type of each layer. The last layer is always full, even if the file says otherwise, as in transformers.
 
     default: the number of layers if the file does not give it.
-    period: if the file does not give types, every layer whose number is a multiple of `period` is full.
+    period: if the file does not give types, every layer whose number, counted from 1, is a multiple of `period` is full.
     """
     count = fields.layer_count("num_hidden_layers", default)
     types = fields.values.get("layer_types")
@@ -373,7 +385,7 @@ def kv_sources(fields: Fields, name: str, types: list[str], default: int = 0) ->
     """
     count = fields.integer(name, default, least=0)
     first = len(types) - count
-    # For each type, the last layer that stores KV rows.
+    # For each type, the number of the last layer that stores KV rows.
     own = dict(zip(types[: max(0, first)], range(first), strict=True))
     if first <= 0 or not set(types[first:]) <= set(own):
         fields.fail(name, f"fewer than the {len(types)} layers, with a layer of every type before them")

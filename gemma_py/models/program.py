@@ -5,7 +5,7 @@ last wrote a buffer determines the width of the buffer's rows.
 
 Operations are grouped into phases. Workers wait for each other at a barrier after a phase, but not between the operations
 of a phase. Errors, traces and profiles name the phase. Where two operations of a phase need a barrier between them,
-`Program` makes two phases with one name.
+`Program` splits the phase into two phases of equal name.
 
 A matrix product with a quantised matrix needs a quantised input. `Program.matmul` inserts the QUANTISE operation.
 """
@@ -34,13 +34,13 @@ class Tensor:
 
     hugging_face: the tensor's name in safetensors, without a prefix such as "model.".
     gguf: the tensor's name in GGUF.
-    plus_one: whether safetensors store gain - 1 instead of gain.
-    gathered: whether the matrix stays in the checkpoint's file, from which a pass reads the rows of its tokens.
+    plus_one: whether safetensors files store gain - 1 instead of gain.
+    gathered: whether the matrix stays in the checkpoint's file. Only the rows of a pass's tokens are read, before the pass.
     part: (i, n) for experts' matrices that are part i of n of a larger tensor [X, n * N, K]. In safetensors, the larger
-    tensor is `hugging_face`. In GGUF, it is `gguf_fused`, unless the file has the part alone, as `gguf`.
+    tensor is `hugging_face`. In GGUF, it is `gguf_fused`, unless the file has each part as a tensor of its own, `gguf`.
     gguf_fused: the larger tensor's name in GGUF, or "".
     stays_float: whether the matrix is never quantised while loading, because llama.cpp does not quantise it either.
-    stack: (i, count) for a matrix that is number i of a tensor [count, N, K] in GGUF.
+    stack: (i, count) if a GGUF file has this matrix as the matrix at index i of a tensor [count, N, K].
     """
 
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class Op:
     stream: int = 0  # for CORRECT: the active stream; for ADD_TO_STREAMS: the first stream to add to
     experts: int = 0  # for EXPERT_MATMUL: the number of experts
     numbers: tuple[float, float] = (0.0, 0.0)
-    codes: "Op | None" = None  # for MATMUL and EXPERT_MATMUL: the QUANTISE operation of `source`
+    codes: "Op | None" = None  # for MATMUL and EXPERT_MATMUL: the QUANTISE operation that quantises `source`
 
     @property
     def first_matrix(self) -> str:
@@ -108,13 +108,13 @@ class Program:
     tensors: Mapping[str, Tensor]
     ops: list[Op] = field(default_factory=list)
     ropes: list[tuple[Rope, int]] = field(default_factory=list)  # pairs of a rope and a head width
-    # Pairs of a gathered tensor and a buffer, to which the tokens' rows of the tensor are copied before a pass.
+    # Pairs of a tensor that stays in its file (see `Tensor.gathered`) and the buffer to which rows are copied before a pass.
     gathers: list[tuple[str, str]] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)  # for each buffer, the largest width of its rows
     # For each buffer, after the operations so far: the width of its rows, and whether they are ALL or WANTED rows.
     _widths_now: dict[str, int] = field(default_factory=dict)
     _rows_now: dict[str, int] = field(default_factory=dict)
-    # For each buffer, the QUANTISE operation that has quantised its present content. Writing the buffer removes the entry.
+    # For each buffer, the QUANTISE operation that quantises the buffer's present content. A write to the buffer removes it.
     _coded: dict[str, Op] = field(default_factory=dict)
     _experts: dict[str, int] = field(default_factory=dict)  # for each buffer that `route` wrote, the number of experts
     _phase: Phase = field(default_factory=lambda: Phase("embedding", 0, ALL))
@@ -124,9 +124,8 @@ class Program:
         self._phase = Phase(name, layer, rows)
 
     def embed(self, tensor: str, target: str, factor: float | None = None) -> None:
-        """Compute target = factor * (row of the matrix), for each token. The default factor is sqrt(D).
-
-        A token id beyond the last row selects row 0. A gathered tensor's rows are copied to target before the pass.
+        """For each token, compute target = factor * the matrix's row of the token's id. Rows have D numbers, and the
+        default factor is sqrt(D). A token id beyond the last row selects row 0.
         """
         D = self._shape(tensor, 2)[1]
         gathered = self.tensors[tensor].gathered
@@ -197,8 +196,8 @@ class Program:
         self._add(TAKE_COLUMNS, source=source, target=target, width=width, first=first, stride=stride)
 
     def put(self, source: str, target: str, first: int, width: int) -> None:
-        """Copy source to the columns of target from `first` on. width: the number of columns of target, which otherwise
-        keeps its content.
+        """Copy source to the columns of target from `first` on. Other columns of target keep their content. width: the
+        number of columns of target.
         """
         stride = self._widths_now[source]
         if not 0 <= first <= width - stride or source == target:
@@ -237,9 +236,9 @@ class Program:
         self._add(SPARSIFY, target=target, width=width, numbers=(deviations, 0.0))
 
     def match(self, target: str, like: str, least: float) -> None:
-        """Multiply each row of target so that it gets the root mean square of the row of `like`, in place.
+        """Scale each row of target, in place, to the root mean square of the same row of `like`.
 
-        The row's mean square counts as `least` if it is less.
+        A mean square of a target row below `least` is replaced by `least`, so that the factor stays finite.
         """
         self._check_rows(target)
         if target == like:
@@ -249,7 +248,7 @@ class Program:
         self._add(MATCH, source=like, target=target, width=width, numbers=(least, 0.0))
 
     def predict(self, source: str, target: str, coefficients: str, streams: int) -> None:
-        """Compute target[i] = source[i] + sum over p of coefficients[i, p] * source[p], for streams i and p of a row."""
+        """Compute target[i] = source[i] + sum over p of coefficients[i, p] * source[p]; streams i, p are equal parts of rows."""
         width = self._width_of_streams(source, streams)
         self._check_width(coefficients, streams * streams)
         if target in (source, coefficients):
@@ -291,15 +290,15 @@ class Program:
         self._add(GELU_GATE, source=up, target=gate, width=width)
 
     def take(self, source: str, target: str, kind: int = TAKE) -> None:
-        """Copy the rows of the tokens whose logits are wanted. The phase must compute WANTED rows, source holds ALL."""
+        """Copy to target the rows of source of the tokens whose logits are wanted. kind: TAKE, or MEAN (see `mean`)."""
         if self._phase.rows != WANTED or self._rows_now[source] != ALL:
-            raise ValueError(f"{KIND_NAMES[kind]} needs a phase of WANTED rows and a source of ALL, found {source}")
+            raise ValueError(f"{KIND_NAMES[kind]} of {source} needs a phase of WANTED rows and a source with ALL rows")
         width = self._widths_now[source]
         self._write(target, width)
         self._add(kind, source=source, target=target, width=width)
 
     def mean(self, source: str, target: str) -> None:
-        """Compute the mean of all rows of each sequence. The phase computes WANTED rows, and each sequence has one."""
+        """Compute target = mean of all rows of a sequence, for each sequence. Each sequence has one WANTED row."""
         self.take(source, target, MEAN)
 
     def rope(self, target: str, layer: int, heads: int) -> None:
@@ -313,7 +312,7 @@ class Program:
         self._add(ROPE, target=target, source=cosines, second=sines, heads=heads, width=y.head_dim)
 
     def store(self, keys: str, values: str, layer: int) -> None:
-        """Store keys and values as KV rows of the layer. Attention sees a row when the row and all earlier ones are stored."""
+        """Store keys and values as KV rows of the layer. Attention reads a KV row once it and all earlier rows are stored."""
         y, kv = self.config.layers[layer], self.config.kv_numbers[layer]
         if y.kv_source != layer:
             raise ValueError(f"layer {layer} must not store KV rows, because it reads those of layer {y.kv_source}")
@@ -334,9 +333,9 @@ class Program:
     def route(self, logits: str, routes: str, gain: str, count: int, scale: float) -> None:
         """Choose `count` experts for each row, and compute the experts' weights. The logits are overwritten.
 
-        p = softmax(logits * scale) over all experts. The experts with the largest p are chosen, and of equal p the
-        expert with the lower number. An expert's weight is p / (sum of p over the chosen experts) * gain[expert]. A row
-        of `routes` is the numbers of the chosen experts in ascending order, then the weights of these experts.
+        p = softmax(logits * scale) over all experts. The experts with the largest p are chosen; among experts of equal p,
+        those with lower numbers. An expert's weight is p / (sum of p over the chosen experts) * gain[expert]. A row of
+        `routes` has the numbers of the chosen experts in ascending order, then the weights of these experts.
         """
         self._check_rows(logits)
         experts = self._widths_now[logits]
@@ -354,8 +353,8 @@ class Program:
     def expert_matmul(self, source: str, target: str, tensor: str, routes: str) -> None:
         """Compute target = source @ tensor[expert].T for each expert that `routes` has for a row.
 
-        A row of the target has one part for each of these experts, in the order of `routes`. A row of the source has
-        one part for each of these experts too, or is read by all of them.
+        A row of target has one part for each of these experts, in the order of `routes`. A row of source either has one
+        part for each of these experts too, or is a single part that is multiplied with the matrices of all of them.
         """
         experts, N, K = self._shape(tensor, 3)
         if self._experts.get(routes) != experts:
@@ -409,7 +408,7 @@ class Program:
         return op
 
     def _read_codes(self, op: Op) -> None:
-        """Set the QUANTISE operation whose codes a matrix product reads. If there is none for the source, insert one."""
+        """Set `op.codes`, the QUANTISE operation of the product's source. If there is no such operation yet, insert one."""
         if op.source not in self._coded:
             self._quantise(op.source, before=op.phase)
         op.codes = self._coded[op.source]
@@ -435,7 +434,7 @@ class Program:
         self._coded[source] = made
 
     def _shares_phase(self, op: Op) -> bool:
-        """Return whether the operation can join the current phase, which is possible if no barrier is needed before it."""
+        """Return whether the operation can join the current phase, because it needs no barrier before it."""
         others = [other for other in self.ops if other.phase is op.phase]
         if op.kind < MATMUL:
             # STORE must be the last operation of a phase, because KV rows are published at the end of the phase.
@@ -460,7 +459,7 @@ class Program:
         return shape
 
     def _check_rows(self, buffer: str) -> None:
-        """Raise ValueError if one of buffer and current phase has ALL rows, and the other one WANTED rows."""
+        """Raise ValueError if the buffer has ALL rows and the current phase WANTED rows, or the other way round."""
         if self._rows_now.get(buffer, self._phase.rows) != self._phase.rows:
             raise ValueError(
                 f"phase {self._phase.name!r} cannot use {buffer}: one of them has ALL rows, the other WANTED rows"

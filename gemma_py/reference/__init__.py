@@ -25,7 +25,7 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, int], n
     "gemma3n": gemma3n.logits,
     "gemma4": gemma4.logits,
 }
-# By model_type: the function embedding(weights, config, cache, ids) of an embedding model.
+# For each model_type, the function embedding(weights, config, cache, ids), which runs an embedding model for one text.
 EMBEDDING_FAMILIES: dict[str, Callable[[Mapping[str, Any], Config, ReferenceCache, Sequence[int]], np.ndarray]] = {
     "gemma-embedding": bidirectional.embedding,
     "gemma-embedding2": bidirectional.embedding2,
@@ -71,5 +71,5 @@ def _prepared(engine: Any, families: Mapping[str, Function]) -> tuple[Function, 
 
 
 def kv_digest(cache: ReferenceCache) -> list[str]:
-    """Return one digest per layer that stores KV rows. `Session.kv_digest` must return equal digests."""
+    """Return one digest for each layer that stores KV rows. For a correct engine, `Session.kv_digest` returns equal digests."""
     return cache.digests()

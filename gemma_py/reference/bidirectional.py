@@ -64,7 +64,9 @@ def attention(
 
 def pooled(rows: Sequence[np.ndarray], weights: Mapping[str, Any], config: Config, cache: ReferenceCache) -> np.ndarray:
     """Return the mean of the normalised hidden states, multiplied with the projection, if the model has one, and then with
-    each dense layer in turn.    rows: T hidden states [D], after the last layer
+    each dense layer in turn.
+
+    rows: T hidden states [D], after the last layer
     """
     assert config.embedding is not None
     cache.position = len(rows)

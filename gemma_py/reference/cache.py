@@ -11,8 +11,8 @@ from gemma_py.reference.operations import round_to_bfloat16
 class ReferenceCache:
     """Keys and values by layer and position. keys[l] and values[l] are float32 [capacity, G, E].
 
-    Rows from `position` on are undefined. If a layer's `kv_source` is another layer, it stores no rows and reads that
-    layer's rows. G and E may differ between layers.
+    G: number of key/value heads, E: width of a head; both may differ between layers. Rows from `position` on are undefined.
+    A layer whose `kv_source` is another layer stores no rows and reads the rows of that other layer.
     """
 
     def __init__(self, config: Config, bfloat16: bool = False) -> None:
@@ -24,7 +24,7 @@ class ReferenceCache:
         self.values = [np.empty(shape, np.float32) for shape in shapes]
 
     def store(self, number: int, keys: np.ndarray, values: np.ndarray) -> None:
-        """Store the keys and values of layer `number` at the current position.    keys, values: [G, E]"""
+        """Store the keys [G, E] and values [G, E] of layer `number` at the current position."""
         for rows, row in ((self.keys, keys), (self.values, values)):
             if self.position == len(rows[number]):  # the array is full; double its size
                 grown = np.empty((max(16, 2 * self.position), *row.shape), np.float32)
@@ -47,9 +47,7 @@ class ReferenceCache:
         return max(0, self.position - layer.sliding_window + 1)
 
     def digests(self) -> list[str]:
-        """Return a sha256 for each layer that stores rows. It covers the keys, then the values, that the next token
-        attends to.
-        """
+        """Return a sha256 for each layer that stores rows, over the keys and then the values that the next token attends to."""
         made = []
         for number, layer in enumerate(self.config.layers):
             if layer.kv_source != number:

@@ -1,8 +1,8 @@
 """exp, tanh, log, sine and cosine, written with additions, multiplications, fma and divisions.
 
 The functions of C libraries differ in the last bit between machines. The functions here give equal bits on every machine
-with IEEE 754 arithmetic. Functions whose names end in 64 compute in float64, for the angles of rope; the others compute in
-float32.
+with IEEE 754 arithmetic. Functions whose names end in 64 compute in float64, for the angles of rope. The other functions
+compute in float32.
 
 exp, exp64 and sine_cosine64 first write x as n * unit + r, with an integer n and a small remainder r. To find n, they add
 _ROUND = 1.5 * 2^23 to x / unit in float32, or _ROUND64 = 1.5 * 2^52 in float64. Floats of this size are integers, so the

@@ -29,14 +29,17 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 
 def layer(x: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int) -> np.ndarray:
-    """Return the hidden state [D] after a layer.    x: [D], the hidden state before   w: the layer's weights"""
+    """Return the hidden state [D] after a layer. x: [D], the hidden state before the layer; w: the layer's weights."""
     q = query(x, w, config, cache, number)
     first = cache.first_visible(config.layers[number])
     return after_attention(x, attend(q, *cache.rows(config.layers[number]), first, config), w, config)
 
 
 def after_attention(x: np.ndarray, out: np.ndarray, w: Mapping[str, Any], config: Config) -> np.ndarray:
-    """Return the hidden state [D] after a layer.    x: [D], the hidden state before   out: [H, E], the output of attention"""
+    """Return the hidden state [D] after a layer, given the output of attention.
+
+    x: [D], the hidden state before the layer   out: [H, E], the output of attention   w: the layer's weights
+    """
     eps = _F(config.rms_norm_eps)
     y = op.matmul(out.reshape(-1), w["o_proj"])
     if "post_attention_norm" in w:

@@ -1,12 +1,12 @@
 """Gemma 3n: one token at a time, with the operations of operations.py and, below, those that only Gemma 3n has.
 
-    n streams   a the active stream   L layers   P width of a layer's own input   R rank of LAuReL
+    n streams   a the active stream   L layers   P width of a per-layer input   R rank of LAuReL
 
 A token has n hidden states, its streams, and a layer works on one of them, the active stream. Before the layer, AltUp
 predicts each stream. After the feed-forward, AltUp corrects each prediction by the difference between the layer's hidden
-state and the prediction of the active stream. Each layer has attention, LAuReL (a product with two narrow matrices) and an
-input of its own, which depends only on the token. The last layers store no KV rows. Such a layer reads the KV rows of the
-last layer of its type that stores some.
+state and the prediction of the active stream. Each layer has attention, LAuReL (a product with two narrow matrices) and a
+per-layer input, a vector that depends only on the token. The last layers store no KV rows. Such a layer reads the KV rows of
+the last layer of its type that stores some.
 """
 
 import math
@@ -22,7 +22,7 @@ from gemma_py.reference.cache import ReferenceCache
 
 _F = np.float32
 _ZERO, _ONE = _F(0.0), _F(1.0)
-_LEAST = _F(1e-5)  # a lower limit for a stream's mean square when its magnitude is changed
+_LEAST = _F(1e-5)  # a lower limit for a stream's mean square (see `match_magnitude`)
 _HALF_ROOT = _F(math.sqrt(0.5))
 
 
@@ -47,9 +47,10 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 
 def layer_inputs(x: np.ndarray, weights: Mapping[str, Any], config: Config, token: int) -> np.ndarray:
-    """Return the own inputs of all layers, [L, P]: (a projection of the embedding x + the token's row of a table) * 2^-1/2.
+    """Return the per-layer inputs of all layers, [L, P]: (projection + row) * 2^-1/2.
 
-    For a token that the table does not have, row 0 is used.
+    The projection is that of the token's embedding x, normalised. The row is the token's row of a table, times sqrt(P). A
+    token id beyond the last row selects row 0.
     """
     L, P = len(config.layers), config.hidden_size_per_layer_input
     own = op.embed(weights["embed_tokens_per_layer"], token, math.sqrt(P))
@@ -61,7 +62,10 @@ def layer_inputs(x: np.ndarray, weights: Mapping[str, Any], config: Config, toke
 def layer(
     streams: np.ndarray, own: np.ndarray, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int
 ) -> np.ndarray:
-    """Return the streams [n, D] after a layer.    streams: [n, D]   own: the layer's own input, [P]   w: the layer's weights"""
+    """Return the streams [n, D] after a layer.
+
+    streams: [n, D]   own: the layer's per-layer input, [P]   w: the layer's weights
+    """
     a, eps = config.altup_active_idx, _F(config.rms_norm_eps)
     mixing = op.matmul(router(streams[a], w, config), w["prediction_coefs"])
     predictions = predict(streams, mixing.reshape(len(streams), len(streams)))

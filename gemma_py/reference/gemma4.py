@@ -1,7 +1,8 @@
 """Gemma 4, text: one token at a time, with the operations of operations.py, which also explains the letters.
 
-P is the width of a layer's own input. Here, every layer is computed for every token; the engine leaves out layers whose
-results are not needed. Attention scores are not scaled, because queries and keys are normalised.
+P is the width of a per-layer input, a vector for each token and layer. Here, every layer is computed for every token, while
+the engine leaves out layers whose results are not needed. Attention scores are not scaled, because queries and keys are
+normalised.
 """
 
 import math
@@ -31,7 +32,10 @@ def logits(weights: Mapping[str, Any], config: Config, cache: ReferenceCache, to
 
 
 def per_layer_inputs(weights: Mapping[str, Any], config: Config, x: np.ndarray, token: int) -> np.ndarray:
-    """Return the own inputs of all layers, [L, P]: (a projection of the embedding x + the token's row of a table) * 2^-1/2."""
+    """Return the per-layer inputs of all layers, [L, P]: (projection + row) * 2^-1/2.
+
+    The projection is that of the token's embedding x, normalised. The row is the token's row of a table, times sqrt(P).
+    """
     P = config.hidden_size_per_layer_input
     from_table = op.embed(weights["per_layer_table"], token, math.sqrt(P))
     from_embedding = projected_inputs(weights, config, x).reshape(-1)
@@ -49,7 +53,10 @@ def projected_inputs(weights: Mapping[str, Any], config: Config, x: np.ndarray) 
 def layer(
     x: np.ndarray, own: np.ndarray | None, w: Mapping[str, Any], config: Config, cache: ReferenceCache, number: int
 ) -> np.ndarray:
-    """Return the hidden state after a layer.    x: [D]   own: [P], or None   w: the layer's weights"""
+    """Return the hidden state [D] after a layer.
+
+    x: [D], the hidden state before   own: [P], the per-layer input, or None   w: the layer's weights
+    """
     y = config.layers[number]
     q = query(x, w, config, cache, number)
     return after_attention(x, op.attend(q, *cache.rows(y), cache.first_visible(y), _ONE, _NO_CAP), own, w, config)
@@ -58,7 +65,10 @@ def layer(
 def after_attention(
     x: np.ndarray, out: np.ndarray, own: np.ndarray | None, w: Mapping[str, Any], config: Config
 ) -> np.ndarray:
-    """Return the hidden state [D] after a layer.    x: [D], before the layer   out: [H, E], of all heads   own: [P], or None"""
+    """Return the hidden state [D] after a layer.
+
+    x: [D], the hidden state before the layer   out: [H, E], the output of attention   own: [P], the per-layer input, or None
+    """
     eps = _F(config.rms_norm_eps)
     y = op.matmul(out.reshape(-1), w["o_proj"])
     x = op.add(x, op.rms_norm(y, eps, w["post_attention_norm"]))

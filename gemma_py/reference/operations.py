@@ -304,9 +304,9 @@ def softmax(x):
 def route(logits, scale, gain, count):
     """Return the numbers of the chosen experts, ascending, and these experts' weights.    logits, gain: [X]
 
-    p = softmax(logits * scale). The `count` experts with the largest p are chosen, and of equal p the lower number. The
-    weight of an expert is p / (sum of p over the chosen experts) * gain. If p is NaN, the first `count` experts are
-    chosen.
+    p = softmax(logits * scale). The `count` experts with the largest p are chosen; among experts of equal p, those with lower
+    numbers. The weight of an expert is p / (sum of p over the chosen experts) * gain. If p is NaN, the first `count` experts
+    are chosen.
     """
     p = softmax(scale_row(logits, scale))
     chosen = np.zeros(p.shape[0], np.bool_)

@@ -20,8 +20,8 @@ from gemma_py.runtime import program as p
 # The most rows of an expert in a tile. Unpacking the expert's panels for each tile takes little time compared with this
 # many rows.
 EXPERT_ROWS = 8 * TILE_ROWS_MULTIPLE
-FIRST, END_ROW, ORIGIN = range(3)
-ROWS, LONGEST = range(2)
+FIRST, END_ROW, ORIGIN = range(3)  # columns of `Batch.segments`
+ROWS, LONGEST = range(2)  # columns of `Batch.counts`
 
 
 class Batch(NamedTuple):
@@ -56,7 +56,7 @@ class ExpertScratch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """The scratch memory of a pass. `floats`, `coded` and `scores` are shared; the rest has a part for each worker."""
+    """The scratch memory of a pass. Workers share `floats`, `coded` and `scores`. The other arrays have a part for each worker."""
 
     floats: np.ndarray  # the buffers of the program
     coded: CodedRows  # the quantised inputs of matrix products

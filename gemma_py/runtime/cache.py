@@ -31,8 +31,9 @@ _SPARE = 512  # the number of spare rows when the arrays of a layer with full at
 def check_context(context: int, tokens: int, after: int | None = None, new: int = 0) -> None:
     """Raise ContextError if a request exceeds the context.
 
-    tokens: the number of prompt tokens. after: the number of tokens in the KV cache, or None. new: the number of tokens
-    to generate.
+    tokens: the number of prompt tokens
+    after: the number of tokens in the KV cache, or None
+    new: the number of tokens to generate
     """
     present = (after or 0) + tokens
     if present + new <= context:
@@ -200,7 +201,7 @@ class Cache:
         )
 
     def rewind(self, position: int) -> None:
-        """Remove the tokens from this position on. Later logits have the bits of a new session."""
+        """Remove the tokens from this position on. Logits of tokens that follow have the same bits as without the removed tokens."""
         if not self.can_rewind_to(position):
             raise InputError(
                 f"cannot rewind from position {self.position} to position {position}: "

@@ -59,7 +59,9 @@ class Cells(NamedTuple):
 def make_cells(workers: int, watermarks: Sequence[int] = (), counters: int = 0, times: int = 0) -> Cells:
     """Allocate the cells of a new run, with at least one watermark and one counter.
 
-    watermarks: the initial values. counters: the number of tile counters. times: the number of lines of `times` per worker.
+    watermarks: the initial values of the watermarks
+    counters: the number of tile counters
+    times: the number of lines of `times` per worker
 
     All cells are in one allocation, because a run begins for every generated token, and several allocations would take
     longer.

@@ -73,9 +73,7 @@ class FaultPlan:
 
 @inlined
 def _draw(cells, worker):
-    """Return 31 random bits of a linear congruential generator. They are its high bits, because its low bits are less
-    random.
-    """
+    """Return 31 random bits: high bits of a linear congruential generator, because the low bits are less random."""
     at = worker * c.LINE + c.RANDOM
     cells.own[at] = cells.own[at] * 6364136223846793005 + 1442695040888963407
     return (cells.own[at] >> 32) & 0x7FFFFFFF

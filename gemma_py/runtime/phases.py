@@ -120,8 +120,8 @@ def _scores_of(scratch, workers, pair):
 def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     """Compute attention scores in a decoding pass in which several workers share a position.
 
-    A tile scores a range of the keys of one position, after waiting until that position's KV row is published. Scores are
-    not traced, because the trace has the outputs of attention, which depend on them.
+    A tile is the scores of one position for a range of keys. Before it is computed, the worker waits until that position's KV
+    row is published. Scores are not traced, because the trace has the outputs of attention, which depend on the scores.
     """
     op = model.ops[at]
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]

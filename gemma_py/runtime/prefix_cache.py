@@ -4,7 +4,7 @@ Rows are stored in blocks of BLOCK_TOKENS tokens. The key of a block is the numb
 block's tokens, so requests with a common prefix share the blocks of the prefix.
 
 A block holds the rows of every layer. A request can resume at the end of any block. The window of a sliding layer is longer
-than a block, so its rows are in several blocks. Storing a whole window in each block would take more memory.
+than a block, so the rows of a window are in several blocks. Storing a whole window in each block would take more memory.
 
 Rows are copied bit by bit, so the logits after a hit are bit-identical to the logits after a miss.
 """
@@ -115,7 +115,10 @@ class PrefixCache:
         return path
 
     def _touch(self, ids: Sequence[int], path: Sequence[_Block]) -> None:
-        """Mark the blocks of a chain as recently used, ending with the first one, so that the last block is evicted first."""
+        """Mark the blocks of a chain as recently used, from the chain's end to its beginning.
+
+        So the end is evicted before the beginning, because a block is useless without the blocks before it.
+        """
         parents = [_ROOT, *(block.number for block in path)]
         for index in range(len(path) - 1, -1, -1):
             self._blocks.move_to_end((parents[index], _tokens(ids, index)))

@@ -133,7 +133,8 @@ def _tile_shape(model, scratch, batch, lists, workers, at, end):
 def _find_tile(model, lists, at, tile, blocks, width):
     """Return (operation, expert, block, first panel) of a tile. Tiles are numbered operation by operation.
 
-    expert: 0 with a dense matrix. block: which of the blocks that the matrix's rows or the expert's products are cut into
+    expert: 0 for a dense matrix
+    block: the number of the block, within the rows of a dense matrix or within the products of the expert
     """
     number, expert, local = at, np.int64(0), tile
     columns = _columns_for(model, model.ops[number], width)

@@ -38,7 +38,8 @@ def lines_needed(phases: int) -> int:
 class Profile:
     """Times and counts, summed over passes.
 
-    nanoseconds: int64 [workers, phases, 2]; the last axis is WORK, WAIT. barriers, passes: the number of barriers and passes.
+    nanoseconds: int64 [workers, phases, 2]; index WORK or WAIT of the last axis
+    barriers, passes: the number of barriers and the number of passes
     """
 
     def __init__(self, workers: int, phases: int) -> None:

@@ -58,7 +58,7 @@ class Sizes:
 
     offsets: np.ndarray  # int64 [buffers]
     floats: int
-    codes: int  # the number of codes per row, summed over slots
+    codes: int  # the number of codes per row, summed over the slots of `_slots`
     widest_input: int  # K of the widest quantised matrix
     widest_head: int
     experts: int  # the most experts of an operation; this and the following fields are 0 in models without experts
@@ -77,7 +77,10 @@ class Gather(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkedProgram:
-    """A program that is linked to weights and ready to run. labels: names of phases, which the table's column LABEL numbers."""
+    """A program that is linked to weights and ready to run.
+
+    labels: the names of phases; the column LABEL of the table `ops` has indices into `labels`
+    """
 
     model: ModelTables
     sizes: Sizes
@@ -159,10 +162,10 @@ def _needed(program: Program, weights: PackedWeights) -> list[Op]:
 
 
 def _slots(ops: Sequence[Op]) -> tuple[dict[int, int], int]:
-    """Assign a slot of scratch memory to each QUANTISE operation, for its codes. Return offsets by `id`, and the total
-    size.
+    """Assign a slot of scratch memory to each QUANTISE operation, for its codes.
 
-    A slot is in use until the last operation that reads the codes. Then another QUANTISE operation can use the slot.
+    Return the offset of the slot for the `id` of each operation, and the total size of the slots. A slot is in use until the
+    last operation that reads the codes. Then another QUANTISE operation can use the slot.
     """
     last_read = {id(op.codes): number for number, op in enumerate(ops) if op.codes is not None}
     slots: dict[int, int] = {}

@@ -51,7 +51,7 @@ def panels_of_codes(model, number):
 
 @inlined
 def _embed(model, op, token, y, at, unpacked):
-    """Compute y[at : at + D] = factor * (the token's row of the matrix). A token beyond the last row has row 0."""
+    """Compute y[at : at + D] = factor * (the token's row of the matrix). A token id beyond the last row selects row 0."""
     number, factor = op[p.MATRIX], model.numbers[op[p.NUMBER]]
     row = model.weights.matrices[number]
     N, K = row[w.ROWS], row[w.INPUTS]
@@ -160,8 +160,7 @@ def trace_operation(op, scratch, batch, trace, first, last):
     elif op[p.OP] == o.STORE:
         (values,) = buffer_of(batch, scratch, op[p.SECOND], op[p.KV_HEADS] * op[p.WIDTH])
         trace_rows(trace, op[p.TRACE], rows, values, op[p.KV_HEADS] * op[p.WIDTH], first, last)
-    elif (
-        op[p.OP] != o.ROPE_TABLE and op[p.OP] != o.TAKE
-    ):  # cosines and sines are not traced; nor are rows that TAKE copies, because the copied rows were traced before
+    # Cosines and sines are not traced. Rows that TAKE copies are not traced again.
+    elif op[p.OP] != o.ROPE_TABLE and op[p.OP] != o.TAKE:
         (made,) = buffer_of(batch, scratch, op[p.TARGET], width)
         trace_rows(trace, op[p.TRACE], rows, made, width, first, last)

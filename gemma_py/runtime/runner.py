@@ -193,7 +193,8 @@ class Runner:
         """Return scratch memory for T rows and for attention scores of `keys` keys. The memory is kept for later passes."""
         workers = self.team.workers
         if self._scratch is None or self._rows < T or self._workers != workers:
-            # The attributes are assigned together, after the allocation. If it fails, `_rows` still matches `_scratch`.
+            # The attributes are assigned together, after the allocation. If the allocation fails, `_rows` still matches
+            # `_scratch`.
             self._scratch, self._rows, self._workers = new_scratch(self.program.sizes, T, workers), T, workers
         # Workers share a position only if there are more workers than positions * key/value heads.
         shared = workers - 1

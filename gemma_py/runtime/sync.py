@@ -4,6 +4,10 @@ A kernel has the signature `kernel(worker, workers, cells, ...)`. Every worker c
 True when done. If a function here returns False, the run is broken and the kernel must return False at once. In a broken
 run, `claim` returns -1, and the next wait returns False.
 
+A tile is a part of the outputs of a phase. Workers claim the tiles of a phase from a counter. Some tiles are rows of
+positions that other workers wait for: publishing rows raises a watermark, and all rows of positions below the watermark can
+be read.
+
 A wait never hangs. It ends when the awaited condition holds or when the run is broken, and the team breaks the run if a
 worker fails or stalls (see team.py).
 
@@ -118,8 +122,7 @@ def _wait_above(cells, worker, why, line, index, bound):
 
     why: the reason for the wait, which is stored in the cell WAITING.
 
-    The reason is stored only after `_SPINS` spins. Most waits end before, and so need no store to a cell that the team
-    reads.
+    The reason is stored only after `_SPINS` spins. Most waits end earlier and so need no store to a cell that the team reads.
     """
     if cells.times.shape[0] > 0:
         profile.account(cells, worker, profile.WORK)

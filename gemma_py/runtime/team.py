@@ -1,19 +1,22 @@
 """The worker team, which starts and watches the threads that run kernels.
 
-`Team.run` calls a kernel on every worker, without the GIL, and returns when every worker is done. The calling thread does
-not compute. It watches the workers, so that Ctrl-C works during a long prefill and stalls are detected.
+`Team.run` calls a kernel on every worker, without the GIL, and returns when every worker is done. Such a call is a run. The
+calling thread does not compute. It watches the workers, so that Ctrl-C works during a long prefill and stalls are detected.
 
-A long phase alone is no sign of a stall, because a phase may take minutes on a slow machine. Therefore every worker
-counts its steps: claimed tiles, finished waits and entered phases. The team fails a run in two cases:
+A team has a deadline, the maximum time in seconds until `Team.run` reports a stall. The fraction _PATIENCE of the deadline is
+the patience, the time for which a worker may make no step. A step is a claimed tile, a finished wait or an entered phase. The
+team fails a run in two cases:
 - Stall: one worker neither waits nor makes a step for longer than the patience, while another worker waits or has
   finished. If a team has only one worker, the second condition does not apply.
 - Deadlock: every worker waits or has finished, and no worker makes a step for longer than the patience.
-The patience is the fraction _PATIENCE of the deadline, counted in ticks of the watching thread. While the process is
-suspended, the watching thread is suspended too, so no ticks are counted. Compilation does not count as a stall.
+Steps are watched, not the duration of a phase, because a phase may take minutes on a slow machine. Time is counted in ticks
+of the watching thread. While the process is suspended, the watching thread is suspended too, so no ticks are counted.
+Compilation does not count as a stall.
 
 A thread cannot be killed, so the team replaces a stalled thread by a new one. If the stalled thread continues, its next
 call of sync.py reports the broken run, and the thread ends. Until then the thread may write to the arrays of the failed run
-(see `WorkerError.settled`), but not to the cells of another run. A thread that never continues stays as a daemon thread.
+(see `WorkerError.settled`), but not to the cells of another run, which are the variables that the workers of a run share
+(cells.py). A thread that never continues stays as a daemon thread.
 """
 
 import contextlib
@@ -50,8 +53,8 @@ from gemma_py.runtime.cells import (
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.profile import lines_needed
 
-# Fractions of the deadline. They are the time without a step after which a worker counts as stalled, the time that other
-# workers then have to leave the run, and the interval at which the calling thread looks at the workers.
+# Fractions of the deadline. _PATIENCE: the time without a step after which a worker counts as stalled. _GRACE: the time that
+# the other workers then have to leave the run. _TICK: the interval at which the calling thread looks at the workers.
 _PATIENCE, _GRACE, _TICK = 0.7, 0.2, 0.02
 _NO_INSTRUMENTS = Instruments()
 _NOT_IEEE = "the thread inherited a floating-point mode that flushes subnormals to zero or does not round to nearest"
@@ -137,6 +140,8 @@ def _work(number: int, inbox: "queue.SimpleQueue[_Run | None]") -> None:
 
 
 class _Watch:
+    """Detects stalls and deadlocks of a run from the workers' cells (see the docstring of this module)."""
+
     def __init__(self, own: Array, workers: int, patience: float) -> None:
         self._own, self._workers, self._patience = own, workers, patience
         self._steps = [-1] * workers
@@ -213,9 +218,11 @@ class Team:
     ) -> list[int]:
         """Call the kernel on every worker and return the final watermarks.
 
-        watermarks: the initial values. counters: the number of tile counters that the kernel claims from.
-        keep_alive: an object to which the run keeps a reference while any worker, even a stalled one, may use its memory.
-        phases: the names of the phase numbers, for error messages.
+        watermarks: the initial values of the watermarks (see sync.py).
+        counters: the number of tile counters that the kernel claims from.
+        keep_alive: an object whose memory the kernel uses. The run refers to the object until the last worker, even a
+        stalled one, has left the run.
+        phases: the names of the phases by number, for error messages.
 
         Raises WorkerError if a worker fails or stalls. The error is chained to the worker's exception, if there is one. The
         team can be used again afterwards. The results of a failed run are invalid, and the arrays of the run may be used

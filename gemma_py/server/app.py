@@ -76,8 +76,8 @@ class App:
             middleware=[counter, *([cors] if origins else []), auth],
             exception_handlers=handlers,
         )
-        # Starlette would redirect a path that ends with a superfluous slash. Many clients do not follow the redirect of a
-        # POST, so the reply is 404.
+        # By default, Starlette redirects a path that ends with a superfluous slash. Here such a path gets status 404, because
+        # many clients do not follow the redirect of a POST.
         made.router.redirect_slashes = False
         return made
 

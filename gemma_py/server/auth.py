@@ -58,8 +58,8 @@ class Keys:
         return bool(self._digests)
 
     def hold(self, key: bytes) -> bool:
-        """Return whether a key is valid. The time of the check does not depend on the key, because response times could
-        reveal it.
+        """Return whether a key is valid. The check takes equally long for every key, because response times could otherwise
+        reveal a valid key.
         """
         given = _digest(key)
         return sum(hmac.compare_digest(given, digest) for digest in self._digests) > 0
@@ -72,8 +72,9 @@ def _digest(key: bytes) -> bytes:
 class Auth:
     """Middleware that refuses requests with an unknown Host header, with a forbidden Origin, or without a valid API key.
 
-    host: the address that the server listens on. names: further host names that the Host header may have. origins: origins
-    besides the server's own whose pages may send requests.
+    host: the address that the server listens on
+    names: further host names that the Host header may have
+    origins: origins whose pages may send requests, besides the server's own origin
     """
 
     def __init__(self, app: ASGIApp, host: str, names: Collection[str], origins: Collection[str], keys: Keys) -> None:

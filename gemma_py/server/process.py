@@ -53,9 +53,12 @@ def address(listening: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn's server, with this package's acceptor, time limits and shutdown.
 
-    drain: seconds that running requests have to finish after a signal. ready: called when the server accepts requests.
-    ending: called after a signal, with the number of running and waiting requests. cut_off: the number of requests that did
-    not finish in time. interrupted: whether the signal was Ctrl-C. failure: why the engine failed, or None.
+    drain: seconds that running requests have to finish after a signal
+    ready: called when the server accepts requests
+    ending: called after a signal, with the number of running and waiting requests
+    cut_off: the number of requests that did not finish in time
+    interrupted: whether the signal was Ctrl-C
+    failure: why the engine failed, or None
     """
 
     def __init__(
@@ -78,7 +81,9 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGTERM and SIGINT so that SIGTERM gives exit code 0. uvicorn would raise a handled signal again."""
+        """Handle SIGTERM and SIGINT. uvicorn's own method would raise the signal again after the shutdown, and SIGTERM would
+        then not give exit code 0.
+        """
         numbers = (signal.SIGTERM, signal.SIGINT)
         try:
             before = {number: signal.signal(number, self.handle_exit) for number in numbers}

@@ -23,7 +23,7 @@ KEEP_ALIVE_SECONDS = 10.0  # after this many seconds without an event, a stream 
 class EventStream(StreamingResponse):
     """Streams a builder's chunks as server-sent events.
 
-    held: the request's resources. They are closed when the stream ends, even if it fails before the first chunk.
+    held: the request's resources, which are closed when the stream ends, even if the stream fails before the first chunk
     """
 
     media_type = "text/event-stream"

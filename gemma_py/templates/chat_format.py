@@ -1,6 +1,4 @@
-"""How a model takes part in a conversation: its chat template, its tokenizer, and the control tokens that mark thoughts and
-tool calls.
-"""
+"""The format of a model's conversations: the chat template, the tokenizer, and the control tokens for thoughts and calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,9 +13,10 @@ NO_TOOLS = "This model's chat template does not support tools."
 
 
 class ChatFormat:
-    """A chat template, and the marks of the model's thoughts and tool calls.
+    """A chat template, and the control tokens that mark the model's thoughts and tool calls.
 
-    knows_tools, knows_thinking: whether the template and the vocabulary support tools, or thoughts
+    knows_tools: whether the template and the vocabulary support tools
+    knows_thinking: whether the template and the vocabulary support thoughts
     """
 
     def __init__(self, template: Template, tokenizer: Tokenizer) -> None:
@@ -27,7 +26,10 @@ class ChatFormat:
         self.knows_thinking = template.knows_thinking and self._marks is not None and self._marks.channel is not None
 
     def marks(self, tools: bool) -> Marks | None:
-        """Return the marks to look for in an answer. tools: whether the request declares functions that the model may call."""
+        """Return the marks of thoughts and, if the request declares tools, of tool calls; None for a model without marks.
+
+        tools: whether the request declares tools
+        """
         return self._marks if self._marks is None or (tools and self.knows_tools) else self._marks.without_calls()
 
     def check_thinking(self, thinking: bool | None) -> None:

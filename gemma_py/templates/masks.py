@@ -5,8 +5,8 @@ a code point of Unicode's private-use planes. In the second rendering, only the 
 characters with which a control token begins or ends. So if a message spells a control token, neither rendering contains it.
 If the renderings differ in more than the replaced characters, then the template changes or inspects the text of messages.
 
-Besides texts, a client sends tools, and calls with names, keys and arguments. Templates sort these keys and compare types.
-Therefore only their delimiters are replaced, in both renderings.
+Besides texts, a client sends declarations of tools, and tool calls. Templates sort their keys and compare their types, which
+masks would disturb. Therefore only delimiters are replaced in declarations and calls, in both renderings.
 """
 
 import json
@@ -32,8 +32,9 @@ _TEXTS = ("content", "reasoning_content", "reasoning")
 class Masks:
     """The masks of one prompt.
 
-    messages: the messages. Every character of their texts is masked, except white space.
-    delimited, tools: the messages and the tools. Only the delimiters are masked.
+    messages: the messages for the first rendering. Every character of their texts is masked, except white space.
+    delimited: the messages for the second rendering, in which only delimiters are masked.
+    tools: the declarations of tools for both renderings, in which only delimiters are masked.
     """
 
     def __init__(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], delimiters: str) -> None:
@@ -69,7 +70,7 @@ class Masks:
             self._mask(plane, texts)
 
     def _delimited(self, value: Any) -> Any:
-        """Return a value in which the delimiters are masked in all strings and in all keys."""
+        """Return a copy of the value in which each delimiter in a string or a key is replaced by its mask."""
         if isinstance(value, str):
             return value.translate(self._table)
         if isinstance(value, Mapping):
@@ -79,7 +80,7 @@ class Masks:
         return value
 
     def _mask(self, plane: int, texts: list[tuple[dict[str, Any], str]]) -> None:
-        """Mask the texts of one plane in place.    texts: (the message, the name of the field)
+        """Mask texts in place, by code points of one plane. texts: for each text, (the message, the name of the field).
 
         One numpy call masks all texts. A Python loop over the characters of a long conversation would delay each turn.
         """

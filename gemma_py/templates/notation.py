@@ -1,4 +1,4 @@
-"""The control tokens with which a model marks its thoughts and its tool calls, by family.
+"""The marks, which are control tokens with which a model marks its thoughts and its tool calls, by family.
 
     Gemma 4          <|channel>thought, newline, ...<channel|>  <|tool_call>call:NAME{place:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
     FunctionGemma    <start_function_call>call:NAME{place:<escape>Rome<escape>,days:[1,2]}<end_function_call>
@@ -33,9 +33,7 @@ class Marks:
         return replace(self, call=None)
 
     def thought_begins(self, prompt: Sequence[int]) -> int | None:
-        """Return where the thought begins in which the prompt ends. If the prompt does not end within a thought, return
-        None.
-        """
+        """If the prompt ends within a thought, return the index at which that thought begins. Otherwise, return None."""
         if self.channel is None:
             return None
         start, end = self.channel
@@ -52,7 +50,7 @@ _FUNCTION_GEMMA = None, ("<start_function_call>", "<end_function_call>"), "<esca
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks | None:
-    """Return the marks of the notation for which the vocabulary has control tokens, or None."""
+    """Return the marks of the notation whose control tokens are in the vocabulary. If there are none, return None."""
 
     def pair(names: tuple[str, str]) -> tuple[int, int] | None:
         start, end = (tokenizer.token_id(name) for name in names)
@@ -69,10 +67,10 @@ _GEMMA4_ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of Gemma 4's tokens that end an answer. For other models, return an empty set.
+    """Return the ids of the tokens that end an answer of Gemma 4. For other models, return an empty set.
 
-    These tokens end a text or a turn, or mark the place for the result of a tool call. They are found by name, because GGUF
-    files of Gemma 4 list only some of them as end tokens.
+    These tokens end a text or a turn, or mark the place for the result of a tool call. The tokens are found by name, because
+    GGUF files of Gemma 4 list only some of them as end tokens.
     """
     marks = marks_of(tokenizer)
     if marks is None or marks.channel is None:

@@ -10,7 +10,7 @@ is {"texts": [...]} or {"error"}.
 import datetime
 import functools
 import json
-import pprint  # noqa: F401  (jinja2 imports pprint at first use, when no file can be opened any more)
+import pprint  # noqa: F401  (otherwise jinja2 would import pprint later, when no file can be opened)
 import resource
 import sys
 import textwrap  # noqa: F401
@@ -31,9 +31,7 @@ OUTPUT = 64 << 20  # the most characters of a rendered prompt
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %}, with which templates mark assistant text for training. Rendering copies the text inside the
-    tag.
-    """
+    """The tag {% generation %}, with which templates mark assistant text for training. The text inside is rendered as usual."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -100,7 +98,7 @@ def _allow(seconds: int) -> None:
 
 
 def main() -> None:
-    # This makes jinja2 import modules now that it would otherwise import later, when no file can be opened.
+    # Render a template, so that jinja2 imports the modules that it needs now. Later, no file can be opened.
     _compiled("{{ 'a' | trim }}").render()
     _limit()
     for line in sys.stdin.buffer:

@@ -214,8 +214,8 @@ def choose(
     """Return the wanted template: `gemma`, `gemma4`, `transcript` or a file. By default, return the checkpoint's own
     template.
 
-    For a checkpoint without a template, the tokens that end a text decide: with <end_of_turn>, the template is Gemma's
-    turns; with Gemma 4's end of a turn, it is Gemma 4's turns; otherwise, it is a transcript.
+    For a checkpoint without a template, the tokens that end a text decide: with <end_of_turn>, the template is `gemma`; with
+    <turn|>, it is `gemma4`; otherwise, it is `transcript`. own: the source of the checkpoint's own template, or None.
     """
     if isinstance(wanted, str) and wanted in BUILT_IN:
         return BUILT_IN[wanted]
@@ -238,7 +238,7 @@ def choose(
 
 @dataclass
 class Encoded:
-    """The tokenised texts of the last prompt. The next turn finds its earlier texts here and need not tokenise them.
+    """The tokenised texts of the last prompt. Most of them are in the next prompt too and need not be tokenised again.
 
     texts: the ids of texts without control tokens.
     parts: for each text that a template wrote, the result of `Tokenizer.control_parts`.
@@ -258,7 +258,7 @@ def encode(
 
     known: for the stripped text of an earlier answer, the ids that the model generated. Tokenising the text could give
     other ids, which would not match the KV cache.
-    encoded: the tokenised texts of the last prompt. This function replaces them by those of this prompt.
+    encoded: the tokenised texts of the last prompt. `encode` replaces them by the texts of the new prompt.
     """
     before, used = encoded or Encoded(), Encoded()
     # texts[i] is a text without control tokens, and following[i] is the list of ids after this text. These loops run over
@@ -384,8 +384,8 @@ class _Renderer:
         if self._process is None or self._process.poll() is not None:
             self.kill()
             program = str(Path(__file__).with_name("sandbox.py"))
-            # With -P, the program's directory is not in sys.path. With a process group of its own, the process does not get
-            # Ctrl-C.
+            # With -P, the program's directory is not in sys.path. A process group of its own keeps the signal of Ctrl-C away
+            # from the process.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, process_group=0,

@@ -15,7 +15,7 @@ from typing import Any
 from gemma_py.errors import ToolError
 from gemma_py.tokenizer import Tokenizer
 
-# Stands for the mark around strings. Decoded text cannot contain this character, which is half a surrogate pair.
+# Replaces the mark around strings. Decoded text cannot contain this character, which is half a surrogate pair.
 _QUOTE = "\ud800"
 _CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
 _DEEPEST = 64
@@ -23,7 +23,11 @@ _DEEPEST = 64
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call. id: by this text, the call's result refers to the call. arguments: JSON text, as in OpenAI's format."""
+    """A tool call.
+
+    id: the text by which the message with the call's result refers to the call
+    arguments: JSON text, as in OpenAI's format
+    """
 
     id: str
     name: str
@@ -36,7 +40,7 @@ class Call:
 def read_call(ids: Sequence[int], quote: int, tokenizer: Tokenizer) -> Call | None:
     """Parse the tokens between the marks of a call. If the call is invalid, return None.
 
-    quote: the id of the mark around strings. Other tokens may spell this mark; they are part of a string.
+    quote: the id of the mark around strings. Other tokens may spell this mark, but are then ordinary text.
     """
     strings: list[list[int]] = [[]]
     for token in ids:
@@ -145,7 +149,7 @@ def declarations(tools: Any) -> list[dict[str, Any]]:
 
 
 def calls_and_results(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each message in OpenAI's format, its fields about tools, as chat templates expect them.
+    """Return the fields about tools of each message in OpenAI's format, as chat templates expect these fields.
 
     An assistant message gets tool_calls, and a tool message gets the name of the called function and the id of the call. An
     invalid field raises ToolError.

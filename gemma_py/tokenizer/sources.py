@@ -91,12 +91,11 @@ def _added(pieces: list[str], kinds: list[int]) -> list[tuple[int, str, bool]]:
 
 
 def _scored_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
-    """Return the vocabulary of Gemma 1 to 3. As in converters from SentencePiece, merges follow from pieces, types and
-    scores.
+    """Return the vocabulary of Gemma 1 to 3. The file lists no merges, but pieces with types and scores.
 
-    Every split of a piece into two other pieces is a merge. Merges are ordered by the score of the merged piece, highest
-    first, but user-defined pieces (runs of white space) come before all others. Merges with equal scores are ordered by the
-    length of the left half, longest first.
+    Merges follow from these, as in converters from SentencePiece. Every split of a piece into two other pieces is a merge.
+    Merges are ordered by the score of the merged piece, highest first, but merges to user-defined pieces (runs of white
+    space) come before all others. Merges with equal scores are ordered by the length of the left half, longest first.
     """
     tokens = _tokens_of_gguf(path, metadata, "scores", "token_type")
     scores, types = metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
@@ -127,7 +126,8 @@ def _scored_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     merges.sort(key=lambda merge: merge[2:], reverse=True)
     added = _added(pieces, kinds)
     if len(pieces) == _GEMMA3_PIECES and pieces[255_999] == "<start_of_image>":
-        # <image_soft_token> is only in Gemma 3's tokenizer.json. Gemma 3's text models have no embedding for it.
+        # Gemma 3's tokenizer.json has <image_soft_token>, which GGUF files lack, because text models have no embedding for
+        # this token.
         added.append((_GEMMA3_PIECES, "<image_soft_token>", True))
     table = np.array([merge[:2] for merge in merges], np.int32).reshape(-1, 2)
     return Vocabulary(pieces, table, added)

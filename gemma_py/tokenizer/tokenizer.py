@@ -153,9 +153,10 @@ class Tokenizer:
         return "".join(text)
 
     def final_prefix(self, ids: Sequence[int]) -> int:
-        """Return how many of the first ids have text that no later id can change.
+        """Return the length of the longest prefix of `ids` whose text no later id can change.
 
-        Neighbouring byte tokens are decoded together, so one more byte can turn all of them into replacement characters.
+        Neighbouring byte tokens are decoded together, so one more byte token can turn all of them into replacement
+        characters. The prefix therefore ends before the byte tokens at the end.
         """
         count = len(ids)
         while count and ids[count - 1] in self._bytes:

@@ -32,7 +32,7 @@ OLD_SUFFIX = ".vocab"  # the suffix of cache files in an old format that is no l
 def is_control(content: str, special: bool) -> bool:
     """Return whether an added token is a control token. User text must never be encoded to a control token.
 
-    All added tokens are, except runs of white space and HTML tags that are not marked special.
+    All added tokens are control tokens, except those runs of white space and HTML tags that are not marked special.
     """
     return special or _PLAIN.fullmatch(content) is None
 
@@ -40,7 +40,7 @@ def is_control(content: str, special: bool) -> bool:
 def is_gemma_control(content: str) -> bool:
     """Return whether a token has the name of a Gemma control token.
 
-    The name decides, because some official GGUF files give <start_of_turn> the type "normal".
+    The name decides, not the type in the file, because some official GGUF files give <start_of_turn> the type "normal".
     """
     return _GEMMA_CONTROL.fullmatch(content) is not None
 
@@ -116,8 +116,8 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
     # Leave out merges whose result is a control token, because ordinary text could otherwise be encoded to that token.
     omitted = [number for number, content, special in added if is_control(content, special)]
     if vocabulary.split_newlines:
-        # The tables do not split texts at runs of newlines. Without the merges of newlines with other characters, the ids
-        # are those of a split text.
+        # Encoding with these tables does not split a text at its runs of newlines. Leaving out the merges of newlines with
+        # other characters gives the ids of a split text all the same.
         omitted += [number for number, piece in enumerate(pieces) if "\n" in piece and piece.strip("\n")]
     order = np.lexsort((np.arange(len(made)), right, left))
     order = order[~np.isin(made[order], omitted)]
@@ -166,7 +166,7 @@ def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
     """Return the tables from the cache. At the first use, build and store them.
 
     If the cache directory is not usable, the tables are built in memory. The cache key contains the file's size and
-    modification time. It has no hash, because reading 33 MB for a hash would take as long as the cache saves.
+    modification time, but no hash of the content, because reading 33 MB for a hash would take as long as the cache saves.
     """
     stat = source.stat()
     name = f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{salt}\0{_LAYOUT}"

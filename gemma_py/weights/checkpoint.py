@@ -45,19 +45,18 @@ class Checkpoint:
     source: Source
     chat_template: str | None
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
-    # for each part for images or sound, its number of tensors
+    # For each part of the checkpoint for images or sound, which is not read: the number of its tensors.
     left_out: Mapping[str, int] = field(default_factory=dict)
     modules: Modules = field(default_factory=Modules)  # empty for GGUF
-    cacheable: bool = (
-        True  # whether the packed weights may be in the cache on disk; if not, they are packed into memory
-    )
+    # Whether the packed weights may be in the cache on disk. If not, each start packs them into memory.
+    cacheable: bool = True
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
         return self.source.tensors
 
     def weights(self, quant: str | None = None) -> dict[str, Matrix | StoredMatrix | np.ndarray]:
-        """Read all weights except gathered tables. Only the specification (reference/) needs unpacked weights."""
+        """Read all weights, unpacked, as only the specification (reference/) needs them. A `GatheredTable` stays in the file."""
         return read_weights(self.stored_weights(quant))
 
     def stored_weights(self, quant: str | None = None) -> dict[str, Stored]:

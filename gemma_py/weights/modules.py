@@ -23,10 +23,11 @@ _LEGACY_POOLING = "pooling_mode_"
 
 @dataclass(frozen=True)
 class Modules:
-    """What the files of sentence-transformers say.
+    """The dense layers and prompts in the files of sentence-transformers.
 
-    dense: the weight [N, K] of each dense layer. prompts: for each task, the text that precedes the user's text. default:
-    the name of the prompt to use without a task, or None.
+    dense: the weight [outputs, inputs] of each dense layer
+    prompts: for each task, the text that precedes the user's text
+    default: the name of the prompt to use without a task, or None
     """
 
     dense: tuple[StoredTensor, ...] = ()

@@ -1,10 +1,10 @@
-"""Packing of a model's weights into the panels that kernels read.
+"""Packing of a model's weights into the panels that kernels read. A panel holds 16 rows of a matrix (kernels/panels.py).
 
 The panels of all matrices are in three flat arrays, the arenas: float32, bfloat16 and quantised. A table says where each
-matrix begins. The array types do not depend on the model, so that one compiled forward pass serves every model.
+matrix begins. The array types do not depend on the model, so one compiled forward pass serves every model.
 
-In each arena, the matrices of experts come last and begin at a page boundary. A start then reads only the pages of the
-other matrices. The pages of an expert are read when the router first chooses that expert.
+In each arena, the matrices of experts come last and begin at a page boundary. The start of a program then reads only the
+pages of the other matrices. The pages of an expert are read when the router first chooses that expert.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,8 @@ from gemma_py.formats.blocks import BF16, Minimum
 from gemma_py.kernels.panels import COLUMNS, pack_codes, pack_floats, panel_bytes, panel_count
 from gemma_py.weights.tensors import FloatMatrix, GatheredTable, Matrix, StoredMatrix, StoredWeights, matrices_of
 
-# Columns of `PackedArrays.matrices`. For float matrices, the columns from WIDTH on are 0.
+# Columns of `PackedArrays.matrices`. ROWS and INPUTS are N and K of the shape [N, K], and AT is the index in the arena at
+# which the matrix begins. The columns from WIDTH on have the fields of `CodePanels`. They are 0 for float matrices.
 KIND, ROWS, INPUTS, AT, WIDTH, OFFSET, GROUP, BLOCK, MINIMUMS, BYTES, QUADS = range(11)
 FLOATS, BF16_FLOATS, CODES = range(3)  # values of KIND: float32, bfloat16, quantised
 
@@ -41,8 +42,9 @@ class PackedArrays(NamedTuple):
 class PackedWeights:
     """Packed weights.
 
-    matrices: the row of `arrays.matrices` for each matrix, by name. gains: the index in `arrays.gains` of each gain, by
-    name. tables: the gathered tables by name. Their data stay in the checkpoint's file.
+    matrices: for each matrix by name, the number of its row of `arrays.matrices`
+    gains: for each norm's gain by name, the index in `arrays.gains` at which the gain begins
+    tables: by name, the matrices that are not packed but stay in the checkpoint's file (see `GatheredTable`)
     """
 
     arrays: PackedArrays
@@ -151,7 +153,10 @@ class PackingPlan:
 
 
 def _pack(part: Matrix, first: int, row: list[int], arenas: Sequence[np.ndarray]) -> None:
-    """Pack some rows of a matrix into panels. first: the number of the first row, a multiple of 64."""
+    """Pack some rows of a matrix into panels.
+
+    first: the number of the first of these rows, a multiple of 64. row: the matrix's row of the table `matrices`.
+    """
     panel = row[BYTES] or row[INPUTS] * COLUMNS
     at = row[AT] + first // COLUMNS * panel
     panels = arenas[row[KIND]][at : at + panel_count(part.shape[0]) * panel]

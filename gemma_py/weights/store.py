@@ -1,8 +1,9 @@
 """The cache of packed weights on disk: one safetensors file per checkpoint, memory-mapped at every start.
 
-    header    metadata: layout, content key, source, checksums of the sections, sha256 of the header; padded to whole pages
-    sections  for each arena, a section with the matrices that every pass reads and, if there are experts, a section with
-              theirs; a section begins at a page boundary and is padded with zeros to the next page boundary
+    header    metadata: layout, content key (see below), path of the checkpoint, checksums of the sections, sha256 of the
+              header; padded to whole pages
+    sections  for each arena (see pack.py), a section with the matrices that every pass reads and, if there are experts, a
+              section with the experts' matrices; a section begins at a page boundary and is padded with zeros to the next
 
 Every start checks the header and the sections that every pass reads. The sections' checksums are computed from the file.
 With these checksums, the header must equal, byte for byte, the header that this program would write for this checkpoint.
@@ -13,9 +14,11 @@ The sections of experts are not read at a start, because most of them are not ne
 are read from the disk once, and compared with the checksums in the header. A record on disk then keeps the file's device,
 inode, size and time of modification. Without a record for these values, the next start checks the experts again.
 
-    a write that was interrupted, or a change of the file   the checksum, or for experts the missing record
-    other users                                             the permissions of the file and the directory
-    damage of the disk, without a change of the file        the checksum; experts are not protected after they were checked
+What may happen to the file, and what protects from it:
+
+    a write is interrupted, or the file is changed    the checksum, or for experts the missing record
+    another user writes to the file                   the permissions of the file and the directory
+    the disk damages bytes, without a new file time   the checksum; experts are not protected after they were checked
 
 The content key is the sha256 of the checkpoint's tensors. Computing it takes seconds per gigabyte, so it is kept in a record
 on disk. The record is valid while the device, inode, size and times of change of the checkpoint's files are unchanged.
@@ -60,8 +63,8 @@ _LARGE = 1 << 30  # bytes; a file at least this large is announced before it is 
 _MARGIN = 1 << 30  # bytes that must stay free on the disk
 _BLOCK = 1 << 22
 _EXPERTS_BLOCK = 1 << 28  # bytes of experts to check at a time
-# Nanoseconds after a change in which another change may have the same time, because some file systems round times to two
-# seconds.
+# Nanoseconds. Two changes of a file within this time may leave one time of change, because some file systems round times to
+# two seconds.
 _FRESH = 2_000_000_000
 
 
@@ -149,7 +152,7 @@ def _sections(plan: PackingPlan) -> list[_Section]:
 
 
 def _header(plan: PackingPlan, key: bytes, source: str, checksums: Sequence[int]) -> bytes:
-    """Return the file's header, padded to whole pages. Its length does not depend on the checksums."""
+    """Return the file's header, padded to whole pages. The header's length does not depend on the checksums."""
     metadata = {
         "format": "gemma_py packed weights", "layout": str(LAYOUT), "key": key.hex(), "source": source,
         "checksums": " ".join(f"{checksum:016x}" for checksum in checksums),
@@ -196,7 +199,7 @@ def _checksum(data: np.ndarray, plan: PackingPlan, section: _Section) -> int:
 
 
 def _found_checksums(data: np.ndarray, plan: PackingPlan, recorded: str) -> list[int]:
-    """Return the checksums of the sections in a file. They are computed, but for experts they are read from the header.
+    """Return the checksums of a file's sections: computed, except those of experts' sections, which `recorded` has.
 
     recorded: the header's field with the checksums
     """
@@ -253,8 +256,8 @@ def _check_experts(
     sums: Sequence[int],
     progress: ReportProgress,
 ) -> None:
-    """Raise _DamagedError if a section of experts has a wrong checksum. Sections that a record lists as checked are not
-    read.
+    """Raise _DamagedError if a section of experts has a wrong checksum. If a record on disk says that the sections were
+    checked before, they are not read.
 
     identity: device, inode, size and time of modification of the mapped file, which is not the file at `path` if another
     process has replaced that file. data: the bytes of the mapped file. sums: the checksums in the header, in the order of
@@ -340,7 +343,7 @@ def _fill(plan: PackingPlan, arenas: Sequence[np.ndarray], source: Path, progres
 
 
 def _content_key(plan: PackingPlan, records: Path, progress: ReportProgress) -> bytes:
-    """Return the sha256 of the plan's matrices. It is read from a record on disk if the checkpoint's files are unchanged."""
+    """Return the sha256 of the plan's matrices, from a record on disk if the checkpoint's files are unchanged."""
     tensors = list({matrix.tensor.name: matrix.tensor for matrix in plan.matrices}.values())
     shapes = [(tensor.name, tensor.type.name, tensor.shape, str(tensor.path)) for tensor in tensors]
     paths = sorted({tensor.path for tensor in tensors})
@@ -365,9 +368,10 @@ def _file_digest(path: Path) -> bytes:
 
 
 def _recorded(what: str, paths: Sequence[Path], records: Path | None, compute: Callable[[], bytes]) -> bytes:
-    """Return a sha256 of files. It is read from a record on disk if the files are unchanged since it was computed.
+    """Return a sha256 of files, from a record on disk if the files are unchanged since the record was written.
 
-    what: what the sha256 covers. records: the directory of the records, or None to compute in any case.
+    what: names what `compute` computes the sha256 of; records of other names are not used
+    records: the directory of the records, or None to compute in any case
     """
     before = [_identity(path) for path in paths]
     if records is None:

@@ -15,7 +15,8 @@ from gemma_py.formats.files import FileState, advise_random, file_state
 from gemma_py.formats.tensor import QuantisedTensor, StoredTensor
 from gemma_py.models.program import Tensor
 
-# How many values are checked or unpacked at a time, so that numpy's temporary arrays fit into the processor's caches.
+# The number of values that are checked or unpacked at a time. With so few, numpy's temporary arrays fit into the processor's
+# caches.
 _CHUNK = 1 << 19
 # `parts` divides a matrix at multiples of this many rows, because a part must consist of whole groups of four panels.
 _RUN = 64
@@ -41,8 +42,8 @@ class CodeMatrix:
     codes: np.ndarray  # int8 [N, K]
     block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: scales, then minimums if the format has any
     sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group] for each array of block_scales, or empty
-    width: int  # the number of bits of code + offset
-    offset: int  # added to every code to make it non-negative
+    width: int  # a panel stores the sum code + offset in this number of bits
+    offset: int  # the number that is added to every code, so that no code is negative; 0 for codes with a sign
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,8 +76,8 @@ Matrix = FloatMatrix | CodeMatrix
 class StoredMatrix:
     """A matrix whose name and shape are checked, and whose values are still in the checkpoint's file.
 
-    first, count: for an expert's matrix, the rows of the tensor, first .. first + count - 1. For a whole tensor, count is
-    None.
+    first, count: an expert's matrix is the rows first .. first + count - 1 of the tensor. If the matrix is the whole tensor,
+    count is None.
     """
 
     tensor: StoredTensor
@@ -105,7 +106,7 @@ class StoredMatrix:
         return _code_rows(self.tensor, first, last) if quantised else _float_rows(self.tensor, first, last)
 
     def parts(self) -> Iterator[tuple[int, Matrix]]:
-        """Yield the matrix in parts of consecutive rows. Each comes with the number of its first row, a multiple of 64."""
+        """Yield the matrix in parts of consecutive rows, each with the number of the part's first row, a multiple of 64."""
         N, K = self.shape
         step = max(1, _CHUNK // (K * _RUN)) * _RUN
         for first in range(0, N, step):
@@ -160,7 +161,8 @@ class GatheredTable:
 
 
 Stored = StoredMatrix | GatheredTable | np.ndarray  # an array is the gain of a norm, f32 [width]
-# The weights by name. Tied embeddings are one matrix under two names. A gathered table is a StoredMatrix.
+# The unpacked weights by name. Tied embeddings are one matrix under two names. A table that stays in the file (see
+# `GatheredTable`) is a StoredMatrix.
 Weights = Mapping[str, Matrix | StoredMatrix | np.ndarray]
 StoredWeights = Mapping[str, Stored]
 _WRAPPERS = re.compile(r"((?:language_)?model\.)*")  # prefixes of tensor names in multimodal checkpoints
@@ -200,7 +202,7 @@ def gguf_source(
     where: str,
     unused: Collection[str] = (),
 ) -> Source:
-    """Return the source for GGUF. A tensor that holds several matrices becomes one tensor for each matrix."""
+    """Return the source for GGUF. A tensor [count, N, K] (see `Tensor.stack`) becomes `count` tensors [N, K]."""
     fused = frozenset(name for name, spec in specs.items() if spec.gguf_fused and spec.gguf_fused in tensors)
     tensors = dict(tensors)
     names = {name: spec.gguf_fused if name in fused else spec.gguf for name, spec in specs.items()}
@@ -285,10 +287,8 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
             weights[name] = StoredMatrix(tensor if spec.stays_float else quantised_to(quant, tensor))
         else:
             weights[name] = _gain(tensor, source.plus_one and spec.plus_one)
-    used = {
-        *source.names.values(),
-        *source.unused,
-    }  # includes the head, even of tied embeddings, because some files store the matrix twice
+    # `source.names` includes the output head, because some files with tied embeddings store the matrix twice.
+    used = {*source.names.values(), *source.unused}
     for name in source.tensors:
         if name not in used and not name.endswith(_IGNORED):
             raise ConfigError(f"{source.where}: tensor {name!r:.80} is not part of the model that the config describes")
@@ -296,7 +296,7 @@ def stored_weights(source: Source, quant: str | None = None) -> dict[str, Stored
 
 
 def read_weights(stored: StoredWeights) -> dict[str, Matrix | StoredMatrix | np.ndarray]:
-    """Read all weights, for the specification. Gathered tables stay in the file."""
+    """Read all weights, for the specification. The matrix of a `GatheredTable` stays in the file."""
     whole: dict[int, Matrix] = {}
     made: dict[str, Matrix | StoredMatrix | np.ndarray] = {}
     for name, part in stored.items():

@@ -58,7 +58,7 @@ def _splat_from(context, builder, kind, array, at):
 def row_offsets(typing, at, stride, rows, R):
     """Return the offsets of R rows, at + r * stride.
 
-    `rows` is the number of rows that are left. If it is less than R, the offset of the last row is repeated.
+    `rows` is the number of rows that are left. If `rows` is less than R, the offset of the last row is repeated.
     """
     if not isinstance(R, types.IntegerLiteral):
         return None
@@ -313,7 +313,8 @@ def load_totals(typing, y, offsets, step, C):
 def prefetch_totals(typing, y, offsets, C):
     """Prefetch 16 C elements from y[offsets[r]] on, for each row r, because they will be written.
 
-    Fetching these cache lines from memory takes half as long as computing a tile, so it should begin before.
+    Fetching these cache lines from memory takes half as long as computing a tile, so it should begin before the tile is
+    computed.
     """
     if not isinstance(C, types.IntegerLiteral):
         return None

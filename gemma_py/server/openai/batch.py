@@ -32,7 +32,7 @@ _HEALTH_SECONDS = 1.0  # if there is no event for this many seconds, the engine'
 
 @dataclass(frozen=True)
 class InputRow:
-    """A request in the input file. start: where its line begins, in bytes. size: the length of its line, in bytes."""
+    """A request in the input file. Its line begins at byte `start` of the file and has `size` bytes."""
 
     custom_id: str
     url: str
@@ -44,8 +44,10 @@ class InputRow:
 class Counts:
     """The progress of a batch.
 
-    rows: requests in the input. before: rows written by earlier runs. done: rows written by this run. failed: rows of this run
-    that have an error instead of a response.
+    rows: requests in the input
+    before: rows written by earlier runs
+    done: rows written by this run
+    failed: rows written by this run that have an error instead of a response
     """
 
     rows: int
@@ -108,9 +110,10 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 
 
 class Output:
-    """The output file. It is locked, so that only one process writes to it. A context manager.
+    """The output file, as a context manager. The file is locked while it is open, so only one process can write to it.
 
-    done: the custom_ids of the rows in the file. models: the names of the models that computed these rows.
+    done: the custom_ids of the rows in the file
+    models: the names of the models that computed these rows
     """
 
     def __init__(self, path: Path) -> None:
@@ -222,7 +225,7 @@ class _Batch:
     def run(self, rows: Iterator[InputRow]) -> None:
         self._progress(self._counts)
         for row in rows:
-            # Submit one row more than can run at once. The scheduler then always has a row to begin with.
+            # Submit one row more than can run at once, so that the scheduler can begin it as soon as another row ends.
             while len(self._running) > self._service.scheduler.parallel:
                 self._take()
             self._begin(row)

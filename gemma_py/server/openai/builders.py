@@ -21,7 +21,7 @@ Document = dict[str, Any]
 
 
 class Choice:
-    """What one choice of a response consists of so far: text, log-probabilities and token counts."""
+    """The text, log-probabilities, tool calls and token counts of one choice of a response, so far."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -40,9 +40,12 @@ class Choice:
 class ResponseBuilder:
     """The base class of the builders of all endpoints.
 
-    prompt_field: the request field that holds the prompt. id_prefix: the beginning of every response id. object,
-    chunk_object: the values of "object" in a whole response and in a chunk. typed_events: whether the stream has an
-    "event:" line before each chunk, and no [DONE] at the end, as in the Responses API.
+    prompt_field: the request field that holds the prompt
+    id_prefix: the beginning of every response id
+    object: the value of "object" in a whole response
+    chunk_object: the value of "object" in a chunk
+    typed_events: whether the stream has an "event:" line before each chunk, and no [DONE] at the end, as in the Responses
+    API
     """
 
     prompt_field, id_prefix, object, chunk_object = "", "", "", ""
@@ -160,7 +163,7 @@ class ResponseBuilder:
         return {**self._chunk([]), "prompt_progress": told}
 
     def _is_end(self, index: int, event: Generated) -> bool:
-        """Return whether the event's token is an end token. Its text is not part of the response."""
+        """Return whether the event's token is an end token, whose text is not part of the response."""
         return event.token.id in self.job.requests[index].ends
 
     def _token(self, token: int) -> tuple[str, bytes]:
@@ -236,7 +239,7 @@ class CompletionBuilder(ResponseBuilder):
         return self.job.echo[index // self._n] if self.job.echo else ""
 
     def _hidden(self, index: int) -> int:
-        """Return the length of the BOS token's text, which the decoded prompt contains, but the echo must not."""
+        """Return the length of the BOS token's text, which is in the decoded prompt but must not be in the echo."""
         ids = self.job.requests[index].ids if self.job.echo else []
         return len(self.service.tokenizer.decode(ids)) - len(self._echo(index))
 

@@ -36,8 +36,8 @@ class JsonConstraint:
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int, description: dict[str, Any]) -> None:
         self._matcher, self._vocab_size, self.description = matcher, vocab_size, description
-        # Bit masks of the tokens that may come next, after the first forced token, after the second, and so on, as far as
-        # they are computed.
+        # Bit masks of tokens, as far as they are computed: those that may come next, then those that may follow the first
+        # token of `forced`, then those that may follow the second token of `forced`, and so on.
         self._masks: list[bytes] = []
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:

@@ -13,8 +13,10 @@ from gemma_py.server.openai.service import Service
 class Endpoint(NamedTuple):
     """One endpoint of OpenAI's API.
 
-    schema: the pydantic model of a request. builder: the class that builds the response. prompt_field: the request field that
-    holds the prompt. embeds: whether the endpoint needs an embedding model; the other endpoints need a model that generates text.
+    schema: the pydantic model of a request
+    builder: the class that builds the response
+    prompt_field: the request field that holds the prompt
+    embeds: whether the endpoint needs an embedding model; the other endpoints need a model that generates text
     """
 
     schema: Any

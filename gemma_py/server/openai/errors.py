@@ -21,8 +21,10 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 class ApiError(GemmaError):
     """The error that a client receives instead of a response.
 
-    status: the HTTP status. param: the request field that is wrong. code: the kind of error, for programs. retry_after:
-    after how many seconds the client may try again.
+    status: the HTTP status
+    param: the request field that is wrong
+    code: the kind of error, for programs
+    retry_after: after how many seconds the client may try again
     """
 
     def __init__(

@@ -16,7 +16,7 @@ _SEED = (1 << 63) - 1
 _MAX_STOP = 1024
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
-MAX_TEXTS = 2048  # the most texts of a request, as in OpenAI's API
+MAX_TEXTS = 2048  # the most inputs of an embeddings request, as in OpenAI's API
 
 
 def _ranged(option: str) -> Any:
@@ -25,8 +25,8 @@ def _ranged(option: str) -> Any:
 
 
 def _length(least: int | None = None, most: int | None = None) -> Any:
-    """Return a pydantic field that checks a list's length. Checking stops at the first error, because there can be
-    millions.
+    """Return a pydantic field that checks a list's length. Checking stops at the first error, because a list can have
+    millions of invalid elements.
     """
     return Field(min_length=least, max_length=most, fail_fast=True)
 
@@ -203,7 +203,9 @@ class Penalised(Sampled):
 
 
 class Prediction(Strict):
-    """A text that the answer may consist of in large part, which makes the answer faster and does not change it."""
+    """A text that the client expects in large parts of the answer. Correct parts make generation faster. The answer does not
+    depend on the prediction.
+    """
 
     type: Literal["content"]
     content: str | Annotated[list[ContentPart], _length()]
@@ -336,7 +338,7 @@ class NamedFlatTool(NamedFunction, OfFunctions):
 
 
 class ResponsesRequest(Sampled):
-    """A request to the Responses API. It cannot refer to earlier responses, because responses are not stored."""
+    """A request to the Responses API. A request cannot refer to earlier responses, because responses are not stored."""
 
     input: str | Annotated[list[InputItem | CallItem | ResultItem | ReasoningItem], _length(1, 4096)]
     instructions: str | None = None
@@ -347,9 +349,8 @@ class ResponsesRequest(Sampled):
     tool_choice: Literal["none", "auto", "required"] | NamedFlatTool | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["disabled"] | None = None
-    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, _length()] = (
-        None  # accepted without any effect, because reasoning is never encrypted here
-    )
+    # `include` is accepted without any effect, because this server does not encrypt reasoning.
+    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, _length()] = None
     background: bool | None = None
     previous_response_id: None = None
     conversation: None = None

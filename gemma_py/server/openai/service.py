@@ -49,8 +49,8 @@ _SEEDS = 1 << 63
 class Job:
     """The scheduler's requests for one HTTP request.
 
-    requests: one for each choice; each prompt has n choices. echo: the texts of the prompts if the client asked for an
-    echo, else empty.
+    requests: one for each choice; each prompt has n choices
+    echo: the texts of the prompts if the client asked for an echo, otherwise empty
     """
 
     requests: list[Any]
@@ -91,7 +91,9 @@ class Service:
         return self.format.template
 
     def prepare(self) -> None:
-        """Build the tables for JSON schemas at startup. If they were built later, every running request would be delayed."""
+        """Build the tables for JSON schemas at startup. Building them later would delay running requests, because no other
+        Python thread runs meanwhile.
+        """
         if self.engine.config.embedding is None:
             self._constraints.prepare()
 
