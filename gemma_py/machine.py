@@ -65,6 +65,19 @@ def memory(root: Path = ROOT) -> int | None:
     return min(limits, default=None)
 
 
+def thread_state(number: int, root: Path = ROOT) -> tuple[bool, float] | None:
+    """Return whether a thread of this process runs or waits for a core, and its CPU time in seconds so far. Return None if the
+    system has no /proc, or if the thread has ended.
+
+    number: the system's number of the thread, `threading.Thread.native_id`.
+    """
+    # The name of the thread, in parentheses, may contain spaces.
+    fields = (_text(root / f"proc/self/task/{number}/stat") or "").rpartition(")")[2].split()
+    if not fields:
+        return None
+    return fields[0] == "R", (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
     """Yield the directories of this process's cgroup and of its parents, for cgroups version 1 and 2.
 
@@ -86,11 +99,14 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def name(root: Path = ROOT) -> str:
-    """Return the name of the processor model."""
+    """Return the name of the processor model. On ARM, Linux does not tell the name, so it is LLVM's, such as neoverse-v1."""
     for line in (_text(root / "proc/cpuinfo") or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    from llvmlite import binding  # imported here, because the import takes some 50 ms and only reports print the name
+
+    name: str = binding.get_host_cpu_name()
+    return platform.processor() or platform.machine() if name in ("", "generic") else name
 
 
 def _text(path: Path) -> str | None:

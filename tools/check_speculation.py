@@ -96,12 +96,19 @@ def constraints_of(engine: gemma_py.Engine) -> Constraints:
 # --- drawing a case ---------------------------------------------------------------------------------------------------
 
 
+_FILTERS: tuple[tuple[str, tuple[float, ...]], ...] = (
+    ("top_k", (1, 5, 40)),
+    ("top_p", (0.3, 0.9)),
+    ("min_p", (0.05, 0.3)),
+)
+
+
 def drawn_sampling(rng: random.Random, vocab_size: int) -> Sampling:
     """Draw sampling options. A quarter of the requests are greedy, and a third have penalties."""
     options: dict[str, Any] = {}
     if rng.random() < 0.75:
         options |= {"temperature": rng.choice([0.2, 0.8, 1.0, 1.5]), "seed": rng.randrange(1000)}
-        for name, values in (("top_k", (1, 5, 40)), ("top_p", (0.3, 0.9)), ("min_p", (0.05, 0.3))):
+        for name, values in _FILTERS:
             if rng.random() < 0.4:
                 options[name] = rng.choice(values)
     if rng.random() < 0.33:

@@ -71,7 +71,7 @@ def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
     m, workers = engine.program.model, engine.threads
     engine.session().prefill(prompt(T, engine.config.vocab_size), T)
     s, logits = runner._scratch_for(T, 1), np.empty(0, np.float32)
-    batch = _batch([SequenceInput(engine.new_cache(), [0] * T)], runner._addresses(s, T, logits))
+    batch = _batch([SequenceInput(engine.new_cache(), [0] * T)], logits)
     stored = engine.checkpoint.stored_weights(engine.quant)
     names = [matrix.tensor.type.name for matrix in matrices_of(stored)]
     times = np.zeros((workers, 2), np.int64)

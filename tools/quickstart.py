@@ -8,8 +8,8 @@
 
 A tier is a folder of tests/: `unit` (a module at a time, in less than a minute once kernels are compiled; pytest, hypothesis and the core
 packages are enough for it), `bits`
-(equivalence with the specification, negative controls, kernels, stores), `chat` (templates, conversations, the terminal) and
-`server` (HTTP, the scheduler, the web page).
+(equivalence with the specification, negative controls, kernels, stores), `chat` (templates, conversations, the terminal),
+`server` (HTTP, the scheduler, the web page) and `model` (models of the workers' synchronisation).
 
 Uses the standard library alone. It may be run again at any time, and keeps an environment that already exists.
 """
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 EXTRAS = {"test": "test", "chat": "demo,chat,hf", "serve": "demo,serve,schema,hf", "run": "demo,serve,hf"}
-TIERS = ("unit", "bits", "chat", "server")  # folders of tests/
+TIERS = ("unit", "bits", "chat", "server", "model")  # folders of tests/
 MEGABYTES = {"test": 450}  # the size of the downloads, for each task; other tasks download 350
 
 

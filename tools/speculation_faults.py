@@ -1,6 +1,6 @@
 """Inject faults into passes with guesses: stalls, deaths, Ctrl-C, cancellation and SIGTERM.
 
-    python tools/speculation_faults.py [--count 1000] [--seed 0] [--threads 3] [--deadline 1.0]
+    python tools/speculation_faults.py [--count 1000] [--seed 0] [--threads 3] [--deadline 1.0] [--kinds death,stall]
 
 After a fault, an answer must be the beginning of the same answer without speculation, or complete and equal. An error must
 name the fault, and come within the deadline of the workers. The session must keep only tokens of the answer, and be able to
@@ -131,7 +131,7 @@ class Faults:
         generation, session = engine.generation(request), engine.session()
         if kind == "Ctrl-C":
             timer = threading.Timer(rng.random() * 0.004, lambda: os.kill(os.getpid(), signal.SIGINT))
-            fault = timer.start, timer.join
+            fault: tuple[Callable[[], None], Callable[[], None]] = timer.start, lambda: timer.join()
         else:
             plan = drawn_plan(rng, engine, "stall" if kind == "stall" else "raise")
             fault = self._plan(plan), self._plan(None)
@@ -261,8 +261,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=positive, default=3)
     parser.add_argument("--deadline", type=float, default=1.0, help="of the workers, in seconds (default: %(default)s)")
+    parser.add_argument("--kinds", default=",".join(SHARES), help="(default: %(default)s)")
     args = parser.parse_args()
-    report = run(args.count, args.seed, args.threads, args.deadline)
+    # If a shell starts the tool in the background, SIGINT is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    report = run(args.count, args.seed, args.threads, args.deadline, args.kinds.split(","))
     print(json.dumps(report))
     return 1 if report["wrong"] else 0
 

@@ -20,6 +20,7 @@ from gemma_py.checks.cost import BYTES, FLOP, run_cost
 from gemma_py.checks.limits import Limits
 from gemma_py.checks.verify import ReportFraction
 from gemma_py.errors import InputError, MismatchError
+from gemma_py.formats.floats import bytes_for_digest
 from gemma_py.generate.engine import Engine
 from gemma_py.runtime.cache import KV_TYPES, Cache, check_context
 from gemma_py.runtime.profile import WAIT, WORK, Profile
@@ -162,7 +163,7 @@ class Benchmark:
         finally:
             instruments.profile = None
         row.seconds.append(seconds)
-        self._compare(row, hashlib.sha256(logits.tobytes() + " ".join(cache.digest()).encode()).hexdigest())
+        self._compare(row, hashlib.sha256(bytes_for_digest(logits) + " ".join(cache.digest()).encode()).hexdigest())
 
     def _compare(self, row: BenchRow, digest: str) -> None:
         """Raise MismatchError if two runs of a test gave different logits or KV caches."""

@@ -11,6 +11,7 @@ from typing import Any
 from gemma_py.checks import plot, verify
 from gemma_py.checks.verify import Difference, ReportFraction, RunResult, RunSetting
 from gemma_py.errors import InputError, MismatchError
+from gemma_py.formats.floats import bytes_for_digest
 from gemma_py.generate.engine import Engine
 from gemma_py.runtime.cache import check_context
 
@@ -84,7 +85,7 @@ class Sweep:
         end = time.perf_counter()
         point.prefill.append(self.tokens / (middle - start))
         point.decode.append(self.new / (end - middle))
-        rows = tuple(hashlib.sha256(row.tobytes()).digest() for row in logits)
+        rows = tuple(hashlib.sha256(bytes_for_digest(row)).digest() for row in logits)
         return RunResult(rows, tuple(session.kv_digest()))
 
     # --- results

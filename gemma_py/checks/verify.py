@@ -20,6 +20,7 @@ import numpy as np
 
 from gemma_py import reference
 from gemma_py.errors import ComputationError, MismatchError
+from gemma_py.formats.floats import bytes_for_digest, with_one_nan
 from gemma_py.generate.embedding import embed_pass
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.session import Session
@@ -35,7 +36,7 @@ _MASK = (1 << 64) - 1
 
 
 def prompt(length: int, vocabulary: int) -> list[int]:
-    """Return a fixed prompt of pseudorandom ids. They come from splitmix64, because numpy may change its generators."""
+    """Return a fixed prompt of pseudorandom ids. The ids come from splitmix64, because numpy may change its generators."""
     ids, state = [], 0
     for _ in range(length):
         state = (state + 0x9E3779B97F4A7C15) & _MASK
@@ -124,8 +125,8 @@ class TracedRun:
 
 
 def row_digests(logits: np.ndarray) -> list[bytes]:
-    """Return the sha256 of each row, as little-endian float32."""
-    return [hashlib.sha256(np.ascontiguousarray(row, "<f4").tobytes()).digest() for row in logits]
+    """Return the sha256 of each row, as little-endian float32. Every NaN has the bits 0x7FC00000."""
+    return [hashlib.sha256(bytes_for_digest(row)).digest() for row in logits]
 
 
 def compute(
@@ -240,7 +241,7 @@ def first_row(a: Sequence[np.ndarray], b: Sequence[np.ndarray], first: int) -> i
     """
     unequal = np.zeros(len(a[0]), bool)
     for x, y in zip(a, b, strict=True):
-        unequal |= (np.ascontiguousarray(x).view(np.uint32) != np.ascontiguousarray(y).view(np.uint32)).any(axis=(1, 2))
+        unequal |= (with_one_nan(x).view(np.uint32) != with_one_nan(y).view(np.uint32)).any(axis=(1, 2))
     return first + int(unequal.argmax()) if unequal.any() else None
 
 

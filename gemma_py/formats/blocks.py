@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gemma_py.formats.floats import float32_of_float16
+
 
 class Minimum(Enum):
     """Whether a minimum is added or subtracted: value = scale * code + minimum, or value = scale * code - minimum.
@@ -59,7 +61,7 @@ def scales_of(block_scales: np.ndarray, sub_scales: np.ndarray | None) -> np.nda
     block_scales: float16 [rows, blocks]
     sub_scales: int8 [rows, groups], or None in formats without sub-scales
     """
-    wide = block_scales.astype(np.float32)
+    wide = float32_of_float16(block_scales)
     if sub_scales is None:
         return wide
     # The scales may be infinite in a malicious file. Callers that need finite scales check them.
@@ -244,7 +246,7 @@ def _f32(b: np.ndarray) -> np.ndarray:
 
 
 def _f16(b: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(b).view(np.float16).astype(np.float32)
+    return float32_of_float16(np.ascontiguousarray(b).view(np.float16))
 
 
 def _bf16(b: np.ndarray) -> np.ndarray:

@@ -106,7 +106,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
         if parallel < 1 or queue < 0:
             raise InputError(f"parallel should be at least 1 and queue at least 0, found {parallel} and {queue}")
         self.engine, self.parallel, self.queue = engine, parallel, queue
-        self._changed = threading.Condition()  # the lock of the fields up to _request_seconds
+        self._changed = threading.Condition()  # guards the fields from _waiting to _request_seconds
         self._waiting: list[R] = []
         self._running: list[R] = []
         self._open, self._closed = True, False

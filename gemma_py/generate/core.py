@@ -232,21 +232,25 @@ def _token(token: int, part: Part, logprob: float, reason: str | None) -> Token:
 def check_ids(ids: Any, vocab_size: int) -> list[int]:
     """Return the ids as a list of int. Raise InputError if the list is empty or an id is outside the vocabulary."""
     try:
-        checked = [int(token) for token in ids]
-        pairs = zip(ids, checked, strict=True)
-        exact = not isinstance(ids, bytes | bytearray) and all(
-            not isinstance(token, bool | np.bool_) and token == n for token, n in pairs
-        )
+        if isinstance(ids, bytes | bytearray):
+            raise TypeError
+        checked = [token if type(token) is int else _exact(token) for token in ids]
     except (TypeError, ValueError, OverflowError):
-        exact = False
-    if not exact:
-        raise InputError("token ids should be whole numbers")
+        raise InputError("token ids should be whole numbers") from None
     if not checked:
         raise InputError("expected at least one token, found none")
-    for position, token in enumerate(checked):
-        if not 0 <= token < vocab_size:
-            raise InputError(f"token id {token} at position {position} is outside the vocabulary of {vocab_size}")
+    if min(checked) < 0 or max(checked) >= vocab_size:
+        position, token = next(pair for pair in enumerate(checked) if not 0 <= pair[1] < vocab_size)
+        raise InputError(f"token id {token} at position {position} is outside the vocabulary of {vocab_size}")
     return checked
+
+
+def _exact(token: Any) -> int:
+    """Return a number as an int. Raise ValueError, or another error of `int`, unless it is a whole number."""
+    number = int(token)
+    if isinstance(token, bool | np.bool_) or token != number:
+        raise ValueError
+    return number
 
 
 def is_whole(value: object, least: int | None) -> bool:

@@ -14,6 +14,7 @@ from gemma_py import machine
 from gemma_py.catalog import resolve
 from gemma_py.errors import ComputationError, InputError
 from gemma_py.formats.blocks import QUANTS
+from gemma_py.formats.floats import bytes_for_digest
 from gemma_py.generate import drafting, embedding, sampling
 from gemma_py.generate.answer import stop_strings
 from gemma_py.generate.core import Generation, Request, Token, check_ids, is_whole
@@ -198,7 +199,7 @@ class Engine:
                 logits = self.session().prefill(probe, all_logits=True)
             else:
                 logits = embedding.embed_all(self, [probe])
-            self._fingerprint = hashlib.sha256(np.ascontiguousarray(logits, "<f4").tobytes()).hexdigest()
+            self._fingerprint = hashlib.sha256(bytes_for_digest(logits)).hexdigest()
         return self._fingerprint
 
     def identity(self) -> ModelIdentity:
@@ -451,7 +452,8 @@ def load(
 
     threads: the number of worker threads; by default, one per physical core that CPU affinity and cgroup quota allow.
     context: the most tokens of a sequence; by default, the model's max_position_embeddings.
-    deadline: seconds after which a worker thread that makes no progress is reported as stalled.
+    deadline: seconds after which a worker thread that makes no progress is reported as stalled. On Linux, time in which the
+        thread waits for a core does not count.
     kv: the number type of the KV cache, "float32" or "bfloat16", which halves the memory of the cache.
     quant: "q8_0" or "q4_0" quantises float matrices while loading, to the same values as in a GGUF file of that type.
     progress: called as `progress(what, done, total, unit)` while the first start downloads, compiles and packs, which

@@ -13,7 +13,7 @@ import numpy as np
 from gemma_py.errors import ComputationError, InputError
 from gemma_py.generate.options import Sampling
 from gemma_py.kernels import sampling as kernels
-from gemma_py.kernels.scores import log_sum_exp
+from gemma_py.kernels.scores import exponential, log_sum_exp
 
 _TINY = np.float32(1e-38)  # a limit below every nonzero weight
 ROWS_AT_ONCE = 32  # the most rows of logits in memory at once: 32 MiB with Gemma's vocabulary
@@ -88,7 +88,7 @@ class Sampler:
         return chosen if ids is None else int(ids[chosen])
 
     def _penalised(self, logits: np.ndarray, made: Sequence[int]) -> np.ndarray:
-        """Return the logits with logit bias and penalties. If there are any, the result is a copy."""
+        """Return the logits with logit bias and penalties. If one of these options is set, the result is a copy."""
         s, x = self.sampling, logits
         if s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
             x = logits.copy()
@@ -154,4 +154,4 @@ def log_probability(logits: np.ndarray, token: int) -> float:
 def perplexity(nll: Sequence[float]) -> float:
     """Return e to the power of the mean negative log likelihood, or infinity if a float cannot hold the result."""
     mean = math.fsum(nll) / len(nll)
-    return math.exp(mean) if mean < 700 else math.inf
+    return exponential(mean) if mean < 700 else math.inf

@@ -60,7 +60,8 @@ class Session:
 
     def decode(self, token_id: int) -> np.ndarray:
         """Append one token. Return the logits of the token, float32 [V]."""
-        return self.prefill([token_id])
+        engine = self.engine
+        return engine.runner.run(self._cache, engine.check_ids([token_id]), False, limit=engine.context)
 
     def verify(self, token_id: int, guesses: Sequence[int]) -> np.ndarray:
         """Append one token, and compute the logits of guesses after the token. Return the logits of all, [1 + guesses, V].

@@ -117,7 +117,11 @@ def nanoseconds(typing):
 
 @intrinsic
 def spin_hint(typing):
-    """Tell the core that this thread is in a spin loop. The instruction is `pause` on x86, `yield` on ARM, none elsewhere."""
+    """Tell the core that this thread is in a spin loop. The instruction is `pause` on x86, `isb` on ARM, none elsewhere.
+
+    ARM's `yield` takes no time on most cores, so a wait of `yield`s would reach its limit of spins too early. `isb` empties
+    the core's pipeline, which takes about as long as `pause`.
+    """
 
     def codegen(context, builder, sig, args):
         machine = binding.get_process_triple().split("-")[0]
@@ -126,8 +130,10 @@ def spin_hint(typing):
             builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
         elif machine in ("aarch64", "arm64"):
             kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
-            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
-            builder.call(hint, [ir.Constant(ir.IntType(32), 1)])
+            barrier = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.isb")
+            builder.call(
+                barrier, [ir.Constant(ir.IntType(32), 15)]
+            )  # 15: the whole system, the only domain that isb has
         return context.get_dummy_value()
 
     return types.void(), codegen

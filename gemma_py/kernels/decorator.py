@@ -7,6 +7,7 @@ change.
 
 import hashlib
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,21 @@ class _InnerDispatcher(_Dispatcher):
         raise TypeError(f"{self.py_func.__name__} can only be called by a kernel")
 
 
+_names: Counter[tuple[str, str]] = Counter()
+
+
+def _make_name_unique(function: Callable[..., Any]) -> None:
+    """Append to the function's name how many functions of this name its module had before, unless it is the first.
+
+    The names of symbols end in a number that counts the functions compiled by a process. Two closures of one name, compiled by
+    two processes, may get equal numbers. If their kernels were then linked, one closure would replace the other.
+    """
+    name = function.__module__, function.__qualname__
+    if _names[name]:
+        function.__qualname__ += f"_{_names[name]}"
+    _names[name] += 1
+
+
 def _compiled(
     kind: type[_Dispatcher],
     function: Callable[..., Any],
@@ -142,6 +158,7 @@ def _compiled(
 
     `no_cfunc_wrapper` leaves out an entry point for C, which nothing calls.
     """
+    _make_name_unique(function)
     options |= {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
     dispatcher = kind(function, targetoptions={**options, "no_cfunc_wrapper": True}, pipeline_class=compiler)
     if cached and CACHE is not None:

@@ -1,8 +1,9 @@
 """Kernels that measure the machine's peak rates, with which the speeds of other kernels are compared.
 
-Each worker thread calls a kernel as `kernel(worker, workers, cells, ...)`, with its own number, the number of workers, and the
-array with which other kernels wait for each other and share out work (runtime/cells.py). The kernels here do not need
-`cells`. Each kernel writes its sums to `out`, because the compiler would otherwise remove the computation.
+Each worker thread calls a kernel as `kernel(worker, workers, cells, ...)`: with the thread's number, with the number of
+workers, and with the variables by which the workers of other kernels wait for each other and share out work
+(runtime/cells.py). The kernels here do not use `cells`. Each kernel writes its sums to `out`, because the compiler would
+otherwise remove the computation.
 """
 
 from gemma_py.kernels.decorator import kernel

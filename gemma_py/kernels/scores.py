@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, computed in float64 in a fixed order."""
+"""Log probabilities of tokens and perplexity, computed in float64 in a fixed order."""
 
 import numpy as np
 
@@ -40,3 +40,9 @@ def log_sum_exp(logits, terms):
     for v in range(logits.shape[0]):
         total = total + terms[v]
     return largest, log64(total)
+
+
+@kernel
+def exponential(x):
+    """Return e^x in f64 for x up to 700. The C library's `exp` would give other bits on some machines."""
+    return exp64(x)

@@ -292,7 +292,7 @@ class Program:
     def take(self, source: str, target: str, kind: int = TAKE) -> None:
         """Copy to target the rows of source of the tokens whose logits are wanted. kind: TAKE, or MEAN (see `mean`)."""
         if self._phase.rows != WANTED or self._rows_now[source] != ALL:
-            raise ValueError(f"{KIND_NAMES[kind]} of {source} needs a phase of WANTED rows and a source with ALL rows")
+            raise ValueError(f"{KIND_NAMES[kind]} needs a phase of WANTED rows and a source of ALL, found {source}")
         width = self._widths_now[source]
         self._write(target, width)
         self._add(kind, source=source, target=target, width=width)

@@ -6,14 +6,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from gemma_py.formats.floats import bytes_for_digest
 from gemma_py.receipts.receipt import DIGEST_BYTES
 
 _MOST_PENDING = 4  # the most rows in memory that wait for their digest: 4 MiB with Gemma's vocabulary
 
 
 def row_digest(row: np.ndarray) -> bytes:
-    """Return the beginning of the sha256 of a row of logits, as little-endian float32."""
-    return hashlib.sha256(np.ascontiguousarray(row, "<f4").data).digest()[:DIGEST_BYTES]
+    """Return the beginning of the sha256 of a row of logits, as little-endian float32. Every NaN has the bits 0x7FC00000."""
+    return hashlib.sha256(bytes_for_digest(row)).digest()[:DIGEST_BYTES]
 
 
 class RowDigests:

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
     counts: np.ndarray  # int64 [2, 2]: the number of rows (T or R), and the number of rows of the longest segment
     tables: np.ndarray  # int64 [S, kv layers, 3]: the addresses and the capacity of the KV rows, see cache.py
     kv_type: np.ndarray  # an empty array, whose dtype is that of the KV rows
-    buffers: np.ndarray  # int64 [buffers + 1]: the addresses of the program's buffers and of the logits [R * V]
+    logits: np.ndarray  # f32 [R * V], written
 
 
 class ExpertScratch(NamedTuple):
@@ -91,12 +91,15 @@ def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
 
 
 @inlined
-def buffer_of(batch, scratch, number, width):
+def buffer_of(model, batch, scratch, number, width):
     """Return the buffer `number` as an array, whose rows have this width, in a tuple with one element.
 
     Without reference counting, a compiled function may return a new array only inside a tuple.
     """
-    return (array_from_address(batch.buffers[number], batch.tokens.shape[0] * width, scratch.floats),)
+    if number == model.offsets.shape[0]:
+        return (batch.logits,)
+    T = batch.tokens.shape[0]
+    return (scratch.floats[model.offsets[number] * T : (model.offsets[number] + width) * T],)
 
 
 @inlined

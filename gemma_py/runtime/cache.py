@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gemma_py.errors import ContextError, InputError
+from gemma_py.formats.floats import bytes_for_digest
 from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config, Layer
 
@@ -26,6 +27,7 @@ KEYS, VALUES, ROWS = range(3)  # columns of Cache.addresses
 KV_TYPES: dict[str, type] = {"float32": np.float32, "bfloat16": np.uint16}
 NAN: dict[type, float | int] = {np.float32: np.nan, np.uint16: 0x7FC0}
 _SPARE = 512  # the number of spare rows when the arrays of a layer with full attention grow
+_UNBOUNDED = 1 << 40  # more tokens than any context has
 
 
 def check_context(context: int, tokens: int, after: int | None = None, new: int = 0) -> None:
@@ -60,10 +62,13 @@ def first_readable(layer: Layer, position: int) -> int:
 
 
 def digest(keys: np.ndarray, values: np.ndarray) -> str:
-    """Return the sha256 of the keys followed by the values, each as little-endian float32 [positions, G, E]."""
+    """Return the sha256 of the keys followed by the values, each as little-endian float32 [positions, G, E].
+
+    Every NaN counts as the NaN 0x7FC00000, because the sign of a NaN differs between processors.
+    """
     made = hashlib.sha256()
     for rows in (keys, values):
-        made.update(np.ascontiguousarray(rows, "<f4").tobytes())
+        made.update(bytes_for_digest(rows))
     return made.hexdigest()
 
 
@@ -115,7 +120,10 @@ class Cache:
         self.dtype = KV_TYPES[kv]
         self.ids: list[int] = []
         self._guesses: list[int] = []  # tokens after `ids` whose rows are stored, but not committed
-        self._oldest = [0] * len(config.kv_layers)  # for each layer, the first position whose row is stored
+        self._first = [0] * len(config.kv_layers)  # for each layer, the first position whose row `restore` stored
+        # The largest position after a pass. Later passes may overwrite rows that only lower positions need.
+        self._highest = 0
+        self._room = 0, 0  # the layers have rows for so many tokens, in passes of up to so many tokens
         layers = [
             Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
             for layer in config.kv_layers
@@ -146,7 +154,9 @@ class Cache:
             raise InputError(
                 "this session is unusable after a failed pass, because a stalled worker may still write to it"
             )
-        self._make_room(self.position, tokens, ahead)
+        most, chunk = self._room
+        if self.position + tokens > most or tokens > chunk:
+            self._make_room(self.position, tokens, ahead)
 
     def prepare(self, tokens: int, chunk: int) -> None:
         """Make room for `tokens` tokens in total, in passes of up to `chunk` tokens. `reserve` then never reallocates."""
@@ -161,6 +171,9 @@ class Cache:
                 # Growing by half keeps the total cost of copying proportional to the number of tokens. Rows that are
                 # never written take no physical memory.
                 self._reallocate(number, max(rows + spare, capacity * 3 // 2, 64))
+        needed = rows_needed(self.config, _UNBOUNDED, tokens, self.keep)
+        short = [layer.capacity for layer, rows in zip(self.layers, needed, strict=True) if layer.capacity < rows]
+        self._room = min(short, default=_UNBOUNDED), tokens
 
     def commit(self, tokens: list[int], guesses: Sequence[int] = ()) -> None:
         """Append tokens to the sequence, after a pass has written their KV rows in every layer.
@@ -182,22 +195,26 @@ class Cache:
         self._guesses = []
 
     def _commit(self, tokens: Sequence[int], guesses: list[int]) -> None:
-        position = self.position + len(tokens)
-        # A ring has room for the window, a chunk and `keep` more rows, so the next pass overwrites only rows of positions
-        # below `intact`.
-        intact = (first_readable(layer, position) - self.keep for layer in self.config.kv_layers)
-        oldest = [max(pair) for pair in zip(self._oldest, intact, strict=True)]
-        # `_oldest`, `_guesses` and `ids` must match. Python raises KeyboardInterrupt only at function calls and jumps, so never
+        highest = max(self._highest, self.position + len(tokens))
+        # `_highest`, `_guesses` and `ids` must match. Python raises KeyboardInterrupt only at function calls and jumps, so never
         # between the next three statements.
-        self._oldest = oldest
+        self._highest = highest
         self._guesses = guesses
         self.ids += tokens
+
+    def _oldest(self, number: int) -> int:
+        """Return the first position whose row is stored in a layer.
+
+        A ring has room for the window, a chunk and `keep` more rows. So the pass after the largest position overwrites only
+        rows that are more than `keep` positions before the window.
+        """
+        return max(self._first[number], first_readable(self.config.kv_layers[number], self._highest) - self.keep)
 
     def can_rewind_to(self, position: int) -> bool:
         """Return whether the KV rows that a token at this position attends to are still stored."""
         return 0 <= position <= self.position and all(
-            first_readable(layer, position) >= oldest
-            for layer, oldest in zip(self.config.kv_layers, self._oldest, strict=True)
+            first_readable(layer, position) >= self._oldest(number)
+            for number, layer in enumerate(self.config.kv_layers)
         )
 
     def rewind(self, position: int) -> None:
@@ -212,7 +229,7 @@ class Cache:
 
     def _reallocate(self, number: int, capacity: int) -> None:
         """Copy a layer's rows to new arrays of this capacity, and free the layer's old arrays."""
-        old, oldest = self.layers[number], self._oldest[number]
+        old, oldest = self.layers[number], self._oldest(number)
         G, _, E = old.keys.shape
         new = Rows(*(aligned(G * capacity * E, self.dtype).reshape(G, capacity, E) for _ in range(2)))
         for source, rows in zip(old, new, strict=True):
@@ -229,7 +246,7 @@ class Cache:
     def copy(self) -> "Cache":
         """Return a copy of the cache, for a second sequence with the same first tokens."""
         twin = copy.copy(self)
-        twin.ids, twin._oldest = list(self.ids), list(self._oldest)
+        twin.ids = list(self.ids)
         for number, layer in enumerate(self.layers):
             twin._reallocate(number, layer.capacity)
         return twin
@@ -241,7 +258,7 @@ class Cache:
 
     def _intact(self, number: int) -> np.ndarray:
         """Return the positions whose rows are stored, with up to `keep` positions before the window."""
-        return np.arange(self._oldest[number], self.position)
+        return np.arange(self._oldest(number), self.position)
 
     def rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys and values of a layer that later queries attend to, as f32 [positions, G, E] each."""
@@ -280,19 +297,19 @@ class Cache:
         raised, and the cache stays empty.
         """
         self._make_room(len(ids), 1)
-        oldest: list[int] = []
+        stored: list[int] = []
         for number, layer_rows in enumerate(kv_rows):
             self._check_restorable(number, len(ids), layer_rows)
             layer = self.layers[number]
             count = min(layer_rows[0].shape[1], layer.capacity)
-            oldest.append(len(ids) - count)
+            stored.append(len(ids) - count)
             slots = np.arange(len(ids) - count, len(ids)) % layer.capacity
             for target, rows in zip(layer, layer_rows, strict=True):
                 target[:, slots] = rows[:, rows.shape[1] - count :]
-        if len(oldest) < len(self.layers):
-            raise InputError(f"the KV rows should have {len(self.layers)} layers, found {len(oldest)}")
+        if len(stored) < len(self.layers):
+            raise InputError(f"the KV rows should have {len(self.layers)} layers, found {len(stored)}")
         ids = list(ids)
-        self._oldest, self.ids = oldest, ids
+        self._first, self._highest, self.ids = stored, 0, ids
 
     def _check_restorable(self, number: int, position: int, layer_rows: Sequence[np.ndarray]) -> None:
         if number >= len(self.layers):

@@ -1,11 +1,13 @@
 """Compilation of the forward pass in several processes, because numba compiles only one kernel at a time in a process.
 
 Each process runs this module as a program. The process reads names of kernels from stdin, one per line, compiles each
-kernel into the cache on disk, and writes the name to stdout when done. If a process dies or the cache cannot be written,
-the main process compiles the missing kernels itself.
+kernel into the cache on disk, and writes the name to stdout when done. Before, it writes an empty line for each second in
+which it used the CPU, as a sign of life. If a process dies, stops or cannot write to the cache, the main process compiles
+the missing kernels itself.
 """
 
 import contextlib
+import hashlib
 import inspect
 import os
 import queue
@@ -25,6 +27,7 @@ import numpy as np
 from gemma_py import machine
 from gemma_py.errors import GemmaWarning
 from gemma_py.kernels.decorator import CACHE
+from gemma_py.kernels.simd.target import TARGET
 from gemma_py.progress import ReportProgress, no_report
 from gemma_py.runtime.batch import Batch, new_scratch
 from gemma_py.runtime.cache import KV_TYPES
@@ -40,19 +43,31 @@ from gemma_py.weights.pack import PackedArrays
 # takes longest comes first. `forward` calls every kernel of the shares, so it is compiled last.
 SHARES = ((matmul_phase,), (attention_phase, scores_phase), (rows_phase, trace_phase))
 _KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kernel in share}
-_TIMEOUT = 300.0  # seconds until compiling a kernel is given up; a kernel usually takes about ten
+# The seconds after which a process without a sign of life is killed. A kernel may take longer to compile, as under emulation.
+_SILENCE = 300.0
+_BEAT = 1.0  # seconds between signs of life
+_LEAST_WORK = 0.05  # the CPU seconds between signs of life that show work; waking up to look takes less
 _TICK = 0.2
 
 
+def _mark(cache: Path, kv: str) -> Path:
+    """Return the file that exists if the cache on disk has the forward pass for KV rows of this type.
+
+    numba keys each kernel in the cache by triple, CPU name and features, and so does this file's name. Otherwise, on a home
+    directory that machines of two kinds share, the second machine would take the first one's kernels for its own.
+    """
+    return cache / f"compiled-{kv}-{hashlib.sha256(repr(TARGET).encode()).hexdigest()[:16]}"
+
+
 def first_time(kv: str) -> bool:
-    """Return whether the cache on disk lacks the forward pass for KV rows of this type."""
-    return CACHE is None or not (CACHE / f"compiled-{kv}").exists()
+    """Return whether the cache on disk lacks the forward pass for this processor and KV rows of this type."""
+    return CACHE is None or not _mark(CACHE, kv).exists()
 
 
 def mark_compiled(kv: str) -> None:
     if CACHE is not None:
         with contextlib.suppress(OSError):
-            (CACHE / f"compiled-{kv}").touch()
+            _mark(CACHE, kv).touch()
 
 
 def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
@@ -65,11 +80,11 @@ def signature(kernel: Any, kv: str) -> tuple[Any, ...]:
                 _read_only(np.float32), _read_only(np.uint16), _read_only(np.int8),
                 _read_only(np.float32), _read_only(np.int64, 2),
             ),
-            _read_only(np.float32, 2), _read_only(np.float32), _read_only(np.int64, 2),
+            _read_only(np.float32, 2), _read_only(np.float32), _read_only(np.int64, 2), _read_only(np.int64),
         ),
-        new_scratch(Sizes(i64, 1, 1, 1, 2, 0, 0, 0, 0), 1, 1),
+        new_scratch(Sizes(1, 1, 1, 2, 0, 0, 0, 0), 1, 1),
         Batch(i64, i64.reshape(2, 0), i64.reshape(2, 0), i64.reshape(2, 0, 3), i64.reshape(0, 2), i64.reshape(0, 0, 3),
-              np.empty(0, KV_TYPES[kv]), i64),
+              np.empty(0, KV_TYPES[kv]), np.empty(0, np.float32)),
         NO_TRACE, 0, 0,
     )  # fmt: skip
     count = len(inspect.signature(kernel.py_func).parameters)
@@ -101,6 +116,7 @@ class Compilation:
         self._lock = threading.Lock()
         self._busy, self._done, self._total = 0, 0, sum(map(len, shares)) + 1
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._heard: dict[subprocess.Popen[bytes], float] = {}  # the time of the last line from each process
         self._feeders: list[threading.Thread] = []
 
     def __enter__(self) -> "Compilation":
@@ -131,6 +147,7 @@ class Compilation:
                     )  # fmt: skip
         feeders = [threading.Thread(target=self._feed, args=(process,), daemon=True) for process in self.processes]
         self._busy = len(feeders)
+        self._heard = dict.fromkeys(self.processes, time.monotonic())
         for feeder in feeders:
             feeder.start()
             self._feeders.append(feeder)
@@ -158,24 +175,28 @@ class Compilation:
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(f"{kernel.__name__}\n".encode())
-            done = process.stdout.readline() != b""
+            while (line := process.stdout.readline()) == b"\n":
+                self._heard[process] = time.monotonic()
+            done = line != b""
         except OSError:
             done = False
+        self._heard[process] = time.monotonic()
         with self._lock:
             self._done += done
         return done
 
     def wait(self) -> None:
-        """Wait until every kernel is compiled or every process has ended."""
+        """Wait until every kernel is compiled or every process has ended. Kill processes that show no sign of life."""
         if not self._feeders:
             return
-        seen, since = -1, 0.0
+        seen = -1
         while any(feeder.is_alive() for feeder in self._feeders):
             if self._done != seen:
-                seen, since = self._done, time.monotonic()
+                seen = self._done
                 self._progress("compiling kernels", seen, self._total, "kernels")
-            elif time.monotonic() - since > _TIMEOUT:
-                self._kill()
+            for process, heard in self._heard.items():
+                if time.monotonic() - heard > _SILENCE:
+                    process.kill()
             time.sleep(_TICK)
         self._progress("compiling kernels", self._total, self._total, "kernels")
         if self._done < self._total:
@@ -199,16 +220,27 @@ def main() -> None:
     cache, kv = sys.argv[1:]
     wanted: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(wanted,), daemon=True).start()
+    threading.Thread(target=_show_life, daemon=True).start()
     while str(CACHE) == cache:  # the parent would not find the kernels if this process had another cache directory
         kernel = _KERNELS[wanted.get()]
         kernel.compile(signature(kernel, kv))
-        print(kernel.__name__, flush=True)
+        os.write(1, f"{kernel.__name__}\n".encode())
 
 
 def _listen(wanted: "queue.SimpleQueue[str]") -> None:
     for line in sys.stdin:
         wanted.put(line.strip())
     os._exit(0)  # the parent process has ended; end too, even in the middle of a compilation
+
+
+def _show_life() -> None:
+    """Write an empty line for each second in which this process used the CPU."""
+    used = 0.0
+    while True:
+        time.sleep(_BEAT)
+        before, used = used, time.process_time()
+        if used - before > _LEAST_WORK:
+            os.write(1, b"\n")
 
 
 if __name__ == "__main__":

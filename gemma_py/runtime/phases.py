@@ -64,7 +64,7 @@ def rows_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
             op = model.ops[number]
             row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, last)
             if is_traced(trace) and op[p.TRACE] >= 0:
-                trace_operation(op, scratch, batch, trace, first, last)
+                trace_operation(model, op, scratch, batch, trace, first, last)
                 trace_worker(worker, trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], first, last)
         if stores:
             watermark = last_op[p.KV] * segments.shape[0] + sequence
@@ -127,7 +127,7 @@ def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
     S, parts = segments.shape[0], workers_a_position(op, batch, workers)
-    (q,) = buffer_of(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
+    (q,) = buffer_of(model, batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
     tiles = G * S * parts
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:
@@ -154,8 +154,8 @@ def _columns(worker, workers, cells, model, scratch, batch, trace, op, parts):
     """Compute attention from the scores of `scores_phase`. A tile is a range of output columns of one position."""
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
-    (q,) = buffer_of(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
-    (out,) = buffer_of(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
+    (q,) = buffer_of(model, batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
+    (out,) = buffer_of(model, batch, scratch, op[p.TARGET], H * op[p.WIDTH])
     tiles = G * segments.shape[0] * parts
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:
@@ -186,8 +186,8 @@ def attend_tile(model, op, scratch, batch, workspace, number, g, first, last):
     """
     H, kv_entry, segment = op[p.HEADS], batch.tables[number, op[p.KV]], batch.segments[op[p.ROWS_OF], number]
     keys, values = kv_rows_of(op, kv_entry, batch.kv_type)
-    (q,) = buffer_of(batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
-    (out,) = buffer_of(batch, scratch, op[p.TARGET], H * op[p.WIDTH])
+    (q,) = buffer_of(model, batch, scratch, op[p.SOURCE], H * op[p.WIDTH])
+    (out,) = buffer_of(model, batch, scratch, op[p.TARGET], H * op[p.WIDTH])
     ring = _ring_of(op, keys, values, kv_entry[c.ROWS])
     origin = segment[ORIGIN]
     attend(q, ring, _params_of(model, op, segment), g, origin, origin + first, origin + last, workspace, out)
@@ -235,7 +235,7 @@ def trace_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     for number in range(at, end):
         op = model.ops[number]
         count, width = batch.counts[op[p.ROWS_OF], ROWS], op[p.HEADS] * op[p.WIDTH]
-        (made,) = buffer_of(batch, scratch, op[p.TARGET], width)
+        (made,) = buffer_of(model, batch, scratch, op[p.TARGET], width)
         first, last = worker * count // workers, (worker + 1) * count // workers
         trace_rows(trace, op[p.TRACE], batch.rows[op[p.ROWS_OF]], made, width, first, last)
     return True

@@ -121,7 +121,7 @@ def _tile_shape(model, scratch, batch, lists, workers, at, end):
         rows = _rows_together(panels, T, workers)
         blocks = (T + rows - 1) // rows
         return rows, blocks, _panels_together(panels, blocks, T, workers)
-    (routes,) = buffer_of(batch, scratch, op[p.SECOND], 2 * C)
+    (routes,) = buffer_of(model, batch, scratch, op[p.SECOND], 2 * C)
     list_products(routes, T, X, C, lists)
     blocks = np.int64(0)
     for expert in range(X):
@@ -166,8 +166,8 @@ def _compute_tile(worker, workers, model, op, scratch, batch, lists, expert, fir
     N, K = model.weights.matrices[number, w.ROWS], model.weights.matrices[number, w.INPUTS]
     # The number of neighbouring products that read the same input row.
     share = op[p.HEADS] if op[p.STRIDE] == K else np.int64(1)
-    (x,) = buffer_of(batch, scratch, op[p.SOURCE], op[p.STRIDE] if of_expert else K)
-    (y,) = buffer_of(batch, scratch, op[p.TARGET], op[p.HEADS] * N if of_expert else N)
+    (x,) = buffer_of(model, batch, scratch, op[p.SOURCE], op[p.STRIDE] if of_expert else K)
+    (y,) = buffer_of(model, batch, scratch, op[p.TARGET], op[p.HEADS] * N if of_expert else N)
     inputs, coded, outputs, first_row, last_row = x, codes_of(scratch, batch, op[p.SLOT]), y, first, last
     gathers = of_expert and last - first > 1
     if gathers:

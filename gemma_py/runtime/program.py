@@ -50,14 +50,16 @@ class ModelTables(NamedTuple):
     frequencies: np.ndarray  # f32 [ropes, widest E / 2]
     numbers: np.ndarray  # f32: the epsilons, scales, caps and factors of the operations
     ops: np.ndarray  # int64 [operations, 26]
+    # int64 [buffers]: in a pass of T rows, buffer b begins at scratch.floats[offsets[b] * T]. The number of the logits, which
+    # have memory of their own, follows the numbers of these buffers.
+    offsets: np.ndarray
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The scratch memory that a pass needs. In a pass of T rows, buffer b begins at offsets[b] * T."""
+    """The scratch memory that a pass needs."""
 
-    offsets: np.ndarray  # int64 [buffers]
-    floats: int
+    floats: int  # the width of a row, summed over buffers
     codes: int  # the number of codes per row, summed over the slots of `_slots`
     widest_input: int  # K of the widest quantised matrix
     widest_head: int
@@ -68,10 +70,13 @@ class Sizes:
 
 
 class Gather(NamedTuple):
-    """A table. Before a pass, the rows of the pass's tokens are copied to a buffer. width: the width of a row."""
+    """A table that stays in the checkpoint's file. Before a pass, the table's rows of the pass's tokens are copied to a buffer.
+
+    offset: the buffer's entry in `ModelTables.offsets`. width: the width of a row.
+    """
 
     table: GatheredTable
-    buffer: int
+    offset: int
     width: int
 
 
@@ -131,10 +136,11 @@ def link(program: Program, weights: PackedWeights) -> LinkedProgram:
     model = ModelTables(
         weights.arrays._replace(gains=_read_only(_with_ones(program, weights.arrays))),
         frequencies, _read_only(np.array(list(numbers), np.float32).reshape(-1)), _read_only(table),
+        _read_only(np.array(offsets, np.int64)),
     )  # fmt: skip
-    sizes = Sizes(np.array(offsets, np.int64), floats, codes, *_widest(table, weights.arrays.matrices))
+    sizes = Sizes(floats, codes, *_widest(table, weights.arrays.matrices))
     gathers = tuple(
-        Gather(weights.tables[tensor], buffers[target], program.tensors[tensor].shape[1])
+        Gather(weights.tables[tensor], offsets[buffers[target]], program.tensors[tensor].shape[1])
         for tensor, target in program.gathers
     )
     outputs, phases = program.widths[LOGITS], int(table[:, COUNTER].max()) + 1

@@ -80,9 +80,9 @@ def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, 
     """Apply one row operation to rows first .. last - 1. For STORE, all of these rows must be of one sequence, `sequence`."""
     kind, heads, width = op[p.OP], op[p.HEADS], op[p.WIDTH]
     rows, positions = batch.rows[op[p.ROWS_OF]], batch.positions[op[p.ROWS_OF]]
-    (x,) = buffer_of(batch, scratch, op[p.SOURCE], heads * width)
-    (second,) = buffer_of(batch, scratch, op[p.SECOND], heads * width)
-    (y,) = buffer_of(batch, scratch, op[p.TARGET], heads * width)
+    (x,) = buffer_of(model, batch, scratch, op[p.SOURCE], heads * width)
+    (second,) = buffer_of(model, batch, scratch, op[p.SECOND], heads * width)
+    (y,) = buffer_of(model, batch, scratch, op[p.TARGET], heads * width)
     if kind == o.EMBED:
         for t in range(first, last):
             _embed(model, op, batch.tokens[rows[t]], y, t * width, unpacked)
@@ -115,18 +115,18 @@ def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, 
             segment = batch.segments[o.ALL, number]
             mean_rows(x, width, segment[FIRST], segment[END_ROW], y, t * width)
     elif kind == o.TAKE_COLUMNS:
-        (wide,) = buffer_of(batch, scratch, op[p.SOURCE], op[p.STRIDE])
+        (wide,) = buffer_of(model, batch, scratch, op[p.SOURCE], op[p.STRIDE])
         copy_columns(wide, op[p.STRIDE], op[p.FIRST_COLUMN], y, width, first, last)
     elif kind == o.ROPE:
         rope_rows(y, heads, width, x, second, first, last)
     elif kind == o.ROUTE:
         X, C, gain = op[p.STRIDE], width // 2, op[p.GAIN]
-        (logits,) = buffer_of(batch, scratch, op[p.SOURCE], X)
+        (logits,) = buffer_of(model, batch, scratch, op[p.SOURCE], X)
         route_rows(logits, X, model.numbers[op[p.NUMBER]], model.weights.gains[gain : gain + X], C, y, first, last)
     elif kind == o.MIX:
         C = op[p.STRIDE] // width
-        (parts,) = buffer_of(batch, scratch, op[p.SOURCE], op[p.STRIDE])
-        (routes,) = buffer_of(batch, scratch, op[p.SECOND], 2 * C)
+        (parts,) = buffer_of(model, batch, scratch, op[p.SOURCE], op[p.STRIDE])
+        (routes,) = buffer_of(model, batch, scratch, op[p.SECOND], 2 * C)
         mix_rows(parts, routes, C, width, y, first, last)
     elif kind == o.PUT_COLUMNS:
         put_columns(x, op[p.STRIDE], y, width, op[p.FIRST_COLUMN], first, last)
@@ -152,15 +152,15 @@ def row_operation(worker, model, op, scratch, batch, unpacked, sequence, first, 
 
 
 @inlined
-def trace_operation(op, scratch, batch, trace, first, last):
+def trace_operation(model, op, scratch, batch, trace, first, last):
     """Trace the output of a row operation. STORE traces only the values, because ROPE has already traced the keys."""
     rows, width = batch.rows[op[p.ROWS_OF]], op[p.HEADS] * op[p.WIDTH]
     if op[p.OP] == o.QUANTISE:
         trace_codes(trace, op[p.TRACE], rows, codes_of(scratch, batch, op[p.SLOT]), op[p.WIDTH], first, last)
     elif op[p.OP] == o.STORE:
-        (values,) = buffer_of(batch, scratch, op[p.SECOND], op[p.KV_HEADS] * op[p.WIDTH])
+        (values,) = buffer_of(model, batch, scratch, op[p.SECOND], op[p.KV_HEADS] * op[p.WIDTH])
         trace_rows(trace, op[p.TRACE], rows, values, op[p.KV_HEADS] * op[p.WIDTH], first, last)
     # Cosines and sines are not traced. Rows that TAKE copies are not traced again.
     elif op[p.OP] != o.ROPE_TABLE and op[p.OP] != o.TAKE:
-        (made,) = buffer_of(batch, scratch, op[p.TARGET], width)
+        (made,) = buffer_of(model, batch, scratch, op[p.TARGET], width)
         trace_rows(trace, op[p.TRACE], rows, made, width, first, last)

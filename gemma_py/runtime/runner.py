@@ -4,7 +4,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from gemma_py.kernels.attention_layout import LANES
 from gemma_py.kernels.memory import aligned
 from gemma_py.models.config import Config
 from gemma_py.models.program import ALL, WANTED
-from gemma_py.runtime.batch import END_ROW, FIRST, LONGEST, ROWS, Batch, Scratch, new_scratch
+from gemma_py.runtime.batch import Batch, Scratch, new_scratch
 from gemma_py.runtime.cache import Cache, check_context
 from gemma_py.runtime.compiling import mark_compiled
 from gemma_py.runtime.forward import forward
@@ -25,8 +25,7 @@ from gemma_py.runtime.trace import NO_TRACE, new_trace
 CHUNK = 512  # the default number of prompt tokens per pass
 
 
-@dataclass(frozen=True)
-class SequenceInput:
+class SequenceInput(NamedTuple):
     """The tokens of one sequence in a pass.
 
     logits: for how many of the last tokens to return logits.
@@ -106,33 +105,34 @@ class Runner:
 
     def _pass(self, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
         """Run one pass. The caller has reserved room in the caches."""
-        if any(not 0 <= entry.guesses < len(entry.tokens) for entry in inputs):
-            raise InputError("a pass needs a token of each sequence that is not a guess")
-        if self.config.embedding and any(entry.cache.position or entry.logits != 1 for entry in inputs):
-            raise InputError(
-                "an embedding model needs every text whole, in one pass, and returns one row for each text"
-            )
+        positions, T, keys, wanted = [], 0, 0, 0
+        for cache, tokens, rows, guesses in inputs:
+            if not 0 <= guesses < len(tokens):
+                raise InputError("a pass needs a token of each sequence that is not a guess")
+            if self.config.embedding and (cache.position or rows != 1):
+                raise InputError(
+                    "an embedding model needs every text whole, in one pass, and returns one row for each text"
+                )
+            positions.append(cache.position)
+            # If a chunk has only one wanted row, several workers can share the attention of that row.
+            T, keys, wanted = T + len(tokens), max(keys, cache.position + len(tokens)), wanted + rows
         for entry in inputs:
             entry.cache.reject_guesses()
             if self.instruments.poison:
                 entry.cache.poison_uncommitted()
-        T = sum(len(entry.tokens) for entry in inputs)
-        # If a chunk has only one wanted row, several workers can share the attention of that row.
-        keys = max(entry.cache.position + len(entry.tokens) for entry in inputs)
         scratch, program = self._scratch_for(T, keys), self.program
-        logits = np.empty(sum(entry.logits for entry in inputs) * program.outputs, np.float32)
-        batch = _batch(inputs, self._addresses(scratch, T, logits))
-        for table, buffer, width in program.gathers:
-            at = int(program.sizes.offsets[buffer]) * T
-            table.gather(batch.tokens, scratch.floats[at : at + T * width].reshape(T, width))
+        logits = np.empty((wanted, program.outputs), np.float32)
+        batch = _batch(inputs, logits.reshape(-1))
+        for table, offset, width in program.gathers:
+            table.gather(batch.tokens, scratch.floats[offset * T : (offset + width) * T].reshape(T, width))
         trace = NO_TRACE
         if self.instruments.traces is not None:
             trace = new_trace(program.layers * len(program.labels), T)
         try:
             self.team.run(
                 forward, program.model, scratch, batch, trace,
-                watermarks=[entry.cache.position for entry in inputs] * len(self.config.kv_layers), counters=program.phases,
-                keep_alive=(logits, [entry.cache.layers for entry in inputs]), instruments=self.instruments,
+                watermarks=positions * len(self.config.kv_layers), counters=program.phases,
+                keep_alive=[entry.cache.layers for entry in inputs], instruments=self.instruments,
                 phases=program.labels,
             )  # fmt: skip
         except BaseException:
@@ -143,19 +143,13 @@ class Runner:
             raise
         if self.instruments.traces is not None:
             self.instruments.traces.append(trace)
-        for entry in inputs:
-            known = len(entry.tokens) - entry.guesses
-            entry.cache.commit(entry.tokens[:known], entry.tokens[known:])
-        ends = np.cumsum([entry.logits for entry in inputs])
-        return np.split(logits.reshape(-1, program.outputs), ends[:-1])
-
-    def _addresses(self, scratch: Scratch, T: int, logits: np.ndarray) -> np.ndarray:
-        """Return the addresses of the program's buffers in a pass of T rows, followed by the address of the logits."""
-        offsets, size = self.program.sizes.offsets, scratch.floats.itemsize
-        addresses = np.empty(len(offsets) + 1, np.int64)
-        addresses[:-1] = scratch.floats.ctypes.data + size * T * offsets
-        addresses[-1] = logits.ctypes.data
-        return addresses
+        parts, first = [], 0
+        for cache, tokens, rows, guesses in inputs:
+            known = len(tokens) - guesses
+            cache.commit(tokens[:known], tokens[known:])
+            parts.append(logits[first : first + rows])
+            first += rows
+        return parts
 
     def set_workers(self, workers: int) -> None:
         """Replace the team by a team of this size, after a running pass has finished."""
@@ -166,7 +160,7 @@ class Runner:
     def _compile(self) -> None:
         """Load the forward pass from the kernel cache on disk, or compile it if the cache lacks it."""
         scratch, logits = self._scratch_for(1, 1), np.empty(0, np.float32)
-        batch = _batch([SequenceInput(self.cache(), [])], self._addresses(scratch, 0, logits))
+        batch = _batch([SequenceInput(self.cache(), [], 0)], logits)
         self.team.compile(forward, self.program.model, scratch, batch, NO_TRACE)
         mark_compiled(self.kv)
 
@@ -209,26 +203,31 @@ class Runner:
         self.team.close()
 
 
-def _batch(inputs: Sequence[SequenceInput], buffers: np.ndarray) -> Batch:
+def _batch(inputs: Sequence[SequenceInput], logits: np.ndarray) -> Batch:
     """Return the arguments of the kernel. Rows are in the order of the inputs."""
-    T = sum(len(entry.tokens) for entry in inputs)
-    rows, positions = np.zeros((2, T), np.int64), np.zeros((2, T), np.int64)
-    segments, counts = np.empty((2, len(inputs), 3), np.int64), np.zeros((2, 2), np.int64)
-    rows[ALL] = np.arange(T)
-    first = wanted = 0
-    for number, entry in enumerate(inputs):
-        position, end, wanted_end = entry.cache.position, first + len(entry.tokens), wanted + entry.logits
-        positions[ALL, first:end] = np.arange(position, position + len(entry.tokens))
-        rows[WANTED, wanted:wanted_end] = np.arange(end - entry.logits, end)
-        positions[WANTED, wanted:wanted_end] = positions[ALL, end - entry.logits : end]
-        segments[ALL, number] = first, end, position - first
-        segments[WANTED, number] = wanted, wanted_end, position + len(entry.tokens) - wanted_end
-        first, wanted = end, wanted_end
-    counts[:, ROWS] = first, wanted
-    counts[:, LONGEST] = (segments[:, :, END_ROW] - segments[:, :, FIRST]).max(axis=1)
-    tokens = np.array([token for entry in inputs for token in entry.tokens], np.int64)
-    tables = np.stack([entry.cache.addresses() for entry in inputs])
-    return Batch(tokens, rows, positions, segments, counts, tables, np.empty(0, inputs[0].cache.dtype), buffers)
+    tokens: list[int] = []
+    rows: tuple[list[int], list[int]] = ([], [])
+    positions: tuple[list[int], list[int]] = ([], [])
+    segments: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])
+    longest = [0, 0]
+    for entry in inputs:
+        before, count, position = len(tokens), len(entry.tokens), entry.cache.position
+        tokens += entry.tokens
+        for kind, computed in ((ALL, count), (WANTED, entry.logits)):
+            first, skipped = len(rows[kind]), count - computed
+            rows[kind].extend(range(before + skipped, before + count))
+            positions[kind].extend(range(position + skipped, position + count))
+            segments[kind].append((first, first + computed, position + skipped - first))
+            longest[kind] = max(longest[kind], computed)
+    counts = [(len(rows[kind]), longest[kind]) for kind in (ALL, WANTED)]
+    unused = [0] * (len(tokens) - len(rows[WANTED]))
+    rows[WANTED].extend(unused)
+    positions[WANTED].extend(unused)
+    return Batch(
+        np.array(tokens, np.int64), np.array(rows, np.int64), np.array(positions, np.int64), np.array(segments, np.int64),
+        np.array(counts, np.int64), np.array([entry.cache.addresses() for entry in inputs]),
+        np.empty(0, inputs[0].cache.dtype), logits,
+    )  # fmt: skip
 
 
 _runners: "weakref.WeakSet[Runner]" = weakref.WeakSet()

@@ -32,6 +32,8 @@ from gemma_py.runtime import fault_injection, profile
 from gemma_py.runtime.cells import (
     ARRIVED,
     AT_BARRIER,
+    AWAITED,
+    BOUND,
     BROKEN,
     COMPUTES,
     FAULT_PLAN,
@@ -120,9 +122,10 @@ def claim_any(cells, worker, index, tiles):
 def _wait_above(cells, worker, why, line, index, bound):
     """Wait until the cell line[index] exceeds `bound`. The value of this cell never decreases.
 
-    why: the reason for the wait, which is stored in the cell WAITING.
+    why: the reason for the wait, which is stored in the cell WAITING. The team also reads `index` and `bound` from the cells
+        AWAITED and BOUND, to tell a deadlock from a worker whose wait is over but which has not got a core yet.
 
-    The reason is stored only after `_SPINS` spins. Most waits end earlier and so need no store to a cell that the team reads.
+    These cells are stored only after `_SPINS` spins. Most waits end earlier and so need no store to a cell that the team reads.
     """
     if cells.times.shape[0] > 0:
         profile.account(cells, worker, profile.WORK)
@@ -134,7 +137,10 @@ def _wait_above(cells, worker, why, line, index, bound):
             spin_hint()
         else:
             if spins == _SPINS:
-                store_release(cells.own, worker * LINE + WAITING, why)
+                at = worker * LINE
+                store_release(cells.own, at + AWAITED, index)
+                store_release(cells.own, at + BOUND, bound)
+                store_release(cells.own, at + WAITING, why)
             yield_cpu()
         spins += 1
     if spins > _SPINS:

@@ -6,12 +6,16 @@ calling thread does not compute. It watches the workers, so that Ctrl-C works du
 A team has a deadline, the maximum time in seconds until `Team.run` reports a stall. The fraction _PATIENCE of the deadline is
 the patience, the time for which a worker may make no step. A step is a claimed tile, a finished wait or an entered phase. The
 team fails a run in two cases:
-- Stall: one worker neither waits nor makes a step for longer than the patience, while another worker waits or has
+- Stall: one worker could continue but makes no step for longer than the patience, while another worker waits or has
   finished. If a team has only one worker, the second condition does not apply.
-- Deadlock: every worker waits or has finished, and no worker makes a step for longer than the patience.
+- Deadlock: every worker waits or has finished, and no awaited cell has a value that would let a worker continue. No worker
+  can change that, so the team waits only for the ticks that prove the deadlock (see `_Watch.tick`).
 Steps are watched, not the duration of a phase, because a phase may take minutes on a slow machine. Time is counted in ticks
 of the watching thread. While the process is suspended, the watching thread is suspended too, so no ticks are counted.
 Compilation does not count as a stall.
+
+On a busy machine, a worker may wait for a core for many seconds. That time does not count as a stall: while the system says
+that the thread is ready to run, only its CPU time counts. Systems without /proc do not say so, and there all time counts.
 
 A thread cannot be killed, so the team replaces a stalled thread by a new one. If the stalled thread continues, its next
 call of sync.py reports the broken run, and the thread ends. Until then the thread may write to the arrays of the failed run
@@ -26,16 +30,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 from numba.core.compiler_lock import global_compiler_lock
 
+from gemma_py import machine
 from gemma_py.errors import ComputationError, InputError, WorkerError
 from gemma_py.kernels.atomics import is_ieee
 from gemma_py.runtime.cells import (
+    AT_BARRIER,
+    AWAITED,
+    BOUND,
     BROKEN,
     COMPUTES,
     END_STALLS,
@@ -53,6 +60,8 @@ from gemma_py.runtime.cells import (
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.profile import lines_needed
 
+# The number of successive ticks without a step that prove a deadlock.
+_SURE = 2
 # Fractions of the deadline. _PATIENCE: the time without a step after which a worker counts as stalled. _GRACE: the time that
 # the other workers then have to leave the run. _TICK: the interval at which the calling thread looks at the workers.
 _PATIENCE, _GRACE, _TICK = 0.7, 0.2, 0.02
@@ -60,15 +69,13 @@ _NO_INSTRUMENTS = Instruments()
 _NOT_IEEE = "the thread inherited a floating-point mode that flushes subnormals to zero or does not round to nearest"
 
 
-@dataclass(frozen=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     worker: int
     error: BaseException | None = None
     at_fault: bool = False
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """One call of a kernel on every worker.
 
     Each run has its own cells and queue, so that a late worker cannot disturb a later run.
@@ -111,7 +118,7 @@ class _Run:
 
 
 class _WorkerThread(threading.Thread):
-    """A worker thread with an inbox of runs. It has no reference to the team, so that the team can be garbage-collected."""
+    """A worker thread with an inbox of runs. The thread refers to no team, so that its team can be garbage-collected."""
 
     def __init__(self, number: int) -> None:
         self.inbox: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
@@ -142,39 +149,67 @@ def _work(number: int, inbox: "queue.SimpleQueue[_Run | None]") -> None:
 class _Watch:
     """Detects stalls and deadlocks of a run from the workers' cells (see the docstring of this module)."""
 
-    def __init__(self, own: Array, workers: int, patience: float) -> None:
-        self._own, self._workers, self._patience = own, workers, patience
-        self._steps = [-1] * workers
-        self._ages = [0.0] * workers
-        self._idle = 0.0
+    def __init__(self, cells: Cells, threads: "Sequence[_WorkerThread]", patience: float) -> None:
+        self._cells, self._threads, self._patience = cells, threads, patience
+        self._steps = [-1] * len(threads)
+        self._ages = [0.0] * len(threads)  # for how many seconds each worker could run but made no step
+        self._cpu_times = [0.0] * len(threads)
+        self._quiet_ticks = 0
         self.left: set[int] = set()
 
     def tick(self, elapsed: float) -> tuple[int, str] | None:
-        """Look at the workers after `elapsed` seconds. Return a stalled worker and a description, or None."""
+        """Look at the workers after `elapsed` seconds. Return a stalled worker and a description, or None.
+
+        A tick reads whether workers rest before it reads their steps. So if every worker rests in two successive ticks, and
+        no worker has made a step since the tick before these two, then every worker has stayed in one wait between the
+        two ticks. No cell can then have changed, and the second tick saw that no cell lets a worker continue.
+        """
         if global_compiler_lock.is_locked():  # workers make no steps while a kernel is compiled or loaded
             return None
-        steps = [int(self._own[worker * LINE + PROGRESS]) for worker in range(self._workers)]
-        waits = [int(self._own[worker * LINE + WAITING]) for worker in range(self._workers)]
+        workers = range(len(self._threads))
+        resting = [self._rests(worker) for worker in workers]
+        steps = [int(self._cells.own[worker * LINE + PROGRESS]) for worker in workers]
         moved = [new != old for new, old in zip(steps, self._steps, strict=True)]
         self._steps = steps
-        resting = [worker in self.left or waits[worker] != COMPUTES for worker in range(self._workers)]
-        is_awaited = any(resting) or self._workers == 1
-        for worker in range(self._workers):
+        is_awaited = any(resting) or len(workers) == 1
+        for worker in workers:
             if moved[worker] or resting[worker] or not is_awaited:
                 self._ages[worker] = 0.0
                 continue
-            self._ages[worker] += elapsed
+            self._ages[worker] += self._time_on_core(worker, elapsed)
             if self._ages[worker] > self._patience:
                 return worker, f"stalled: no step for {self._ages[worker]:.1f} s"
-        self._idle = self._idle + elapsed if all(resting) and not any(moved) else 0.0
-        if self._idle > self._patience:
-            return self._rearmost(), f"is in a deadlock ({WAITS[waits[self._rearmost()]]}) for {self._idle:.1f} s"
+        self._quiet_ticks = self._quiet_ticks + 1 if all(resting) and not any(moved) else 0
+        if self._quiet_ticks >= _SURE:
+            culprit = self._rearmost()
+            return culprit, f"is in a deadlock ({WAITS[self._cells.own[culprit * LINE + WAITING]]})"
         return None
+
+    def _rests(self, worker: int) -> bool:
+        """Return whether a worker has finished, or waits for a cell that does not let the worker continue yet."""
+        at, own = worker * LINE, self._cells.own
+        why, index, bound = int(own[at + WAITING]), int(own[at + AWAITED]), int(own[at + BOUND])
+        if worker in self.left or why == COMPUTES:
+            return worker in self.left
+        awaited = self._cells.shared if why == AT_BARRIER else self._cells.watermarks
+        # If the worker has begun another wait between the reads of its cells, `index` may belong to the other array.
+        return index < len(awaited) and int(awaited[index]) <= bound
+
+    def _time_on_core(self, worker: int, elapsed: float) -> float:
+        """Return `elapsed` without the time in which the worker's thread waited for a core."""
+        number = self._threads[worker].native_id
+        state = None if number is None else machine.thread_state(number)
+        if state is None:
+            return elapsed
+        is_ready, cpu_time = state
+        used, self._cpu_times[worker] = cpu_time - self._cpu_times[worker], cpu_time
+        return min(elapsed, used) if is_ready else elapsed
 
     def _rearmost(self) -> int:
         """Return the worker that causes a deadlock: of the workers that have not finished, the one in the earliest phase."""
-        present = [worker for worker in range(self._workers) if worker not in self.left]
-        return min(present, key=lambda w: (self._own[w * LINE + LAYER], self._own[w * LINE + PHASE], w))
+        present = [worker for worker in range(len(self._threads)) if worker not in self.left]
+        own = self._cells.own
+        return min(present, key=lambda w: (own[w * LINE + LAYER], own[w * LINE + PHASE], w))
 
 
 def _stop_all(threads: "list[_WorkerThread | None]") -> None:
@@ -189,7 +224,8 @@ class Team:
     Use the team as a context manager, or call `close`. Several Python threads may call `run`; the runs are executed one after
     another. After a fork, the team in the child process starts new threads at the first run.
 
-    deadline: the maximum time in seconds until `run` reports a failure or a stall.
+    deadline: the maximum time in seconds until `run` reports a failure or a stall. Time in which a worker waits for a core
+        does not count.
     """
 
     def __init__(self, workers: int, deadline: float = 5.0) -> None:
@@ -215,7 +251,7 @@ class Team:
         keep_alive: object = None,
         instruments: Instruments = _NO_INSTRUMENTS,
         phases: Sequence[str] = (),
-    ) -> list[int]:
+    ) -> Array:
         """Call the kernel on every worker and return the final watermarks.
 
         watermarks: the initial values of the watermarks (see sync.py).
@@ -240,7 +276,7 @@ class Team:
             if getattr(kernel, "overloads", None) == {}:
                 self.compile(kernel, *args)
             threads = self._start_threads()
-            watch = _Watch(run.cells.own, self.workers, _PATIENCE * self.deadline)
+            watch = _Watch(run.cells, threads, _PATIENCE * self.deadline)
             try:
                 for thread in threads:
                     thread.inbox.put(run)
@@ -252,7 +288,7 @@ class Team:
                 raise
             if profile is not None:
                 profile.add(run.cells)
-            return [int(mark) for mark in run.cells.watermarks[: len(watermarks) * LINE : LINE]]
+            return run.cells.watermarks[: len(watermarks) * LINE : LINE]
 
     def compile(self, kernel: Any, *args: Any) -> None:
         """Compile the kernel for arguments of these types, unless that is already done. The calling thread compiles."""

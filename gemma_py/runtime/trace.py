@@ -47,12 +47,20 @@ def hash_word(digest, word):
 
 
 @inlined
+def _bits(x):
+    """Return the bits of a float. Every NaN has the bits 0x7FC00000, because the sign of a NaN differs between processors."""
+    if x != x:
+        return np.int32(0x7FC00000)
+    return bits_of_f32(x)
+
+
+@inlined
 def trace_rows(trace, at, tokens, x, width, first, last):
     """Update the hashes in row `at` of the trace with rows first .. last - 1 of x. Row t of x is that of tokens[t]."""
     for t in range(first, last):
         token = tokens[t]
         for i in range(t * width, (t + 1) * width):
-            trace.hashes[at, token] = hash_word(trace.hashes[at, token], bits_of_f32(x[i]))
+            trace.hashes[at, token] = hash_word(trace.hashes[at, token], _bits(x[i]))
 
 
 @inlined
@@ -66,7 +74,7 @@ def trace_codes(trace, at, tokens, coded, K, first, last):
         for k in range(t * K, (t + 1) * K):
             trace.hashes[at, token] = hash_word(trace.hashes[at, token], coded.codes[k])
         for block in range(t * (K // INPUT_BLOCK), (t + 1) * (K // INPUT_BLOCK)):
-            trace.hashes[at, token] = hash_word(trace.hashes[at, token], bits_of_f32(coded.scales[block]))
+            trace.hashes[at, token] = hash_word(trace.hashes[at, token], _bits(coded.scales[block]))
 
 
 @inlined

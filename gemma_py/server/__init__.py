@@ -10,5 +10,5 @@ events.py     carries the scheduler's events into the event loop
 streaming.py  sends responses, as server-sent events or as one JSON document
 metrics.py    keeps the metrics for Prometheus
 process.py    handles signals and the shutdown
-web_ui/       is the chat page
+web_ui/       is the chat page and the page of audits
 """

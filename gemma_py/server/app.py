@@ -12,12 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gemma_py.errors import GemmaError
 from gemma_py.server import http, web_ui
+from gemma_py.server.audits import Audits
 from gemma_py.server.auth import Auth, Keys
 from gemma_py.server.events import EventQueue
 from gemma_py.server.metrics import CONTENT_TYPE, Metrics, RequestCounter
@@ -39,7 +40,7 @@ class App:
 
     def __init__(self, service: Service, limit: int) -> None:
         self.service, self.limit = service, limit
-        self.metrics = Metrics(service.scheduler)
+        self.metrics, self.audits = Metrics(service.scheduler), Audits(service)
         self.ending = False
         self.event_queues: set[EventQueue] = set()
         self._admitted = 0
@@ -57,7 +58,9 @@ class App:
         )  # fmt: skip
         counter = Middleware(RequestCounter, metrics=self.metrics)
         routes = [
-            Route("/", web_ui.show),
+            Route("/", web_ui.show_chat),
+            Route("/audit", web_ui.show_audit),
+            Route("/v1/audit", self.audit, methods=["POST"]),
             Route("/health", self.health),
             Route("/metrics", self.show_metrics),
             Route("/openapi.json", self.show_openapi),
@@ -142,6 +145,12 @@ class App:
             self.service.check_model(asked.model)
             async with self._tokenizing:
                 return JSONResponse({"content": await run_in_threadpool(self.service.tokenizer.decode, asked.tokens)})
+
+    async def audit(self, request: Request) -> Response:
+        with self._admission():
+            self.service.check_kind(embeds=False)
+            body = await http.read_body(request)
+        return StreamingResponse(self.audits.lines(body), media_type="application/x-ndjson")
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})

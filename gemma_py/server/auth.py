@@ -19,7 +19,7 @@ from gemma_py.errors import InputError
 from gemma_py.server.http import error_response
 from gemma_py.server.openai.errors import ApiError
 
-OPEN = frozenset({"/", "/health"})  # these paths need no API key, because they reveal nothing about requests
+OPEN = frozenset({"/", "/audit", "/health"})  # these paths need no API key, because they reveal nothing about requests
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 

@@ -21,6 +21,16 @@ _PROMPT_FIELDS = {**{path: endpoint.prompt_field for path, endpoint in ENDPOINTS
 
 
 async def read_json(request: Request) -> Any:
+    body = await read_body(request)
+    try:
+        return json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        message = f"The body is not valid JSON: {' '.join(str(error).split()):.120}"
+        raise ApiError(400, message, None, "invalid_json") from None
+
+
+async def read_body(request: Request) -> bytes:
+    """Read a body of JSON, without parsing it."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
@@ -40,11 +50,7 @@ async def read_json(request: Request) -> Any:
                 raise ApiError(413, f"The body is larger than {MAX_BODY} bytes.", None, "request_too_large")
     except TimeoutError:
         raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.", None, "timeout") from None
-    try:
-        return json.loads(b"".join(parts), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        message = f"The body is not valid JSON: {' '.join(str(error).split()):.120}"
-        raise ApiError(400, message, None, "invalid_json") from None
+    return b"".join(parts)
 
 
 def _refuse_constant(name: str) -> None:

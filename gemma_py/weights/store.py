@@ -224,6 +224,16 @@ def _mapped(path: Path, plan: PackingPlan, key: bytes, progress: ReportProgress)
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise _DamagedError("the path is not a regular file that only this user may write")
+        if status.st_size < PAGE:
+            raise _DamagedError("the size of the file is wrong")
+        mapped = mmap.mmap(handle, status.st_size, access=mmap.ACCESS_READ)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # some systems have no huge pages for files
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+        data = np.frombuffer(mapped, np.uint8)
+        # Load the first page through the mapping. If `read_header` loaded it, Linux would read ahead in small pages, so that
+        # the first 40 MB would never be in huge pages.
+        data[0].tobytes()
         try:
             header = read_header(path, status.st_size)
         except GemmaError:
@@ -232,11 +242,6 @@ def _mapped(path: Path, plan: PackingPlan, key: bytes, progress: ReportProgress)
         blank = _blank_header(plan, key, source)
         if header.size != len(blank) or status.st_size != _file_size(plan, blank):
             raise _DamagedError("the size of the file is wrong")
-        mapped = mmap.mmap(handle, status.st_size, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # some systems have no huge pages for files
-                mapped.madvise(mmap.MADV_HUGEPAGE)
-        data = np.frombuffer(mapped, np.uint8)
         sums = _found_checksums(data, plan, header.metadata.get("checksums", ""))
         if data[: header.size].tobytes() != _header(plan, key, source, sums):
             raise _DamagedError("the content of the file is damaged")

@@ -43,7 +43,7 @@ class CodeMatrix:
     block_scales: tuple[np.ndarray, ...]  # float16 [N, K / block]: scales, then minimums if the format has any
     sub_scales: tuple[np.ndarray, ...]  # int8 [N, K / group] for each array of block_scales, or empty
     width: int  # a panel stores the sum code + offset in this number of bits
-    offset: int  # the number that is added to every code, so that no code is negative; 0 for codes with a sign
+    offset: int  # added to every code, so that no code of less than 8 bits is stored as a negative number
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The first start, which compiles in several processes. No process is left after an interrupt or a crash."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="proc
 
 # Compiles three small phases instead of all. Prints how many were compiled in other processes, and how many in this one.
 PROGRAM = """
-import sys, time
+import signal, sys, time
 from gemma_py.cli.progress import LoadProgress, shown_warnings
 from gemma_py.runtime import compiling
 from gemma_py.runtime.phases import rows_phase, scores_phase, trace_phase
@@ -38,6 +39,9 @@ with shown_warnings(), compiling.Compilation("float32", LoadProgress(), (few[:1]
     print("begun", flush=True)
     if "die" in sys.argv:
         compilation.processes[0].kill()
+    if "stop" in sys.argv:
+        compiling._SILENCE = 3.0
+        compilation.processes[0].send_signal(signal.SIGSTOP)
     if "stay" in sys.argv:
         time.sleep(600)
     compilation.wait()
@@ -92,6 +96,22 @@ def test_what_is_compiled_ahead_is_what_the_pass_asks_for(tiny_engine: gemma_py.
         assert known and known <= wanted, made.__name__
 
 
+def test_another_processor_on_one_home_directory_compiles_for_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    triple, cpu, features = compiling.TARGET
+    monkeypatch.setattr(compiling, "CACHE", tmp_path)
+    compiling.mark_compiled("float32")
+    assert [compiling.first_time(kv) for kv in KV_TYPES] == [False, True]
+    for other in (
+        ("aarch64-unknown-linux-gnu", cpu, features),
+        (triple, "another", features),
+        (triple, cpu, "+another"),
+    ):
+        monkeypatch.setattr(compiling, "TARGET", other)
+        assert compiling.first_time("float32")
+
+
 def test_processes_compile_what_this_one_finds(tmp_path: Path) -> None:
     for times in range(2):
         out, err = start(tmp_path, "-c", PROGRAM).communicate(timeout=LONG)
@@ -99,13 +119,65 @@ def test_processes_compile_what_this_one_finds(tmp_path: Path) -> None:
         assert err == "compiling kernels, once per machine: about a minute\n", times
 
 
-def test_a_process_that_dies_is_done_without(tmp_path: Path) -> None:
-    out, err = start(tmp_path, "-c", PROGRAM, "die").communicate(timeout=LONG)
+@pytest.mark.parametrize("what", ["die", "stop"])
+def test_a_process_that_dies_or_stops_is_done_without(tmp_path: Path, what: str) -> None:
+    out, err = start(tmp_path, "-c", PROGRAM, what).communicate(timeout=LONG)
     _, elsewhere, here, left = out.split()
     assert int(here) >= 1 and int(elsewhere) + int(here) == 3 and left == "0"
     assert err.splitlines()[1:] == [
         "gemma_py: a process that compiles kernels ended early; the main process compiles the remaining kernels"
     ]
+
+
+# Stands for a process that compiles slowly: it answers after six seconds, and until then shows life or is silent.
+SLOW = """
+import sys, time
+for line in sys.stdin:
+    for _ in range(60):
+        time.sleep(0.1)
+        if "silent" not in sys.argv:
+            print(flush=True)
+    print(line, end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["alive", "silent"])
+def test_a_slow_process_is_waited_for_while_it_shows_life(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(compiling, "first_time", lambda kv: True)
+    monkeypatch.setattr(compiling, "_SILENCE", 3.0)
+    monkeypatch.setattr(compiling.machine, "threads", lambda: 1)
+    start_process = subprocess.Popen
+
+    def slow(command: list[str], **options: object) -> "subprocess.Popen[bytes]":
+        return start_process([sys.executable, "-c", SLOW, how], **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", slow)
+    with compiling.Compilation("float32", shares=[KERNELS[:1]], last=KERNELS[1]) as compilation:
+        if how == "alive":
+            compilation.wait()
+        else:
+            with pytest.warns(GemmaWarning, match="kernels ended early"):
+                compilation.wait()
+    assert compilation._done == (2 if how == "alive" else 0)
+
+
+def test_a_process_shows_life_only_while_it_computes(tmp_path: Path) -> None:
+    program = "import sys; from gemma_py.runtime import compiling; sys.argv = ['', str(compiling.CACHE), 'float32']; compiling.main()"
+    environment = child_environment(XDG_CACHE_HOME=str(tmp_path))
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=pipe, stdout=pipe, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    with ended(process):
+        process.stdin.write("rows_phase\n")
+        process.stdin.flush()
+        lines = [process.stdout.readline()]
+        while lines[-1] != "rows_phase\n":
+            assert lines[-1] == "\n"
+            lines.append(process.stdout.readline())
+        assert len(lines) > 1
+        if select.select([process.stdout], [], [], 2 * compiling._BEAT)[0]:  # the last second of the work
+            assert process.stdout.readline() == "\n"
+        assert not select.select([process.stdout], [], [], 3 * compiling._BEAT)[0]
 
 
 @linux

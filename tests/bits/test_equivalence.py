@@ -216,7 +216,7 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
     cache.reserve(chunk)
     cache.poison_uncommitted()
     s = runner._scratch_for(chunk, 1)
-    batch = runners._batch([SequenceInput(cache, [0] * chunk)], runner._addresses(s, chunk, np.empty(0, np.float32)))
+    batch = runners._batch([SequenceInput(cache, [0] * chunk)], np.empty(0, np.float32))
     noise = np.random.default_rng(5)
     s.floats[:] = noise.standard_normal(len(s.floats), np.float32)
     angles, (attend, _) = phase_of(model, ROPE_TABLE, 0), phase_of(model, ATTEND, number)
@@ -241,7 +241,7 @@ def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) 
     op = model.ops[attend]
     width, place = (
         int(op[program.HEADS] * op[program.WIDTH]),
-        int(engine.program.sizes.offsets[op[program.TARGET]]) * chunk,
+        int(model.offsets[op[program.TARGET]]) * chunk,
     )
     return s.floats[place : place + chunk * width].copy(), cache.layers[number].keys.copy()
 

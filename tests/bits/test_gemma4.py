@@ -86,8 +86,8 @@ def test_control_wanted_rows_with_positions_shifted_by_one(
     """Every row except the last then attends to one KV row too few or too many."""
     honest = runners._batch
 
-    def shifted(parts: list[SequenceInput], buffers: np.ndarray) -> batches.Batch:
-        batch = honest(parts, buffers)
+    def shifted(parts: list[SequenceInput], logits: np.ndarray) -> batches.Batch:
+        batch = honest(parts, logits)
         batch.segments[WANTED, :, batches.ORIGIN] += shift
         return batch
 

@@ -63,8 +63,8 @@ def test_control_caches_positions_or_logits_of_two_sequences_are_exchanged(
 ) -> None:
     honest = runners._batch
 
-    def confused(parts: Sequence[SequenceInput], buffers: np.ndarray) -> batches.Batch:
-        batch = honest(parts, buffers)
+    def confused(parts: Sequence[SequenceInput], logits: np.ndarray) -> batches.Batch:
+        batch = honest(parts, logits)
         if len(parts) > 1:
             if what == "tables":
                 batch.tables[[0, 1]] = batch.tables[[1, 0]]

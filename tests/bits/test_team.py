@@ -462,11 +462,14 @@ def test_kernels_are_compiled_once(team: Team) -> None:
 
 @contextlib.contextmanager
 def flushing_to_zero() -> Iterator[None]:
-    """Set FTZ and DAZ in this thread. They are in MXCSR, the last word of the environment that x86-64 glibc saves."""
+    """Set the flags in this thread: FTZ and DAZ of x86-64's MXCSR, which is the last word of the environment that glibc
+    saves, or FZ of ARM's FPCR, which is the first word.
+    """
+    word, flags = (7, 0x8040) if platform.machine() == "x86_64" else (0, 1 << 24)
     libm, saved, changed = ctypes.CDLL("libm.so.6"), (ctypes.c_uint32 * 8)(), (ctypes.c_uint32 * 8)()
     libm.fegetenv(saved)
     libm.fegetenv(changed)
-    changed[7] |= 0x8040
+    changed[word] |= flags
     libm.fesetenv(changed)
     try:
         yield
@@ -475,8 +478,8 @@ def flushing_to_zero() -> Iterator[None]:
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64" or platform.libc_ver()[0] != "glibc",
-    reason="sets MXCSR through glibc",
+    sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64") or platform.libc_ver()[0] != "glibc",
+    reason="sets the flags through glibc",
 )
 def test_flush_to_zero_is_noticed(expected: np.ndarray) -> None:
     with Team(2) as team:

@@ -17,9 +17,9 @@ from gemma_py.server.auth import OPEN, Auth, Keys, is_loopback
 Run = Callable[..., tuple[int, str, str]]
 KEY, OTHER, LETTERS = "k" * 32, "o" * 32, "clé secrète de là-bas, là"
 ROUTES = (
-    ("GET", "/"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/v1/models"),
+    ("GET", "/"), ("GET", "/audit"), ("GET", "/health"), ("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/v1/models"),
     ("GET", "/v1/models/tiny"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
-    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/nothing"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"), ("POST", "/v1/audit"), ("GET", "/nothing"),
 )  # fmt: skip
 
 

@@ -111,8 +111,8 @@ def test_control_caches_logits_or_prefixes_are_exchanged(
     """Two sequences exchange caches or logits, or a cached prefix is wrong. The comparison must notice."""
     honest_batch, honest_stored = runners._batch, PrefixCache._rows_of
 
-    def batch(parts: Sequence[SequenceInput], buffers: np.ndarray) -> Batch:
-        made = honest_batch(parts, buffers)
+    def batch(parts: Sequence[SequenceInput], logits: np.ndarray) -> Batch:
+        made = honest_batch(parts, logits)
         if len(parts) > 1 and what == "tables":
             made.tables[[0, 1]] = made.tables[[1, 0]]
         if what == "logits":

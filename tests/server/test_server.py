@@ -329,7 +329,7 @@ def test_the_published_document_describes_every_route(server: Running) -> None:
     _, document, _ = server.request("GET", "/openapi.json")
     assert set(document["paths"]) == {
         "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models", "/v1/models/{model}",
-        "/tokenize", "/detokenize", "/health", "/metrics", "/openapi.json",
+        "/tokenize", "/detokenize", "/v1/audit", "/health", "/metrics", "/openapi.json",
     }  # fmt: skip
     named = json.dumps(document).count('"$ref": "#/components/schemas/')
     assert named and all(

@@ -3,7 +3,6 @@
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,7 +95,7 @@ def test_control_mutants_of_the_scheduler(crowd: Crowd, monkeypatch: pytest.Monk
         if part.guesses and mutant == "a guess too many":
             sequence.ids += part.tokens[-1:]
             self.engine.accept(part.cache, part.tokens[-part.guesses :])
-            part = replace(part, guesses=0)
+            part = part._replace(guesses=0)
         return honest(self, sequence, part, np.roll(logits, 1, axis=0) if mutant != "a guess too many" else logits)
 
     monkeypatch.setattr(Scheduler, "_choose", choose)

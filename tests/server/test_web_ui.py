@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +11,11 @@ from typing import Any
 
 import gemma4_model
 import pytest
-from browser import Page
+from browser import Page, browsed
 from serving import Running, idle, serving, wait_until
 
 from gemma_py.generate.core import Generation
 from gemma_py.server.web_ui import PAGE, POLICY
-
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser")
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-browsed = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver")
 
 ATTACKS = (
     "<script>window.pwned=1</script>", "<img src=x onerror=window.pwned=1>", "[x](javascript:window.pwned=1)",
@@ -43,25 +38,6 @@ def a_function_with_a_long_name(first_argument, second_argument): return first_a
 >    - deeper
 >      - and deeper still, with words enough for two lines
 """
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1100,800",
-    ):
-        options.add_argument(argument)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    made = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield made
-    made.quit()
 
 
 @pytest.fixture

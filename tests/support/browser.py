@@ -1,12 +1,16 @@
 """The chat page in a browser that selenium drives. The methods do what a person does."""
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 from serving import NO_END, wait_until
 
 ROLES = ("user", "assistant")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+browsed = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver")
 
 
 class Page:

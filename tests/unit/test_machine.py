@@ -1,11 +1,13 @@
 """Cores, quotas and memory, read from artificial /sys and /proc directories."""
 
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llvmlite import binding
 from repository import TINY
 
 import gemma_py
@@ -89,6 +91,30 @@ def test_memory_is_what_is_left_within_the_cgroups(tmp_path: Path) -> None:
     assert machine.memory(tmp_path) == 2 * GIB
     plant(tmp_path, {"sys/fs/cgroup/x/memory.max": "max"})
     assert machine.memory(tmp_path) == 8 * GIB
+
+
+@pytest.mark.parametrize(("letter", "ready"), [("R", True), ("S", False), ("D", False)])
+def test_state_of_a_thread(tmp_path: Path, letter: str, ready: bool) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    plant(tmp_path, {"proc/self/task/7/stat": f"7 (a) (b) c) {letter} 1 2 3 4 5 6 7 8 9 10 {3 * ticks} {ticks} 13"})
+    assert machine.thread_state(7, tmp_path) == (ready, 4.0)
+    assert machine.thread_state(8, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "llvm_name", "expected"),
+    [
+        ("processor: 0\nmodel name\t: AMD EPYC 7B13\n", "znver3", "AMD EPYC 7B13"),
+        ("processor: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n", "neoverse-v1", "neoverse-v1"),
+        ("processor: 0\nCPU implementer\t: 0x99\n", "generic", platform.processor() or platform.machine()),
+    ],
+)
+def test_name_of_the_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, llvm_name: str, expected: str
+) -> None:
+    plant(tmp_path, {"proc/cpuinfo": cpuinfo})
+    monkeypatch.setattr(binding, "get_host_cpu_name", lambda: llvm_name)
+    assert machine.name(tmp_path) == expected
 
 
 def test_this_machine() -> None:

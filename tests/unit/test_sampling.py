@@ -15,7 +15,7 @@ from repository import TINY
 import gemma_py
 from gemma_py.errors import ComputationError, ConfigError, InputError
 from gemma_py.generate.options import BASE_MODEL, GEMMA, Sampling, asked, recommended
-from gemma_py.generate.sampling import Sampler, uniform
+from gemma_py.generate.sampling import Sampler, perplexity, uniform
 from gemma_py.kernels.sampling import top_k
 
 RNG = np.random.default_rng(7)
@@ -265,3 +265,12 @@ def test_logprobs_are_the_models_own(tiny_engine: gemma_py.Engine) -> None:
     drawn = list(tiny_engine.generate(ids, 5, seed=2, temperature=2.0, top_k=3))
     scores = list(tiny_engine.score(ids + [token.id for token in drawn]))[len(ids) - 1 :]
     assert [token.logprob for token in drawn] == [-score for score in scores]
+
+
+@pytest.mark.parametrize(
+    ("mean", "expected"),
+    [(0.45361328125, "0x1.92f0f4996ec7ap+0"), (1.6357421875, "0x1.48876feb5a3acp+2"), (701.0, "inf")],
+)
+def test_perplexity_does_not_depend_on_the_c_library(mean: float, expected: str) -> None:
+    """The expected values are those of the package's own exp. glibc's differ from them in the last bit."""
+    assert perplexity([mean - 0.25, mean + 0.25]) == float.fromhex(expected)

@@ -75,8 +75,8 @@ def dot_pairs_value(context, builder, a, b, total):
 def dot_pairs(typing, a, b, total):
     """Return total[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] in each lane i.
 
-    On x86, the code calls the instruction pmaddwd (or vpdpwssd) by name. LLVM alone would compute products and sums
-    separately, which takes four times as long.
+    On x86 with AVX2 or AVX-512, LLVM is told to use the instruction pmaddwd or vpdpwssd. Without this, LLVM computes products
+    and sums separately, which takes four times as long.
     """
     return i32x16(i16x32, i16x32, i32x16), lambda context, builder, sig, args: dot_pairs_value(context, builder, *args)
 

@@ -67,6 +67,7 @@ def uses_zmm(triple, cpu, features):
     return "zmm" in assembly_of((triple, cpu, features), source)
 
 
-_TARGET = cpu_target.target_context.codegen().magic_tuple()
-USES_ZMM: bool = uses_zmm(*_TARGET)
-USES_VNNI: bool = uses_vnni(*_TARGET)
+# The triple, the CPU name and the features for which numba compiles in this process.
+TARGET: tuple[str, str, str] = cpu_target.target_context.codegen().magic_tuple()
+USES_ZMM: bool = uses_zmm(*TARGET)
+USES_VNNI: bool = uses_vnni(*TARGET)

@@ -65,6 +65,9 @@ def document() -> dict[str, Any]:
     for path, (about, kind) in _GETS.items():
         form = {"type": "string"} if kind == "text/plain" else {"type": "object"}
         paths[path] = {"get": {"summary": about, "responses": _responses({kind: {"schema": form}})}}
+    receipt = {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
+    lines = _responses({"application/x-ndjson": {"schema": {"type": "object"}}})
+    paths["/v1/audit"] = {"post": {"summary": "Check receipts.", "requestBody": receipt, "responses": lines}}
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     paths["/v1/models/{model}"]["get"]["parameters"] = [name]
     return {

@@ -1,7 +1,8 @@
-"""The chat page at /. Its Content-Security-Policy allows only the script and the style in this directory."""
+"""The chat page at / and the page at /audit. Their Content-Security-Policy allows only scripts and styles of this directory."""
 
 import base64
 import hashlib
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from starlette.requests import Request
@@ -17,13 +18,14 @@ def _hash(text: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 
-_STYLE, _SCRIPT = _read("style.css"), _read("elements.js", "markdown.js", "chat.js")
-PAGE = _read("page.html").strip("\n").replace("{{style}}", _STYLE).replace("{{script}}", _SCRIPT) + "\n"
-POLICY = "; ".join(
-    (
+def _page(document: str, styles: Sequence[str], scripts: Sequence[str]) -> tuple[str, str]:
+    """Return a page with its styles and scripts, and its Content-Security-Policy."""
+    style, script = _read(*styles), _read(*scripts)
+    page = _read(document).strip("\n").replace("{{style}}", style).replace("{{script}}", script) + "\n"
+    policy = (
         "default-src 'none'",
-        f"script-src {_hash(_SCRIPT)}",
-        f"style-src {_hash(_STYLE)}",
+        f"script-src {_hash(script)}",
+        f"style-src {_hash(style)}",
         "connect-src 'self'",
         "img-src data:",
         "base-uri 'none'",
@@ -31,9 +33,17 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",
     )
-)
-_HEADERS = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+    return page, "; ".join(policy)
 
 
-async def show(request: Request) -> Response:
-    return Response(PAGE, media_type="text/html", headers=_HEADERS)
+def _handler(page: str, policy: str) -> Callable[[Request], Awaitable[Response]]:
+    async def show(request: Request) -> Response:
+        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
+        return Response(page, media_type="text/html", headers=headers)
+
+    return show
+
+
+PAGE, POLICY = _page("page.html", ("colours.css", "style.css"), ("elements.js", "markdown.js", "chat.js"))
+AUDIT_PAGE, AUDIT_POLICY = _page("audit.html", ("colours.css", "audit.css"), ("elements.js", "audit.js"))
+show_chat, show_audit = _handler(PAGE, POLICY), _handler(AUDIT_PAGE, AUDIT_POLICY)

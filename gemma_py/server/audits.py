@@ -1,0 +1,84 @@
+"""POST /v1/audit: check receipts with the model that is served, and stream what was found as lines of JSON.
+
+{"type": "receipt", "receipt", "name", "prompt_tokens", "pieces", "signature"}      once for each receipt, first
+{"type": "tokens", "receipt", "count"}                                               so many more tokens are equal
+{"type": "verdict", "receipt", "verdict", "stage", "token", "position", "message", "prompt_tokens", "tokens"}
+{"type": "error", "message"}                                                         the engine has failed
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from starlette.concurrency import iterate_in_threadpool
+
+from gemma_py.checks.audit import DIVERGED, Audited, Auditor, Verdict
+from gemma_py.errors import GemmaError
+from gemma_py.receipts.sources import FoundReceipt, receipts_in
+from gemma_py.server.openai.constraint import piece_bytes
+from gemma_py.server.openai.described_constraint import constraint_maker
+from gemma_py.server.openai.errors import ApiError
+from gemma_py.server.openai.service import Service
+
+MOST_RECEIPTS = 64  # of a request
+
+
+class Audits:
+    """Audits receipts, those of one request at a time, between the passes of running requests."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._working = asyncio.Lock()
+        self._auditor: Auditor | None = None
+
+    async def lines(self, body: bytes) -> AsyncIterator[bytes]:
+        """Yield the lines of a response."""
+        async with self._working:
+            async for event in iterate_in_threadpool(self._events(body)):
+                yield json.dumps(event, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+
+    def _events(self, body: bytes) -> Iterator[dict[str, Any]]:
+        try:
+            found = list(receipts_in(body, ""))
+            if len(found) > MOST_RECEIPTS:
+                raise ApiError(400, f"A request may have at most {MOST_RECEIPTS} receipts, found {len(found)}.")
+            for number, entry in enumerate(found):
+                yield self._begin(number, entry)
+            for number, entry in enumerate(found):
+                if entry.receipt is None:
+                    yield _told(
+                        number, entry, Verdict(DIVERGED, f"structure: {entry.error.removeprefix(': ')}", "structure")
+                    )
+            sound = [(number, entry) for number, entry in enumerate(found) if entry.receipt is not None]
+            if self._auditor is None:
+                engine = self._service.engine
+                self._auditor = Auditor(engine, constraint_maker(engine), change_threads=False)
+            for event in self._auditor.audit([entry.receipt for _, entry in sound if entry.receipt is not None]):
+                number, entry = sound[event.receipt]
+                if isinstance(event, Audited):
+                    yield _told(number, entry, event.verdict)
+                else:
+                    yield {"type": "tokens", "receipt": number, "count": len(event.texts)}
+        except GemmaError as error:
+            yield {"type": "error", "message": str(error)}
+
+    def _begin(self, number: int, entry: FoundReceipt) -> dict[str, Any]:
+        receipt, tokenizer = entry.receipt, self._service.tokenizer
+        answer = () if receipt is None else receipt.answer
+        return {
+            "type": "receipt", "receipt": number, "name": entry.name,
+            "prompt_tokens": 0 if receipt is None else len(receipt.prompt),
+            "pieces": [piece_bytes(tokenizer, token).decode("utf-8", "replace") for token in answer],
+            "signature": "none" if entry.envelope is None else "not checked",
+        }  # fmt: skip
+
+
+def _told(number: int, entry: FoundReceipt, verdict: Verdict) -> dict[str, Any]:
+    receipt = entry.receipt
+    return {
+        "type": "verdict", "receipt": number, "verdict": verdict.kind, "stage": verdict.stage, "token": verdict.token,
+        "position": verdict.position, "message": verdict.message,
+        "prompt_tokens": 0 if receipt is None else len(receipt.prompt),
+        "tokens": 0 if receipt is None else len(receipt.answer),
+    }  # fmt: skip

@@ -1,0 +1,64 @@
+"""The machine code for ARM64, compiled on any machine: memory ordering, no contraction, and integer dot products.
+
+The results of this code are compared by tools/arm64.py, in an emulator. A wrong memory ordering would not show there, because
+the emulator runs on x86-64, whose loads and stores have the ordering anyway.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+import arm64_assembly
+import pytest
+from repository import child_environment
+
+# `generic` is the oldest ARMv8, whose atomic operations are loops. Neoverse V1 has an instruction for each.
+CPUS = ("generic", "neoverse-v1")
+EXPECTED = {
+    "generic": {"load": {"ldar"}, "store": {"stlr"}, "add": {"ldaxr", "stlxr"}, "exchange": {"ldaxr", "stlxr"}},
+    "neoverse-v1": {"load": {"ldapr"}, "store": {"stlr"}, "add": {"ldaddal"}, "exchange": {"casal"}},
+}
+ATOMIC = re.compile(r"(ld|st)(a|l|x)\w*r|ldadd\w*|cas\w*|dmb|swp\w*")
+FUSED = re.compile(r"fn?m(add|sub)|fml[as]")
+
+
+@pytest.fixture(scope="module", params=CPUS)
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, set[str]]]:
+    """Return the name of the CPU, and the instructions of each kernel."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    environment = child_environment(NUMBA_CPU_NAME=request.param, NUMBA_CPU_FEATURES="", XDG_CACHE_HOME=cache)
+    command = [sys.executable, arm64_assembly.__file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    made = {
+        name: set(re.findall(r"^\s+([a-z][a-z0-9]*)\b", text, re.M)) for name, text in json.loads(done.stdout).items()
+    }
+    return request.param, made
+
+
+Compiled = tuple[str, dict[str, set[str]]]
+
+
+@pytest.mark.parametrize("kernel", ["load", "store", "add", "exchange"])
+def test_atomics_have_acquire_and_release(compiled: Compiled, kernel: str) -> None:
+    cpu, instructions = compiled
+    assert {name for name in instructions[kernel] if ATOMIC.fullmatch(name)} == EXPECTED[cpu][kernel]
+
+
+def test_a_spin_loop_takes_time(compiled: Compiled) -> None:
+    assert "isb" in compiled[1]["spin"] and "yield" not in compiled[1]["spin"]
+
+
+def test_a_product_and_a_sum_are_rounded_separately(compiled: Compiled) -> None:
+    for kernel in ("product_and_sum", "products_and_sums"):
+        assert {"fmul", "fadd"} <= compiled[1][kernel]
+        assert not any(FUSED.fullmatch(name) for name in compiled[1][kernel])
+    assert any(FUSED.fullmatch(name) for name in compiled[1]["fused"])  # the pattern recognises a fused product
+
+
+def test_products_of_codes_are_widened_by_the_multiplication(compiled: Compiled) -> None:
+    assert {"smull", "smull2"} <= compiled[1]["dot"]
+    assert not compiled[1]["dot"] & {"mul", "mla"}
