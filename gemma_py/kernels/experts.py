@@ -168,7 +168,7 @@ def gather_codes(x, lists, first, last, share, K, y):
         _copy(x.byte_planes, row * 2 * K, y.byte_planes, to * 2 * K, 2 * K)
         _copy(x.scales, row * blocks, y.scales, to * blocks, blocks)
         _copy(x.sums, row * blocks, y.sums, to * blocks, blocks)
-        _copy(x.high_byte_sums, row * blocks, y.high_byte_sums, to * blocks, blocks)
+        _copy(x.flip_sums, row * groups, y.flip_sums, to * groups, groups)
         _copy(x.sums_of_16, row * groups, y.sums_of_16, to * groups, groups)
 
 

@@ -9,8 +9,11 @@ with outputs whose weights are zero, and whose results are not stored.
     float panel   [K, 16] of f32, or of uint16 that hold bfloat16
     code panel    codes and scales as bytes, see panels.py
 
-For many rows, code panels are unpacked to int16 once and then used by all rows. For few rows, codes are read as they are
-stored: decoding a token is limited by the speed of memory, and the stored codes are smaller.
+Codes are multiplied in three ways, which give equal bits, because the dot product of a group of codes is an exact integer:
+
+    one row      as they are stored, because the speed of memory is the limit, and the stored codes are small
+    few rows     with VNNI as signed bytes, unpacked for two panels; without VNNI as they are stored, each run for all rows
+    many rows    as int16, because such dot products are the fastest; unpacking to int16 takes the time of some rows
 
 One call computes the given rows of the given panels. Outputs are independent, so any worker can compute any part.
 """
@@ -20,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gemma_py.kernels.decorator import force_inlined, inlined
+from gemma_py.kernels.intrinsics import array_from_address
 from gemma_py.kernels.panels import (
     COLUMNS,
     INPUT_BLOCK,
@@ -28,18 +32,23 @@ from gemma_py.kernels.panels import (
     load_block_scales,
     load_run_scales,
     quads_to_pairs,
+    reads_quads_in_place,
     sub_scale_bytes_of,
     unpack_panel,
+    unpack_quads,
 )
 from gemma_py.kernels.simd.codes import words_xor
 from gemma_py.kernels.simd.dots import dot_pairs, dot_quads, load_splat_pair, load_splat_quad
 from gemma_py.kernels.simd.target import USES_VNNI, USES_ZMM
 from gemma_py.kernels.simd.tiles import (
+    add_byte_dots,
     add_dots,
     add_products,
     add_scaled,
     prefetch_totals,
     row_offsets,
+    shift_dots,
+    start_dots,
     store_partial_totals,
     store_totals,
     subtract_minimums,
@@ -53,6 +62,7 @@ from gemma_py.kernels.simd.vectors import (
     load_scalar,
     mul,
     prefetch,
+    prefetch_to_l2,
     shift_left,
     splat,
     store,
@@ -67,14 +77,14 @@ from gemma_py.kernels.simd.vectors import (
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
 CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (5, 1)
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
-FEW_ROWS = 16  # unpacking codes pays off only for more rows than this
+FEW_ROWS = 16  # unpacking codes to int16 pays off only for more rows than this
 # How many rows one call of a matmul should compute. Tiles of 5 and of 6 rows divide a multiple of 30. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
 # How many bytes ahead of a product of few rows its codes are prefetched. A single row reads faster without, because prefetches
 # take the place of loads.
 _AHEAD = 2048
-_SIGN_BITS, _LEAST_BYTE = 0x8080, np.int32(-128)
+_SIGN_BITS = 0x8080
 
 
 class FloatPanels(NamedTuple):
@@ -89,14 +99,14 @@ class FloatPanels(NamedTuple):
 class CodedRows(NamedTuple):
     """The input of a matrix product, quantised to 16-bit codes in blocks of 32: x is about scale * code.
 
-    Sums of codes are whole numbers, which the float arrays `sums`, `high_byte_sums` and `sums_of_16` hold exactly.
+    Sums of codes are whole numbers, which the float arrays `sums`, `flip_sums` and `sums_of_16` hold exactly.
     """
 
     codes: np.ndarray  # int16 [T * K]; every four codes are stored in the order 0, 2, 1, 3
     byte_planes: np.ndarray  # for every four codes, their signed high bytes, then their unsigned low bytes
     scales: np.ndarray  # f32 [T * K / 32]
     sums: np.ndarray  # f32 [T * K / 32]: the sum of the codes of each block
-    high_byte_sums: np.ndarray  # f32 [T * K / 32]: the sum of the high bytes of each block's codes
+    flip_sums: np.ndarray  # f32 [T * K / 16]: -128 times the sum of the high bytes of each half block's codes
     sums_of_16: np.ndarray  # f32 [T * K / 16]: the sum of the codes of each half block
 
 
@@ -169,7 +179,7 @@ def matmul_floats(x, w, y, first_row, last_row, first_panel, last_panel):
                 _float_tile(x, t, last_row - t, w, panel, y)
 
 
-# --- quantised weights ------------------------------------------------------------------------------------------------
+# --- quantised weights: many rows -------------------------------------------------------------------------------------
 
 
 @inlined
@@ -205,6 +215,99 @@ def _code_tile(x, t, rows, w, panel, unpacked, y):
         store_totals(y, outputs, 0, totals)
     else:
         store_partial_totals(y, outputs, N - column, totals)
+
+
+# --- quantised weights: few rows, with VNNI ---------------------------------------------------------------------------
+
+
+def _make_quad_tile(R):
+    """Return a function that multiplies R rows with two panels."""
+
+    @inlined
+    def quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y):
+        """Multiply R rows, from row t on, with the panels `panel` and panel + 1.
+
+        rows: the number of rows that are left. If it is less than R, the last row is computed several times.
+        quads: int8, the signed weight codes; panels are panel_stride bytes apart, and runs run_stride bytes
+        unpacked: UnpackBuffer with the scales and minimums of these panels
+
+        A dot product is 256 times that of the inputs' high bytes, plus that of their low bytes. The next two panels are
+        prefetched meanwhile, because the hardware prefetches only what is near the latest loads.
+        """
+        K, N, halves, column = w.K, w.N, w.group // SMALL_GROUP, panel * COLUMNS
+        planes = row_offsets(2 * t * K, 2 * K, rows, R)
+        scales = row_offsets(t * (K // INPUT_BLOCK), K // INPUT_BLOCK, rows, R)
+        of_16 = row_offsets(t * (K // SMALL_GROUP), K // SMALL_GROUP, rows, R)
+        outputs = row_offsets(t * N + column, N, rows, R)
+        prefetch_totals(y, outputs, CODE_PANELS)
+        ahead, ahead_step = (
+            w.start + (panel + CODE_PANELS) * w.panel_bytes,
+            CODE_PANELS * w.panel_bytes // (K // INPUT_BLOCK),
+        )
+        totals = zero_totals(planes, CODE_PANELS)
+        for g in range(K // w.group):
+            half = g * halves
+            block, at, weights_at = half // 2, half // 2 * run_stride + half % 2 * 256, g * CODE_PANELS * COLUMNS
+            if half % 2 == 0:
+                for line in range(ahead + block * ahead_step, ahead + (block + 1) * ahead_step, 64):
+                    prefetch_to_l2(w.arena, line)
+            if halves == 2:
+                dots = start_dots(x.flip_sums, of_16, half, 2, CODE_PANELS)
+            else:
+                dots = start_dots(x.flip_sums, of_16, half, 1, CODE_PANELS)
+            for h in range(halves):
+                dots = add_byte_dots(1, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
+            dots = shift_dots(dots)
+            for h in range(halves):
+                dots = add_byte_dots(0, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
+            totals = add_scaled(x.scales, scales, block, unpacked.scales, weights_at, dots, totals)
+            if w.minimums:
+                if halves == 2:
+                    totals = subtract_minimums(
+                        x.scales, scales, block, x.sums, scales, g, unpacked.minimums, weights_at, totals
+                    )
+                else:
+                    totals = subtract_minimums(
+                        x.scales, scales, block, x.sums_of_16, of_16, g, unpacked.minimums, weights_at, totals
+                    )
+        if column + CODE_PANELS * COLUMNS <= N:
+            store_totals(y, outputs, 0, totals)
+        else:
+            store_partial_totals(y, outputs, N - column, totals)
+
+    return quad_tile
+
+
+_quad_tile_2, _quad_tile_4, _quad_tile_6 = _make_quad_tile(2), _make_quad_tile(4), _make_quad_tile(6)
+
+
+@inlined
+def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
+    """Multiply the rows with the panels `panel` and panel + 1, in tiles of 6, 4 and 2 rows."""
+    for column in range(CODE_PANELS):
+        unpack_quads(w, panel + column, unpacked, column, CODE_PANELS)
+    panel_stride, run_stride = w.K * COLUMNS, INPUT_BLOCK * COLUMNS
+    address = np.int64(unpacked.codes.ctypes.data)
+    if reads_quads_in_place(w):
+        panel_stride, run_stride = w.panel_bytes, w.panel_bytes // (w.K // INPUT_BLOCK)
+        first = w.start + panel * w.panel_bytes + run_stride - INPUT_BLOCK * COLUMNS
+        address = np.int64(w.arena.ctypes.data) + first
+    quads = array_from_address(address, CODE_PANELS * panel_stride, w.arena)
+    t = first_row
+    while t < last_row:
+        rows = last_row - t
+        if rows <= 2:
+            _quad_tile_2(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y)
+            t += 2
+        elif rows <= 4 or 6 < rows <= 8:
+            _quad_tile_4(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y)
+            t += 4
+        else:
+            _quad_tile_6(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y)
+            t += 6
+
+
+# --- quantised weights: one row, and few rows without VNNI ------------------------------------------------------------
 
 
 @force_inlined
@@ -270,7 +373,8 @@ def _make_row_functions(quads: Any, width: int) -> Any:
         # With VNNI, `_add_quad_dots` makes 8-bit weight codes unsigned by adding 128. Subtract what that adds to the dot
         # product.
         if USES_VNNI and width == 8:
-            high = splat(np.int32(np.int32(load_scalar(x.high_byte_sums, block)) * _LEAST_BYTE))
+            high = splat(np.int32(load_scalar(x.flip_sums, 2 * block)))
+            high_2 = splat(np.int32(load_scalar(x.flip_sums, 2 * block + 1)))
         for v, (first, second) in enumerate(run):
             high, low = _add_quad_dots(x, codes_at + 4 * v, first, width, high, low)
             high_2, low_2 = _add_quad_dots(x, codes_at + SMALL_GROUP + 4 * v, second, width, high_2, low_2)
@@ -371,6 +475,9 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked
     if rows == 1:
         for panel in range(first_panel, last_panel):
             _one_row(x, first_row, w, panel, y)
+    elif rows <= FEW_ROWS and USES_VNNI:
+        for panel in range(first_panel, last_panel, CODE_PANELS):
+            _quad_tiles(x, first_row, last_row, w, panel, unpacked, y)
     elif rows <= FEW_ROWS:
         for panel in range(first_panel, last_panel):
             _few_rows(x, first_row, rows, w, panel, unpacked, y)

@@ -26,6 +26,7 @@ import numpy as np
 
 from gemma_py.kernels.decorator import force_inlined, inlined
 from gemma_py.kernels.simd.codes import (
+    bytes_sub,
     load_bytes,
     load_f16,
     load_words,
@@ -66,7 +67,8 @@ class CodePanels(NamedTuple):
 class UnpackBuffer(NamedTuple):
     """A worker's scratch for `columns` unpacked panels."""
 
-    codes: np.ndarray  # int16 [K / 2, columns, 16, 2]: pairs of codes, without the offset
+    # int16, codes without the offset: either pairs [K / 2, columns, 16, 2], or the bytes of quads [columns, K / 4, 16, 4]
+    codes: np.ndarray
     scales: np.ndarray  # f32 [K / group, columns, 16]
     minimums: np.ndarray  # f32 [K / group, columns, 16]
 
@@ -249,48 +251,70 @@ def load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes):
     return scales, (_group_scales(w, block_minimums, at, 0), _group_scales(w, block_minimums, at, 1))
 
 
-def _make_unpack(quads: Any, width: int) -> Any:
-    """Return a function that unpacks codes of `width` bits. `quads` is the function that loads such codes."""
+@force_inlined
+def reads_quads_in_place(w):
+    """Return whether the codes of all runs are signed bytes at equal distances, so that `unpack_quads` need not copy them."""
+    return w.width == 8 and w.block == INPUT_BLOCK
+
+
+def _make_unpack(as_quads: bool) -> Any:
+    """Return (unpack_4, unpack_5, unpack_6, unpack_8), which unpack codes of these widths to quads or to pairs."""
+
+    def of_width(quads: Any, width: int) -> Any:
+        @inlined
+        def unpack(w, panel, unpacked, column, columns):
+            at, stride, g = w.start + panel * w.panel_bytes, columns * _PAIRS, column
+            sub_scale_bytes = sub_scale_bytes_of(w)
+            for first in range(0, w.K, w.block):
+                block_scales, block_minimums, at = load_block_scales(w, at)
+                for k in range(first, first + w.block, INPUT_BLOCK):
+                    for group in range(INPUT_BLOCK // w.group):
+                        store(unpacked.scales, g * COLUMNS, _group_scales(w, block_scales, at, group))
+                        if w.minimums:
+                            minimums_at = at + sub_scale_bytes
+                            store(unpacked.minimums, g * COLUMNS, _group_scales(w, block_minimums, minimums_at, group))
+                        g += columns
+                    at += sub_scale_bytes * (1 + w.minimums)
+                    if as_quads:
+                        if not reads_quads_in_place(w):
+                            out_at = (column * w.K + k) // 4 * _PAIRS
+                            for v in range(w.quads):
+                                low, high = quads(w.arena, at, v)
+                                store_words(unpacked.codes, out_at + v * _PAIRS, bytes_sub(low, w.offset))
+                                store_words(unpacked.codes, out_at + (v + 4) * _PAIRS, bytes_sub(high, w.offset))
+                    else:
+                        out_at = (k // 2 * columns + column) * _PAIRS
+                        for v in range(w.quads):
+                            low, high = quads(w.arena, at, v)
+                            even, odd = quads_to_pairs(low, width)
+                            store_words(unpacked.codes, out_at + 2 * v * stride, words_sub(even, w.offset))
+                            store_words(unpacked.codes, out_at + (2 * v + 1) * stride, words_sub(odd, w.offset))
+                            even, odd = quads_to_pairs(high, width)
+                            store_words(unpacked.codes, out_at + (2 * v + 8) * stride, words_sub(even, w.offset))
+                            store_words(unpacked.codes, out_at + (2 * v + 9) * stride, words_sub(odd, w.offset))
+                    at += 64 * width
+
+        return unpack
+
+    return for_each_width(of_width)
+
+
+def _make_unpack_panel(as_quads: bool) -> Any:
+    unpack_4, unpack_5, unpack_6, unpack_8 = _make_unpack(as_quads)
 
     @inlined
-    def unpack(w, panel, unpacked, column, columns):
-        at, stride, g = w.start + panel * w.panel_bytes, columns * _PAIRS, column
-        sub_scale_bytes = sub_scale_bytes_of(w)
-        for first in range(0, w.K, w.block):
-            block_scales, block_minimums, at = load_block_scales(w, at)
-            for k in range(first, first + w.block, INPUT_BLOCK):
-                for group in range(INPUT_BLOCK // w.group):
-                    store(unpacked.scales, g * COLUMNS, _group_scales(w, block_scales, at, group))
-                    if w.minimums:
-                        minimums_at = at + sub_scale_bytes
-                        store(unpacked.minimums, g * COLUMNS, _group_scales(w, block_minimums, minimums_at, group))
-                    g += columns
-                at += sub_scale_bytes * (1 + w.minimums)
-                out_at = (k // 2 * columns + column) * _PAIRS
-                for v in range(w.quads):
-                    low, high = quads(w.arena, at, v)
-                    even, odd = quads_to_pairs(low, width)
-                    store_words(unpacked.codes, out_at + 2 * v * stride, words_sub(even, w.offset))
-                    store_words(unpacked.codes, out_at + (2 * v + 1) * stride, words_sub(odd, w.offset))
-                    even, odd = quads_to_pairs(high, width)
-                    store_words(unpacked.codes, out_at + (2 * v + 8) * stride, words_sub(even, w.offset))
-                    store_words(unpacked.codes, out_at + (2 * v + 9) * stride, words_sub(odd, w.offset))
-                at += 64 * width
+    def unpack_panel(w, panel, unpacked, column, columns):
+        if w.width == 4:
+            unpack_4(w, panel, unpacked, column, columns)
+        elif w.width == 5:
+            unpack_5(w, panel, unpacked, column, columns)
+        elif w.width == 6:
+            unpack_6(w, panel, unpacked, column, columns)
+        else:
+            unpack_8(w, panel, unpacked, column, columns)
 
-    return unpack
+    return unpack_panel
 
 
-_unpack_4, _unpack_5, _unpack_6, _unpack_8 = for_each_width(_make_unpack)
-
-
-@inlined
-def unpack_panel(w, panel, unpacked, column, columns):
-    """Unpack a panel into column `column` of an unpack buffer of `columns` panels."""
-    if w.width == 4:
-        _unpack_4(w, panel, unpacked, column, columns)
-    elif w.width == 5:
-        _unpack_5(w, panel, unpacked, column, columns)
-    elif w.width == 6:
-        _unpack_6(w, panel, unpacked, column, columns)
-    else:
-        _unpack_8(w, panel, unpacked, column, columns)
+# Each function unpacks a panel into column `column` of an unpack buffer of `columns` panels.
+unpack_panel, unpack_quads = _make_unpack_panel(as_quads=False), _make_unpack_panel(as_quads=True)

@@ -76,7 +76,7 @@ def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
         blocks = codes // INPUT_BLOCK
         return CodedRows(
             aligned(codes, np.int16), aligned(2 * codes, np.int8),
-            floats(blocks), floats(blocks), floats(blocks), floats(2 * blocks),
+            floats(blocks), floats(blocks), floats(2 * blocks), floats(2 * blocks),
         )  # fmt: skip
 
     panel, scales = (workers * size for size in unpack_buffer_sizes(max(INPUT_BLOCK, sizes.widest_input)))
@@ -108,7 +108,7 @@ def codes_of(scratch, batch, slot):
     blocks = at // INPUT_BLOCK
     return CodedRows(
         scratch.coded.codes[at:], scratch.coded.byte_planes[2 * at :], scratch.coded.scales[blocks:], scratch.coded.sums[blocks:],
-        scratch.coded.high_byte_sums[blocks:], scratch.coded.sums_of_16[2 * blocks :],
+        scratch.coded.flip_sums[2 * blocks :], scratch.coded.sums_of_16[2 * blocks :],
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def own_codes(coded, worker, workers):
     blocks = own_part(coded.scales, worker, workers)
     return CodedRows(
         coded.codes[own_part(coded.codes, worker, workers)], coded.byte_planes[own_part(coded.byte_planes, worker, workers)],
-        coded.scales[blocks], coded.sums[blocks], coded.high_byte_sums[blocks],
+        coded.scales[blocks], coded.sums[blocks], coded.flip_sums[own_part(coded.flip_sums, worker, workers)],
         coded.sums_of_16[own_part(coded.sums_of_16, worker, workers)],
     )  # fmt: skip
 

@@ -137,9 +137,9 @@ def unpack_buffer_for(K):
 
 def coded(x):
     T, K = x.shape
-    scales, sums, high_byte_sums, sums_of_16 = (np.full(T * K // width, np.nan, F) for width in (32, 32, 32, 16))
+    scales, sums, flip_sums, sums_of_16 = (np.full(T * K // width, np.nan, F) for width in (32, 32, 16, 16))
     made = CodedRows(
-        np.full(T * K, -(2**15), np.int16), np.zeros(2 * T * K, np.int8), scales, sums, high_byte_sums, sums_of_16
+        np.full(T * K, -(2**15), np.int16), np.zeros(2 * T * K, np.int8), scales, sums, flip_sums, sums_of_16
     )
     quantise_rows(x.reshape(-1), K, made, 0, T, 0)
     return made
@@ -249,7 +249,7 @@ def test_quantise_rows_matches_the_reference(seed, T, blocks):
     assert_same(made.scales.reshape(T, -1), scales)
     for found, numbers, width in (
         (made.sums, codes, 32),
-        (made.high_byte_sums, codes >> 8, 32),
+        (made.flip_sums, -128 * (codes.astype(np.int64) >> 8), 16),
         (made.sums_of_16, codes, 16),
     ):
         sums = numbers.reshape(T, -1, width).astype(np.int64).sum(axis=2)

@@ -106,9 +106,12 @@ def masked_store(builder, value, pointer, mask):
     builder.call(function, [value, pointer, ir.Constant(I32, 4), mask])
 
 
-def prefetch_line(builder, pointer, writing):
-    """Prefetch the cache line at a pointer. writing: 1 to prefetch for writing, 0 for reading."""
+def prefetch_line(builder, pointer, writing, locality=3):
+    """Prefetch the cache line at a pointer. writing: 1 to prefetch for writing, 0 for reading.
+
+    locality: as in llvm.prefetch; 3 to load the line into all caches, 2 to load it into the L2 cache only
+    """
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    # In llvm.prefetch, 3 means to keep the line in all cache levels, and 1 selects the data cache.
-    builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (writing, 3, 1))])
+    # The last argument of llvm.prefetch, 1, selects the data cache.
+    builder.call(function, [pointer, *(ir.Constant(I32, value) for value in (writing, locality, 1))])

@@ -141,3 +141,19 @@ words_sub = _on_words("sub")
 @intrinsic
 def words_or(typing, a, b):
     return i16x32(i16x32, i16x32), lambda context, builder, sig, args: builder.or_(*args)
+
+
+@intrinsic
+def bytes_sub(typing, a, number):
+    """Subtract a number from each of 64 bytes."""
+    if a != i16x32 or not isinstance(number, types.Integer):
+        return None
+
+    def codegen(context, builder, sig, args):
+        kind = ir.VectorType(I8, 64)
+        byte = context.cast(builder, args[1], sig.args[1], types.int8)
+        return builder.bitcast(
+            builder.sub(builder.bitcast(args[0], kind), splat_scalar(builder, byte, kind)), i16x32.llvm
+        )
+
+    return i16x32(i16x32, number), codegen

@@ -10,6 +10,7 @@ from numba.extending import intrinsic
 
 from gemma_py.kernels.simd.builders import (
     I8,
+    I32,
     LANES,
     call_llvm,
     element_pointer,
@@ -26,7 +27,7 @@ from gemma_py.kernels.simd.builders import (
     splat_scalar,
     vector_constant,
 )
-from gemma_py.kernels.simd.dots import dot_pairs_value, load_splat_pair_value
+from gemma_py.kernels.simd.dots import dot_pairs_value, load_splat_pair_value, vnni_instruction
 
 
 def _tuple_values(builder, values):
@@ -145,6 +146,83 @@ def add_dots(typing, codes, offsets, step, weights, at, dots):
         return context.make_tuple(builder, sig.return_type, results)
 
     return dots(codes, offsets, types.intp, weights, types.intp, dots), codegen
+
+
+@intrinsic(prefer_literal=True)
+def start_dots(typing, sums, offsets, step, count, C):
+    """Return a tile of dots[r, c] = sums[i] + ... + sums[i + count - 1], where i = offsets[r] + step.
+
+    sums: f32, whole numbers; their sum must be exact
+    """
+    if not (is_flat(sums, types.float32) and all(isinstance(n, types.IntegerLiteral) for n in (count, C))):
+        return None
+    result = types.UniTuple(i32x16, offsets.count * C.literal_value)
+
+    def codegen(context, builder, sig, args):
+        results = []
+        for offset in _tuple_values(builder, args[1]):
+            at = builder.add(offset, args[2])
+            total = _splat_from(context, builder, sums, args[0], at)
+            for number in range(1, count.literal_value):
+                total = builder.fadd(
+                    total, _splat_from(context, builder, sums, args[0], _add_constant(builder, at, number))
+                )
+            results += [builder.fptosi(total, i32x16.llvm)] * C.literal_value
+        return context.make_tuple(builder, result, results)
+
+    return result(sums, offsets, types.intp, count, C), codegen
+
+
+@intrinsic(prefer_literal=True)
+def add_byte_dots(typing, high, planes, offsets, step, weights, at, stride, dots):
+    """Add the dot products of one byte of each of 16 inputs, and 16 C outputs, to dots[r, c]. Needs VNNI.
+
+    high: 1 for the inputs' high bytes, 0 for their low bytes
+    planes: for every four inputs, from planes[offsets[r] + step] on, four signed high bytes and four unsigned low bytes
+    weights: from weights[at + stride c] on, the signed bytes of 4 quads of 16 outputs
+
+    VNNI multiplies unsigned bytes with signed bytes. Therefore the high bytes are multiplied with the weights plus 128,
+    which are the weights with the sign bit flipped.
+    """
+    if not (is_flat(planes, types.int8) and is_flat(weights, types.int8) and isinstance(high, types.IntegerLiteral)):
+        return None
+    flips = high.literal_value == 1
+
+    def codegen(context, builder, sig, args):
+        _, _, offsets, step, _, at, stride, dots = args
+        results, offsets = _tuple_values(builder, dots), _tuple_values(builder, offsets)
+        vectors = len(results) // len(offsets)
+        panels = [builder.add(at, builder.mul(stride, ir.Constant(at.type, c))) for c in range(vectors)]
+        sign_bits = ir.Constant(i32x16.llvm, [ir.Constant(I32, 0x80808080)] * 16)
+        for quad in range(4):
+            columns = []
+            for panel in panels:
+                place = _add_constant(builder, panel, 64 * quad)
+                column = load_value_at(context, builder, weights, args[4], place, i32x16.llvm, 1)
+                columns.append(builder.xor(column, sign_bits) if flips else column)
+            for r, offset in enumerate(offsets):
+                place = _add_constant(builder, builder.add(offset, step), 8 * quad + (0 if flips else 4))
+                code = load_value_at(context, builder, planes, args[1], place, I32, 4)
+                code = splat_scalar(builder, code, i32x16.llvm)
+                for c, column in enumerate(columns):
+                    factors = (column, code) if flips else (code, column)
+                    number = r * vectors + c
+                    results[number] = vnni_instruction(builder, "vpdpbusd", *factors, results[number])
+        return context.make_tuple(builder, sig.return_type, results)
+
+    return dots(high, planes, offsets, types.intp, weights, types.intp, types.intp, dots), codegen
+
+
+@intrinsic
+def shift_dots(typing, dots):
+    """Return the dots times 256."""
+
+    def codegen(context, builder, sig, args):
+        eight = vector_constant(i32x16.llvm, [8] * 16)
+        results = [builder.shl(value, eight) for value in _tuple_values(builder, args[0])]
+        return context.make_tuple(builder, sig.return_type, results)
+
+    return dots(dots), codegen
 
 
 @intrinsic

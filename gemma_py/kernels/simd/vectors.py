@@ -178,6 +178,18 @@ def prefetch(typing, array, index):
 
 
 @intrinsic
+def prefetch_to_l2(typing, array, index):
+    """Prefetch array[index] into the L2 cache, but not into the smaller L1 cache. The index may be outside the array."""
+
+    def codegen(context, builder, sig, args):
+        pointer = element_pointer(context, builder, sig.args[0], args[0], args[1], I8)
+        prefetch_line(builder, pointer, 0, locality=2)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), codegen
+
+
+@intrinsic
 def splat(typing, value):
     result = {types.float32: f32x16, types.int32: i32x16}.get(value)
     if result is None:
