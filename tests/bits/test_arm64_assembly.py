@@ -9,10 +9,11 @@ import re
 import subprocess
 import sys
 
-import arm64_assembly
 import pytest
-from repository import child_environment
+from repository import ROOT, child_environment
 
+# Not imported here: the program replaces LLVM's target for its whole process.
+PROGRAM = ROOT / "tests" / "support" / "arm64_assembly.py"
 # `generic` is the oldest ARMv8, whose atomic operations are loops. Neoverse V1 has an instruction for each.
 CPUS = ("generic", "neoverse-v1")
 EXPECTED = {
@@ -30,7 +31,7 @@ def compiled(
     """Return the name of the CPU, and the instructions of each kernel."""
     cache = str(tmp_path_factory.mktemp("cache"))
     environment = child_environment(NUMBA_CPU_NAME=request.param, NUMBA_CPU_FEATURES="", XDG_CACHE_HOME=cache)
-    command = [sys.executable, arm64_assembly.__file__]
+    command = [sys.executable, str(PROGRAM)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     made = {
