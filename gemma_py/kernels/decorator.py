@@ -102,6 +102,12 @@ class _InlinedLibrary(JITCodeLibrary):
     def set_env(self, name: str, environment: object) -> None:
         """Do nothing. numba's environment is for Python objects and exceptions, which kernels do not use."""
 
+    def _optimize_final_module(self) -> None:
+        """Do nothing. numba would optimise a helper again for each level of callers; a kernel is optimised with its helpers.
+
+        Without this, compiling a forward pass takes 43 s of CPU time instead of 35 s. The machine code is equally fast.
+        """
+
     def get_pointer_to_function(self, name: str) -> int:
         self._ensure_finalized()
         return 0

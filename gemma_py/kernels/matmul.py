@@ -76,8 +76,10 @@ from gemma_py.kernels.simd.vectors import (
 # Rows and panels in a tile of outputs. The sums of a tile hide the latency of an FMA, and still fit in the registers.
 FLOAT_ROWS, FLOAT_PANELS = (6, 4) if USES_ZMM else (6, 1)
 CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (5, 1)
+QUAD_ROWS = 4  # rows of a tile that multiplies bytes
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
 FEW_ROWS = 16  # unpacking codes to int16 pays off only for more rows than this
+IN_PLACE_ROWS = 2 if USES_VNNI else FEW_ROWS  # unpacking codes at all pays off only for more rows than this
 # How many rows one call of a matmul should compute. Tiles of 5 and of 6 rows divide a multiple of 30. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
@@ -220,70 +222,61 @@ def _code_tile(x, t, rows, w, panel, unpacked, y):
 # --- quantised weights: few rows, with VNNI ---------------------------------------------------------------------------
 
 
-def _make_quad_tile(R):
-    """Return a function that multiplies R rows with two panels."""
+@inlined
+def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, ahead_step):
+    """Multiply QUAD_ROWS rows, from row t on, with the panels `panel` and panel + 1.
 
-    @inlined
-    def quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y):
-        """Multiply R rows, from row t on, with the panels `panel` and panel + 1.
+    rows: the number of rows that are left. If it is less than QUAD_ROWS, the last row is computed several times.
+    quads: int8, the signed weight codes; panels are panel_stride bytes apart, and runs run_stride bytes
+    unpacked: UnpackBuffer with the scales and minimums of these panels
+    ahead, ahead_step: for each run of 32 inputs, the next ahead_step bytes of the arena from index `ahead` on are prefetched
 
-        rows: the number of rows that are left. If it is less than R, the last row is computed several times.
-        quads: int8, the signed weight codes; panels are panel_stride bytes apart, and runs run_stride bytes
-        unpacked: UnpackBuffer with the scales and minimums of these panels
-
-        A dot product is 256 times that of the inputs' high bytes, plus that of their low bytes. The next two panels are
-        prefetched meanwhile, because the hardware prefetches only what is near the latest loads.
-        """
-        K, N, halves, column = w.K, w.N, w.group // SMALL_GROUP, panel * COLUMNS
-        planes = row_offsets(2 * t * K, 2 * K, rows, R)
-        scales = row_offsets(t * (K // INPUT_BLOCK), K // INPUT_BLOCK, rows, R)
-        of_16 = row_offsets(t * (K // SMALL_GROUP), K // SMALL_GROUP, rows, R)
-        outputs = row_offsets(t * N + column, N, rows, R)
-        prefetch_totals(y, outputs, CODE_PANELS)
-        ahead, ahead_step = (
-            w.start + (panel + CODE_PANELS) * w.panel_bytes,
-            CODE_PANELS * w.panel_bytes // (K // INPUT_BLOCK),
-        )
-        totals = zero_totals(planes, CODE_PANELS)
-        for g in range(K // w.group):
-            half = g * halves
-            block, at, weights_at = half // 2, half // 2 * run_stride + half % 2 * 256, g * CODE_PANELS * COLUMNS
-            if half % 2 == 0:
-                for line in range(ahead + block * ahead_step, ahead + (block + 1) * ahead_step, 64):
-                    prefetch_to_l2(w.arena, line)
-            if halves == 2:
-                dots = start_dots(x.flip_sums, of_16, half, 2, CODE_PANELS)
-            else:
-                dots = start_dots(x.flip_sums, of_16, half, 1, CODE_PANELS)
-            for h in range(halves):
-                dots = add_byte_dots(1, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
-            dots = shift_dots(dots)
-            for h in range(halves):
-                dots = add_byte_dots(0, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
-            totals = add_scaled(x.scales, scales, block, unpacked.scales, weights_at, dots, totals)
-            if w.minimums:
-                if halves == 2:
-                    totals = subtract_minimums(
-                        x.scales, scales, block, x.sums, scales, g, unpacked.minimums, weights_at, totals
-                    )
-                else:
-                    totals = subtract_minimums(
-                        x.scales, scales, block, x.sums_of_16, of_16, g, unpacked.minimums, weights_at, totals
-                    )
-        if column + CODE_PANELS * COLUMNS <= N:
-            store_totals(y, outputs, 0, totals)
+    A dot product is 256 times that of the inputs' high bytes, plus that of their low bytes.
+    """
+    K, N, halves, column = w.K, w.N, w.group // SMALL_GROUP, panel * COLUMNS
+    planes = row_offsets(2 * t * K, 2 * K, rows, QUAD_ROWS)
+    scales = row_offsets(t * (K // INPUT_BLOCK), K // INPUT_BLOCK, rows, QUAD_ROWS)
+    of_16 = row_offsets(t * (K // SMALL_GROUP), K // SMALL_GROUP, rows, QUAD_ROWS)
+    outputs = row_offsets(t * N + column, N, rows, QUAD_ROWS)
+    prefetch_totals(y, outputs, CODE_PANELS)
+    totals, line = zero_totals(planes, CODE_PANELS), ahead
+    for g in range(K // w.group):
+        half = g * halves
+        block, at, weights_at = half // 2, half // 2 * run_stride + half % 2 * 256, g * CODE_PANELS * COLUMNS
+        while line < ahead + (block + 1) * ahead_step:
+            prefetch_to_l2(w.arena, line)
+            line += 64
+        if halves == 2:
+            dots = start_dots(x.flip_sums, of_16, half, 2, CODE_PANELS)
         else:
-            store_partial_totals(y, outputs, N - column, totals)
-
-    return quad_tile
-
-
-_quad_tile_2, _quad_tile_4, _quad_tile_6 = _make_quad_tile(2), _make_quad_tile(4), _make_quad_tile(6)
+            dots = start_dots(x.flip_sums, of_16, half, 1, CODE_PANELS)
+        for h in range(halves):
+            dots = add_byte_dots(1, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
+        dots = shift_dots(dots)
+        for h in range(halves):
+            dots = add_byte_dots(0, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
+        totals = add_scaled(x.scales, scales, block, unpacked.scales, weights_at, dots, totals)
+        if w.minimums:
+            if halves == 2:
+                totals = subtract_minimums(
+                    x.scales, scales, block, x.sums, scales, g, unpacked.minimums, weights_at, totals
+                )
+            else:
+                totals = subtract_minimums(
+                    x.scales, scales, block, x.sums_of_16, of_16, g, unpacked.minimums, weights_at, totals
+                )
+    if column + CODE_PANELS * COLUMNS <= N:
+        store_totals(y, outputs, 0, totals)
+    else:
+        store_partial_totals(y, outputs, N - column, totals)
 
 
 @inlined
 def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
-    """Multiply the rows with the panels `panel` and panel + 1, in tiles of 6, 4 and 2 rows."""
+    """Multiply the rows with the panels `panel` and panel + 1.
+
+    Each tile prefetches a part of the next two panels, because the hardware prefetches only what is near the latest loads.
+    """
     for column in range(CODE_PANELS):
         unpack_quads(w, panel + column, unpacked, column, CODE_PANELS)
     panel_stride, run_stride = w.K * COLUMNS, INPUT_BLOCK * COLUMNS
@@ -293,18 +286,14 @@ def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
         first = w.start + panel * w.panel_bytes + run_stride - INPUT_BLOCK * COLUMNS
         address = np.int64(w.arena.ctypes.data) + first
     quads = array_from_address(address, CODE_PANELS * panel_stride, w.arena)
-    t = first_row
-    while t < last_row:
-        rows = last_row - t
-        if rows <= 2:
-            _quad_tile_2(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y)
-            t += 2
-        elif rows <= 4 or 6 < rows <= 8:
-            _quad_tile_4(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y)
-            t += 4
-        else:
-            _quad_tile_6(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, y)
-            t += 6
+    runs, tiles = w.K // INPUT_BLOCK, (last_row - first_row + QUAD_ROWS - 1) // QUAD_ROWS
+    ahead, ahead_step = (
+        w.start + (panel + CODE_PANELS) * w.panel_bytes,
+        CODE_PANELS * w.panel_bytes // (runs * tiles) + 1,
+    )
+    for t in range(first_row, last_row, QUAD_ROWS):
+        _quad_tile(x, t, last_row - t, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, ahead_step)
+        ahead += runs * ahead_step
 
 
 # --- quantised weights: one row, and few rows without VNNI ------------------------------------------------------------
@@ -475,12 +464,12 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked
     if rows == 1:
         for panel in range(first_panel, last_panel):
             _one_row(x, first_row, w, panel, y)
-    elif rows <= FEW_ROWS and USES_VNNI:
-        for panel in range(first_panel, last_panel, CODE_PANELS):
-            _quad_tiles(x, first_row, last_row, w, panel, unpacked, y)
-    elif rows <= FEW_ROWS:
+    elif rows <= IN_PLACE_ROWS:
         for panel in range(first_panel, last_panel):
             _few_rows(x, first_row, rows, w, panel, unpacked, y)
+    elif USES_VNNI and rows <= FEW_ROWS:
+        for panel in range(first_panel, last_panel, CODE_PANELS):
+            _quad_tiles(x, first_row, last_row, w, panel, unpacked, y)
     else:
         for panel in range(first_panel, last_panel, CODE_PANELS):
             for column in range(CODE_PANELS):

@@ -197,11 +197,13 @@ def attend_tile(model, op, scratch, batch, workspace, number, g, first, last):
 def _attend_tiles(worker, workers, cells, model, scratch, batch, trace, op):
     """Compute attention in tiles of neighbouring positions and one key/value head.
 
-    Before a tile, the worker waits until the last KV row that the tile reads is published.
+    Few positions are divided among all workers. Before a tile, the worker waits until the last KV row that the tile reads is
+    published.
     """
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]
-    rows = max(1, QUERY_BLOCK // (H // G))
+    count = batch.counts[op[p.ROWS_OF], ROWS]
+    rows = max(1, min(QUERY_BLOCK // (H // G), (count * G + workers - 1) // workers))
     tiles = G * tiles_in(segments, rows)
     tile = claim_any(cells, worker, op[p.COUNTER], tiles)
     while tile >= 0:
