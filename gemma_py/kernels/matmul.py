@@ -11,9 +11,9 @@ with outputs whose weights are zero, and whose results are not stored.
 
 Codes are multiplied in three ways, which give equal bits, because the dot product of a group of codes is an exact integer:
 
-    one row      as they are stored, because the speed of memory is the limit, and the stored codes are small
-    few rows     with VNNI as signed bytes, unpacked for two panels; without VNNI as they are stored, each run for all rows
-    many rows    as int16, because such dot products are the fastest; unpacking to int16 takes the time of some rows
+    one or two rows  as they are stored, because the speed of memory is the limit, and the stored codes are small
+    few rows         with VNNI as signed bytes, unpacked for two panels; without VNNI as they are stored
+    many rows        as int16, because such dot products are the fastest; unpacking to int16 takes the time of some rows
 
 One call computes the given rows of the given panels. Outputs are independent, so any worker can compute any part.
 """
@@ -79,7 +79,7 @@ CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (5, 1)
 QUAD_ROWS = 4  # rows of a tile that multiplies bytes
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
 FEW_ROWS = 16  # unpacking codes to int16 pays off only for more rows than this
-IN_PLACE_ROWS = 2 if USES_VNNI else FEW_ROWS  # unpacking codes at all pays off only for more rows than this
+AS_STORED_ROWS = 2 if USES_VNNI else FEW_ROWS  # the most rows for which codes are not unpacked
 # How many rows one call of a matmul should compute. Tiles of 5 and of 6 rows divide a multiple of 30. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
@@ -296,7 +296,7 @@ def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
         ahead += runs * ahead_step
 
 
-# --- quantised weights: one row, and few rows without VNNI ------------------------------------------------------------
+# --- quantised weights: rows that are multiplied with codes as stored ---------------------------------------------------
 
 
 @force_inlined
@@ -464,7 +464,7 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked
     if rows == 1:
         for panel in range(first_panel, last_panel):
             _one_row(x, first_row, w, panel, y)
-    elif rows <= IN_PLACE_ROWS:
+    elif rows <= AS_STORED_ROWS:
         for panel in range(first_panel, last_panel):
             _few_rows(x, first_row, rows, w, panel, unpacked, y)
     elif USES_VNNI and rows <= FEW_ROWS:

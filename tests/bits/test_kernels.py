@@ -197,7 +197,7 @@ def test_matmul_codes_matches_the_reference(kind, seed, T, blocks, N):
 
 
 @pytest.mark.parametrize(("width", "offset"), [(8, 0), (6, 32), (5, 16), (4, 8)])
-@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize("T", [1, 2, 3])
 def test_the_largest_codes_do_not_overflow(width, offset, T):
     K, least = 32, -offset or -128
     x = coded(np.full((T, K), -1, F))
