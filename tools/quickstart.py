@@ -27,7 +27,12 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-EXTRAS = {"test": "test", "chat": "demo,chat,hf", "serve": "demo,serve,schema,hf", "run": "demo,serve,hf"}
+EXTRAS = {
+    "test": "test",
+    "chat": "demo,chat,hf,sign",
+    "serve": "demo,serve,schema,hf,sign",
+    "run": "demo,chat,serve,schema,hf,sign",
+}
 TIERS = ("unit", "bits", "chat", "server", "model")  # folders of tests/
 MEGABYTES = {"test": 450}  # the size of the downloads, for each task; other tasks download 350
 

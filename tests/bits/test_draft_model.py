@@ -388,6 +388,9 @@ def test_the_command_line(run: Callable[..., tuple[int, str, str]], checkpoints:
         assert code == 0
         del made[-1]["timings"]
     assert made[0] == made[1]
+    code, out, err = run(*words, "--draft", TINY, "--speculate", "off")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "--speculate off" in err
     code, _, err = run(*words, "--draft", checkpoints["gemma3"])
     assert code == 1
     assert err.count("\n") == 1

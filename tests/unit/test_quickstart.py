@@ -30,6 +30,13 @@ def test_it_says_what_is_downloaded(
     assert "(downloads at most 450 MB, the demo model among it)" in said("test")
 
 
+def test_a_command_has_the_packages_that_its_options_need() -> None:
+    """`chat` and `serve` sign receipts, `run keygen` makes keys, and `run audit` checks answers that follow a schema."""
+    extras = {task: set(names.split(",")) for task, names in quickstart.EXTRAS.items()}
+    assert all("sign" in extras[task] for task in ("chat", "serve", "run"))
+    assert extras["chat"] | extras["serve"] == extras["run"]
+
+
 def test_a_tier_is_a_folder_of_tests() -> None:
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
     assert set(quickstart.TIERS) == folders
