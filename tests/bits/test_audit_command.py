@@ -33,7 +33,9 @@ def receipt(engine: gemma_py.Engine) -> Receipt:
 
 def test_the_command_checks_files_and_says_what_it_found(run: Run, tmp_path: Path, receipt: Receipt) -> None:
     good = tmp_path / "good.json"
-    assert run("generate", TINY, "--prompt", PROMPT, "--max-tokens", 6, "--seed", 4, "--receipt", good)[0] == 0
+    assert (
+        run("generate", TINY, "--prompt", tampering.PROMPT, "--max-tokens", 6, "--seed", 4, "--receipt", good)[0] == 0
+    )
     bad = tampering.write(tmp_path / "bad.json", tampering.TAMPERINGS["a row of logits"][0](None, receipt).to_bytes())  # type: ignore[arg-type]
     naive = tampering.write(tmp_path / "naive.json", good.read_bytes().replace(b'"trim":false', b'"trim":true'))
     other = dataclasses.replace(receipt, model=dataclasses.replace(receipt.model, files=("0" * 64,)))
