@@ -272,7 +272,7 @@ class Engine:
         speculate: "auto" or "off"; by default, the option of `load`.
         prediction: a text, or token ids, that the continuation is expected to repeat in large parts. A good prediction makes
         the continuation faster, and no prediction changes the continuation.
-        receipt: whether the last token has a receipt, with which anyone can check how the continuation was made.
+        receipt: whether the last token has a receipt, with which anyone who has the model can check the continuation.
         """
         options = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
