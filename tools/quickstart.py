@@ -33,6 +33,8 @@ EXTRAS = {
     "serve": "demo,serve,schema,hf,sign",
     "run": "demo,chat,serve,schema,hf,sign",
 }
+# Two processes run one test file each. A single one would leave a core idle whenever a test waits for a process it started.
+IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 TIERS = ("unit", "bits", "chat", "server", "model")  # folders of tests/
 MEGABYTES = {"test": 450}  # the size of the downloads, for each task; other tasks download 350
 
@@ -95,7 +97,12 @@ def checks(arguments: list[str]) -> list[tuple[str, ...]]:
     """
     if arguments and arguments[0] in TIERS:
         return [("pytest", f"tests/{arguments[0]}", *arguments[1:])]
-    return [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("pytest", *arguments)]
+    return [
+        ("ruff", "check", "."),
+        ("ruff", "format", "--check", "."),
+        ("mypy",),
+        ("pytest", *IN_TWO_PROCESSES, *arguments),
+    ]
 
 
 def main() -> int:

@@ -42,7 +42,7 @@ def test_a_tier_is_a_folder_of_tests() -> None:
     assert set(quickstart.TIERS) == folders
     assert quickstart.checks(["unit", "-x"]) == [("pytest", "tests/unit", "-x")]
     assert [check[0] for check in quickstart.checks(["-x"])] == ["ruff", "ruff", "mypy", "pytest"]
-    assert quickstart.checks(["-x"])[-1] == ("pytest", "-x")
+    assert quickstart.checks(["-x"])[-1] == ("pytest", *quickstart.IN_TWO_PROCESSES, "-x")
 
 
 def test_tests_import_nothing_from_each_other() -> None:
