@@ -97,7 +97,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Part(NamedTuple):
-    """What becomes complete with a token: a piece of text, of a thought, or a tool call.
+    """The part of an answer that becomes complete with a token: a piece of text, of a thought, or a tool call.
 
     reasoning: text of a thought; None if the token belongs to no thought.
     """
@@ -139,7 +139,7 @@ class AnswerStream:
         return self._text.stopped
 
     def push(self, token: int) -> Part:
-        """Return what becomes complete with this token."""
+        """Return the piece of text, of a thought or the tool call that becomes complete with this token."""
         marks = self._marks
         if marks is None or self._tokenizer is None:
             return Part(self._text.push(token))

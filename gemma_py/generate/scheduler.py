@@ -180,7 +180,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         for sequence, part, logits in zip(sequences, inputs, results, strict=True):
             begun = sequence.position - (len(part.tokens) - part.guesses)
             last = self._take(sequence, part, logits)
-            # Only after `_take`, because `_take` decides which guesses of the pass belong to the sequence.
+            # Blocks are inserted after `_take`, because `_take` decides which guesses of the pass belong to the sequence.
             self._prefixes.insert(part.cache, begun)
             if last is not None:
                 self._finish(sequence, last)
@@ -294,8 +294,11 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             sequence.scores += 1
 
     def _choose(self, sequence: _Sequence, part: SequenceInput, logits: np.ndarray) -> Finished | None:
-        """Choose the next tokens of an answer, and send a Generated event for each: one token, and one more for each guess
-        that is equal to the token chosen before. Return the last event if the answer has ended.
+        """Choose the next tokens of an answer, and send a Generated event for each. Return the last event if the answer has
+        ended.
+
+        One token is always chosen. If the first guess is equal to this token, the logits of the guess give the second token,
+        and so on.
 
         logits: [part.logits, V], of the last known token and of the guesses after this token
         """
