@@ -244,7 +244,9 @@ class Checker:
             raise Difference(_first_difference(made, wanted[0]))
         return speculation.guessed, speculation.accepted
 
-    def _in_shared_passes(self, rng: random.Random, asked: Sequence[Asked], wanted: Sequence[Outcome]) -> tuple[int, int]:
+    def _in_shared_passes(
+        self, rng: random.Random, asked: Sequence[Asked], wanted: Sequence[Outcome]
+    ) -> tuple[int, int]:
         """Answer the requests in shared passes. An eighth of the clients leave early, and their tokens are compared too."""
         prefix_bytes = rng.choice([0, 600_000])
         scheduler = Scheduler(self._engine, parallel=rng.randint(1, 8), queue=64, prefix_bytes=prefix_bytes)

@@ -9,9 +9,7 @@ from tiny_checkpoints import Variant, _gemma3, _gemma3n, _vaultgemma
 from tiny_shapes import FULL, SLIDING, Config, Shapes, heads_of, unused_kv
 
 # The lower bound to which a layer clips its inputs; with -infinity, the layer does not clip.
-_MINUS_INFINITY: Shapes = {
-    "audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()
-}
+_MINUS_INFINITY: Shapes = {"audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()}
 _GEMMA4_PARTS: Shapes = {
     "vision_tower.patch_embedder.position_embedding_table": (2, 16, 16),
     "vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight": (16, 16),
