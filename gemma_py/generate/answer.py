@@ -251,6 +251,8 @@ class AfterThoughts:
 
     def __init__(self, inner: Constraint, channel: tuple[int, int], thinking: bool) -> None:
         self._inner, (self._start, self._end) = inner, channel
+        # _thinking: whether the next token belongs to a thought. _thought: whether a thought or the answer itself has begun,
+        # after which no further thought is allowed.
         self._thinking, self._thought = thinking, thinking
         thoughts = {"channel": list(channel), "begun": thinking}
         self.description = {**inner.description, "thoughts": thoughts}

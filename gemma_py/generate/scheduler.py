@@ -41,8 +41,8 @@ class _Sequence(ScheduledRequest):
         self.ids = list(generation.prompt)
         self.prompt = np.array(generation.prompt)
         self.cache: Cache | None = None  # None while waiting
-        self.cached = 0
-        self.scores = 0
+        self.cached = 0  # the number of prompt tokens that were copied from the prefix cache
+        self.scores = 0  # the number of Scored events that were sent
         self.first_token = 0.0
 
     @property
@@ -65,10 +65,10 @@ class _Sequence(ScheduledRequest):
 
     @property
     def prefilling(self) -> bool:
-        """Whether the next tokens have to be prefilled. Otherwise, one token is decoded.
+        """Whether the next tokens are prefilled, several in a pass. Otherwise, one token is decoded.
 
-        The tokens of the prompt have to be prefilled. If a failed pass made the KV cache unusable, the answer's tokens are
-        prefilled too.
+        The tokens of the prompt are prefilled. After a failed pass that made the KV cache unusable, the answer's tokens are
+        prefilled again too.
         """
         return not self.answering or self.pending > 1
 
