@@ -124,7 +124,8 @@ def recommended(path: Path, metadata: Mapping[str, Any], default: Sampling = GEM
 
 
 OPTIONS = tuple(option.name for option in fields(Sampling))
-_RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")  # each of these, except temperature 0, asks for random sampling
+# Options that ask for random sampling if they are given, except temperature 0.
+_RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
