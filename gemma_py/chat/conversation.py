@@ -354,7 +354,7 @@ class Conversation:
         return len(ids)
 
     def receipt(self, progress: ReportPrefill | None = None) -> Receipt:
-        """Return the receipt of the last answer, with which anyone can check how the answer was made.
+        """Return the receipt of the last answer, with which anyone who has the model can check the answer.
 
         The logits of the answer are computed again, a chunk of tokens in a pass, which is faster than decoding. So answers
         without a receipt cost nothing.

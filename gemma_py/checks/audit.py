@@ -6,22 +6,24 @@ The tokens of prompt and answer are known, so many of them share a pass, and an 
 is checked in the order of STAGES, and the first difference is reported. Of the answer, each token's logits and choice are
 checked before those of the next token.
 
-If something differs, the same tokens are computed again, one in a pass and with another number of threads. If the two
-computations differ from each other, this machine is at fault, and the audit says nothing about the receipt.
+If a result of a forward pass differs, it is computed twice again, the second time with one token in a pass and another number
+of threads. If the three results differ from each other, this machine is at fault, and the audit says nothing about the receipt.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gemma_py import machine
 from gemma_py.checks.verify import compute, where_traces_part
-from gemma_py.errors import ContextError, FormatError, GemmaError, InputError
+from gemma_py.errors import ComputationError, FormatError, GemmaError, InputError
 from gemma_py.generate.answer import AnswerStream, Constraint
-from gemma_py.generate.core import Generation, Request
+from gemma_py.generate.core import Generation, Request, Token
 from gemma_py.generate.engine import Engine
 from gemma_py.generate.evidence import kv_digests
 from gemma_py.generate.options import Sampling
@@ -33,7 +35,8 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 from gemma_py.templates.notation import Marks
 
 STAGES = ("signature", "structure", "model", "text", "sampling", "logits", "choice", "finish", "kv")
-EQUAL, DIVERGED, OTHER_MODEL, UNKNOWN = "equal", "diverged", "other model", "unknown"
+EQUAL, DIVERGED, OTHER_MODEL = "equal", "diverged", "other model"
+UNREADABLE, UNKNOWN = "unreadable", "unknown"
 MakeConstraint = Callable[[Mapping[str, Any]], Constraint]
 
 _MOST_LOGITS = 60 << 20  # bytes of logits of a pass, which are all that an audit holds at once
@@ -49,7 +52,8 @@ class UndecidableError(GemmaError):
 class Verdict:
     """What an audit found.
 
-    kind: EQUAL, DIVERGED, OTHER_MODEL or UNKNOWN. stage: where the receipt first differs; None if it is equal.
+    kind: EQUAL, DIVERGED, OTHER_MODEL, UNREADABLE (the file of the receipt, or the model, cannot be read) or UNKNOWN.
+    stage: where the receipt first differs, or which stage cannot be checked; None if the receipt is equal or unreadable.
     token: the index in the answer of the first token that differs. position: its position in the sequence.
     checked: the number of tokens of the answer that were found equal.
     """
@@ -76,18 +80,47 @@ class Audited(NamedTuple):
     verdict: Verdict
 
 
-class _DiffersError(Exception):
-    """The receipt differs from what was computed.
+@dataclass(frozen=True)
+class _Computed:
+    """A result of forward passes. again: computes the result again, with so many tokens in a pass. ids: the tokens that the
+    passes computed.
+    """
 
-    kind: see `Verdict`. token: the index of the token in the answer. computed: the digest of the logits, or the digests of
-    the KV rows, that were computed; None if the difference does not depend on them.
+    result: object
+    again: Callable[[int], object]
+    ids: Sequence[int]
+
+
+class _DiffersError(Exception):
+    """The receipt differs, or a stage cannot be checked.
+
+    kind: see `Verdict`. token: the index of the token in the answer. computed: what was computed and differs from the
+    receipt; None if no forward pass computed it.
     """
 
     def __init__(
-        self, stage: str, message: str, token: int | None = None, computed: object = None, kind: str = DIVERGED
+        self,
+        stage: str,
+        message: str,
+        token: int | None = None,
+        computed: _Computed | None = None,
+        kind: str = DIVERGED,
     ) -> None:
         self.stage, self.message, self.token, self.computed, self.kind = stage, message, token, computed, kind
         super().__init__(message)
+
+
+@contextmanager
+def _stage(stage: str, kind: str = DIVERGED) -> Iterator[None]:
+    """Raise the errors of a stage as _DiffersError. kind: see `Verdict`; of invalid input."""
+    try:
+        yield
+    except (ComputationError, UndecidableError) as error:
+        raise _DiffersError(stage, str(error), kind=UNKNOWN) from error
+    except (InputError, FormatError) as error:
+        raise _DiffersError(stage, str(error), kind=kind) from error
+    except OSError as error:  # a file of the model cannot be read
+        raise _DiffersError(stage, str(error), kind=UNREADABLE) from error
 
 
 class _Sequence:
@@ -145,12 +178,6 @@ class Auditor:
                         running.append(self._begin(number, receipts[number]))
                     except _DiffersError as found:
                         yield Audited(number, self._verdict(receipts[number], found, 0))
-                    except ContextError as error:
-                        yield Audited(number, Verdict(DIVERGED, f"model: {error}", "model"))
-                    except (InputError, FormatError) as error:
-                        yield Audited(number, Verdict(DIVERGED, f"sampling: {error}", "sampling"))
-                    except UndecidableError as error:
-                        yield Audited(number, Verdict(UNKNOWN, str(error), "sampling"))
                 if running:
                     yield from self._pass(running, threads)
 
@@ -165,13 +192,12 @@ class Auditor:
 
     def _begin(self, number: int, receipt: Receipt) -> _Sequence:
         """Check everything that needs no logits of the answer."""
-        self._check_model(receipt)
-        self._check_text(receipt)
-        generation = self.engine.generation(self._request(receipt))
-        if generation.max_tokens != receipt.asked.max_tokens:
-            raise _DiffersError(
-                "model", f"the prompt and max_tokens need a larger context than {self.engine.context} tokens"
-            )
+        with _stage("model", UNREADABLE):  # a file of the model that cannot be read has no digest
+            self._check_model(receipt)
+        with _stage("text"):
+            self._check_text(receipt)
+        with _stage("sampling"):
+            generation = self.engine.generation(self._request(receipt))
         cache = self.engine.new_cache(BLOCK_TOKENS)
         cache.prepare(len(receipt.prompt) + len(receipt.answer), CHUNK)
         self._prefixes.restore(cache, list(receipt.prompt))
@@ -191,7 +217,9 @@ class Auditor:
                 message = f"the receipt was made with {name} = {theirs}, and the model is loaded with {here}"
                 raise _DiffersError("model", message, kind=OTHER_MODEL)
         if model.fingerprint != ours.fingerprint:
-            raise _DiffersError("model", f"the fingerprint of the model is {ours.fingerprint}, not {model.fingerprint}")
+            computed = _Computed(ours.fingerprint, self.engine.compute_fingerprint, self.engine.fingerprint_ids())
+            message = f"the fingerprint of the model is {ours.fingerprint}, not {model.fingerprint}"
+            raise _DiffersError("model", message, computed=computed)
         if len(receipt.kv) != len(self.engine.config.kv_owners):
             raise _DiffersError(
                 "model", f"the model has {len(self.engine.config.kv_owners)} layers with KV rows, not {len(receipt.kv)}"
@@ -200,6 +228,12 @@ class Auditor:
         outside = [token for token in (*receipt.prompt, *receipt.answer) if token >= vocabulary]
         if outside:
             raise _DiffersError("model", f"token id {outside[0]} is outside the vocabulary of {vocabulary}")
+        needed, most = len(receipt.prompt) + receipt.asked.max_tokens, self.engine.config.max_position_embeddings
+        if needed > most:
+            raise _DiffersError("model", f"prompt and max_tokens are {needed} tokens, and the model's limit is {most}")
+        if needed > self.engine.context:
+            message = f"prompt and max_tokens need a context of {needed} tokens, and here the context is {self.engine.context}"
+            raise _DiffersError("model", message, kind=UNKNOWN)
 
     def _check_text(self, receipt: Receipt) -> None:
         asked = receipt.asked
@@ -239,7 +273,14 @@ class Auditor:
                 inputs.append(part)
                 tokens, rows = tokens - len(part.tokens), rows - part.logits
         begun = [sequence.cache.position for sequence in sequences]
-        results = self.engine.run_together(inputs)
+        try:
+            results = self.engine.run_together(inputs)
+        except ComputationError as error:
+            for sequence in sequences:
+                running.remove(sequence)
+                message = f"logits: a forward pass failed: {error}"
+                yield Audited(sequence.number, Verdict(UNKNOWN, message, "logits", checked=sequence.done))
+            return
         for sequence, logits, first in zip(sequences, results, begun, strict=True):
             self._prefixes.insert(sequence.cache, first)
             try:
@@ -252,10 +293,6 @@ class Auditor:
                 verdict = Verdict(EQUAL, "equal", checked=sequence.done)
             except _DiffersError as found:
                 verdict = self._verdict(sequence.receipt, found, sequence.done)
-            except GemmaError as error:  # a constraint that does not allow the token, or logits with NaN
-                verdict = self._verdict(
-                    sequence.receipt, _DiffersError("choice", str(error), sequence.done), sequence.done
-                )
             running.remove(sequence)
             yield Audited(sequence.number, verdict)
 
@@ -266,29 +303,60 @@ class Auditor:
         """
         receipt, texts = sequence.receipt, []
         for row, digest in zip(logits, threads.map(row_digest, logits), strict=True):
-            at = sequence.done
-            if digest != receipt.logits[at]:
-                raise _DiffersError("logits", "the logits differ", at, digest)
-            token = sequence.generation.next(row)
-            if token.id != receipt.answer[at]:
-                message = f"the logits and the sampling choose {token.id}, not {receipt.answer[at]}"
-                raise _DiffersError("choice", message, at, digest)
+            at, expected = sequence.done, receipt.answer[sequence.done]
+            token, error = _next(sequence.generation, row)
             reason = receipt.finish_reason if at == len(receipt.answer) - 1 else None
-            if token.finish_reason != reason:
-                raise _DiffersError(
-                    "finish", f"the finish reason is {_word(token.finish_reason)}, not {_word(reason)}", at
-                )
-            sequence.done += 1
-            texts.append(token.text + (token.reasoning or ""))
+            if digest != receipt.logits[at]:
+                stage, message = "logits", "the logits differ"
+            elif token is None:  # a constraint that allows no token, or logits with NaN
+                stage, message = "choice", error
+            elif token.id != expected:
+                stage, message = "choice", f"the logits and the sampling choose {token.id}, not {expected}"
+            elif token.finish_reason != reason:
+                stage = "finish"
+                message = f"the finish reason is {_word(token.finish_reason)}, not {_word(reason)}"
+            else:
+                sequence.done += 1
+                texts.append(token.text + (token.reasoning or ""))
+                continue
+            result, ids = (digest, *_choice(token)), [*receipt.prompt, *receipt.answer[:at]]
+            computed = _Computed(result, partial(self._answer_again, receipt, at), ids)
+            raise _DiffersError(stage, message, at, computed)
         return tuple(texts)
 
     def _check_kv(self, sequence: _Sequence) -> None:
-        computed = kv_digests(sequence.cache.digest())
-        pairs = zip(computed, sequence.receipt.kv, strict=True)
+        made = kv_digests(sequence.cache.digest())
+        pairs = zip(made, sequence.receipt.kv, strict=True)
         layer = next((number for number, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
         if layer is not None:
             message = f"keys or values of layer {self.engine.config.kv_owners[layer]} differ"
+            computed = _Computed(made, partial(self._kv_again, sequence.ids), sequence.ids)
             raise _DiffersError("kv", message, computed=computed)
+
+    # --- the same results again ---------------------------------------------------------------------------------------
+
+    def _kv_again(self, ids: Sequence[int], chunk: int) -> tuple[bytes, ...]:
+        session = self.engine.session()
+        session.prefill(ids, chunk)
+        return kv_digests(session.kv_digest())
+
+    def _answer_again(self, receipt: Receipt, at: int, chunk: int) -> tuple[object, ...]:
+        """Choose the tokens of the answer again, from logits that are computed again. Return the digest of the last logits, and
+        what was chosen from them.
+
+        at: the index in the answer of the last token. An earlier token that is another one than that of the receipt is the last.
+        """
+        session, generation = self.engine.session(), self.engine.generation(self._request(receipt))
+        if len(receipt.prompt) > 1:
+            session.prefill(receipt.prompt[:-1], chunk)
+        ids, size = [receipt.prompt[-1], *receipt.answer[:at]], min(chunk, self._rows)
+        for first in range(0, len(ids), size):
+            logits = session.prefill(ids[first : first + size], chunk, all_logits=True)
+            for index, row in enumerate(logits, first):
+                token, _ = _next(generation, row)
+                if index == at or token is None or token.id != receipt.answer[index]:
+                    return row_digest(row), *_choice(token)
+        raise AssertionError("the last token was not computed")
 
     # --- differences --------------------------------------------------------------------------------------------------
 
@@ -298,33 +366,31 @@ class Auditor:
         message = f"{found.stage}{where}: {found.message}"
         kind = found.kind
         if found.computed is not None:
-            fault = self._fault(receipt, found)
+            fault = self._fault(found.computed)
             if fault:
                 kind, message = UNKNOWN, f"{message}; but {fault}"
             else:
                 message += "; computed again token by token, the bits are those that were computed first"
         return Verdict(kind, message, found.stage, found.token, position, checked)
 
-    def _fault(self, receipt: Receipt, found: _DiffersError) -> str:
-        """Compute the tokens before a difference twice again, the second time with other threads and one token in a pass.
+    def _fault(self, computed: _Computed) -> str:
+        """Compute a result twice again, the second time with other threads and one token in a pass.
 
-        If the results of this machine differ from each other, then the machine is at fault, and the return value says how
-        they differ. Otherwise, the return value is an empty string.
+        If the results of this machine differ from each other, or a pass fails, then the machine is at fault, and the return
+        value says how. Otherwise, the return value is an empty string.
         """
-        end = len(receipt.prompt) + (len(receipt.answer) - 1 if found.token is None else found.token)
-        ids = list(receipt.prompt + receipt.answer)[:end]
-        before, results = self.engine.threads, [found.computed]
+        before, results = self.engine.threads, {computed.result}
         try:
             for chunk, threads in ((CHUNK, before), (1, before + 1 if self._change_threads else before)):
                 if threads != self.engine.threads:
                     self.engine.set_threads(threads)
-                session = self.engine.session()
-                digest = row_digest(session.prefill(ids, chunk))
-                results.append(kv_digests(session.kv_digest()) if found.token is None else digest)
+                results.add(computed.again(chunk))
+            return "" if len(results) == 1 else f"this machine disagrees with itself{self._where(computed.ids)}"
+        except ComputationError as error:
+            return f"a forward pass failed when it was computed again: {error}"
         finally:
             if self.engine.threads != before:
                 self.engine.set_threads(before)
-        return "" if len(set(results)) == 1 else f"this machine disagrees with itself{self._where(ids)}"
 
     def _where(self, ids: Sequence[int]) -> str:
         """Return the layer and the phase in which two traced computations of the tokens differ, if they do again."""
@@ -350,6 +416,18 @@ def _marks(receipt: Receipt) -> Marks | None:
         return None
     channel, call = (None if given[name] is None else (given[name][0], given[name][1]) for name in ("channel", "call"))
     return Marks(channel, call, given["quote"])
+
+
+def _next(generation: Generation, row: np.ndarray) -> tuple[Token | None, str]:
+    """Choose the next token of an answer. If that is impossible, return None and the reason."""
+    try:
+        return generation.next(row), ""
+    except GemmaError as error:
+        return None, str(error)
+
+
+def _choice(token: Token | None) -> tuple[object, ...]:
+    return () if token is None else (token.id, token.finish_reason)
 
 
 def _word(reason: str | None) -> str:

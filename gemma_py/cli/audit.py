@@ -4,22 +4,35 @@ A FILE holds a receipt, a signed receipt, a response of the server with receipts
 answer's logits are computed again, many tokens in a pass, and every field of the receipt is checked. The first difference is named:
 signature, structure, model, text, sampling, logits, choice, finish or kv, and the token.
 
-Exit codes: 0 all receipts are equal, 1 a receipt differs, 2 a wrong command line or a receipt of another model, 3 this program
-cannot tell, for example because the receipt was made by another version.
+Every receipt and every file that cannot be read has a verdict, and the exit code is that of the worst verdict, the first of these
+that occurs: 1 a receipt differs; 2 a receipt is of another model, or a file or the model cannot be read; 3 this program cannot
+tell, because the receipt was made by another version, or because a forward pass failed or this machine is at fault; 0 all
+receipts are equal. A wrong command line or public key gives 2 without any verdict.
 
 With --json: {"receipts": [{"name", "verdict", "stage", "token", "position", "message", "prompt_tokens", "tokens", "signature"}],
-"seconds"}.
+"seconds"}. A verdict is equal, diverged, other model, unreadable or unknown.
 """
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL, catalogue
-from gemma_py.checks.audit import DIVERGED, EQUAL, OTHER_MODEL, UNKNOWN, Audited, Auditor, UndecidableError, Verdict
+from gemma_py.checks.audit import (
+    DIVERGED,
+    EQUAL,
+    OTHER_MODEL,
+    UNKNOWN,
+    UNREADABLE,
+    Audited,
+    Auditor,
+    UndecidableError,
+    Verdict,
+)
 from gemma_py.cli.common import add_threads, notify, print_json
 from gemma_py.cli.progress import LoadProgress, ProgressBar
 from gemma_py.errors import ComputationError, GemmaError
@@ -27,9 +40,10 @@ from gemma_py.generate.answer import Constraint
 from gemma_py.generate.engine import Engine
 from gemma_py.hub import PREFIX
 from gemma_py.receipts.envelope import Verifier
+from gemma_py.receipts.receipt import Receipt
 from gemma_py.receipts.sources import FoundReceipt, read_file
 
-_CODES = {EQUAL: 0, UNKNOWN: 3, OTHER_MODEL: 2, DIVERGED: 1}  # in the order in which they prevail
+_CODES = {EQUAL: 0, UNKNOWN: 3, UNREADABLE: 2, OTHER_MODEL: 2, DIVERGED: 1}  # in the order in which they prevail
 
 
 class _Loaded(NamedTuple):
@@ -37,6 +51,19 @@ class _Loaded(NamedTuple):
 
     quant: str | None
     kv: str
+
+
+@dataclass
+class _Entry:
+    """A receipt and its verdict, which is None until the receipt is checked."""
+
+    found: FoundReceipt
+    verdict: Verdict | None = None
+
+    @property
+    def receipt(self) -> Receipt:
+        assert self.found.receipt is not None
+        return self.found.receipt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,46 +86,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        return _audit(args)
-    except ComputationError as error:  # a forward pass failed, which says nothing about the receipts
-        notify(str(error))
-        return _CODES[UNKNOWN]
-    except GemmaError as error:  # a file, a key or a model that cannot be read
-        notify(str(error))
-        return _CODES[OTHER_MODEL]
-
-
-def _audit(args: argparse.Namespace) -> int:
-    files, model = _files_and_model(args.files)
     began = time.monotonic()
-    verifier = None if args.public_key is None else Verifier.load(args.public_key)
-    found = [receipt for file in files for receipt in read_file(Path(file))]
-    verdicts = [_before(receipt, verifier) for receipt in found]
-    groups: dict[_Loaded, list[int]] = {}
-    for number, (entry, verdict) in enumerate(zip(found, verdicts, strict=True)):
-        if verdict is None and entry.receipt is not None:
-            groups.setdefault(_Loaded(entry.receipt.model.quant, entry.receipt.model.kv), []).append(number)
-    total = sum(len(entry.receipt.answer) for entry in found if entry.receipt is not None)
+    files, model = _files_and_model(args.files)
+    try:
+        verifier = None if args.public_key is None else Verifier.load(args.public_key)
+    except (GemmaError, OSError) as error:
+        notify(str(error))
+        return _CODES[UNREADABLE]
+    entries = [entry for file in files for entry in _read(Path(file))]
+    for entry in entries:
+        if entry.verdict is None:
+            entry.verdict = _before(entry.found, verifier)
     with ProgressBar("auditing", wanted=not args.json) as progress:
-        done = 0
-        for loaded, numbers in groups.items():
-            with gemma_py.load(model, args.threads, progress=LoadProgress(), **loaded._asdict()) as engine:
-                for number, event in _events(engine, found, numbers):
-                    if isinstance(event, Verdict):
-                        verdicts[number] = event
-                    else:
-                        done += event
-                        progress(f"{100 * done // total}% of {total} tokens", done / total)
-    rows = [
-        _row(entry, verdict, verifier) for entry, verdict in zip(found, verdicts, strict=True) if verdict is not None
-    ]
+        _audit(entries, model, args.threads, progress)
+    rows = [_row(entry.found, entry.verdict, verifier) for entry in entries if entry.verdict is not None]
     if args.json:
         print_json({"receipts": rows, "seconds": time.monotonic() - began})
     else:
         for row in rows:
             print(_line(row))
     return _CODES[max((row["verdict"] for row in rows), key=list(_CODES).index)]
+
+
+def _read(path: Path) -> list[_Entry]:
+    try:
+        return [_Entry(found) for found in read_file(path)]
+    except (GemmaError, OSError) as error:
+        message = str(error).removeprefix(f"{path}: ")
+        return [_Entry(FoundReceipt(str(path), None), Verdict(UNREADABLE, message))]
+
+
+def _audit(entries: Sequence[_Entry], model: str, threads: int | None, progress: ProgressBar) -> None:
+    """Check the receipts that have no verdict yet, with a model for each pair of `quant` and `kv`."""
+    groups: dict[_Loaded, list[_Entry]] = {}
+    for entry in entries:
+        if entry.verdict is None and entry.found.receipt is not None:
+            identity = entry.found.receipt.model
+            groups.setdefault(_Loaded(identity.quant, identity.kv), []).append(entry)
+    total = sum(len(entry.receipt.answer) for group in groups.values() for entry in group)
+    done = 0
+    for loaded, group in groups.items():
+        try:
+            with gemma_py.load(model, threads, progress=LoadProgress(), **loaded._asdict()) as engine:
+                auditor = Auditor(engine, _constraint_maker(engine))
+                for event in auditor.audit([entry.receipt for entry in group]):
+                    if isinstance(event, Audited):
+                        group[event.receipt].verdict = event.verdict
+                    else:
+                        done += len(event.texts)
+                        progress(f"{100 * done // total}% of {total} tokens", done / total)
+        except (GemmaError, OSError, MemoryError) as error:
+            unsure = isinstance(error, ComputationError | MemoryError)
+            message = f"model: {'out of memory' if isinstance(error, MemoryError) else error}"
+            for entry in group:
+                entry.verdict = entry.verdict or Verdict(UNKNOWN if unsure else UNREADABLE, message, "model")
 
 
 def _files_and_model(given: Sequence[str]) -> tuple[Sequence[str], str]:
@@ -112,23 +153,13 @@ def _files_and_model(given: Sequence[str]) -> tuple[Sequence[str], str]:
 
 def _before(entry: FoundReceipt, verifier: Verifier | None) -> Verdict | None:
     """Check signature and structure. Return the verdict if there is a difference."""
-    if verifier is not None and (entry.receipt is not None or entry.envelope is not None):
-        problem = verifier.problem(entry.envelope)
+    error = entry.error.removeprefix(f"{entry.name}: ")
+    if verifier is not None:
+        unread = entry.receipt is None and entry.envelope is None
+        problem = f"no signed receipt can be read: {error}" if unread else verifier.problem(entry.envelope)
         if problem:
             return Verdict(DIVERGED, f"signature: {problem}", "signature")
-    if entry.receipt is None:
-        return Verdict(DIVERGED, f"structure: {entry.error.removeprefix(f'{entry.name}: ')}", "structure")
-    return None
-
-
-def _events(
-    engine: Engine, found: Sequence[FoundReceipt], numbers: Sequence[int]
-) -> Iterator[tuple[int, Verdict | int]]:
-    """Yield the verdict of each receipt, and before it the numbers of tokens that were checked."""
-    auditor = Auditor(engine, _constraint_maker(engine))
-    for event in auditor.audit([receipt for number in numbers if (receipt := found[number].receipt) is not None]):
-        number = numbers[event.receipt]
-        yield number, event.verdict if isinstance(event, Audited) else len(event.texts)
+    return Verdict(DIVERGED, f"structure: {error}", "structure") if entry.receipt is None else None
 
 
 def _constraint_maker(engine: Engine) -> Any:
@@ -146,19 +177,24 @@ def _constraint_maker(engine: Engine) -> Any:
 
 def _row(entry: FoundReceipt, verdict: Verdict, verifier: Verifier | None) -> dict[str, Any]:
     receipt = entry.receipt
-    signature = "none" if entry.envelope is None else "not checked" if verifier is None else "valid"
+    checked = "invalid" if verdict.stage == "signature" else "valid"
     return {
         "name": entry.name, "verdict": verdict.kind, "stage": verdict.stage, "token": verdict.token,
         "position": verdict.position, "message": verdict.message,
         "prompt_tokens": None if receipt is None else len(receipt.prompt),
         "tokens": None if receipt is None else len(receipt.answer),
-        "signature": "invalid" if verdict.stage == "signature" else signature,
+        "signature": "none" if entry.envelope is None else "not checked" if verifier is None else checked,
     }  # fmt: skip
 
 
 def _line(row: dict[str, Any]) -> str:
     if row["verdict"] != EQUAL:
-        verdict = {DIVERGED: "differs", OTHER_MODEL: "another model", UNKNOWN: "cannot tell"}[row["verdict"]]
+        verdict = {
+            DIVERGED: "differs",
+            OTHER_MODEL: "another model",
+            UNREADABLE: "cannot be read",
+            UNKNOWN: "cannot tell",
+        }[row["verdict"]]
         return f"{row['name']}: {verdict}: {row['message']}"
     signed = {"none": "not signed", "not checked": "signature not checked", "valid": "signature valid"}[
         row["signature"]

@@ -250,7 +250,9 @@ COMMANDS = {
     "think": Command("[on|off|default]", "let the model think before it answers, or not", _think),
     "threads": Command("[N]", "show or change the number of worker threads", _threads),
     "stats": Command("", "show statistics about the last answer", _stats),
-    "receipt": Command(FILE, "write a receipt, with which anyone can check the last answer", _receipt),
+    "receipt": Command(
+        FILE, "write a receipt, with which anyone who has the model can check the last answer", _receipt
+    ),
     "save": Command(FILE, "save the messages, the settings and the KV cache", _save),
     "load": Command(FILE, "continue a saved conversation without computing it again", _load),
     "export": Command("FILE [markdown|json]", "write the messages as text", _export),

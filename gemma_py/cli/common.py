@@ -197,7 +197,7 @@ def add_receipt(parser: argparse.ArgumentParser) -> None:
         "--receipt",
         type=Path,
         metavar="FILE",
-        help="write a receipt, with which anyone can check how the answer was made: gemma_py audit FILE",
+        help="write a receipt, with which anyone who has the model can check how the answer was made: gemma_py audit FILE",
     )
     add_sign(parser)
 

@@ -200,17 +200,23 @@ class Engine:
         experts that are not chosen for any of the eight tokens.
         """
         if self._fingerprint is None:
-            probe = [number * (self.config.vocab_size - 1) // 7 for number in range(8)][: self.context]
-            if self.config.embedding is None:
-                logits = self.session().prefill(probe, all_logits=True)
-            else:
-                logits = embedding.embed_all(self, [probe])
-            self._fingerprint = hashlib.sha256(bytes_for_digest(logits)).hexdigest()
+            self._fingerprint = self.compute_fingerprint()
         return self._fingerprint
 
+    def fingerprint_ids(self) -> list[int]:
+        return [number * (self.config.vocab_size - 1) // 7 for number in range(8)][: self.context]
+
+    def compute_fingerprint(self, chunk: int | None = None) -> str:
+        """Compute what `fingerprint` returns. chunk: the number of tokens in a pass."""
+        if self.config.embedding is None:
+            logits = self.session().prefill(self.fingerprint_ids(), chunk, all_logits=True)
+        else:
+            logits = embedding.embed_all(self, [self.fingerprint_ids()])
+        return hashlib.sha256(bytes_for_digest(logits)).hexdigest()
+
     def identity(self) -> ModelIdentity:
-        """Return what a receipt says of the model. The first call reads the model's files, unless a record on disk has
-        their digests.
+        """Return the part of a receipt that identifies the model. The first call reads the model's files, unless a record on
+        disk has the files' digests.
         """
         if self._identity is None:
             files = file_digests(self.checkpoint)
@@ -266,7 +272,7 @@ class Engine:
         speculate: "auto" or "off"; by default, the option of `load`.
         prediction: a text, or token ids, that the continuation is expected to repeat in large parts. A good prediction makes
         the continuation faster, and no prediction changes the continuation.
-        receipt: whether the last token has a receipt, with which anyone can check how the continuation was made.
+        receipt: whether the last token has a receipt, with which anyone who has the model can check the continuation.
         """
         options = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
@@ -469,10 +475,15 @@ def load(
     speculate: "auto" or "off". With "auto", a pass also computes tokens that were guessed from earlier text, where that is
     expected to save time. This is the default of requests that do not choose.
     draft: a smaller model with the vocabulary of this model, or an assistant of this model, which then guesses tokens too.
+    With speculate "off", it is an error.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
     check_mode(speculate)
+    if speculate == "off" and draft is not None:
+        raise InputError(
+            "a draft model (--draft) only guesses tokens, and speculate off (--speculate off) wants no guesses"
+        )
     checkpoint = replace(open_checkpoint(resolve(model, progress)), cacheable=pack)
     engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress)
     engine.speculate = speculate

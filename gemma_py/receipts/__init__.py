@@ -1,1 +1,1 @@
-"""Receipts: how an answer was made, in a form that anyone can check. The format is described in docs/receipts.md."""
+"""Receipts: how an answer was made, in a form that anyone who has the model can check. The format is described in docs/receipts.md."""

@@ -1,7 +1,6 @@
 """The audit: every tampering is named at its first place, wrong bits of the maker are found, and untouched receipts pass."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import receipt_tampering as tampering
-from receipt_tampering import NO_END, made, verdicts, with_asked, with_bit, with_entry, with_sampling
+from receipt_tampering import NO_END, PROMPT, made, verdicts
 from repository import TINY
 
 import gemma_py
-from gemma_py.checks.audit import DIVERGED, EQUAL, OTHER_MODEL, UNKNOWN, Audited, Auditor, CheckedTokens
+from gemma_py.checks.audit import (
+    DIVERGED,
+    EQUAL,
+    OTHER_MODEL,
+    UNKNOWN,
+    Audited,
+    Auditor,
+    CheckedTokens,
+)
 from gemma_py.checks.trace_file import compare, trace_document
 from gemma_py.generate.core import Request
 from gemma_py.generate.options import Sampling
@@ -23,7 +30,6 @@ from gemma_py.receipts.row_digests import row_digest
 from gemma_py.server.openai.described_constraint import constraint_maker
 
 Run = Callable[..., tuple[int, str, str]]
-PROMPT = "The list of"
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +40,7 @@ def engine() -> Iterator[gemma_py.Engine]:
 
 @pytest.fixture(scope="module")
 def receipt(engine: gemma_py.Engine) -> Receipt:
-    options: dict[str, Any] = {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 11}
-    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.25, "frequency_penalty": 0.25}
-    return made(engine, PROMPT, 20, **options, **penalties, logit_bias=NO_END, stop=["no such text"])
-
-
-def text_of(engine: gemma_py.Engine, ids: tuple[int, ...]) -> dict[str, str]:
-    return output_digests(engine.text_tokenizer().decode(list(ids)), "", [])
+    return tampering.usual_receipt(engine)
 
 
 def test_untouched_receipts_pass(engine: gemma_py.Engine) -> None:
@@ -54,63 +54,13 @@ def test_untouched_receipts_pass(engine: gemma_py.Engine) -> None:
 
 # --- tampering at one place -------------------------------------------------------------------------------------------
 
-DRAWN = -1  # the first token that sampling chooses otherwise
-# Each changes one thing and computes the Merkle root again, so that only the stage that checks this thing can find it.
-TAMPERINGS: dict[str, tuple[Callable[[gemma_py.Engine, Receipt], Receipt], str, int | None]] = {
-    "a prompt id": (lambda e, r: dataclasses.replace(r, prompt=with_entry(r.prompt, 1, 9)), "logits", 0),
-    "a longer prompt": (lambda e, r: dataclasses.replace(r, prompt=(*r.prompt, 9)), "logits", 0),
-    "an answer id": (lambda e, r: dataclasses.replace(r, answer=with_entry(r.answer, 7, 9)), "text", None),
-    "an answer id and the text": (
-        lambda e, r: dataclasses.replace(
-            r, answer=with_entry(r.answer, 7, 9), outputs=text_of(e, with_entry(r.answer, 7, 9))
-        ),
-        "choice", 7,
-    ),
-    "the text": (lambda e, r: dataclasses.replace(r, outputs=output_digests("another text", "", [])), "text", None),
-    "a thought": (lambda e, r: dataclasses.replace(r, outputs={**r.outputs, "reasoning": "0" * 64}), "text", None),
-    "a row of logits": (lambda e, r: dataclasses.replace(r, logits=with_entry(r.logits, 5, with_bit(r.logits[5]))), "logits", 5),
-    "two rows exchanged": (
-        lambda e, r: dataclasses.replace(r, logits=(r.logits[0], r.logits[2], r.logits[1], *r.logits[3:])), "logits", 1
-    ),
-    "a layer's keys and values": (lambda e, r: dataclasses.replace(r, kv=with_entry(r.kv, 1, with_bit(r.kv[1]))), "kv", None),
-    "a layer too few": (lambda e, r: dataclasses.replace(r, kv=r.kv[:-1]), "model", None),
-    "the seed": (lambda e, r: with_sampling(r, seed="12"), "choice", DRAWN),
-    "the temperature": (lambda e, r: with_sampling(r, temperature="2.0"), "choice", DRAWN),
-    "a temperature out of range": (lambda e, r: with_sampling(r, temperature="2.5"), "sampling", None),
-    "greedy": (lambda e, r: with_sampling(r, temperature="0.0", seed=None, top_k=0, top_p="1.0", min_p="0.0"), "choice", DRAWN),
-    "top_k": (lambda e, r: with_sampling(r, top_k=1), "choice", DRAWN),
-    "top_p": (lambda e, r: with_sampling(r, top_p="0.01"), "choice", DRAWN),
-    "min_p": (lambda e, r: with_sampling(r, min_p="1.0"), "choice", DRAWN),
-    "the repetition penalty": (lambda e, r: with_sampling(r, repetition_penalty="50.0"), "choice", DRAWN),
-    "the presence penalty": (lambda e, r: with_sampling(r, presence_penalty="-2.0"), "choice", DRAWN),
-    "the frequency penalty": (lambda e, r: with_sampling(r, frequency_penalty="-2.0"), "choice", DRAWN),
-    "the logit bias": (lambda e, r: with_sampling(r, logit_bias={"9": "100.0"}), "choice", DRAWN),
-    "a logit bias outside": (lambda e, r: with_sampling(r, logit_bias={"99999": "1.0"}), "sampling", None),
-    "a stop string": (
-        lambda e, r: with_asked(r, stop=(e.text_tokenizer().decode(list(r.answer[:4]))[-1],)), "text", None
-    ),
-    "an end token": (lambda e, r: with_asked(r, ends=tuple(sorted({*r.asked.ends, r.answer[6]}))), "text", None),
-    "more tokens allowed": (lambda e, r: with_asked(r, max_tokens=21), "finish", 19),
-    "more tokens than the context": (lambda e, r: with_asked(r, max_tokens=1 << 24), "model", None),
-    "the finish reason": (lambda e, r: dataclasses.replace(r, finish_reason="stop"), "finish", 19),
-    "the answer cut": (
-        lambda e, r: dataclasses.replace(r, answer=r.answer[:9], logits=r.logits[:9], outputs=text_of(e, r.answer[:9])),
-        "finish", 8,
-    ),
-    "an id outside the vocabulary": (lambda e, r: dataclasses.replace(r, answer=with_entry(r.answer, 3, 1 << 20)), "model", None),
-    "the fingerprint": (
-        lambda e, r: dataclasses.replace(r, model=dataclasses.replace(r.model, fingerprint="0" * 64)), "model", None
-    ),
-    "a constraint": (lambda e, r: with_asked(r, constraint={"kind": "nothing"}), "sampling", None),
-}  # fmt: skip
 
-
-@pytest.mark.parametrize("name", TAMPERINGS)
+@pytest.mark.parametrize("name", tampering.TAMPERINGS)
 def test_each_tampering_is_named_at_its_first_place(engine: gemma_py.Engine, receipt: Receipt, name: str) -> None:
-    change, stage, token = TAMPERINGS[name]
+    change, stage, token = tampering.TAMPERINGS[name]
     tampered = change(engine, receipt)
     assert tampered != receipt
-    if token == DRAWN:
+    if token == tampering.DRAWN:
         pairs = zip(tampering.generated_anew(engine, tampered).answer, receipt.answer, strict=False)
         token = next(number for number, (ours, theirs) in enumerate(pairs) if ours != theirs)
     (found,) = verdicts(engine, [tampered])
@@ -159,7 +109,7 @@ def test_control_an_audit_that_skips_a_stage_lets_tamperings_pass(
     for guard, name in (("_check_text", "the text"), ("_check_kv", "a layer's keys and values")):
         with monkeypatch.context() as patch:
             patch.setattr(Auditor, guard, lambda *_: None)
-            assert verdicts(engine, [TAMPERINGS[name][0](engine, receipt)])[0].kind == EQUAL
+            assert verdicts(engine, [tampering.TAMPERINGS[name][0](engine, receipt)])[0].kind == EQUAL
 
 
 # --- wrong bits of the maker ------------------------------------------------------------------------------------------
@@ -242,26 +192,6 @@ def test_a_wrong_bit_of_a_weight_is_named(engine: gemma_py.Engine) -> None:
     assert difference is not None and difference.layer is not None and difference.phase
 
 
-def test_a_machine_that_disagrees_with_itself_is_accused(
-    engine: gemma_py.Engine, receipt: Receipt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    honest, passes = engine.run_together, 0
-
-    def faulty(inputs: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        results = honest(inputs)
-        if any(len(rows) for rows in results):
-            results = [rows.copy() for rows in results]
-            results[0].view(np.uint32)[2, 5] ^= 1
-        return results
-
-    monkeypatch.setattr(engine, "run_together", faulty)
-    (found,) = verdicts(engine, [receipt])
-    assert (found.kind, found.stage, found.token) == (UNKNOWN, "logits", 2)
-    assert "this machine disagrees with itself" in found.message and engine.threads == 2
-
-
 # --- how it is computed -----------------------------------------------------------------------------------------------
 
 
@@ -314,51 +244,3 @@ def test_a_digest_is_of_the_little_endian_row() -> None:
 
     row = np.array([1.5, -0.0, np.inf], np.float32)
     assert row_digest(row) == hashlib.sha256(bytes.fromhex("0000c03f000000800000807f")).digest()[:12]
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_checks_files_and_says_what_it_found(run: Run, tmp_path: Path, receipt: Receipt) -> None:
-    good = tmp_path / "good.json"
-    assert run("generate", TINY, "--prompt", PROMPT, "--max-tokens", 6, "--seed", 4, "--receipt", good)[0] == 0
-    bad = tampering.write(tmp_path / "bad.json", TAMPERINGS["a row of logits"][0](None, receipt).to_bytes())  # type: ignore[arg-type]
-    naive = tampering.write(tmp_path / "naive.json", good.read_bytes().replace(b'"trim":false', b'"trim":true'))
-    other = dataclasses.replace(receipt, model=dataclasses.replace(receipt.model, files=("0" * 64,)))
-    foreign = tampering.write(tmp_path / "foreign.json", other.to_bytes())
-    newer = tampering.write(tmp_path / "newer.json", dataclasses.replace(receipt, rules=9).to_bytes())
-    for files, code in (
-        ([good], 0), ([good, bad], 1), ([naive], 1), ([foreign], 2), ([newer, good], 3), ([newer, foreign], 2),
-        ([foreign, newer, bad], 1), ([tmp_path / "none.json"], 2),
-    ):  # fmt: skip
-        assert run("audit", *files, TINY)[0] == code, files
-    _, out, _ = run("audit", good, bad, naive, TINY)
-    lines = out.splitlines()
-    assert lines[0].startswith(f"{good}: equal: 6 tokens after a prompt of ")
-    assert lines[1].startswith(
-        f"{bad}: differs: logits at token 5 (position {len(receipt.prompt) + 5}): the logits differ"
-    )
-    assert lines[2].startswith(f"{naive}: differs: structure: predicate.root is ")
-    _, out, _ = run("audit", good, bad, TINY, "--json")
-    rows = json.loads(out)["receipts"]
-    assert [(row["verdict"], row["stage"], row["token"], row["signature"]) for row in rows] == [
-        ("equal", None, None, "none"), ("diverged", "logits", 5, "none"),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("data", [
-    b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"a":1,"a":1}', b"[" * 100_000, b'{"_type":' + b"9" * 100_000 + b"}",
-    b"{}\n{}\n", b'{"payloadType":1}', b'{"receipts":[[[]]]}', b'{"receipts":[1]}', b" " * 1000,
-])  # fmt: skip
-def test_hostile_files_are_named_in_one_line(run: Run, tmp_path: Path, data: bytes) -> None:
-    code, out, err = run("audit", tampering.write(tmp_path / "hostile.json", data), TINY)
-    text = out + err
-    assert code == 1 and text.count("\n") == len(text.splitlines()) <= 2 and "hostile.json" in text and len(text) < 700
-
-
-def test_a_file_of_100_mb_is_refused(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "large.json"
-    with path.open("wb") as file:
-        file.truncate(100 << 20)
-    code, out, err = run("audit", path, TINY)
-    assert code == 2 and not out and err.count("\n") == 1 and "larger than" in err

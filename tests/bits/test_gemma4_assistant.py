@@ -305,7 +305,7 @@ def test_the_commands_accept_an_assistant(checkpoints: dict[str, Path], tmp_path
     assistant, ids = written("gemma4-dense", tmp_path / "assistant"), tmp_path / "ids.json"
     ids.write_text("[2, 5, 7, 5, 7]")
     made = []
-    for more in ([], ["--speculate", "off"]):
+    for more in (["--draft", assistant], ["--speculate", "off"]):
         code, out, _ = run(
             "generate",
             checkpoints["gemma4-dense"],
@@ -314,8 +314,6 @@ def test_the_commands_accept_an_assistant(checkpoints: dict[str, Path], tmp_path
             "--max-tokens",
             20,
             "--json",
-            "--draft",
-            assistant,
             *more,
         )
         assert code == 0

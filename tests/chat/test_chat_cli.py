@@ -340,6 +340,7 @@ def test_every_command(pipe: Pipe, tmp_path: Path) -> None:
         f"/save {tmp_path / 'talk'}": "saved",
         f"/export {tmp_path / 'talk.md'}": "as markdown",
         f"/export {tmp_path / 'other'} json": "as json",
+        f"/receipt {tmp_path / 'receipt.json'}": "wrote",
         "/undo": "removed: something else",
         f"/load {tmp_path / 'talk'}": "3 messages",
         "more": "cached",

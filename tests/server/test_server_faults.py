@@ -285,8 +285,9 @@ def test_what_cannot_be_served_is_said_in_a_line(server: Running, run: object, a
     assert code in (1, 2) and out == "" and said in err and err.count("\n") == 1
 
 
+# The engine fails as soon as CONDITION holds.
 FAULTY = """
-import functools, sys, time
+import functools, pathlib, sys, time
 import gemma_py
 from gemma_py.generate import base_scheduler, scheduler
 from gemma_py.cli.main import main
@@ -295,9 +296,9 @@ gemma_py.load, step, fault = functools.partial(gemma_py.load, deadline=1.0), sch
 if fault == "hang":
     base_scheduler.SLOWEST_STEP = 1.0
 def faulty(self):
-    if len(self._waiting) >= 2 and fault == "hang":
+    if CONDITION and fault == "hang":
         time.sleep(3600)
-    if len(self._waiting) >= 2:
+    if CONDITION:
         self.engine.instruments.fault_plan = FaultPlan(fault=fault, worker=1)
     step(self)
 scheduler.Scheduler._step = faulty
@@ -309,12 +310,17 @@ sys.exit(main(sys.argv[1:]))
     ("fault", "said"),
     [("raise", "worker 1 of 2"), ("stall", "worker 1 of 2"), ("hang", "no step has ended for"), ("", "")],
 )
-def test_if_the_engine_fails_all_clients_get_an_error_and_the_process_ends(fault: str, said: str) -> None:
+def test_if_the_engine_fails_all_clients_get_an_error_and_the_process_ends(
+    fault: str, said: str, tmp_path: Path
+) -> None:
     """When the engine fails, two requests run and two wait. As a control, without the failure all four get their answers."""
     arguments = ("--threads", "2", "--parallel", "2", fault)
-    with Process(*arguments, program=["-c", FAULTY]) as process, contextlib.ExitStack() as stack:
-        streams = [stack.enter_context(process.open_stream(2000 if fault else 60)) for _ in range(4)]
+    now = tmp_path / "now"  # the engine fails once this file exists
+    program = FAULTY.replace("CONDITION", f"pathlib.Path({str(now)!r}).exists()")
+    with Process(*arguments, program=["-c", program]) as process, contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(process.open_stream(3000 if fault else 60)) for _ in range(4)]
         if fault:
+            now.touch()
             wait_until(lambda: process.request("GET", "/health")[0] == 503)
             status, document = process.post("/v1/completions", **SHORT)
             assert (status, document["error"]["code"]) == (503, "engine_failed")
@@ -363,7 +369,7 @@ def test_a_worker_that_stalls_once_costs_nobody_an_answer() -> None:
     ("fault", "drain", "said"), [("raise", "60", "worker 1 of 2"), ("hang", "0", "no step has ended for")]
 )
 def test_an_engine_that_stops_working_while_the_server_ends(fault: str, drain: str, said: str) -> None:
-    program = FAULTY.replace("len(self._waiting) >= 2", "not self._open")
+    program = FAULTY.replace("CONDITION", "not self._open")
     with Process("--threads", "2", "--drain", drain, fault, program=["-c", program]) as process:
         stream = process.open_stream(2000)
         process.child.send_signal(signal.SIGTERM)
@@ -376,19 +382,21 @@ def test_an_engine_that_stops_working_while_the_server_ends(fault: str, drain: s
 def test_an_engine_that_fails_ends_the_process_after_telling_all(tmp_path: Path) -> None:
     failing = tmp_path / "failing.py"
     failing.write_text(
-        "import sys\n"
+        "import pathlib, sys\n"
         "from gemma_py.generate import scheduler\n"
         "from gemma_py.cli.main import main\n"
         "step = scheduler.Scheduler._step\n"
         "def fails(self):\n"
         "    step(self)\n"
-        "    if len(self._running) == 3:\n"
+        "    if pathlib.Path(__file__).with_name('now').exists():\n"
         "        raise RuntimeError('a fault for the test')\n"
         "scheduler.Scheduler._step = fails\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     with Process(program=[str(failing)]) as process:
-        for text in map(rest, [process.open_stream(4000) for _ in range(3)]):
+        streams = [process.open_stream(4000) for _ in range(3)]
+        (tmp_path / "now").touch()
+        for text in map(rest, streams):
             assert b"a fault for the test" in text and b"data: [DONE]" in text
         code, errors = process.end()
     assert code == 1 and "the engine has failed" in errors

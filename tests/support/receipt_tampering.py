@@ -11,10 +11,11 @@ import gemma_py
 from gemma_py.checks.audit import EQUAL, Audited, Auditor, Verdict
 from gemma_py.errors import FormatError
 from gemma_py.generate.core import Request
-from gemma_py.receipts.receipt import Receipt, canonical, parse
+from gemma_py.receipts.receipt import Receipt, canonical, output_digests, parse
 from gemma_py.server.openai.described_constraint import constraint_maker
 
 NO_END = {1: -100.0, 6: -100.0}
+PROMPT = "The list of"
 
 
 def made(engine: gemma_py.Engine, prompt: str, count: int, **options: Any) -> Receipt:
@@ -22,6 +23,13 @@ def made(engine: gemma_py.Engine, prompt: str, count: int, **options: Any) -> Re
     receipt = list(engine.generate(prompt, count, receipt=True, **options))[-1].receipt
     assert receipt is not None
     return receipt
+
+
+def usual_receipt(engine: gemma_py.Engine) -> Receipt:
+    """Return the receipt of an answer with every option of sampling, to which TAMPERINGS apply."""
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 11}
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.25, "frequency_penalty": 0.25}
+    return made(engine, PROMPT, 20, **options, **penalties, logit_bias=NO_END, stop=["no such text"])
 
 
 def varied_receipts(engine: gemma_py.Engine, count: int) -> list[Receipt]:
@@ -70,6 +78,61 @@ def with_entry(entries: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]
 
 def with_bit(digest: bytes, bit: int = 0) -> bytes:
     return bytes([digest[0] ^ 1 << bit, *digest[1:]])
+
+
+def text_of(engine: gemma_py.Engine, ids: tuple[int, ...]) -> dict[str, str]:
+    return output_digests(engine.text_tokenizer().decode(list(ids)), "", [])
+
+
+DRAWN = -1  # the first token that sampling chooses otherwise
+# Each changes one thing and computes the Merkle root again, so that only the stage that checks this thing can find it.
+TAMPERINGS: dict[str, tuple[Callable[[gemma_py.Engine, Receipt], Receipt], str, int | None]] = {
+    "a prompt id": (lambda e, r: dataclasses.replace(r, prompt=with_entry(r.prompt, 1, 9)), "logits", 0),
+    "a longer prompt": (lambda e, r: dataclasses.replace(r, prompt=(*r.prompt, 9)), "logits", 0),
+    "an answer id": (lambda e, r: dataclasses.replace(r, answer=with_entry(r.answer, 7, 9)), "text", None),
+    "an answer id and the text": (
+        lambda e, r: dataclasses.replace(
+            r, answer=with_entry(r.answer, 7, 9), outputs=text_of(e, with_entry(r.answer, 7, 9))
+        ),
+        "choice", 7,
+    ),
+    "the text": (lambda e, r: dataclasses.replace(r, outputs=output_digests("another text", "", [])), "text", None),
+    "a thought": (lambda e, r: dataclasses.replace(r, outputs={**r.outputs, "reasoning": "0" * 64}), "text", None),
+    "a row of logits": (lambda e, r: dataclasses.replace(r, logits=with_entry(r.logits, 5, with_bit(r.logits[5]))), "logits", 5),
+    "two rows exchanged": (
+        lambda e, r: dataclasses.replace(r, logits=(r.logits[0], r.logits[2], r.logits[1], *r.logits[3:])), "logits", 1
+    ),
+    "a layer's keys and values": (lambda e, r: dataclasses.replace(r, kv=with_entry(r.kv, 1, with_bit(r.kv[1]))), "kv", None),
+    "a layer too few": (lambda e, r: dataclasses.replace(r, kv=r.kv[:-1]), "model", None),
+    "the seed": (lambda e, r: with_sampling(r, seed="12"), "choice", DRAWN),
+    "the temperature": (lambda e, r: with_sampling(r, temperature="2.0"), "choice", DRAWN),
+    "a temperature out of range": (lambda e, r: with_sampling(r, temperature="2.5"), "sampling", None),
+    "greedy": (lambda e, r: with_sampling(r, temperature="0.0", seed=None, top_k=0, top_p="1.0", min_p="0.0"), "choice", DRAWN),
+    "top_k": (lambda e, r: with_sampling(r, top_k=1), "choice", DRAWN),
+    "top_p": (lambda e, r: with_sampling(r, top_p="0.01"), "choice", DRAWN),
+    "min_p": (lambda e, r: with_sampling(r, min_p="1.0"), "choice", DRAWN),
+    "the repetition penalty": (lambda e, r: with_sampling(r, repetition_penalty="50.0"), "choice", DRAWN),
+    "the presence penalty": (lambda e, r: with_sampling(r, presence_penalty="-2.0"), "choice", DRAWN),
+    "the frequency penalty": (lambda e, r: with_sampling(r, frequency_penalty="-2.0"), "choice", DRAWN),
+    "the logit bias": (lambda e, r: with_sampling(r, logit_bias={"9": "100.0"}), "choice", DRAWN),
+    "a logit bias outside": (lambda e, r: with_sampling(r, logit_bias={"99999": "1.0"}), "sampling", None),
+    "a stop string": (
+        lambda e, r: with_asked(r, stop=(e.text_tokenizer().decode(list(r.answer[:4]))[-1],)), "text", None
+    ),
+    "an end token": (lambda e, r: with_asked(r, ends=tuple(sorted({*r.asked.ends, r.answer[6]}))), "text", None),
+    "more tokens allowed": (lambda e, r: with_asked(r, max_tokens=21), "finish", 19),
+    "more tokens than the context": (lambda e, r: with_asked(r, max_tokens=1 << 24), "model", None),
+    "the finish reason": (lambda e, r: dataclasses.replace(r, finish_reason="stop"), "finish", 19),
+    "the answer cut": (
+        lambda e, r: dataclasses.replace(r, answer=r.answer[:9], logits=r.logits[:9], outputs=text_of(e, r.answer[:9])),
+        "finish", 8,
+    ),
+    "an id outside the vocabulary": (lambda e, r: dataclasses.replace(r, answer=with_entry(r.answer, 3, 1 << 20)), "model", None),
+    "the fingerprint": (
+        lambda e, r: dataclasses.replace(r, model=dataclasses.replace(r.model, fingerprint="0" * 64)), "model", None
+    ),
+    "a constraint": (lambda e, r: with_asked(r, constraint={"kind": "nothing"}), "sampling", None),
+}  # fmt: skip
 
 
 def drawn_change(rng: random.Random, receipt: Receipt, other: Receipt) -> Receipt:

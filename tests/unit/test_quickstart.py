@@ -30,12 +30,19 @@ def test_it_says_what_is_downloaded(
     assert "(downloads at most 450 MB, the demo model among it)" in said("test")
 
 
+def test_a_command_has_the_packages_that_its_options_need() -> None:
+    """`chat` and `serve` sign receipts, `run keygen` makes keys, and `run audit` checks answers that follow a schema."""
+    extras = {task: set(names.split(",")) for task, names in quickstart.EXTRAS.items()}
+    assert all("sign" in extras[task] for task in ("chat", "serve", "run"))
+    assert extras["chat"] | extras["serve"] == extras["run"]
+
+
 def test_a_tier_is_a_folder_of_tests() -> None:
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
     assert set(quickstart.TIERS) == folders
     assert quickstart.checks(["unit", "-x"]) == [("pytest", "tests/unit", "-x")]
     assert [check[0] for check in quickstart.checks(["-x"])] == ["ruff", "ruff", "mypy", "pytest"]
-    assert quickstart.checks(["-x"])[-1] == ("pytest", "-x")
+    assert quickstart.checks(["-x"])[-1] == ("pytest", *quickstart.IN_TWO_PROCESSES, "-x")
 
 
 def test_tests_import_nothing_from_each_other() -> None:

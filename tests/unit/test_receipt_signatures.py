@@ -129,8 +129,11 @@ def test_commands_sign_and_check(run: Run, tmp_path: Path, key: Path, public: Pa
     code, out, _ = run("audit", forged, TINY, "--public-key", public)
     assert code == 1 and "differs: signature: the signature by the key" in out
     assert "differs: structure" in run("audit", forged, TINY)[1]
-    code, _, err = run("audit", signed, TINY, "--public-key", signed)
-    assert code == 2 and err.count("\n") == 1
+    code, out, err = run("audit", signed, TINY, "--public-key", signed)
+    assert code == 2 and not out and err.count("\n") == 1
+    broken = tampering.write(tmp_path / "broken.json", b'{"_type":1}')
+    code, out, err = run("audit", broken, TINY, "--public-key", public)
+    assert code == 1 and out.count("\n") == 1 and not err and "differs: signature: no signed receipt" in out
 
 
 def test_securesystemslib_verifies_the_envelope(receipt: Receipt, key: Path, public: Path) -> None:
