@@ -103,9 +103,10 @@ class _InlinedLibrary(JITCodeLibrary):
         """Do nothing. numba's environment is for Python objects and exceptions, which kernels do not use."""
 
     def _optimize_final_module(self) -> None:
-        """Do nothing. numba would optimise a helper again for each level of callers; a kernel is optimised with its helpers.
+        """Do nothing, because LLVM optimises a helper together with the kernel into which the helper is linked.
 
-        Without this, compiling a forward pass takes 43 s of CPU time instead of 35 s. The machine code is equally fast.
+        numba would also optimise a helper with its own helpers, and these again with each of their callers. Compiling a forward
+        pass would take 43 s of CPU time instead of 34 s, and the machine code would not be faster.
         """
 
     def get_pointer_to_function(self, name: str) -> int:

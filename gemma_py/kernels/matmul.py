@@ -287,10 +287,8 @@ def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
         address = np.int64(w.arena.ctypes.data) + first
     quads = array_from_address(address, CODE_PANELS * panel_stride, w.arena)
     runs, tiles = w.K // INPUT_BLOCK, (last_row - first_row + QUAD_ROWS - 1) // QUAD_ROWS
-    ahead, ahead_step = (
-        w.start + (panel + CODE_PANELS) * w.panel_bytes,
-        CODE_PANELS * w.panel_bytes // (runs * tiles) + 1,
-    )
+    ahead = w.start + (panel + CODE_PANELS) * w.panel_bytes
+    ahead_step = CODE_PANELS * w.panel_bytes // (runs * tiles) + 1
     for t in range(first_row, last_row, QUAD_ROWS):
         _quad_tile(x, t, last_row - t, w, panel, quads, panel_stride, run_stride, unpacked, y, ahead, ahead_step)
         ahead += runs * ahead_step
