@@ -87,6 +87,8 @@ def _scores_by_query_lanes(ring, row, keys, q, q_at, out, at):
 def _scores_by_key_lanes(ring, row, q, lane, out, at, spare):
     """Compute the scores of sixteen keys and four queries, from query `lane` on. E must be a multiple of 4.
 
+    spare: the index in `out` of sixteen numbers that this function may overwrite
+
     A vector has one lane for each key. With one lane for each query, most lanes would be unused while a token is decoded,
     because there are few queries then.
     """

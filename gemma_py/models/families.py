@@ -31,7 +31,8 @@ def config_from_hf(document: Any, where: str, generation: Any = None, dense: Sha
     outer = Fields(where, document)
     fields = outer.table("text_config") or outer
     written = fields.text("model_type", outer.text("model_type", ""))
-    if outer.text("model_type", "") in gemma4_assistant.FAMILY.model_types:  # whose text_config is that of Gemma 4
+    # The text_config of a Gemma 4 assistant has the model_type of Gemma 4, so the outer model_type is read instead.
+    if outer.text("model_type", "") in gemma4_assistant.FAMILY.model_types:
         written = outer.text("model_type")
     if written not in _BY_MODEL_TYPE:
         what = "is not supported yet" if written in _LATER else "is not a Gemma model"

@@ -1,8 +1,8 @@
 """Gemma 1, 2 and 3, VaultGemma and EmbeddingGemma: tensor names, programs, and config readers for Hugging Face and GGUF.
 
-Gemma 2 has what Gemma 1 has, and also soft caps, sliding windows, and norms after attention and after the feed-forward.
+Gemma 2 is Gemma 1 with soft caps, sliding windows, and norms after attention and after the feed-forward.
 VaultGemma is Gemma 2 without the norms after attention and after the feed-forward.
-Gemma 3 has what Gemma 2 has except soft caps, and also norms of queries and keys, and another rope in sliding layers.
+Gemma 3 is Gemma 2 without soft caps, but with norms of queries and keys, and with another rope in sliding layers.
 EmbeddingGemma is Gemma 3 with bidirectional attention. Instead of logits, the program computes the mean of a text's hidden
 states, and then the dense layers.
 """

@@ -54,11 +54,12 @@ _LAYER = (
     ("post_per_layer_input_norm", "post_per_layer_input_norm.weight", "post_norm", ("D",)),
 )
 _MOST_STREAMS = 64
+# The tensors that compute KV rows. Checkpoints have these tensors even for layers that store no KV rows.
 _OF_KV_ROWS = (
     "k_proj",
     "v_proj",
     "k_norm",
-)  # even for layers that store no KV rows, checkpoints have these tensors
+)
 
 
 def tensors(config: Config) -> dict[str, Tensor]:

@@ -62,7 +62,10 @@ def tensors(config: Config) -> dict[str, Tensor]:
 
 
 def unused(config: Config) -> frozenset[str]:
-    """Return the names of tensors that are not used: the clusters of tokens, and the checked divisors of frequencies."""
+    """Return the names of tensors that a checkpoint may have although a step does not use them.
+
+    These are the clusters of tokens, and a GGUF file's divisors of rope frequencies, which only the config reader needs.
+    """
     return frozenset(("masked_embedding.centroids.weight", "masked_embedding.token_ordering", "rope_freqs.weight"))
 
 
@@ -165,7 +168,8 @@ def _write(p: Program) -> None:
 
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
-_COUNT, _HEADS, _KV_HEADS, _WIDTH = 4, 8, 4, 256  # defaults of transformers' Gemma4TextConfig, and 4 layers
+# Defaults for missing fields. Those for heads and widths are the defaults of transformers' Gemma4TextConfig.
+_COUNT, _HEADS, _KV_HEADS, _WIDTH = 4, 8, 4, 256
 
 
 def config_from_hf(description: ModelDescription) -> Config:

@@ -109,7 +109,7 @@ class Rows(NamedTuple):
 
 
 class HiddenStates(NamedTuple):
-    """Hidden states after the final norm, from which logits are computed. first: the position of the first row."""
+    """Hidden states after the final norm, from which logits are computed. first: the position of the token of rows[0]."""
 
     first: int
     rows: np.ndarray  # f32 [positions, D]
@@ -130,7 +130,8 @@ class Cache:
         self._first = [0] * len(config.kv_layers)  # for each layer, the first position whose row `restore` stored
         # The largest position after a pass. Later passes may overwrite rows that only lower positions need.
         self._highest = 0
-        self._room = 0, 0  # the layers have rows for so many tokens, in passes of up to so many tokens
+        # The layers have KV rows for the first number of tokens, if no pass has more tokens than the second number.
+        self._room = 0, 0
         layers = [
             Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
             for layer in config.kv_layers
@@ -334,7 +335,7 @@ class Cache:
             )
 
     def last_hidden(self) -> np.ndarray | None:
-        """Return the hidden state [D] of the last token, or None if the last pass did not compute its logits."""
+        """Return the hidden state [D] of the last token, or None if the last pass did not compute that token's logits."""
         at = -1 if self.hidden is None else self.position - 1 - self.hidden.first
         return self.hidden.rows[at] if self.hidden is not None and 0 <= at < len(self.hidden.rows) else None
 

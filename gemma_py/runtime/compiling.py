@@ -46,8 +46,8 @@ _KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kerne
 # The seconds after which a process without a sign of life is killed. A kernel may take longer to compile, as under emulation.
 _SILENCE = 300.0
 _BEAT = 1.0  # seconds between signs of life
-_LEAST_WORK = 0.05  # the CPU seconds between signs of life that show work; waking up to look takes less
-_TICK = 0.2
+_LEAST_WORK = 0.05  # a process gives a sign of life only if it used more CPU seconds than this in the last second
+_TICK = 0.2  # seconds between two looks of the main process at the compiling processes
 
 
 def _mark(cache: Path, kv: str) -> Path:

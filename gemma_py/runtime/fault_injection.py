@@ -121,7 +121,7 @@ def inject(cells, worker, place):
         return
     if fault == _RAISE:
         raise RuntimeError("an injected fault")
-    # This loop imitates a stall, so it ignores BROKEN. It ends when the team is closed.
+    # This loop imitates a stalled worker, so it does not end when the run is broken, but only when the team is closed.
     while load_acquire(shared, c.END_STALLS) == 0:
         sleep_microseconds(np.uint32(1000))
 

@@ -35,7 +35,7 @@ from gemma_py.runtime.sync import await_rows, claim, claim_any, last_awaited, pu
 from gemma_py.runtime.trace import is_traced, trace_rows, trace_worker
 
 _TILE_ROWS = 8  # rows of a tile in `rows_phase`
-_FULL_WINDOW = 1 << 40  # the sliding window that stands for full attention, larger than any context
+_FULL_WINDOW = 1 << 40  # larger than any context; a sliding window of this size makes attention full
 
 
 # --- operations on rows -----------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def _params_of(model, op, segment):
 
 @inlined
 def _await_keys(cells, worker, op, params, sequences, number, position):
-    """Wait until all KV rows that a query at `position` of a sequence sees are published."""
+    """Wait until all KV rows that a query at `position` sees are published. number: the index of the query's sequence."""
     last = last_awaited(cells, worker, position, min(position + params.ahead, params.length - 1))
     return await_rows(cells, worker, op[p.KV] * sequences + number, last)
 
@@ -120,8 +120,8 @@ def _scores_of(scratch, workers, pair):
 def scores_phase(worker, workers, cells, model, scratch, batch, trace, at, end):
     """Compute attention scores in a decoding pass in which several workers share a position.
 
-    A tile is the scores of one position for a range of keys. Before it is computed, the worker waits until that position's KV
-    row is published. Scores are not traced, because the trace has the outputs of attention, which depend on the scores.
+    A tile is the scores of one position for a range of keys. Before a worker computes a tile, it waits until the KV row of
+    this position is published. Scores are not traced, because the traced outputs of attention depend on the scores.
     """
     op = model.ops[at]
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]

@@ -84,7 +84,7 @@ class PrefixCache:
             return  # an earlier block of the sequence was evicted, and without it, later blocks cannot be found
         self._touch(cache.ids, path)
         for index in range(len(path), last):
-            # This sequence's blocks were just touched, so a block of another sequence is evicted.
+            # The blocks of this sequence are marked as recently used, so a block of another sequence is evicted.
             if not self._free:
                 self._evict()
             slot = self._free.pop()

@@ -26,13 +26,13 @@ from gemma_py.weights.pack import CODES, INPUTS, KIND, ROWS, PackedArrays, Packe
 from gemma_py.weights.tensors import RowTable
 
 # Columns of the table `ops`, which has one row per operation. These columns describe the operation's phase:
-#   LAYER, LABEL: the layer number and the index of the name.  NEXT: the index of the next phase's first operation.
-#   COUNTER: the number of the phase and of the phase's tile counter.  BARRIER: whether a barrier follows the phase.
-#   ROWS_OF: ALL or WANTED.
+#   LAYER: the number of the layer.  LABEL: the index of the phase's name in `LinkedProgram.labels`.
+#   NEXT: the index of the next phase's first operation.  BARRIER: whether a barrier follows the phase.
+#   COUNTER: the number of the phase and of the phase's tile counter.  ROWS_OF: ALL or WANTED.
 # TRACE: the row of the trace for the output's hashes, or -1 if a later operation of the phase overwrites the output.
 # The remaining columns are the fields of `Op` in models/program.py, with names replaced by numbers:
 #   TARGET, SOURCE, SECOND: buffers.  MATRIX, GAIN: indices into the weights' `matrices` and `gains`.
-#   NUMBER: an index into `numbers`.  SLOT: the codes of a pass of T rows begin at SLOT * T.
+#   NUMBER: an index into `numbers`.  SLOT: in a pass of T rows, the codes of the input begin at scratch.coded.codes[SLOT * T].
 (OP, LAYER, LABEL, NEXT, COUNTER, TRACE, BARRIER, ROWS_OF, TARGET, SOURCE, SECOND, MATRIX, GAIN, HEADS, WIDTH, KV_HEADS,
  KV, WINDOW, BIDIRECTIONAL, ROPE_ROW, FIRST_COLUMN, STRIDE, STREAM, EXPERTS, NUMBER, SLOT) = range(26)  # fmt: skip
 _COLUMNS = 26
@@ -174,9 +174,9 @@ def _needed(program: Program, weights: PackedWeights) -> list[Op]:
 
 
 def _slots(ops: Sequence[Op]) -> tuple[dict[int, int], int]:
-    """Assign a slot of scratch memory to each QUANTISE operation, for its codes.
+    """Assign to each QUANTISE operation a slot of scratch memory for the codes that the operation writes.
 
-    Return the offset of the slot for the `id` of each operation, and the total size of the slots. A slot is in use until the
+    Return a dict from `id(operation)` to the offset of the slot, and the total size of the slots. A slot is in use until the
     last operation that reads the codes. Then another QUANTISE operation can use the slot.
     """
     last_read = {id(op.codes): number for number, op in enumerate(ops) if op.codes is not None}

@@ -160,7 +160,7 @@ def trace_operation(model, op, scratch, batch, trace, first, last):
     elif op[p.OP] == o.STORE:
         (values,) = buffer_of(model, batch, scratch, op[p.SECOND], op[p.KV_HEADS] * op[p.WIDTH])
         trace_rows(trace, op[p.TRACE], rows, values, op[p.KV_HEADS] * op[p.WIDTH], first, last)
-    # Cosines and sines are not traced. Rows that TAKE copies are not traced again.
+    # ROPE_TABLE computes cosines and sines, which are not traced. TAKE copies rows that are already traced.
     elif op[p.OP] != o.ROPE_TABLE and op[p.OP] != o.TAKE:
         (made,) = buffer_of(model, batch, scratch, op[p.TARGET], width)
         trace_rows(trace, op[p.TRACE], rows, made, width, first, last)

@@ -80,8 +80,8 @@ class Runner:
 
         If the pass fails, the tokens are not added to the cache.
         limit: the most tokens in the cache. A pass that would exceed the limit raises ContextError.
-        ahead: the number of tokens that the caller will run in later passes.
-        guesses: the number of tokens, counted from the last one, that only `accept` adds to the cache.
+        ahead: the number of tokens that the caller will run in later passes. The cache reserves room for these tokens too.
+        guesses: how many of the last tokens are guesses, which only `accept` adds to the cache.
         """
         T = len(tokens)
         with self.shared.lock:
@@ -117,7 +117,8 @@ class Runner:
                     "an embedding model needs every text whole, in one pass, and returns one row for each text"
                 )
             positions.append(cache.position)
-            # If a chunk has only one wanted row, several workers can share the attention of that row.
+            # `keys` is needed even for a chunk of many tokens: if the chunk has only one wanted row, several workers can share
+            # the attention of this row, and then the scratch memory must hold the scores of all keys.
             T, keys, wanted = T + len(tokens), max(keys, cache.position + len(tokens)), wanted + rows
         for entry in inputs:
             entry.cache.reject_guesses()
@@ -126,7 +127,9 @@ class Runner:
         scratch, program = self._scratch_for(T, keys), self.program
         logits = np.empty((wanted, program.outputs), np.float32)
         batch = _batch(inputs, logits.reshape(-1))
-        if not program.stores:  # a query sees the KV rows before its own position
+        if not program.stores:
+            # The program stores no KV row at the query's own position. So attention counts the query as standing one
+            # position earlier, where it sees only rows that are stored.
             batch.segments[:, :, ORIGIN] -= 1
         for table, offset, width in program.gathers:
             table.gather(batch.tokens, scratch.floats[offset * T : (offset + width) * T].reshape(T, width))
@@ -201,7 +204,8 @@ class Runner:
             # The attributes are assigned together, after the allocation. If the allocation fails, `_rows` still matches
             # `_scratch`.
             self._scratch, self._rows, self._workers = new_scratch(self.program.sizes, T, workers), T, workers
-        # Workers share a position only if there are more workers than positions * key/value heads.
+        # Workers share positions only if there are more workers than pairs of a sequence and a key/value head. Each pair
+        # needs scores for every key.
         shared = workers - 1
         if len(self._scratch.scores) < shared * keys * LANES:
             self._scratch = self._scratch._replace(scores=aligned(shared * keys * 3 // 2 * LANES))

@@ -123,8 +123,8 @@ def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[n
 class _Section(NamedTuple):
     """A part of an arena in the file: the matrices that every pass reads, or the matrices of experts.
 
-    first: the place of the section's first byte, counted from the first section. values: the number of values, without
-    padding.
+    first: the number of bytes between the beginning of the first section and the beginning of this section.
+    values: the number of values, without padding.
     """
 
     name: str
@@ -199,9 +199,9 @@ def _checksum(data: np.ndarray, plan: PackingPlan, section: _Section) -> int:
 
 
 def _found_checksums(data: np.ndarray, plan: PackingPlan, recorded: str) -> list[int]:
-    """Return the checksums of a file's sections: computed, except those of experts' sections, which `recorded` has.
+    """Return the checksums of a file's sections. Those of experts' sections are taken from `recorded`, the others computed.
 
-    recorded: the header's field with the checksums
+    recorded: the checksums in the file's header, separated by spaces
     """
     words, sections = recorded.split(" "), _sections(plan)
     if len(words) != len(sections) or not all(re.fullmatch("[0-9a-f]{16}", word) for word in words):
@@ -375,7 +375,7 @@ def _file_digest(path: Path) -> bytes:
 def _recorded(what: str, paths: Sequence[Path], records: Path | None, compute: Callable[[], bytes]) -> bytes:
     """Return a sha256 of files, from a record on disk if the files are unchanged since the record was written.
 
-    what: names what `compute` computes the sha256 of; records of other names are not used
+    what: a name for the content whose sha256 `compute` returns; a record that was written under another name is not used
     records: the directory of the records, or None to compute in any case
     """
     before = [_identity(path) for path in paths]

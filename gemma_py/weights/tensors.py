@@ -126,7 +126,7 @@ class StoredMatrix:
 
 
 class RowTable(Protocol):
-    """What a pass copies to a buffer before the kernel starts: a row for each token."""
+    """A table from which one row for each token of a pass is copied to a buffer, before the kernel starts."""
 
     def gather(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Write the row for ids[t] to rows[t].    ids: int64 [T], read   rows: f32 [T, K], written"""
@@ -141,7 +141,7 @@ class GatheredTable:
     """
 
     matrix: StoredMatrix
-    state: FileState | None  # None if there is no such file, as for the random weights of a benchmark
+    state: FileState | None  # None if the matrix is not in a file, as with the random weights of a benchmark
 
     @classmethod
     def of(cls, tensor: StoredTensor) -> "GatheredTable":
@@ -247,8 +247,8 @@ def hugging_face_source(
 ) -> Source:
     """Return the source for safetensors.
 
-    In a multimodal checkpoint, the names of the text model's tensors have a prefix, which is that of the embedding. The
-    output head may have another prefix.
+    In a multimodal checkpoint, the names of the text model's tensors have a prefix. The name of the embedding shows which
+    prefix the tensors have, but the output head may have another prefix.
     """
     by_own_name = {_without_wrappers(name): name for name in tensors}
     embedding = specs[EMBEDDING].hugging_face

@@ -96,7 +96,9 @@ def load_splat_quad(typing, array, index):
 
 @intrinsic
 def dot_quads(typing, unsigned, signed, total):
-    """Return total[i] plus the dot product of four unsigned bytes of a and four signed bytes of b, in each lane i.
+    """Return, in each lane i, total[i] + the dot product of lane i of `unsigned` and lane i of `signed`.
+
+    Each of these lanes has four bytes.
 
     The instruction (vpdpbusd) exists only where USES_VNNI is true.
     """
