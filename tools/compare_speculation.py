@@ -26,7 +26,8 @@ from gemma_py.generate.core import Request
 
 _LOOKUP_TOKENS = 10
 _PAUSE = 0.3  # seconds between two runtimes, so that the threads of the first one stop spinning
-# Given a prompt, the number of new tokens and whether to look up; returns the tokens, and the seconds after the first one.
+# Arguments: a prompt, the number of new tokens, and whether to use prompt lookup. Returns the tokens, and the seconds after the
+# first token.
 Run = Callable[[list[int], int, bool], tuple[list[int], float]]
 
 

@@ -1,28 +1,37 @@
 """Measure speculation: tokens a pass, accepted guesses, and the speed of `auto` as a multiple of the speed of `off`.
 
     python tools/speculation.py [MODEL] [--tokens 128] [--rounds 3] [--threads N] [--temperatures 0,0.8] [--kinds edit,json]
+        [--streams 8]
 
 The kinds are the recorded prompts of `bench --speculate`. Two kinds more repeat the chat with guesses that are always right
-(`oracle`) and always wrong (`wrong`), also for models with random weights. The last line is a JSON document.
+(`oracle`) and always wrong (`wrong`), also for models with random weights. `streams` answers --streams of the recorded
+prompts at once, and measures from the first request to the last answer. The last line is a JSON document.
 """
 
 import argparse
 import json
+import statistics
 import sys
-from contextlib import AbstractContextManager, nullcontext
+import time
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
+from answers import told
+from crowd import Client
 from drafters import drafting
 
 import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.checks.speculation import HEADER, PROMPTS, Case, Tokens, cells, measured
 from gemma_py.cli.common import markdown, positive
+from gemma_py.errors import ComputationError
 from gemma_py.generate.core import Request
+from gemma_py.generate.scheduler import Scheduler
 
 
 def guessing(kind: str, vocabulary: int, request: Request, known: Tokens) -> AbstractContextManager[Any]:
@@ -32,6 +41,41 @@ def guessing(kind: str, vocabulary: int, request: Request, known: Tokens) -> Abs
     return drafting(kind, {tuple(request.ids): [token for token, *_ in known]}, vocabulary)
 
 
+def streams(engine: gemma_py.Engine, count: int, case: Case) -> dict[str, Any]:
+    """Answer `count` of the recorded prompts at once, with `off` and with `auto` in turns. Return what `measured` returns."""
+    prompts = [engine.encode(text) for text in islice(cycle(PROMPTS.values()), count)]
+    rates: dict[str, list[float]] = {"off": [], "auto": []}
+    passes = guessed = accepted = 0
+    for number in range(case.rounds):
+        answers = {}
+        for mode in ("off", "auto") if number % 2 else ("auto", "off"):
+            with closing(Scheduler(engine, parallel=count, prefix_bytes=0)) as scheduler:
+                begin = time.perf_counter()
+                clients = [
+                    Client(scheduler, Request(ids, case.tokens, case.sampling(seed), logprobs=False, speculate=mode))
+                    for seed, ids in enumerate(prompts, number * count)
+                ]
+                for client in clients:
+                    client.end()
+                rates[mode].append(count * case.tokens / (time.perf_counter() - begin))
+                answers[mode] = [[told(event.token) for event in client.made] for client in clients]
+                if mode == "auto":
+                    stats = scheduler.stats()
+                    passes, guessed = passes + stats.passes, guessed + stats.guessed_tokens
+                    accepted += stats.accepted_tokens
+        if answers["off"] != answers["auto"]:
+            raise ComputationError("speculation changed an answer; please report this with the model")
+    ratios = [auto / off for off, auto in zip(rates["off"], rates["auto"], strict=True)]
+    tokens = case.rounds * count * case.tokens
+    return {
+        "temperature": case.temperature, "tokens": tokens, "tokens_a_pass": tokens / passes,
+        "guessed": guessed, "accepted": accepted,
+        "off_tokens_per_second": statistics.median(rates["off"]),
+        "auto_tokens_per_second": statistics.median(rates["auto"]),
+        "speed": statistics.median(ratios), "least": min(ratios),
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
@@ -39,15 +83,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=3, help="answers of each kind (default: %(default)s)")
     parser.add_argument("--threads", type=positive)
     parser.add_argument("--temperatures", default="0,0.8", help="separated by commas (default: %(default)s)")
-    parser.add_argument("--kinds", default=",".join([*PROMPTS, "oracle", "wrong"]), help="(default: %(default)s)")
+    parser.add_argument(
+        "--kinds", default=",".join([*PROMPTS, "oracle", "wrong", "streams"]), help="(default: %(default)s)"
+    )
+    parser.add_argument("--streams", type=positive, default=8, help="requests at once (default: %(default)s)")
     args = parser.parse_args()
     rows = []
     with gemma_py.load(args.model, threads=args.threads) as engine:
         for temperature in args.temperatures.split(","):
             for kind in args.kinds.split(","):
                 case = Case(PROMPTS.get(kind, PROMPTS["chat"]), float(temperature), args.tokens, args.rounds)
-                around = partial(guessing, kind, engine.config.vocab_size)
-                rows.append({"kind": kind, **measured(engine, case, around)})
+                if kind == "streams":
+                    figures = streams(engine, args.streams, case)
+                else:
+                    figures = measured(engine, case, partial(guessing, kind, engine.config.vocab_size))
+                rows.append({"kind": kind, **figures})
     print(markdown(("kind", *HEADER), [[row["kind"], *cells(row)] for row in rows]))
     print(json.dumps({"model": str(args.model), "rows": rows}))
 

@@ -80,6 +80,9 @@ class Case:
     tokens: int
     rounds: int
 
+    def sampling(self, seed: int) -> Sampling:
+        return Sampling(temperature=self.temperature, top_k=64, top_p=0.95, seed=seed)
+
 
 def answer(engine: Engine, request: Request) -> Answer:
     generation, session = engine.generation(request), engine.session()
@@ -102,9 +105,9 @@ def measured(engine: Engine, case: Case, around: Around = _unchanged) -> dict[st
     ids, ratios, compared, made = engine.encode(case.prompt), [], 0, list[Answer]()
     rates: dict[str, list[float]] = {"off": [], "auto": []}
     for number in range(case.rounds):
-        sampling = Sampling(temperature=case.temperature, top_k=64, top_p=0.95, seed=number)
         requests = {
-            mode: Request(ids, case.tokens, sampling, logprobs=False, speculate=mode) for mode in ("off", "auto")
+            mode: Request(ids, case.tokens, case.sampling(number), logprobs=False, speculate=mode)
+            for mode in ("off", "auto")
         }
         known = answer(engine, requests["off"]).tokens  # not timed
         of_mode = {}

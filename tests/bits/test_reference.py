@@ -21,7 +21,8 @@ from gemma_py.reference.arithmetic import fma, jit
 from gemma_py.weights.tensors import CodeMatrix
 
 LOGITS = np.load(DATA / "tiny_logits.npz")
-# In units of the logits' standard deviation; the actual error is 1e-5, because transformers sums in another order.
+# The limit of the logits' error, in units of their standard deviation. The error is 1e-5, because transformers sums in another
+# order.
 BARS = 1e-4
 
 
@@ -112,7 +113,7 @@ def test_quantised_weights_match_the_float_weights_they_stand_for(tmp_path: Path
     floats = write_floats(tmp_path / "floats.gguf", values)
     expected = wide_logits(floats)
     assert np.abs(quantised - expected).max() / expected.std() < 1e-3
-    assert (quantised != expected).any()  # the two orders give different bits
+    assert (quantised != expected).any()  # quantised inputs change some bits
 
 
 def stored(path: Path) -> list[Any]:
