@@ -34,7 +34,7 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="MODEL",
-        help="a smaller model with the same vocabulary, which guesses tokens too, where that saves time",
+        help="a smaller model with the same vocabulary, which guesses tokens too, where that saves time; not with --speculate off",
     )
 
 
