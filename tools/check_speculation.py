@@ -67,7 +67,7 @@ Constraints = dict[str, Callable[[], Constraint]]
 
 
 class Asked(NamedTuple):
-    """A request, and how to make its constraint, which has a state and so serves one answer."""
+    """A request, and a function that makes the request's constraint. A constraint has a state, so each answer needs a new one."""
 
     request: Request
     kind: str  # of the constraint, or ""
@@ -82,7 +82,7 @@ class Difference(Exception):
 
 
 def constraints_of(engine: gemma_py.Engine) -> Constraints:
-    """Return how to make each kind of constraint that the model's vocabulary allows."""
+    """Return, for each kind of constraint that the model's vocabulary allows, a function that makes a constraint."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         return {}
@@ -186,7 +186,7 @@ def prediction_for(rng: random.Random, answer: Sequence[int], vocab_size: int) -
 
 
 class Checker:
-    """Draws cases for one engine, and counts the compared tokens by what the cases had in common."""
+    """Draws cases for one engine, and counts the compared tokens for each property of a case, such as "alone"."""
 
     def __init__(self, engine: gemma_py.Engine, counts: Counter[str]) -> None:
         self._engine, self._counts = engine, counts
@@ -194,11 +194,11 @@ class Checker:
 
     def case(self, rng: random.Random) -> int:
         """Compare the answers of one case. Return the number of compared tokens. Raise Difference."""
-        engine, company = self._engine, rng.choice([1, 1, 1, rng.randint(2, 7)])
+        engine, clients = self._engine, rng.choice([1, 1, 1, rng.randint(2, 7)])
         engine.set_threads(1)
         kinds = [kind for kind in DRAFTERS if (kind != "grammar" or self._constraints) and kind != "model"]
         drafter = "model" if engine.draft is not None else rng.choice(kinds)
-        asked = [drawn_request(rng, engine, self._constraints, drafter == "grammar") for _ in range(company)]
+        asked = [drawn_request(rng, engine, self._constraints, drafter == "grammar") for _ in range(clients)]
         asked = list({tuple(one.request.ids): one for one in asked}.values())
         engine.pace = Pace()
         wanted = [outcome(engine, one.made(speculate="off"))[0] for one in asked]
@@ -215,7 +215,7 @@ class Checker:
             for one, want in zip(asked, wanted, strict=True)
         }
         with drafting(kind, answers, engine.config.vocab_size):
-            compare = self._alone if len(asked) == 1 else self._in_company
+            compare = self._alone if len(asked) == 1 else self._in_shared_passes
             guessed, accepted = compare(rng, asked, wanted)
         tokens = sum(len(want.tokens) for want in wanted)
         self._counts.update(guessed=guessed, accepted=accepted, answers=len(asked))
@@ -230,7 +230,7 @@ class Checker:
             sampling, tokens = one.request.sampling, len(want.tokens)
             penalties = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
             having = {
-                f"drafter {drafter}": True, "alone": len(asked) == 1, "in company": len(asked) > 1,
+                f"drafter {drafter}": True, "alone": len(asked) == 1, "shared passes": len(asked) > 1,
                 "greedy": sampling.temperature == 0, "top-k": sampling.top_k, "top-p": sampling.top_p < 1,
                 "min-p": sampling.min_p, "penalties": penalties, "stop string": one.request.stop, one.kind: one.kind,
                 "end of the context": len(want.ids) >= self._engine.context - 1,
@@ -244,7 +244,9 @@ class Checker:
             raise Difference(_first_difference(made, wanted[0]))
         return speculation.guessed, speculation.accepted
 
-    def _in_company(self, rng: random.Random, asked: Sequence[Asked], wanted: Sequence[Outcome]) -> tuple[int, int]:
+    def _in_shared_passes(
+        self, rng: random.Random, asked: Sequence[Asked], wanted: Sequence[Outcome]
+    ) -> tuple[int, int]:
         """Answer the requests in shared passes. An eighth of the clients leave early, and their tokens are compared too."""
         prefix_bytes = rng.choice([0, 600_000])
         scheduler = Scheduler(self._engine, parallel=rng.randint(1, 8), queue=64, prefix_bytes=prefix_bytes)
@@ -351,9 +353,11 @@ def check(named: dict[str, Path | str], tokens: int, seed: int, only: str | None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", default=["tiny", DEFAULT_MODEL])
-    parser.add_argument("--tokens", type=positive, default=100_000, help="(default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=positive, default=100_000, help="how many tokens to compare (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", help="only this case, as an error names it")
+    parser.add_argument("--case", help="check only the case that an error message has named")
     args = parser.parse_args()
     with models(args.models) as named:
         report = check(named, args.tokens, args.seed, args.case)

@@ -62,7 +62,7 @@ class Recorder:
 
 
 def named(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    """Return the global objects that a function names, with attributes of modules and members of tuples."""
+    """Yield the global objects that a function names, the named attributes of modules, and the members of named tuples."""
     at: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

@@ -73,7 +73,7 @@ async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
         for name, seconds in (("spread", 3.0), ("burst", 0.0)):
             async with running(start(args, "--parallel", parallel, "--queue", queue)) as server:
-                # Starts the process before the measurement.
+                # `apart` starts its process at the first call. This call without requests comes before the measurement.
                 await loop.run_in_executor(apart, flood, server.port, [], 24, 0.0)
                 taken = [asyncio.create_task(stream(server.port, 10_000 + number, 48)) for number in range(places)]
                 await asyncio.sleep(0.5)

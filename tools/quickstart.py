@@ -6,10 +6,12 @@
     python3 tools/quickstart.py serve [MODEL] [ARGUMENTS]  serve a model over HTTP, with a chat page
     python3 tools/quickstart.py run COMMAND [ARGUMENTS]    any `python -m gemma_py` command
 
-A tier is a folder of tests/: `unit` (a module at a time, in less than a minute once kernels are compiled; pytest, hypothesis and the core
-packages are enough for it), `bits`
-(equivalence with the specification, negative controls, kernels, stores), `chat` (templates, conversations, the terminal),
-`server` (HTTP, the scheduler, the web page) and `model` (models of the workers' synchronisation).
+A tier is a folder of tests/:
+    unit     single modules; less than a minute once kernels are compiled; needs pytest, hypothesis and the core packages only
+    bits     equivalence with the specification, negative controls, kernels, stores
+    chat     templates, conversations, the terminal
+    server   HTTP, the scheduler, the web page
+    model    models of the workers' synchronisation
 
 Uses the standard library alone. It may be run again at any time, and keeps an environment that already exists.
 """
@@ -33,7 +35,8 @@ EXTRAS = {
     "serve": "demo,serve,schema,hf,sign",
     "run": "demo,chat,serve,schema,hf,sign",
 }
-# Two processes run one test file each. A single one would leave a core idle whenever a test waits for a process it started.
+# Each of two processes runs one test file at a time. A single process would leave a core idle whenever a test waits for a
+# process that the test has started.
 IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 TIERS = ("unit", "bits", "chat", "server", "model")  # folders of tests/
 MEGABYTES = {"test": 450}  # the size of the downloads, for each task; other tasks download 350
@@ -71,7 +74,7 @@ def prepare(task: str) -> None:
     start = time.monotonic()
     command = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", f"{ROOT}[{extra}]"]
     if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
-        say("the installation failed; what pip said stands above. Running this again goes on where it can.")
+        say("the installation failed; the output of pip is above. To try again, run this command again.")
         sys.exit(1)
     stamp.write_text(wanted)
     say(f"installed in {time.monotonic() - start:.0f} s")
@@ -124,5 +127,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on")
+        say("interrupted; to continue, run this command again")
         sys.exit(130)

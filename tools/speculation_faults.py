@@ -3,9 +3,9 @@
     python tools/speculation_faults.py [--count 1000] [--seed 0] [--threads 3] [--deadline 1.0] [--kinds death,stall]
 
 After a fault, an answer must be the beginning of the same answer without speculation, or complete and equal. An error must
-name the fault, and come within the deadline of the workers. The session must keep only tokens of the answer, and be able to
-go on. In shared passes and in a server, all answers must be complete and equal, except those whose clients cancel. The model
-is tiny. The last line is a JSON document; the exit code is 1 if anything was lost, differed or did not end.
+name the fault, and come within the deadline of the workers. The session must keep only tokens of the answer, and stay usable.
+In shared passes and in a server, all answers must be complete and equal, except those whose clients cancel. The model is tiny.
+The last line is a JSON document; the exit code is 1 if anything was lost, differed or did not end.
 """
 
 import argparse
@@ -50,8 +50,8 @@ SHARES = {
     "death": 25,
     "stall": 15,
     "Ctrl-C": 25,
-    "death in company": 13,
-    "stall in company": 7,
+    "death in shared passes": 13,
+    "stall in shared passes": 7,
     "cancel": 13,
     "SIGTERM": 2,
 }
@@ -61,7 +61,7 @@ _STREAMS, _STREAM_TOKENS = 6, 150
 
 
 class Wrong(Exception):
-    """What a fault must not do."""
+    """A fault had an effect that it must not have."""
 
 
 def expect(holds: bool, what: str) -> None:
@@ -119,7 +119,7 @@ class Faults:
             if kind in ("death", "stall", "Ctrl-C"):
                 self._alone(kind, rng)
             else:
-                self._in_company(kind, rng)
+                self._in_shared_passes(kind, rng)
         engine.instruments.fault_plan = None
 
     def _plan(self, plan: FaultPlan | None) -> Callable[[], None]:
@@ -159,7 +159,7 @@ class Faults:
         if session.usable:
             if session.position < len(want.ids):
                 session.prefill(want.ids[session.position :])
-            expect(session.kv_digest() == want.digest, "the session goes on with other KV rows")
+            expect(session.kv_digest() == want.digest, "the session continues with other KV rows")
         else:
             try:
                 session.prefill([1])
@@ -169,7 +169,7 @@ class Faults:
                 raise Wrong("a session whose worker stalled computes")
             expect(outcome(engine, request)[0] == want, "the next session's answer differs")
 
-    def _in_company(self, kind: str, rng: random.Random) -> None:
+    def _in_shared_passes(self, kind: str, rng: random.Random) -> None:
         plan = drawn_plan(rng, self.engine, "stall" if "stall" in kind else "raise")
         fault = self._plan(plan), self._plan(None)
         asked = rng.sample(self.asked, rng.randint(2, 5))
@@ -257,11 +257,15 @@ def run(count: int, seed: int, threads: int, deadline: float, kinds: Sequence[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=positive, default=1000, help="(default: %(default)s)")
+    parser.add_argument("--count", type=positive, default=1000, help="the number of faults (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=positive, default=3)
-    parser.add_argument("--deadline", type=float, default=1.0, help="of the workers, in seconds (default: %(default)s)")
-    parser.add_argument("--kinds", default=",".join(SHARES), help="(default: %(default)s)")
+    parser.add_argument(
+        "--deadline", type=float, default=1.0, help="the workers' deadline in seconds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kinds", default=",".join(SHARES), help="the kinds of faults to inject (default: %(default)s)"
+    )
     args = parser.parse_args()
     # If a shell starts the tool in the background, SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)

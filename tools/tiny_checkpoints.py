@@ -229,7 +229,7 @@ def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
     made = {}
     plus_one = adds_one(variant)
     for number, (name, shape) in enumerate(shapes(variant).items()):
-        # A scalar is the bound of a layer's clipping.
+        # A tensor without dimensions is a bound to which a layer of the audio tower clips values.
         mean, spread = _distribution(name, shape, plus_one) if shape else (-np.inf, 0.0)
         values = gaussians(seed * 1000 + number, int(np.prod(shape))) * np.float32(spread) + np.float32(mean)
         if variant.dtype == "F16":
@@ -241,7 +241,7 @@ def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
 
 
 def save_safetensors(path: Path, values: dict[str, np.ndarray], dtype: str) -> None:
-    """Write a safetensors file. numpy has no bfloat16, so it is stored as uint16, and the header is changed to say BF16."""
+    """Write a safetensors file. numpy has no bfloat16, so BF16 values are written as uint16, and the header is then changed."""
     if dtype == "F16":
         values = {name: value.astype(np.float16) for name, value in values.items()}
     elif dtype == "BF16":

@@ -8,9 +8,8 @@ from typing import Any
 from tiny_checkpoints import Variant, _gemma3, _gemma3n, _vaultgemma
 from tiny_shapes import FULL, SLIDING, Config, Shapes, heads_of, unused_kv
 
-_MINUS_INFINITY: Shapes = {
-    "audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()
-}  # infinity means that a layer does not clip
+# The lower bound to which a layer clips its inputs; with -infinity, the layer does not clip.
+_MINUS_INFINITY: Shapes = {"audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()}
 _GEMMA4_PARTS: Shapes = {
     "vision_tower.patch_embedder.position_embedding_table": (2, 16, 16),
     "vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight": (16, 16),
@@ -46,6 +45,7 @@ _UNIFIED_VISION = {"model_type": "gemma4_unified_vision", "mm_embed_dim": 16, "m
 _UNIFIED_AUDIO = {"model_type": "gemma4_unified_audio", "audio_embed_dim": 16}
 
 _MIXED = [SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL]
+# The last three layers read KV rows: the sliding ones those of layer 2, the full one those of layer 3, as llama.cpp assumes.
 _SHARED = [
     SLIDING,
     SLIDING,
@@ -54,7 +54,7 @@ _SHARED = [
     SLIDING,
     SLIDING,
     FULL,
-]  # which layers' KV rows the last three layers read, as llama.cpp expects
+]
 _DEFAULT_ROPES = {
     FULL: {"rope_type": "default", "rope_theta": 1_000_000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},

@@ -1,4 +1,4 @@
-"""Load a model as the command line says."""
+"""Load a model with the options of the command line."""
 
 import argparse
 

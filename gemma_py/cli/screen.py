@@ -17,7 +17,7 @@ class Stopped(Exception):
 
 
 class Screen(Protocol):
-    # Whether there is a terminal with a user, to whom errors are shown; without a terminal, errors are raised.
+    # Whether there is a terminal with a user. Errors are then shown to the user; without a terminal, they are raised.
     interactive: bool
 
     def read(self, draft: str) -> str | None:

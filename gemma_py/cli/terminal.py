@@ -145,7 +145,7 @@ class Terminal:
         def leave(number: int, frame: FrameType | None) -> None:
             self._give_back(keys)  # while this process is suspended, the shell uses the terminal
             signal.signal(number, signal.SIG_DFL)
-            # The operating system ignores this signal if no shell could resume the process.
+            # Suspend this process. The operating system ignores the signal if no shell could resume the process.
             os.kill(os.getpid(), number)
             signal.signal(number, leave)
             self._silence()

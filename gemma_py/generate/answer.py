@@ -97,7 +97,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Part(NamedTuple):
-    """What becomes complete with a token: a piece of text, of a thought, or a tool call.
+    """The part of an answer that becomes complete with a token: a piece of text, of a thought, or a tool call.
 
     reasoning: text of a thought; None if the token belongs to no thought.
     """
@@ -139,7 +139,7 @@ class AnswerStream:
         return self._text.stopped
 
     def push(self, token: int) -> Part:
-        """Return what becomes complete with this token."""
+        """Return the piece of text, of a thought or the tool call that becomes complete with this token."""
         marks = self._marks
         if marks is None or self._tokenizer is None:
             return Part(self._text.push(token))
@@ -251,6 +251,8 @@ class AfterThoughts:
 
     def __init__(self, inner: Constraint, channel: tuple[int, int], thinking: bool) -> None:
         self._inner, (self._start, self._end) = inner, channel
+        # _thinking: whether the next token belongs to a thought. _thought: whether a thought or the answer itself has begun,
+        # after which no further thought is allowed.
         self._thinking, self._thought = thinking, thinking
         thoughts = {"channel": list(channel), "begun": thinking}
         self.description = {**inner.description, "thoughts": thoughts}

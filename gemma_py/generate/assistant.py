@@ -21,13 +21,13 @@ from gemma_py.weights.tensors import EMBEDDING, GatheredTable, RowTable
 
 
 class _HiddenState:
-    """The hidden state that the next step reads, in the place of a table's row."""
+    """A table with a single row, the hidden state that the next step reads."""
 
     def __init__(self) -> None:
         self.row = np.empty(0, np.float32)
 
     def gather(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Copy the hidden state to every row.    rows: f32 [T, B], written"""
+        """Copy the hidden state to every row, whatever the ids are.    rows: f32 [T, B], written"""
         rows[:] = self.row
 
 

@@ -1,4 +1,4 @@
-"""What the schedulers of text generation and of embeddings have in common: the queue, the thread, health and shutdown."""
+"""The base class of the schedulers of text generation and of embeddings: the queue, the thread, health and shutdown."""
 
 import threading
 import time
@@ -94,8 +94,8 @@ class ScheduledRequest(ABC):
             self.ticket.cancelled = True
 
 
-Q = TypeVar("Q")  # what a client asks for
-R = TypeVar("R", bound=ScheduledRequest)
+Q = TypeVar("Q")  # the type of the requests that clients submit
+R = TypeVar("R", bound=ScheduledRequest)  # the type in which the scheduler keeps requests
 
 
 class BaseScheduler(ABC, Generic[Q, R]):
@@ -166,7 +166,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
     def stats(self) -> SchedulerStats: ...
 
     def drain(self, deadline: float) -> int:
-        """Accept no more requests, wait `deadline` seconds, then cancel the remaining requests. Return how many there were."""
+        """Accept no more requests, wait up to `deadline` seconds, then cancel the remaining requests. Return their number."""
         with self._changed:
             self._open = False
             self._changed.wait_for(self._idle, max(0.0, deadline))

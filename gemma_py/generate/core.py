@@ -130,14 +130,14 @@ class Generation:
         self._evidence: Evidence | None = None
 
     def use_draft_model(self, sequence: GuessedSequence) -> None:
-        """Let the draft model guess tokens of the answer. sequence: what the draft model keeps of the same sequence."""
+        """Let the draft model guess tokens of the answer. sequence: the draft model's state for this request's sequence."""
         self.speculation.use_model(sequence.drafter(self._pace, self.prompt, self._sampler))
 
     def guess_chances(self) -> list[float]:
         """Draft guesses of the next tokens. Return the probabilities that the first holds, that the first two hold, and so
         on.
 
-        The pass that verifies all of these guesses chooses at most the last token of the answer.
+        A pass with n guesses chooses up to n + 1 tokens, so there are fewer guesses than tokens left to generate.
         """
         most, constraint = self.max_tokens - len(self.generated) - 1, self.request.constraint
         if constraint is None or self.request.speculate != "auto":
@@ -258,7 +258,9 @@ def is_whole(value: object, least: int | None) -> bool:
 
 
 def whole(name: str, value: Any, least: int | None = 0) -> int:
-    """Return the value as an int. Raise InputError unless it is a whole number of at least `least`, if that is given."""
+    """Return the value as an int. Raise InputError unless the value is a whole number and, if `least` is given, at least
+    `least`.
+    """
     number = int(value) if isinstance(value, np.integer) else value
     if not is_whole(number, least):
         allowed = "" if least is None else f" from {least}"

@@ -30,9 +30,9 @@ from gemma_py.weights.store import packed_weights
 
 # How long a pass of the draft model over earlier tokens should take, in seconds, because the next token waits for that pass.
 _PASS_SECONDS = 0.1
-_FEWEST_ROWS = 8
-_KEEP = MOST_GUESSES + 1  # the most tokens by which a cache is rewound, because these guesses were wrong
-CacheOf = Callable[[], Cache | None]
+_FEWEST_ROWS = 8  # the fewest tokens of such a pass, if so many tokens are pending
+_KEEP = MOST_GUESSES + 1  # the most tokens that a rewind removes from a cache, because they were wrong guesses
+CacheOf = Callable[[], Cache | None]  # returns the main model's KV cache of a sequence, or None if there is none yet
 _MOST_FAILURES = 2  # the number of failed passes in a row after which no answer uses the draft model
 
 
@@ -51,7 +51,7 @@ class GuessingModel(ABC):
 
     @abstractmethod
     def sequence(self, cache: CacheOf) -> "GuessedSequence":
-        """Return what the model keeps of a sequence. cache: returns the main model's KV cache of the sequence."""
+        """Return the state that this model keeps for a new sequence of the main model."""
 
     @abstractmethod
     def cache_bytes(self, tokens: int) -> int:
@@ -72,6 +72,8 @@ class GuessingModel(ABC):
 
 
 class GuessedSequence(Protocol):
+    """The state that a guessing model keeps for a sequence of the main model."""
+
     def drafter(self, pace: Pace, prompt: Sequence[int], sampler: Sampler) -> DrafterOfModel:
         """Return the drafter of an answer to this prompt. sampler: chooses the tokens of the answer."""
 

@@ -215,8 +215,8 @@ class Engine:
         return hashlib.sha256(bytes_for_digest(logits)).hexdigest()
 
     def identity(self) -> ModelIdentity:
-        """Return what a receipt says of the model. The first call reads the model's files, unless a record on disk has
-        their digests.
+        """Return the part of a receipt that identifies the model. The first call reads the model's files, unless a record on
+        disk has the files' digests.
         """
         if self._identity is None:
             files = file_digests(self.checkpoint)

@@ -1,4 +1,4 @@
-"""What a receipt says of an answer, collected while the answer is generated."""
+"""The contents of an answer's receipt, which are collected while the answer is generated."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

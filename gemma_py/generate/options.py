@@ -92,6 +92,7 @@ GEMMA = Sampling(temperature=1.0, top_k=64, top_p=0.95)
 # The default of base models without a recommendation is greedy decoding. The base model gemma-3-270m answered 41% of a set of
 # short questions correctly with greedy decoding, 33% with temperature 0.2 and 16% with temperature 1.
 BASE_MODEL = replace(GEMMA, temperature=0.0)
+# The options that a checkpoint can recommend, and those of them that have another name in GGUF.
 _SAID = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 
@@ -123,6 +124,7 @@ def recommended(path: Path, metadata: Mapping[str, Any], default: Sampling = GEM
 
 
 OPTIONS = tuple(option.name for option in fields(Sampling))
+# Options that ask for random sampling if they are given, except temperature 0.
 _RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 

@@ -41,8 +41,8 @@ class _Sequence(ScheduledRequest):
         self.ids = list(generation.prompt)
         self.prompt = np.array(generation.prompt)
         self.cache: Cache | None = None  # None while waiting
-        self.cached = 0
-        self.scores = 0
+        self.cached = 0  # the number of prompt tokens that were copied from the prefix cache
+        self.scores = 0  # the number of Scored events that were sent
         self.first_token = 0.0
 
     @property
@@ -65,10 +65,10 @@ class _Sequence(ScheduledRequest):
 
     @property
     def prefilling(self) -> bool:
-        """Whether the next tokens have to be prefilled. Otherwise, one token is decoded.
+        """Whether the next tokens are prefilled, several in a pass. Otherwise, one token is decoded.
 
-        The tokens of the prompt have to be prefilled. If a failed pass made the KV cache unusable, the answer's tokens are
-        prefilled too.
+        The tokens of the prompt are prefilled. After a failed pass that made the KV cache unusable, the answer's tokens are
+        prefilled again too.
         """
         return not self.answering or self.pending > 1
 
@@ -180,7 +180,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         for sequence, part, logits in zip(sequences, inputs, results, strict=True):
             begun = sequence.position - (len(part.tokens) - part.guesses)
             last = self._take(sequence, part, logits)
-            # Only after `_take`, because `_take` decides which guesses of the pass belong to the sequence.
+            # Blocks are inserted after `_take`, because `_take` decides which guesses of the pass belong to the sequence.
             self._prefixes.insert(part.cache, begun)
             if last is not None:
                 self._finish(sequence, last)
@@ -294,8 +294,11 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             sequence.scores += 1
 
     def _choose(self, sequence: _Sequence, part: SequenceInput, logits: np.ndarray) -> Finished | None:
-        """Choose the next tokens of an answer, and send a Generated event for each: one token, and one more for each guess
-        that is equal to the token chosen before. Return the last event if the answer has ended.
+        """Choose the next tokens of an answer, and send a Generated event for each. Return the last event if the answer has
+        ended.
+
+        One token is always chosen. If the first guess is equal to this token, the logits of the guess give the second token,
+        and so on.
 
         logits: [part.logits, V], of the last known token and of the guesses after this token
         """

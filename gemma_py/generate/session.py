@@ -64,7 +64,8 @@ class Session:
         return engine.runner.run(self._cache, engine.check_ids([token_id]), False, limit=engine.context)
 
     def verify(self, token_id: int, guesses: Sequence[int]) -> np.ndarray:
-        """Append one token, and compute the logits of guesses after the token. Return the logits of all, [1 + guesses, V].
+        """Append one token, and compute guesses after the token in the same pass. Return the logits of the token and of each
+        guess, [1 + guesses, V].
 
         The guesses are not appended; `accept` appends those that are equal to the tokens chosen from the logits.
         """

@@ -1,6 +1,7 @@
 """Speculation: a pass computes the rows of guessed tokens too, if the guesses are worth the time.
 
-A guess is used only if sampling chooses the same token. So speculation changes the speed, but no token.
+A guess holds if sampling chooses the guessed token. Only then is the guess used, so speculation changes the speed, but no
+token.
 """
 
 import math
@@ -14,20 +15,21 @@ MOST_GUESSES = 15
 _MARGIN = 1.1
 # The cost of a row before anything is measured, as a share of the time of a pass of one row.
 _ROW_SHARE = 0.25
-_ROW_WEIGHT = 0.5  # the weight of _ROW_SHARE against measurements, as a variance of the number of rows
-_DECAY = 0.99  # of the weight of a pass with every later pass
+# _ROW_SHARE counts as much as measured passes whose numbers of rows have this variance.
+_ROW_WEIGHT = 0.5
+_DECAY = 0.99  # each measurement multiplies the weights of all earlier measurements by this factor
 # A pass counts as at most this multiple of its expected duration, because another process may delay a pass.
 _LONGEST = 2.0
 # The probability that a guess holds before any guess was checked, by the bucket of the matched length. In edits of source
 # code and in answers of a small model, guesses hold a little more often.
 _PRIORS = (0.2, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9, 0.95)
-_PRIOR_PREDICTED = 0.7  # of a guess from the request's prediction
-_PRIOR_MODEL = 0.7  # of a guess from the draft model
-# By how much the rate of the draft model's guesses returns to the prior in each pass, and at the beginning of an answer. So
-# the draft model is tried again some time after its guesses were given up.
+# The probability, before any guess was checked, that a guess from the request's prediction or from the draft model holds.
+_PRIOR_PREDICTED, _PRIOR_MODEL = 0.7, 0.7
+# The share by which the rate of the draft model's guesses moves back to _PRIOR_MODEL: in each pass, and at the beginning of an
+# answer. So the draft model is tried again some time after it was given up.
 _FORGOTTEN, _FORGOTTEN_BETWEEN = 1 / 1000, 1 / 10
-# Of the rates that all requests share, and of the rates of one answer: how many checks the first estimate counts for, and how
-# many checks are remembered. An answer begins with the shared rates, and soon follows its own guesses.
+# WEIGHT: how many checks the first estimate of a rate counts for. MEMORY: about how many checks a rate remembers. All requests
+# share the SHARED rates. The OWN rates of an answer begin with the SHARED rates, and soon follow the answer's own guesses.
 _SHARED_WEIGHT, _SHARED_MEMORY = 2.0, 50.0
 _OWN_WEIGHT, _OWN_MEMORY = 2.0, 20.0
 _LIKELY_TOKENS = 32  # how many tokens are expected to follow at the beginning of an answer
@@ -67,10 +69,9 @@ class Pace:
         }
         self.model_rate = _Rate(_PRIOR_MODEL, _SHARED_WEIGHT, _SHARED_MEMORY)  # of guesses from the draft model
         self.draft_share = 1.0  # the estimated cost of the draft model's passes, as a share of the main model's
-        self._draft_pass = self._draft_row = (
-            0.0  # seconds of a pass and of a prompt's row of the draft model; 0: unknown
-        )
-        # Sums over passes, for a linear fit of seconds to rows: weights, rows, seconds, rows^2, rows * seconds.
+        # The draft model's seconds for a pass that gives a guess, and for a row of a longer pass; 0 before the first measurement.
+        self._draft_pass = self._draft_row = 0.0
+        # Weighted sums over passes, for a linear fit of seconds to rows: 1, rows, seconds, rows^2, rows * seconds.
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def chance(self, predicted: bool, matched: int) -> float:
@@ -78,7 +79,7 @@ class Pace:
         return self._rates[predicted, _bucket(matched)].value
 
     def check(self, predicted: bool, matched: int, held: bool) -> None:
-        """Learn whether a guess held."""
+        """Learn whether a guess after `matched` equal tokens held."""
         self._rates[predicted, _bucket(matched)].add(held)
 
     def measure(self, rows: int, seconds: float) -> None:
@@ -90,7 +91,11 @@ class Pace:
         self._sums = tuple(_DECAY * old + value for old, value in zip(self._sums, new, strict=True))  # type: ignore[assignment]
 
     def _cost(self) -> tuple[float, float]:
-        """Return the estimated seconds of a pass without rows, and of a row."""
+        """Return the estimated seconds of a pass without rows, and of a row.
+
+        Both numbers come from a linear fit to the measured passes. Measured passes of equally many rows do not show how long a
+        row takes, so _ROW_SHARE is a part of the fit.
+        """
         weight, rows, seconds, squares, products = self._sums
         if weight == 0:
             return 1 - _ROW_SHARE, _ROW_SHARE
@@ -174,7 +179,7 @@ class Speculation:
     """The guesses of one answer, and what became of them.
 
     passes: the passes that computed tokens of the answer.
-    guessed, accepted: the guesses that were computed, and those of them that sampling chose too.
+    guessed, accepted: the number of guesses that were computed, and the number of computed guesses that held.
     predicted: the tokens of the answer that the request's prediction guessed, whether the guess was computed or not.
     drafting: the seconds that it takes to draft a guess of the kind that `chances` chose.
     """
@@ -208,7 +213,8 @@ class Speculation:
         self._draft, self._checked, self._forced, self._copied, self.drafting = _NO_DRAFT, 0, 0, 0, 0.0
         if self._drafter is None or most < 1:
             return []
-        # One guess more than the pass can compute, because the pass chooses one token more than it has guesses.
+        # Propose one guess more than the pass computes. The pass also chooses the token after its last guess, and `extend`
+        # learns from that token whether the additional guess held.
         limit = min(most, MOST_GUESSES)
         self._draft = self._drafter.propose(limit + 1)
         if forced:

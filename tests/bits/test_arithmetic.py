@@ -161,8 +161,8 @@ def test_rounding_to_bfloat16_gives_the_nearest_with_ties_to_even() -> None:
 # --- planted differences ----------------------------------------------------------------------------------------------
 
 
-# Constants of which one ulp cannot change any result: one is added in the 107th bit, the others are both added and
-# subtracted.
+# Constants that can change by one ulp without changing any result. One constant is added at the 107th bit of a number, and
+# each of the others is first added and then subtracted again.
 _UNSEEN = {("kernels", 2.3190468138462996e-17), ("specification", 2.3190468138462996e-17), ("specification", 12582912.0),
            ("specification", 6755399441055744.0)}  # fmt: skip
 
@@ -189,7 +189,7 @@ def floats(tree: ast.Module) -> list[tuple[ast.Constant, bool, ast.stmt]]:
 
 
 def constants(side: str) -> Iterator[Any]:
-    """Yield, for each of these constants, the side, the constant's number, and a function that depends on it."""
+    """Yield, for each constant that `floats` finds, the side, the constant's number, and a function that uses the constant."""
     tree = ast.parse(inspect.getsource(SIDES[side]))
     mentioned = {
         node.name: {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
@@ -209,7 +209,9 @@ def constants(side: str) -> Iterator[Any]:
 
 
 def changed(module: ModuleType, number: int, name: str) -> Callable[..., Any]:
-    """Return a function from a copy of the module in which one constant is the next larger float (or the 1000th next)."""
+    """Return a function from a copy of the module in which one constant is the next larger float. The constants in _STEPS are
+    changed by more ulps.
+    """
     tree = ast.parse(inspect.getsource(module))
     node, single, _ = floats(tree)[number]
     kind = np.float32 if single else np.float64

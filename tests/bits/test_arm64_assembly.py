@@ -14,7 +14,7 @@ from repository import ROOT, child_environment
 
 # Not imported here: the program replaces LLVM's target for its whole process.
 PROGRAM = ROOT / "tests" / "support" / "arm64_assembly.py"
-# `generic` is the oldest ARMv8, whose atomic operations are loops. Neoverse V1 has an instruction for each.
+# `generic` is the oldest ARMv8, whose atomic operations are loops. Neoverse V1 has an instruction for each atomic operation.
 CPUS = ("generic", "neoverse-v1")
 EXPECTED = {
     "generic": {"load": {"ldar"}, "store": {"stlr"}, "add": {"ldaxr", "stlxr"}, "exchange": {"ldaxr", "stlxr"}},

@@ -288,7 +288,7 @@ def test_an_estimate_is_what_the_weights_take(name: str) -> None:
         assert np.isfinite(engine.session().prefill([1, 2, 3])).all()
         ops = engine.program.model.ops
         read = ops[ops[:, program.OP] == MATMUL][:, program.MATRIX]
-        # Every layer's matrix is at another address; a shared one would stay in the processor's cache.
+        # Every layer's matrix is at another address. A matrix that layers share would stay in the processor's cache.
         assert len(set(read.tolist())) == len(read)
 
 

@@ -16,7 +16,7 @@ from gemma_py.generate.speculation import Speculation
 def test_random_cases_match(checkpoints: dict[str, Path]) -> None:
     report = check_speculation.check({"tiny-gemma3": TINY, "gemma3": checkpoints["gemma3"]}, tokens=600, seed=1)
     assert report["tokens"] >= 600
-    assert min(report["alone"], report["in company"], report["guessed"], report["accepted"]) > 0
+    assert min(report["alone"], report["shared passes"], report["guessed"], report["accepted"]) > 0
 
 
 def test_engines_have_every_kv_cache_with_and_without_a_draft_model() -> None:

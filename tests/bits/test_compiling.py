@@ -88,7 +88,7 @@ def ended(process: "subprocess.Popen[str]") -> Iterator[None]:
 
 
 def test_what_is_compiled_ahead_is_what_the_pass_asks_for(tiny_engine: gemma_py.Engine) -> None:
-    """Otherwise a first start would compile a kernel twice, which only a clock would show."""
+    """If the types of arguments differed, a first start would compile kernels twice, which only a clock would show."""
     assert CACHE is not None
     for made in KERNELS:
         known = {tuple(key[0]) for key in made._cache._cache_file._load_index()}
@@ -254,7 +254,7 @@ def test_nothing_is_started_where_nothing_can_be_kept(
     assert capsys.readouterr().err.startswith("compiling kernels")
 
 
-# what need not be compiled
+# checks of the compiled code
 
 
 @inlined
@@ -283,6 +283,6 @@ def _allocating(n):
 
 
 def test_what_allocates_is_not_compiled() -> None:
-    """References are not counted in compiled code, so the memory would never be freed."""
+    """Compiled code counts no references, so memory that it allocated would never be freed."""
     with pytest.raises(numba.TypingError, match="Only accept returning of array passed into the function"):
         _allocating.compile((numba.int64,))

@@ -133,7 +133,7 @@ def test_families_match(
 def test_control_mutants(
     engine: gemma_py.Engine, plain: list[tuple[Request, Outcome]], monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
-    """The control: answers differ, or guesses of the model itself do not hold."""
+    """The control: each mutation changes an answer, or a model that drafts for itself guesses wrong."""
     monkeypatch.setattr(engine, "pace", Eager(4))
     honest_accept, honest_guess, latest = Session.accept, ModelDrafter.guess, list[int]()
     honest_session = Session.__init__
@@ -318,7 +318,7 @@ def test_a_draft_model_with_a_shorter_context_guesses_up_to_its_end(
 def test_output_matrices_of_other_sizes(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """Of a vocabulary that is padded to a multiple, the models may have different numbers of rows."""
+    """Checkpoints may pad a vocabulary to different multiples, and then the models' output matrices differ in their rows."""
     with gemma_py.load(checkpoints["gemma3"], threads=1) as engine:
         assert engine.config.vocab_size == 96
         engine.draft = DraftModel(open_checkpoint(checkpoints["gemma3"]), engine.runner, None, lambda *_: None)

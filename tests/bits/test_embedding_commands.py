@@ -137,7 +137,9 @@ def test_another_text_than_the_specification_is_named(
 def test_rows_read_too_early_are_found(
     check: Callable[..., verify.VerifyReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the barriers, a worker reads what another has not written; this does not show in every run."""
+    """Workers do not wait at barriers, and so may read rows that other workers have not written yet. This does not happen in
+    every run, so the test repeats the run until it does.
+    """
     seeds = count(1)
 
     def race(runner: Runner, cache: Cache) -> None:

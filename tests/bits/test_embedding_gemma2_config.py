@@ -173,6 +173,6 @@ def test_every_embedding_model_has_prompts_of_its_own() -> None:
 
 
 def prompted(model_type: str) -> Any:
-    """Return as much of an engine as choosing a prompt needs."""
+    """Return an object with only those attributes of an engine that the choice of a prompt reads."""
     config = replace(from_hf(PLAIN.config), model_type=model_type)
     return SimpleNamespace(checkpoint=SimpleNamespace(modules=Modules(), config=config))

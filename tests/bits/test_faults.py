@@ -149,7 +149,7 @@ def test_every_phase_is_among_the_places(engine: gemma_py.Engine) -> None:
 def test_a_failed_allocation_leaves_the_engine_usable(
     engine: gemma_py.Engine, want: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the new size were recorded without the new scratch memory, a later pass would write beyond the end."""
+    """If the new size were recorded without the new scratch memory, a later pass would write beyond the end of the old one."""
     monkeypatch.setattr(engine.runner, "_scratch", None)
     assert want.same(engine, [3])
 

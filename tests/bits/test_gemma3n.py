@@ -261,7 +261,9 @@ def test_control_a_sharing_layer_that_stores_kv_rows(monkeypatch: pytest.MonkeyP
 
 
 def test_control_any_barrier_dropped(tmp_path: Path) -> None:
-    """Every phase has a barrier. Only the last one, after the head, keeps no operation of a pass from another one's rows."""
+    """A barrier after a phase keeps workers from reading rows that others have not written yet. Only the barrier after the last
+    phase, the head, is not tested, because no operation of the pass follows it.
+    """
     path = write_model(tmp_path / "m.gguf", WIDE[NAME], seed=3, quant="Q8_0")
     with opened(path, 4) as engine:
         want, labels = Expected(engine, prompt(engine.config, TOKENS)), engine.program.labels

@@ -146,7 +146,7 @@ def coded(x):
 
 
 def in_parts(rng, T, N, multiply):
-    """Yield ranges of rows and panels that cover each once, of random sizes and in random order."""
+    """Yield ranges of rows and panels, of random sizes and in random order. Together, the ranges cover each output once."""
 
     def cut(count, step):
         inner = rng.integers(0, count // step + 1, rng.integers(0, 3)) * step

@@ -21,7 +21,8 @@ from gemma_py.reference.arithmetic import fma, jit
 from gemma_py.weights.tensors import CodeMatrix
 
 LOGITS = np.load(DATA / "tiny_logits.npz")
-# In units of the logits' standard deviation; the actual error is 1e-5, because transformers sums in another order.
+# The limit of the logits' error, in units of their standard deviation. The error is 1e-5, because transformers sums in another
+# order.
 BARS = 1e-4
 
 
@@ -78,7 +79,7 @@ def test_control_each_wrong_field_of_the_config_changes_the_logits(tmp_path: Pat
 @pytest.mark.parametrize("name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-scaled-untied", *GEMMA4])
 def test_gguf_matches_hugging_face_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
     variant = VARIANTS[name]
-    if name == "gemma2":  # GGUF does not store the query scalar, so both sides use the head width
+    if name == "gemma2":  # GGUF does not store the query scalar, so the head width is used in both formats
         variant = copy.deepcopy(variant)
         variant.config["query_pre_attn_scalar"] = variant.config["head_dim"]
     if name == "gemma3-scaled-untied":
@@ -112,7 +113,7 @@ def test_quantised_weights_match_the_float_weights_they_stand_for(tmp_path: Path
     floats = write_floats(tmp_path / "floats.gguf", values)
     expected = wide_logits(floats)
     assert np.abs(quantised - expected).max() / expected.std() < 1e-3
-    assert (quantised != expected).any()  # the two orders give different bits
+    assert (quantised != expected).any()  # quantised inputs change some bits
 
 
 def stored(path: Path) -> list[Any]:

@@ -57,7 +57,7 @@ CASES = [("gemma2", "float32"), ("gemma3", "float32"), ("gemma3", "bfloat16"), (
 
 @pytest.mark.parametrize(("name", "kv"), CASES)
 def test_guesses_match_the_reference(checkpoints: dict[str, Path], name: str, kv: str) -> None:
-    """Up to the end of the context, and so around the borders of every window and ring."""
+    """The passes go on to the end of the context, and so cross the border of every window and ring."""
     with opened(checkpoints[name], 1, kv=kv) as engine:
         want = Expected(engine, prompt(engine.config, engine.context if name == "gemma3" else 60))
         for threads in (1, 2, 3, 4):

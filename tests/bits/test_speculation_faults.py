@@ -5,7 +5,7 @@ import speculation_faults
 
 from gemma_py.runtime.cache import Cache
 
-KINDS = ("death", "stall", "Ctrl-C", "death in company", "cancel")
+KINDS = ("death", "stall", "Ctrl-C", "death in shared passes", "cancel")
 
 
 def test_faults_in_passes_with_guesses_change_no_answer() -> None:

@@ -113,7 +113,9 @@ def test_a_step_between_two_ticks_is_no_deadlock(team: Team) -> None:
 
 
 def starve(core: int) -> subprocess.Popen[bytes]:
-    """Let the team's threads run on one core, only when no other thread wants to, and start a process that always does."""
+    """Let the team's threads run on one core, and only while no other thread wants this core. Start a process that always
+    wants it.
+    """
     for thread in threading.enumerate():
         if thread.name.startswith("gemma_py-starved-"):
             assert thread.native_id is not None

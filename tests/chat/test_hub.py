@@ -233,7 +233,7 @@ def test_errors_are_one_line(
         resolve("hf:owner/model")
     assert str(caught.value).startswith("hf:owner/model: ") and "\n" not in str(caught.value)
 
-    # The same for a repository that may be listed, but not read.
+    # A repository may be listed but not read. Then the download fails with the same error.
     def download(*_: object, **options: Any) -> str:
         raise make()
 

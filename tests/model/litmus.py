@@ -57,7 +57,7 @@ ORDERS = {
 
 
 def publishing(workers: int) -> Iterator[tuple[list[Thread], tuple[int, ...]]]:
-    """Every worker but the last publishes a row, in order. The last awaits the rows and reads them."""
+    """Every worker but the last publishes a row, in order. The last worker waits for the rows and reads them."""
     threads: list[Thread] = []
     for w in range(workers - 1):
         wait = [load("mark", ACQUIRE, "publish: wait", above=w - 1)] if w else []

@@ -172,7 +172,7 @@ def test_depth_is_limited_before_anything_recurses(constraints: JsonConstraints)
 def test_a_schema_that_needs_endless_work_ends_at_the_limits(
     constraints: JsonConstraints, tiny_engine: gemma_py.Engine, schema: dict[str, Any]
 ) -> None:
-    """It may be refused or followed, but must not hang."""
+    """The schema may be refused or followed, but the server must not hang."""
     try:
         constraint = constraints.compile(schema, "schema")
     except ApiError:

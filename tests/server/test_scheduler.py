@@ -155,8 +155,8 @@ def test_a_prompt_that_is_being_computed_is_not_computed_twice(scheduler: Schedu
 def test_the_prompt_s_log_probabilities(
     tiny_engine: gemma_py.Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They must not depend on the prefix cache, on how many rows of logits fit in memory, or on whether an answer is
-    generated.
+    """The log probabilities must not depend on the prefix cache, on how many rows of logits fit in memory, or on whether an
+    answer is generated.
     """
     honest, rows = tiny_engine.run_together, []
 

@@ -33,7 +33,7 @@ def crowd() -> Iterator[Crowd]:
 
 @pytest.fixture
 def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts take several passes."""
+    """Make passes so small that prompts take several of them."""
     monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
 
@@ -87,7 +87,9 @@ def test_failed_passes_with_guesses_are_repeated(crowd: Crowd, monkeypatch: pyte
 @pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("mutant", ["a guess too many", "the logits of the next row"])
 def test_control_mutants_of_the_scheduler(crowd: Crowd, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
-    """The control: guesses are accepted without a look at the chosen token, or rows are one apart."""
+    """The control: guesses are accepted without comparing them with the chosen tokens, or a token is chosen from the logits of
+    another row.
+    """
     monkeypatch.setattr(crowd.engine, "pace", Eager(4))
     honest = Scheduler._choose
 
@@ -104,7 +106,9 @@ def test_control_mutants_of_the_scheduler(crowd: Crowd, monkeypatch: pytest.Monk
 
 
 def cached_of_a_second_request(engine: gemma_py.Engine) -> tuple[int, int]:
-    """(the tokens of a prompt that are in the prefix cache after another request computed them, their number)"""
+    """Compute an answer with guesses, then a prompt that begins with this answer's tokens. Return how many tokens of the prompt
+    are found in the prefix cache, and how many should be found.
+    """
     ids = drawn(random.Random(5), 20)
     plain = list(engine.generate(ids, 60, speculate="off"))
     known = [*ids, *(token.id for token in plain)]
@@ -192,7 +196,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def response(server: Running, path: str, body: dict[str, Any], **more: Any) -> Any:
-    """The choices of a response, without ids, which are random."""
+    """Return the choices of a response without their ids, which are random."""
     status, document = server.post(path, max_tokens=60, **body, **more)
     return status, re.sub(r"call_\w+", "call", str(document.get("choices", document)))
 

@@ -50,7 +50,9 @@ SAMPLINGS = {
 
 
 def requests(engine: gemma_py.Engine) -> Iterator[Request]:
-    """One of every kind, whose answers end by length, at the end of the context, by a stop string and by an end token."""
+    """Yield requests of every kind, whose answers end by length, at the end of the context, by a stop string and by an end
+    token.
+    """
     ids, ends = prompt(engine.config, 30), frozenset(engine.config.eos_token_ids)
     for number, sampling in enumerate(SAMPLINGS.values()):
         yield Request(ids[number:] * 2, 40, sampling, ends=ends, top_logprobs=number % 3)

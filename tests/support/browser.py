@@ -25,7 +25,7 @@ class Page:
 
     def reload(self) -> None:
         self.driver.refresh()
-        # The page has learnt the model's name, and will send nothing more by itself.
+        # A page that knows the model's name sends no more requests by itself.
         self.wait(lambda: self.run("return model"))
 
     def run(self, script: str, *arguments: Any) -> Any:

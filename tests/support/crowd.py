@@ -118,7 +118,9 @@ class Crowd:
         return all(map(self._right, clients, self.alone, self.scores))
 
     def same_over_http(self, server: Running) -> bool:
-        """Return whether streams of a server get these results too. At the end, each request is also sent alone."""
+        """Return whether streams of a server get the results of the requests alone, for many streams at once, and then for one
+        after another.
+        """
         rng, count = random.Random(self.rng.random()), len(self.requests)
         most = [rng.choice((math.inf, math.inf, rng.randint(0, 20))) for _ in range(count)]
         late = [rng.random() * 0.002 * count for _ in range(count)]

@@ -14,10 +14,10 @@ Answers = dict[tuple[int, ...], list[int]]  # the true answer to each prompt
 
 
 class Eager(Pace):
-    """Computes as many guesses as there may be, or with `most`, at most so many of an answer.
+    """Computes every guess of a pass, but at most `most` guesses of each answer.
 
-    If there is a draft model, it makes the guesses. With `model_every`, the draft model makes only the guesses of every so many
-    passes, and the other guesses are copied.
+    A draft model, if there is one, makes the guesses of every pass whose number is a multiple of `model_every`. The guesses of
+    other passes are copied from earlier text.
     """
 
     def __init__(self, most: int = MOST_GUESSES, model_every: int = 1) -> None:

@@ -111,8 +111,8 @@ def expected(name: str, engine: gemma_py.Engine, length: int = TOKENS) -> Expect
 
 
 def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> bool:
-    """Return whether sequences that share passes get their expected results. They are divided at random, with logits of
-    random rows.
+    """Return whether sequences that share passes get their expected results. Each pass has random parts of random sequences,
+    and computes the logits of no token, of the last token or of all tokens of a part.
     """
     rng = random.Random(seed)
     caches_, done = [engine.new_cache() for _ in wants], [0] * len(wants)
@@ -138,7 +138,8 @@ def expected_of_several(name: str, engine: gemma_py.Engine) -> list[Expected]:
     return [expected(name, engine, length) for length in (20, 50, 77, 33, 1, 64)]
 
 
-# A model with one key/value head, so that several workers share a position. The columns do not divide evenly.
+# A model with one key/value head, so that several workers share a position. A head is 104 wide, so the workers' parts of its
+# columns have different widths.
 SHARED = tiny.Variant(
     tiny._gemma3(hidden_size=64, intermediate_size=64, head_dim=104, query_pre_attn_scalar=104, num_hidden_layers=2,
                  num_attention_heads=3, num_key_value_heads=1, sliding_window=40, vocab_size=77)

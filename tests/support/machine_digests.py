@@ -19,8 +19,8 @@ FLOATS = ("gemma1-multi-query", "gemma2", "gemma3-scaled-untied", "gemma3n", "ge
 
 
 def digests() -> dict[str, list[str]]:
-    """Return digests of logits or embeddings, and KV rows: of models with float weights and with quantised weights, computed by several
-    workers.
+    """Return, for models with float weights and with quantised weights, digests of logits or embeddings, and of KV rows.
+    Several workers compute them.
     """
     made = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -23,7 +23,7 @@ def random_checkpoint(family: Family, config: Config, kind: str, seed: int = 1) 
     rng, made, specs, path = np.random.default_rng(seed), {}, family.tensors(config), Path(f"random {kind}")
     for name, spec in specs.items():
         if spec.gguf in made:
-            continue  # the stack was made together with the first
+            continue  # this matrix is a part of a GGUF tensor that is made already
         floats = len(spec.shape) == 1 or spec.shape[-1] % TYPES[kind].block
         values, stored = rng.standard_normal(spec.gguf_shape, np.float32), TYPES["F32" if floats else kind]
         data = values.view(np.uint8) if stored.pack is None else stored.pack(values.reshape(-1, stored.block))

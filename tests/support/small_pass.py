@@ -60,7 +60,7 @@ def _store(cells, worker, layer, y, kv, start):
 
 @inlined
 def _attend(cells, worker, workers, layer, x, kv, start):
-    """Compute the next x[t] from all rows of kv up to t. This waits for published rows instead of a barrier."""
+    """Compute the next x[t] from all rows of kv up to t. A tile waits until these rows are published, so no barrier precedes."""
     if not sync.enter(cells, worker, layer, ATTEND):
         return False
     tile = sync.claim_any(cells, worker, 3 * layer + 2, TILES)
@@ -92,7 +92,7 @@ def forward(worker, workers, cells, x, y, kv, start):
 
 @kernel
 def hold(worker, workers, cells, gate, who, written):
-    """Worker `who` stalls until gate[0] opens, and then writes. The other workers wait for it."""
+    """Worker `who` stalls until gate[0] opens, and then writes. The other workers wait at the barrier."""
     sync.enter(cells, worker, 1, 2)
     if worker == who:
         while load_acquire(gate, 0) == 0:
@@ -103,7 +103,7 @@ def hold(worker, workers, cells, gate, who, written):
 
 @kernel
 def work_slowly(worker, workers, cells, steps):
-    """Worker 0 is slow, but counts steps. The other workers wait for it."""
+    """Worker 0 is slow, but counts steps. The other workers wait at the barrier."""
     sync.enter(cells, worker, 0, 0)
     for _ in range(steps if worker == 0 else 0):
         sleep_microseconds(np.uint32(50_000))

@@ -12,7 +12,7 @@ from gemma_py.generate.speculation import MOST_GUESSES, Pace, Speculation
 
 
 def longest_repeated_suffix(text: list[int]) -> tuple[int, set[int]]:
-    """Its length, and the positions after its earlier occurrences."""
+    """Return the length of the longest repeated suffix, and the positions after the suffix's earlier occurrences."""
     for length in range(len(text) - 1, 0, -1):
         ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
         if ends:
@@ -40,7 +40,7 @@ def test_the_index_finds_the_longest_repeated_suffix() -> None:
 
 
 def test_the_index_looks_ahead_of_its_text() -> None:
-    """The text is not changed by tokens that are not part of the text yet."""
+    """A suffix is found that ends with tokens after the text, and these tokens are not added to the text."""
     rng = random.Random(5)
     for _ in range(300):
         vocabulary = rng.choice([1, 2, 3, 10])
@@ -78,7 +78,7 @@ def test_a_long_text_is_indexed_within_its_capacity(vocabulary: int) -> None:
 
 
 def test_the_index_is_fast() -> None:
-    """1 microsecond of processor time for a token, and 20 for a proposal."""
+    """Adding a token takes at most 1 microsecond of processor time, and a token with a proposal at most 20."""
     warm_up()
     rng = random.Random(3)
     words = [[rng.randrange(20_000) for _ in range(rng.randint(1, 6))] for _ in range(500)]
@@ -114,7 +114,10 @@ def test_a_prediction_is_guessed_from_the_beginning_and_after_a_deviation() -> N
 
 
 def learned(held: float, rows: float = 0.25, checks: int = 60) -> Pace:
-    """A pace that has seen passes in which a row costs this share of a pass of one row, and guesses that hold so often."""
+    """Return a pace that has measured passes and guesses.
+
+    held: the share of guesses that held. rows: the cost of a row, as a share of a pass of one row.
+    """
     pace, rng = Pace(), random.Random(4)
     for number in range(checks):
         pace.measure(1 + number % 5, 0.01 * (1 + rows * (number % 5)))
@@ -241,7 +244,7 @@ class Model:
 
 
 def answered(answer: Speculation, pace: Pace, tokens: int, first: int = 1000) -> list[int]:
-    """Return the number of guesses in each pass that computes so many tokens of the answer, from this one on."""
+    """Extend the answer by the tokens first, first + 1 and so on. Return the number of guesses in each pass."""
     counts, token = [], first
     while token < first + tokens:
         chances = answer.chances(first + tokens - token)
@@ -257,7 +260,7 @@ def answered(answer: Speculation, pace: Pace, tokens: int, first: int = 1000) ->
 
 
 def paced(draft_seconds: float) -> Pace:
-    """A pace of a model whose pass takes 10 ms, with a draft model whose pass takes so long."""
+    """Return the pace of a model whose pass takes 10 ms, with a draft model whose pass takes `draft_seconds`."""
     pace = learned(0.0)
     for _ in range(50):
         pace.measure_draft(1, draft_seconds)

@@ -19,7 +19,7 @@ def tokenizer() -> Tokenizer:
 
 
 def characters(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A tokenizer with one token for each character, so that every stop string spans tokens."""
+    """Return the ids of a text that is encoded character by character, so that every stop string spans several tokens."""
     return [token for character in text for token in tokenizer.encode(character, bos=False)]
 
 

@@ -309,7 +309,7 @@ def test_broken_tokenizer_json_is_a_typed_error(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("kind", [1, 4, 5])
 def test_turn_markers_are_control_whatever_a_gguf_calls_them(tmp_path: Path, kind: int) -> None:
-    """Official GGUF files have given them the type "normal"."""
+    """Official GGUF files have given turn markers the type "normal"."""
     path, metadata = tmp_path / "x.gguf", gguf_metadata()
     path.touch()
     token = metadata["tokenizer.ggml.tokens"].index("<start_of_turn>")
