@@ -353,9 +353,11 @@ def check(named: dict[str, Path | str], tokens: int, seed: int, only: str | None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", default=["tiny", DEFAULT_MODEL])
-    parser.add_argument("--tokens", type=positive, default=100_000, help="(default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=positive, default=100_000, help="how many tokens to compare (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", help="only this case, as an error names it")
+    parser.add_argument("--case", help="check only the case that an error message has named")
     args = parser.parse_args()
     with models(args.models) as named:
         report = check(named, args.tokens, args.seed, args.case)

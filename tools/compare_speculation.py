@@ -110,10 +110,12 @@ def compared(name: str, kind: str, plain: Sequence[Any], looked_up: Sequence[Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    parser.add_argument("--tokens", type=positive, default=96, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=positive, default=3, help="(default: %(default)s)")
-    parser.add_argument("--threads", type=positive, default=2, help="(default: %(default)s)")
-    parser.add_argument("--peers", default="llama.cpp,transformers", help="(default: %(default)s)")
+    parser.add_argument("--tokens", type=positive, default=96, help="new tokens for each prompt (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="runs of each prompt (default: %(default)s)")
+    parser.add_argument("--threads", type=positive, default=2, help="threads of each runtime (default: %(default)s)")
+    parser.add_argument(
+        "--peers", default="llama.cpp,transformers", help="runtimes to compare with (default: %(default)s)"
+    )
     args = parser.parse_args()
     path = Path(resolve(args.model))
     runs = {name: RUNTIMES[name](path, args.threads) for name in ("gemma_py", *args.peers.split(","))}

@@ -32,7 +32,7 @@ def pieces(model: str, threads: int) -> dict[str, Callable[[], None]]:
 
     engine = gemma_py.load(model, threads=threads)
     ids = [(7919 * number + 13) % engine.config.vocab_size for number in range(3000)]
-    # Older versions of gemma_py have other names for these three.
+    # Older versions of gemma_py have other names for SequenceInput, run_together and new_cache.
     sequence = getattr(runner, "SequenceInput", None) or runner.Part  # type: ignore[attr-defined]
     together = getattr(engine, "run_together", None) or engine.runner.run_together
     new_cache = getattr(engine, "new_cache", None) or engine.runner.cache

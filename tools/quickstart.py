@@ -74,7 +74,7 @@ def prepare(task: str) -> None:
     start = time.monotonic()
     command = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", f"{ROOT}[{extra}]"]
     if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
-        say("the installation failed; what pip said stands above. Running this again goes on where it can.")
+        say("the installation failed; the output of pip is above. To try again, run this command again.")
         sys.exit(1)
     stamp.write_text(wanted)
     say(f"installed in {time.monotonic() - start:.0f} s")
@@ -127,5 +127,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on")
+        say("interrupted; to continue, run this command again")
         sys.exit(130)

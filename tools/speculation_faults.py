@@ -159,7 +159,7 @@ class Faults:
         if session.usable:
             if session.position < len(want.ids):
                 session.prefill(want.ids[session.position :])
-            expect(session.kv_digest() == want.digest, "the session goes on with other KV rows")
+            expect(session.kv_digest() == want.digest, "the session continues with other KV rows")
         else:
             try:
                 session.prefill([1])
@@ -257,11 +257,15 @@ def run(count: int, seed: int, threads: int, deadline: float, kinds: Sequence[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=positive, default=1000, help="(default: %(default)s)")
+    parser.add_argument("--count", type=positive, default=1000, help="the number of faults (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=positive, default=3)
-    parser.add_argument("--deadline", type=float, default=1.0, help="of the workers, in seconds (default: %(default)s)")
-    parser.add_argument("--kinds", default=",".join(SHARES), help="(default: %(default)s)")
+    parser.add_argument(
+        "--deadline", type=float, default=1.0, help="the workers' deadline in seconds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--kinds", default=",".join(SHARES), help="the kinds of faults to inject (default: %(default)s)"
+    )
     args = parser.parse_args()
     # If a shell starts the tool in the background, SIGINT is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -154,12 +154,13 @@ class _Sequence:
 class Auditor:
     """Checks receipts with an engine, whose quant and kv must be those of the receipts.
 
-    make_constraint: makes a constraint from its description in a receipt. change_threads: whether a difference is computed
-    again with another number of threads too; a server does not change the threads of its running requests.
+    make_constraint: makes a constraint from its description in a receipt. alone: whether no other request uses the engine.
+    Otherwise, a difference is computed again with the same number of threads and without a trace, because another number of
+    threads or a trace would apply to the other requests too.
     """
 
-    def __init__(self, engine: Engine, make_constraint: MakeConstraint, change_threads: bool = True) -> None:
-        self.engine, self._make_constraint, self._change_threads = engine, make_constraint, change_threads
+    def __init__(self, engine: Engine, make_constraint: MakeConstraint, alone: bool = True) -> None:
+        self.engine, self._make_constraint, self._alone = engine, make_constraint, alone
         self._rows = max(1, _MOST_LOGITS // (4 * engine.program.outputs))
         free = machine.memory() or _UNKNOWN_MEMORY
         self._kv_bytes = free // 3
@@ -381,11 +382,13 @@ class Auditor:
         """
         before, results = self.engine.threads, {computed.result}
         try:
-            for chunk, threads in ((CHUNK, before), (1, before + 1 if self._change_threads else before)):
+            for chunk, threads in ((CHUNK, before), (1, before + 1 if self._alone else before)):
                 if threads != self.engine.threads:
                     self.engine.set_threads(threads)
                 results.add(computed.again(chunk))
-            return "" if len(results) == 1 else f"this machine disagrees with itself{self._where(computed.ids)}"
+            if len(results) == 1:
+                return ""
+            return f"this machine disagrees with itself{self._where(computed.ids) if self._alone else ''}"
         except ComputationError as error:
             return f"a forward pass failed when it was computed again: {error}"
         finally:

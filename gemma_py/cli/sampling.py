@@ -29,12 +29,12 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
         choices=MODES,
         default=MODES[0],
         help="auto: guess tokens from earlier text, and compute several tokens at once where that saves time; off: compute one "
-        "token at a time. The output is the same (default: %(default)s)",
+        "token at a time. This option does not change the output (default: %(default)s)",
     )
     parser.add_argument(
         "--draft",
         metavar="MODEL",
-        help="a smaller model with the same vocabulary, which guesses tokens too, where that saves time",
+        help="a smaller model with the same vocabulary, which guesses tokens too, where that saves time; not with --speculate off",
     )
 
 

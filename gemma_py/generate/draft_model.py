@@ -31,7 +31,7 @@ from gemma_py.weights.store import packed_weights
 # How long a pass of the draft model over earlier tokens should take, in seconds, because the next token waits for that pass.
 _PASS_SECONDS = 0.1
 _FEWEST_ROWS = 8  # the fewest tokens of such a pass, if so many tokens are pending
-_KEEP = MOST_GUESSES + 1  # the most tokens by which a cache is rewound, because these guesses were wrong
+_KEEP = MOST_GUESSES + 1  # the most tokens that a rewind removes from a cache, because they were wrong guesses
 CacheOf = Callable[[], Cache | None]  # returns the main model's KV cache of a sequence, or None if there is none yet
 _MOST_FAILURES = 2  # the number of failed passes in a row after which no answer uses the draft model
 

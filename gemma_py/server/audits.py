@@ -53,7 +53,7 @@ class Audits:
             sound = [(number, entry) for number, entry in enumerate(found) if entry.receipt is not None]
             if self._auditor is None:
                 engine = self._service.engine
-                self._auditor = Auditor(engine, constraint_maker(engine), change_threads=False)
+                self._auditor = Auditor(engine, constraint_maker(engine), alone=False)
             for event in self._auditor.audit([entry.receipt for _, entry in sound if entry.receipt is not None]):
                 number, entry = sound[event.receipt]
                 if isinstance(event, Audited):

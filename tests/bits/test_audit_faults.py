@@ -11,6 +11,7 @@ from receipt_tampering import NO_END, PROMPT, made, verdicts
 from repository import TINY
 
 import gemma_py
+from gemma_py.checks import audit
 from gemma_py.checks.audit import DIVERGED, EQUAL, UNKNOWN, UNREADABLE, Audited, Auditor
 from gemma_py.errors import ComputationError, FormatError
 from gemma_py.generate.core import Generation, Token
@@ -110,9 +111,29 @@ def test_a_wrong_kv_row_of_this_machine_is_no_difference(
     assert stage_of_one(engine, receipt) == "kv"
 
 
-@pytest.mark.parametrize("change_threads", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+def test_only_an_audit_without_other_requests_traces_a_difference(
+    engine: gemma_py.Engine, receipt: Receipt, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """A trace of an engine also collects the passes of other requests."""
+    traced: list[bool] = []
+    honest = audit.compute
+
+    def counted(*args: Any, **options: Any) -> Any:
+        traced.append(options["trace"])
+        return honest(*args, **options)
+
+    wrong = dataclasses.replace(receipt.model, fingerprint="0" * 64)
+    monkeypatch.setattr(audit, "compute", counted)
+    monkeypatch.setattr(engine, "identity", lambda: wrong)
+    (found,) = Auditor(engine, constraint_maker(engine), alone).audit([receipt])
+    assert isinstance(found, Audited) and found.verdict.kind == UNKNOWN
+    assert traced == ([True, True] if alone else [])
+
+
+@pytest.mark.parametrize("alone", [True, False])
 def test_a_difference_is_computed_again_with_other_threads_and_chunks(
-    engine: gemma_py.Engine, receipt: Receipt, monkeypatch: pytest.MonkeyPatch, change_threads: bool
+    engine: gemma_py.Engine, receipt: Receipt, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
     for name in (
         "the fingerprint",
@@ -130,13 +151,13 @@ def test_a_difference_is_computed_again_with_other_threads_and_chunks(
 
         with monkeypatch.context() as patch:
             patch.setattr(gemma_py.Session, "prefill", counted)
-            auditor = Auditor(engine, constraint_maker(engine), change_threads)
+            auditor = Auditor(engine, constraint_maker(engine), alone)
             *_, last = auditor.audit([tampering.TAMPERINGS[name][0](engine, receipt)])
         assert isinstance(last, Audited) and last.verdict.kind == DIVERGED
         assert last.verdict.message.endswith(
             "computed again token by token, the bits are those that were computed first"
         )
-        assert set(settings) == {(2, CHUNK), (3 if change_threads else 2, 1)}, name
+        assert set(settings) == {(2, CHUNK), (3 if alone else 2, 1)}, name
 
 
 def test_a_pass_that_fails_when_a_difference_is_computed_again_is_no_difference(

@@ -79,7 +79,7 @@ def test_control_each_wrong_field_of_the_config_changes_the_logits(tmp_path: Pat
 @pytest.mark.parametrize("name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-scaled-untied", *GEMMA4])
 def test_gguf_matches_hugging_face_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
     variant = VARIANTS[name]
-    if name == "gemma2":  # GGUF does not store the query scalar, so both sides use the head width
+    if name == "gemma2":  # GGUF does not store the query scalar, so the head width is used in both formats
         variant = copy.deepcopy(variant)
         variant.config["query_pre_attn_scalar"] = variant.config["head_dim"]
     if name == "gemma3-scaled-untied":

@@ -279,7 +279,7 @@ def test_late_worker_cannot_disturb_later_runs(expected: np.ndarray) -> None:
         until = time.monotonic() + GENEROUS
         while len(team_threads()) > WORKERS and time.monotonic() < until:
             time.sleep(0.01)
-        # It continued, wrote to the array of its own run, and ended.
+        # The stalled worker continued, wrote to the array of the run in which it stalled, and ended.
         assert written[0] == 1 and len(team_threads()) == WORKERS
 
 

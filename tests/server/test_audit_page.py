@@ -102,6 +102,11 @@ def test_the_first_difference_is_shown(page: Page, receipt: Receipt, tmp_path: P
     assert page.run("return [...document.querySelectorAll('.tokens span')].findIndex(e => e.matches('.broke'))") == 7
     assert page.texts(".stages li.broke") == ["logits"]
     assert page.texts(".stages li.held") == ["structure", "model", "text", "sampling"]
+    newer = tampering.dataclasses.replace(receipt, rules=receipt.rules + 1)
+    choose(page, tampering.write(tmp_path / "newer.json", newer.to_bytes()))
+    assert page.texts(".verdict")[0].startswith("cannot tell: model: ") and page.texts(".stages li.held") == [
+        "structure"
+    ]
     choose(page, tampering.write(tmp_path / "broken.json", b"{}"))
     assert "neither a receipt" in page.texts(".verdict")[0] and page.texts(".stages li.broke") == ["structure"]
 

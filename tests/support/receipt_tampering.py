@@ -12,10 +12,17 @@ from gemma_py.checks.audit import EQUAL, Audited, Auditor, Verdict
 from gemma_py.errors import FormatError
 from gemma_py.generate.core import Request
 from gemma_py.receipts.receipt import Receipt, canonical, output_digests, parse
-from gemma_py.server.openai.described_constraint import constraint_maker
 
 NO_END = {1: -100.0, 6: -100.0}
 PROMPT = "The list of"
+
+
+def auditor(engine: gemma_py.Engine) -> Auditor:
+    from gemma_py.server.openai.described_constraint import (
+        constraint_maker,
+    )  # needs pydantic, which the unit tests do not
+
+    return Auditor(engine, constraint_maker(engine))
 
 
 def made(engine: gemma_py.Engine, prompt: str, count: int, **options: Any) -> Receipt:
@@ -54,7 +61,7 @@ def varied_receipts(engine: gemma_py.Engine, count: int) -> list[Receipt]:
 
 def verdicts(engine: gemma_py.Engine, receipts: list[Receipt]) -> list[Verdict]:
     found: dict[int, Verdict] = {}
-    for event in Auditor(engine, constraint_maker(engine)).audit(receipts):
+    for event in auditor(engine).audit(receipts):
         if isinstance(event, Audited):
             assert event.receipt not in found
             found[event.receipt] = event.verdict
@@ -173,7 +180,7 @@ def drawn_change(rng: random.Random, receipt: Receipt, other: Receipt) -> Receip
 
 def generated_anew(engine: gemma_py.Engine, receipt: Receipt) -> Receipt:
     """Generate an answer to the receipt's request, and return its receipt."""
-    request: Request = Auditor(engine, constraint_maker(engine))._request(receipt)
+    request: Request = auditor(engine)._request(receipt)
     generation, session = engine.generation(dataclasses.replace(request, receipt=True)), engine.session()
     *_, last = generation.tokens(session.prefill(generation.prompt), session.decode, session.kv_digest)
     assert last.receipt is not None

@@ -67,7 +67,7 @@ def test_a_text_is_printed_without_computing_log_probabilities(run: Run, monkeyp
 
     monkeypatch.setattr(Generation, "score", score)
     assert run("generate", TINY, "--prompt", "some text", "--max-tokens", 5)[0] == 0
-    assert run("chat", TINY, "--prompt", "some text", "--max-tokens", 5)[0] == 0
+    assert run("chat", TINY, "--template", "gemma", "--prompt", "some text", "--max-tokens", 5)[0] == 0
     assert scores == []
     assert run("generate", TINY, "--prompt", "some text", "--max-tokens", 5, "--json")[0] == 0
     assert len(scores) == 5

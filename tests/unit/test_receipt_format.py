@@ -227,7 +227,7 @@ def test_an_answer_that_is_incomplete_has_no_receipt(tiny_engine: gemma_py.Engin
     tokens = tiny_engine.generate("Hello", 4, receipt=True)
     assert [token.receipt is None for token in tokens] == [True, True, True, False]
     assert all(token.receipt is None for token in tiny_engine.generate("Hello", 4))
-    conversation = gemma_py.Conversation(tiny_engine, max_tokens=9)
+    conversation = gemma_py.Conversation(tiny_engine, template="gemma", max_tokens=9)
     with pytest.raises(InputError, match="no complete answer"):
         conversation.receipt()
     stream = conversation.send("Hello")

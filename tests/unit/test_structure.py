@@ -1,12 +1,14 @@
-"""Limits of size: one public class per name, files of at most 500 lines, and functions with few parameters."""
+"""Limits of size: one public class per name, files of at most 500 lines, functions with few parameters; no extras in tests/unit."""
 
 import ast
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from repository import ROOT
+from repository import ROOT, child_environment
 
 FOLDERS = ("gemma_py", "tests", "tools")
 SUFFIXES = (".py", ".js", ".css", ".html")
@@ -130,3 +132,25 @@ def test_a_function_with_too_many_parameters_is_found(tmp_path: Path, source: st
     made(tmp_path, {"gemma_py/a.py": source})
     name = "_f" if "_f(" in source else "f"
     assert list(long_signatures(tmp_path)) == ([f"gemma_py/a.py:{name}"] if found else [])
+
+
+EXTRAS = """
+import sys
+sys.modules |= dict.fromkeys({extras}, None)
+import pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/unit"]))
+"""
+
+
+def test_unit_tests_can_be_collected_without_the_extras() -> None:
+    """pytest, hypothesis and the core packages are enough for the tests in tests/unit."""
+    packages = ("cryptography", "gguf", "jinja2", "llguidance", "openai", "pydantic", "rich", "starlette", "uvicorn")
+    done = subprocess.run(
+        [sys.executable, "-c", EXTRAS.format(extras=packages)],
+        cwd=ROOT,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]

@@ -2,6 +2,7 @@
 
 const STAGES = ["signature", "structure", "model", "text", "sampling", "logits", "choice", "finish", "kv"];
 const FROM_LOGITS = STAGES.indexOf("logits");
+const PREFIXES = { "other model": "another model: ", "unreadable": "cannot be read: ", "unknown": "cannot tell: " };
 let working = false;
 
 function say(text) { $("note").textContent = text; }
@@ -39,7 +40,8 @@ class Card {
     });
     this.stages[0].textContent = this.signature === "none" ? "not signed" : "signature not checked";
     this.verdict.textContent = verdict.verdict === "equal"
-      ? `equal: ${this.spans.length} tokens after a prompt of ${verdict.prompt_tokens}` : verdict.message;
+      ? `equal: ${this.spans.length} tokens after a prompt of ${verdict.prompt_tokens}`
+      : (PREFIXES[verdict.verdict] || "") + verdict.message;
     if (verdict.token !== null && this.spans[verdict.token]) {
       this.spans[verdict.token].classList.add("broke");
       this.spans[verdict.token].scrollIntoView({ block: "nearest" });
