@@ -109,9 +109,13 @@ def _calls(given: Any) -> Any:
 
 
 class StreamedAnswers:
-    """The answers of a stream, joined from the chunks, which are added in their order."""
+    """The answers of a stream, joined from the chunks, which are added in their order.
 
-    def __init__(self) -> None:
+    ended: whether the receipts of the response came before these chunks
+    """
+
+    def __init__(self, ended: bool = False) -> None:
+        self.ended = ended
         self._choices: dict[int, dict[str, list[Any]]] = {}  # the parts of each field, by the index of the choice
 
     def add(self, chunk: dict[str, Any]) -> None:

@@ -57,6 +57,10 @@ def receipts_in(data: bytes, where: str) -> Iterator[FoundReceipt]:
                 yield FoundReceipt(name, None, error=str(wrong)[:_MOST_SHOWN], missing=True)
     streams: dict[str, StreamedAnswers] = {}
     found = [receipt for name, document in documents for receipt in _receipts(document, name, streams)]
+    for key, stream in streams.items():
+        if stream.ended and stream.fields():
+            message = f"{where}: the response {key!r:.80} has chunks after the receipts, which end a stream"
+            found.append(FoundReceipt(where, None, error=message))
     if not found and documents:
         message = f"{where}: the file is neither a receipt nor a response with receipts"
         yield FoundReceipt(where, None, error=message, missing=True)
@@ -85,7 +89,7 @@ def _receipts(document: Any, where: str, streams: dict[str, StreamedAnswers]) ->
         stream.add(document)
         if "receipts" in document:
             _extend(shown, stream.fields())
-            del streams[key]
+            streams[key] = StreamedAnswers(ended=True)
     for level in responses.values():
         receipts = level.get("receipts")
         if not isinstance(receipts, list):

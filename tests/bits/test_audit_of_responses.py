@@ -66,6 +66,14 @@ def test_the_last_chunk_alone_shows_no_answer(engine: gemma_py.Engine, receipt: 
         assert file_verdicts(engine, [lines_of(last)])[0].kind == EQUAL
 
 
+def test_chunks_after_the_receipts_are_named(engine: gemma_py.Engine, receipt: Receipt) -> None:
+    documents = response_around(engine, receipt, "stream of a chat")
+    forged = {"id": "a", "choices": [{"index": 0, "delta": {"content": " not"}}]}
+    late, twice = file_verdicts(engine, [lines_of([*documents, forged]), lines_of(documents * 2)])
+    assert (late.kind, late.stage) == (DIVERGED, "structure") and "after the receipts" in late.message
+    assert twice.kind == EQUAL, twice.message
+
+
 def test_a_response_that_is_saved_twice_is_no_stream(engine: gemma_py.Engine, receipt: Receipt) -> None:
     (document,) = response_around(engine, receipt, "completion")
     assert file_verdicts(engine, [lines_of([{"id": "a", **document}] * 2)])[0].kind == EQUAL
