@@ -247,7 +247,7 @@ class Speculation:
         return 1.0 if number < self._forced else self._rate(self._matched(number)).value
 
     def _matched(self, number: int) -> int:
-        """Return how many tokens before a copied guess also precede the place from which it is copied."""
+        """Return how many tokens directly before copied guess `number` equal the tokens directly before the guess's source."""
         return self._draft.matched + number - self._copied
 
     def _model_gains(self, copied: Sequence[float], by_model: Sequence[float], most: int) -> bool:
