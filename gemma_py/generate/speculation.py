@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from gemma_py.generate.drafting import Draft, Drafter, DrafterOfModel
-from gemma_py.kernels.matmul import computed_rows
+from gemma_py.kernels.matmul import AS_STORED_ROWS, FEW_ROWS, QUAD_ROWS
 
 # The most guesses of a pass, whatever the number of its sequences: more than 16 rows would be a larger tile of a product.
 MOST_GUESSES = 15
@@ -35,6 +35,11 @@ _SHARED_WEIGHT, _SHARED_MEMORY = 2.0, 50.0
 _OWN_WEIGHT, _OWN_MEMORY = 2.0, 20.0
 _LIKELY_TOKENS = 32  # how many tokens are expected to follow at the beginning of an answer
 _NO_DRAFT = Draft()
+
+
+def computed_rows(rows: int) -> int:
+    """Return how many rows a product of quantised weights computes for `rows` rows, because a tile has several rows."""
+    return -(-rows // QUAD_ROWS) * QUAD_ROWS if AS_STORED_ROWS < rows <= FEW_ROWS else rows
 
 
 class _Rate:

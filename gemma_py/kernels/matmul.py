@@ -89,11 +89,6 @@ _AHEAD = 2048
 _SIGN_BITS = 0x8080
 
 
-def computed_rows(rows: int) -> int:
-    """Return how many rows a product of quantised weights computes for `rows` rows, because a tile has several rows."""
-    return -(-rows // QUAD_ROWS) * QUAD_ROWS if AS_STORED_ROWS < rows <= FEW_ROWS else rows
-
-
 class FloatPanels(NamedTuple):
     """A matrix of float weights in panels."""
 
