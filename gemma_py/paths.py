@@ -82,8 +82,10 @@ def private_file(path: Path) -> Path:
 
 def check_writable(path: Path) -> None:
     """Raise InputError if no file can be written to the path. Commands call this before a long run."""
-    folder = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise InputError(f"{path}: no file can be written to this path, because {folder} is not a directory")
+    if path.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"{path}: no file can be written to this path")
 
 

@@ -1,10 +1,11 @@
 """Draw tamperings of receipts, and count those that an audit does not find.
 
-    python tools/tamper_receipts.py                       # 10,000 tamperings, 1,000 untouched receipts
-    python tools/tamper_receipts.py --count 500 --untouched 50 --seed 3
+    python tools/tamper_receipts.py                       # 10,000 tamperings, 1,000 untouched receipts, 2,000 responses
+    python tools/tamper_receipts.py --count 500 --untouched 50 --responses 100 --seed 3
 
 Half of the tamperings change the bytes of a receipt. The others change a field and compute the Merkle root again; if the
-result is a true receipt, because generating the answer anew gives it, the audit has to say so. The tiny model is used.
+result is a true receipt, because generating the answer anew gives it, the audit has to say so. Responses are audited with and
+without an edit of the answer that they show. The tiny model is used.
 """
 
 import argparse
@@ -27,6 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=10_000, help="tamperings")
     parser.add_argument("--untouched", type=int, default=1_000, help="receipts that are audited as they are")
+    parser.add_argument("--responses", type=int, default=2_000, help="responses that are edited around their receipt")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     began = time.monotonic()
@@ -35,12 +37,17 @@ def main() -> int:
         refused = [verdict.message for verdict in tampering.verdicts(engine, receipts) if verdict.kind != EQUAL]
         print(f"{len(receipts)} untouched receipts, {len(refused)} of them refused", flush=True)
         wrong, stages = tampering.escaped(engine, receipts[:100], args.count, args.seed)
+        misjudged = tampering.escaped_responses(engine, receipts[:100], args.responses, args.seed)
     print(f"{args.count} tamperings: " + ", ".join(f"{count} {stage}" for stage, count in sorted(stages.items())))
     for escaped in wrong:
         print("not found:", escaped)
-    print(json.dumps({"untouched": len(receipts), "refused": len(refused), "tamperings": args.count, "stages": stages,
-                      "not_found": len(wrong), "seconds": round(time.monotonic() - began, 1)}))  # fmt: skip
-    return 1 if wrong or refused else 0
+    print(f"{args.responses} responses, each untouched and edited: {len(misjudged)} of the verdicts are wrong")
+    for response in misjudged:
+        print("wrong verdict:", response)
+    report = {"untouched": len(receipts), "refused": len(refused), "tamperings": args.count, "stages": stages}
+    report |= {"not_found": len(wrong), "responses": args.responses, "misjudged": len(misjudged)}
+    print(json.dumps({**report, "seconds": round(time.monotonic() - began, 1)}))
+    return 1 if wrong or refused or misjudged else 0
 
 
 if __name__ == "__main__":

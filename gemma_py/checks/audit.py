@@ -29,6 +29,7 @@ from gemma_py.generate.evidence import kv_digests
 from gemma_py.generate.options import Sampling
 from gemma_py.receipts.receipt import FLOATS, RULES, Receipt, output_digests
 from gemma_py.receipts.row_digests import row_digest
+from gemma_py.receipts.shown import ShownField
 from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
 from gemma_py.runtime.runner import CHUNK, SequenceInput
@@ -166,8 +167,13 @@ class Auditor:
         self._kv_bytes = free // 3
         self._prefixes = PrefixCache(engine.config, engine.kv_type, min(free // 6, _MOST_PREFIX_BYTES))
 
-    def audit(self, receipts: Sequence[Receipt]) -> Iterator[CheckedTokens | Audited]:
-        """Check receipts, and yield what was found. Each receipt has one Audited event."""
+    def audit(
+        self, receipts: Sequence[Receipt], shown: Sequence[Sequence[ShownField]] | None = None
+    ) -> Iterator[CheckedTokens | Audited]:
+        """Check receipts, and yield what was found. Each receipt has one Audited event.
+
+        shown: for each receipt, the fields of a response that show the receipt's answer
+        """
         # Receipts with equal beginnings of their prompts follow each other, and the prefix cache has the beginning.
         waiting = sorted(range(len(receipts)), key=lambda number: receipts[number].prompt, reverse=True)
         running: list[_Sequence] = []
@@ -176,7 +182,8 @@ class Auditor:
                 while waiting and self._has_room(running, receipts[waiting[-1]]):
                     number = waiting.pop()
                     try:
-                        running.append(self._begin(number, receipts[number]))
+                        fields = () if shown is None else shown[number]
+                        running.append(self._begin(number, receipts[number], fields))
                     except _DiffersError as found:
                         yield Audited(number, self._verdict(receipts[number], found, 0))
                 if running:
@@ -191,12 +198,12 @@ class Auditor:
 
     # --- before the logits --------------------------------------------------------------------------------------------
 
-    def _begin(self, number: int, receipt: Receipt) -> _Sequence:
+    def _begin(self, number: int, receipt: Receipt, shown: Sequence[ShownField]) -> _Sequence:
         """Check everything that needs no logits of the answer."""
         with _stage("model", UNREADABLE):  # a file of the model that cannot be read has no digest
             self._check_model(receipt)
         with _stage("text"):
-            self._check_text(receipt)
+            self._check_text(receipt, shown)
         with _stage("sampling"):
             generation = self.engine.generation(self._request(receipt))
         cache = self.engine.new_cache(BLOCK_TOKENS)
@@ -236,18 +243,34 @@ class Auditor:
             message = f"prompt and max_tokens need a context of {needed} tokens, and here the context is {self.engine.context}"
             raise _DiffersError("model", message, kind=UNKNOWN)
 
-    def _check_text(self, receipt: Receipt) -> None:
+    def _check_text(self, receipt: Receipt, shown: Sequence[ShownField]) -> None:
         asked = receipt.asked
         if self.engine.tokenizer is None and asked.stop:
             raise _DiffersError("text", "the receipt has stop strings, but the model has no tokenizer")
         stream = AnswerStream(self.engine.tokenizer, asked.stop, asked.trim, _marks(receipt), receipt.prompt)
         parts = [stream.push(token) for token in receipt.answer if token not in asked.ends]
         parts.append(stream.finish())
+        text, reasoning = "".join(p.text for p in parts), "".join(p.reasoning or "" for p in parts)
         calls = [(call.name, call.arguments) for part in parts for call in part.calls]
-        made = output_digests("".join(p.text for p in parts), "".join(p.reasoning or "" for p in parts), calls)
+        made = output_digests(text, reasoning, calls)
         if made != receipt.outputs:
             names = sorted(name for name in {*made, *receipt.outputs} if made.get(name) != receipt.outputs.get(name))
             raise _DiffersError("text", f"the token ids give another {names[0]} than that of the receipt")
+        outputs: dict[str, Any] = {"answer": text, "reasoning": reasoning, "tool_calls": [list(call) for call in calls]}
+        for field in shown:
+            expected = outputs.get(field.output, "")
+            if field.value != expected and not (field.echo and self._is_echo(field.value, text, receipt.prompt)):
+                raise _DiffersError("text", f"the response shows another {field.path} than the token ids give")
+
+    def _is_echo(self, value: Any, text: str, prompt: Sequence[int]) -> bool:
+        """Return whether the value is the text of the prompt and the text of the answer. `echo` of a completion gives both."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None or not isinstance(value, str) or not value.endswith(text):
+            return False
+        echo = value[: len(value) - len(text)]
+        if max(prompt) < tokenizer.size and tokenizer.decode(prompt) == echo:
+            return True
+        return tokenizer.encode(echo) == list(prompt)
 
     def _request(self, receipt: Receipt) -> Request:
         asked = receipt.asked
@@ -371,7 +394,7 @@ class Auditor:
             if fault:
                 kind, message = UNKNOWN, f"{message}; but {fault}"
             else:
-                message += "; computed again token by token, the bits are those that were computed first"
+                message += "; this machine gave the same bits again, token by token, so the receipt is at fault"
         return Verdict(kind, message, found.stage, found.token, position, checked)
 
     def _fault(self, computed: _Computed) -> str:

@@ -1,11 +1,10 @@
 """Plots, with matplotlib (extra `plot`)."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 from gemma_py.errors import InputError
-from gemma_py.paths import atomic_write
+from gemma_py.paths import atomic_write, check_writable
 
 
 def check_drawable(path: Path) -> None:
@@ -17,9 +16,7 @@ def check_drawable(path: Path) -> None:
     kinds = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:] not in kinds:
         raise InputError(f"{path}: the name should end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}")
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{path}: no figure can be written to this path")
+    check_writable(path)
 
 
 def panels(count: int, title: str) -> tuple[Any, list[Any]]:

@@ -1,8 +1,9 @@
 """Check receipts: whether answers were made as their receipts say.
 
 A FILE holds a receipt, a signed receipt, a response of the server with receipts, or the output of `gemma_py batch --receipt`. The
-answer's logits are computed again, many tokens in a pass, and every field of the receipt is checked. The first difference is named:
-signature, structure, model, text, sampling, logits, choice, finish or kv, and the token.
+answer's logits are computed again, many tokens in a pass, and every field of the receipt is checked. The text, thoughts and tool
+calls that a response shows beside its receipt are compared with those that the receipt's token ids give. The first difference is
+named: signature, structure, model, text, sampling, logits, choice, finish or kv, and the token.
 
 Every receipt and every file that cannot be read has a verdict, and the exit code is that of the worst verdict, the first of these
 that occurs: 1 a receipt differs; 2 a receipt is of another model, or a file or the model cannot be read; 3 this program cannot
@@ -44,6 +45,8 @@ from gemma_py.receipts.receipt import Receipt
 from gemma_py.receipts.sources import FoundReceipt, read_file
 
 _CODES = {EQUAL: 0, UNKNOWN: 3, UNREADABLE: 2, OTHER_MODEL: 2, DIVERGED: 1}  # in the order in which they prevail
+
+_PAUSE = 3.0  # seconds between lines of progress
 
 
 class _Loaded(NamedTuple):
@@ -97,14 +100,14 @@ def run(args: argparse.Namespace) -> int:
     for entry in entries:
         if entry.verdict is None:
             entry.verdict = _before(entry.found, verifier)
-    with ProgressBar("auditing", wanted=not args.json) as progress:
+    with ProgressBar("auditing", wanted=not args.json, pause=_PAUSE) as progress:
         _audit(entries, model, args.threads, progress)
     rows = [_row(entry.found, entry.verdict, verifier) for entry in entries if entry.verdict is not None]
     if args.json:
         print_json({"receipts": rows, "seconds": time.monotonic() - began})
     else:
-        for row in rows:
-            print(_line(row))
+        for entry, row in zip(entries, rows, strict=True):
+            print(_line(row, entry.found.missing))
     return _CODES[max((row["verdict"] for row in rows), key=list(_CODES).index)]
 
 
@@ -129,7 +132,7 @@ def _audit(entries: Sequence[_Entry], model: str, threads: int | None, progress:
         try:
             with gemma_py.load(model, threads, progress=LoadProgress(), **loaded._asdict()) as engine:
                 auditor = Auditor(engine, _constraint_maker(engine))
-                for event in auditor.audit([entry.receipt for entry in group]):
+                for event in auditor.audit([entry.receipt for entry in group], [entry.found.shown for entry in group]):
                     if isinstance(event, Audited):
                         group[event.receipt].verdict = event.verdict
                     else:
@@ -153,13 +156,12 @@ def _files_and_model(given: Sequence[str]) -> tuple[Sequence[str], str]:
 
 def _before(entry: FoundReceipt, verifier: Verifier | None) -> Verdict | None:
     """Check signature and structure. Return the verdict if there is a difference."""
-    error = entry.error.removeprefix(f"{entry.name}: ")
     if verifier is not None:
         unread = entry.receipt is None and entry.envelope is None
-        problem = f"no signed receipt can be read: {error}" if unread else verifier.problem(entry.envelope)
+        problem = f"no signed receipt can be read: {entry.problem}" if unread else verifier.problem(entry.envelope)
         if problem:
             return Verdict(DIVERGED, f"signature: {problem}", "signature")
-    return Verdict(DIVERGED, f"structure: {error}", "structure") if entry.receipt is None else None
+    return Verdict(DIVERGED, entry.problem, "structure") if entry.receipt is None else None
 
 
 def _constraint_maker(engine: Engine) -> Any:
@@ -187,7 +189,10 @@ def _row(entry: FoundReceipt, verdict: Verdict, verifier: Verifier | None) -> di
     }  # fmt: skip
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: dict[str, Any], missing: bool) -> str:
+    """Return what a person reads. missing: whether the file holds no receipt."""
+    if missing and row["stage"] == "structure":
+        return f"{row['name']}: {row['message']}"
     if row["verdict"] != EQUAL:
         verdict = {
             DIVERGED: "differs",

@@ -209,8 +209,15 @@ class Chat:
 
     def _why_cut(self, stats: AnswerStats) -> str:
         if stats.prompt_tokens + stats.generated_tokens >= self.conversation.context:
-            return "the answer was cut off because the context is full: make room with /undo or /clear"
-        return f"the answer was cut off at {self.conversation.max_tokens} tokens: raise the limit with /set max_tokens N, then use /retry"
+            why, remedy = "because the context is full", "make room with /undo or /clear"
+            alone = "shorten the message"
+        else:
+            why = f"at {self.conversation.max_tokens} tokens"
+            remedy, alone = (
+                "raise the limit with /set max_tokens N, then use /retry",
+                "raise the limit with --max-tokens N",
+            )
+        return f"the answer was cut off {why}: {remedy if self.screen.interactive else alone}"
 
 
 def summary(stats: AnswerStats, context: int) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gemma_py.cli.common import add_engine, note_exceptions, positive, print_json, read_standard_input
 from gemma_py.cli.loading import load_engine
 from gemma_py.errors import InputError
-from gemma_py.paths import atomic_write
+from gemma_py.paths import atomic_write, check_writable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +60,8 @@ def _output(text: str) -> Path:
 
 def run(args: argparse.Namespace) -> None:
     texts = _texts(args)
+    if args.output is not None:
+        check_writable(args.output)
     with load_engine(args) as engine:
         note_exceptions(engine)
         began = time.monotonic()

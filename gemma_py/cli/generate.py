@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.sign is not None and args.receipt is None:
+        raise InputError("--sign needs --receipt FILE, because only a receipt is signed")
     signer = signer_of(args)
     if args.receipt is not None:
         check_writable(args.receipt)

@@ -3,12 +3,13 @@
 import argparse
 
 import gemma_py
+from gemma_py.cli.common import notify
 from gemma_py.cli.progress import LoadProgress
 
 
 def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
     """Load the model with the arguments of `add_engine`, and with --speculate and --draft if the command has them."""
-    return gemma_py.load(
+    engine = gemma_py.load(
         args.model,
         threads=args.threads,
         context=args.context,
@@ -18,3 +19,8 @@ def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
         speculate=getattr(args, "speculate", "off"),
         draft=getattr(args, "draft", None),
     )
+    if args.context is not None and args.context > engine.context:
+        notify(
+            f"--context {args.context:,} is more than the model's limit, so the context is {engine.context:,} tokens"
+        )
+    return engine

@@ -13,20 +13,25 @@ from gemma_py.errors import GemmaWarning
 
 
 class ProgressBar:
-    """Draws a progress bar on a terminal. Elsewhere, prints a line for each step. If `wanted` is false, shows nothing."""
+    """Draws a progress bar on a terminal. Elsewhere, prints a line for each step. If `wanted` is false, shows nothing.
 
-    def __init__(self, doing: str, wanted: bool) -> None:
+    pause: the least number of seconds before the first line and between two lines, for commands with many short steps
+    """
+
+    def __init__(self, doing: str, wanted: bool, pause: float = 0.0) -> None:
         self._doing = doing
         self._bar = wanted and sys.stderr.isatty()
         self._lines = wanted and not self._bar
         self._began, self._last = time.monotonic(), ""
+        self._pause, self._next_line = pause, self._began + pause
 
     def __call__(self, what: str, part: float) -> None:
         if self._bar:
             full = int(24 * part)
             bar = "█" * full + "░" * (24 - full)
             print(f"\r\x1b[K{bar} {part:4.0%} {self._left(part)}  {what}", end="", file=sys.stderr, flush=True)
-        elif self._lines and what != self._last:
+        elif self._lines and what != self._last and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + self._pause
             print(f"{self._doing} {what}", file=sys.stderr, flush=True)
         self._last = what
 

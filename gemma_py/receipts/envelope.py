@@ -87,13 +87,15 @@ class Signer:
         """Read a private key, which other users must not be able to read."""
         private = _needed()[0]
         data = read_bytes(path, _KEY_LIMIT)
-        if path.stat().st_mode & 0o077:
-            raise InputError(f"{path}: other users may read this private key; run chmod 600 on the file")
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-        return cls(
-            _parsed(lambda: load_pem_private_key(data, None), private, f"{path}: no private ed25519 key in PEM form")
-        )
+        message = f"{path}: no private ed25519 key in PEM form"
+        if b"-----BEGIN PUBLIC KEY-----" in data:
+            message += ", but a public key, which signs nothing"
+        key = _parsed(lambda: load_pem_private_key(data, None), private, message)
+        if path.stat().st_mode & 0o077:
+            raise InputError(f"{path}: other users may read this private key; run chmod 600 on the file")
+        return cls(key)
 
     def envelope(self, receipt: Receipt) -> Envelope:
         payload = receipt.to_bytes()

@@ -47,14 +47,13 @@ class Audits:
                 yield self._begin(number, entry)
             for number, entry in enumerate(found):
                 if entry.receipt is None:
-                    yield _told(
-                        number, entry, Verdict(DIVERGED, f"structure: {entry.error.removeprefix(': ')}", "structure")
-                    )
+                    yield _told(number, entry, Verdict(DIVERGED, entry.problem, "structure"))
             sound = [(number, entry) for number, entry in enumerate(found) if entry.receipt is not None]
             if self._auditor is None:
                 engine = self._service.engine
                 self._auditor = Auditor(engine, constraint_maker(engine), alone=False)
-            for event in self._auditor.audit([entry.receipt for _, entry in sound if entry.receipt is not None]):
+            receipts = [entry.receipt for _, entry in sound if entry.receipt is not None]
+            for event in self._auditor.audit(receipts, [entry.shown for _, entry in sound]):
                 number, entry = sound[event.receipt]
                 if isinstance(event, Audited):
                     yield _told(number, entry, event.verdict)

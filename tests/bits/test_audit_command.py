@@ -54,6 +54,11 @@ def test_the_command_checks_files_and_says_what_it_found(run: Run, tmp_path: Pat
         f"{bad}: differs: logits at token 5 (position {len(receipt.prompt) + 5}): the logits differ"
     )
     assert lines[2].startswith(f"{naive}: differs: structure: predicate.root is ")
+    for data, why in ((b"# A page", "not valid JSON: "), (b"{}", "the file is neither a receipt nor a response")):
+        page = tampering.write(tmp_path / "page.md", data)
+        code, out, err = run("audit", page, TINY)
+        assert code == 1 and out.startswith(f"{page}: holds no receipt: {why}") and not err
+    assert not run("audit", *[good] * 9, TINY)[2], "through a pipe, a short audit shows no progress"
     _, out, _ = run("audit", good, bad, TINY, "--json")
     rows = json.loads(out)["receipts"]
     assert [(row["verdict"], row["stage"], row["token"], row["signature"]) for row in rows] == [

@@ -155,7 +155,7 @@ def test_a_difference_is_computed_again_with_other_threads_and_chunks(
             *_, last = auditor.audit([tampering.TAMPERINGS[name][0](engine, receipt)])
         assert isinstance(last, Audited) and last.verdict.kind == DIVERGED
         assert last.verdict.message.endswith(
-            "computed again token by token, the bits are those that were computed first"
+            "; this machine gave the same bits again, token by token, so the receipt is at fault"
         )
         assert set(settings) == {(2, CHUNK), (3 if alone else 2, 1)}, name
 

@@ -265,6 +265,7 @@ def test_lines_are_messages(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
     assert code == 0
     assert out == "".join(f"{text}\n" for text in answers(tiny_engine, "hello", "you 🙂", temperature=0.0))
     assert err.count("first after") == 2
+    assert "the answer was cut off at 12 tokens: raise the limit with --max-tokens N" in err and "/retry" not in err
 
 
 def test_stop(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:

@@ -53,6 +53,41 @@ def test_responses_of_every_endpoint_have_receipts(server: Running, tiny_engine:
     assert "receipts" not in server.post("/v1/chat/completions", messages=HI, max_tokens=3)[1]
 
 
+def test_the_answers_that_responses_show_are_audited(server: Running, tiny_engine: gemma_py.Engine) -> None:
+    options: dict[str, Any] = {"receipt": True, "temperature": 1, "seed": 3}
+    chat = {"messages": HI, "max_tokens": 9, "n": 2, **options}
+    completion = {"prompt": ["a b", "▁c"], "max_tokens": 9, "stop": ["e"], "n": 2, **options}
+    echo = {**completion, "echo": True}
+    ids = {**echo, "prompt": [[2, 300, 301], [300]]}
+    files = [tampering.lines_of([server.post("/v1/chat/completions", **chat)[1]])]
+    files += [tampering.lines_of([server.post("/v1/completions", **asked)[1]]) for asked in (completion, echo, ids)]
+    files.append(tampering.lines_of([server.post("/v1/responses", input="hi", max_output_tokens=9, **options)[1]]))
+    for path, asked in (
+        ("chat/completions", chat),
+        ("completions", completion),
+        ("completions", echo),
+        ("completions", ids),
+    ):
+        files.append(tampering.lines_of(events_of(server.post(f"/v1/{path}", **asked, stream=True)[1])))
+    stream = server.post("/v1/responses", input="hi", max_output_tokens=9, **options, stream=True)[1]
+    files.append(tampering.lines_of(events_of(stream)))
+    assert [verdict.kind for verdict in tampering.file_verdicts(tiny_engine, files)] == [EQUAL] * 10
+    edited = []
+    for data in files:
+        documents = [json.loads(line) for line in data.splitlines()]
+        # The last event of a stream of /v1/responses has the whole response, which is compared.
+        holder, name = [at for at in tampering.shown_texts(documents) if at[0][at[1]]][-1]
+        holder[name] += "x"
+        edited.append(tampering.lines_of(documents))
+    found = tampering.file_verdicts(tiny_engine, edited)
+    assert [verdict.stage for verdict in found] == ["text"] * 10, found
+    status, text, _ = server.request("POST", "/v1/audit", edited[0])
+    verdicts = [event for event in map(json.loads, text.splitlines()) if event["type"] == "verdict"]
+    assert status == 200 and sorted(str(event["stage"]) for event in verdicts) == ["None", "text"]
+    (wrong,) = (event for event in verdicts if event["stage"] == "text")
+    assert wrong["verdict"] == DIVERGED and "choices[1].message.content" in wrong["message"]
+
+
 def test_the_last_chunk_of_a_stream_has_the_receipt(server: Running) -> None:
     asked = {"messages": HI, "max_tokens": 9, "receipt": True, "temperature": 0, "n": 2}
     whole = server.post("/v1/chat/completions", **asked)[1]["receipts"]
@@ -101,13 +136,37 @@ def test_an_answer_that_follows_a_schema(server: Running, tiny_engine: gemma_py.
     assert [(verdict.kind, verdict.stage) for verdict in found] == wanted, found
 
 
+def assert_edits_are_found(engine: gemma_py.Engine, documents: tampering.Documents, texts: set[str]) -> None:
+    """Audit a response, and audit it again with each of the texts that it shows edited."""
+    edited, seen = [], ""
+    for number in range(len(list(answer_places(documents)))):
+        made = json.loads(json.dumps(documents))
+        holder, name = list(answer_places(made))[number]
+        seen += holder[name]
+        holder[name] += "x"
+        edited.append(made)
+    first, *others = tampering.file_verdicts(engine, list(map(tampering.lines_of, [documents, *edited])))
+    assert first.kind == EQUAL, first.message
+    assert all(text in seen for text in texts), seen
+    assert [verdict.stage for verdict in others] == ["text"] * len(edited), others
+
+
+def answer_places(documents: tampering.Documents) -> list[tuple[Any, Any]]:
+    """Return (object, key) of each text, thought, name and arguments of a tool call that the documents show."""
+    names, found = ("text", "content", "reasoning_content", "name", "arguments"), []
+    for document in documents:
+        for field in ("choices", "output"):
+            found += [at for at in tampering._places(document.get(field)) if at[1] in names]
+    return [at for at in found if isinstance(at[0][at[1]], str) and at[0][at[1]]]
+
+
 @pytest.mark.parametrize("required", [False, True])
 def test_thoughts_and_tool_calls_are_checked(tmp_path: Path, required: bool) -> None:
+    tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     with gemma4_model.load(gemma4_model.write_checkpoint(tmp_path / "model")) as engine, serving(engine) as server:
         call = ["<|tool_call>", "call:f{x:1}", "<tool_call|>", "<turn|>"]
         thought = [] if required else ["<|channel>", "thought\nWell", "<channel|>", "So:"]
         ids = gemma4_model.answer_ids(engine.text_tokenizer(), *thought, *call)
-        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
         asked = {"messages": HI, "max_tokens": 60, "receipt": True, "temperature": 0, "tools": [tool],
                  "tool_choice": "required" if required else "auto"}  # fmt: skip
         with gemma4_model.scripted(ids):
@@ -117,6 +176,12 @@ def test_thoughts_and_tool_calls_are_checked(tmp_path: Path, required: bool) -> 
             assert set(receipt.outputs) == {"answer", "tool_calls"} | (set() if required else {"reasoning"})
             assert (receipt.asked.constraint is not None) == required
             assert kinds(engine, [receipt]) == [EQUAL]
+            flat = [{"type": "function", **tool["function"]}]
+            options = {"input": "hi", "max_output_tokens": 60, "receipt": True, "temperature": 0, "tools": flat}
+            response = server.post("/v1/responses", **options, tool_choice=asked["tool_choice"])[1]
+            chunks = events_of(server.post("/v1/chat/completions", **asked, stream=True)[1])
+            for documents in ([document], [response], chunks):
+                assert_edits_are_found(engine, documents, {"f", '{"x": 1}', *(() if required else ("Well", "So:"))})
             assert receipt.asked.marks is not None
             for name in ("call", "channel"):
                 marks = {**receipt.asked.marks, name: None}

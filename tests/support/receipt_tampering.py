@@ -1,5 +1,6 @@
-"""Receipts that were tampered with: by hand at one place, or drawn at random."""
+"""Receipts, and responses around receipts, that were tampered with: by hand at one place, or drawn at random."""
 
+import copy
 import dataclasses
 import json
 import random
@@ -8,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import gemma_py
-from gemma_py.checks.audit import EQUAL, Audited, Auditor, Verdict
+from gemma_py.checks.audit import DIVERGED, EQUAL, Audited, Auditor, Verdict
 from gemma_py.errors import FormatError
 from gemma_py.generate.core import Request
 from gemma_py.receipts.receipt import Receipt, canonical, output_digests, parse
+from gemma_py.receipts.sources import receipts_in
 
 NO_END = {1: -100.0, 6: -100.0}
 PROMPT = "The list of"
@@ -255,6 +257,124 @@ def escaped(
         if verdict.kind == EQUAL and generated_anew(engine, receipt) != receipt:
             wrong.append(f"{receipt}")
     return wrong, stages
+
+
+# --- tampering with the response around a receipt ---------------------------------------------------------------------
+
+Documents = list[dict[str, Any]]
+
+
+def _chunks(*choices: dict[str, Any]) -> Documents:
+    return [{"id": "a", "choices": [{"index": 0, **choice}]} for choice in choices]
+
+
+# Each returns the documents of a file in which a response shows a text, before a receipt is added to the last document.
+# prompt: the text of the prompt.
+RESPONSES: dict[str, Callable[[str, str], Documents]] = {
+    "chat": lambda prompt, text: [{"choices": [{"message": {"role": "assistant", "content": text, "refusal": None}}]}],
+    "completion": lambda prompt, text: [{"choices": [{"index": 0, "text": text}]}],
+    "echo": lambda prompt, text: [{"choices": [{"index": 0, "text": prompt + text}]}],
+    "responses": lambda prompt, text: [
+        {"output": [{"type": "message", "content": [{"type": "output_text", "text": text}]}]}
+    ],
+    "stream of a chat": lambda prompt, text: [
+        *_chunks({"delta": {"role": "assistant", "content": ""}}, {"delta": {"content": text[:3]}}),
+        *_chunks({"delta": {"content": text[3:]}}, {"delta": {}, "finish_reason": "length"}),
+        {"id": "a", "choices": []},
+    ],
+    "stream of a completion": lambda prompt, text: [
+        *_chunks({"text": prompt}, {"text": text[:3]}, {"text": text[3:]}), {"id": "a", "choices": []}
+    ],
+}  # fmt: skip
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def response_around(engine: gemma_py.Engine, receipt: Receipt, form: str, in_batch: bool = False) -> Documents:
+    """Return the documents of a response with the receipt. in_batch: as a row of the output of a batch."""
+    tokenizer = engine.text_tokenizer()
+    text, prompt = tokenizer.decode(receipt.answer), tokenizer.decode(receipt.prompt[1:])
+    assert output_digests(text, "", []) == receipt.outputs, "stop strings and end tokens would need another text"
+    *before, last = RESPONSES[form](prompt, text)
+    last["receipts"] = [json.loads(receipt.to_bytes())]
+    return [*before, {"custom_id": "a", "response": {"status_code": 200, "body": last}} if in_batch else last]
+
+
+def lines_of(documents: Documents) -> bytes:
+    return b"\n".join(json.dumps(document).encode() for document in documents)
+
+
+def shown_texts(documents: Documents) -> list[tuple[Any, Any]]:
+    """Return (object, key) of each text of an answer that the documents show."""
+    return [at for at in _places(documents) if at[1] in ("text", "content") and isinstance(at[0][at[1]], str)]
+
+
+def edited_response(rng: random.Random, documents: Documents, other: str) -> Documents:
+    """Change a text that a response shows, or add a thought, a refusal, a tool call or a choice. other: another text."""
+    made = copy.deepcopy(documents)
+    holder, name = rng.choice(shown_texts(made))
+    text, at = holder[name], rng.randrange(len(holder[name]) + 1)
+    changes: list[Callable[[], Any]] = [
+        lambda: holder.update({name: text[:at] + rng.choice("aé \n\u200b") + text[at:]}),
+        lambda: holder.update({name: text[:at] + text[at + 1 :]}),
+        lambda: holder.update({name: other}),
+        lambda: holder.update({name: rng.choice([7, [], {}, [text], True])}),
+    ]
+    if name == "content":
+        changes += [
+            lambda: holder.update(reasoning_content="Well"),
+            lambda: holder.update(tool_calls=[CALL]),
+        ]
+    if "role" in holder:
+        changes.append(lambda: holder.update(refusal="No"))
+    outer = made[-1]["response"]["body"] if "response" in made[-1] else made[-1]
+    if "choices" in outer:
+        changes.append(lambda: outer["choices"].extend([{"index": 1, "text": "more"}] * (1 + (not outer["choices"]))))
+    else:
+        changes.append(lambda: outer["output"].append({"type": "message", "content": [{"text": "more"}]}))
+    while made == documents:
+        rng.choice(changes)()
+    return made
+
+
+def file_verdicts(engine: gemma_py.Engine, files: list[bytes]) -> list[Verdict]:
+    """Audit files. Return of each file the first verdict that is not `equal`, if there is one."""
+    found = [(number, entry) for number, data in enumerate(files) for entry in receipts_in(data, "it")]
+    made = [Verdict(EQUAL, "") for _ in files]
+    sound = []
+    for number, entry in found:
+        if entry.receipt is None:
+            made[number] = Verdict(DIVERGED, entry.problem, "structure")
+        else:
+            sound.append((number, entry.receipt, entry.shown))
+    for event in auditor(engine).audit([receipt for _, receipt, _ in sound], [shown for _, _, shown in sound]):
+        number = sound[event.receipt][0]
+        if isinstance(event, Audited) and made[number].kind == EQUAL:
+            made[number] = event.verdict
+    return made
+
+
+def escaped_responses(engine: gemma_py.Engine, receipts: list[Receipt], count: int, seed: int) -> list[str]:
+    """Draw responses of all forms. Return those that an audit refused although they are untouched, and those that were edited
+    without being found.
+    """
+    rng, files = random.Random(seed), list[tuple[bytes, bool]]()
+    texts = [engine.text_tokenizer().decode(receipt.answer) for receipt in receipts]
+    whole = [
+        receipt
+        for receipt, text in zip(receipts, texts, strict=True)
+        if receipt.outputs == output_digests(text, "", [])
+    ]
+    for _ in range(count):
+        receipt, form = rng.choice(whole), rng.choice(list(RESPONSES))
+        documents = response_around(engine, receipt, form, not form.startswith("stream") and rng.random() < 0.3)
+        files.append((lines_of(documents), False))
+        files.append((lines_of(edited_response(rng, documents, f"{rng.choice(texts)}!")), True))
+    found = file_verdicts(engine, [data for data, _ in files])
+    return [
+        f"{'edited' if edited else 'untouched'}: {data!r}: {verdict.message}"
+        for (data, edited), verdict in zip(files, found, strict=True)
+        if (verdict.kind != EQUAL) != edited
+    ]
 
 
 def write(path: Path, data: bytes) -> Path:

@@ -250,6 +250,7 @@ def bad_files(tmp_path: Path) -> dict[str, list[object]]:
         "an empty stop": ["generate", TINY, "--prompt", "a", "--stop", ""],
         "too long": ["score", TINY, "--text", "a b c d e f", "--context", "3"],
         "too many tokens": ["generate", TINY, "--prompt", "a", "--max-tokens", "99999"],
+        "no folder for the receipt": ["generate", TINY, "--prompt", "a", "--receipt", at("none/receipt.json")],
         "surrogates": ["generate", TINY, "--prompt", "\udcff"],
         "a NUL in the path": ["inspect", "a\0b"],
         "a long path": ["inspect", "x" * 5000],
@@ -259,7 +260,8 @@ def bad_files(tmp_path: Path) -> dict[str, list[object]]:
 @pytest.mark.parametrize("case", [
     "broken", "no model", "empty", "nothing there", "a directory", "unknown name", "not downloaded", "text not UTF-8",
     "no text file", "text is a directory", "ids no list", "ids of floats", "ids too large", "one id", "id outside", "deep",
-    "empty text", "top-p beyond 1", "an empty stop", "too long", "too many tokens", "surrogates", "a NUL in the path", "a long path",
+    "empty text", "top-p beyond 1", "an empty stop", "too long", "too many tokens",
+    "no folder for the receipt", "surrogates", "a NUL in the path", "a long path",
 ])  # fmt: skip
 @pytest.mark.parametrize("as_json", [False, True])
 def test_bad_input_is_one_line_and_exit_code_1(run: Run, tmp_path: Path, case: str, as_json: bool) -> None:
@@ -267,6 +269,15 @@ def test_bad_input_is_one_line_and_exit_code_1(run: Run, tmp_path: Path, case: s
     assert (code, out) == (1, "")
     assert len(err.splitlines()) == 1
     assert err.startswith("gemma_py: ")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_context_beyond_the_limit_is_noted(run: Run) -> None:
+    code, _, err = run("generate", TINY, "--prompt", "a", "--max-tokens", "2", "--context", "99999999")
+    assert code == 0 and err.splitlines() == [
+        "gemma_py: --context 99,999,999 is more than the model's limit, so the context is 4,096 tokens"
+    ]
+    assert run("generate", TINY, "--prompt", "a", "--max-tokens", "2", "--context", "4096")[2] == ""
 
 
 def test_a_misspelt_model_gets_a_hint(run: Run) -> None:

@@ -3,6 +3,7 @@ code.
 """
 
 import argparse
+import json
 import re
 import shlex
 import tomllib
@@ -80,6 +81,26 @@ def page(request: pytest.FixtureRequest) -> Path:
 
 def test_every_command_parses(page: Path) -> None:
     assert [why for words in commands(page.read_text()) if (why := refused(words))] == []
+
+
+def curls(text: str) -> Iterator[list[str]]:
+    """Return the curl commands in fenced blocks, which may have several lines, as lists of words."""
+    for block in fences(text, ""):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("curl "):
+                yield shlex.split(line)
+
+
+def test_every_curl_command_is_a_request() -> None:
+    """Each sends JSON, says so in its header, and names a route of the server, which another test compares."""
+    text = "".join(page.read_text() for page in PAGES)
+    routes, found = re.findall(r"`POST (/[\w./]*)`", text), list(curls(text))
+    for _, url, *words in found:
+        assert url.startswith("http://127.0.0.1:8080/") and url.removeprefix("http://127.0.0.1:8080") in routes
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        assert options["-H"] == "Content-Type: application/json" and options.keys() <= {"-H", "-d", "-o"}
+        assert options["-d"].startswith("@") or isinstance(json.loads(options["-d"]), dict)
+    assert len(found) == 3
 
 
 def unknown_flags(text: str) -> set[str]:

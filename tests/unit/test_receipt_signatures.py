@@ -66,7 +66,8 @@ def test_files_that_are_no_keys_are_refused(tmp_path: Path, key: Path, public: P
     for load, path in ((Signer.load, garbage), (Verifier.load, garbage), (Verifier.load, key), (Signer.load, public)):
         with pytest.raises(InputError) as caught:
             load(path)
-        assert "ed25519" in str(caught.value) or "chmod" in str(caught.value)
+        assert "ed25519" in str(caught.value) and "chmod" not in str(caught.value)
+        assert ("but a public key" in str(caught.value)) == (path == public)
 
 
 def test_a_signature_covers_every_byte(receipt: Receipt, key: Path, public: Path, tmp_path: Path) -> None:
@@ -134,6 +135,11 @@ def test_commands_sign_and_check(run: Run, tmp_path: Path, key: Path, public: Pa
     broken = tampering.write(tmp_path / "broken.json", b'{"_type":1}')
     code, out, err = run("audit", broken, TINY, "--public-key", public)
     assert code == 1 and out.count("\n") == 1 and not err and "differs: signature: no signed receipt" in out
+
+
+def test_a_key_without_a_receipt_is_refused(run: Run, key: Path) -> None:
+    code, out, err = run("generate", TINY, "--prompt", "The", "--max-tokens", 4, "--sign", key)
+    assert (code, out) == (1, "") and err.count("\n") == 1 and "--sign needs --receipt" in err
 
 
 def test_securesystemslib_verifies_the_envelope(receipt: Receipt, key: Path, public: Path) -> None:

@@ -50,7 +50,10 @@ def test_the_verifier_runs_as_a_program(tmp_path: Path, receipts: list[Receipt])
     assert done.stdout == f"{len(receipts[0].answer)} tokens after a prompt of {len(receipts[0].prompt)}\n"
     file.write_bytes(receipts[0].to_bytes().replace(b'"stop":[', b'"stop":["x",', 1))
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and "AssertionError" in done.stderr
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "the Merkle root is another one" in done.stderr
+    file.write_bytes(b'{"choices": [], "receipts": []}')
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stderr == f"{file}: no sound receipt: KeyError('predicate')\n"
 
 
 def test_the_verifier_agrees_with_the_package(check: Callable[[str], str], receipts: list[Receipt]) -> None:
