@@ -430,7 +430,7 @@ class Auditor:
 
 
 def _common_blocks(a: Receipt, b: Receipt) -> int:
-    """Return how many tokens of the prompts can be copied from one to the other, which are whole blocks."""
+    """Return the length of the common prefix of two prompts in whole blocks, whose KV rows the two audits can share."""
     size = min(len(a.prompt), len(b.prompt)) - 1
     differ = np.flatnonzero(np.array(a.prompt[:size]) != np.array(b.prompt[:size]))
     return (int(differ[0]) if len(differ) else size) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from gemma_py.generate.drafting import Draft, Drafter, DrafterOfModel
+from gemma_py.kernels.matmul import AS_STORED_ROWS, FEW_ROWS, QUAD_ROWS
 
 # The most guesses of a pass, whatever the number of its sequences: more than 16 rows would be a larger tile of a product.
 MOST_GUESSES = 15
@@ -34,6 +35,11 @@ _SHARED_WEIGHT, _SHARED_MEMORY = 2.0, 50.0
 _OWN_WEIGHT, _OWN_MEMORY = 2.0, 20.0
 _LIKELY_TOKENS = 32  # how many tokens are expected to follow at the beginning of an answer
 _NO_DRAFT = Draft()
+
+
+def computed_rows(rows: int) -> int:
+    """Return how many rows a product of quantised weights computes for `rows` rows, because a tile has several rows."""
+    return -(-rows // QUAD_ROWS) * QUAD_ROWS if AS_STORED_ROWS < rows <= FEW_ROWS else rows
 
 
 class _Rate:
@@ -71,7 +77,7 @@ class Pace:
         self.draft_share = 1.0  # the estimated cost of the draft model's passes, as a share of the main model's
         # The draft model's seconds for a pass that gives a guess, and for a row of a longer pass; 0 before the first measurement.
         self._draft_pass = self._draft_row = 0.0
-        # Weighted sums over passes, for a linear fit of seconds to rows: 1, rows, seconds, rows^2, rows * seconds.
+        # Weighted sums over passes, for a linear fit of seconds to computed rows: 1, rows, seconds, rows^2, rows * seconds.
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def chance(self, predicted: bool, matched: int) -> float:
@@ -86,7 +92,8 @@ class Pace:
         """Learn the duration of a pass that only decodes."""
         if self._sums[0] > 1:
             fixed, row = self._cost()
-            seconds = min(seconds, _LONGEST * (fixed + row * rows))
+            seconds = min(seconds, _LONGEST * (fixed + row * computed_rows(rows)))
+        rows = computed_rows(rows)
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._sums = tuple(_DECAY * old + value for old, value in zip(self._sums, new, strict=True))  # type: ignore[assignment]
 
@@ -130,11 +137,11 @@ class Pace:
         seconds: the seconds that it takes to draft a guess
         """
         fixed, row = self._cost()
-        expected, duration = 1.0, fixed + row
-        best = expected / duration
-        for chance in chances:
-            expected, duration = expected + chance, duration + row + seconds
-            best = max(best, expected / duration)
+        expected = 1.0
+        best = expected / (fixed + row * computed_rows(1))
+        for number, chance in enumerate(chances, 1):
+            expected += chance
+            best = max(best, expected / (fixed + row * computed_rows(1 + number) + number * seconds))
         return best
 
     def allot(
@@ -147,13 +154,15 @@ class Pace:
         least: the smallest probability of a guess that is computed.
         drafting: for each answer, the seconds that it takes to draft a guess; by default 0.
 
-        The guesses that gain most for their cost are taken as long as a guess adds more tokens a second than the pass has
-        without the guess.
+        The guesses that gain most for their cost are taken, as many as give the most tokens a second. A product computes
+        whole tiles of rows, so one guess alone may not be worth its time although several guesses are.
         """
         counts, expected = [0] * len(chances), float(len(chances))
         fixed, row = self._cost()
-        costs, seconds = [row + more for more in drafting or [0.0] * len(chances)], fixed + row * rows
-        while sum(counts) < MOST_GUESSES:
+        drafts = list(drafting) or [0.0] * len(chances)
+        costs, drafted = [row + more for more in drafts], 0.0
+        chosen, chosen_expected, chosen_seconds = list(counts), expected, fixed + row * computed_rows(rows)
+        for more in range(1, MOST_GUESSES + 1):
             _, number = max(
                 ((of_it[count] / costs[number], number)
                  for number, (of_it, count) in enumerate(zip(chances, counts, strict=True))
@@ -162,13 +171,14 @@ class Pace:
             )  # fmt: skip
             if number is None:
                 break
-            chance = chances[number][counts[number]]
-            if chance * seconds <= _MARGIN * costs[number] * expected:
-                break
+            expected += chances[number][counts[number]]
             counts[number] += 1
-            expected += chance
-            seconds += costs[number]
-        return counts
+            drafted += drafts[number]
+            seconds = fixed + row * computed_rows(rows + more) + drafted
+            gain, cost = expected / chosen_expected - 1, seconds / chosen_seconds - 1
+            if gain > _MARGIN * cost:
+                chosen, chosen_expected, chosen_seconds = list(counts), expected, seconds
+        return chosen
 
 
 def _bucket(matched: int) -> int:
@@ -247,7 +257,7 @@ class Speculation:
         return 1.0 if number < self._forced else self._rate(self._matched(number)).value
 
     def _matched(self, number: int) -> int:
-        """Return how many tokens before a copied guess also precede the place from which it is copied."""
+        """Return how many tokens directly before copied guess `number` equal the tokens directly before the guess's source."""
         return self._draft.matched + number - self._copied
 
     def _model_gains(self, copied: Sequence[float], by_model: Sequence[float], most: int) -> bool:

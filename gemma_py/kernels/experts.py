@@ -174,9 +174,11 @@ def gather_codes(x, lists, first, last, share, K, y):
 
 @inlined
 def scatter_floats(x, lists, first, last, N, left, right, y):
-    """Copy columns left .. right - 1 of an expert's outputs to the rows of the products lists[first : last].
+    """Copy columns left .. right - 1 of an expert's outputs to the rows lists[first : last] of y.
 
-    x: [(last - first) * N] f32, read   y: [T * C * N] f32, written for these products and columns
+    A row of y belongs to one token and one of the C experts chosen for the token.
+
+    x: [(last - first) * N] f32, read   y: [T * C * N] f32, written in these rows and columns
     """
     for place in range(first, last):
         _copy(x, (place - first) * N + left, y, lists[place] * N + left, right - left)

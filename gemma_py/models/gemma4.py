@@ -171,7 +171,7 @@ def _per_layer_inputs(p: Program) -> None:
 
 
 def project_inputs(p: Program, target: str) -> None:
-    """Compute target = RMSNorm(projection of x * D^-1/2) from the buffer `x`, for all layers at once."""
+    """Compute target = RMSNorm((projection of x) * D^-1/2) for all layers at once. x: a buffer of rows of D floats"""
     p.phase("per-layer inputs", 0)
     p.matmul("x", target, "per_layer_model_projection")
     p.multiply(target, 1.0 / math.sqrt(p.config.hidden_size))

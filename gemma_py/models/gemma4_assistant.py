@@ -135,7 +135,10 @@ def program(assistant: Config, main: Config, where: str) -> Program:
 
 
 def _layer(p: Program, number: int, before: int, count: int) -> None:
-    """Append the operations of layer `number` of `count`, and the norm after the layer. before: layers of the main model."""
+    """Append the operations of the assistant's layer `number` of `count`, and the norm after this layer.
+
+    before: the number of layers of the main model, which stand before the assistant's in `config.layers`
+    """
     at, of = before + number, f"layers.{number}."
     layer = p.config.layers[at]
     p.phase("query", at)

@@ -189,7 +189,7 @@ class Source:
 
     specs: the expected tensors. names: for each expected tensor, its name in the checkpoint. fused: the expected tensors
     that are a part of a larger tensor in the checkpoint, see `Tensor.part`.
-    plus_one: whether the format stores gain - 1 for tensors with `plus_one`.
+    plus_one: whether this format stores gain - 1, instead of the gain, for tensors whose `Tensor.plus_one` is set.
     tied: whether the embedding matrix is also the output matrix, unless the checkpoint has another output matrix.
     unused: the names of tensors that the checkpoint may have although the model does not use them.
     """

@@ -113,6 +113,16 @@ def test_a_prediction_is_guessed_from_the_beginning_and_after_a_deviation() -> N
     assert lookup.propose(2) == Draft((8, 7), 1)
 
 
+def of_tiles(rows: int) -> int:
+    return -(-rows // 4) * 4
+
+
+@pytest.fixture
+def single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every row cost equally much, as without tiles of several rows."""
+    monkeypatch.setattr(speculation, "computed_rows", lambda rows: rows)
+
+
 def learned(held: float, rows: float = 0.25, checks: int = 60) -> Pace:
     """Return a pace that has measured passes and guesses.
 
@@ -120,7 +130,8 @@ def learned(held: float, rows: float = 0.25, checks: int = 60) -> Pace:
     """
     pace, rng = Pace(), random.Random(4)
     for number in range(checks):
-        pace.measure(1 + number % 5, 0.01 * (1 + rows * (number % 5)))
+        count = 1 + number % 5
+        pace.measure(count, 0.01 * (1 + rows * (speculation.computed_rows(count) - 1)))
         for matched in (1, 3, 30):
             pace.check(False, matched, rng.random() < held)
     return pace
@@ -131,6 +142,7 @@ def chances(pace: Pace, matched: int = 30) -> list[float]:
     return [one**n for n in range(1, MOST_GUESSES + 1)]
 
 
+@pytest.mark.usefixtures("single_rows")
 def test_the_number_of_guesses_follows_from_gain_and_cost() -> None:
     assert learned(1.0).allot([chances(learned(1.0))], 1) == [MOST_GUESSES]
     assert learned(0.0).allot([chances(learned(0.0))], 1) == [0]
@@ -140,6 +152,18 @@ def test_the_number_of_guesses_follows_from_gain_and_cost() -> None:
     assert learned(0.7, rows=0.02).allot([chances(learned(0.7))], 1) > [some]
 
 
+def test_guesses_fill_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product computes 4 rows for 1 and 12 rows for 9, so three guesses cost nothing beside one answer, and one guess
+    costs as much as four beside eight answers."""
+    monkeypatch.setattr(speculation, "computed_rows", of_tiles)
+    pace, none = learned(0.9), list[float]()
+    assert pace.allot([[0.3, 0.2, 0.1, 0.05]], 1) == [3]
+    assert pace.allot([[0.9, 0.4], *[none] * 7], 8) == [0] * 8
+    assert pace.allot([[0.95, 0.9, 0.85, 0.8, 0.1], *[none] * 7], 8)[0] == 4
+    assert pace.tokens_a_second([0.5]) == pytest.approx(1.5 * pace.tokens_a_second([]))
+
+
+@pytest.mark.usefixtures("single_rows")
 def test_beside_other_answers_only_likely_guesses_are_computed() -> None:
     pace = learned(0.9)
     none: list[float] = []
