@@ -115,7 +115,7 @@ def equal(report: verify.VerifyReport) -> str:
     results = "embeddings" if embeds else "logits"
     checked = f"{runs} run{'s' * (runs > 1)} of {texts}{report.tokens} tokens: all {results} and all keys and values"
     alone = any(setting.chunk == 1 for setting in report.settings)
-    apart = "" if not alone else ", each text alone as together" if embeds else ", token by token as in chunks"
+    apart = "" if not alone else ", each text alone as together" if embeds else ", by single tokens and by chunks"
     return f"{checked} have the same bits{apart}."
 
 

@@ -244,7 +244,7 @@ class Constraint(Protocol):
 
 
 class AfterThoughts:
-    """A constraint on an answer that does not restrict a thought at the beginning.
+    """A constraint on the answer alone, which does not restrict a thought before the answer.
 
     thinking: whether the answer begins within a thought.
     """

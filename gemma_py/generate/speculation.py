@@ -14,7 +14,8 @@ from gemma_py.kernels.matmul import AS_STORED_ROWS, FEW_ROWS, QUAD_ROWS
 MOST_GUESSES = 15
 # A guess must gain this much more than it costs, because the estimates of gain and cost are inexact.
 _MARGIN = 1.1
-# The cost of a row before anything is measured, as a share of the time of a pass of one row.
+# The first estimate of what another row costs, as a share of the time of a pass of one row. The rest of this time is the same
+# for any number of rows.
 _ROW_SHARE = 0.25
 # _ROW_SHARE counts as much as measured passes whose numbers of rows have this variance.
 _ROW_WEIGHT = 0.5
@@ -85,7 +86,7 @@ class Pace:
         return self._rates[predicted, _bucket(matched)].value
 
     def check(self, predicted: bool, matched: int, held: bool) -> None:
-        """Learn whether a guess after `matched` equal tokens held."""
+        """Learn whether a guess held. matched: how many tokens before the guess equal those before its source."""
         self._rates[predicted, _bucket(matched)].add(held)
 
     def measure(self, rows: int, seconds: float) -> None:

@@ -1,9 +1,9 @@
 """Gemma 4, text: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
 
 Full and sliding layers differ in the width and number of their heads. In models with `num_kv_shared_layers` (E2B, E4B), the
-last layers have no keys and values of their own and read the KV rows of an earlier layer of the same type. So no other token
-needs what these layers compute for a token, and they are computed only for WANTED rows, those of the tokens whose logits
-are wanted. In models with `attention_k_eq_v`, the values of full layers are the keys, as they are before k_norm and rope. In
+last layers have no keys and values of their own and read the KV rows of an earlier layer of the same type. These layers
+write nothing that other tokens read, so they are computed only for the rows of tokens whose logits are wanted (WANTED).
+In models with `attention_k_eq_v`, the values of full layers are the keys, as they are before k_norm and rope. In
 models with per-layer inputs, which are a vector of width P for each token and layer, every layer ends with a gate on this
 vector. In models with a mixture of experts, a router chooses experts for each token, and the weighted sum of the experts'
 outputs is added to the output of the feed-forward.

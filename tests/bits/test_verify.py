@@ -53,7 +53,7 @@ def test_a_good_run(run: Run) -> None:
     assert lines[0].split() == ["threads", "chunks", "of", "1", "chunks", "of", "7", "chunks", "of", "64"]
     assert len({cell for line in lines[1:4] for cell in line.split()[1:]}) == 1
     assert lines[4] == (
-        "9 runs of 80 tokens: all logits and all keys and values have the same bits, token by token as in chunks."
+        "9 runs of 80 tokens: all logits and all keys and values have the same bits, by single tokens and by chunks."
     )
     assert lines[5] == "The first 16 tokens have the bits of the specification."
     assert err.splitlines() == ["checking the specification, 16 tokens"] + [
