@@ -35,6 +35,7 @@ def write(path: Path, document: Any) -> Path:
 
 def test_a_trace_and_back(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "new" / "trace.json"
+    path.parent.mkdir()
     code, out, _ = run("verify", TINY, *SMALL, "--trace", path)
     assert (code, out.splitlines()[-1]) == (0, f"The trace is in {path}.")
     assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
