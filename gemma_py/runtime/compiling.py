@@ -149,8 +149,8 @@ class Compilation:
         self._busy = len(feeders)
         self._heard = dict.fromkeys(self.processes, time.monotonic())
         for feeder in feeders:
+            self._feeders.append(feeder)  # before the start, because an interrupt may come between the two
             feeder.start()
-            self._feeders.append(feeder)
 
     def _feed(self, process: "subprocess.Popen[bytes]") -> None:
         """Let a process compile one share after another. The process that compiles the last share then also compiles
@@ -178,7 +178,7 @@ class Compilation:
             while (line := process.stdout.readline()) == b"\n":
                 self._heard[process] = time.monotonic()
             done = line != b""
-        except OSError:
+        except (OSError, ValueError):  # ValueError: `__exit__` has closed the pipes
             done = False
         self._heard[process] = time.monotonic()
         with self._lock:
@@ -210,7 +210,8 @@ class Compilation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._kill()
         for feeder in self._feeders:
-            feeder.join()
+            if feeder.is_alive():  # not if an interrupt prevented its start
+                feeder.join()
         for process in self.processes:
             with process:
                 pass  # at the end of `with`, the pipes are closed, and Python waits for the process

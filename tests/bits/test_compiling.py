@@ -222,6 +222,27 @@ def test_an_interrupt_between_the_starts_of_two_processes_ends_the_first(monkeyp
     assert begun[0].returncode is not None
 
 
+@linux
+def test_an_interrupt_after_the_start_of_a_thread_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that outlived the closing of its pipes would print a traceback."""
+    monkeypatch.setattr(compiling, "first_time", lambda kv: True)
+    joined: list[threading.Thread] = []
+
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            raise KeyboardInterrupt
+
+        def join(self, timeout: float | None = None) -> None:
+            super().join(timeout)
+            joined.append(self)
+
+    monkeypatch.setattr(compiling.threading, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt), compiling.Compilation("float32"):
+        pass
+    assert len(joined) == 1 and not joined[0].is_alive()
+
+
 def test_nothing_is_started_where_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "first_time", lambda kv: False)
     with compiling.Compilation("float32") as compilation:
