@@ -113,5 +113,5 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
 def _shard_name(index: Path, name: Any) -> str:
     """Return a shard's name. Raise FormatError if the name leads out of the index's directory."""
     if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or len(name) > 255:
-        raise FormatError(f"{index}: weight_map should name files in the index's directory, found {name!r:.80}")
+        raise FormatError(f"{index}: weight_map should name files beside the index, found {name!r:.80}")
     return name
