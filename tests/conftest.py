@@ -1,4 +1,4 @@
-"""Fixtures of all tests: tiny checkpoints of every family, made from a seed, and a helper that runs the command line."""
+"""Fixtures: tiny checkpoints of every family with random weights, and a helper that runs the command line."""
 
 import signal
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from tiny_models import VARIANTS
 import gemma_py
 from gemma_py.cli.main import main
 
-# If a shell starts the tests in the background, SIGINT is ignored, and every process that a test starts would inherit that.
+# A shell that starts the tests in the background makes them ignore SIGINT. Processes that a test starts must not
+# inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -25,7 +26,6 @@ def compiled_kernels() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return one directory for each variant, with weights from the seed of the golden files."""
     base = tmp_path_factory.mktemp("checkpoints")
     for name, variant in VARIANTS.items():
         tiny.write(variant, base / name, seed=1)
@@ -34,7 +34,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def embedding_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of an embedding model."""
     path = tmp_path_factory.mktemp("embedding")
     embedding_model.write_checkpoint(path)
     return path
@@ -42,7 +41,6 @@ def embedding_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", params=embedding_model.MODELS)
 def each_embedding_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The directory of one embedding model after the other."""
     path = tmp_path_factory.mktemp("embedding")
     embedding_model.write_checkpoint(path, request.param)
     return path
@@ -55,8 +53,6 @@ def tiny_engine() -> gemma_py.Engine:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command in this process. Return (exit code, stdout, stderr)."""
-
     def call(*arguments: object) -> tuple[int, str, str]:
         try:
             code = main([str(argument) for argument in arguments])

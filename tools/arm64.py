@@ -1,14 +1,15 @@
-"""Compute with machine code for other processors, ARM64 emulated, and compare all results with those of this x86-64 machine.
+"""Compare results of machine code for other processors, ARM64 in an emulator, with the results of this x86-64 machine.
 
     python tools/arm64.py [--cpus neoverse-v1,generic] [--table] [--no-demo] [--work DIRECTORY]
 
-Runs `verify` on tiny models of every family, with weights in F32 and in Q8_0, and traces the demo model. numba here compiles
-the kernels for ARM64 into a cache on disk, from which a Python for ARM64 loads them in the emulator qemu. apt and pip download
-160 MB, once: the emulator, Python for ARM64 as Debian has it, and the packages numpy, numba, llvmlite, safetensors and
-tokenizers. Neither root nor a configured emulator is needed.
+Runs `verify` on tiny models of every family, with weights in F32 and in Q8_0, and traces the demo model. numba on this
+machine compiles the kernels for ARM64 into a cache on disk. An ARM64 Python in the emulator qemu loads the kernels from
+this cache. The first run downloads 160 MB with apt and pip: the emulator, Debian's ARM64 Python, and the packages
+numpy, numba, llvmlite, safetensors and tokenizers. The tool needs neither root nor a configured emulator.
 
---table adds other x86-64 and ARM64 processors, every quantised type, and KV rows in bfloat16. A processor of x86-64 has the
-prefix x86-64: in --cpus, and is not emulated. The last line is one JSON object; the exit code is 1 if a result differs.
+--table adds other x86-64 and ARM64 processors, every quantised type, and KV rows in bfloat16. In --cpus, x86-64
+processors have the prefix x86-64: and are not emulated. The last line is one JSON object; the exit code is 1 if a
+result differs.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def run(*command: str | Path, cwd: Path | None = None, environment: dict[str, st
 
 
 def prepare(work: Path) -> Path:
-    """Download the emulator and Python for ARM64, unless they are there, and return the path of that Python."""
+    """Download the emulator and an ARM64 Python, unless they exist. Returns the path of this Python."""
     python = work / "arm64" / "bin" / "python"
     if python.exists():
         return python
@@ -62,7 +63,7 @@ def prepare(work: Path) -> Path:
     download_packages(unfinished / "wheels", site)
     (site.parent.parent.parent / "pyvenv.cfg").write_text("home = /usr/bin\ninclude-system-site-packages = false\n")
     python.parent.mkdir()
-    # `-0` sets sys.executable to this script, so that processes that gemma_py starts are emulated too.
+    # `-0` sets sys.executable to this script, so that Python processes that gemma_py starts are emulated too.
     script = f'#!/bin/sh\nexec "{emulator}" -0 "{python}" -L "{system}" "{system}/usr/bin/{PYTHON}" "$@"\n'
     shutil.rmtree(unfinished)
     python.write_text(script)
@@ -71,7 +72,7 @@ def prepare(work: Path) -> Path:
 
 
 def download_system(apt: Path, system: Path) -> None:
-    """Unpack Debian's Python for ARM64, which is not installed or configured, from the Debian mirror that apt uses here."""
+    """Unpack Debian's ARM64 Python without installing it, from the mirror that apt uses on this machine."""
     for folder in ("lists/partial", "archives/partial"):
         (apt / folder).mkdir(parents=True)
     (apt / "status").touch()
@@ -82,7 +83,7 @@ def download_system(apt: Path, system: Path) -> None:
         "APT::Architecture": "arm64", "APT::Architectures": "arm64", "APT::Sandbox::User": "", "Debug::NoLocking": "1",
         "APT::Install-Recommends": "0",
     }  # fmt: skip
-    if debian:  # other repositories may have no packages for ARM64
+    if debian:  # repositories that are not Debian's may have no ARM64 packages
         settings |= {"Dir::Etc::sourcelist": debian[0], "Dir::Etc::sourceparts": "/dev/null"}
     options = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
     wanted = (PYTHON, f"lib{PYTHON}-stdlib", "libstdc++6", "libgomp1")
@@ -93,7 +94,7 @@ def download_system(apt: Path, system: Path) -> None:
 
 
 def download_packages(wheels: Path, site: Path) -> None:
-    """Unpack the wheels for ARM64 of the packages, in the versions that are installed here."""
+    """Unpack ARM64 wheels of PACKAGES, in the versions that are installed here."""
     tag = PYTHON.removeprefix("python").replace(".", "")
     platforms = [f"manylinux_2_{minor}_aarch64" for minor in (28, 27, 17)] + ["manylinux2014_aarch64"]
     run(
@@ -110,9 +111,9 @@ def download_packages(wheels: Path, site: Path) -> None:
 
 
 def compute(models: Path, out: Path, kvs: Sequence[str], demo: str) -> None:
-    """Write the digests of `verify` for each model and KV type, and the digest of the demo model's trace, as JSON.
+    """Write the digests of `verify` for each model and KV type, and of the demo model's trace, as JSON.
 
-    The file `out` with the suffix .kernels has the kernels that were called and the types of their arguments.
+    The file `out` with the suffix .kernels gets the names and argument types of the kernels that were called.
     """
     import gemma_py
     from gemma_py.checks import verify
@@ -139,7 +140,7 @@ def compute(models: Path, out: Path, kvs: Sequence[str], demo: str) -> None:
 
 
 def called_kernels() -> list[tuple[str, str, tuple[object, ...]]]:
-    """Return module, name and argument types of each kernel in gemma_py with a cache on disk that was compiled or loaded."""
+    """(module, name, argument types) of each kernel that was compiled or loaded from the disk."""
     from gemma_py.kernels.decorator import _Dispatcher, _SelfRepairingCache
 
     modules = [module for name, module in sys.modules.items() if name.startswith("gemma_py.")]
@@ -149,7 +150,7 @@ def called_kernels() -> list[tuple[str, str, tuple[object, ...]]]:
 
 
 def cross_compile(kernels: Path, kvs: Sequence[str]) -> None:
-    """Compile kernels for ARM64 into numba's cache on disk. The emulated Python would take half an hour for this."""
+    """Compile kernels for ARM64 into numba's cache on disk, because compiling in the emulator would take half an hour."""
     import llvmlite.binding as llvm
 
     llvm.initialize_all_targets()
@@ -169,7 +170,7 @@ def cross_compile(kernels: Path, kvs: Sequence[str]) -> None:
 
 
 def write_models(folder: Path, every_type: bool) -> None:
-    """Write one tiny model of each family in F32, and those whose rows are whole blocks in Q8_0, and Gemma 3 in many types."""
+    """Write a tiny model of each family in F32, in Q8_0 if its rows are whole blocks, and Gemma 3 in many types."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "support")]
     import tiny_checkpoints as tiny
     import tiny_families
@@ -191,13 +192,13 @@ def write_models(folder: Path, every_type: bool) -> None:
 
 
 def results(cpu: str, work: Path, arguments: Sequence[str]) -> dict[str, str]:
-    """Return the digests that the machine code for a processor computes. cpu: "" for the code that users of this machine run"""
+    """Digests from the machine code for a processor. cpu: "" for the code that gemma_py normally uses on this machine."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(work / "cache")}
-    if cpu:  # an empty list of features, because numba would otherwise use this machine's features with any target
+    if cpu:  # with a list of features, even an empty one, numba does not add this machine's features
         environment |= {"NUMBA_CPU_NAME": cpu.removeprefix(X86), "NUMBA_CPU_FEATURES": ""}
     out, python, here = work / f"results-{cpu or 'host'}.json", Path(sys.executable), str(Path(__file__))
     if cpu and not cpu.startswith(X86):
-        environment["XDG_CACHE_HOME"] = str(work / "cache-arm64")  # so that the emulated Python packs weights itself
+        environment["XDG_CACHE_HOME"] = str(work / "cache-arm64")  # the emulated Python packs weights itself
         run(python, here, "--step", "compile", work / "results-host.kernels", *arguments[1:], environment=environment)
         python = prepare(work)
     run(python, "-W", "ignore", here, "--step", "compute", arguments[0], out, *arguments[1:], environment=environment)
@@ -226,7 +227,8 @@ def main() -> int:
     demo = "" if args.no_demo else str(resolve(DEFAULT_MODEL))
     arguments = (str(work / "models"), "float32,bfloat16" if args.table else "float32", demo)
     cpus = args.cpus or (TABLE if args.table else CPUS)
-    with ThreadPoolExecutor(2) as pool:  # the download waits for the network, the first computation for the processor
+    # The download waits for the network while the first computation uses the processor.
+    with ThreadPoolExecutor(2) as pool:
         downloading = pool.submit(prepare, work)
         expected = results("", work, arguments)
         downloading.result()

@@ -1,12 +1,12 @@
-"""Batch invariance: compare the answers of requests that share passes with the answers of the same requests alone, bit by
-bit.
+"""Batch invariance: compare the answers to requests in shared passes, bit by bit, with the answers to each request
+alone.
 
     python tools/batch_invariance.py [MODEL] [--http] [--tokens 10000] [--streams 32] [--parallel 8] [--longest 200]
         [--threads N] [--seed 1]
 
-Each round has requests of random lengths, greedy and sampled, which arrive at random times. Some requests share a prefix,
-and some are cancelled. Tokens, texts and log probabilities are compared. With --http the requests are streams of a server,
-and some clients disconnect. The last line is one JSON object; the exit code is 1 if an answer differed.
+Each round has requests of random lengths, greedy and sampled, which arrive at random times. Some requests share a
+prefix, and some are cancelled. Tokens, texts and log probabilities are compared. With --http the requests are streams
+of a server, and some clients disconnect. The last line is one JSON object; the exit code is 1 if an answer differed.
 """
 
 import argparse

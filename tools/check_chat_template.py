@@ -1,12 +1,12 @@
-"""Compare the prompts of 500 random conversations with transformers' apply_chat_template. The exit code is 1 on a
-difference.
+"""Compare the prompts of 500 random conversations with transformers' apply_chat_template.
 
     python tools/check_chat_template.py [TEMPLATE] [--tokenizer FOLDER] [--write]
 
 TEMPLATE: a Jinja file (default: tests/data/gemma4.jinja, which was written for the tests).
 --tokenizer: a folder with a tokenizer.json (default: a random vocabulary with the structure of Gemma 4's).
---write: store transformers' ids as the golden file of the test. This needs the package transformers, from the extra
-`oracle`.
+--write: store transformers' ids as the golden file of the test. This needs the extra `oracle`.
+
+The exit code is 1 if a prompt differs.
 """
 
 import argparse

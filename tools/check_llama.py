@@ -2,13 +2,13 @@
 
     python tools/check_llama.py [--check SEED ...] [--only TEXT]
 
-Needs the extra `oracle` and llama-cpp-python. The models are those variants of tools/tiny_families.py that llama.cpp can
-run. The error of logits is the largest difference in units of the logits' standard deviation, that of embeddings the
-largest cosine distance.
+Needs the extra `oracle` and llama-cpp-python. The models are those variants of tools/tiny_families.py that llama.cpp
+can run. The error of logits is their largest difference, divided by their standard deviation. The error of embeddings
+is their largest cosine distance.
 
-llama.cpp takes GELU from a table of float16 values, which alone causes an error of some 3e-3 after seven layers. So two
-errors are printed: between llama.cpp and gemma_py, and between llama.cpp and transformers with such a table. The exit code
-is 1 if the first error is above 1e-2 or the second error is above 1e-3.
+llama.cpp takes GELU from a table of float16 values, which causes an error of some 3e-3 after seven layers. So the tool
+prints two errors: between llama.cpp and gemma_py, and between llama.cpp and transformers with such a table. The exit
+code is 1 if the first error is above 1e-2 or the second error is above 1e-3.
 """
 
 import argparse
@@ -38,7 +38,7 @@ LIMIT, LIMIT_OF_TABLE = 1e-2, 1e-3
 
 
 class TableGelu(torch.nn.Module):
-    """GELU as llama.cpp computes it."""
+    """GELU with llama.cpp's rounding to float16."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rounded = torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
@@ -46,9 +46,10 @@ class TableGelu(torch.nn.Module):
 
 
 def _gemma3n() -> tiny.Variant:
-    """Return a Gemma 3n with the sizes that llama.cpp takes for granted.
+    """A Gemma 3n with the sizes that llama.cpp takes for granted.
 
-    These are 20 layers with KV rows, 10 sparse layers, 256 per-layer inputs, 4 streams, rank 64, and logits capped at 30.
+    These are 20 layers with KV rows, 10 sparse layers, 256 per-layer inputs, 4 streams, rank 64, and logits capped at
+    30.
     """
     types = [*([SLIDING] * 4 + [FULL]) * 4, SLIDING, FULL]
     config = tiny._gemma3n(
@@ -59,8 +60,8 @@ def _gemma3n() -> tiny.Variant:
 
 
 def _as_llama_computes(model: transformers.PreTrainedModel) -> None:
-    """Change transformers' model: GELU comes from a table, and the deviation in sparsity is that of a sample, with a
-    divisor of F - 1.
+    """Change transformers' model to llama.cpp's arithmetic: GELU from a table, and a sample deviation (F - 1) in sparse
+    layers.
     """
     for module in model.modules():
         if hasattr(module, "act_fn"):
@@ -75,11 +76,10 @@ def _sample_topk(sparsity: float, x: torch.Tensor) -> torch.Tensor:
 
 
 def _can_run(variant: tiny.Variant) -> bool:
-    """Return whether llama.cpp runs the model as transformers does. These are the differences:
+    """Whether llama.cpp computes this model like transformers.
 
-    If the file has no cap of the logits, llama.cpp caps them at 30. A model without sliding layers stops the process. Among
-    the layers that share KV rows, full ones read the last layer that stores rows, and sliding ones the layer before that,
-    whatever the types of those two layers are.
+    It differs in three cases. A config without a logit cap gets the cap 30. A model without sliding layers ends the
+    process. If layers share KV rows, the last two layers that store rows must be a sliding one and then a full one.
     """
     c = tiny.text_config(variant)
     types, shared = c["layer_types"], c.get("num_kv_shared_layers", 0)
@@ -98,7 +98,7 @@ def variants(seed: int) -> dict[str, tiny.Variant]:
 
 
 def _without_vocabulary(variant: tiny.Variant) -> ctypes.Array:
-    """Return metadata that tells llama.cpp to use no tokenizer. An empty entry ends the list."""
+    """Metadata that makes llama.cpp use no tokenizer. An empty entry ends the list."""
     config = tiny.text_config(variant)
     made = (llama_cpp.llama_model_kv_override * 3)()
     made[0].key, made[0].tag = b"tokenizer.ggml.model", llama_cpp.LLAMA_KV_OVERRIDE_TYPE_STR
@@ -111,7 +111,7 @@ def _without_vocabulary(variant: tiny.Variant) -> ctypes.Array:
 def their_result(path: Path, ids: list[int], variant: tiny.Variant, width: int) -> np.ndarray:
     embedding = tiny.is_embedding(variant)
     model_options = llama_cpp.llama_model_default_params()
-    # A reference is kept, because llama.cpp reads this memory while it loads the model.
+    # llama.cpp reads this memory while it loads the model, so a reference is kept.
     overrides = _without_vocabulary(variant)
     model_options.kv_overrides = overrides
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_options)
@@ -141,8 +141,8 @@ def their_result(path: Path, ids: list[int], variant: tiny.Variant, width: int) 
 
 
 def check(name: str, variant: tiny.Variant, seed: int, scratch: Path) -> tuple[float, float]:
-    """Compare one checkpoint. Return the errors between llama.cpp and gemma_py, and between llama.cpp and transformers with
-    a table of GELU.
+    """Return the errors between llama.cpp and gemma_py, and between llama.cpp and transformers with llama.cpp's
+    arithmetic.
     """
     tiny.write(variant, scratch / "written", seed)
     ids = make_goldens.texts_of(variant, seed)[-1]

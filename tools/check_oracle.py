@@ -1,11 +1,11 @@
-"""Compare gemma_py with transformers on the real model: the negative log likelihood (NLL) of texts, and greedy
+"""Compare gemma_py with transformers on the demo model: negative log-likelihoods (NLL) of texts, and greedy
 continuations.
 
     python tools/check_oracle.py [--model gemma-3-270m] [--lengths 10,100,700,2300] [--tokens 40] [--write FILE]
 
-Needs the extra `oracle` (torch, transformers). transformers dequantises the GGUF itself and computes in float32. Texts are
-Python's own documentation strings, so nothing is downloaded. --write stores ids and transformers' NLL as a golden file that
-the test suite uses. The last line is one JSON object; the exit code is 1 if a limit is exceeded.
+Needs the extra `oracle` (torch, transformers). transformers dequantises the GGUF itself and computes in float32. Texts
+are Python's own documentation strings, so nothing is downloaded. --write stores ids and transformers' NLL as a golden
+file that the test suite uses. The last line is one JSON object; the exit code is 1 if a limit is exceeded.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from peers import dequantised, texts
 import gemma_py
 from gemma_py.catalog import resolve
 
-MEAN_BAR, LARGEST_BAR = 4e-4, 1e-2  # limits for the error of a token's NLL: mean and largest
+MEAN_BAR, LARGEST_BAR = 4e-4, 1e-2  # limits for the mean and the largest error of a token's NLL
 MARGIN = 0.02  # greedy tokens must be equal if the two largest logits differ by more than this
 
 
@@ -38,7 +38,7 @@ def nll(logits: np.ndarray, ids: list[int]) -> np.ndarray:
 
 
 def greedy(model: transformers.PreTrainedModel, ids: list[int], count: int) -> tuple[list[int], list[float]]:
-    """Return greedy tokens, and for each token the difference of the two largest logits."""
+    """Return greedy tokens, and the difference of the two largest logits for each."""
     made, margins = [], []
     with torch.no_grad():
         out = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
@@ -84,7 +84,7 @@ def main() -> int:
         for a, b, margin in zip(made, mine, margins, strict=True):
             compared += 1
             if a != b:
-                # The two largest logits were almost equal, so the texts may differ from here on.
+                # If the two largest logits were almost equal, the texts may differ from here on.
                 close += margin <= MARGIN
                 if margin > MARGIN:
                     print(f"  token {same}: {a} expected, {b} found, margin {margin:.4f}")

@@ -1,8 +1,8 @@
 """Check the synchronisation of the workers: python tools/check_protocol.py [WORKERS]
 
-Prints states and verdicts of every case and mutation for 2 up to WORKERS workers (default 3, at most 4): by weak_memory.py under
-the memory models of ARM and x86, and, if spin is installed, by spin under sequential consistency. The exit code is 1 if a
-verdict is wrong.
+Prints the states and the verdict of every case and mutation, for 2 up to WORKERS workers (default 3, at most 4).
+tests/model/weak_memory.py checks under the memory models of ARM and x86. spin, if installed, checks under sequential
+consistency. The exit code is 1 if a verdict is wrong.
 """
 
 import sys

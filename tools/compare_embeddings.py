@@ -1,12 +1,14 @@
-"""Compare how many short texts gemma_py, sentence-transformers and llama.cpp embed per second, with equal random weights.
+"""Compare how many short texts gemma_py, sentence-transformers and llama.cpp embed per second, with equal random
+weights.
 
     python tools/compare_embeddings.py [--shape tiny|300m] [--texts N] [--type F32|Q8_0] [--threads N] [--rounds N] [--python EXE]
 
-The shape 300m is EmbeddingGemma's, with the vocabulary of the tiny tokenizer, because an embedding model only looks up rows of
-the table. gemma_py and sentence-transformers get texts. llama.cpp gets token ids, so its time does not include tokenisation.
-sentence-transformers has only floats and is left out with Q8_0. Each runtime has a process of its own. In a round, one runtime
-after the other works, while the others wait. The largest cosine distance to gemma_py shows that all compute the same model.
---python is the interpreter that has the packages of the other runtimes.
+The shape 300m is EmbeddingGemma's, with the small vocabulary of the tiny tokenizer: the size of the vocabulary does not
+matter, because an embedding model only looks up rows of the table. gemma_py and sentence-transformers get texts.
+llama.cpp gets token ids, so its time does not include tokenisation. sentence-transformers has no quantised weights and
+is left out with Q8_0. Each runtime has a process of its own, and one process works at a time. The largest cosine
+distance to gemma_py's embeddings shows whether a runtime computes this model. --python is the interpreter that has the
+packages of the other runtimes.
 """
 
 import argparse
@@ -26,12 +28,12 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tools")]
-_MOST_TOKENS, _MOST_TEXTS = 512, 64  # limits of a pass of llama.cpp, which are those of gemma_py
-_BATCH = 32  # texts in a batch, which is the default of sentence-transformers
+_MOST_TOKENS, _MOST_TEXTS = 512, 64  # the limits of a pass, equal in gemma_py and llama.cpp
+_BATCH = 32  # texts, the default of sentence-transformers
 
 
 def short_texts(count: int) -> list[str]:
-    """Return texts of 3 to 25 words from Python's documentation."""
+    """Texts of 3 to 25 words from Python's documentation."""
     from peers import texts
 
     words, rng = " ".join(texts()).split(), np.random.default_rng(1)
@@ -40,7 +42,7 @@ def short_texts(count: int) -> list[str]:
 
 
 def write_models(shape: str, kind: str, folder: Path) -> None:
-    """Write a checkpoint for sentence-transformers to FOLDER/hf and the same weights to FOLDER/model.gguf."""
+    """Write the weights to FOLDER/hf for sentence-transformers and to FOLDER/model.gguf for the other runtimes."""
     import tiny_checkpoints as tiny
     import tiny_families
     from gguf_files import write_model
@@ -71,7 +73,7 @@ class Ours:
     def embed(self, texts: list[str]) -> np.ndarray:
         if self.engine.tokenizer is not None:
             return self.engine.embed(texts)
-        # Llama.cpp gets ids, because the file has no vocabulary.
+        # The file has no vocabulary.
         return self.engine.embed([self.tokenizer.encode(text) for text in texts])
 
 
@@ -132,7 +134,7 @@ class Llama:
                 row += 1
         batch.n_tokens = row
         if self.api.llama_encode(self.context, batch):
-            raise SystemExit("llama.cpp failed")
+            raise SystemExit("llama_encode of llama.cpp failed")
         for at, number in enumerate(numbers):
             values = self.api.llama_get_embeddings_seq(self.context, at)
             made[number] = np.ctypeslib.as_array(ctypes.cast(values, ctypes.POINTER(ctypes.c_float)), (self.width,))
@@ -142,12 +144,12 @@ RUNTIMES: dict[str, Any] = {"gemma_py": Ours, "sentence-transformers": SentenceT
 
 
 def serve(name: str, folder: Path, threads: int) -> None:
-    """Embed the texts of FOLDER/texts.json for each line of standard input, and print the seconds."""
+    """For each line of standard input, embed the texts of FOLDER/texts.json and print the seconds."""
     texts = json.loads((folder / "texts.json").read_text())
     runtime = RUNTIMES[name](folder, threads)
     if isinstance(runtime, Llama):
         texts = [runtime.tokenizer.encode(text) for text in texts]
-    np.save(folder / f"{name}.npy", runtime.embed(texts))  # this first run is not measured
+    np.save(folder / f"{name}.npy", runtime.embed(texts))  # the first run is not measured
     print("ready", flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
@@ -156,8 +158,6 @@ def serve(name: str, folder: Path, threads: int) -> None:
 
 
 class Worker:
-    """A process with one runtime."""
-
     def __init__(self, name: str, python: str, folder: Path, threads: int) -> None:
         command = [sys.executable if name == "gemma_py" else python, __file__, "--serve", name, str(folder)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -176,7 +176,7 @@ class Worker:
         return self._process.stdout.readline()
 
     def measure(self) -> float:
-        """Return the seconds that a worker takes to embed all texts."""
+        """The seconds that the runtime takes to embed all texts."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()

@@ -2,14 +2,14 @@
 
     python tools/compare_peers.py [MODEL] [--threads 2] [--rounds 5] [--peers llama.cpp,torch,CTranslate2]
 
-Needs an idle machine and a GGUF file (by default the demo model). Peers that are not installed are reported and skipped.
-Each runtime has a process of its own, and one process works at a time. A round takes every runtime through every test, so
-that ratios compare runs that are close in time. The first round is a warm-up and does not count. llama.cpp runs with
-several settings, of which the fastest for a test counts. torch computes in float32 with dequantised weights, and its NLL is
-the reference. CTranslate2 quantises the dequantised weights again, to int8 with one scale per row.
+Needs an idle machine and a GGUF file (by default the demo model). Peers that are not installed are reported and
+skipped. Each runtime has a process of its own, and one process works at a time. In a round, every runtime runs every
+test, so that compared runs are close in time. The first round is a warm-up and does not count. llama.cpp runs with
+several settings, of which the fastest for a test counts. torch computes in float32 with dequantised weights, and its
+NLL is the reference. CTranslate2 quantises the dequantised weights again, to int8 with one scale per row.
 
-Prints a markdown table; the last line is one JSON object. The exit code is 1 if a runtime failed; a missing one is not a
-failure.
+Prints a markdown table; the last line is one JSON object. The exit code is 1 if a runtime failed, but not if one is
+missing.
 """
 
 import argparse
@@ -37,15 +37,16 @@ from gemma_py.errors import GemmaError
 OURS = "gemma_py"
 PEERS_TOOL = Path(__file__).with_name("peers.py")
 PROMPT = "The capital of France is Paris. The capital of Germany is"
-PAUSE = 0.3  # seconds between the turns of two runtimes, so that the threads of the first one stop spinning
+PAUSE = 0.3  # seconds between two runtimes, in which the threads of the first one stop spinning
 
 
 @dataclass(frozen=True)
 class Peer:
     """A runtime to compare with.
 
-    modules: the Python modules that the runtime needs. install: how to install the modules. settings: options by name, of
-    which the fastest for a test counts.
+    modules: Python modules that the runtime needs.
+    install: the command that installs these modules.
+    settings: name -> options. The fastest setting for a test counts.
     """
 
     name: str
@@ -76,11 +77,11 @@ PACKAGES = ("gemma_py", "numpy", "numba", "llama_cpp_python", "torch", "transfor
 
 
 class PeerError(Exception):
-    """A runtime's process ended or could not be prepared."""
+    """The process of a runtime ended or could not be prepared."""
 
 
 class Worker:
-    """A runtime in a process of its own, which computes only while `call` waits for an answer."""
+    """A runtime in a child process, which computes only during `call`."""
 
     def __init__(self, name: str, command: Sequence[object], log: Path) -> None:
         self.name, self.log = name, log
@@ -108,7 +109,7 @@ class Worker:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the process. A worker may be closed twice."""
+        """A worker may be closed twice."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.terminate()
         with contextlib.suppress(BrokenPipeError):
@@ -128,7 +129,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Return, for each round, the speed of gemma_py relative to a peer. The arguments are seconds."""
+    """The speed of gemma_py relative to a peer in each round. The arguments are seconds."""
     return spread([b / a for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -149,10 +150,11 @@ def say(text: str) -> None:
 
 @dataclass
 class Figures:
-    """The measurements of one runtime.
+    """Measurements of a runtime.
 
-    seconds: by test and setting, one number per round. memory: peak bytes by setting. nll: of each token, with the first
-    setting.
+    seconds: {test: {setting: [seconds of each round]}}
+    memory: {setting: peak bytes}
+    nll: the NLL of each token, with the first setting
     """
 
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -169,7 +171,7 @@ Test = Callable[[Worker], float]
 
 
 def tests(ids: list[int], prefills: Sequence[int], after: int, count: int) -> dict[str, tuple[int, Test]]:
-    """Return, by the name of a test, its number of tokens and the function that runs it in a worker."""
+    """{name of a test: (number of tokens, function that runs the test in a worker)}"""
 
     def prefill(length: int) -> Test:
         return lambda worker: float(worker.call("prefill", ids[:length]))
@@ -200,7 +202,7 @@ def run_rounds(
 
 
 def whole_process(path: Path, threads: int, rounds: int, with_llama: bool) -> dict[str, list[float]]:
-    """Return, by runtime, the seconds of a whole process, which loads the model and generates one token."""
+    """{runtime: seconds of a process that loads the model and generates one token, for each round}"""
     ours = [sys.executable, "-m", "gemma_py", "generate", path, "--prompt", PROMPT, "--max-tokens", "1"]
     commands = {OURS: [*ours, "--threads", threads]}
     if with_llama:
@@ -210,7 +212,7 @@ def whole_process(path: Path, threads: int, rounds: int, with_llama: bool) -> di
         )
         commands["llama.cpp"] = [sys.executable, "-c", program]
     seconds: dict[str, list[float]] = {name: [] for name in commands}
-    for number in range(rounds + 1):  # the first round fills the caches and is not counted
+    for number in range(rounds + 1):  # the first round fills caches and does not count
         for name, command in commands.items():
             start = time.perf_counter()
             subprocess.run([str(part) for part in command], check=True, capture_output=True)
@@ -219,7 +221,7 @@ def whole_process(path: Path, threads: int, rounds: int, with_llama: bool) -> di
     return seconds
 
 
-# printing
+# --- printing ---------------------------------------------------------------------------------------------------------
 
 
 def processor() -> str:
@@ -243,13 +245,13 @@ def times(ratio: Spread) -> str:
 
 
 def errors(nll: Sequence[float], truth: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the largest absolute difference."""
+    """The mean and the largest absolute difference."""
     apart = [abs(a - b) for a, b in zip(nll, truth, strict=True)]
     return statistics.fmean(apart), max(apart)
 
 
 def cell(figures: dict[str, Figures], name: str, test: str, count: int) -> str:
-    """Return a runtime's median tokens per second and, for a peer, the speed of gemma_py relative to the peer."""
+    """A runtime's median tokens per second and, for a peer, the relative speed of gemma_py."""
     if test not in figures[name].seconds:
         return "failed"
     setting, theirs = figures[name].best(test)
@@ -316,13 +318,15 @@ def report(figures: dict[str, Figures], counts: dict[str, int], whole: dict[str,
     return made
 
 
-# the program
+# --- the program ------------------------------------------------------------------------------------------------------
 
 
 def start(
     peers: Sequence[Peer], path: Path, directory: Path, threads: int, figures: dict[str, Figures]
 ) -> dict[tuple[str, str], Worker]:
-    """Start a process for gemma_py and for every setting of every peer. Mark runtimes that do not start as failed."""
+    """Start a process for gemma_py and for every setting of every peer. A runtime that does not start is marked as
+    failed.
+    """
     workers = {}
     wanted = [
         (OURS, "", {}),
@@ -341,7 +345,7 @@ def start(
 
 
 def present(wanted: Sequence[str]) -> tuple[list[Peer], dict[str, str]]:
-    """Return the installed peers and, for the missing ones, how to install them."""
+    """Return the installed peers, and {missing peer: how to install it}."""
     unknown = set(wanted) - {peer.name for peer in PEERS}
     if unknown:
         raise SystemExit(
@@ -367,7 +371,9 @@ def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
         say("dequantising")
         done = subprocess.run([sys.executable, PEERS_TOOL, "prepare", path, directory], capture_output=True, text=True)
         if done.returncode:
-            raise PeerError(f"no float32 weights for the peers: {done.stderr.strip().rpartition(chr(10))[2]:.300}")
+            raise PeerError(
+                f"the float32 weights for the peers could not be written: {done.stderr.strip().rpartition(chr(10))[2]:.300}"
+            )
     figures: dict[str, Figures] = {}
     workers = start(there, path, directory, args.threads, figures)
     try:
@@ -387,7 +393,7 @@ def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
             if not figures[name].failed and not figures[name].nll:
                 try:
                     figures[name].nll = worker.call("nll", ids[: args.score])
-                except PeerError as error:  # the speeds that were measured before are kept
+                except PeerError as error:  # the speeds that are measured already are kept
                     say(f"FAILED: {error}")
     finally:
         for worker in workers.values():

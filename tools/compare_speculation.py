@@ -1,11 +1,12 @@
-"""Compare prompt lookup of gemma_py, llama-cpp-python and transformers: tokens per second, and whether the tokens change.
+"""Compare prompt lookup of gemma_py, llama-cpp-python and transformers: tokens per second, and whether the tokens
+change.
 
     python tools/compare_speculation.py [MODEL] [--tokens 96] [--rounds 3] [--threads 2] [--peers llama.cpp,transformers]
 
-Needs an idle machine, a GGUF file (by default the demo model), and the peers, in one Python. The prompts are those of `bench
---speculate`, greedy. Each runtime continues each prompt plainly and with its prompt lookup (10 tokens, the peers' default),
-in turns. The time begins with the first token. transformers computes in float32 with dequantised weights. The last line is a
-JSON document.
+Needs an idle machine, a GGUF file (by default the demo model), and one Python with gemma_py and the peers. The prompts
+are those of `bench --speculate`, decoded greedily. Each runtime continues each prompt alternately without prompt lookup
+and with it (10 tokens, the peers' default). The time begins with the first token. transformers computes in float32 with
+dequantised weights. The last line is a JSON document.
 """
 
 import argparse
@@ -25,9 +26,8 @@ from gemma_py.cli.common import markdown, positive
 from gemma_py.generate.core import Request
 
 _LOOKUP_TOKENS = 10
-_PAUSE = 0.3  # seconds between two runtimes, so that the threads of the first one stop spinning
-# Arguments: a prompt, the number of new tokens, and whether to use prompt lookup. Returns the tokens, and the seconds after the
-# first token.
+_PAUSE = 0.3  # seconds between two runtimes, in which the threads of the first one stop spinning
+# (prompt, number of new tokens, whether to use prompt lookup) -> (tokens, seconds after the first token)
 Run = Callable[[list[int], int, bool], tuple[list[int], float]]
 
 
@@ -62,14 +62,14 @@ def llama(path: Path, threads: int) -> Run:
 
 
 class _Clock:
-    """A streamer that notes the time of the first new token."""
+    """A streamer of transformers that notes the time of the first new token."""
 
     def __init__(self) -> None:
         self.puts, self.begin = 0, 0.0
 
     def put(self, value: Any) -> None:
         self.puts += 1
-        if self.puts == 2:  # the first call has the prompt
+        if self.puts == 2:  # the first call gives the prompt
             self.begin = time.perf_counter()
 
     def end(self) -> None: ...
@@ -97,7 +97,7 @@ RUNTIMES = {"gemma_py": ours, "llama.cpp": llama, "transformers": transformers}
 
 
 def compared(name: str, kind: str, plain: Sequence[Any], looked_up: Sequence[Any]) -> dict[str, Any]:
-    """Return the figures of one runtime and prompt. plain, looked_up: the results of all rounds"""
+    """Figures of a runtime for a prompt. plain, looked_up: (tokens, seconds) of each round."""
     a, b = plain[0][0], looked_up[0][0]
     differ = next((at for at, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), None)
     off, auto = (statistics.median((len(ids) - 1) / seconds for ids, seconds in runs) for runs in (plain, looked_up))

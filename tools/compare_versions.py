@@ -3,10 +3,10 @@
     python tools/compare_versions.py OTHER [MODEL] [--python PYTHON] [--threads 2] [--rounds 21]
         [--work prefill-512,...]
 
-OTHER is the root of the other checkout; PYTHON runs it (default: this Python). Each version is loaded in a process of its
-own, and the two take turns, so that other load on the machine slows both versions alike. The table has the median
-milliseconds of each version, and the median and quartiles of old / new, where more than 1 means that this checkout is
-faster. Each version keeps kernels and packed weights in the usual cache directory. Run the tool on a quiet machine.
+OTHER is the root of the other checkout; PYTHON runs it (default: this Python). Each version has a process of its own,
+and the two processes take turns, so that other load on the machine slows both versions alike. The table has the median
+milliseconds of each version, and the median and quartiles of old / new. If old / new is above 1, this checkout is
+faster. Each version keeps kernels and packed weights in the usual cache directory. Needs a quiet machine.
 """
 
 import argparse
@@ -23,9 +23,10 @@ STREAMS, STEPS = 8, 8
 
 
 def pieces(model: str, threads: int) -> dict[str, Callable[[], None]]:
-    """Return the work that can be measured, by name.
+    """{name: a function that does the work to measure}
 
-    decode-512: decode STEPS tokens after 512 tokens. streams-8: STEPS passes with a token of each of 8 streams.
+    decode-512: decode STEPS tokens after 512 tokens.
+    streams-8: STEPS passes with a token of each of 8 streams.
     """
     import gemma_py
     from gemma_py.runtime import runner
@@ -70,8 +71,6 @@ def worker(model: str, threads: int) -> None:
 
 
 class Version:
-    """A process that runs one checkout."""
-
     def __init__(self, root: Path, python: str, model: str, threads: int) -> None:
         command = [python, str(ROOT / "tools" / "compare_versions.py"), "--worker", model, str(threads)]
         environment = {**os.environ, "PYTHONPATH": str(root)}
@@ -83,7 +82,7 @@ class Version:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            sys.exit("the process of a version ended early; see the error above")
+            sys.exit("the process of a checkout ended early; see the error above")
         return line
 
     def seconds(self, work: str) -> float:
@@ -95,7 +94,7 @@ class Version:
 
 def compare(old: Version, new: Version, work: str, rounds: int) -> str:
     times: dict[Version, list[float]] = {old: [], new: []}
-    for number in range(-1, rounds):  # the first round warms up
+    for number in range(-1, rounds):  # the first round is a warm-up
         for version in (old, new) if number % 2 else (new, old):
             spent = version.seconds(work)
             if number >= 0:

@@ -1,11 +1,11 @@
-"""Count the source files that one token passes: Python functions of a traced run, and the kernels that these functions call.
+"""Count the source files whose code runs for a token: Python functions of a traced run, and the kernels that they call.
 
     python tools/count_path.py [decode | stream | both] [MODEL] [--functions] [--json]
 
-decode: a token of `Engine.generate` after the first. stream: a token of a streamed chat completion, from the logits to the
-socket of the server. A run is divided into windows of a few tokens. A function counts if at least half of the windows call
-it, so that timers do not count. Compiled kernels cannot be traced. Instead, the names in a kernel's Python source lead to the
-kernels that it calls; names in branches that only tests and diagnosis use are left out. With --json each mode is one line, a
+decode: a token of `Engine.generate` after the first. stream: a token of a streamed chat completion, from the logits to
+the server's socket. A run is divided into windows of a few tokens. A function counts if at least half of the windows
+call it, so that timers do not count. Compiled kernels cannot be traced, so the tool looks for the names of kernels in
+the callers' bytecode. Functions that only tests and diagnosis use do not count. With --json each mode is one line, a
 JSON object.
 """
 
@@ -25,17 +25,17 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 import gemma_py
 
 PACKAGE = Path(gemma_py.__file__).parent
-WINDOWS, TOKENS = 20, 4  # the number of windows, and the number of tokens in a window
+WINDOWS, TOKENS = 20, 4  # windows, tokens in each window
 OFF = {
     "runtime/fault_injection.py",
     "runtime/profile.py",
     "runtime/trace.py",
-}  # names in branches that normal runs do not take
-Place = tuple[str, str]  # file within the package, function
+}  # files that only tests and diagnosis use
+Place = tuple[str, str]  # (file within the package, function)
 
 
 class Recorder:
-    """Collects the Python functions of the package that any thread calls. While `window` is None, nothing is collected."""
+    """Collects the Python functions of the package that any thread calls, unless `window` is None."""
 
     def __init__(self) -> None:
         self.window: dict[types.CodeType, dict[str, Any]] | None = None
@@ -54,7 +54,7 @@ class Recorder:
         self.window = {}
 
     def called(self) -> dict[types.CodeType, dict[str, Any]]:
-        """Return the functions that at least half of the windows called, and the globals of each function."""
+        """{function: its globals}, for functions that at least half of the windows called."""
         self.window = None
         every = {code: names for window in self.windows for code, names in window.items()}
         often = Counter(code for window in self.windows for code in window)
@@ -62,7 +62,7 @@ class Recorder:
 
 
 def named(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    """Yield the global objects that a function names, the named attributes of modules, and the members of named tuples."""
+    """Yield the global objects that a function names, attributes of modules, and members of named tuples."""
     at: Any = None
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -75,7 +75,6 @@ def named(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
 
 
 def kernel_function(thing: Any) -> types.FunctionType | None:
-    """Return the Python function of a kernel or of an intrinsic."""
     for attribute in ("py_func", "_defn"):  # numba's attributes of kernels and of intrinsics
         function = getattr(thing, attribute, None)
         if isinstance(function, types.FunctionType):
@@ -84,7 +83,7 @@ def kernel_function(thing: Any) -> types.FunctionType | None:
 
 
 def kernels(called: dict[types.CodeType, dict[str, Any]]) -> set[types.CodeType]:
-    """Return the kernels that these functions name, the kernels that those kernels name, and so on."""
+    """Kernels that these functions name, kernels that those kernels name, and so on."""
     found: set[types.CodeType] = set()
     left = list(called.items())
     while left:
@@ -108,7 +107,7 @@ def places(codes: Any) -> set[Place]:
 def decode(engine: gemma_py.Engine, recorder: Recorder) -> None:
     ids = list(range(2, 20))
     bias = dict.fromkeys(engine.config.eos_token_ids, -100.0)
-    # A greedy text would repeat itself, and one pass would then compute the guessed tokens of several windows.
+    # A greedy text would repeat itself. One pass would then compute the guessed tokens of several windows.
     tokens = engine.generate(ids, (WINDOWS + 2) * TOKENS, temperature=1.0, seed=1, logit_bias=bias)
     for number, _ in enumerate(tokens):
         if number and number % TOKENS == 0:

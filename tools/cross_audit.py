@@ -1,10 +1,11 @@
-"""Receipts that are made with several instruction sets audit each other.
+"""Make receipts with several instruction sets, and audit them with all other instruction sets.
 
     python tools/cross_audit.py                        # this machine, AVX2 (haswell) and the oldest x86-64 (generic)
     python tools/cross_audit.py --receipts 12 --machines haswell generic
 
-Each machine code runs in its own process, and makes the same receipts: of float and quantised weights, with KV rows in
-bfloat16, penalties and a JSON schema. Then each process audits the receipts of all others.
+Each instruction set has its own process. All processes make receipts of equal requests, with float and quantised
+weights, KV rows in bfloat16, penalties and a JSON schema. The receipts must have equal bytes. Then each process audits
+the receipts of the other processes.
 """
 
 import argparse
@@ -76,7 +77,7 @@ def receipt_of(engine: gemma_py.Engine, number: int) -> Receipt:
 
 
 def work(folder: Path, mine: str, others: list[str], count: int) -> list[str]:
-    """Make receipts, or with `others`, audit theirs. Return what differs."""
+    """Make receipts or, if there are `others`, audit their receipts. Return the differences."""
     wrong: list[str] = []
     with models() as paths:
         for number, (name, options) in enumerate(LOADS):
@@ -101,7 +102,7 @@ def child(machine: str, folder: Path, others: list[str], count: int) -> list[str
     """Run `work` in a process with another instruction set."""
     environment = child_environment()
     if machine != HERE:
-        # An empty list of features is necessary, because numba would otherwise use this machine's features with any target.
+        # With a list of features, even an empty one, numba does not add this machine's features.
         environment |= {"NUMBA_CPU_NAME": machine, "NUMBA_CPU_FEATURES": "", "NPY_DISABLE_CPU_FEATURES": NUMPY_WITHOUT}
     command = [sys.executable, "-W", "ignore", __file__, "--work", str(folder), machine, json.dumps(others), str(count)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -144,7 +145,7 @@ def main() -> int:
     parser.add_argument("--receipts", type=int, default=100, metavar="N", help="receipts of each machine")
     args = parser.parse_args()
     if os.uname().machine not in ("x86_64", "AMD64"):
-        raise SystemExit("the instruction sets named here are those of x86-64")
+        raise SystemExit("this tool needs an x86-64 machine, because --machines takes instruction sets of x86-64")
     audits, wrong = cross_audit([HERE, *args.machines], args.receipts, lambda text: print(text, flush=True))
     for line in wrong:
         print("differs:", line)

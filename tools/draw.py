@@ -2,9 +2,9 @@
 
     python tools/draw.py [--check]
 
-pass.svg is the program of a Gemma 3 layer with quantised weights, as `runtime/program.py` links it: phases, operations, barriers.
-layers.svg says which folder of the package imports which. With --check nothing is written; the exit code is 1 if a picture
-differs from the code.
+pass.svg is the program of a Gemma 3 layer with quantised weights, as `runtime/program.py` links it: phases, operations,
+barriers. layers.svg shows which folder of the package imports which. With --check nothing is written, and the exit code
+is 1 if a picture differs from the code.
 """
 
 import argparse
@@ -79,9 +79,7 @@ def _line(x: int, y: int, to_x: int, to_y: int, kind: str) -> str:
 
 @dataclass
 class _Phase:
-    """A phase of the picture. barrier: whether a barrier follows. by_rows: whether a tile is a group of rows, rather than a
-    part of a product.
-    """
+    """barrier: whether a barrier follows. by_rows: whether a tile is a group of rows, not a part of a product."""
 
     name: str
     barrier: bool
@@ -90,7 +88,6 @@ class _Phase:
 
 
 def _words(op: Op) -> str:
-    """Return the picture's description of an operation."""
     matrix = op.tensor.rpartition(".")[2]
     return {
         EMBED: f"{op.target} = embedding",
@@ -110,7 +107,7 @@ def _words(op: Op) -> str:
 
 
 def _phases() -> list[_Phase]:
-    """Return the phases of the first layer of a Gemma 3 with quantised matrices, and the phases after the last layer."""
+    """Phases of the first layer of a Gemma 3 with quantised matrices, and phases after the last layer."""
     family, config = config_from_hf(WIDE.config, "a small Gemma 3")
     assert len(config.layers) == 2
     checkpoint, program = random_checkpoint(family, config, "Q8_0"), family.program(config)
@@ -202,11 +199,11 @@ _ABOUT = {
     "kernels": "arithmetic on arrays",
     "formats": "files to arrays",
 }
-_BASICS = LAYERS[0]  # left out, because every folder may import them
+_BASICS = LAYERS[0]  # every folder may import these, so they are not in the picture
 
 
 def layers_picture() -> str:
-    """Return the picture of imports: a row for each folder, and a column for each folder that others import."""
+    """The picture of imports: a row for each folder, and a column for each folder that others import."""
     table = all_imports()
     order = [name for names in reversed(LAYERS) for name in reversed(names) if name in _ABOUT]
     assert set(order) == set(table) - {*_BASICS, "__init__", "__main__"}

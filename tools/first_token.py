@@ -2,8 +2,9 @@
 
     python tools/first_token.py [MODEL] [--tokens 500,10000,30000] [--turns 5] [--template FORM] [--threads N]
 
-For each length of the history, the table has the median and the largest time of several turns with 20 new tokens. It also
-has the part of the time before the model starts, which template, tokenizer, and the comparison with the KV cache take.
+For each length of the history, the table has the median and the largest time of several turns with 20 new tokens.
+Another column has the time before the model starts, in which the prompt is rendered, tokenised and compared with the KV
+cache.
 """
 
 import argparse
@@ -14,12 +15,12 @@ import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.cli.common import counts, markdown, positive
 
-QUESTION = " and what of the next town, is there a river, a mill, or an old bridge?"  # 20 tokens of Gemma's tokenizer
+QUESTION = " and what of the next town, is there a river, a mill, or an old bridge?"  # 20 tokens
 ANSWER = " There is a river beside the mill, and an old bridge of stone leads over it."
 
 
 def grown(engine: gemma_py.Engine, tokens: int, template: str | None) -> gemma_py.Conversation:
-    """Return a conversation with a history of about `tokens` tokens."""
+    """A conversation with a history of about `tokens` tokens."""
     conversation = gemma_py.Conversation(engine, template=template, max_tokens=8)
     turn = 0
     for number in range(tokens):

@@ -3,8 +3,8 @@
     python tools/growth.py [MODEL] [--threads N] [--tokens 128,256,...,16384] [--decode 16] [--rounds 3]
         [--plot FILE.png]
 
-Each round runs a prompt of each length in a new session and then decodes some tokens. Needs an idle machine and, with the
-defaults, some minutes. The last line is one JSON object. The figure needs matplotlib (extra `plot`).
+Each round runs a prompt of each length in a new session and then decodes some tokens. Needs an idle machine and, with
+the defaults, some minutes. The last line is one JSON object. The figure needs matplotlib (extra `plot`).
 """
 
 import argparse
@@ -29,13 +29,13 @@ LENGTHS = tuple(1 << n for n in range(7, 15))
 
 
 def process_bytes() -> int | None:
-    """Return the memory that the process uses now, or None if the system has no /proc."""
+    """Memory that the process uses now, or None without /proc."""
     table = Path("/proc/self/statm")
     return int(table.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if table.exists() else None
 
 
 def once(engine: gemma_py.Engine, ids: list[int], length: int) -> dict[str, Any]:
-    """Run a prompt of `length` ids in a new session, then decode the other ids."""
+    """Prefill `length` ids in a new session, then decode the other ids."""
     session = engine.session()
     start = time.perf_counter()
     session.prefill(ids[:length])
@@ -54,14 +54,14 @@ def once(engine: gemma_py.Engine, ids: list[int], length: int) -> dict[str, Any]
 
 
 def counted(engine: gemma_py.Engine, length: int) -> dict[str, Any]:
-    """Return the operations per prompt token and the bytes per decoded token. They are computed, not measured."""
+    """Operations per prompt token and bytes per decoded token, computed instead of measured."""
     kv_bytes = engine.new_cache().dtype().itemsize
     prefill, decode = pass_cost(engine.program, kv_bytes, 0, length), pass_cost(engine.program, kv_bytes, length, 1)
     return {"prefill_flop_per_token": int(prefill[:, FLOP].sum()) / length, "decode_bytes": int(decode[:, BYTES].sum())}
 
 
 def summary(length: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of the rounds, and the memory after the last round."""
+    """Medians of the rounds, and the memory after the last round."""
     prefill = statistics.median(made["prefill_seconds"] for made in rounds)
     return {
         "tokens": length,

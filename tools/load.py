@@ -1,19 +1,19 @@
-"""Load tests of a server, with well-behaved and misbehaving clients; optionally compares llama.cpp's server.
+"""Load tests of a server, with well-behaved and misbehaving clients. Can also test llama.cpp's server.
 
     python tools/load.py [SCENARIO ...] [--model gemma-3-270m] [--peer [COMMAND]] [--threads N] [--count N] [--minutes N]
 
-streams     200 streams at once: none is lost, none differs from the same request alone; the time to their first tokens
-overload    ten times as many requests as the server admits: how fast the others are refused, and whether /health responds
+streams     200 streams at once: no stream is lost, or differs from its request alone; the time to their first tokens
+overload    ten times as many requests as the server admits: how fast it refuses the excess, and whether /health responds
 scaling     tokens per second of 8 streams together and of one alone
 cached      time to the first token of a 400-token prompt of which 380 tokens are in the prefix cache
 faults      --count (1000) clients that leave, stall or send half a request: their requests end, and other streams do not change
-sigterm     --count (50) times: SIGTERM with 10 running streams; all finish, and the exit code is 0
-batch       --count (50) times: SIGKILL during a batch; no row is lost, and none is computed twice
-soak        --minutes (30) of a mixture: memory, threads and file descriptors do not grow
+sigterm     --count (50) times: SIGTERM with 10 running streams; all streams finish, and the exit code is 0
+batch       --count (50) times: SIGKILL during a batch; no row is lost, and no row is computed twice
+soak        --minutes (30) of good and bad clients: memory, threads and file descriptors do not grow
 
-By default all scenarios but soak run. --peer runs the first three on `python -m llama_cpp.server` too (llama-cpp-python[server]), or
-on COMMAND with that server's options. Run it on a quiet machine. The last line is one JSON object; the exit code is 1 if
-anything was lost, differed or did not end.
+By default all scenarios but soak run. --peer also runs the first three on `python -m llama_cpp.server` (from
+llama-cpp-python[server]), or on a COMMAND with that server's options. Needs a quiet machine. The last line is one JSON
+object; the exit code is 1 if anything was lost, differed or did not end.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from typing import Any
 from load_clients import Got, ask, completion, flood, misbehave, places_free, stream
 from load_servers import Process, ours, peer, running
 
-_HANDLER_THREADS = 40  # the most threads that the pool of HTTP handlers has
+_HANDLER_THREADS = 40  # the largest number of threads for HTTP handlers
 
 Start = Callable[..., Process]
 
@@ -64,7 +64,7 @@ async def streams(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """The server is full. Ten times as many requests follow: first within three seconds, then all at the same time."""
+    """Fill the server. Then send ten times as many requests, first within three seconds, then at once."""
     parallel, queue = 8, 64
     places = parallel + queue
     made: dict[str, Any] = {"places": places, "bad": 0}
@@ -73,7 +73,7 @@ async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
         for name, seconds in (("spread", 3.0), ("burst", 0.0)):
             async with running(start(args, "--parallel", parallel, "--queue", queue)) as server:
-                # `apart` starts its process at the first call. This call without requests comes before the measurement.
+                # The executor starts its process at the first call, which must not be measured.
                 await loop.run_in_executor(apart, flood, server.port, [], 24, 0.0)
                 taken = [asyncio.create_task(stream(server.port, 10_000 + number, 48)) for number in range(places)]
                 await asyncio.sleep(0.5)
@@ -96,7 +96,7 @@ async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def scaling(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Count tokens while all streams decode, after short prompts. Return medians of five rounds."""
+    """Tokens per second while all streams decode, after short prompts: medians of five rounds."""
     one_rates, eight_rates = [], []
     async with running(start(args, "--parallel", 8)) as server:
         await stream(server.port, 0, 8)
@@ -109,14 +109,14 @@ async def scaling(args: argparse.Namespace, start: Start) -> dict[str, Any]:
             made = sum(since <= at <= until for one in got for at in one.tokens)
             if until > since:
                 eight_rates.append(made / (until - since))
-            else:  # a server that runs only one request at a time has no time in which all streams decode
+            else:  # the server runs one request at a time, so its streams never decode together
                 eight_rates.append(sum(len(one.tokens) for one in got) / max(one.tokens[-1] for one in got))
     one, eight = statistics.median(one_rates), statistics.median(eight_rates)
     return {"one": round(one, 1), "eight": round(eight, 1), "times": round(eight / one, 2), "bad": 0}
 
 
 async def cached(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Each prompt has 380 token ids that all prompts share, and 20 other ones."""
+    """A prompt has 380 ids that all prompts share, and 20 ids of its own."""
     rng = random.Random(5)
     shared = [rng.randrange(300, 1400) for _ in range(380)]
     firsts: list[float] = []
@@ -153,7 +153,7 @@ async def faults(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def sigterm(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Return the results. least_live: the smallest number of streams that were running when the signal was sent."""
+    """least_live: the smallest number of streams that were running when the signal was sent."""
     count, rng, whole, least = args.count or 50, random.Random(9), 0, 10
     for _ in range(count):
         async with running(start(args, "--parallel", 10, "--drain", 120)) as server:
@@ -170,7 +170,7 @@ async def sigterm(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def batch(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Kill a batch and restart it until it is complete. Then begin a new one."""
+    """Kill a batch and start it again until it is complete. Then begin the next batch."""
     kills, batches, bad, rng = 0, 0, 0, random.Random(11)
     while kills < (args.count or 50):
         with tempfile.TemporaryDirectory() as scratch:
@@ -203,7 +203,7 @@ async def batch(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def soak(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Compare samples of the first quarter and of the last quarter, after a minute of warm-up."""
+    """Compare the first quarter of the samples with the last quarter, after a minute of warm-up."""
     rng, samples, wrong, served = random.Random(13), [], 0, 0
     async with running(start(args)) as server:
         want = {number: await stream(server.port, number, 32) for number in range(4)}
@@ -216,7 +216,8 @@ async def soak(args: argparse.Namespace, start: Start) -> dict[str, Any]:
                 served += got.status == 200
                 if got.status == 200 and got.text != want[number].text:
                     wrong += 1
-                    print(f"stream {number}: {got.text!r} and not {want[number].text!r} {got.error}", file=sys.stderr)
+                    texts = f"expected {want[number].text!r}, found {got.text!r} {got.error}"
+                    print(f"stream {number}: {texts}", file=sys.stderr)
             stuck = await places_free(server.port) is None
             wrong += stuck
             if spent > min(60, 15 * args.minutes):
@@ -229,7 +230,7 @@ async def soak(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     names = ("rss_mb", "threads", "files")
     early = [statistics.median(column) for column in zip(*samples[:quarter], strict=True)]
     late = [statistics.median(column) for column in zip(*samples[-quarter:], strict=True)]
-    # The number of threads varies, because the pool of handlers adds and removes threads.
+    # The number of threads varies, because the pool of HTTP handlers adds and removes threads.
     grown = late[0] > 1.05 * early[0] + 16 or late[1] > early[1] + _HANDLER_THREADS or late[2] > early[2] + 4
     return {
         "minutes": args.minutes, "served": served, "wrong": wrong, "failed_passes": failed, "complaints": said,

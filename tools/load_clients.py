@@ -1,4 +1,5 @@
-"""The HTTP clients of load.py: well-behaved ones, which measure, and misbehaving ones, which disconnect, stall or send invalid data."""
+"""HTTP clients for load.py. Well-behaved clients measure. Misbehaving clients disconnect, stall or send invalid
+data."""
 
 import asyncio
 import contextlib
@@ -45,11 +46,13 @@ _TEXT = re.compile(rb'"text": ?("(?:[^"\\]|\\.)*")')
 
 @dataclass
 class Got:
-    """The result of one request.
+    """The result of a request.
 
-    status: the HTTP status, or 0 if there was no response. headers: seconds from the request to the headers. tokens:
-    seconds from the request to each token. whole: whether the stream ended with [DONE]. error: an error event within the
-    stream.
+    status: the HTTP status, or 0 without a response.
+    headers: seconds until the headers.
+    tokens: seconds until each token.
+    whole: whether the stream ended with [DONE].
+    error: the error event of the stream.
     """
 
     status: int = 0
@@ -64,7 +67,7 @@ class Got:
         return (len(self.tokens) - 1) / (self.tokens[-1] - self.tokens[0]) if len(self.tokens) > 1 else 0.0
 
 
-# well-behaved clients
+# --- well-behaved clients ---------------------------------------------------------------------------------------------
 
 
 def head(method: str, path: str, body: bytes) -> bytes:
@@ -109,7 +112,7 @@ async def ask(port: int, method: str, path: str, **asked: Any) -> Got:
 
 
 def completion(number: int, tokens: int, words: int = 12) -> dict[str, Any]:
-    """Return a greedy completion request whose prompt depends on `number`."""
+    """A greedy completion request, whose prompt depends on `number`."""
     rng = random.Random(number)
     prompt = f"{number}. " + " ".join(rng.choice(WORDS) for _ in range(words))
     return {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
@@ -120,8 +123,8 @@ async def stream(port: int, number: int, tokens: int, words: int = 12) -> Got:
 
 
 def flood(port: int, numbers: list[int], tokens: int, seconds: float) -> list[Got]:
-    """Send one request for each number, spread over some seconds. A separate process does this, so that the clients do not
-    delay the server.
+    """Send a request for each number, spread over some seconds. Runs in a child process, so that it does not delay
+    other clients.
     """
     bodies = [json.dumps(completion(number, tokens)).encode() for number in numbers]
     asked = [head("POST", "/v1/completions", body) + body for body in bodies]
@@ -152,11 +155,11 @@ def flood(port: int, numbers: list[int], tokens: int, seconds: float) -> list[Go
     return got
 
 
-# misbehaving clients
+# --- misbehaving clients ----------------------------------------------------------------------------------------------
 
 
 async def misbehave(port: int, rng: random.Random) -> str:
-    """Act as a bad client of a random kind. Return the kind."""
+    """Act as a bad client of a random kind. Returns the kind."""
     kind = rng.choice(KINDS)
     body = json.dumps(completion(rng.randrange(1 << 20), rng.choice((8, 400)), rng.choice((3, 300)))).encode()
     try:
@@ -204,7 +207,7 @@ async def misbehave(port: int, rng: random.Random) -> str:
 
 
 async def places_free(port: int, seconds: float = 30.0) -> float | None:
-    """Return after how many seconds no request runs or waits. None means more than `seconds`."""
+    """The seconds until no request runs or waits, or None after `seconds`."""
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
         told = json.loads((await ask(port, "GET", "/health")).text)

@@ -1,4 +1,4 @@
-"""The servers that load.py starts: that of gemma_py, and llama.cpp's."""
+"""The servers that load.py starts: gemma_py's and llama.cpp's."""
 
 import argparse
 import asyncio
@@ -18,7 +18,7 @@ from gemma_py.catalog import resolve
 
 
 class Process:
-    """A server in a process of its own."""
+    """A server in a child process."""
 
     def __init__(self, command: list[str], port: int) -> None:
         self.port = port
@@ -40,7 +40,7 @@ class Process:
         return float(next(line for line in metrics.splitlines() if line.startswith(f"{name} ")).split()[1])
 
     async def usage(self) -> tuple[float, int, int]:
-        """Return resident MB without the prefix cache, the number of threads, and the number of open files."""
+        """Return (resident MB without the prefix cache, threads, open files)."""
         prefixes = await self.metric("gemma_py_prefix_bytes")
         base = Path(f"/proc/{self.child.pid}")
         status = dict(line.split(":", 1) for line in (base / "status").read_text().splitlines())
@@ -77,7 +77,7 @@ def ours(args: argparse.Namespace, *options: object) -> Process:
 
 
 def peer(args: argparse.Namespace, *options: object) -> Process:
-    """Start llama.cpp's server, which runs one request at a time. Its option to interrupt a request for a newer one is off."""
+    """llama.cpp's server runs one request at a time. Its option to interrupt a request for a newer one is off."""
     port = free_port()
     threads = ["--n_threads", args.threads, "--n_threads_batch", args.threads] if args.threads else []
     command = [*shlex.split(args.peer), "--model", resolve(args.model), "--port", port, "--n_ctx", 4096,

@@ -1,13 +1,14 @@
-"""Write tests/data/tiny_assistants.npz: steps of tiny random assistants of Gemma 4, computed by transformers in float32.
+"""Write tests/data/tiny_assistants.npz: steps of tiny random assistants of Gemma 4, computed by transformers in
+float32.
 
     python tools/make_assistant_goldens.py [--check]
 
-Needs the extra `oracle`. With --check nothing is written; instead, the stored results are compared with new ones. The tests
-create the checkpoints from seeds, so only the results are stored: for each variant, the logits [STEPS, V] and the hidden
-states [STEPS, B] of the steps after a prompt. Each step takes the likeliest token of the step before.
+Needs the extra `oracle`. With --check nothing is written; instead, the stored results are compared with new ones. The
+tests create the checkpoints from seeds, so only results are stored: for each variant, the logits [STEPS, V] and the
+hidden states [STEPS, B] of the steps after a prompt. Each step takes the likeliest token of the step before.
 
-transformers' sliding cache keeps the last W - 1 keys and values for the next token. The assistant gets these, also after a
-prompt, where transformers itself would pass W + 1 of them.
+Here, the assistant gets the last W - 1 keys and values of each sliding layer, which transformers' sliding cache keeps
+for the next token. After a prompt, transformers itself would pass W + 1.
 """
 
 import argparse
@@ -29,8 +30,10 @@ NAMES = [name for name in tiny_families.ASSISTANTS if "wrapped" not in name]
 
 
 def _mend_sharing_modes() -> None:
-    """transformers 5.23.0 refuses a model in which no layer has keys and values of its own, and so every assistant. And a
-    main model whose layers share nothing does not return the keys and values that an assistant needs.
+    """Work around two limits of transformers 5.23.0.
+
+    It refuses a model in which no layer has keys and values of its own, as in an assistant. And a main model whose
+    layers share no KV rows does not return the keys and values that an assistant needs.
     """
     original = Gemma4TextConfig.kv_sharing_modes.fget
 
@@ -47,7 +50,7 @@ def _mend_sharing_modes() -> None:
 
 
 def steps(name: str, scratch: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the logits and the hidden states of the steps after a prompt."""
+    """Return logits and hidden states of the steps after a prompt."""
     variant = tiny_families.VARIANTS[name.split()[0]]
     tiny.write(variant, scratch / "main", MAIN_SEED)
     tiny.write(tiny_families.ASSISTANTS[name], scratch / "assistant", SEED)

@@ -2,8 +2,8 @@
 
     python tools/make_bits.py
 
-Run this tool after adding tiny models, which may only add lines to the file, or after changing an order of arithmetic on
-purpose. Every other machine must give the digests of this file.
+Run this tool after adding tiny models, which may only add lines to the file, or after changing an order of arithmetic
+on purpose. Every other machine must give the digests of this file.
 """
 
 import json

@@ -3,15 +3,16 @@
     python tools/make_goldens.py [--seed 1]
     python tools/make_goldens.py --check SEED ... [--only TEXT]
 
-Needs the extra `oracle`. Only ids and results are stored, because the tests create the checkpoints from the seed. With
---check nothing is written. Instead, gemma_py and transformers are compared, for each seed, on every fixed variant and on
-one variant of each kind with random shapes. Each checkpoint is loaded as this tool writes it, and again as transformers
-saves it. Both must give equal bits. --only TEXT: compare only variants whose name contains TEXT.
+Needs the extra `oracle`. Only ids and results are stored, because the tests create the checkpoints from the seed.
 
-The error of logits is the largest difference in units of the logits' standard deviation; the error of embeddings is the
+--check writes nothing, and compares gemma_py with transformers for each seed, on every fixed variant and on one variant
+of each kind with random shapes. gemma_py also loads the checkpoint that transformers saves, and must compute equal bits
+from it. --only TEXT: compare only variants whose name contains TEXT.
+
+The error of logits is their largest difference, divided by their standard deviation. The error of embeddings is their
 largest cosine distance. The limits are 1e-4 and 1e-5, and the exit code is 1 if a limit is exceeded. For a badly
-conditioned checkpoint, even transformers' float32 results are far from its float64 results. If their difference is more
-than a third of the limit, the limit for this checkpoint is three times the difference.
+conditioned checkpoint, even transformers' float32 and float64 results differ much. If they differ by more than a third
+of the limit, the limit for this checkpoint is three times their difference.
 """
 
 import argparse
@@ -32,7 +33,7 @@ import gemma_py
 from gemma_py.errors import UnsupportedError
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
-TOKENS = 45  # more than the sliding window of any fixed variant, and more than a tile of attention
+TOKENS = 45  # more than every sliding window of a fixed variant, and more than a tile of attention
 LENGTHS = (1, 7, TOKENS)  # lengths of the texts for an embedding model
 LOGITS_LIMIT, COSINE_LIMIT = 1e-4, 1e-5
 VARIANTS = tiny.VARIANTS | tiny_families.VARIANTS
@@ -43,15 +44,14 @@ def token_ids(seed: int, vocab_size: int, count: int = TOKENS) -> list[int]:
 
 
 def texts_of(variant: tiny.Variant, seed: int) -> list[list[int]]:
-    """Return token ids: of one text or, for an embedding model, of several texts."""
+    """The token ids of one text or, for an embedding model, of several texts."""
     lengths = LENGTHS if tiny.is_embedding(variant) else (TOKENS,)
     vocab_size = tiny.text_config(variant)["vocab_size"]
     return [token_ids(seed + 100 * number, vocab_size, count) for number, count in enumerate(lengths)]
 
 
 def their_model(directory: Path, variant: tiny.Variant, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    # Attention is "eager", because transformers' sdpa attention ignores logit soft-capping. The experts are too, because
-    # grouped experts need aligned widths.
+    # transformers' sdpa attention ignores logit soft-capping, and grouped experts need aligned widths.
     options = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
     text, kind = tiny.text_config(variant), variant.config["model_type"]
     if kind == "gemma3n":  # the vision tower would need the package timm
@@ -107,7 +107,7 @@ def error_of(ours: np.ndarray, theirs: np.ndarray, variant: tiny.Variant) -> flo
 
 
 def check(name: str, variant: tiny.Variant, seed: int, scratch: Path) -> float:
-    """Compare one checkpoint. Return the error as a multiple of its limit."""
+    """Compare one checkpoint. Returns the error as a multiple of its limit."""
     written, saved = scratch / "written", scratch / "saved"
     tiny.write(variant, written, seed)
     texts, limit = texts_of(variant, seed), COSINE_LIMIT if tiny.is_embedding(variant) else LOGITS_LIMIT

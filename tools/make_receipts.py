@@ -2,8 +2,8 @@
 
     python tools/make_receipts.py
 
-Every other machine must make receipts of the same bytes. A stored receipt is replaced only by one of another version of the
-rules (RULES in gemma_py/receipts/receipt.py) or of other model files, because an audit would call the stored one different.
+Every machine must make these bytes. A stored receipt is replaced only if the version of the rules (RULES in
+gemma_py/receipts/receipt.py) or the model files have changed, because an audit of the old receipt then cannot succeed.
 """
 
 import sys

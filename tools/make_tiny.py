@@ -1,5 +1,4 @@
-"""Make models/tiny-gemma3: a Gemma 3 with random weights and a small trained tokenizer, for examples and tests without a
-download.
+"""Make models/tiny-gemma3: a Gemma 3 with random weights and a small trained tokenizer, for tests and examples.
 
     python tools/make_tiny.py
 
@@ -35,7 +34,7 @@ def tokenizer_document() -> dict:
     made.normalizer = normalizers.Replace(" ", "▁")
     made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     trainer = trainers.BpeTrainer(vocab_size=PIECES, special_tokens=[*CONTROL, *PLAIN, *BYTES], show_progress=False)
-    # The trainer gets words with their leading space. If it got whole sentences, they would become pieces.
+    # The trainer gets single words with a leading space, because whole sentences would become pieces.
     topics = ("str", "json", "argparse", "random", "pathlib.Path", "subprocess", "collections", "asyncio.Task")
     words = " ".join(pydoc.plain(pydoc.render_doc(topic)) for topic in topics).split()
     made.train_from_iterator((" " + word for word in words), trainer)

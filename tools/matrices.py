@@ -2,12 +2,12 @@
 
     python tools/matrices.py [MODEL] [--type f32] [--threads 1,2] [--rows 512] [--rounds 5]
 
-A processor lowers the clock during vector multiplications, some by a fifth, and raises the clock again within milliseconds.
-Therefore the workers measure the limit, a loop of multiply-adds in registers, right after each product. Consecutive
-products are of different layers, so that weights come from memory, as in a pass. With --type, MODEL names a shape of the
-catalogue, and the weights are random.
+A processor lowers its clock during vector multiplications, some by a fifth, and raises it again within milliseconds. So
+the limit, a loop of multiply-adds in registers, is measured right after each product. Consecutive products are of
+different layers, so that weights come from memory, as in a pass. With --type, MODEL names a shape of the catalogue, and
+the weights are random.
 
-Prints medians, with the smallest and the largest share of the limit. Needs an idle machine.
+Prints the median share of the limit, and the smallest and the largest share. Needs an idle machine.
 """
 
 import argparse
@@ -43,9 +43,9 @@ _loop, _CHAINS = (peak.multiply_floats_12, 12) if USES_ZMM else (peak.multiply_f
 
 @kernel
 def product_and_limit(worker, workers, cells, m, s, batch, trace, at, sample, out, times):
-    """Compute a matrix product as a pass does, then run the loop that measures the limit. Store the nanoseconds of each.
+    """Compute a matrix product as in a pass, and then run the loop that measures the limit.
 
-    times: int64 [workers, 2], written
+    times: int64 [workers, 2], nanoseconds of the product and of the loop, written
     """
     if not barrier(cells, worker, workers):
         return False
@@ -60,13 +60,13 @@ def product_and_limit(worker, workers, cells, m, s, batch, trace, at, sample, ou
 
 
 def products_of(m: ModelTables) -> list[int]:
-    """Return the indices of the matrix products, grouped by kind and ordered by layer."""
+    """Indices of the matrix products, grouped by kind and ordered by layer."""
     found = [number for number, op in enumerate(m.ops) if op[p.OP] == MATMUL and op[p.ROWS_OF] == ALL]
     return sorted(found, key=lambda number: (m.ops[number, p.LABEL], m.ops[number, p.TARGET]))
 
 
 def measure(engine: Engine, T: int, rounds: int) -> list[list[str]]:
-    """Return a table row for each shape and type. The inputs of the products are what a pass left in memory."""
+    """A table row for each shape and type. The inputs of the products are the buffers of an earlier pass."""
     runner, found = engine.runner, defaultdict(list)
     m, workers = engine.program.model, engine.threads
     engine.session().prefill(prompt(T, engine.config.vocab_size), T)

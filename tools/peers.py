@@ -1,6 +1,6 @@
-"""Other runtimes behind one interface, each in a process that compare_peers.py controls over pipes.
+"""gemma_py and other runtimes behind one interface, each in a process that compare_peers.py controls over pipes.
 
-    python tools/peers.py prepare MODEL.gguf DIRECTORY         # the weights dequantised, for torch and CTranslate2
+    python tools/peers.py prepare MODEL.gguf DIRECTORY         # writes dequantised weights, for torch and CTranslate2
     python tools/peers.py serve NAME MODEL.gguf DIRECTORY THREADS [SETTINGS]
 
 serve answers each line of JSON, [method, argument, ...], with a line of JSON. The methods are those of `Runtime`.
@@ -18,16 +18,16 @@ from typing import Any
 import numpy as np
 
 TOPICS = ("str", "json", "argparse", "asyncio.Task", "random", "subprocess", "pathlib.Path", "collections")
-_SCORED_AT_ONCE = 32  # tokens in a pass of llama.cpp with all logits, which limits memory
+_SCORED_AT_ONCE = 32  # tokens in a pass of llama.cpp with all logits, which need memory
 
 
 def texts() -> list[str]:
-    """Return a test text that needs no download: Python's own documentation, with English, code and lists."""
+    """Python's own documentation, with English, code and lists. It needs no download."""
     return [pydoc.plain(pydoc.render_doc(topic)) for topic in TOPICS]
 
 
 def dequantised(path: Path, **options: Any) -> Any:
-    """Return transformers' model of a GGUF file, in float32."""
+    """transformers' float32 model of a GGUF file."""
     import torch
     import transformers
 
@@ -37,17 +37,17 @@ def dequantised(path: Path, **options: Any) -> Any:
 
 
 def prepare(path: Path, directory: Path) -> None:
-    """Write the dequantised model to DIRECTORY/float32 in Hugging Face's format. If CTranslate2 is installed, also write
+    """Write the dequantised model to DIRECTORY/float32 for transformers and, if CTranslate2 is installed, to
     DIRECTORY/int8.
     """
     import tokenizers
     import transformers
 
     model = dequantised(path)
-    model.hf_quantizer = None  # without this, transformers refuses to save the dequantised weights
+    model.hf_quantizer = None  # otherwise transformers refuses to save the dequantised weights
     del model.config.quantization_config
     model.save_pretrained(directory / "float32")
-    # The converter needs a vocabulary. The texts of tokens do not matter, because only ids are compared.
+    # The converter needs a vocabulary. The texts of its tokens do not matter, because only ids are compared.
     vocabulary = {str(number): number for number in range(model.config.vocab_size)}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="3"))
     names = {"bos_token": "2", "eos_token": "1", "unk_token": "3"}
@@ -62,8 +62,9 @@ def prepare(path: Path, directory: Path) -> None:
 class Runtime:
     """A runtime to measure. Calls do not depend on each other.
 
-    prefill: seconds to the logits of the last token. decode: seconds of `count` greedy tokens after the ids. nll: of each
-    token after the first.
+    prefill: seconds to the last token's logits.
+    decode: seconds of `count` greedy tokens after the ids.
+    nll: the NLL of each token after the first.
     """
 
     def prefill(self, ids: list[int]) -> float:
@@ -76,7 +77,7 @@ class Runtime:
         raise NotImplementedError
 
     def memory(self) -> int:
-        """Return the peak memory of the process in bytes."""
+        """The peak memory of the process in bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -111,7 +112,7 @@ class Llama(Runtime):
         import llama_cpp
 
         self.api = llama_cpp
-        # llama.cpp's own programs also limit the cache of sliding layers to the window; a full cache is not faster.
+        # llama.cpp's own programs also limit the cache of sliding layers to the window. A full cache is not faster.
         options = {"n_ctx": 4096, "n_gpu_layers": 0, "swa_full": False, "verbose": False}
         self.model = llama_cpp.Llama(
             str(path), n_threads=threads, n_threads_batch=threads, n_batch=settings["n_ubatch"], **options, **settings
@@ -124,7 +125,7 @@ class Llama(Runtime):
     def prefill(self, ids: list[int]) -> float:
         self.model.reset()
         start = time.perf_counter()
-        self.model.eval(ids)  # replaces the cached tokens; only the last token's logits are computed
+        self.model.eval(ids)  # replaces the cached tokens, and computes only the last token's logits
         self._logits(-1).argmax()  # reading the logits waits for the computation
         return time.perf_counter() - start
 
@@ -200,9 +201,7 @@ class CTranslate(Runtime):
         )
 
     def _generate(self, ids: list[int], count: int) -> list[float]:
-        """Return the time of the start and the time of each token. The whole prompt is one pass, with logits for the last
-        token only.
-        """
+        """The time of the start and of each token. The whole prompt is one pass, with logits for the last token only."""
         times = [time.perf_counter()]
 
         def came(step: Any) -> bool:
@@ -242,7 +241,7 @@ def serve(name: str, path: Path, directory: Path, threads: int, settings: dict[s
         method, *arguments = json.loads(line)
         print(json.dumps(getattr(runtime, method)(*arguments)), file=answers)
     answers.close()
-    os._exit(0)  # end without destructors, because those of some runtimes abort
+    os._exit(0)  # destructors of some runtimes abort
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From a fresh clone to a running model: makes .venv, installs gemma_py into it, and runs something.
+"""From a fresh clone to a running model: makes .venv, installs gemma_py into it, and runs a command.
 
     python3 tools/quickstart.py test [PYTEST ARGUMENTS]    lint, types, and all tests
     python3 tools/quickstart.py test TIER [...]            the tests of one tier alone
@@ -7,13 +7,13 @@
     python3 tools/quickstart.py run COMMAND [ARGUMENTS]    any `python -m gemma_py` command
 
 A tier is a folder of tests/:
-    unit     single modules; less than a minute once kernels are compiled; needs pytest, hypothesis and the core packages only
+    unit     single modules; under a minute once kernels are compiled; needs only pytest, hypothesis and the core packages
     bits     equivalence with the specification, negative controls, kernels, stores
     chat     templates, conversations, the terminal
     server   HTTP, the scheduler, the web page
     model    models of the workers' synchronisation
 
-Uses the standard library alone. It may be run again at any time, and keeps an environment that already exists.
+Uses only the standard library. May be run again at any time, and keeps an environment that exists.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ EXTRAS = {
     "serve": "demo,serve,schema,hf,sign",
     "run": "demo,chat,serve,schema,hf,sign",
 }
-# Each of two processes runs one test file at a time. A single process would leave a core idle whenever a test waits for a
-# process that the test has started.
+# Each of two processes runs a test file at a time, because tests often wait for child processes, and a core would be
+# idle.
 IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 TIERS = ("unit", "bits", "chat", "server", "model")  # folders of tests/
-MEGABYTES = {"test": 450}  # the size of the downloads, for each task; other tasks download 350
+MEGABYTES = {"test": 450}  # downloads of a task; other tasks download 350
 
 
 def say(message: str) -> None:
@@ -47,18 +47,18 @@ def say(message: str) -> None:
 
 
 def fingerprint(extra: str) -> str:
-    """Return a digest that changes if the packages to install or the path of the environment change."""
+    """A digest that changes with the packages to install and with the path of the environment."""
     return hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + f"{extra} {ROOT} {sys.version}".encode()).hexdigest()
 
 
 def works() -> bool:
-    """Return whether the environment's Python starts and has pip. An incomplete or moved environment does not work."""
+    """Whether the environment's Python starts and has pip. An incomplete or moved environment does not."""
     command = [str(PYTHON), "-c", "import pip"]
     return PYTHON.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def prepare(task: str) -> None:
-    """Create the environment if needed, and install the package with the extra of the task."""
+    """Make the environment if needed, and install the package with the extras of the task."""
     extra = EXTRAS[task]
     if not works():
         say(f"making {ENVIRONMENT.name} (a few seconds)")
@@ -89,15 +89,13 @@ def run(*command: str, folder: Path | None = None) -> int:
 
 
 def become(*command: str) -> NoReturn:
-    """Replace this process by the command, so that Ctrl-C and Ctrl-Z reach the command."""
+    """Replace this process by the command, which then receives Ctrl-C and Ctrl-Z."""
     say("running " + " ".join(command))
     os.execv(PYTHON, [str(PYTHON), "-m", *command])
 
 
 def checks(arguments: list[str]) -> list[tuple[str, ...]]:
-    """Return the commands of `test`. If the first argument is a tier, these are the tier's tests, else lint, types and all
-    tests.
-    """
+    """The commands of `test`: the tests of a tier, or else lint, types and all tests."""
     if arguments and arguments[0] in TIERS:
         return [("pytest", f"tests/{arguments[0]}", *arguments[1:])]
     return [

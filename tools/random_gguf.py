@@ -1,9 +1,10 @@
-"""Write a GGUF file with random weights in the shape of a Gemma 4 of the catalogue, to compare speeds without a download.
+"""Write a GGUF file with random weights in the shape of a Gemma 4 of the catalogue, to compare speeds without a
+download.
 
     python tools/random_gguf.py NAME OUT.gguf [--layers N] [--type Q4_0] [--vocabulary MODEL.gguf]
 
---type is the type of matrices whose rows are whole blocks, except that, as in published files, the embedding is Q8_0 and
-the per-layer table Q4_0. --layers writes the first N layers only, for a model that does not fit on the disk or into memory.
+--type is the type of matrices whose rows are whole blocks. As in published files, the embedding is Q8_0 and the
+per-layer table Q4_0. --layers writes only the first N layers, for a model that does not fit on the disk or into memory.
 The vocabulary is copied from another file with 262,144 tokens, by default the demo model's. `tools/compare_peers.py
 OUT.gguf --peers llama.cpp` then compares the speeds.
 """
@@ -27,7 +28,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 
 from gguf_fields import add_fields, architecture, rope_divisors
 
-# The catalogue leaves out these fields, because every Gemma 4 has these values.
+# Values of all Gemma 4 models, which the catalogue does not list.
 _COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-6, "num_kv_shared_layers": 0,
     "rope_parameters": {
@@ -40,7 +41,7 @@ _BLOCKS_AT_ONCE = 1 << 21
 
 
 def document(name: str, layers: int | None) -> dict[str, Any]:
-    """Return the config as Hugging Face writes it. layers: the number of layers to keep, or None for all."""
+    """A config as Hugging Face writes it. layers: how many layers to keep, or None for all."""
     made = _COMMON | config_document(name) | {"model_type": "gemma4_text"}
     made["vocab_size_per_layer_input"] = made["vocab_size"]
     types = made["layer_types"][:layers]
@@ -51,7 +52,7 @@ def document(name: str, layers: int | None) -> dict[str, Any]:
 
 
 def blocks(kind: str, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Return the bytes of `count` random values: random codes, and float16 scales that keep activations near 1."""
+    """Random codes, with float16 scales that keep activations near 1."""
     stored = TYPES[kind]
     made: np.ndarray = rng.integers(0, 256, (count // stored.block, stored.bytes), np.uint8)
     made[:, :2] = np.frombuffer(np.float16(0.1 / math.sqrt(2048)).tobytes(), np.uint8)
@@ -114,7 +115,7 @@ def write(name: str, path: Path, kind: str, layers: int | None, vocabulary: Path
 
 
 def _bytes_shape(shape: tuple[int, ...], block_type: str) -> tuple[int, ...]:
-    """Return the shape in bytes, from which the gguf package computes the shape in values."""
+    """The gguf package computes the shape in values from this shape in bytes."""
     return (*shape[:-1], shape[-1] // TYPES[block_type].block * TYPES[block_type].bytes)
 
 

@@ -2,10 +2,10 @@
 
     python tools/speculation_faults.py [--count 1000] [--seed 0] [--threads 3] [--deadline 1.0] [--kinds death,stall]
 
-After a fault, an answer must be the beginning of the same answer without speculation, or complete and equal. An error must
-name the fault, and come within the deadline of the workers. The session must keep only tokens of the answer, and stay usable.
-In shared passes and in a server, all answers must be complete and equal, except those whose clients cancel. The model is tiny.
-The last line is a JSON document; the exit code is 1 if anything was lost, differed or did not end.
+After a fault, the tokens so far must be those of the answer without speculation. An error must name the fault, and come
+within the workers' deadline. The session must hold only tokens of the answer, and stay usable. In shared passes and in
+a server, all answers must be complete and equal to those without speculation, unless their clients cancel. The model is
+tiny. The last line is a JSON document; the exit code is 1 if anything was lost, differed or did not end.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from gemma_py.generate.session import Decoder, Session
 from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.runner import Runner, SequenceInput
 
-# How many of 100 faults are of a kind.
+# fault -> how many of 100 faults are of this kind
 SHARES = {
     "death": 25,
     "stall": 15,
@@ -55,7 +55,7 @@ SHARES = {
     "cancel": 13,
     "SIGTERM": 2,
 }
-_LATE = 2.0  # seconds that a report may take longer than the deadline, because other processes run too
+_LATE = 2.0  # seconds that a report may come after the deadline, because other processes run too
 _PLACES = ("enter", "claim", "publish", "await", "barrier", "anywhere")
 _STREAMS, _STREAM_TOKENS = 6, 150
 
@@ -78,7 +78,9 @@ def drawn_plan(rng: random.Random, engine: gemma_py.Engine, fault: str) -> Fault
 def in_pass(
     number: int, owner: type, name: str, before: Callable[[], None], after: Callable[[], None]
 ) -> Iterator[None]:
-    """Call `before` and `after` around one of the passes with guesses. owner, name: the method that computes them."""
+    """Call `before` and `after` around the pass with guesses number `number`. owner, name: the method that computes
+    such passes.
+    """
     honest, passes = getattr(owner, name), [0]
 
     def method(self: Any, *arguments: Any) -> Any:
@@ -98,7 +100,7 @@ def in_pass(
 
 
 class Faults:
-    """Injects faults into the passes of one engine, and checks what follows."""
+    """Injects faults into the passes of an engine, and checks the effects."""
 
     def __init__(self, engine: gemma_py.Engine, deadline: float, seed: int) -> None:
         self.engine, self.limit, self.counts = engine, deadline + _LATE, Counter[str]()
@@ -112,7 +114,7 @@ class Faults:
             self.asked.append((request, outcome(engine, replace(request, speculate="off"))[0]))
 
     def inject(self, kind: str, rng: random.Random) -> None:
-        """Inject a fault of this kind. Raise Wrong if anything is not as it should be."""
+        """Inject a fault of this kind. Raises Wrong at a wrong effect."""
         engine = self.engine
         engine.pace = Eager(rng.choice([1, 4, 15]))
         with drafting(rng.choice(["half", "oracle", "wrong"]), answers_to(self.asked), engine.config.vocab_size):
@@ -166,7 +168,7 @@ class Faults:
             except InputError:
                 pass
             else:
-                raise Wrong("a session whose worker stalled computes")
+                raise Wrong("a session whose worker stalled computed a pass instead of raising an error")
             expect(outcome(engine, request)[0] == want, "the next session's answer differs")
 
     def _in_shared_passes(self, kind: str, rng: random.Random) -> None:
@@ -227,7 +229,7 @@ async def sigterm(threads: int, rng: random.Random, want: Sequence[str]) -> None
 
 
 def run(count: int, seed: int, threads: int, deadline: float, kinds: Sequence[str] = tuple(SHARES)) -> dict[str, Any]:
-    """Inject faults of these kinds. Return the counts, and what went wrong."""
+    """Inject faults of these kinds. Returns the counts, and a list of wrong effects."""
     rng, wrong, injected = random.Random(seed), [], Counter[str]()
     order = rng.choices(kinds, [SHARES[kind] for kind in kinds], k=count)
     begun = shown = time.monotonic()
@@ -267,7 +269,7 @@ def main() -> int:
         "--kinds", default=",".join(SHARES), help="the kinds of faults to inject (default: %(default)s)"
     )
     args = parser.parse_args()
-    # If a shell starts the tool in the background, SIGINT is ignored.
+    # A shell that starts the tool in the background makes it ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     report = run(args.count, args.seed, args.threads, args.deadline, args.kinds.split(","))
     print(json.dumps(report))

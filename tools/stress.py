@@ -2,8 +2,8 @@
 
     python tools/stress.py [--passes 10000] [--faults 100] [--threads 4] [--seed 1]
 
-The model is tiny and quantised, and a pass has every kind of barrier and wait. A pass that hangs ends at the deadline and
-counts as a failure. Failing seeds are printed, so that a failure can be repeated with --seed. The last line is one JSON
+The model is tiny and quantised, and a pass has every kind of barrier and wait. A pass that hangs ends at the deadline
+and counts as a failure. The seeds of failures are printed, and --seed repeats a failure. The last line is one JSON
 object; the exit code is 1 on failures.
 """
 
@@ -27,7 +27,7 @@ from gemma_py.runtime.fault_injection import FaultPlan
 
 
 def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> list[int]:
-    """Return the seeds whose passes gave wrong results or failed. A pass is one chunk through all layers."""
+    """Return the seeds whose passes gave wrong results or failed. A chunk is a pass."""
     wrong, done = [], 0
     rng = random.Random(seed)
     shown = time.monotonic()
@@ -49,7 +49,7 @@ def shaken(engine: gemma_py.Engine, want: Expected, count: int, seed: int) -> li
 
 
 def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, float]:
-    """Inject faults. Return how many were reported correctly by an engine that still works, and the longest time to a
+    """Inject faults. Returns how many were reported right by an engine that stays usable, and the longest time to a
     report.
     """
     good, longest = 0, 0.0
@@ -61,7 +61,7 @@ def faults(engine: gemma_py.Engine, want: Expected, count: int) -> tuple[int, fl
         engine.instruments.fault_plan = FaultPlan(fault=kind, worker=worker, layer=layer, phase=phase, place="enter")
         start = time.monotonic()
         try:
-            # Attention scores are a separate phase only if several workers share a token.
+            # Only decoding has a phase for scores.
             engine.session().prefill(want.ids, chunk=1 if name == "scores" else None)
             reported = False
         except WorkerError as error:

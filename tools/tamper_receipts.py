@@ -3,9 +3,9 @@
     python tools/tamper_receipts.py                       # 10,000 tamperings, 1,000 untouched receipts, 2,000 responses
     python tools/tamper_receipts.py --count 500 --untouched 50 --responses 100 --seed 3
 
-Half of the tamperings change the bytes of a receipt. The others change a field and compute the Merkle root again; if the
-result is a true receipt, because generating the answer anew gives it, the audit has to say so. Responses are audited with and
-without an edit of the answer that they show. The tiny model is used.
+Half of the tamperings change the bytes of a receipt. The other half change a field and recompute the Merkle root. Such
+a change may by chance give a true receipt, which the audit must accept; the tool generates the answer anew to know.
+Responses are audited with and without an edit of the answer that they show. The model is tiny.
 """
 
 import argparse

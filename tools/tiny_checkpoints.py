@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every model family and file layout, for tests. A library; needs numpy and safetensors.
+"""Tiny random checkpoints of every model family and file layout, for tests. Needs numpy and safetensors.
 
 The weights are computed with splitmix64 and integer arithmetic, so a seed gives equal files with any version of numpy.
 """
@@ -19,16 +19,18 @@ from tiny_shapes import FULL, SLIDING, Config, text_shapes, unused_kv
 class Variant:
     """A kind of checkpoint.
 
-    config: the content of config.json. dtype: F32, F16 or BF16. shards: the number of files. prefix: what precedes the
-    names of all text tensors. dense: the output widths of an embedding model's dense layers, which are stored as modules of
-    sentence-transformers.
+    config: the content of config.json.
+    dtype: F32, F16 or BF16.
+    shards: the number of files.
+    prefix: the beginning of the names of all text tensors.
+    dense: output widths of an embedding model's dense layers, which are stored as modules of sentence-transformers.
     """
 
     config: dict[str, Any]
     dtype: str = "F32"
     shards: int = 1
     prefix: str = "model."
-    head: str | None = None  # the name of an output head, if it is not tied to the embedding
+    head: str | None = None  # name of an output head that is not tied to the embedding
     extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of tensors outside the text model
     dense: tuple[int, ...] = ()
 
@@ -55,7 +57,7 @@ def _gemma2(**changes: Any) -> dict[str, Any]:
 
 
 def _vaultgemma(**changes: Any) -> dict[str, Any]:
-    """Return a VaultGemma config as current transformers writes it."""
+    """A VaultGemma config of current transformers."""
     config = _gemma2(model_type="vaultgemma", architectures=["VaultGemmaForCausalLM"], **changes)
     del config["rope_theta"]
     types = [
@@ -66,7 +68,7 @@ def _vaultgemma(**changes: Any) -> dict[str, Any]:
 
 
 def _gemma3(**changes: Any) -> dict[str, Any]:
-    """Return a Gemma 3 config as current versions of transformers write configs."""
+    """A Gemma 3 config of current transformers."""
     layers = changes.get("num_hidden_layers", 7)
     return {
         "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 96, "hidden_size": 32,
@@ -84,7 +86,7 @@ def _gemma3(**changes: Any) -> dict[str, Any]:
 
 
 def _old_gemma3(**changes: Any) -> dict[str, Any]:
-    """Return a Gemma 3 config as transformers 4.50 wrote configs."""
+    """A Gemma 3 config of transformers 4.50."""
     config = _gemma3(rope_theta=1000000.0, rope_local_base_freq=10000.0, sliding_window_pattern=3, **changes)
     del config["rope_parameters"], config["layer_types"]
     return config
@@ -94,9 +96,7 @@ _MIXED = (SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL)
 
 
 def _gemma3n(types: Sequence[str] = _MIXED, **changes: Any) -> Config:
-    """Return a Gemma 3n config as current transformers writes it. The table of per-layer inputs has no rows for token ids
-    from 50 on.
-    """
+    """A Gemma 3n config of current transformers. The table of per-layer inputs has no rows for token ids from 50 on."""
     return {
         "model_type": "gemma3n_text", "architectures": ["Gemma3nForCausalLM"], "vocab_size": 64, "hidden_size": 32,
         "intermediate_size": [48] * len(types), "num_hidden_layers": len(types), "layer_types": list(types),
@@ -115,7 +115,7 @@ def _gemma3n(types: Sequence[str] = _MIXED, **changes: Any) -> Config:
 
 
 def _old_gemma3n(**changes: Any) -> Config:
-    """Return a Gemma 3n config as transformers 4.53 wrote it, with three streams of which the second is active."""
+    """A Gemma 3n config of transformers 4.53, with three streams of which the second is active."""
     config = _gemma3n(rope_theta=1_000_000.0, rope_local_base_freq=20_000.0, intermediate_size=80, altup_num_inputs=3,
                       altup_active_idx=1, altup_correct_scale=False, num_kv_shared_layers=1, **changes)  # fmt: skip
     del config["rope_parameters"], config["layer_types"], config["activation_sparsity_pattern"]
@@ -170,7 +170,7 @@ VARIANTS = {
 
 
 def gaussians(seed: int, count: int) -> np.ndarray:
-    """Return almost normal f32 numbers of variance 1. Each is a sum of four uniform 16-bit fields of splitmix64."""
+    """Almost normal f32 numbers of variance 1: sums of four uniform 16-bit fields of splitmix64."""
     with np.errstate(over="ignore"):
         z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed * 1_000_003)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -181,7 +181,7 @@ def gaussians(seed: int, count: int) -> np.ndarray:
 
 
 def largest_cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest cosine distance between a row of a and the corresponding row of b."""
+    """The largest cosine distance between a row of a and the row of b with the same index."""
     x, y = (table.astype(np.float64) for table in (a, b))
     lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     return float((1 - (x * y).sum(1) / lengths).max())
@@ -193,7 +193,7 @@ def text_config(variant: Variant) -> dict[str, Any]:
 
 
 def adds_one(variant: Variant) -> bool:
-    """Return whether the files store gain - 1 instead of gain."""
+    """Whether the files store gain - 1 instead of the gain."""
     return text_config(variant)["model_type"] in ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 
 
@@ -203,7 +203,7 @@ def is_embedding(variant: Variant) -> bool:
 
 
 def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the variant's tensors, by Hugging Face name."""
+    """{Hugging Face name: shape}"""
     c = text_config(variant)
     table = {variant.prefix + name: shape for name, shape in text_shapes(c).items()}
     if variant.head:
@@ -215,8 +215,8 @@ _SCALES = ("layer_scalar", "router.scale", "per_expert_scale", "correct_output_s
 
 
 def _distribution(name: str, shape: tuple[int, ...], plus_one: bool) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a tensor's values. No gain or scale is 1 or 0, because a test could
-    then not notice that gemma_py ignores the tensor.
+    """Return a tensor's (mean, standard deviation). Gains and scales are not 1 or 0, because a test would not notice a
+    missing one.
     """
     if name.endswith(_SCALES) or (len(shape) == 1 and "norm" in name and not plus_one):
         # These families do not divide scores by sqrt(head_dim), so smaller gains keep the scores moderate.
@@ -225,11 +225,11 @@ def _distribution(name: str, shape: tuple[int, ...], plus_one: bool) -> tuple[fl
 
 
 def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
-    """Return random f32 values that the variant's dtype represents exactly."""
+    """Random f32 values that the variant's dtype represents exactly."""
     made = {}
     plus_one = adds_one(variant)
     for number, (name, shape) in enumerate(shapes(variant).items()):
-        # A tensor without dimensions is a bound to which a layer of the audio tower clips values.
+        # A tensor without dimensions is a bound to which the audio tower clips values.
         mean, spread = _distribution(name, shape, plus_one) if shape else (-np.inf, 0.0)
         values = gaussians(seed * 1000 + number, int(np.prod(shape))) * np.float32(spread) + np.float32(mean)
         if variant.dtype == "F16":
@@ -241,7 +241,7 @@ def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
 
 
 def save_safetensors(path: Path, values: dict[str, np.ndarray], dtype: str) -> None:
-    """Write a safetensors file. numpy has no bfloat16, so BF16 values are written as uint16, and the header is then changed."""
+    """BF16 values are written as uint16, because numpy has no bfloat16, and the file's header is then changed."""
     if dtype == "F16":
         values = {name: value.astype(np.float16) for name, value in values.items()}
     elif dtype == "BF16":
@@ -282,7 +282,7 @@ def pooled_width(variant: Variant) -> int:
 
 
 def dense_layers(variant: Variant, seed: int) -> list[np.ndarray]:
-    """Return the f32 matrices [out, in] of the dense layers after mean pooling."""
+    """f32 matrices [out, in] of the dense layers after mean pooling."""
     widths = (pooled_width(variant), *variant.dense)
     return [
         (gaussians(seed * 1000 + 900 + n, into * out) * np.float32(into**-0.5)).reshape(out, into)
@@ -291,7 +291,7 @@ def dense_layers(variant: Variant, seed: int) -> list[np.ndarray]:
 
 
 def _write_modules(variant: Variant, directory: Path, seed: int) -> None:
-    """Write the modules of sentence-transformers that follow the transformer: pooling, dense layers, normalisation."""
+    """Write sentence-transformers' modules after the transformer: pooling, dense layers, normalisation."""
     layers = dense_layers(variant, seed)
     names = ["Pooling", *["Dense"] * len(layers), "Normalize"]
     modules = [("", "Transformer"), *((f"{n}_{name}", name) for n, name in enumerate(names, 1))]

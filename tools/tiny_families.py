@@ -1,4 +1,4 @@
-"""Tiny variants of Gemma 3n, Gemma 4 and the embedding models, and variants with random shapes. Library."""
+"""Tiny variants of Gemma 3n, Gemma 4 and the embedding models, and variants with random shapes."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 from tiny_checkpoints import Variant, _gemma3, _gemma3n, _vaultgemma
 from tiny_shapes import FULL, SLIDING, Config, Shapes, heads_of, unused_kv
 
-# The lower bound to which a layer clips its inputs; with -infinity, the layer does not clip.
+# The lower bound to which a layer clips its inputs. With -infinity, the layer does not clip.
 _MINUS_INFINITY: Shapes = {"audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()}
 _GEMMA4_PARTS: Shapes = {
     "vision_tower.patch_embedder.position_embedding_table": (2, 16, 16),
@@ -45,7 +45,8 @@ _UNIFIED_VISION = {"model_type": "gemma4_unified_vision", "mm_embed_dim": 16, "m
 _UNIFIED_AUDIO = {"model_type": "gemma4_unified_audio", "audio_embed_dim": 16}
 
 _MIXED = [SLIDING, SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL]
-# The last three layers read KV rows: the sliding ones those of layer 2, the full one those of layer 3, as llama.cpp assumes.
+# The last three layers share KV rows, as llama.cpp assumes: the sliding ones read those of layer 2, the full one those
+# of layer 3.
 _SHARED = [
     SLIDING,
     SLIDING,
@@ -76,17 +77,15 @@ def _common(model_type: str, types: list[str]) -> Config:
 
 
 def _of_full_layers(types: list[str], own: Config) -> Config:
-    """Return per_layer_config for the full layers. Its keys are layer numbers, which transformers pads with zeros to one
-    length.
-    """
+    """per_layer_config of the full layers. transformers pads the keys, which are layer numbers, with zeros."""
     numbers = [n for n, kind in enumerate(types) if kind == FULL]
     return {str(n).zfill(len(str(max(numbers)))): own for n in numbers}
 
 
 def gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = None, **changes: Any) -> Config:
-    """Return a config as transformers 5.22.2 and later writes it.
+    """A config of transformers 5.22.2 and later.
 
-    per_layer_config has the head width and the number of KV heads of the full layers, here `wide` and `wide_kv`.
+    per_layer_config has the head width (`wide`) and the number of KV heads (`wide_kv`) of the full layers.
     """
     own = {"head_dim": wide} | ({} if wide_kv is None else {"num_key_value_heads": wide_kv})
     return {
@@ -99,14 +98,14 @@ def gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = None
 
 
 def old_gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = None, **changes: Any) -> Config:
-    """Return a config as transformers before 5.22.2 wrote it, with global_head_dim instead of per_layer_config."""
+    """A config of transformers before 5.22.2, with global_head_dim instead of per_layer_config."""
     config = gemma4(types, **changes)
     del config["per_layer_config"]
     return config | {"global_head_dim": wide, "num_global_key_value_heads": wide_kv}
 
 
 def unified(text: Config) -> Config:
-    """Return the config of Gemma 4 unified, made from a text config of Gemma 4 by leaving out some fields."""
+    """A config of Gemma 4 unified: a text config of Gemma 4 without some fields."""
     absent = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block", "num_experts",
               "top_k_experts", "moe_intermediate_size")  # fmt: skip
     kept = {key: value for key, value in text.items() if key not in absent}
@@ -115,7 +114,7 @@ def unified(text: Config) -> Config:
 
 
 def embedding_gemma(**changes: Any) -> Config:
-    """Return the config of EmbeddingGemma's transformer, which is Gemma 3 with bidirectional attention."""
+    """EmbeddingGemma's transformer is Gemma 3 with bidirectional attention."""
     bidirectional = {"use_bidirectional_attention": True, "architectures": ["Gemma3TextModel"], "vocab_size": 64}
     return _gemma3(**(bidirectional | changes))
 
@@ -130,9 +129,7 @@ def embedding_gemma2(types: list[str] = _MIXED, wide: int = 24, wide_kv: int = 1
 
 
 def assistant(main: Variant, ordered: bool = False, **changes: Any) -> Variant:
-    """Return an assistant for a variant of Gemma 4, as current transformers writes it. ordered: whether it has clusters of
-    tokens.
-    """
+    """An assistant for a variant of Gemma 4, as current transformers writes it. ordered: with clusters of tokens."""
     of_main = main.config.get("text_config", main.config)
     types = [SLIDING, SLIDING, FULL]
     full, sliding = (heads_of(of_main, of_main["layer_types"].index(kind)) for kind in (FULL, SLIDING))
@@ -158,7 +155,7 @@ def assistant(main: Variant, ordered: bool = False, **changes: Any) -> Variant:
 
 
 def wrapped(text: Config, **changes: Any) -> Variant:
-    """Return a multimodal checkpoint with this text model and some tensors for images and sound."""
+    """A multimodal checkpoint with this text model and some tensors for images and sound."""
     outer, names, parts = {
         "gemma4_text": ("gemma4", "Gemma4ForConditionalGeneration", _GEMMA4_PARTS),
         "gemma4_unified_text": ("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", _UNIFIED_PARTS),
@@ -204,12 +201,12 @@ VARIANTS = {
         embedding_gemma(num_key_value_heads=1, sliding_window=6), prefix="", dtype="BF16"),
     "embeddinggemma2": Variant(embedding_gemma2(), prefix=""),
     "embeddinggemma2-wrapped": wrapped(embedding_gemma2(sliding_window=3), dtype="BF16"),
-    # Norms hide the scale of the per-layer inputs, unless the epsilon in the norms is large.
+    # Norms hide the scale of the per-layer inputs, unless the norms' epsilon is large.
     "embeddinggemma2-large-epsilon": Variant(
         embedding_gemma2(num_key_value_heads=1, wide_kv=2, rms_norm_eps=0.05), prefix="", dense=(40,)),
 }  # fmt: skip
 
-# Assistants. The first word of a name is the main model's name in VARIANTS.
+# The first word of an assistant's name is its main model in VARIANTS.
 ASSISTANTS = {
     "gemma4-e2b": assistant(VARIANTS["gemma4-e2b"]),
     "gemma4-e2b with clusters": assistant(VARIANTS["gemma4-e2b"], ordered=True),
@@ -223,15 +220,15 @@ ASSISTANTS = {
 
 
 def drawn(kind: str, seed: int) -> Variant:
-    """Return a variant of this kind with random shapes. The seed determines the shapes."""
+    """A variant of this kind. The seed determines its random shapes."""
     rng = random.Random(f"{kind} {seed}")
     return _DRAWN[kind](rng) if kind in _DRAWN else _drawn_gemma4(rng, kind)
 
 
 def _drawn_types(rng: random.Random, shared: bool) -> tuple[list[str], int]:
-    """Return random layer types, the last of which is full, and how many layers share KV rows.
+    """Random layer types, the last of which is full, and the number of layers that share KV rows.
 
-    Each type of a sharing layer also occurs in an earlier layer that stores KV rows.
+    The type of each sharing layer also occurs in an earlier layer that stores KV rows.
     """
     count = rng.randint(2, 11)
     types = [rng.choice([FULL, SLIDING, SLIDING]) for _ in range(count - 1)] + [FULL]
@@ -266,7 +263,7 @@ def _drawn_layout(rng: random.Random, text: Config) -> Variant:
 
 
 def _drawn_gemma4(rng: random.Random, kind: str) -> Variant:
-    # Transformers shares KV rows only in models with per-layer inputs.
+    # transformers shares KV rows only in models with per-layer inputs.
     types, shared = _drawn_types(rng, kind == "gemma4-e")
     sizes, reused = _drawn_sizes(rng), kind != "gemma4-e" and rng.random() < 0.8
     full = _PROPORTIONAL_ROPES[FULL] | {

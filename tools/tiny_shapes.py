@@ -1,4 +1,4 @@
-"""Names and shapes of the text tensors of every family, as Hugging Face stores them. Library.
+"""Names and shapes of the text tensors of every family, as Hugging Face stores them.
 
 Each function takes a text config. Names are without the prefix that all text tensors of a checkpoint have.
 """
@@ -38,9 +38,7 @@ def text_shapes(c: Config) -> Shapes:
 
 
 def heads_of(c: Config, number: int) -> tuple[int, int, int]:
-    """Return a layer's number of query heads, number of KV heads and head width. Old and new forms of a config are
-    understood.
-    """
+    """Return a layer's (query heads, KV heads, head width), from an old or a new form of config."""
     G, E = c["num_key_value_heads"], c["head_dim"]
     if "per_layer_config" in c:
         own: Config = next((table for key, table in c["per_layer_config"].items() if int(key) == number), {})
@@ -53,12 +51,12 @@ def heads_of(c: Config, number: int) -> tuple[int, int, int]:
 
 
 def shares(c: Config, number: int) -> bool:
-    """Return whether the layer reads the KV rows of an earlier layer."""
+    """Whether the layer reads the KV rows of an earlier layer."""
     return number >= c["num_hidden_layers"] - c.get("num_kv_shared_layers", 0)
 
 
 def unused_kv(c: Config, prefix: str) -> Shapes:
-    """Return the unused key and value tensors that published checkpoints store for KV-sharing layers."""
+    """Unused key and value tensors, which published checkpoints store for KV-sharing layers."""
     table: Shapes = {}
     for number in (n for n in range(c["num_hidden_layers"]) if shares(c, n)):
         _, G, E = heads_of(c, number)

@@ -1,6 +1,6 @@
-"""The kernels and the specification implement exp, tanh, log and other functions separately, and must compute equal bits.
+"""exp, tanh, log and other functions of the kernels and of the specification are separate code, and give equal bits.
 
-Control tests change one constant of one implementation by one ulp. The comparison must then fail.
+Negative controls change a constant in one of the two by one ulp. The comparison must then fail.
 """
 
 import ast
@@ -26,7 +26,7 @@ SIDES: dict[str, ModuleType] = {"kernels": production, "specification": specific
 
 
 def unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return where the bits differ. All NaNs count as equal, because machines differ in the bits of a NaN."""
+    """Where the bits differ. NaNs count as equal, because machines differ in the bits of a NaN."""
     whole = {4: np.uint32, 8: np.uint64}[a.itemsize]
     return (a.view(whole) != b.view(whole)) & ~(np.isnan(a) & np.isnan(b))
 
@@ -35,9 +35,9 @@ def unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def around(x: np.ndarray) -> np.ndarray:
-    """Return the numbers, the four next floats on either side of each, and the negatives of all these."""
+    """The numbers x, the four next floats on either side of each, and the negatives of all these."""
     made, up, down = [x], x, x
-    with np.errstate(all="ignore"):  # the next number may be infinite or subnormal
+    with np.errstate(all="ignore"):  # the next float may be infinite or subnormal
         for _ in range(4):
             up, down = np.nextafter(up, x.dtype.type(np.inf)), np.nextafter(down, x.dtype.type(-np.inf))
             made += [up, down]
@@ -47,13 +47,13 @@ def around(x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def inputs32(every: int) -> np.ndarray:
-    """Return inputs at which functions are likely to differ, and every `every`-th pattern of bits.
+    """Inputs at which implementations of a function are likely to differ, and every `every`-th pattern of bits.
 
-    These are inputs where roundings, branches and ranges change, every exponent, subnormals, infinities and NaN.
+    Implementations differ where a rounding, a branch or a range changes, and at subnormals, infinities and NaN.
     """
     whole = np.arange(-140, 141)
     special = [
-        (whole + 0.5) * np.log(2),  # exp writes x as n * ln 2 + r; halfway between two n
+        (whole + 0.5) * np.log(2),  # exp writes x as n * ln 2 + r, and n changes at these numbers
         whole * np.log(2),
         [0.0, 0.625, 87.0, 88.0, 1.0, 9.0, np.inf, np.nan, np.finfo(np.float32).max, 1e-45, 1e-38],
         2.0 ** np.arange(-149, 128),
@@ -66,7 +66,6 @@ def inputs32(every: int) -> np.ndarray:
 
 @functools.cache
 def inputs64() -> np.ndarray:
-    """Return float64 inputs at which functions are likely to differ, as `inputs32` does."""
     whole = np.arange(-2000, 2001)
     special = [
         (whole + 0.5) * np.log(2), whole * np.log(2), (whole + 0.5) * np.pi / 2, whole * np.pi / 2,
@@ -81,8 +80,8 @@ def inputs64() -> np.ndarray:
 
 
 def values(function: Any, x: np.ndarray) -> np.ndarray:
-    """Return a function's results, [n, 2]. The second column is the cosine of sine_cosine64; for other functions, it
-    repeats the first.
+    """Results [n, 2] of a function: sine and cosine of sine_cosine64. Other functions fill both columns with one
+    result.
     """
     pair = function.py_func.__name__ == "sine_cosine64"
 
@@ -161,19 +160,17 @@ def test_rounding_to_bfloat16_gives_the_nearest_with_ties_to_even() -> None:
 # --- planted differences ----------------------------------------------------------------------------------------------
 
 
-# Constants that can change by one ulp without changing any result. One constant is added at the 107th bit of a number, and
-# each of the others is first added and then subtracted again.
+# A change of one ulp in these constants changes no result: the first moves the 107th bit of a number, and the others
+# are added and then subtracted again.
 _UNSEEN = {("kernels", 2.3190468138462996e-17), ("specification", 2.3190468138462996e-17), ("specification", 12582912.0),
            ("specification", 6755399441055744.0)}  # fmt: skip
 
-# One ulp of these coefficients changes only one result in ten million, so they are changed by more ulps.
+# A change of one ulp in these coefficients changes only one result in ten million, so they change by more ulps.
 _STEPS = {1.9875691e-4: 1000, 1.3981999e-3: 1000, 5.7049887e-3: 1000}
 
 
 def floats(tree: ast.Module) -> list[tuple[ast.Constant, bool, ast.stmt]]:
-    """Return the float constants in a module's source, except 0, 1/2, 1 and 2: the node, whether it is a float32, and the
-    statement.
-    """
+    """(node, whether it is a float32, statement) for each float constant of a module, except 0, 1/2, 1 and 2."""
     found = []
     for statement in tree.body:
         calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call) and ast.unparse(node.func) == "_F"]
@@ -189,7 +186,7 @@ def floats(tree: ast.Module) -> list[tuple[ast.Constant, bool, ast.stmt]]:
 
 
 def constants(side: str) -> Iterator[Any]:
-    """Yield, for each constant that `floats` finds, the side, the constant's number, and a function that uses the constant."""
+    """(side, index in `floats`, name of a function that uses the constant) for each constant."""
     tree = ast.parse(inspect.getsource(SIDES[side]))
     mentioned = {
         node.name: {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
@@ -209,9 +206,7 @@ def constants(side: str) -> Iterator[Any]:
 
 
 def changed(module: ModuleType, number: int, name: str) -> Callable[..., Any]:
-    """Return a function from a copy of the module in which one constant is the next larger float. The constants in _STEPS are
-    changed by more ulps.
-    """
+    """A function from a copy of the module in which one constant is the next larger float, or larger by _STEPS."""
     tree = ast.parse(inspect.getsource(module))
     node, single, _ = floats(tree)[number]
     kind = np.float32 if single else np.float64
@@ -241,9 +236,7 @@ def expected(side: str, name: str) -> np.ndarray:
 
 
 def frequencies_differ(kernel: Callable[..., None]) -> bool:
-    """Return whether the kernel and the specification give different frequencies for any head width, theta, factor or
-    share.
-    """
+    """Whether the kernel and the specification give different rope frequencies for any of these configs."""
     wrong = False
     for width in (2, 6, 64, 128, 256, 512):
         for theta in (1.0, 500.0, 10_000.0, 1e6, 8e6, 1e-3):

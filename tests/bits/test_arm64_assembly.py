@@ -1,7 +1,8 @@
-"""The machine code for ARM64, compiled on any machine: memory ordering, no contraction, and integer dot products.
+"""Machine code for ARM64, compiled on any machine: memory ordering, no fused multiply-add unless asked for, integer dot
+products.
 
-The results of this code are compared by tools/arm64.py, in an emulator. A wrong memory ordering would not show there, because
-the emulator runs on x86-64, whose loads and stores have the ordering anyway.
+tools/arm64.py compares the results of this code in an emulator. The emulator cannot show a missing memory ordering,
+because it runs on x86-64, which orders loads and stores more strictly.
 """
 
 import json
@@ -12,9 +13,9 @@ import sys
 import pytest
 from repository import ROOT, child_environment
 
-# Not imported here: the program replaces LLVM's target for its whole process.
+# A program, not an import, because it replaces LLVM's target for its whole process.
 PROGRAM = ROOT / "tests" / "support" / "arm64_assembly.py"
-# `generic` is the oldest ARMv8, whose atomic operations are loops. Neoverse V1 has an instruction for each atomic operation.
+# `generic` is the oldest ARMv8, which loops for an atomic operation. Neoverse V1 has an instruction for each.
 CPUS = ("generic", "neoverse-v1")
 EXPECTED = {
     "generic": {"load": {"ldar"}, "store": {"stlr"}, "add": {"ldaxr", "stlxr"}, "exchange": {"ldaxr", "stlxr"}},
@@ -28,7 +29,7 @@ FUSED = re.compile(r"fn?m(add|sub)|fml[as]")
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[str, set[str]]]:
-    """Return the name of the CPU, and the instructions of each kernel."""
+    """(CPU, {kernel: its instructions})"""
     cache = str(tmp_path_factory.mktemp("cache"))
     environment = child_environment(NUMBA_CPU_NAME=request.param, NUMBA_CPU_FEATURES="", XDG_CACHE_HOME=cache)
     command = [sys.executable, str(PROGRAM)]
@@ -57,7 +58,7 @@ def test_a_product_and_a_sum_are_rounded_separately(compiled: Compiled) -> None:
     for kernel in ("product_and_sum", "products_and_sums"):
         assert {"fmul", "fadd"} <= compiled[1][kernel]
         assert not any(FUSED.fullmatch(name) for name in compiled[1][kernel])
-    assert any(FUSED.fullmatch(name) for name in compiled[1]["fused"])  # the pattern recognises a fused product
+    assert any(FUSED.fullmatch(name) for name in compiled[1]["fused"])  # the pattern matches fused instructions
 
 
 def test_products_of_codes_are_widened_by_the_multiplication(compiled: Compiled) -> None:

@@ -1,4 +1,4 @@
-"""The audit: every tampering is named at its first place, wrong bits of the maker are found, and untouched receipts pass."""
+"""The audit names the first place of every tampering, finds wrong bits in a receipt, and accepts untouched receipts."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -116,7 +116,7 @@ def test_control_an_audit_that_skips_a_stage_lets_tamperings_pass(
 
 
 def generated(engine: gemma_py.Engine, flip: Callable[[int, np.ndarray, gemma_py.Session], np.ndarray]) -> Receipt:
-    """Generate an answer. flip: may change the logits [V] of each token, and the session, by the token's index."""
+    """Generate an answer. flip(token index, logits, session) returns the logits to use, and may change the session."""
     sampling = Sampling(1.0, top_k=40, seed=3, logit_bias=NO_END)
     generation = engine.generation(Request(engine.encode(PROMPT), 16, sampling, speculate="off", receipt=True))
     session = engine.session()
@@ -175,7 +175,7 @@ def test_a_wrong_draw_is_named(engine: gemma_py.Engine, monkeypatch: pytest.Monk
 
 
 def test_a_wrong_bit_of_a_weight_is_named(engine: gemma_py.Engine) -> None:
-    """A bit of a weight changes after the maker has computed the fingerprint of the model."""
+    """The bit changes after the fingerprint of the weights was computed."""
     with gemma_py.load(TINY, threads=1, pack=False) as maker:
         maker.identity()
         arrays = maker.program.model.weights

@@ -1,4 +1,4 @@
-"""The command `audit`: its verdicts, its exit codes, and files that hold no receipt."""
+"""The command `audit`: verdicts, exit codes, and files without a receipt."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def test_the_command_checks_files_and_says_what_it_found(run: Run, tmp_path: Pat
         page = tampering.write(tmp_path / "page.md", data)
         code, out, err = run("audit", page, TINY)
         assert code == 1 and out.startswith(f"{page}: holds no receipt: {why}") and not err
-    assert not run("audit", *[good] * 9, TINY)[2], "through a pipe, a short audit shows no progress"
+    assert not run("audit", *[good] * 9, TINY)[2], "a short audit must not print progress into a pipe"
     _, out, _ = run("audit", good, bad, TINY, "--json")
     rows = json.loads(out)["receipts"]
     assert [(row["verdict"], row["stage"], row["token"], row["signature"]) for row in rows] == [
@@ -71,7 +71,7 @@ def test_every_file_has_its_verdict(
 ) -> None:
     gemma_py.load(
         TINY, kv="bfloat16"
-    ).close()  # otherwise the audit compiles kernels for bfloat16, and says so on stderr
+    ).close()  # compile kernels for bfloat16 now, because the audit would report a compilation on stderr
     good = tampering.write(tmp_path / "good.json", receipt.to_bytes())
     bad = tampering.write(tmp_path / "bad.json", b"{}")
     none, folder = tmp_path / "none.json", tmp_path / "folder"

@@ -1,4 +1,4 @@
-"""An audit says nothing about a receipt if this machine is at fault, or if a stage cannot be checked."""
+"""An audit gives no verdict if this machine is faulty, or if a stage cannot be checked."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def test_a_machine_that_disagrees_with_itself_is_accused(
 
 
 def stage_of_one(engine: gemma_py.Engine, receipt: Receipt) -> str | None:
-    """Return the stage in which an audit accuses this machine."""
+    """The stage in which the audit reports a fault of this machine."""
     (found,) = verdicts(engine, [receipt])
     assert found.kind == UNKNOWN and "but this machine disagrees with itself" in found.message and engine.threads == 2
     return found.stage
@@ -115,7 +115,7 @@ def test_a_wrong_kv_row_of_this_machine_is_no_difference(
 def test_only_an_audit_without_other_requests_traces_a_difference(
     engine: gemma_py.Engine, receipt: Receipt, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
-    """A trace of an engine also collects the passes of other requests."""
+    """A trace would also record the passes of other requests."""
     traced: list[bool] = []
     honest = audit.compute
 
@@ -176,11 +176,11 @@ def test_a_pass_that_fails_when_a_difference_is_computed_again_is_no_difference(
         assert (found.kind, found.stage) == (UNKNOWN, stage) and "worker 1 stalled" in found.message
 
 
-# --- what cannot be checked ---------------------------------------------------------------------------------------------
+# --- what cannot be checked -------------------------------------------------------------------------------------------
 
 
 def test_a_smaller_context_cannot_tell(engine: gemma_py.Engine, receipt: Receipt) -> None:
-    """The first stage that cannot be checked is named, though the text differs too."""
+    """The audit names the first stage that cannot be checked, although a later stage would find a difference."""
     short, forged = made(engine, PROMPT, 5), tampering.TAMPERINGS["the text"][0](engine, receipt)
     unknown = tampering.TAMPERINGS["more tokens than the context"][0](engine, receipt)
     needed = len(receipt.prompt) + receipt.asked.max_tokens

@@ -1,4 +1,4 @@
-"""The audit of saved responses: the answer that a response shows has to be the answer of the receipt in the response."""
+"""The audit of saved responses: the answer that a response shows must be the answer in its receipt."""
 
 import copy
 import json
@@ -108,7 +108,7 @@ def test_control_an_audit_that_sees_no_answer_lets_edits_pass(
 
 
 def test_responses_of_any_shape_have_a_verdict(engine: gemma_py.Engine, receipt: Receipt) -> None:
-    """A value at a random place around the receipt is replaced. No value makes the audit raise an error."""
+    """A random value outside the receipts is replaced. The audit must give a verdict, not an error."""
     rng, files = random.Random(3), []
     for _ in range(300):
         documents = response_around(engine, receipt, rng.choice(list(RESPONSES)), in_batch=rng.random() < 0.3)

@@ -1,4 +1,4 @@
-"""bench and sweep: what they count, what they print, and what they show after an interrupt."""
+"""bench and sweep: what they count, what they print, and what they print after Ctrl-C."""
 
 import csv
 import io
@@ -40,7 +40,7 @@ SHORT = ("-p", 40, "-n", 3, "-r", 2)
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_limits() -> Iterator[None]:
-    """Read less memory and run shorter loops, because these tests do not use the measured figures."""
+    """Read less memory and run shorter loops, because these tests do not use the measured limits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "_MEMORY", 1 << 22)
         patch.setattr(limits, "_LEAST_SECONDS", 1e-4)
@@ -59,7 +59,7 @@ def test_keys_that_queries_see(W: int) -> None:
 
 
 def test_cost_by_hand(tiny_engine: gemma_py.Engine) -> None:
-    """The model: D = 64, L = 7, H = 4, G = 2, E = 32, F = 128, V = 1536; W = 16 in all layers but layer 5; bfloat16
+    """D = 64, L = 7, H = 4, G = 2, E = 32, F = 128, V = 1536; window 16, but layer 5 has full attention; bfloat16
     weights.
     """
     cost = run_cost(tiny_engine.program, 4, 0, [3, 1]).sum(0)
@@ -140,7 +140,7 @@ def test_bench_json(run: Run) -> None:
         assert {"query, key, value", "attention", "head", "waiting"} <= {entry["phase"] for entry in test["profile"]}
         assert test["barriers"] == test["passes"] * (8 * 7 + 3)
     digests = {(test["test"], test["digest"]) for test in report["tests"]}
-    assert len(digests) == 4  # one digest for each test, whatever the number of threads
+    assert len(digests) == 4  # one digest for each test, for any number of threads
 
 
 def test_bench_tables(run: Run) -> None:
@@ -205,7 +205,7 @@ def test_bench_of_speculation(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
     assert (code, len(out.splitlines())) == (0, 6)
     assert all(f" {word} " in out for word in ("off t/s", "auto t/s", "tokens a pass", "accepted"))
 
-    # The control: speculation changes an answer.
+    # A negative control: speculation changes an answer.
     monkeypatch.setattr(Pace, "allot", lambda self, chances, rows, least=0.0, drafting=(): [min(4, len(chances[0]))])
     monkeypatch.setattr(Session, "accept", lambda self, ids: self.prefill([(ids[0] + 1) % 1000]))
     code, _, err = run("bench", TINY, *options)
@@ -288,7 +288,7 @@ def test_an_estimate_is_what_the_weights_take(name: str) -> None:
         assert np.isfinite(engine.session().prefill([1, 2, 3])).all()
         ops = engine.program.model.ops
         read = ops[ops[:, program.OP] == MATMUL][:, program.MATRIX]
-        # Every layer's matrix is at another address. A matrix that layers share would stay in the processor's cache.
+        # Layers must not share a matrix, which would stay in the processor's cache and make the pass too fast.
         assert len(set(read.tolist())) == len(read)
 
 

@@ -16,7 +16,7 @@ NAMES = sorted(TYPES)
 
 def expected(name: str, blocks: np.ndarray) -> np.ndarray:
     kind = gguf.GGMLQuantizationType[name]
-    if name in ("F32", "F16"):  # for these types, the package expects values instead of bytes
+    if name in ("F32", "F16"):  # the gguf package takes values of these types, not bytes
         blocks = blocks.view(np.float32 if name == "F32" else np.float16)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # scales in random bytes may overflow
@@ -24,7 +24,7 @@ def expected(name: str, blocks: np.ndarray) -> np.ndarray:
 
 
 def bits(values: np.ndarray) -> np.ndarray:
-    """Return the bits. Outside of x86, every NaN has the same bits, because numpy makes signalling NaN of float16 quiet."""
+    """The bits. Except on x86, every NaN is replaced by one NaN, because numpy makes signalling NaN of float16 quiet."""
     flat = np.ascontiguousarray(values).reshape(-1)
     return (flat if platform.machine() in ("x86_64", "AMD64") else with_one_nan(flat)).view(np.uint32)
 
@@ -45,7 +45,7 @@ def test_dequantise_matches_gguf_on_random_bytes(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("byte", [0x00, 0x7B, 0x7C, 0x7F, 0x80, 0xFC, 0xFF])
 def test_dequantise_matches_gguf_on_extreme_bytes(name: str, byte: int) -> None:
-    """As float16, 7B FF is the largest number, 7C 00 infinity, and 80 00 negative zero."""
+    """As float16, 7B FF is the largest number, 7C 00 is infinity, and 80 00 is negative zero."""
     rng = np.random.default_rng(byte)
     blocks = rng.choice(np.array([byte, 0, 0xFF], np.uint8), (500, TYPES[name].bytes))
     np.testing.assert_array_equal(bits(TYPES[name].dequantise(blocks)), bits(expected(name, blocks)))
@@ -53,7 +53,7 @@ def test_dequantise_matches_gguf_on_extreme_bytes(name: str, byte: int) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if TYPES[name].quantised])
 def test_codes_fit_the_exact_dot_product(name: str) -> None:
-    """A code is at most 128 in magnitude, so that the dot product of 32 codes with 16-bit inputs fits in int32."""
+    """A code has a magnitude of at most 128, so the dot product of 32 codes with 16-bit inputs fits into int32."""
     kind = TYPES[name]
     assert kind.unpack is not None
     blocks = np.random.default_rng(5).integers(0, 256, (2000, kind.bytes), dtype=np.uint8)
@@ -68,7 +68,7 @@ PACKED = sorted(name for name in NAMES if TYPES[name].pack is not None)
 
 
 def blocks_of_many_kinds() -> np.ndarray:
-    """Return f32 [blocks, 32]: ordinary values, all magnitudes, ties, zeros of both signs, and extremes."""
+    """f32 [blocks, 32]: ordinary values, all magnitudes, ties, zeros of both signs, and extreme values."""
     rng = np.random.default_rng(9)
     ordinary = rng.standard_normal((20_000, 32), np.float32)
     scaled = ordinary[:2000] * np.exp2(rng.integers(-149, 126, (2000, 1))).astype(np.float32)
@@ -100,8 +100,8 @@ def test_pack_matches_gguf(name: str) -> None:
         scales = np.abs(values).max(axis=1) / np.float32({"Q8_0": 127, "Q4_0": 8}[name])
         defined = np.isfinite(1 / scales) | (scales == 0)
     packed = kind.pack(values)
-    # Where 1 / scale overflows, the package casts infinity to an integer, whose result depends on the machine. The stored
-    # scale is 0 there, so any codes mean zeros.
+    # If 1 / scale overflows, the gguf package casts infinity to an integer, whose value depends on the machine. The
+    # stored scale is then 0, so these codes have no effect.
     assert 50 < (~defined).sum() < len(values) / 20
     np.testing.assert_array_equal(packed[defined], theirs[defined])
     np.testing.assert_array_equal(packed[:, :2], theirs[:, :2])

@@ -1,4 +1,4 @@
-"""The tool that compares speculation with plain decoding in random cases: a few cases, and the answers of broken code."""
+"""tools/check_speculation.py: a few random cases pass, and broken code is found."""
 
 import itertools
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def test_engines_have_every_kv_cache_with_and_without_a_draft_model() -> None:
 
 
 def test_control_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: penalties see the guesses of a pass."""
+    """The sampler's penalties wrongly see the guesses of a pass."""
     latest: list[int] = []
     honest_guesses, honest_choose = Speculation.guesses, Sampler.choose
 

@@ -1,4 +1,4 @@
-"""tools/compare_embeddings.py gives every runtime the texts and the weights of the others."""
+"""tools/compare_embeddings.py gives every runtime equal texts and equal weights."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""tools/compare_peers.py, tested without any other runtime."""
+"""tools/compare_peers.py, without any other runtime."""
 
 import json
 import sys
@@ -80,7 +80,7 @@ def test_a_runtime_that_dies_is_named(tmp_path: Path, program: str, message: str
 
 
 def test_ours_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tool runs to its end without peers. A peer that is not installed is listed in the table and in the report."""
+    """A runtime that is not installed is listed as missing, and the tool runs to its end."""
     monkeypatch.setattr(compare_peers, "PEERS", (NOWHERE,))
     arguments = [
         TINY,

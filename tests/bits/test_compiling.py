@@ -1,4 +1,4 @@
-"""The first start, which compiles in several processes. No process is left after an interrupt or a crash."""
+"""The first start compiles in several processes, none of which is left after an interrupt or a crash."""
 
 import os
 import select
@@ -27,7 +27,7 @@ LONG = 300.0  # seconds, enough on any machine
 KERNELS = [kernel for share in (*compiling.SHARES, (compiling.forward,)) for kernel in share]
 linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are looked for in /proc")
 
-# Compiles three small phases instead of all. Prints how many were compiled in other processes, and how many in this one.
+# Compiles three small phases instead of all phases. Prints the number compiled in other processes and in this process.
 PROGRAM = """
 import signal, sys, time
 from gemma_py.cli.progress import LoadProgress, shown_warnings
@@ -59,7 +59,7 @@ def start(cache: Path, *command: str) -> "subprocess.Popen[str]":
 
 
 def helpers(cache: Path) -> list[int]:
-    """Return the ids of the processes that compile into this cache. The cache is one of their arguments."""
+    """Ids of the processes that compile into this cache, which is one of their arguments."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -129,7 +129,7 @@ def test_a_process_that_dies_or_stops_is_done_without(tmp_path: Path, what: str)
     ]
 
 
-# Stands for a process that compiles slowly: it answers after six seconds, and until then shows life or is silent.
+# Acts as a compiling process that answers after six seconds. Until then it sends signs of life or stays silent.
 SLOW = """
 import sys, time
 for line in sys.stdin:
@@ -175,7 +175,7 @@ def test_a_process_shows_life_only_while_it_computes(tmp_path: Path) -> None:
             assert lines[-1] == "\n"
             lines.append(process.stdout.readline())
         assert len(lines) > 1
-        if select.select([process.stdout], [], [], 2 * compiling._BEAT)[0]:  # the last second of the work
+        if select.select([process.stdout], [], [], 2 * compiling._BEAT)[0]:  # the last sign of life, if there is one
             assert process.stdout.readline() == "\n"
         assert not select.select([process.stdout], [], [], 3 * compiling._BEAT)[0]
 
@@ -198,9 +198,9 @@ def test_an_interrupted_compilation_ends_soon_and_leaves_nobody(tmp_path: Path) 
         assert program.returncode == 130, err
         assert out == ""
         assert len(err.splitlines()) == 1, err
-    # A process whose start was interrupted is not known to the main process. It ends when it finds that stdin is closed.
+    # The main process cannot stop a process whose start was interrupted. Such a process ends when its stdin is closed.
     assert comes_true(lambda: not helpers(tmp_path))
-    assert not list(tmp_path.rglob("compiled-*"))  # kernels that are finished are used by the next start
+    assert not list(tmp_path.rglob("compiled-*"))  # the next start uses the kernels that are finished
 
 
 @linux
@@ -224,7 +224,7 @@ def test_an_interrupt_between_the_starts_of_two_processes_ends_the_first(monkeyp
 
 @linux
 def test_an_interrupt_after_the_start_of_a_thread_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that outlived the closing of its pipes would print a traceback."""
+    """A thread that is still running when its pipes are closed would print a traceback."""
     monkeypatch.setattr(compiling, "first_time", lambda kv: True)
     joined: list[threading.Thread] = []
 
@@ -275,7 +275,7 @@ def test_nothing_is_started_where_nothing_can_be_kept(
     assert capsys.readouterr().err.startswith("compiling kernels")
 
 
-# checks of the compiled code
+# --- checks of the compiled code --------------------------------------------------------------------------------------
 
 
 @inlined

@@ -1,4 +1,4 @@
-"""tools/count_path.py counts the files that a token passes, in Python and in kernels."""
+"""tools/count_path.py counts the files whose code runs for a token, with Python and with kernels."""
 
 import json
 import re
@@ -17,7 +17,7 @@ PASSED = {
 
 
 def documented(mode: str) -> tuple[int, int]:
-    """Return the counts in CONTRIBUTING.md: files with Python code that runs, and files with kernels only."""
+    """The counts in CONTRIBUTING.md: (files whose Python runs, further files with kernels only)."""
     row = re.search(rf"^\| {mode} \| (\d+) \| (\d+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert row is not None
     return int(row[1]), int(row[2])
@@ -32,7 +32,7 @@ def test_the_files_of_a_token() -> None:
     for found in (decode, stream):
         files = set(found["functions"])
         assert found["files"] == len(files) and files >= PASSED
-        # This function is called only by other kernels.
+        # Only other kernels call this function.
         assert "matmul_codes" in found["functions"]["kernels/matmul.py"]
         assert "Generation.next" in found["functions"]["generate/core.py"]
         # These files work only before the first token.
@@ -41,4 +41,4 @@ def test_the_files_of_a_token() -> None:
         assert found["python"] <= python and found["files"] - found["python"] <= kernels
     assert "generate/scheduler.py" in stream["functions"] and "server/events.py" in stream["functions"]
     assert not any(file.startswith("server/") or file == "generate/scheduler.py" for file in decode["functions"])
-    assert "server/process.py" not in stream["functions"]  # the server's timer is not part of a token's path
+    assert "server/process.py" not in stream["functions"]  # the server's timer does not handle tokens

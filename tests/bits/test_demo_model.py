@@ -1,4 +1,4 @@
-"""The demo model predicts real text as transformers does, and its tokenizer gives Gemma's ids."""
+"""The demo model's predictions match those of transformers, and its tokenizer gives Gemma's ids."""
 
 import gzip
 import json
@@ -24,8 +24,8 @@ def engine() -> gemma_py.Engine:
 def test_nll_matches_transformers(engine: gemma_py.Engine) -> None:
     """tools/check_oracle.py stored the expected values, which transformers computed in float32.
 
-    The negative log likelihoods of tokens may differ by 4e-4 in the mean and by 1e-2 at most. Over 3,394 tokens, they
-    differ by 1.8e-4 and 6e-3, because inputs of matrix products are quantised to 16 bits.
+    A token's negative log-likelihood may differ by 4e-4 on average and by 1e-2 at most. The measured differences are
+    1.8e-4 and 6e-3, because gemma_py quantises the inputs of matrix products to 16 bits.
     """
     golden = json.loads((DATA / "demo_nll.json").read_text())
     differences = [np.abs(np.array(list(engine.score(g["ids"]))) - g["nll"]) for g in golden]
@@ -53,7 +53,7 @@ def golden() -> list[tuple[str, list[int]]]:
 
 
 def test_the_demo_gguf_gives_gemma_s_own_ids(tokenizer: Tokenizer) -> None:
-    """tools/check_tokenizer.py stored the expected ids, which Gemma's tokenizer.json gives."""
+    """tools/check_tokenizer.py stored the ids that Gemma's tokenizer.json gives."""
     table = golden()
     assert len(table) > 1000
     wrong = [text for text, ids in table if tokenizer.encode(text, bos=False, control=True) != ids]

@@ -1,4 +1,4 @@
-"""A draft model changes no bit of an answer, whatever it guesses, and whatever happens to it."""
+"""A draft model changes no bit of an answer, even if its guesses are wrong or its passes fail."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ DRAFTS = ("itself", "another", "always wrong")
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
-    """Change every guess, so that a draft model that would guess right guesses wrong."""
+    """Replace every guess by another token, so that no guess is right."""
     honest = ModelDrafter.guess
     monkeypatch.setattr(
         ModelDrafter, "guess", lambda self, count: [(token + 1) % vocabulary for token in honest(self, count)]
@@ -39,7 +39,7 @@ def wrong(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
 
 
 def check_answers(engine: gemma_py.Engine, asked: list[tuple[Request, Outcome]], draft: str) -> None:
-    """Compare answers with guesses of the draft model with the answers without guesses."""
+    """Answers with guesses must equal the answers without guesses."""
     guessed = accepted = 0
     for number, (request, want) in enumerate(asked):
         engine.set_threads(1 + number % 4)
@@ -48,7 +48,7 @@ def check_answers(engine: gemma_py.Engine, asked: list[tuple[Request, Outcome]],
         if draft == "itself" and made.tokens[-1][-1] == "length":
             assert speculation.guessed == speculation.accepted
         guessed, accepted = guessed + speculation.guessed, accepted + speculation.accepted
-    # Guesses after a stop string or an end token are not accepted, even if they are right.
+    # A right guess after the answer's end is not accepted.
     assert {"itself": accepted > 0, "always wrong": accepted == 0 < guessed}.get(draft, 0 < guessed > accepted)
 
 
@@ -62,7 +62,7 @@ def engine() -> Iterator[gemma_py.Engine]:
 
 @pytest.fixture(scope="module")
 def plain(engine: gemma_py.Engine) -> list[tuple[Request, Outcome]]:
-    """Every request, and its outcome without speculation."""
+    """Every request with its answer without speculation."""
     return [(request, outcome(engine, replace(request, speculate="off"))[0]) for request in requests(engine)]
 
 
@@ -105,7 +105,7 @@ def test_a_draft_model_that_is_the_main_model_guesses_every_token(
 def test_families_match(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, draft: str
 ) -> None:
-    """Prompts and answers reach beyond windows and rings, and to the end of the context."""
+    """Answers go beyond windows and rings, up to the end of the context."""
     drafts = checkpoints[name]
     if draft == "another":
         drafts = tmp_path / "another"
@@ -133,7 +133,7 @@ def test_families_match(
 def test_control_mutants(
     engine: gemma_py.Engine, plain: list[tuple[Request, Outcome]], monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
-    """The control: each mutation changes an answer, or a model that drafts for itself guesses wrong."""
+    """Each mutant must change an answer, or make a model that drafts for itself guess wrong."""
     monkeypatch.setattr(engine, "pace", Eager(4))
     honest_accept, honest_guess, latest = Session.accept, ModelDrafter.guess, list[int]()
     honest_session = Session.__init__
@@ -224,7 +224,7 @@ def test_a_draft_model_that_fails_twice_in_a_row_is_given_up(
 def test_a_stopped_pass_of_the_draft_model_leaves_a_usable_session(
     engine: gemma_py.Engine, plain: list[tuple[Request, Outcome]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in a pass of the draft model ends the answer, as in any other pass."""
+    """Ctrl-C in a pass of the draft model ends the answer."""
     monkeypatch.setattr(engine, "pace", Eager(4))
     honest, passes = DraftModel.run, [0]
 
@@ -245,11 +245,11 @@ def test_a_stopped_pass_of_the_draft_model_leaves_a_usable_session(
     assert [told(token) for token in conversation.send("one two")] == want
 
 
-# --- what the draft model computes --------------------------------------------------------------------------------------
+# --- what the draft model computes ------------------------------------------------------------------------------------
 
 
 def rows_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which every pass of the draft model appends its number of tokens."""
+    """The number of tokens of each later pass of the draft model is appended to the returned list."""
     honest, rows = DraftModel.run, list[int]()
 
     def run(self: DraftModel, cache: Any, tokens: list[int]) -> np.ndarray:
@@ -283,7 +283,8 @@ def test_a_long_prompt_is_computed_in_parts(engine: gemma_py.Engine, monkeypatch
     want = outcome(engine, replace(request, speculate="off"))[0]
     made, speculation = outcome(engine, request)
     assert made == want
-    assert rows[:4] == [20, 20, 20, 14]  # one more token is known after each of the first passes
+    # The draft model computes the prompt in parts, while each pass adds a token to the answer.
+    assert rows[:4] == [20, 20, 20, 14]
     assert speculation.passes > 3 and speculation.accepted > 0
 
 
@@ -318,7 +319,7 @@ def test_a_draft_model_with_a_shorter_context_guesses_up_to_its_end(
 def test_output_matrices_of_other_sizes(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """Checkpoints may pad a vocabulary to different multiples, and then the models' output matrices differ in their rows."""
+    """Checkpoints may pad a vocabulary differently, so the output matrices of two models may differ in their rows."""
     with gemma_py.load(checkpoints["gemma3"], threads=1) as engine:
         assert engine.config.vocab_size == 96
         engine.draft = DraftModel(open_checkpoint(checkpoints["gemma3"]), engine.runner, None, lambda *_: None)

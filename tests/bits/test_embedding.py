@@ -1,4 +1,4 @@
-"""Embeddings have the bits of the specification, whichever texts share a pass. They are also compared with transformers."""
+"""Embeddings have the bits of the specification, whichever texts share a pass, and match transformers."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 RESULTS = np.load(DATA / "tiny_logits.npz")
 WIDE = {name: variant for name, variant in tiny_models.WIDE.items() if tiny.is_embedding(variant)}
-# Some texts are shorter than a window or a tile of attention, some as long, some longer.
+# Shorter and longer than a window and than a tile of attention, and equal to them.
 LENGTHS = (70, 1, 33, 2, 100, 64, 20, 21, 40, 7)
 NAMES = [name for name, variant in tiny_families.VARIANTS.items() if tiny.is_embedding(variant)]
 
@@ -40,7 +40,7 @@ def expected(engine: gemma_py.Engine, ids: Sequence[list[int]]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def ggufs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Q8_0 GGUF files of the models in WIDE, by name."""
+    """Q8_0 GGUF files of the models in WIDE."""
     folder = tmp_path_factory.mktemp("gguf")
     return {name: write_model(folder / f"{name}.gguf", WIDE[name], seed=3, quant="Q8_0") for name in WIDE}
 
@@ -101,7 +101,7 @@ def test_a_gguf_has_the_bits_of_the_directory(tmp_path: Path) -> None:
 
 
 def caught(engine: gemma_py.Engine, want: np.ndarray, ids: list[list[int]], plans: Sequence[FaultPlan]) -> bool:
-    """Return whether a run with one of these fault plans gives wrong bits or fails."""
+    """Whether the embeddings are wrong, or a pass fails, under any of the plans."""
     for plan in plans:
         engine.instruments.fault_plan = plan
         try:
@@ -121,7 +121,7 @@ def test_perturbed_schedules_change_no_bit(quantised: Path) -> None:
 
 def test_control_attention_does_not_wait_for_later_rows(quantised: Path) -> None:
     with opened(quantised, 4) as engine:
-        # Each text is longer than a tile of queries. In some tile, attention then reads rows that are not published yet.
+        # Texts are longer than a tile of queries, so attention can read rows that are not published yet.
         ids = texts((100, 100, 100))
         want = expected(engine, ids)
         plans = [FaultPlan(seed=seed, omit="ahead") for seed in range(1, 300)]

@@ -1,4 +1,4 @@
-"""Commands with an embedding model. They work on texts, or say in one line why they cannot."""
+"""An embedding model's commands process texts, or report in one line why they cannot."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -121,7 +121,7 @@ def test_a_changed_weight_is_located(
 def test_another_text_than_the_specification_is_named(
     check: Callable[..., verify.VerifyReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The specification is given other ids for the third text."""
+    """The specification gets another last id for the third text."""
     right, calls = reference.embedding_and_rows, count()
 
     def wrong(engine: gemma_py.Engine, ids: list[int]) -> object:
@@ -137,9 +137,7 @@ def test_another_text_than_the_specification_is_named(
 def test_rows_read_too_early_are_found(
     check: Callable[..., verify.VerifyReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Workers do not wait at barriers, and so may read rows that other workers have not written yet. This does not happen in
-    every run, so the test repeats the run until it does.
-    """
+    """No worker waits for published rows. Not every run shows the race, so runs are repeated."""
     seeds = count(1)
 
     def race(runner: Runner, cache: Cache) -> None:

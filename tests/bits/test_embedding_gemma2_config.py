@@ -1,4 +1,4 @@
-"""Configs of EmbeddingGemma 2 from Hugging Face and from GGUF, and malicious ones."""
+"""Reading configs of EmbeddingGemma 2 from Hugging Face and GGUF, valid and malicious ones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_a_config_is_the_same_from_every_form() -> None:
     assert from_hf(old | {"global_head_dim": 24, "num_global_key_value_heads": 2}) != config
     assert [layer.head_dim for layer in config.layers] == [12, 12, 24, 12, 12, 12, 24]
     assert [layer.num_key_value_heads for layer in config.layers] == [2, 2, 1, 2, 2, 2, 1]
-    # A query sees nine keys on either side.
+    # A query sees nine keys on either side and its own.
     assert [layer.sliding_window for layer in config.layers] == [10, 10, None, 10, 10, 10, None]
     assert all(layer.bidirectional for layer in config.layers)
 
@@ -173,6 +173,6 @@ def test_every_embedding_model_has_prompts_of_its_own() -> None:
 
 
 def prompted(model_type: str) -> Any:
-    """Return an object with only those attributes of an engine that the choice of a prompt reads."""
+    """Has only the engine's attributes that choose a prompt."""
     config = replace(from_hf(PLAIN.config), model_type=model_type)
     return SimpleNamespace(checkpoint=SimpleNamespace(modules=Modules(), config=config))

@@ -1,4 +1,4 @@
-"""The engine gives the bits of the specification for any threads, chunks and schedules, whichever requests share a pass."""
+"""The engine gives the specification's bits for any threads, chunks and schedules, whichever requests share a pass."""
 
 import random
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_every_chunk_size_matches_the_reference(checkpoints: dict[str, Path], na
 @pytest.mark.parametrize("name", BORDER_NAMES)
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 9, 10, 31, 32, 33, 63, 64, 65])
 def test_lengths_around_the_sizes_of_tiles_and_windows(checkpoints: dict[str, Path], length: int, name: str) -> None:
-    """Attention tiles have 32 keys, the window has 9 positions, and tiles of rows have 8 rows."""
+    """Attention tiles have 32 keys, windows have 9 positions, and tiles of rows have 8 rows."""
     with opened(checkpoints[name], 3) as engine:
         want = expected(name, engine, length)
         assert want.same(engine, [length])
@@ -87,7 +87,7 @@ def test_every_stored_format_matches_the_reference(tmp_path: Path, kind: str) ->
 
 
 def test_formats_mixed_within_a_layer_match_the_reference(tmp_path: Path) -> None:
-    """Files of types such as Q4_K_M mix formats. Here, one input is even read by quantised and by float matrices."""
+    """Types such as Q4_K_M mix formats. Here, even one input is multiplied by quantised and by float matrices."""
     kinds = {"q_proj": "Q5_0", "v_proj": "Q8_0", "o_proj": "Q6_K", "up_proj": "Q2_K", "down_proj": "Q4_K"}
     path = write_model(tmp_path / "m.gguf", WIDE, seed=5, kinds=kinds)
     with opened(path, 2) as engine:
@@ -184,7 +184,7 @@ def test_shared_passes_of_quantised_weights_match_the_reference(tmp_path: Path, 
 
 @pytest.mark.parametrize("name", BORDER_NAMES)
 def test_random_delays_change_nothing(checkpoints: dict[str, Path], name: str) -> None:
-    """Four workers, with random delays at every claim, publish, wait and barrier, and with tiles in random order."""
+    """Every claim, publication, wait and barrier is delayed at random, and tiles are claimed in random order."""
     with opened(checkpoints[name], 4) as engine:
         want = expected(name, engine)
         for seed in range(1, 41):
@@ -192,11 +192,11 @@ def test_random_delays_change_nothing(checkpoints: dict[str, Path], name: str) -
             assert want.same(engine, [TOKENS] if seed % 2 else [23]), f"seed {seed}"
 
 
-# a simulated schedule: one thread computes tiles in any order that real workers could have
+# --- tiles on one thread, in orders that real workers could have ------------------------------------------------------
 
 
 def phase_of(model: program.ModelTables, kind: int, layer: int) -> tuple[int, int]:
-    """Return the first operation of the layer's phase that contains this kind of operation, and the end of that phase."""
+    """Return (first operation, end) of the phase that contains the layer's operation of this kind."""
     ops = model.ops
     at = np.flatnonzero((ops[:, program.OP] == kind) & (ops[:, program.LAYER] == layer))[0]
     first = np.flatnonzero(ops[:, program.COUNTER] == ops[at, program.COUNTER])[0]
@@ -206,8 +206,8 @@ def phase_of(model: program.ModelTables, kind: int, layer: int) -> tuple[int, in
 def layer_in_order(engine: gemma_py.Engine, seed: int, chunk: int, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Compute one layer for a second chunk, tile by tile. Return the attention's output and the ring of keys.
 
-    The seed determines the order of tiles; 0 is the plain order. As `publish` demands, rows are stored in position order.
-    As `await_rows` demands, an attention tile is computed only after the last row that it reads is stored.
+    The seed chooses the order of tiles; 0 is the plain order. Rows are stored in position order, as `publish` demands.
+    An attention tile comes after the last row that it reads, as `await_rows` demands.
     """
     runner, session, model = engine.runner, engine.session(), engine.program.model
     engine.instruments.fault_plan = None
@@ -258,7 +258,7 @@ def _attention_tile(m, number, s, batch, g, first, last):
 
 def test_a_thousand_legal_orders_of_one_layer_on_one_thread(checkpoints: dict[str, Path]) -> None:
     with opened(checkpoints["gemma3"], 1) as engine:
-        for number in (0, 5):  # layer 0 has a sliding window, layer 5 full attention
+        for number in (0, 5):  # layer 0 has a sliding window, and layer 5 has full attention
             plain = layer_in_order(engine, 0, 23, number)
             assert not np.isnan(plain[0]).any()
             for seed in range(1, 501):
@@ -278,8 +278,8 @@ def test_a_thousand_orders_of_tiles_on_one_thread(checkpoints: dict[str, Path]) 
 
 
 def test_the_demo_model_at_700_tokens() -> None:
-    """The prompt is longer than the window of 512. All settings must give the bits of one thread and one chunk. The last 12
-    tokens are compared with the reference implementation.
+    """The prompt is longer than the window of 512. The specification checks only the first 12 tokens, because it is
+    slow.
     """
     from gemma_py.catalog import resolve
 

@@ -1,4 +1,4 @@
-"""The matrices of experts in the cache of packed weights. They are read and checked only when needed."""
+"""Experts' matrices in the cache of packed weights: read and checked only when they are needed."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the names of the sections whose checksum is computed."""
+    """Records the names of sections whose checksum is computed."""
     names, honest = [], store._checksum
 
     def noted(data, plan, section):
@@ -97,13 +97,13 @@ def test_experts_are_quantised_and_the_router_is_not(tmp_path: Path, gguf: bool,
     weights = checkpoint(tmp_path / "a", values(), gguf).stored_weights(quant)
     kinds = {name: part.tensor.type.name for name, part in weights.items() if isinstance(part, StoredMatrix)}
     assert {kinds[f"{name}.{e}"] for name in ("gate", "up") for e in range(X)} == {quant.upper()}
-    assert kinds["router"] == "F32" and kinds["down.0"] == "F32"  # the number of columns is not a multiple of a block
+    assert kinds["router"] == "F32" and kinds["down.0"] == "F32"  # the number of columns is no multiple of a block
 
 
 def test_experts_are_not_read_at_the_next_start(tmp_path: Path, folder: Path, checked: list[str]) -> None:
     source = checkpoint(tmp_path / "a", values())
     first = bits(store.packed_weights(source))
-    assert checked.count("experts.0") == 2  # once to write the header, once after reading the file from the disk
+    assert checked.count("experts.0") == 2  # for the header, and after reading the written file
     checked.clear()
     again = store.packed_weights(source)
     assert set(checked) == {"arena.0", "arena.1", "arena.2"}
@@ -142,7 +142,9 @@ def test_a_changed_file_or_a_lost_record_has_the_experts_checked_again(
 
 
 def record_of(path: Path) -> Path:
-    """The record of the check of a file's experts, which begins with the file's name; the other record has a sha256 only."""
+    """The record that the file's experts were checked. It begins with the file's name; the other record has only a
+    sha256.
+    """
     (found,) = [record for record in (path.parent / store.RECORDS).iterdir() if b" " in record.read_bytes()]
     assert found.read_bytes().startswith(path.name[:40].encode())
     return found
@@ -201,7 +203,7 @@ def test_a_record_does_not_count_for_another_file_of_its_name_size_and_time(tmp_
 def test_a_record_of_a_file_that_replaces_an_open_one_does_not_count_for_the_open_one(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process packs the weights again while this process reads a damaged file."""
+    """Another process replaces a damaged file, which this process has open, by a sound one."""
     source, honest = checkpoint(tmp_path / "a", values()), store._found_checksums
     expected = bits(store.packed_weights(source))
     path, checked_file = only(folder), tmp_path / "checked"
@@ -227,7 +229,7 @@ def test_a_changed_checksum_of_the_experts_is_found_in_spite_of_the_record(tmp_p
     path, status = only(folder), only(folder).stat()
     data = bytearray(path.read_bytes())
     sums = read_header(path, len(data)).metadata["checksums"].encode()
-    at = data.find(sums) + sums.find(b" ") + 1  # the experts' checksum is the second one
+    at = data.find(sums) + sums.find(b" ") + 1  # the checksum of the experts is the second one
     data[at] = ord("0") if data[at] != ord("0") else ord("1")
     with path.open("r+b") as file:
         file.write(data)
@@ -244,7 +246,8 @@ def test_no_pack_uses_no_file(tmp_path: Path, folder: Path) -> None:
     assert not folder.exists()
     assert bits(store.packed_weights(source)) == bits(in_memory)
     only(folder).write_bytes(b"damaged")
-    assert bits(store.packed_weights(uncached)) == bits(in_memory)  # warnings are errors here, so there was none
+    # There is no warning, which would be an error in tests.
+    assert bits(store.packed_weights(uncached)) == bits(in_memory)
 
 
 def test_a_large_file_is_announced_before_it_is_written(

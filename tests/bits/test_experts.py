@@ -1,4 +1,4 @@
-"""Mixture of experts: routes, products grouped by expert, and their sum, compared with the specification."""
+"""Mixture of experts: routing, products grouped by expert, and their sum have the specification's bits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 from gemma_py.reference import operations as op
 from gemma_py.reference.cache import ReferenceCache
 
-X, C, D, F = 9, 3, 64, 96  # experts, chosen experts, model width, width of an expert
+X, C, D, F = 9, 3, 64, 96  # experts, experts of a token, model width, width of an expert
 SCALE, EPS, NO_CAP, ONE = (np.float32(number) for number in (0.125, 1e-6, 0, 1))
 LAYERS = tuple(Layer(5, Rope(1e4), 2, 1, 32, F, number) for number in range(2))
 CONFIG = checked(Config("made up", 40, D, 200, 1e-6, 16.0, None, None, True, None, (), LAYERS), "here")
@@ -93,16 +93,16 @@ def test_a_family_with_experts_matches_its_specification() -> None:
     assert differing_ways(MADE_UP, CONFIG, specification) == []
 
 
-mix = op.mix  # the original, because the control tests below replace op.mix
+mix = op.mix  # negative controls below replace op.mix
 
 
 def mix_from_the_last(parts: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Like operations.mix, but sum over the experts in descending order."""
+    """op.mix, but over the experts in descending order."""
     return np.asarray(mix(parts[::-1].copy(), weights[::-1].copy()))
 
 
 def mix_in_two_halves(parts: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Like operations.mix, but add the first expert to a sum of the others."""
+    """op.mix, but the first expert is added to the sum of the others."""
     return np.asarray(mix(parts[1:], weights[1:]) + mix(parts[:1], weights[:1]))
 
 
@@ -134,7 +134,7 @@ def list_products(routes, T, X, C, lists):
 
 
 def near_ties(rng: np.random.Generator, T: int, X: int) -> np.ndarray:
-    """Return logits that contain equal numbers, neighbouring floats, infinities and NaN."""
+    """Logits with equal numbers, neighbouring floats, infinities and NaN."""
     x = rng.standard_normal((T, X)).astype(np.float32)
     for row in x[1::2]:
         row[:] = row[0]
@@ -157,7 +157,8 @@ def test_routes_match_the_specification(count: int, chosen: int) -> None:
         np.testing.assert_array_equal(found[chosen:], weights)
     equal = np.ones((1, count), np.float32)
     route(equal.reshape(-1), count, SCALE, gain, chosen, made.reshape(-1), 1)
-    assert made[0, :chosen].tolist() == list(range(chosen))  # of equal probabilities, the lowest numbers are chosen
+    # Of equal probabilities, the lower expert numbers are chosen.
+    assert made[0, :chosen].tolist() == list(range(chosen))
 
 
 def test_products_are_listed_by_expert_in_ascending_order() -> None:
@@ -165,7 +166,7 @@ def test_products_are_listed_by_expert_in_ascending_order() -> None:
     routes = np.zeros((T, 2 * C), np.float32)
     for row in routes:
         row[:C] = np.sort(rng.choice(X, C, replace=False))
-    # Products with these routes are left out, because no expert has these numbers.
+    # No expert has these numbers, so these products are left out.
     wrong = (np.nan, -1, -0.5, X, X + 1, X + 40, np.inf)
     for place, number in enumerate(wrong, 7):
         routes[place, place % C] = number

@@ -23,7 +23,7 @@ def test_a_golden_fits_its_variant(name: str) -> None:
 
 @pytest.mark.parametrize("name", tiny_families.VARIANTS)
 def test_no_tensor_is_left_at_zero_or_one(name: str) -> None:
-    """If a gain were 1 or a bias 0, the comparison would not notice that gemma_py ignores the tensor."""
+    """With gains of 1 and biases of 0, a comparison would not notice that a tensor is ignored."""
     for tensor, values in tiny.tensors(tiny_families.VARIANTS[name], seed=1).items():
         if values.ndim:
             assert (values != 0).all() or np.unique(values).size > 2, tensor

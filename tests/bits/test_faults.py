@@ -1,4 +1,4 @@
-"""Workers that fail, stall or die in the forward pass. Errors name worker, layer and phase, and the engine stays usable."""
+"""Workers that fail, stall or die. The error names worker, layer and phase, and the engine stays usable."""
 
 import contextlib
 import ctypes
@@ -29,7 +29,7 @@ TOKENS = 40
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[gemma_py.Engine]:
-    """A quantised model, in which every phase has work to do; four workers; a short deadline."""
+    """A quantised model, because every phase then has work; four workers; a short deadline."""
     path = tmp_path_factory.mktemp("faults") / "m.gguf"
     write_model(path, WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
     with gemma_py.load(path, threads=4, deadline=1.0) as made:
@@ -49,7 +49,7 @@ def test_a_fault_is_reported_and_survived(
 ) -> None:
     layer, name = place
     phase = engine.program.label(name)
-    # Scores have a phase of their own only while a single token is decoded.
+    # Only decoding has a phase for scores.
     before = TOKENS - 1 if name == "scores" else 10
     session = engine.session()
     session.prefill(want.ids[:before])
@@ -59,8 +59,8 @@ def test_a_fault_is_reported_and_survived(
     assert (caught.value.worker, caught.value.layer, caught.value.phase) == (2, layer, phase)
     engine.instruments.fault_plan = None
     assert session.position == before
-    assert want.same(engine, [13])  # the engine works, with a new session ...
-    if caught.value.settled:  # ... and with the old one, unless a stalled worker may still write to it
+    assert want.same(engine, [13])  # a new session works
+    if caught.value.settled:  # the old session works, unless a stalled worker may still write to it
         np.testing.assert_array_equal(bits(session.prefill(want.ids[before:])), bits(want.logits[-1]))
         assert session.kv_digest() == want.digest
     else:
@@ -70,7 +70,7 @@ def test_a_fault_is_reported_and_survived(
 
 
 def test_a_stalled_worker_keeps_alive_what_it_may_write_to() -> None:
-    """The kernel has only the addresses of KV rows, so Python could free the rows while the worker still runs."""
+    """The kernel has only addresses of KV rows, so Python could free the rows while a stalled worker may still write."""
     with gemma_py.load(TINY, threads=2, deadline=1.0) as opened:
         session = opened.session()
         session.prefill([2, 3])
@@ -149,7 +149,9 @@ def test_every_phase_is_among_the_places(engine: gemma_py.Engine) -> None:
 def test_a_failed_allocation_leaves_the_engine_usable(
     engine: gemma_py.Engine, want: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the new size were recorded without the new scratch memory, a later pass would write beyond the end of the old one."""
+    """If the new size were recorded without new scratch memory, a later pass would write beyond the end of the old
+    memory.
+    """
     monkeypatch.setattr(engine.runner, "_scratch", None)
     assert want.same(engine, [3])
 
@@ -169,7 +171,7 @@ def test_a_failed_allocation_leaves_the_engine_usable(
 def test_an_interrupted_prefill_can_be_repeated(
     engine: gemma_py.Engine, want: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C arrives while the calling thread watches the workers. No token is added, and the session stays usable."""
+    """Ctrl-C while the calling thread watches the workers: no token is added, and the session stays usable."""
     session = engine.session()
     session.prefill(want.ids[:10])
 
@@ -187,7 +189,7 @@ def test_an_interrupted_prefill_can_be_repeated(
 
 
 def test_another_rounding_mode_is_refused() -> None:
-    """The calling thread also computes, because it packs the weights. Its arithmetic must be IEEE 754 as well."""
+    """The calling thread packs weights, so it must round as IEEE 754 requires too."""
     libm = ctypes.CDLL(ctypes.util.find_library("m"))
     upward = 0x800 if os.uname().machine in ("x86_64", "AMD64") else 0x400000
     with gemma_py.load(TINY, threads=1) as sound:

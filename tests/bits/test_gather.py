@@ -1,4 +1,4 @@
-"""The rows of a table that stays in the checkpoint's file: their bits, and changes of the file while it is in use."""
+"""Rows that are read from a table in the checkpoint's file: their bits, and changes of the file while it is in use."""
 
 import os
 from pathlib import Path
@@ -16,12 +16,12 @@ from gemma_py.weights.pack import PackingPlan
 from gemma_py.weights.tensors import GatheredTable, gguf_source, stored_weights
 
 N, K = 37, 512
-IDS = np.array([3, 36, 0, 3, 37, 1 << 20, 17])  # contains one row twice, and two ids beyond the table
+IDS = np.array([3, 36, 0, 3, 37, 1 << 20, 17])  # one row twice, and two ids beyond the table
 
 
 def random_bytes(kind: BlockType) -> np.ndarray:
     data = np.random.default_rng(1).integers(0, 256, (N * K // kind.block, kind.bytes), np.uint8)
-    return data & np.uint8(0xBF)  # the exponent is never all ones, so that every scale and every float is finite
+    return data & np.uint8(0xBF)  # exponents are never all ones, so scales and floats are finite
 
 
 def table_in_file(path: Path, kind: BlockType) -> GatheredTable:
@@ -78,7 +78,7 @@ def test_rows_that_are_not_finite_are_refused_when_they_are_gathered(row: int) -
     values[row, 7] = np.inf
     data = values.view(np.uint8).reshape(-1)
     table = GatheredTable.of(StoredTensor("table", TYPES["F32"], (N, K), data, Path("nowhere")))
-    if row == 4:  # IDS does not contain this row
+    if row == 4:  # IDS does not contain 4
         assert (gathered(table) == 1).all()
         return
     with pytest.raises(FormatError, match="holds NaN or infinite values"):

@@ -1,4 +1,4 @@
-"""Gemma 3n: all file layouts give equal bits. If a subtle part of the stream operations is broken, a test fails."""
+"""Gemma 3n: all file layouts give equal bits, and the tests notice broken stream operations."""
 
 import copy
 import math
@@ -35,7 +35,7 @@ VARIANT = tiny.VARIANTS[NAME]
 def logits(path: Path) -> tuple[np.ndarray, list[str]]:
     with gemma_py.load(path, threads=2) as engine:
         session = engine.session()
-        # In a GGUF file, the table's rows for later tokens are zeros.
+        # GGUF files have rows of zeros for later ids.
         ids = [token % 50 for token in prompt(engine.config, 40)]
         return bits(session.prefill(ids, all_logits=True)), session.kv_digest()
 
@@ -53,7 +53,7 @@ def test_gguf_matches_hugging_face_bit_for_bit(tmp_path: Path) -> None:
         "eos_token_ids": (1,),
         "vocab_size_per_layer_input": 50,
     }
-    # GGUF rounds one number to float32, has no tokenizer here, and adds rows of zeros.
+    # GGUF rounds one number to float32, adds rows of zeros, and this file has no tokenizer.
     assert replace(mine, **unsaid) == theirs
     for made, wanted in zip(logits(file), logits(tmp_path / "hf"), strict=True):
         np.testing.assert_array_equal(made, wanted)
@@ -110,7 +110,7 @@ def test_keys_and_values_of_the_other_layers_are_needed(tmp_path: Path, name: st
     ("stored", "share"),
     [
         (float(np.float32(NormalDist().inv_cdf(0.95))), 0.95),
-        (1.6448533535003662, 0.95),  # the number that torch computes in float32
+        (1.6448533535003662, 0.95),  # as torch computes it in float32
         (float(np.float32(NormalDist().inv_cdf(0.123))), 0.123),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_stored_quantile_of_no_round_sparsity_is_used_as_it_is() -> None:
 def test_a_gguf_tensor_of_another_shape_is_named(tmp_path: Path, name: str) -> None:
     file = write_model(tmp_path / "m.gguf", VARIANT, seed=3)
     data, tensor = bytearray(file.read_bytes()), read_gguf(file).tensors[f"{name}.weight"]
-    # After the name come the number of dimensions and the dimensions.
+    # The name is followed by the number of dimensions (4 bytes) and the dimensions.
     at = data.find(f"{name}.weight".encode()) + len(name) + 7 + 4
     size = 8 * len(tensor.shape)
     stored = np.frombuffer(data[at : at + size], "<u8").copy()
@@ -158,12 +158,12 @@ def test_layers_that_share_kv_rows_run_for_wanted_rows_only(checkpoints: dict[st
         assert {int(op[p.LAYER]) for op in products if op[p.ROWS_OF] != WANTED} == {0, 1, 2, 3}
 
 
-# --- negative controls: the specification or the program is changed, and the comparison must fail ----------------------
+# --- negative controls: the specification or the program is changed, and the comparison must fail ---------------------
 
 
 @jit
 def correct_from_a_corrected_stream(predictions, activated, active, coefficients):
-    """Like `correct`, but wrong: after the active stream is corrected, other streams read its corrected value."""
+    """A wrong `correct`: other streams read the active stream after its correction."""
     y = predictions.copy()
     for i in range(y.shape[0]):
         for d in range(y.shape[1]):
@@ -173,7 +173,7 @@ def correct_from_a_corrected_stream(predictions, activated, active, coefficients
 
 @jit
 def predict_from_predicted_streams(streams, mixing):
-    """Like `predict`, but wrong: it works in place, so that streams are computed from streams that are already predicted."""
+    """A wrong `predict`: in place, so it reads streams that are already predicted."""
     y = streams.copy()
     for i in range(y.shape[0]):
         for d in range(y.shape[1]):
@@ -186,7 +186,7 @@ def predict_from_predicted_streams(streams, mixing):
 
 @jit
 def sparsify_by_the_sample_s_deviation(x, deviations):
-    """Like `sparsify`, but wrong: the squares are divided by F - 1, as llama.cpp does."""
+    """A wrong `sparsify`: the variance is divided by F - 1, as in llama.cpp."""
     total, squares = np.float32(0), np.float32(0)
     for value in x:
         total = total + value
@@ -201,7 +201,7 @@ HONEST_LAYER, HONEST_INPUTS = spec.layer, spec.layer_inputs
 
 
 def layer_that_adds_to_every_stream(streams, own, w, config, cache, number):
-    """Like `layer`, but wrong: the layer's own input is added to the first stream too."""
+    """A wrong `layer`: something is added to the first stream too."""
     made = HONEST_LAYER(streams, own, w, config, cache, number)
     made[0] += np.float32(1e-3)
     return made
@@ -243,7 +243,7 @@ def test_control_a_correction_that_reads_the_corrected_stream(
 
 
 def test_control_a_sharing_layer_that_stores_kv_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last KV layer's keys and values are stored once more, by a layer that should only read them."""
+    """A layer that should only read KV rows stores the last KV layer's rows again."""
 
     def write(p: Program) -> None:
         gemma3n.write(p)
@@ -261,8 +261,8 @@ def test_control_a_sharing_layer_that_stores_kv_rows(monkeypatch: pytest.MonkeyP
 
 
 def test_control_any_barrier_dropped(tmp_path: Path) -> None:
-    """A barrier after a phase keeps workers from reading rows that others have not written yet. Only the barrier after the last
-    phase, the head, is not tested, because no operation of the pass follows it.
+    """Without a barrier, workers read rows before they are written. Nothing follows the head, so its barrier is not
+    tested.
     """
     path = write_model(tmp_path / "m.gguf", WIDE[NAME], seed=3, quant="Q8_0")
     with opened(path, 4) as engine:
@@ -277,7 +277,7 @@ def test_control_any_barrier_dropped(tmp_path: Path) -> None:
 
 
 def test_control_a_token_without_a_row_of_the_table(tmp_path: Path) -> None:
-    """Tokens from 50 on have no row in the table and use row 0. With a complete table, their logits must differ."""
+    """A token without a row uses row 0. With a complete table, its logits must differ."""
     tiny.write(VARIANT, tmp_path / "short", seed=3)
     more = copy.deepcopy(VARIANT)
     more.config["vocab_size_per_layer_input"] = 64

@@ -1,4 +1,4 @@
-"""The kernels that only Gemma 3n uses give the bits of the specification."""
+"""Kernels that only Gemma 3n uses give the bits of the specification."""
 
 import numba
 import numpy as np
@@ -15,7 +15,7 @@ some = settings(max_examples=20, deadline=None)
 
 
 def entry(inner):
-    """Return a function with which Python can call a function that only kernels can call."""
+    """Makes a function callable from Python that otherwise only kernels can call."""
 
     @numba.njit
     def call(*arguments):
@@ -35,7 +35,7 @@ def assert_same(x, y):
 
 
 def normal(rng, *shape):
-    """Return floats of many magnitudes, some of them zero of either sign."""
+    """Floats of many magnitudes, with some zeros of either sign."""
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 6, shape))
     return np.where(rng.random(shape) < 0.05, x * 0.0, x).astype(F)
 
@@ -53,7 +53,7 @@ def test_put_columns_writes_its_columns_alone(seed, T, width, before, after):
 @some
 @given(seeds, st.integers(1, 12), st.integers(1, 70))
 def test_rows_of_the_feed_forward_s_gate_match_the_reference(seed, T, D):
-    """One row is NaN, because unwritten scratch memory may be NaN. It must stay NaN."""
+    """One row is NaN, as unwritten scratch memory may be, and must stay NaN."""
     rng = np.random.default_rng(seed)
     x, gain = normal(rng, T, D), normal(rng, D)
     x[rng.integers(T), rng.integers(D)] = rng.choice([np.nan, np.inf, 3e38, 1e-44])

@@ -23,7 +23,7 @@ from gemma_py.runtime import runner as runners
 from gemma_py.runtime.runner import SequenceInput
 from gemma_py.weights.tensors import GatheredTable
 
-# All rows are whole blocks of Q4_K, the type with the widest blocks, even in the per-layer table.
+# Rows are whole blocks of Q4_K, which has the widest blocks, even in the table of per-layer inputs.
 _WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 70}
 CONFIG = tiny_families.gemma4(
     wide=128, hidden_size_per_layer_input=256, vocab_size_per_layer_input=50, num_kv_shared_layers=3,
@@ -50,7 +50,7 @@ def test_tokens_without_a_row_of_the_table_match_the_reference(kind: str) -> Non
 
 
 def test_after_the_last_kv_layer_only_wanted_rows_are_computed() -> None:
-    """Of the seven layers, only layers 0 to 3 store KV rows."""
+    """Only layers 0 to 3 of the seven layers store KV rows."""
     with engine_of("F32") as engine:
         ops = engine.program.model.ops
         rows = {layer: set(ops[ops[:, linking.LAYER] == layer, linking.ROWS_OF].tolist()) for layer in range(8)}
@@ -62,7 +62,7 @@ def test_after_the_last_kv_layer_only_wanted_rows_are_computed() -> None:
 
 
 def test_control_a_sharing_layer_that_stores_kv_rows(checkpoints: dict[str, Path]) -> None:
-    """A layer that should only read KV rows stores the keys and values of the last KV layer once more."""
+    """A layer that should only read KV rows stores the last KV layer's rows again."""
 
     def write(p: Program) -> None:
         gemma4.write(p)
@@ -83,7 +83,7 @@ def test_control_a_sharing_layer_that_stores_kv_rows(checkpoints: dict[str, Path
 def test_control_wanted_rows_with_positions_shifted_by_one(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, shift: int
 ) -> None:
-    """Every row except the last then attends to one KV row too few or too many."""
+    """Every row but the last then attends to one KV row too few or too many."""
     honest = runners._batch
 
     def shifted(parts: list[SequenceInput], logits: np.ndarray) -> batches.Batch:
@@ -136,8 +136,8 @@ def test_control_a_barrier_dropped(phase: str) -> None:
         engine.set_threads(4)
         want = Expected(engine, prompt(engine.config, TOKENS))
         assert want.same(engine, [TOKENS])
-        # If all logits are wanted, the phase "wanted rows" writes codes that are already there, so a missing barrier has no
-        # effect.
+        # If all logits are wanted, the codes that the phase "wanted rows" writes are in place already, so a missing
+        # barrier has no effect.
         assert caught(engine, want, without_barrier(engine, phase), all_logits=phase != "wanted rows")
 
 

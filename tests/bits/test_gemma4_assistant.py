@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: their steps, against transformers and the specification, and answers with their guesses."""
+"""Gemma 4's assistants: their steps match transformers and the specification, and their guesses change no answer."""
 
 import itertools
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ GOLDEN_NAMES = [name for name in NAMES if "wrapped" not in name]
 
 
 def opened(checkpoints: dict[str, Path], name: str, folder: Path, **options: Any) -> gemma_py.Engine:
-    """Load a main model with its assistant. Unwritten memory is NaN, so that reading it shows."""
+    """Load a main model with its assistant. Unwritten memory is NaN, so that reading it by mistake changes results."""
     engine = gemma_py.load(checkpoints[main_of(name)], draft=written(name, folder / "assistant"), **options)
     engine.instruments.poison = assistant_of(engine).runner.instruments.poison = True
     return engine
@@ -55,7 +55,7 @@ def test_steps_match_transformers(checkpoints: dict[str, Path], tmp_path: Path, 
         session = engine.session()
         first = int(session.prefill(GOLDEN["ids"][main_of(name)]).argmax())
         made, states = steps(session, [first, *logits.argmax(1)[: STEPS - 1].tolist()])
-    # transformers computes the logits of some clusters only. All other logits are one less than the least of them.
+    # transformers computes the logits of a few clusters, and sets all other logits to the smallest of these minus one.
     computed = logits > logits.min(1, keepdims=True) if "clusters" in name else np.ones(logits.shape, bool)
     assert 0.2 < computed.mean() < 0.3 or "clusters" not in name
     assert np.abs(made - logits)[computed].max() < 1e-4 * logits.std()
@@ -63,7 +63,7 @@ def test_steps_match_transformers(checkpoints: dict[str, Path], tmp_path: Path, 
 
 
 def same_as_the_specification(engine: gemma_py.Engine, lengths: tuple[int, ...] = (1, 2, 8, 9, 30, 70)) -> bool:
-    """Whether steps after prompts of these lengths, up to and beyond a window, give the specification's bits."""
+    """Whether steps have the specification's bits, after prompts shorter and longer than a window."""
     assistant, ids = assistant_of(engine), prompt(engine.config, max(lengths))
     weights: Any = assistant.checkpoint.weights(engine.quant)
     embedding: Any = engine.reference_weights()["embed_tokens"]
@@ -115,7 +115,7 @@ def test_control_mutants_of_a_step(
         try:
             assert not same_as_the_specification(engine, (30,))
         except gemma_py.errors.WorkerError:
-            assert mutant == "a row of the next token"  # the step waits for a row that nobody stores
+            assert mutant == "a row of the next token"  # the step waits for a row that no layer stores
 
 
 def test_gguf_files_match(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def engine(
 
 
 def check_answers(engine: gemma_py.Engine, most: int) -> None:
-    """Compare answers with and without guesses."""
+    """Answers with guesses must equal the answers without guesses."""
     ids, length = prompt(engine.config, 40), engine.context
     asked = [Request(ids[n:], length - 40, sampling) for n, sampling in enumerate(SAMPLINGS.values())]
     asked += [Request(ids[:1], length - 1), Request(ids[:3], 30, ends=frozenset(range(20)))]
@@ -187,7 +187,7 @@ def check_answers(engine: gemma_py.Engine, most: int) -> None:
 
 
 def mostly_right(monkeypatch: pytest.MonkeyPatch, answers: dict[int, list[int]]) -> None:
-    """Replace two of three guesses by the tokens of the known answer to a prompt of this length."""
+    """Replace two of three guesses by the right tokens. `answers` has the right answer for each length of prompt."""
     honest = AssistantDrafter.guess
 
     def guess(self: AssistantDrafter, count: int) -> list[int]:

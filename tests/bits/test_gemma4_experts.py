@@ -1,4 +1,4 @@
-"""Gemma 4's mixture of experts: equal bits from every file format, quantised weights, negative controls, malicious files."""
+"""Gemma 4's mixture of experts: all file formats, quantised weights, negative controls, malicious files."""
 
 import json
 from dataclasses import replace
@@ -53,7 +53,7 @@ def test_both_forms_of_quantised_experts_give_equal_bits(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16"])
 def test_experts_with_17_and_with_260_rows_match_the_reference(kind: str) -> None:
-    """More than 256 rows of an expert need two tiles. For 16 rows or fewer, codes are not unpacked."""
+    """More than 256 rows of an expert need two tiles. For up to 16 rows, codes are not unpacked."""
     few = {"num_experts": 2, "top_k_experts": 1, "num_hidden_layers": 2}
     family, config = config_from_hf(WIDE.config | few, "here")
     with random_engine(family, replace(config, max_position_embeddings=600), kind) as engine:
@@ -65,7 +65,7 @@ def test_experts_with_17_and_with_260_rows_match_the_reference(kind: str) -> Non
 
 
 def test_a_token_whose_router_gives_nan_spoils_no_other_sequence_and_no_earlier_row() -> None:
-    """The embedding of token 7 overflows, so its hidden state, its router and all that attends to it are NaN."""
+    """The embedding of token 7 overflows, so its hidden state, its router and the rows that attend to it are NaN."""
     family, config = config_from_hf(WIDE.config, "here")
     made, table = random_checkpoint(family, config, "Q8_0"), "token_embd.weight"
     floats = random_checkpoint(family, config, "F32").tensors[table]
@@ -95,13 +95,13 @@ def test_control_the_sum_over_experts_in_another_order(
     name, mix = (
         "gemma4-experts-wrapped-old-config",
         spec.mix,
-    )  # three experts for each token, because a sum of two does not depend on the order
+    )  # three experts a token, because a sum of two has only one order
     with opened(checkpoints[name], 2) as engine:
         want = expected(name, engine)
         assert want.same(engine, [TOKENS])
         monkeypatch.setattr(spec, "mix", lambda parts, weights: mix(parts[::-1].copy(), weights[::-1].copy()))
         changed = Expected(engine, want.ids)
-        # The logits are correct, but not bit-identical.
+        # The logits are right within rounding errors, but their bits differ.
         np.testing.assert_allclose(changed.logits, want.logits, atol=1e-3)
         assert not changed.same(engine, [TOKENS])
 
@@ -130,7 +130,7 @@ def test_control_a_barrier_dropped(phase: str) -> None:
         assert caught(engine, want, without_barrier(engine, phase))
 
 
-# malicious files
+# --- malicious files --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

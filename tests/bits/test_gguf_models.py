@@ -1,4 +1,4 @@
-"""GGUF files written by the gguf package: how they are read, and equal bits from safetensors."""
+"""GGUF files written by the gguf package are read right, and give the bits of safetensors."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from gemma_py.formats.gguf import read_gguf
 from gemma_py.weights.checkpoint import open_checkpoint
 
 VARIANT = tiny.VARIANTS["gemma3"]
-# H * E = 80, so the rows of o_proj are not whole blocks of 32.
+# Rows of o_proj have H * E = 80 weights, so they are not whole blocks of 32.
 UNEVEN = tiny.Variant(tiny._gemma3(head_dim=20, query_pre_attn_scalar=20))
 
 
@@ -45,7 +45,7 @@ def test_a_quantised_scale_that_is_not_finite_is_named(tmp_path: Path) -> None:
     tensor = open_checkpoint(path).tensors["blk.2.ffn_up.weight"]
     data = bytearray(path.read_bytes())
     at = data.find(tensor.data.tobytes())
-    data[at + 34 : at + 36] = b"\x00\x7c"  # the second block's scale becomes infinite
+    data[at + 34 : at + 36] = b"\x00\x7c"  # the scale of the second block becomes infinity
     path.write_bytes(data)
     with pytest.raises(FormatError, match=r"blk.2.ffn_up.weight"):
         gemma_py.load(path)
@@ -69,7 +69,7 @@ def bits(path: Path, quant: str | None = None) -> np.ndarray:
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 def test_quant_has_the_bits_of_a_gguf_with_these_codes(tmp_path: Path, quant: str, dtype: str) -> None:
-    """The gguf package quantised the file. In the file too, norms and matrices that cannot be quantised are floats."""
+    """The gguf package wrote the file, in which norms and matrices that cannot be quantised are floats too."""
     floats = tmp_path / "hf"
     tiny.write(replace(UNEVEN, dtype=dtype), floats, seed=6)
     stored = {name: tensor.to_float32() for name, tensor in open_checkpoint(floats).tensors.items()}

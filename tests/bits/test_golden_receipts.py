@@ -1,4 +1,4 @@
-"""A receipt has the bytes of the receipt that is stored in tests/data, unless RULES changes."""
+"""Receipts have the bytes stored in tests/data, unless RULES changes."""
 
 import hashlib
 from collections.abc import Callable, Sequence

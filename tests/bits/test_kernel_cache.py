@@ -1,4 +1,4 @@
-"""The cache of machine code is private, shared by processes, and optional. A damaged cache is repaired."""
+"""The cache of machine code: private, shared by processes, optional, and repaired if it is damaged."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ from repository import ROOT, child_environment
 
 from gemma_py.kernels.decorator import inlined
 
-# Calls a small kernel. Prints the result, and whether the kernel came from the disk.
+# Calls a small kernel. Prints its result, and the numbers of kernels from the disk and of compiled kernels.
 PROGRAM = """
 import numpy as np
 from gemma_py.kernels.scores import log_sum_exp as kernel
@@ -29,7 +29,7 @@ def start(cache: Path) -> "subprocess.Popen[str]":
 
 
 def finish(child: "subprocess.Popen[str]") -> tuple[int, int]:
-    """Return (kernels from the disk, kernels compiled)."""
+    """(kernels from the disk, compiled kernels)"""
     out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err
     value, hits, misses = out.split()
@@ -39,7 +39,7 @@ def finish(child: "subprocess.Popen[str]") -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that one process has filled. Tests change copies of it."""
+    """Tests change copies of this cache."""
     cache = tmp_path_factory.mktemp("compiled")
     assert finish(start(cache)) == (0, 1)
     return cache
@@ -57,7 +57,7 @@ def files(cache: Path) -> list[Path]:
 def test_a_second_process_compiles_nothing(cache: Path) -> None:
     assert finish(start(cache)) == (1, 0)
     assert len(files(cache)) == 2
-    # This package's directories, which contain numba's.
+    # The package's directories, which contain numba's directories.
     assert all(path.parent.parent.stat().st_mode & 0o077 == 0 for path in files(cache))
 
 
@@ -89,8 +89,8 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-# Load a model as at a first start, here with kernels from the disk. Then generate all kinds of answers, for which nothing
-# should be compiled or loaded.
+# Loads a model as at a first start, and then generates all kinds of answers. These must compile and load no further
+# kernel.
 FIRST_TIME = """
 import sys
 import gemma_py, gemma_py.generate.engine
@@ -120,7 +120,7 @@ def test_the_first_answer_waits_for_no_compiler() -> None:
         assert done.returncode == 0, done.stderr
         said[when] = done.stdout.split()
     assert said["first"][0] == "True" and int(said["first"][1]) >= 10
-    assert said["later"][0] == "False"  # a negative control: otherwise, kernels are loaded when they are needed
+    assert said["later"][0] == "False"  # a negative control: at a later start, kernels are loaded when they are needed
 
 
 def test_functions_of_one_name_get_symbols_of_their_own() -> None:

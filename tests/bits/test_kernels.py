@@ -31,7 +31,7 @@ some = settings(max_examples=20, deadline=None)
 
 
 def entry(inner):
-    """Return a function with which Python can call a function that only kernels can call."""
+    """Makes a function callable from Python that otherwise only kernels can call."""
 
     @numba.njit
     def call(*arguments):
@@ -59,7 +59,7 @@ def assert_same(x, y):
 
 
 def normal(rng, *shape):
-    """Floats of many magnitudes, some of them zero of either sign."""
+    """Floats of many magnitudes, with some zeros of either sign."""
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 6, shape))
     return np.where(rng.random(shape) < 0.05, x * 0.0, x).astype(F)
 
@@ -108,7 +108,7 @@ def float_panels(w, at=0):
 
 
 def some_codes(rng, N, K, kind):
-    """Return a random quantised matrix of a type, with extreme codes and with scales of either sign."""
+    """A random quantised matrix, with extreme codes and with scales of either sign."""
     codes = rng.integers(0, 2**kind.width, (N, K)) - (kind.offset or (128 if kind.width == 8 else 0))
     parts = 1 if kind.minimum is Minimum.NONE else 2
 
@@ -146,7 +146,7 @@ def coded(x):
 
 
 def in_parts(rng, T, N, multiply):
-    """Yield ranges of rows and panels, of random sizes and in random order. Together, the ranges cover each output once."""
+    """Call `multiply` for ranges of rows and panels that cover each output once, in random order."""
 
     def cut(count, step):
         inner = rng.integers(0, count // step + 1, rng.integers(0, 3)) * step
@@ -343,7 +343,7 @@ def test_the_mean_of_rows_matches_the_reference(seed, T, D, before):
 def test_normalised_rows_match_the_reference(seed, cut, width):
     x = normal(np.random.default_rng(seed), 3, width + cut)
     x[1] = 0
-    x[2] = F(1e30) - x[2]  # the square of the length exceeds the range of float32
+    x[2] = F(1e30) - x[2]  # the sum of squares exceeds the range of float32
     y = np.empty((3, width), F)
     normalise_rows(x, width, y)
     assert_same(y, np.stack([reference.normalise(row[:width]) for row in x]))
@@ -354,7 +354,7 @@ def test_normalised_rows_match_the_reference(seed, cut, width):
 
 
 def ring_of(keys, values, first, capacity, by_head, at=3):
-    """Return a ring with the rows of positions from `first` on. All other rows are NaN."""
+    """A ring that holds the rows from position `first` on. Its other rows are NaN."""
     _, G, E = keys.shape
     arenas = []
     for written in (keys, values):
@@ -369,7 +369,9 @@ def ring_of(keys, values, first, capacity, by_head, at=3):
 
 
 def check_attention(seed, T, before, G, group, E, window, cap, cuts=(), ahead=0):
-    """Compare attention of T positions after `before` others, in blocks. Rows that no query sees are NaN."""
+    """Compare attention for T positions after `before` earlier ones, in blocks of queries. Rows that no query sees are
+    NaN.
+    """
     rng, H, last = np.random.default_rng(seed), G * group, before + T
     keys, values = normal(rng, last, G, E), normal(rng, last, G, E)
     q, scale = normal(rng, T, H, E), F(E**-0.5)
@@ -424,13 +426,13 @@ def test_attend_matches_the_reference_at_real_widths(T, G, group):
 
 @pytest.mark.parametrize(("group", "E", "window"), [(1, 32, 40), (3, 34, 33), (4, 48, 97), (70, 20, 31)])
 def test_attend_matches_the_reference_for_full_and_partial_blocks(group, E, window):
-    """The queries of a block see different keys. Windows begin and end within tiles."""
+    """The queries of a block see different keys, and windows begin and end within tiles."""
     for before in (0, 31, 64, 95):
         check_attention(before, 67, before, 1, group, E, window, F(0), cuts=(16, 33))
 
 
 def test_nan_after_a_position_does_not_change_its_output():
-    """Several positions share a loop over keys, so a position reads keys that it must not see."""
+    """Several positions share a loop over keys, so rows after a position are read and must not count."""
     rng, (T, E) = np.random.default_rng(6), (8, 32)
     keys, values, q = normal(rng, T, 1, E), normal(rng, T, 1, E), normal(rng, T, 2, E)
     keys[5:] = values[5:] = np.nan
@@ -445,7 +447,7 @@ def test_nan_after_a_position_does_not_change_its_output():
 
 
 def digest():
-    """Return a digest of the results of all kernels whose instructions depend on the machine."""
+    """A digest of the results of all kernels whose instructions depend on the machine."""
     rng, found = np.random.default_rng(7), hashlib.sha256()
     T, K, N = 7, 256, 40
     x = normal(rng, T, K)

@@ -1,4 +1,4 @@
-"""Other instruction sets, each in its own process, give equal bits."""
+"""Other instruction sets, each in a child process, give equal bits."""
 
 import json
 import platform
@@ -13,8 +13,8 @@ from repository import child_environment
 
 NUMPY_WITHOUT = "X86_V3 X86_V4 AVX512_ICL AVX512_SPR"
 
-# For each architecture, LLVM's names of processors, and of the feature that this machine must have to run their code. "generic"
-# is the oldest x86-64 or ARMv8.
+# {architecture: {LLVM's name of a CPU: the feature that this machine needs to run its code}}. "generic" is the oldest
+# x86-64 or ARMv8.
 MACHINES = {
     "x86_64": {"haswell": "avx2", "znver3": "avx2", "generic": ""},
     "aarch64": {"neoverse-v1": "sve", "neoverse-n1": "lse", "cortex-a72": "", "generic": ""},
@@ -36,7 +36,7 @@ def test_other_machine_code_gives_the_same_bits(cpu: str) -> None:
     if feature and not get_host_cpu_features().get(feature):
         pytest.skip(f"this machine has no {feature}")
     environment = child_environment(NPY_DISABLE_CPU_FEATURES=NUMPY_WITHOUT)
-    # An empty list of features is necessary, because numba would otherwise use this machine's features with any target.
+    # With a list of features, even an empty one, numba does not add this machine's features.
     environment |= {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""}
     command = [
         sys.executable,

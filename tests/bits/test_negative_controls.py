@@ -1,4 +1,4 @@
-"""Negative controls: something is broken on purpose, and the comparison with the specification must fail."""
+"""Negative controls: the engine or the specification is broken on purpose, and the comparison must fail."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_control_caches_positions_or_logits_of_two_sequences_are_exchanged(
         try:
             assert not together(engine, wants, 1)
         except WorkerError:
-            assert what == "segments"  # the watermarks then do not match the positions, and `publish` breaks the run
+            assert what == "segments"  # watermarks do not match the positions, so `publish` fails
 
 
 BARRIERS = ("embedding", "query, key and value", "attention", "output input", "output", "middle", "gate and up",
@@ -91,7 +91,7 @@ BARRIERS = ("embedding", "query, key and value", "attention", "output input", "o
 
 @pytest.mark.parametrize("phase", BARRIERS, ids=lambda phase: phase.replace(" ", "-"))
 def test_control_a_barrier_dropped(tmp_path: Path, phase: str) -> None:
-    """The model is quantised, because only then does a pass contain every barrier."""
+    """The model is quantised, because only then a pass has every barrier."""
     path = write_model(tmp_path / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
     with opened(path, 4) as engine:
         want = Expected(engine, prompt(engine.config, TOKENS))
@@ -124,12 +124,12 @@ def test_control_a_ring_one_row_too_short(checkpoints: dict[str, Path], monkeypa
         assert not want.same(engine, [10])
 
 
-# sums in other orders: the specification is changed, and must then differ from the engine
+# --- other orders of sums: the changed specification must differ from the engine --------------------------------------
 
 
 @jit
 def attend_in_tiles_of_the_chunk(q, keys, values, first, scale, cap):
-    """Like operations.attend, but tiles begin where the window begins instead of at multiples of TILE."""
+    """op.attend, but tiles begin at the window's first position instead of at multiples of TILE."""
     H, E = q.shape
     last = keys.shape[0] - 1
     out, scores = np.empty((H, E), np.float32), np.empty(spec.TILE, np.float32)
@@ -162,7 +162,7 @@ def attend_in_tiles_of_the_chunk(q, keys, values, first, scale, cap):
 
 @jit
 def matmul_in_two_halves(x, w):
-    """Like operations.matmul_float, but each half of k is summed separately, as two threads might do."""
+    """op.matmul_float, but each half of k is summed separately, as two threads might do."""
     half, y = w.shape[1] // 2, np.empty(w.shape[0], np.float32)
     for n in range(w.shape[0]):
         a, b = np.float32(0), np.float32(0)
@@ -184,6 +184,6 @@ def test_control_another_order_of_a_sum(
         assert expected("gemma2", engine).same(engine, [TOKENS])
         monkeypatch.setattr(spec, name, other)
         changed = Expected(engine, prompt(engine.config, TOKENS))
-        # The logits are correct, but not bit-identical.
+        # The logits are right within rounding errors, but their bits differ.
         np.testing.assert_allclose(changed.logits, expected("gemma2", engine).logits, atol=1e-3)
         assert not changed.same(engine, [TOKENS])

@@ -1,4 +1,4 @@
-"""A model family that the package does not know is defined here, with its own specification. The engine gives its bits."""
+"""Defines a family that the package does not know, and its specification. The engine gives the specification's bits."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from gemma_py.models.gemma import FAMILY
 from gemma_py.models.program import LOGITS, WANTED, Program, Tensor
 from gemma_py.reference import operations as op
 
-# The fields: window, rope, H, G, E, F, and the layer whose KV rows are read.
+# Layer(window, rope, H, G, E, F, layer whose KV rows are read).
 WIDE = Layer(None, Rope(1e6, share=0.25), 2, 1, 32, 64, 1)
 LAYERS = (Layer(5, Rope(1e4), 4, 2, 16, 96, 0), WIDE, replace(WIDE, intermediate_size=96))
 CONFIG = checked(Config("made up", 40, 64, 200, 1e-6, 16.0, None, None, True, None, (), LAYERS), "here")

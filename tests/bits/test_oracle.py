@@ -1,4 +1,4 @@
-"""Fresh random checkpoints give the results of transformers. Skipped if the extra `oracle` is not installed."""
+"""Checkpoints from new seeds give the results of transformers. Skipped without the extra `oracle`."""
 
 import subprocess
 import sys

@@ -26,8 +26,9 @@ def kept(engine: gemma_py.Engine, budget: int = 1 << 30) -> PrefixCache:
 def computed(
     engine: gemma_py.Engine, ids: list[int], prefixes: PrefixCache, chunk: int = 23
 ) -> tuple[Cache, int, np.ndarray]:
-    """Compute a prompt as the scheduler does: copy the cached prefix, prefill and cache the rest. Return the logits of the
-    rest.
+    """Compute a prompt like the scheduler: copy the cached prefix, then prefill and cache the rest.
+
+    Return (KV cache, cached tokens, bits of the other tokens' logits).
     """
     cache = engine.new_cache(BLOCK_TOKENS)
     cache.prepare(len(ids), chunk)
@@ -41,7 +42,7 @@ def computed(
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_hit_matches_a_cold_start(checkpoints: dict[str, Path], name: str) -> None:
-    """The prefix ends at each block boundary, even far behind the windows. All logits and KV rows are compared."""
+    """The prefix ends at each block boundary, even far before the window."""
     with gemma_py.load(checkpoints[name], threads=2) as engine:
         engine.instruments.poison = True
         ids = prompt(engine, 110)
@@ -86,7 +87,7 @@ def test_what_texts_share_is_kept_once(tiny_engine: gemma_py.Engine) -> None:
         cached.append(computed(tiny_engine, shared + prompt(tiny_engine, 32, seed), prefixes)[1])
     assert cached == [48, 48]
     assert prefixes.nbytes == 7 * block
-    # Equal tokens at another position are no hit.
+    # Equal tokens at other positions are no hit.
     assert computed(tiny_engine, prompt(tiny_engine, 20, 4) + shared, prefixes)[1] == 0
 
 
@@ -99,9 +100,9 @@ def test_memory_stays_within_the_budget_and_what_is_used_stays(tiny_engine: gemm
     for seed in range(6):
         assert computed(tiny_engine, often + prompt(tiny_engine, 50, seed), prefixes)[1] == 64
         assert prefixes.nbytes <= 10 * measure.nbytes
-    # The latest prompt is still cached.
+    # The latest prompt is still cached, and the first prompt is not.
     assert computed(tiny_engine, often + prompt(tiny_engine, 50, 5), prefixes)[1] >= 96
-    assert computed(tiny_engine, often + prompt(tiny_engine, 50, 0), prefixes)[1] == 64  # the first prompt is not
+    assert computed(tiny_engine, often + prompt(tiny_engine, 50, 0), prefixes)[1] == 64
 
 
 def test_of_a_text_too_long_for_the_budget_the_beginning_is_kept(tiny_engine: gemma_py.Engine) -> None:

@@ -1,4 +1,4 @@
-"""A receipt has the same bytes, however the work was divided and whatever ran beside it."""
+"""A receipt has equal bytes for any threads, chunks and other requests."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The outputs of the demo model that README and docs show are those that it gives."""
+"""The demo model gives the outputs that README and docs show."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def test_verify_gives_the_digest_of_the_readme(run: Run) -> None:
-    """Only one of the sixteen settings of the README is run."""
+    """Runs one of the README's sixteen settings."""
     digests = set(re.findall(r"\b[0-9a-f]{8}\b", "\n".join(recording("README.md", "verify"))))
     code, out, _ = run("verify", "--threads", 2, "--chunks", 512, "--reference", 0)
     assert code == 0

@@ -1,4 +1,4 @@
-"""The specification: it matches transformers and exact arithmetic, and gives equal bits on every machine."""
+"""The specification matches transformers and exact arithmetic, and gives equal bits on every machine."""
 
 import copy
 import json
@@ -21,8 +21,8 @@ from gemma_py.reference.arithmetic import fma, jit
 from gemma_py.weights.tensors import CodeMatrix
 
 LOGITS = np.load(DATA / "tiny_logits.npz")
-# The limit of the logits' error, in units of their standard deviation. The error is 1e-5, because transformers sums in another
-# order.
+# The largest error of a logit, in standard deviations of the logits. The measured error is 1e-5, because transformers
+# sums in another order.
 BARS = 1e-4
 
 
@@ -79,7 +79,7 @@ def test_control_each_wrong_field_of_the_config_changes_the_logits(tmp_path: Pat
 @pytest.mark.parametrize("name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-scaled-untied", *GEMMA4])
 def test_gguf_matches_hugging_face_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
     variant = VARIANTS[name]
-    if name == "gemma2":  # GGUF does not store the query scalar, so the head width is used in both formats
+    if name == "gemma2":  # GGUF does not store the query scalar, so both formats use the head width here
         variant = copy.deepcopy(variant)
         variant.config["query_pre_attn_scalar"] = variant.config["head_dim"]
     if name == "gemma3-scaled-untied":
@@ -102,7 +102,9 @@ def wide_logits(path: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_quantised_weights_match_the_float_weights_they_stand_for(tmp_path: Path, kind: str) -> None:
-    """The results may differ only because the inputs of quantised matrices are quantised to 16 bits (2^-16 a value)."""
+    """Only the inputs of the matrices differ: for quantised matrices, they are quantised to 16 bits (an error of
+    2^-16).
+    """
     codes = write_model(tmp_path / "codes.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind))
     with gemma_py.load(codes) as engine:
         values = {tensor.name: tensor.to_float32() for tensor in stored(codes)}
@@ -123,11 +125,11 @@ def stored(path: Path) -> list[Any]:
 
 
 def write_floats(path: Path, values: dict[str, np.ndarray]) -> Path:
-    """Write the WIDE model with these f32 tensors."""
+    """Write WIDE with these f32 tensors."""
     write_model(path, WIDE, seed=4)
     data = bytearray(path.read_bytes())
     size = sum(tensor.data.nbytes for tensor in stored(path))
-    start = len(data) - size  # every tensor's size is a multiple of the alignment
+    start = len(data) - size  # tensor sizes are multiples of the alignment
     for tensor in stored(path):
         raw = values[tensor.name].tobytes()
         data[start : start + len(raw)] = raw
@@ -136,11 +138,11 @@ def write_floats(path: Path, values: dict[str, np.ndarray]) -> Path:
     return path
 
 
-# equal bits on every machine
+# --- equal bits on every machine --------------------------------------------------------------------------------------
 
 
 def test_bits_match_the_stored_digests(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """tools/make_bits.py stored the digests. A change of the order of a sum changes them."""
+    """tools/make_bits.py stored the digests. They change if the order of a sum changes."""
     assert digests(checkpoints, tmp_path) == json.loads((DATA / "tiny_bits.json").read_text())
 
 
@@ -148,7 +150,7 @@ def test_bits_match_the_stored_digests(checkpoints: dict[str, Path], tmp_path: P
 
 
 def nearest_f32(exact: Fraction) -> np.float32:
-    """Return the float32 nearest to an exact number, ties to even."""
+    """The float32 nearest to an exact number, ties to even."""
     guess = np.float32(float(exact))
     around = [np.nextafter(guess, np.float32(-np.inf)), guess, np.nextafter(guess, np.float32(np.inf))]
 
@@ -171,7 +173,7 @@ def fma_each(a, b, c, out):
 def test_fma_rounds_once() -> None:
     rng = np.random.default_rng(1)
     a, b, c = (rng.standard_normal(500).astype(np.float32) for _ in range(3))
-    c[:250] = -(a * b)[:250]  # the products cancel; rounding twice would give 0
+    c[:250] = -(a * b)[:250]  # the products cancel; without fma, the result would be 0
     out = np.empty(500, np.float32)
     fma_each(a, b, c, out)
     expected = np.array([exact_fma(*row) for row in zip(a, b, c, strict=True)])
@@ -317,7 +319,9 @@ def test_double_precision_functions() -> None:
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 @pytest.mark.parametrize(("T", "first"), [(1, 0), (5, 0), (32, 0), (33, 0), (70, 3), (100, 31), (100, 32), (100, 99)])
 def test_attention_is_a_softmax(T: int, first: int, cap: float) -> None:
-    """The expected result is computed in float64. Rows before the window are NaN, so that reading one would show."""
+    """The expected result is computed in float64. Rows before the window are NaN, so that reading one changes the
+    result.
+    """
     rng = np.random.default_rng(T + first)
     H, G, E = 4, 2, 10
     q = rng.standard_normal((H, E)).astype(np.float32) * 4
@@ -337,7 +341,7 @@ def test_rope_at_far_positions() -> None:
     np.testing.assert_allclose(frequencies, exact, rtol=1.2e-7)
     x = np.random.default_rng(6).standard_normal((3, 128)).astype(np.float32)
     turned = spec.rope(x, 131_071, frequencies)
-    angle = (np.float32(131_071) * frequencies).astype(np.float64)  # the angle is a float32, as in transformers
+    angle = (np.float32(131_071) * frequencies).astype(np.float64)  # a float32, as in transformers
     expected = np.concatenate(
         [x[:, :64] * np.cos(angle) - x[:, 64:] * np.sin(angle), x[:, 64:] * np.cos(angle) + x[:, :64] * np.sin(angle)],
         1,

@@ -1,4 +1,4 @@
-"""Speculation changes no bit: logits, KV rows, tokens and texts are those of decoding one token in a pass."""
+"""Speculation changes no bit: logits, KV rows, tokens and texts are those of decoding one token a pass."""
 
 import math
 import random
@@ -29,7 +29,7 @@ from gemma_py.runtime.fault_injection import FaultPlan
 
 
 def verifies(engine: gemma_py.Engine, want: Expected, seed: int, keep: int = 0) -> bool:
-    """Whether passes with guesses, of which some hold, give the specification's logits and KV rows."""
+    """Whether passes with right and wrong guesses give the specification's logits and KV rows."""
     rng, ids, V = random.Random(seed), want.ids, engine.config.vocab_size
     session = engine.session(keep)
     begin = rng.randint(1, 12)
@@ -57,7 +57,7 @@ CASES = [("gemma2", "float32"), ("gemma3", "float32"), ("gemma3", "bfloat16"), (
 
 @pytest.mark.parametrize(("name", "kv"), CASES)
 def test_guesses_match_the_reference(checkpoints: dict[str, Path], name: str, kv: str) -> None:
-    """The passes go on to the end of the context, and so cross the border of every window and ring."""
+    """Passes go on to the end of the context, so they cross the ends of windows and rings."""
     with opened(checkpoints[name], 1, kv=kv) as engine:
         want = Expected(engine, prompt(engine.config, engine.context if name == "gemma3" else 60))
         for threads in (1, 2, 3, 4):
@@ -71,7 +71,7 @@ def test_guesses_match_the_reference(checkpoints: dict[str, Path], name: str, kv
 def test_guesses_match_the_reference_in_the_smallest_rings(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kv: str
 ) -> None:
-    """A ring usually has more rows than a pass needs. Here it has only the rows that a pass needs."""
+    """Rings have only as many rows as a pass needs. Usually they have more."""
 
     def make_room(self: caches.Cache, position: int, tokens: int, ahead: int = 0) -> None:
         for number, rows in enumerate(caches.rows_needed(self.config, position + tokens, tokens, self.keep)):
@@ -115,7 +115,7 @@ def test_control_mutants_of_the_cache(
         try:
             assert not verifies(engine, want, seed=1)
         except InputError:
-            assert mutant != "a ring one row short"  # a guess that was committed already cannot be accepted
+            assert mutant != "a ring one row short"  # a committed guess cannot be accepted again
 
 
 def test_the_limits_of_guesses(checkpoints: dict[str, Path]) -> None:
@@ -183,7 +183,7 @@ def engine() -> Iterator[gemma_py.Engine]:
 
 @pytest.fixture(scope="module")
 def plain(engine: gemma_py.Engine) -> list[tuple[Request, Outcome]]:
-    """Every request, and its outcome without speculation."""
+    """Every request with its answer without speculation."""
     return [(request, outcome(engine, replace(request, speculate="off"))[0]) for request in requests(engine)]
 
 
@@ -203,7 +203,7 @@ def test_answers_match_those_without_speculation(
         passes += speculation.passes
     tokens = sum(len(want.tokens) - 1 for _, want in plain)  # the prompt's pass gives the first token
     assert passes + accepted == tokens
-    # The guess of a token that ends an answer is never accepted, because no token follows.
+    # The guess of an end token is never accepted, because no token follows.
     oracle, wrong = guessed - 2 <= accepted > 0, accepted == 0 < guessed
     assert {"oracle": oracle, "wrong": wrong}.get(kind, 0 < accepted < guessed)
     if kind == "oracle":

@@ -1,4 +1,4 @@
-"""The tool that injects faults into passes with guesses: some faults of each kind, and a broken cache."""
+"""tools/speculation_faults.py: a few faults of each kind, and a broken KV cache that the tool must find."""
 
 import pytest
 import speculation_faults

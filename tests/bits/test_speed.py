@@ -1,4 +1,4 @@
-"""Speed, tested by counting work instead of measuring seconds, because counts are equal on every machine."""
+"""Tests of speed that count work instead of seconds, because counts are equal on every machine."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, gemma
 def test_barriers_of_a_pass(models: dict[str, gemma_py.Engine], name: str, tokens: int) -> None:
     """One barrier after the embedding, nine in each layer, one after the last norm, one after the head.
 
-    With float weights, no phase quantises the output of attention, so a layer has one barrier less.
+    With float weights, no phase quantises the attention's output, so each layer has one barrier less.
     """
     engine = models[name]
     profile = engine.instruments.profile = Profile(engine.threads, len(engine.program.labels))
@@ -52,7 +52,7 @@ def test_barriers_of_a_pass(models: dict[str, gemma_py.Engine], name: str, token
 
 @pytest.mark.parametrize("name", ["bf16", "Q8_0"])
 def test_a_decoded_token_allocates_no_more_than_its_logits(models: dict[str, gemma_py.Engine], name: str) -> None:
-    """This counts Python's allocations. test_compiling.py checks that compiled code allocates nothing."""
+    """Counts Python's allocations. test_compiling.py tests that compiled code allocates nothing."""
     engine = models[name]
     session = engine.session()
     session.prefill(range(20))
@@ -79,12 +79,12 @@ def test_a_token_reads_the_arenas_once(models: dict[str, gemma_py.Engine], name:
     packed = engine.program.model.weights
     arenas = [arena.nbytes for arena in packed[:3] if arena.size > 1]  # an unused arena has one value
     assert sum(matrix_bytes(packed, number) for number in range(len(packed.matrices))) == sum(arenas)
-    unread = matrix_bytes(packed, 0) if name == "untied" else 0  # the embedding is matrix 0
+    unread = matrix_bytes(packed, 0) if name == "untied" else 0  # matrix 0 is the embedding
     rows = sum(2 * layer.num_key_value_heads * layer.head_dim * 4 for layer in engine.config.layers)
     assert pass_cost(engine.program, 4, 0, 1)[:, BYTES].sum() == sum(arenas) - unread + rows
 
 
-# Runs in a second process, with filled caches. Prints how many kernels came from the disk and how many were compiled.
+# Prints how many kernels came from the disk and how many were compiled, in a process with filled caches.
 PROGRAM = f"""
 import gc, json
 from numba.core.dispatcher import Dispatcher
@@ -101,7 +101,7 @@ print(json.dumps([sum(sum(part.values()) for part in (s.cache_hits for s in stat
 
 
 def test_a_second_process_compiles_nothing() -> None:
-    with gemma_py.load(TINY, threads=1) as engine:  # fills the caches, unless another test has filled them
+    with gemma_py.load(TINY, threads=1) as engine:  # fills the caches
         list(engine.generate("some text", max_tokens=1))
     environment = child_environment()
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)

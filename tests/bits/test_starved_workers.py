@@ -1,4 +1,6 @@
-"""Workers that get no core from a busy machine are not reported as stalled or deadlocked; stalls and deadlocks are."""
+"""Workers that get no core on a busy machine are not reported as stalled or deadlocked, but real stalls and deadlocks
+are.
+"""
 
 import os
 import subprocess
@@ -43,13 +45,13 @@ def wait_for(cells: Cells, worker: int, why: int, index: int, bound: int) -> Non
 
 
 def watched(team: Team, cells: Cells, ticks: int = 100) -> Fault:
-    """Return what the team reports within `ticks` ticks of 0.1 s in which no worker makes a step."""
+    """The fault that the team reports within `ticks` ticks of 0.1 s, while no worker makes a step."""
     watch = _Watch(cells, team._start_threads(), PATIENCE)
     return next((fault for _ in range(ticks) if (fault := watch.tick(0.1)) is not None), None)
 
 
 class Clock:
-    """Replaces `machine.thread_state` by a thread that uses a fraction of a core."""
+    """Acts as `machine.thread_state` for a thread that uses a fraction of a core."""
 
     def __init__(self, is_ready: bool, fraction: float) -> None:
         self.is_ready, self.fraction, self.calls = is_ready, fraction, 0
@@ -61,7 +63,7 @@ class Clock:
 
 @pytest.fixture(params=["barrier", "rows"])
 def cells(request: pytest.FixtureRequest) -> Cells:
-    """The cells of a run in which worker 1 waits for nothing, and worker 0 for a cell that lets the worker continue."""
+    """The cells of a run in which worker 0 waits for a condition that is already true, and worker 1 waits for worker 0."""
     cells = make_cells(2, watermarks=[3, 8])
     cells.shared[GENERATION] = 5
     wait_for(cells, 1, AT_BARRIER, GENERATION, 5)
@@ -96,9 +98,8 @@ def test_a_deadlock_is_reported_at_once(team: Team) -> None:
     cells = make_cells(2, watermarks=[3])
     wait_for(cells, 0, FOR_ROWS, 0, 3)
     wait_for(cells, 1, AT_BARRIER, GENERATION, 0)
-    assert (
-        watched(team, cells, ticks=2) is None
-    )  # the first tick has no former steps; a worker may still move in the second
+    # The first tick has no earlier counts of steps to compare with, and a worker may still make a step before the second.
+    assert watched(team, cells, ticks=2) is None
     assert watched(team, cells, ticks=3) == (0, "is in a deadlock (waits for rows)")
 
 
@@ -113,9 +114,7 @@ def test_a_step_between_two_ticks_is_no_deadlock(team: Team) -> None:
 
 
 def starve(core: int) -> subprocess.Popen[bytes]:
-    """Let the team's threads run on one core, and only while no other thread wants this core. Start a process that always
-    wants it.
-    """
+    """Make the team's threads share one core with a new process that always wants the core and has a higher priority."""
     for thread in threading.enumerate():
         if thread.name.startswith("gemma_py-starved-"):
             assert thread.native_id is not None
@@ -130,7 +129,7 @@ def starve(core: int) -> subprocess.Popen[bytes]:
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux's scheduling class SCHED_IDLE")
 def test_a_busy_core_breaks_no_run() -> None:
-    """The workers get a core about once a second, which is many times the patience."""
+    """The workers get the core about once a second, which is many times the deadline."""
     with Team(3, deadline=0.1) as team:
         team.run(pass_barriers, 1)
         for thread in team._start_threads():
@@ -157,7 +156,7 @@ def test_a_worker_that_holds_others_up_is_reported(sleeps: bool) -> None:
 
 @kernel
 def spin_at(worker, workers, cells, gate, who, written):
-    """Worker `who` computes for ever, until gate[0] opens."""
+    """Worker `who` computes until gate[0] opens."""
     sync.enter(cells, worker, 1, 2)
     while worker == who and sync.load_acquire(gate, 0) == 0:
         pass

@@ -33,7 +33,7 @@ from gemma_py.weights.pack import PackedArrays
 from gemma_py.weights.tensors import StoredMatrix
 
 VARIANT = tiny.VARIANTS["gemma3"]
-# All arenas are used: codes with and without minimums, f32 and bfloat16.
+# The kinds of these matrices use all arenas: codes with and without minimums, f32 and bfloat16.
 KINDS = {"gate_proj": "Q8_0", "up_proj": "Q4_1", "q_proj": "BF16"}
 
 
@@ -44,7 +44,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache directory. Weights of any size and age are cached."""
+    """A cache directory in which weights of any size and age are stored."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_SMALLEST", 0)
     monkeypatch.setattr(store, "_FRESH", -1)
@@ -168,12 +168,12 @@ def test_a_checksum_sees_every_bit_and_every_exchange() -> None:
             seen.add(int(checksum(changed)))
     for i in range(56):
         changed = words.copy()
-        changed[i], changed[i + 8] = words[i + 8], words[i]  # both words belong to one lane of the checksum
+        changed[i], changed[i + 8] = words[i + 8], words[i]  # words i and i + 8 belong to one lane of the checksum
         seen.add(int(checksum(changed)))
     seen |= {int(checksum(some)) for some in (words[:56], np.zeros(8, np.uint64), np.zeros(16, np.uint64))}
     assert len(seen) == 1 + 64 * 64 + 56 + 3
     signs = words.copy()
-    signs[[3, 11]] ^= np.uint64(1 << 63)  # a checksum of products alone would not change
+    signs[[3, 11]] ^= np.uint64(1 << 63)  # a checksum that only multiplies would not notice this
     assert checksum(signs) != checksum(words)
 
 
@@ -185,7 +185,7 @@ def test_another_layout_is_left_alone(checkpoint: Path, folder: Path, monkeypatc
     assert bits(packed(checkpoint)) == expected
     (new,) = {path for path in folder.iterdir() if path.is_file()} - {old}
     assert old.read_bytes() == data
-    new.write_bytes(data)  # a file with the new name and the old layout
+    new.write_bytes(data)  # the new file name with the old layout
     with pytest.warns(GemmaWarning, match="packed again"):
         assert bits(packed(checkpoint)) == expected
     assert new.read_bytes() != data
@@ -195,7 +195,7 @@ LAYOUTS = {2: "d177a0675cadc806", 3: "65094b0097f50ed7"}
 
 
 def test_a_change_of_layout_has_a_new_number(checkpoint: Path, folder: Path) -> None:
-    """Old files must not be read in a new layout. After a change of the layout, raise LAYOUT and add its digest here."""
+    """A file must not be read in another layout. After a change of the layout, raise LAYOUT and add its digest here."""
     digest = hashlib.sha256(b"".join(bits(packed(checkpoint))[:3])).hexdigest()[:16]
     assert LAYOUTS[store.LAYOUT] == digest
 
@@ -231,7 +231,7 @@ def test_processes_that_pack_at_once(checkpoint: Path, folder: Path) -> None:
     expected = hashlib.sha256(b"".join(bits(packed(checkpoint)))).hexdigest()
     good = only(folder).read_bytes()
     shutil.rmtree(folder)
-    if CACHE is not None:  # use the kernels that are already compiled
+    if CACHE is not None:  # use the kernels that are compiled already
         (folder.parent / "kernels").symlink_to(CACHE.parent)
     command = [sys.executable, "-c", PROGRAM, str(checkpoint)]
     environment = child_environment()
@@ -262,7 +262,7 @@ def test_a_full_disk_is_done_without(
     if full == "at the start":
         usage = shutil.disk_usage(folder)._replace(free=store._MARGIN)
         monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage)
-        monkeypatch.setattr(store, "atomic_write", lambda _: pytest.fail("written into the margin"))
+        monkeypatch.setattr(store, "atomic_write", lambda _: pytest.fail("written although only the margin is free"))
     else:
 
         def refuse(*_: int) -> None:
@@ -302,13 +302,13 @@ def test_a_directory_that_others_may_write_is_not_used(
 ) -> None:
     expected = bits(packed(checkpoint))
     folder.chmod(0o777)
-    monkeypatch.setattr(store, "_mapped", lambda *_: pytest.fail("trusted"))
+    monkeypatch.setattr(store, "_mapped", lambda *_: pytest.fail("mapped a file of a directory that others may write"))
     with pytest.warns(GemmaWarning, match="other users may write"):
         assert bits(packed(checkpoint)) == expected
 
 
 def changed_in_place(path: Path) -> None:
-    """Change weights without changing the file's size and, as far as the owner can, its times."""
+    """Change weights, but not the file's size nor its modification time."""
     before = path.stat()
     tensor = open_checkpoint(path).tensors["blk.1.ffn_down.weight"]
     data = bytearray(path.read_bytes())
@@ -321,7 +321,7 @@ def changed_in_place(path: Path) -> None:
 
 def test_changed_weights_are_noticed(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = bits(packed(checkpoint))
-    time.sleep(0.05)  # longer than the clock of a file system takes to advance
+    time.sleep(0.05)  # longer than a tick of a file system's clock
     changed_in_place(checkpoint)
     after = bits(packed(checkpoint))
     assert after != before
@@ -340,7 +340,7 @@ def test_a_file_that_changed_just_now_is_not_remembered(
 def test_a_record_that_cannot_be_written_changes_nothing(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This happens when the disk becomes full after the weights were packed."""
+    """For example, the disk may become full after the weights were written."""
     expected = bits(packed(checkpoint))
     shutil.rmtree(folder / store.RECORDS)
     (folder / store.RECORDS).touch()
@@ -378,7 +378,7 @@ def test_what_a_killed_process_left_is_cleared_away(
     monkeypatch.setattr(paths, "_YOUNG", -1.0)
     left = kept.with_name(kept.name + ".abc.partial")
     left.touch()
-    with paths.atomic_write(kept) as file:  # another process that is still writing
+    with paths.atomic_write(kept) as file:  # another process is still writing
         kept.unlink()
         packed(checkpoint)
         assert not left.exists()

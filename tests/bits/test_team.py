@@ -1,4 +1,4 @@
-"""The worker team: synchronisation, faults and stalls. The team can be used again after each of them."""
+"""The worker team: synchronisation, faults and stalls. The team stays usable after each fault."""
 
 import contextlib
 import ctypes
@@ -67,7 +67,7 @@ def team() -> Iterator[Team]:
 
 
 def raised(team: Team, *args: Any, **options: Any) -> WorkerError:
-    """Return the error of a run that must fail and must not hang."""
+    """The error of a run that must fail and must not hang."""
     before = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         team.run(*args, phases=NAMES, **options)
@@ -97,11 +97,11 @@ def others() -> None:
 
 
 def team_threads() -> list[threading.Thread]:
-    """Return the worker threads that this test has started."""
+    """Worker threads that this test started."""
     return [t for t in threading.enumerate() if t.name.startswith("gemma_py-") and t not in _others]
 
 
-# --- Cells
+# --- cells ------------------------------------------------------------------------------------------------------------
 
 
 def test_atomics_do_what_their_names_say() -> None:
@@ -142,7 +142,7 @@ def test_shuffled_claims_are_a_permutation(tiles: int) -> None:
         assert sorted(_shuffled(cells, 2, tile, tiles) for tile in range(tiles)) == list(range(tiles))
 
 
-# --- Waits that hold
+# --- waits that hold --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
@@ -173,15 +173,15 @@ def test_rows_are_published_from_where_the_watermark_stands(team: Team) -> None:
     ids=lambda plan: f"{plan.omit}-{plan.omit_layer}-{plan.omit_phase}",
 )
 def test_negative_control_is_caught(team: Team, mutation: FaultPlan, expected: np.ndarray) -> None:
-    """Without a wait, the check of test_any_team_matches_one_worker must fail."""
+    """Without the wait or the order, the check of test_any_team_matches_one_worker must fail."""
     for seed in range(1, 300):
         plan = FaultPlan(**{**vars(mutation), "seed": seed})
         if not np.array_equal(passed(team, plan), expected):
             return
-    pytest.fail(f"nobody noticed: {mutation}")
+    pytest.fail(f"no seed shows a wrong result under {mutation}")
 
 
-# --- Waits that end
+# --- waits that end ---------------------------------------------------------------------------------------------------
 
 
 def check_fault(team: Team, plan: FaultPlan, expected: np.ndarray) -> None:
@@ -217,7 +217,7 @@ def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected
 )
 @pytest.mark.parametrize("fault", ["raise", "stall"])
 def test_fault_with_a_tile_in_hand_is_reported(phase: int, place: str, fault: str, expected: np.ndarray) -> None:
-    """A worker that is alone claims every tile. One of several workers may claim none, so the run is then repeated."""
+    """A worker alone claims every tile. One of several workers may claim none, so its run is repeated with other seeds."""
     with Team(1, deadline=DEADLINE) as alone:
         error = run_faulty(alone, FaultPlan(0, fault, 0, 1, phase, place))
         assert (error.worker, error.layer, error.phase) == (0, 1, phase)
@@ -270,7 +270,7 @@ def test_late_worker_cannot_disturb_later_runs(expected: np.ndarray) -> None:
         gate, written = np.zeros(1, np.int64), np.zeros(1, np.int64)
         error = raised(team, hold, gate, 2, written)
         assert (error.worker, error.layer, error.phase, error.settled) == (2, 1, 2, False)
-        assert len(team_threads()) == WORKERS  # the stalled worker still runs, and no new one has started
+        assert len(team_threads()) == WORKERS  # the stalled worker still runs, and no thread was added
         assert np.array_equal(passed(team, FaultPlan(seed=3)), expected)
         assert len(team_threads()) == WORKERS + 1
         gate[0] = 1
@@ -279,7 +279,7 @@ def test_late_worker_cannot_disturb_later_runs(expected: np.ndarray) -> None:
         until = time.monotonic() + GENEROUS
         while len(team_threads()) > WORKERS and time.monotonic() < until:
             time.sleep(0.01)
-        # The stalled worker continued, wrote to the array of the run in which it stalled, and ended.
+        # The stalled worker continued, wrote to its own run's array, and ended.
         assert written[0] == 1 and len(team_threads()) == WORKERS
 
 
@@ -290,7 +290,7 @@ def test_dead_thread_is_reported_and_replaced(team: Team, expected: np.ndarray) 
     kill = ctypes.pythonapi.PyThreadState_SetAsyncExc
     assert victim.ident is not None
     assert kill(ctypes.c_ulong(victim.ident), ctypes.py_object(SystemExit)) == 1
-    # The worker dies before, inside or after the kernel's call.
+    # The worker may die before, in or after the kernel.
     error = None
     try:
         passed(team)
@@ -316,7 +316,7 @@ except KeyboardInterrupt:
     assert "interrupted, and well" in run_python(script)
 
 
-# --- Life of a team
+# --- life of a team ---------------------------------------------------------------------------------------------------
 
 
 def run_python(script: str) -> str:
@@ -367,7 +367,7 @@ def test_several_python_threads_take_turns(team: Team, expected: np.ndarray) -> 
 
 
 def in_child(check: Any) -> None:
-    """Fork, and assert that check() holds in the child."""
+    """Fork, and assert that check() is true in the child."""
     with warnings.catch_warnings():
         # Newer versions of Python warn about forking a process with threads.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -406,7 +406,7 @@ def test_fork_in_the_middle_of_a_run(team: Team, expected: np.ndarray) -> None:
     team.run(work_slowly, 0)
     user = threading.Thread(target=team.run, args=(work_slowly, 20))
     user.start()
-    time.sleep(0.2)  # in the parent, the run holds the team's lock; the child must be able to take it
+    time.sleep(0.2)  # the run in the parent holds the team's lock, which the child must not wait for
     in_child(lambda: np.array_equal(passed(team), expected))
     user.join(GENEROUS)
     assert not user.is_alive() and np.array_equal(passed(team), expected)
@@ -457,13 +457,15 @@ def test_kernels_are_compiled_once(team: Team) -> None:
     assert len(forward.signatures) == 1
 
 
-# --- Arithmetic
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def flushing_to_zero() -> Iterator[None]:
-    """Set the flags in this thread: FTZ and DAZ of x86-64's MXCSR, which is the last word of the environment that glibc
-    saves, or FZ of ARM's FPCR, which is the first word.
+    """Flush subnormals to zero in this thread.
+
+    On x86-64, FTZ and DAZ are flags of MXCSR, the last word of glibc's saved environment. On ARM, FZ is a flag of FPCR,
+    the first word.
     """
     word, flags = (7, 0x8040) if platform.machine() == "x86_64" else (0, 1 << 24)
     libm, saved, changed = ctypes.CDLL("libm.so.6"), (ctypes.c_uint32 * 8)(), (ctypes.c_uint32 * 8)()
@@ -486,7 +488,7 @@ def test_flush_to_zero_is_noticed(expected: np.ndarray) -> None:
         passed(team)
         with Team(2) as other, flushing_to_zero():
             assert not is_ieee() and not specification_is_ieee()
-            # This team's threads were started before the mode changed.
+            # The threads of `team` started before the mode changed.
             assert np.array_equal(passed(team)[: LAYERS + 1], expected[: LAYERS + 1])
             with pytest.raises(WorkerError, match="flushes subnormals to zero"):
                 passed(other)

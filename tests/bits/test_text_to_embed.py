@@ -1,4 +1,4 @@
-"""The ids of a text to embed: the prompt of its task, and the tokens that the tokenizer puts before and after it."""
+"""The token ids of a text to embed: the prompt of its task, and the tokens that the tokenizer adds before and after."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ Changed = Callable[..., Path]
 
 @pytest.fixture
 def changed(embedding_folder: Path, tmp_path: Path) -> Changed:
-    """Return a copy of the model with other contents of JSON files. None removes a file."""
+    """Returns a copy of the model with other JSON files. None removes a file."""
 
     def copy(files: dict[str, object]) -> Path:
         folder = tmp_path / "changed"
@@ -102,7 +102,7 @@ def test_the_prompts_of_the_file_and_its_default(changed: Changed) -> None:
 
 
 def test_the_documented_prompts_without_a_file(changed: Changed) -> None:
-    """The names and texts are those of Google's conversion script for sentence-transformers."""
+    """Names and texts are from Google's conversion script for sentence-transformers."""
     documented = {
         "query": "task: search result | query: ", "document": "title: none | text: ",
         "BitextMining": "task: search result | query: ", "Clustering": "task: clustering | query: ",

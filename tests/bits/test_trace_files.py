@@ -42,7 +42,7 @@ def test_a_trace_and_back(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("verify", TINY, "--threads", 3, "--chunks", "5", "--tokens", 96, "--against", path)
     assert (code, out.splitlines()[-1]) == (0, f"Every phase has the bits of {path}.")
     code, out, _ = run("verify", TINY, "--threads", 1, "--chunks", 50, "--reference", 0, "--json", "--against", path)
-    # Compare as many tokens as the trace has.
+    # Compares as many tokens as the trace has.
     assert (json.loads(out)["tokens"], json.loads(out)["against"]) == (96, {"equal": True, "difference": None})
 
 
@@ -64,7 +64,7 @@ def test_a_tampered_trace_is_located(run: Run, tmp_path: Path, traced: dict[str,
 def test_a_machine_with_other_arithmetic_is_located_by_its_trace(
     monkeypatch: pytest.MonkeyPatch, traced: dict[str, Any]
 ) -> None:
-    """All runs on that machine agree with each other, and differ from the trace."""
+    """The runs on this machine agree with each other, but differ from the trace."""
     tamper(monkeypatch, before=repacked(changed_gain(1, "middle", 1)))
     with gemma_py.load(TINY, threads=2) as engine:
         made = trace_file.trace_document(engine, traced["tokens"])

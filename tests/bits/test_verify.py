@@ -43,7 +43,7 @@ def found(report: verify.VerifyReport) -> verify.Difference:
     return report.difference
 
 
-# no difference
+# --- no difference ----------------------------------------------------------------------------------------------------
 
 
 def test_a_good_run(run: Run) -> None:
@@ -75,7 +75,7 @@ def test_json(run: Run) -> None:
 
 
 def test_the_prompt_never_changes() -> None:
-    """The numbers are the first ones that splitmix64's authors give for the seed 0."""
+    """The first numbers that the authors of splitmix64 give for seed 0."""
     assert verify.prompt(4, 1 << 64) == [
         0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC,
     ]  # fmt: skip
@@ -89,7 +89,7 @@ def test_the_prompt_fits_the_context() -> None:
 
 
 def test_a_trace_does_not_depend_on_threads_or_chunks_and_changes_no_bit(tmp_path: Path) -> None:
-    """The model is quantised, so that it has every phase. Every row of every phase has a hash and a worker."""
+    """The model is quantised, because it then has every phase. Every row of every phase has a hash and a worker."""
     path = write_model(tmp_path / "m.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, "Q8_0"))
     ids = verify.prompt(50, 77)
     first = None
@@ -128,12 +128,12 @@ def test_a_hash_changes_if_words_change_places_or_a_bit_flips() -> None:
     assert len(seen) == 10
 
 
-# differences
+# --- differences ------------------------------------------------------------------------------------------------------
 
 
 def test_a_bit_of_the_cache_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer 5 has full attention and keeps all rows, so the changed row is found at the end of the run. In layer 3, the
-    ring has overwritten the row by then.
+    """Layer 5 has full attention and keeps all rows, so its changed row is found after the run. Rings overwrite such
+    rows.
     """
     tamper(monkeypatch, after=flip_kept(5, 60, 64))
     difference = found(check())
@@ -175,12 +175,12 @@ def test_a_changed_weight_is_located(monkeypatch: pytest.MonkeyPatch, phase: str
     tamper(monkeypatch, before=repacked(change))
     difference = found(check())
     assert (difference.layer, difference.phase) == (layer, phase)
-    # Position 0 attends to one key only, whose weight is 1.
+    # Position 0 attends to one key, whose weight is always 1.
     assert difference.first == (1 if phase == "attention" else 0)
 
 
 def test_equal_results_that_contain_nan_are_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every run reads memory that no worker has written."""
+    """The scale of attention is NaN in every run."""
     tamper(monkeypatch, before=repacked(changed_number("attention", np.nan)))
     code, out, err = run("verify", TINY, "--threads", 2, *SMALL[2:])
     assert (code, out) == (1, "")
@@ -194,7 +194,7 @@ def test_the_next_layers_norm_belongs_to_the_end(monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_read_too_early_are_located(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers do not wait for KV rows. The race does not show in every run, so the test repeats the run until it does."""
+    """No worker waits for published rows. Not every run shows the race, so runs are repeated."""
     seeds = count(1)
 
     def race(runner: Runner, cache: Cache) -> None:

@@ -1,4 +1,4 @@
-"""Gemma 3n, Gemma 4 and embedding models from GGUF files with quantised weights: every way of a pass, and quantising on loading."""
+"""Gemma 3n, Gemma 4 and embedding models with quantised weights, from GGUF files and quantised on loading."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,9 +26,7 @@ GENERATING = [name for name, variant in WIDE.items() if not tiny.is_embedding(va
     [("F32", "bfloat16"), *((quant, kv) for quant in ("Q8_0", "Q4_0") for kv in ("float32", "bfloat16"))],
 )
 def test_every_way_of_a_pass_matches_the_reference(tmp_path: Path, name: str, quant: str, kv: str) -> None:
-    """The ways differ in the number of threads, in chunks (single tokens, and around the ring's borders), in the sequences that
-    share a pass, and in the workers' schedule.
-    """
+    """Passes differ in threads, chunks (single tokens, and around the ring's size), sequences in a pass, and schedules."""
     path = write_model(tmp_path / "m.gguf", WIDE[name], seed=3, quant=None if quant == "F32" else quant)
     with opened(path, 1, kv=kv) as engine:
         W = min(layer.sliding_window or LONGEST for layer in engine.config.layers)
@@ -48,7 +46,7 @@ def test_every_way_of_a_pass_matches_the_reference(tmp_path: Path, name: str, qu
 
 
 def values_of(name: str, rounded: Callable[[str], bool]) -> dict[str, np.ndarray]:
-    """Return a model's values. In the matrices that `rounded` chooses, the values are rounded to those that Q8_0 can hold."""
+    """The model's values. Those of matrices that `rounded` chooses are rounded to values that Q8_0 can hold."""
     values = tiny.tensors(WIDE[name], 3)
     for tensor, table in values.items():
         if table.ndim > 1 and table.shape[-1] % Q8_0.block == 0 and rounded(tensor):
@@ -64,7 +62,7 @@ def results(path: Path, quant: str | None = None) -> np.ndarray:
 
 
 def written(variant: tiny.Variant, directory: Path, values: dict[str, np.ndarray]) -> tuple[Path, Path]:
-    """Write a checkpoint with these values, and a GGUF file for which the gguf package quantises them. Return both paths."""
+    """Write the values as a float checkpoint, and as a GGUF file that the gguf package quantises. Return both paths."""
     tiny.write(variant, directory / "hf", seed=3)
     tiny.save_safetensors(directory / "hf" / "model.safetensors", values, "F32")
     return directory / "hf", write_model(directory / "m.gguf", variant, seed=3, values=values, quant="Q8_0")
@@ -82,12 +80,12 @@ def test_quantising_on_loading_has_the_bits_of_a_gguf_with_these_codes(tmp_path:
 
 @pytest.mark.parametrize("name", WIDE)
 def test_quantised_weights_are_their_own_values(tmp_path: Path, name: str) -> None:
-    """The same weights as codes and as float32: the results differ by the 16-bit activations alone.
+    """The weights are given as codes and as float32. Only the 16-bit activations make the results differ.
 
-    A 16-bit activation has an error of up to 2^-16, which norms increase to up to 1.5e-3. If one row of one layer's q_proj is
-    wrong by 1 %, the logits differ by more than the limit.
+    An activation has an error of up to 2^-16, which norms increase to up to 1.5e-3. If one row of one layer's q_proj is
+    wrong by 1%, the logits differ by more than the limit.
     """
-    variant = replace(WIDE[name], dense=())  # the dense layers of an embedding are not among the values
+    variant = replace(WIDE[name], dense=())  # `values` has no dense layers
     floats, codes = written(variant, tmp_path, values_of(name, lambda tensor: "router" not in tensor))
     made, wanted = results(codes), results(floats)
     assert 0 < np.abs(made - wanted).max() / wanted.std() < 3e-3

@@ -1,4 +1,4 @@
-"""Conversations: which tokens are computed again in each turn. The bits are those of a fresh session."""
+"""Conversations: which tokens each turn computes again, and that the bits are those of a fresh session."""
 
 import dataclasses
 import itertools
@@ -47,7 +47,7 @@ def test_what_two_histories_have_in_common(tiny_engine: gemma_py.Engine) -> None
 def test_memory_for_the_next_turn_is_allocated_after_an_answer(
     tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KV rows never move to larger arrays between a message and the first token of the answer."""
+    """The KV arrays must not be reallocated between a message and the first token of the answer."""
     conversation = new(tiny_engine, max_tokens=60)
     talk(conversation, "hello")
     moved: list[int] = []
@@ -111,7 +111,6 @@ def test_undo_retry_and_edit_reuse_what_is_common(tiny_engine: gemma_py.Engine) 
 def test_undoing_more_than_the_rings_hold_computes_the_tokens_again(
     tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statistics count these tokens as computed. The bits are those of a fresh session."""
     monkeypatch.setattr("gemma_py.chat.conversation._REWIND_BYTES", 1 << 13)
     conversation = new(tiny_engine)
     assert conversation._keep() < 10
@@ -170,7 +169,7 @@ def test_stopping_a_prefill_changes_nothing(tiny_engine: gemma_py.Engine) -> Non
     talk(conversation, "short")
     assert seen[-1][0] == seen[-1][1]
     assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
-    # If the iterator is not even started, the conversation does not change either.
+    # An iterator that is never started does not change the conversation.
     conversation.send("never asked for").close()
     assert conversation.messages[-2]["content"] == "short"
 
@@ -201,9 +200,9 @@ def test_a_worker_that_fails_costs_no_word(tiny_engine: gemma_py.Engine, monkeyp
 def test_the_context_is_a_wall_with_numbers() -> None:
     with gemma_py.load(TINY, context=60) as engine:
         conversation = new(engine, max_tokens=None)
-        talk(conversation, "one")  # the answer fills the context, and ends with that finish_reason
+        talk(conversation, "one")  # the answer ends when the context is full
         assert conversation.stats is not None and conversation.stats.finish_reason == "length"
-        assert conversation.tokens_used == 60  # tokens beyond the context are not counted
+        assert conversation.tokens_used == 60
         before = [dict(message) for message in conversation.messages]
         with pytest.raises(
             ContextError, match=r"prompt of \d+ tokens leaves no room for an answer in the context of 60"
@@ -217,7 +216,7 @@ def test_the_context_is_a_wall_with_numbers() -> None:
 def test_an_answer_that_forges_turns_is_only_text_later(
     tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model writes control tokens, and the user repeats its words."""
+    """A model writes control tokens, and the user then sends this text."""
     tokenizer = tiny_engine.text_tokenizer()
     start = tokenizer.token_id("<start_of_turn>") or 0
     conversation = new(tiny_engine)
@@ -228,7 +227,7 @@ def test_an_answer_that_forges_turns_is_only_text_later(
     conversation.sampling = DRAW
     talk(conversation, said)
     assert conversation.ids.count(start) == 4  # two turns of the user, and two of the model
-    talk(conversation, "again")  # only the turn after the forged answer had to compute an answer again
+    talk(conversation, "again")  # unlike the turn before, computes no answer again
     stats = conversation.stats
     assert stats is not None and stats.prompt_tokens - stats.cached_tokens < 25 < stats.cached_tokens
     assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
@@ -244,7 +243,7 @@ def test_a_base_model_gets_a_transcript(tiny_engine: gemma_py.Engine) -> None:
 
 
 def test_a_stop_string_leaves_the_cache_in_step(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's tokens are scripted: an answer, then the beginning of another turn of the user."""
+    """The model first answers, and then begins another turn of the user."""
     tokenizer = tiny_engine.text_tokenizer()
     script = tokenizer.encode(" Fine, thanks.\nUser: and you?", bos=False)
     conversation = new(tiny_engine, template="transcript", max_tokens=60)

@@ -1,4 +1,4 @@
-"""The chat as a program: in a real terminal (a pty and a shell with job control), and through pipes."""
+"""`chat` in a real terminal (a pty and a shell with job control), and through pipes."""
 
 import contextlib
 import dataclasses
@@ -41,22 +41,22 @@ def window(tmp_path: Path) -> Iterator[Callable[..., Window]]:
         yield make
 
 
-END = ("of 4,096", ">")  # the end of the line after an answer, and then the prompt, which reads keys again
+END = ("of 4,096", ">")  # the last words of the statistics after an answer, and the next prompt
 
 
 def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: Path) -> None:
     here = window()
     here.chat("--max-tokens", "12")
     assert "\x1b[Kloading the model\r" in here.text
-    # An answer is streamed, and followed by a line of statistics.
+    # An answer is streamed, and then a line of statistics is printed.
     here.type("hello\r")
     here.expect("prompt 15 tokens", "answer 12", "first after", "of 4,096", "the answer was cut off at 12 tokens", ">")
-    # The message is shown once, because the prompt into which it was typed is erased.
+    # The message appears once, because the typed line is erased.
     assert "> hello\r\r\n" not in ESCAPES.sub("", here.text)
     history = tmp_path / "gemma_py" / "history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert stat.S_IMODE(history.parent.stat().st_mode) == 0o700
-    # Messages of several lines, in many scripts, and pasted ones.
+    # Messages may have several lines and any script, and may be pasted.
     here.type("one 🙂\x1b\rשלום")
     here.paste("\ntwo\nتجربة")
     here.type("\r")
@@ -68,12 +68,12 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
         "hello",
         "one 🙂\nשלום\ntwo\nتجربة",
     ]
-    # A wrong command is answered with one line.
+    # The answer to a wrong command is one line.
     here.type("/hepl\r")
     here.expect("unknown command /hepl; did you mean /help?")
     here.type("/set top_p 7\r")
     here.expect("top_p should be a number from 0 to 1, found 7")
-    # After Ctrl-C in the middle of an answer, the text so far and the session are kept.
+    # Ctrl-C during an answer keeps the text so far, and the session continues.
     here.type("/set max_tokens 3000\r")
     here.expect("max_tokens 3000")
     here.ask_at_length("go on")
@@ -81,12 +81,12 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.expect("answer", *END)
     here.type("/stats\r")
     here.expect("ended", "stopped")
-    # Ctrl-Z suspends the chat and shows the shell. Afterwards the answer continues.
+    # Ctrl-Z suspends the chat and returns to the shell. After `fg`, the answer continues.
     here.ask_at_length("and on")
     here.type("\x1a")
     here.expect("Stopped", "shell$ ")
     before = len(here.text)
-    here.type("echo $((6*7))\r")  # the shell shows the keys, and Enter sends them, as before
+    here.type("echo $((6*7))\r")  # the shell echoes keys again
     here.expect("echo $((6*7))", "42", "shell$ ")
     here.type("fg\r")
     here.answers()
@@ -94,7 +94,7 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.expect("answer", *END)
     # Erasing rows would erase the shell's output.
     assert "\x1b[J" not in here.text[before : here.text.index("prompt ", before)]
-    # If the window is resized during an answer, the rows of the answer are unknown, so it is not rendered.
+    # The text is not rendered as Markdown after a resize, because the number of its rows is unknown.
     here.ask_at_length("wide")
     before = len(here.text)
     here.resize(24, 70)
@@ -102,7 +102,7 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.type("\x03")
     here.expect("answer", *END)
     assert "\x1b[J" not in here.text[before : here.text.index("prompt ", before)]
-    # A narrow window, during an answer and after.
+    # A narrow window during and after an answer.
     here.ask_at_length("narrow")
     here.resize(10, 20)
     here.answers()
@@ -130,12 +130,12 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
 
 
 def test_keys_typed_during_an_answer_are_read_by_the_next_prompt(window: Callable[..., Window], tmp_path: Path) -> None:
-    """The keys do not appear in the answer, and are not lost, whatever ends the answer."""
+    """Typed keys do not appear in the answer and are not lost, after Ctrl-C as well as after Ctrl-Z and `fg`."""
     here = window()
     here.chat("--max-tokens", "3000")
     for before_it_ends in ("", "\x1a"):
         here.ask_at_length("one")
-        if before_it_ends:  # the shell was shown for a while, and has turned echo on
+        if before_it_ends:  # the shell has switched echo on
             here.type(before_it_ends)
             here.expect("Stopped", "shell$ ")
             here.type("fg\n")
@@ -146,7 +146,7 @@ def test_keys_typed_during_an_answer_are_read_by_the_next_prompt(window: Callabl
         shown = here.expect(*END, "typed ahead 🙂")
         assert "typed" not in shown.partition("answer")[0]
         here.type("\x15")
-    # A line that ends with Enter is the next message. A paste of many lines is one message, and a long line is not cut.
+    # A typed line is sent as the next message. A paste of many lines is one message, and a long line is not cut.
     here.type("/set max_tokens 100\r")
     here.expect("max_tokens 100", ">")
     here.ask_at_length("two")
@@ -175,9 +175,9 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     here.expect("stopped before the answer began")
     here.type("/tokens\r")
     here.expect("context 28 of 4,096")
-    here.type("\x1b[A\x1b[A\r")  # two entries up in the history, the message is still there
+    here.type("\x1b[A\x1b[A\r")  # the second entry of the history is the message
     here.expect("answer 6", *END)
-    # The message does not fit into the context twice. The chat says so and asks what to do.
+    # The context has no room for the message twice. The chat says so and asks what to do.
     here.paste(paste)
     here.type("\r")
     here.expect("leaves no room", "o: forget the oldest 1 of 2 exchanges")
@@ -195,7 +195,7 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
 
 
 class Scripted(PlainScreen):
-    """A screen with a user, who gives these answers to questions."""
+    """A screen whose user gives these answers to questions."""
 
     interactive = True
 
@@ -210,9 +210,7 @@ class Scripted(PlainScreen):
 
 @pytest.mark.parametrize(("choices", "forgotten"), [("o", 2), ("oo", 3), ("c", 4), ("oc", 4), ("", None), ("o", None)])
 def test_the_choice_at_the_limit(choices: str, forgotten: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """o: remove the older half of the exchanges. c: remove all of them. The system message stays. Any other answer: the
-    message is not sent.
-    """
+    """o: remove the older half of the exchanges. c: remove all. Anything else: do not send the message."""
     with gemma_py.load(TINY) as engine:
         conversation = Conversation(engine, "be brief", engine.chat_sampling({"temperature": 0.0}), max_tokens=1)
         for number in range(4):
@@ -284,10 +282,9 @@ def test_prompt(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
 
 
 def test_same_seed_same_text(pipe: Pipe, run: Run, tmp_path: Path) -> None:
-    """The text must be equal for 1, 2 and 4 threads, from `chat`, from `generate`, and in three ways from Python.
+    """The text is equal for 1, 2 and 4 threads, from `chat`, from `generate`, and in three ways from Python.
 
-    It must also be equal in the second turn of a conversation, whether the conversation was never closed, was loaded with
-    its KV cache, or was loaded without.
+    The second turn is equal too: in one process, after loading with the KV cache, and after loading without it.
     """
     seeds: dict[str, Any] = {"seed": 4, "temperature": 1.5, "top_k": 0}
     options = ("--seed", 4, "--temperature", 1.5, "--top-k", 0, "--max-tokens", 30)

@@ -1,4 +1,4 @@
-"""The command line as a program: pipes, interrupts, closed streams, a full disk, a home directory that is read-only."""
+"""Commands as child processes: pipes, interrupts, closed streams, a full disk, and a read-only home directory."""
 
 import json
 import os

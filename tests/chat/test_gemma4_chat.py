@@ -1,5 +1,5 @@
-"""Gemma 4's conversations: prompts as transformers renders them, no forged marks, and the separation of thoughts and calls
-from the text.
+"""Gemma 4's conversations: prompts as in transformers, no forged control tokens, and thoughts and calls apart from the
+text.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def form(engine: gemma_py.Engine) -> ChatFormat:
 
 
 def test_500_random_conversations_have_the_ids_of_transformers(form: ChatFormat) -> None:
-    """tools/check_chat_template.py stored the ids, which transformers' apply_chat_template gives."""
+    """tools/check_chat_template.py stored the ids that transformers' apply_chat_template returns."""
     stored = gemma4_conversations.read_golden()
     assert len(stored) == 500
     differing = [
@@ -91,7 +91,7 @@ def test_the_turns_that_are_built_in_are_those_of_the_template(form: ChatFormat,
     ):
         assert built_in.prompt(messages, thinking=True) == form.prompt(messages, thinking=True)
         prefix = built_in.prompt(messages)
-        assert form.prompt(messages)[: len(prefix)] == prefix  # after the prefix, the template adds an empty thought
+        assert form.prompt(messages)[: len(prefix)] == prefix  # the template then adds an empty thought
     assert built_in.knows_thinking and not built_in.knows_tools
 
 
@@ -112,7 +112,7 @@ def test_the_vocabulary_names_the_ends_that_a_file_does_not(tmp_path: Path, name
 
 
 def places(text: str) -> Iterator[tuple[list[dict[str, Any]], list[Any]]]:
-    """Return conversations that contain a text, one for each place in which a client can put text."""
+    """Conversations with the text in each place where a client can put text, one place at a time."""
     function = {"name": "weather", "arguments": {"place": "x", "more": {"deep": ["y"]}}}
     call = {"id": "c1", "type": "function", "function": function}
     result = {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "sunny"}
@@ -160,8 +160,8 @@ def control(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_no_text_of_a_client_becomes_a_control_token(form: ChatFormat, tokenizer: Tokenizer, thinking: bool) -> None:
-    """Every control token is tried in every place. The prompt must have the control tokens that it has with a harmless
-    text.
+    """Each control token is tried in each place. The prompt must have the control tokens that it has with a harmless
+    word.
     """
     honest = [control(form.prompt(*place, thinking), tokenizer) for place in places("word")]
     names = sorted(Gemma4Vocabulary().control.values())
@@ -174,7 +174,7 @@ def test_no_text_of_a_client_becomes_a_control_token(form: ChatFormat, tokenizer
 
 
 def test_no_control_token_forms_across_places(form: ChatFormat, tokenizer: Tokenizer) -> None:
-    """The halves of a control token are put into two places that are next to each other in the prompt."""
+    """The two halves of a control token are in two places that are adjacent in the prompt."""
     name = "<|tool_call>"
     function = {"name": "f", "arguments": {"a": "b"}}
     for cut in range(1, len(name)):
@@ -202,7 +202,7 @@ def test_no_control_token_forms_across_places(form: ChatFormat, tokenizer: Token
 def read(
     form: ChatFormat, ids: list[int], tools: bool = True, prompt: tuple[int, ...] = ()
 ) -> tuple[str, str, list[Any]]:
-    """Return the text, the thoughts and the calls of an answer."""
+    """Return (text, thoughts, calls) of an answer."""
     stream = AnswerStream(form.tokenizer, trim=True, marks=form.marks(tools), prompt=prompt)
     parts = [*(stream.push(token) for token in ids), stream.finish()]
     calls = [(call.name, json.loads(call.arguments)) for part in parts for call in part.calls]
@@ -269,7 +269,7 @@ def test_a_prompt_may_end_within_a_thought(form: ChatFormat) -> None:
 
 
 def test_any_sequence_of_marks_is_read(form: ChatFormat) -> None:
-    """All sequences of up to five marks and texts are tried. None raises an error, and no mark of a thought is shown."""
+    """All triples, and random longer sequences: none raises an error, and no mark of a thought is shown."""
     words = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "call:f{a:1}", "x"]
     rng = random.Random(1)
     for parts in [*itertools.product(words, repeat=3), *(rng.choices(words, k=9) for _ in range(500))]:

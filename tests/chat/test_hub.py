@@ -1,5 +1,5 @@
-"""Models of the Hugging Face hub, tested without network: with a cache in huggingface_hub's layout, and with its
-exceptions.
+"""Models of the Hugging Face hub, tested without network: the cache has huggingface_hub's layout, and exceptions are
+its own.
 """
 
 import os
@@ -28,7 +28,7 @@ GGUFS = ["a-Q4_K_M.gguf", "a-Q8_0.gguf", "big/b-00001-of-00002.gguf", "big/b-000
 
 
 def lay_out(cache: Path, repository: str, files: dict[str, bytes], revision: str = "main") -> Path:
-    """Write a downloaded snapshot: contents in blobs, file names as links, and the commit to which the branch points."""
+    """Write a downloaded snapshot: blobs, links to them, and a ref with the commit."""
     folder = cache / f"models--{repository.replace('/', '--')}"
     snapshot = folder / "snapshots" / SHA
     for number, (name, data) in enumerate(files.items()):
@@ -48,14 +48,14 @@ TINY_FILES = {file.name: file.read_bytes() for file in TINY.iterdir()}
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """huggingface_hub's cache, in a temporary directory and without network."""
+    """huggingface_hub's cache in a temporary directory, with network access forbidden."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, given: BaseException | list[str]) -> None:
-    """Replace what the hub says about any repository."""
+    """Replace the hub's answer for every repository: an error, or a list of files."""
 
     def model_info(repository: str, **options: Any) -> Any:
         if isinstance(given, BaseException):
@@ -66,7 +66,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, given: BaseException | list[str]) ->
 
 
 def error(name: str, text: str = "") -> Exception:
-    """Return an exception of huggingface_hub, which normally needs an HTTP response."""
+    """An exception of huggingface_hub. Its constructor would need an HTTP response."""
     kind = getattr(errors, name)
     made: Exception = kind.__new__(kind)
     made.args = (text,)
@@ -159,7 +159,7 @@ def test_files_from_the_cache(cache: Path) -> None:
 
 
 def test_variables_of_the_library(tmp_path: Path) -> None:
-    """The commands run as programs. HF_HOME says where the cache is, and HF_HUB_OFFLINE forbids network access."""
+    """Commands run as child processes. HF_HOME names the cache, and HF_HUB_OFFLINE forbids network access."""
     lay_out(tmp_path / "hub", "owner/tiny", TINY_FILES)
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment.pop("HF_HUB_CACHE", None)
@@ -233,7 +233,7 @@ def test_errors_are_one_line(
         resolve("hf:owner/model")
     assert str(caught.value).startswith("hf:owner/model: ") and "\n" not in str(caught.value)
 
-    # A repository may be listed but not read. Then the download fails with the same error.
+    # A repository may be listed although its files may not be read. The download then fails with the same error.
     def download(*_: object, **options: Any) -> str:
         raise make()
 

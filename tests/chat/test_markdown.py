@@ -1,4 +1,4 @@
-"""Streamed Markdown on a simulated terminal: no text is lost or left over, whatever the pieces and the width."""
+"""Streamed Markdown in a simulated terminal: no text is lost or left over, for any pieces and any width."""
 
 import io
 import random
@@ -44,8 +44,8 @@ def f(x):
 
 
 class Rows:
-    """A simulated terminal, which wraps lines, moves the cursor up and erases rows. It keeps all rows, also those that have
-    scrolled away.
+    """A simulated terminal, which wraps lines, moves the cursor up and erases rows. Rows that scroll out of view are
+    kept.
     """
 
     def __init__(self, width: int) -> None:
@@ -109,7 +109,7 @@ def test_rendered_where_that_is_sure() -> None:
         assert raw not in page
     for kept in ("<b>not</b> HTML", "https://example.org/there", "there.png", "not-a-reference", "**never closed", "•"):
         assert kept in page
-    assert "more than once.\nSecond line" in re.sub(r"\n(?!Second)", " ", page)  # line breaks of the model are kept
+    assert "more than once.\nSecond line" in re.sub(r"\n(?!Second)", " ", page)  # the model's line breaks are kept
 
 
 @pytest.mark.parametrize(

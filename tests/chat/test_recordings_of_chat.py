@@ -1,4 +1,4 @@
-"""The chat in the README and the snippet in docs/python.md show what the demo model and the tiny model give."""
+"""The chat in README.md and the snippet in docs/python.md show the output of the demo model and the tiny model."""
 
 import itertools
 import subprocess
@@ -11,7 +11,7 @@ from repository import ROOT, child_environment
 
 
 def test_the_chat_of_the_readme() -> None:
-    """Messages are piped in. Figures of speed are not compared, because they differ from run to run."""
+    """Speeds are not compared, because they differ from run to run."""
     lines = recording("README.md", "chat")
     said = [line.removeprefix("> ") for line in lines if line.startswith("> ")]
     answers = [line for before, line in itertools.pairwise(lines) if before.startswith("> ") and "/" not in before]

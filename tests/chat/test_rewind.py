@@ -1,4 +1,4 @@
-"""Sessions that rewind: the same bits as a fresh session."""
+"""A session that was rewound gives the bits of a fresh session."""
 
 import itertools
 import random
@@ -15,9 +15,7 @@ from gemma_py.errors import InputError, WorkerError
 @pytest.mark.parametrize("name", ["gemma1-multi-query", "gemma2-no-caps", "gemma3", "gemma3-multi-query"])
 @pytest.mark.parametrize("kv", ["float32", "bfloat16"])
 def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], name: str, kv: str) -> None:
-    """A session is prefilled and rewound at random. Rows that must not be read are NaN. The result must have the bits of
-    one prefill.
-    """
+    """Random prefills and rewinds give the bits of one prefill. Rows that must not be read are NaN."""
     rng = random.Random(name)
     with gemma_py.load(checkpoints[name], threads=2, kv=kv) as engine:
         engine.instruments.poison = True
@@ -45,7 +43,7 @@ def test_a_rewound_session_matches_a_fresh_one(checkpoints: dict[str, Path], nam
 
 
 def test_reallocated_rings_keep_their_rows(checkpoints: dict[str, Path]) -> None:
-    """Rings that have wrapped around are reallocated for a larger chunk."""
+    """The rings have wrapped around before a larger chunk makes them grow."""
     ids = [number % 96 for number in range(128)]
     with gemma_py.load(checkpoints["gemma3"]) as engine:
         engine.instruments.poison = True
@@ -75,7 +73,7 @@ def test_keep_is_what_a_session_can_go_back(checkpoints: dict[str, Path]) -> Non
 def test_a_failed_pass_does_not_overwrite_rows_that_rewind_needs(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until it fails, the pass writes only to rows of the ring that are no longer needed."""
+    """The pass writes only to rows of the ring that no rewind needs."""
     with gemma_py.load(checkpoints["gemma3"]) as engine:
         session = engine.session(keep=10)
         session.prefill(list(range(60)), chunk=1)

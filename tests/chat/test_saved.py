@@ -49,7 +49,7 @@ def test_a_loaded_conversation_goes_on_with_the_same_bits(told: tuple[Conversati
 
 
 def test_undone_messages_are_not_saved(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:
-    """The file contains neither their words, nor their ids, nor their keys and values."""
+    """The file contains neither their text, nor their ids, nor their KV rows."""
     path = tmp_path / "c"
     for take_back in (Conversation.undo, Conversation.clear):
         conversation = new(tiny_engine)
@@ -87,7 +87,7 @@ def test_an_empty_conversation_is_saved_too(tiny_engine: gemma_py.Engine, tmp_pa
 
 
 def test_another_model_is_refused(told: tuple[Conversation, Path], tmp_path: Path) -> None:
-    """The models differ by one bit of one weight, or in the type of the KV cache. The KV rows would be wrong in both cases."""
+    """Another model may differ in one bit of one weight. Another type of KV cache is refused too."""
     _, path = told
     shutil.copytree(TINY, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
@@ -152,8 +152,7 @@ def test_any_reader_of_safetensors_reads_a_saved_conversation(told: tuple[Conver
     assert (metadata["format"], metadata["version"], metadata["kv"]) == ("gemma_py conversation", "3", "float32")
 
 
-# Each child process saves again and again and is killed at a random moment. Then the test looks at what is left of the
-# file.
+# A child process saves again and again until it is killed at a random moment. Then the file must be readable.
 KILLED = """
 import contextlib, os, random, signal, sys, time
 from pathlib import Path
@@ -162,7 +161,7 @@ model, told, folder, kills = sys.argv[1:]
 target, rng = Path(folder) / "talk", random.Random(1)
 with gemma_py.load(model, threads=1) as engine:
     conversation = gemma_py.Conversation.load(engine, told)
-    conversation.stop = ("x" * 1_000_000,)  # so that most of the time goes into writing
+    conversation.stop = ("x" * 1_000_000,)  # so long that writing takes most of the time
 
     def save(kill, number):
         conversation.max_tokens = 1 + kill * 1_000_000 + number
@@ -175,7 +174,7 @@ with gemma_py.load(model, threads=1) as engine:
     ids, digest = conversation.ids, conversation.kv_digest()
     kill, before, changed = 0, 0, 0
     unfinished = lambda: len(list(Path(folder).glob("*.partial")))
-    # So many, and on (within reason) until some came while a file was written, and some after.
+    # Kill `kills` children, and then more until 3 kills came while a file was written and 3 after a new file was there.
     while kill < int(kills) or (min(changed, unfinished()) < 3 and kill < 10 * int(kills)):
         kill += 1
         child = os.fork()
@@ -184,7 +183,7 @@ with gemma_py.load(model, threads=1) as engine:
                 os.write(begin, b".")
                 save(kill, number)
         for _ in range(rng.randint(1, 3)):
-            os.read(begun, 1)  # however slow the machine is, the child is at it
+            os.read(begun, 1)  # the child has begun to save
         time.sleep(rng.uniform(0, took))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -212,7 +211,8 @@ def killed_while_saving(told: Path, folder: Path, kills: int) -> str:
 def test_killed_while_saving_leaves_the_old_file_or_the_new(told: tuple[Conversation, Path], tmp_path: Path) -> None:
     said = killed_while_saving(told[1], tmp_path, 20)
     kills, writing, changed = map(int, re.findall(r"\d+", said))
-    # Otherwise the kills came too early or too late to prove anything.
+    # Some kills must come while a file is written, and some after a new file is there. Otherwise the test proves
+    # nothing.
     assert kills >= 20 and writing >= 3 and changed >= 3
 
 

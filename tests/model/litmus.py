@@ -1,17 +1,17 @@
-"""The waits of gemma_py/runtime/sync.py as litmus tests for weak_memory.py, and the mutations that it must find."""
+"""Litmus tests for the waits in gemma_py/runtime/sync.py, and the mutations that weak_memory.py must find."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 
 from weak_memory import ACQUIRE, MODELS, RELEASE, Access, Thread, drop, explore, fetch_add, load, store, weaken
 
-# The atomic operations of sync.py in the order of the source, by function, and the access of the litmus tests that stands for
-# each. A reason in place of an access says why no outcome depends on the operation's order.
-FLAG = "a flag without data: whoever reads it early or late only continues or stops a moment earlier or later"
-OWN = "only the team reads this cell, tick after tick, and a tick takes a lock"
+# For each function of sync.py: its atomic operations in the order of the source. Each entry is the name of an access in
+# the litmus tests, or the reason why the order of this operation cannot matter.
+FLAG = "a flag that guards no data: a worker that sees the flag later only stops later"
+OWN = "only the thread that watches the workers reads this cell; it does so periodically, and takes a lock each time"
 TEST = "fault injection of tests, constant during a run"
 COUNT = (
-    "only the atomic addition matters: rows are handed over by barriers and marks (protocol.pml splits the addition)"
+    "only the atomic addition matters, which protocol.pml tests: barriers and publications order the accesses to rows"
 )
 SOURCE: dict[str, list[tuple[str, str, str]]] = {
     "_advance": [("store_release", "at", OWN)],
@@ -57,7 +57,7 @@ ORDERS = {
 
 
 def publishing(workers: int) -> Iterator[tuple[list[Thread], tuple[int, ...]]]:
-    """Every worker but the last publishes a row, in order. The last worker waits for the rows and reads them."""
+    """Every worker but the last publishes a row, in order. The last worker waits for these rows and reads them."""
     threads: list[Thread] = []
     for w in range(workers - 1):
         wait = [load("mark", ACQUIRE, "publish: wait", above=w - 1)] if w else []
@@ -78,9 +78,10 @@ def _arrive(workers: int, arrived: int, generation: int) -> list[Access]:
 
 
 def meeting(workers: int) -> Iterator[tuple[list[Thread], tuple[int, ...]]]:
-    """Every worker writes, arrives at a barrier, reads what the next worker wrote, arrives again and writes again.
+    """Every worker writes, passes a barrier, reads what the next worker wrote, passes a barrier and writes again.
 
-    One case for each order of arrival. By symmetry, the first barrier's order is the order of the workers.
+    Yields one case for each order of arrival at the second barrier. By symmetry, workers arrive at the first barrier in
+    order of their numbers.
     """
     for second in itertools.permutations(range(workers)):
         threads: list[Thread] = []
@@ -98,8 +99,8 @@ def meeting(workers: int) -> Iterator[tuple[list[Thread], tuple[int, ...]]]:
 
 
 TESTS = {"publish": publishing, "barrier": meeting}
-# Mutations that must have a bad outcome on ARM. On x86, whose loads all acquire and whose stores all release, only the dropped
-# waits can have one.
+# Accesses that cause a bad outcome on ARM when their order is weakened. On x86, every load acquires and every store
+# releases, so only a dropped wait can cause one.
 FOUND = [
     ("publish", "await_rows: wait"),
     ("publish", "publish: publication"),
@@ -108,7 +109,7 @@ FOUND = [
     ("barrier", "barrier: arrival, release"),
     ("barrier", "barrier: generation's store"),
 ]
-# Orders that are stronger than these protocols need on ARM, because a release that follows orders the same accesses.
+# Accesses whose order may be weakened on ARM, because a later release orders the same accesses.
 UNNEEDED = [
     ("publish", "publish: wait"),
     ("publish", "publish: owner's check"),
@@ -119,7 +120,9 @@ DROPPED = [("publish", "await_rows: wait"), ("barrier", "barrier: wait")]
 
 
 def bad_outcomes(test: str, workers: int, model: str, mutation: str = "", wait: str = "") -> tuple[int, int]:
-    """Return the number of bad outcomes and of states. mutation: the access to make plain. wait: the wait to drop."""
+    """Return (bad outcomes, states). mutation: an access whose order is weakened to plain. wait: a wait that is
+    dropped.
+    """
     bad = states = 0
     for threads, good in TESTS[test](workers):
         changed: Sequence[Thread] = weaken(threads, mutation) if mutation else threads

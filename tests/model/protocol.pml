@@ -9,22 +9,23 @@
      WATCH       the team looks for deadlocks, as _Watch.tick does
      M_...       a mutation, which the checker must find
 
-   break_run stands for `fail`. The function of this name in team.py checks and stores in two steps, which is harmless: the
-   thread that calls it raises an error itself, whichever worker the cell names.
+   break_run models `fail` in sync.py. break_run in team.py checks and stores in two steps, not atomically. This is harmless,
+   because the thread that calls it then raises an error, whichever worker is named in `broken`.
 
-   A loop that polls a cell is one blocking condition here. If no worker can continue, spin reports an invalid end state. */
+   A loop that polls a cell is modelled as one blocking condition. If no worker can continue, spin reports an invalid end
+   state. */
 
 #ifndef N
 #define N 2
 #endif
 #if N == 2
-#define TILES 3   /* more tiles than workers, so that workers may wait for a tile that nobody has */
+#define TILES 3   /* more tiles than workers, so that workers may wait for a tile that is not claimed yet */
 #else
 #define TILES N
 #endif
 
 byte broken, arrived, generation, counter, queries, mark;          /* the cells of one run */
-byte step[N], waiting[N], bound[N];                                /* own cells: PROGRESS, WAITING, BOUND */
+byte step[N], waiting[N], bound[N];                                /* one of each for every worker */
 byte data[N], row[TILES], owners[TILES];                           /* plain arrays */
 bool gone[N], stalled[N], late;
 byte failures, outcomes, blamed, finished;                         /* blamed: the first value of `broken` */
@@ -51,7 +52,7 @@ inline break_run(who) {
   atomic { if :: broken == 0 -> broken = who + 1 :: else fi };
 #endif
   if :: blamed == 0 -> blamed = broken :: else fi;
-  assert(blamed == broken)                                         /* the first worker that breaks a run stays the culprit */
+  assert(blamed == broken)                                         /* `broken` keeps the first worker that failed */
 }
 
 /* A call of sync.py, at which a worker may fail or stop. */
@@ -135,7 +136,7 @@ inline publish() {
   :: else -> ADVANCE
   fi;
 #endif
-  assert(mark == tile || broken);                                  /* otherwise publish fails: two workers own a row */
+  assert(mark == tile || broken);                                  /* no other worker owns this tile */
   mark = tile + 1
 }
 
@@ -145,7 +146,7 @@ proctype worker(byte w) {
   if :: w == 0 -> goto leave :: else fi;
 #endif
 #ifdef WATCH
-  tile = w; row[tile] = 1; publish(); barrier(0);                     /* nothing between a publication and a wait is a step */
+  tile = w; row[tile] = 1; publish(); barrier(0);                     /* no step between publication and wait */
 #else
 #ifdef BARRIERS
   data[w] = 1;
@@ -199,7 +200,7 @@ proctype team() {
 #endif
   :: w < N && !stalled[w] && outcomes < N -> w = (w + 1) % N
   od;
-  (outcomes >= N - failures || outcomes == N);                     /* the others leave before the late worker continues */
+  (outcomes >= N - failures || outcomes == N);                     /* the other workers leave before the stalled one continues */
   assert(failures == 0 || broken);
   late = true;
 #endif
@@ -241,7 +242,7 @@ proctype team() {
      :: else fi
   od;
 #endif
-  (outcomes == N);                                                 /* nobody hangs */
+  (outcomes == N);                                                 /* every worker leaves */
 #if !defined(FAULT_FAIL) && !defined(FAULT_STALL) && !defined(LEAVE)
   assert(finished == N && broken == 0);
 #else

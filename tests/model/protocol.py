@@ -9,7 +9,7 @@ from pathlib import Path
 MODEL = Path(__file__).with_name("protocol.pml")
 MISSING = [name for name in ("spin", "cc") if shutil.which(name) is None]  # programs that the checker needs
 
-# Macros of the cases that must have no error.
+# Macros of the cases in which spin must find no error.
 SOUND = [
     "",
     "BARRIERS",
@@ -22,7 +22,7 @@ SOUND = [
 ]
 # Cases whose state space fits into 6 GB with 4 workers.
 SOUND_WITH_4 = ["BARRIERS", "BARRIERS FAULT_FAIL", "WATCH LEAVE"]
-# Each mutation, and the case in which two workers show it.
+# mutation -> the case in which two workers expose it
 MUTATIONS = {
     "M_NO_BARRIER_WAIT": "BARRIERS",
     "M_GENERATION_AFTER_ARRIVAL": "BARRIERS",
@@ -42,7 +42,7 @@ MUTATIONS = {
 
 
 def check(workers: int, macros: str) -> tuple[str, int]:
-    """Return spin's first error, or "" if there is none, and the number of states. Raise if the search is incomplete."""
+    """Return spin's first error ("" if none) and the number of explored states. Raise if the search is incomplete."""
     with tempfile.TemporaryDirectory() as folder:
 
         def call(*command: str) -> str:

@@ -1,6 +1,6 @@
-"""The synchronisation of 2 workers, explored by spin. Skipped if spin or a C compiler is not installed.
+"""Explores the synchronisation of 2 workers with spin.
 
-tools/check_protocol.py explores 3 and 4 workers too, which takes minutes.
+tools/check_protocol.py also explores 3 and 4 workers, which takes minutes.
 """
 
 import protocol

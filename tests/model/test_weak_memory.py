@@ -1,4 +1,4 @@
-"""The synchronisation of the workers under the memory models of ARM and x86, and the agreement of model and source."""
+"""Tests of the workers' synchronisation under the memory models of ARM and x86, and of the checker."""
 
 import ast
 
@@ -11,13 +11,13 @@ OPERATIONS = set(litmus.ORDERS)
 
 
 def calls(function: ast.AST) -> list[ast.Call]:
-    """Return the calls of a function by name, in the order of the source."""
+    """Calls by a plain name, in the order of the source."""
     found = (node for node in ast.walk(function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
     return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
 
 def operations(source: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the atomic operations of each function and the cell of each, in the order of the source."""
+    """{function: [(atomic operation, cell)]}, in the order of the source."""
     table = {}
     for function in ast.parse(source).body:
         if isinstance(function, ast.FunctionDef):
@@ -87,7 +87,7 @@ def test_a_weakened_order_is_found(test: str, name: str) -> None:
 
 @pytest.mark.parametrize(("test", "name"), litmus.UNNEEDED)
 def test_an_order_is_stronger_than_needed(test: str, name: str) -> None:
-    """A change that makes such an order necessary must move it to litmus.FOUND."""
+    """If this fails, the order has become necessary: move it to litmus.FOUND."""
     assert litmus.bad_outcomes(test, 3, "ARM", mutation=name)[0] == 0
 
 
@@ -97,7 +97,7 @@ def test_a_dropped_wait_is_found(test: str, name: str, model: str) -> None:
     assert litmus.bad_outcomes(test, 3, model, wait=name)[0] > 0
 
 
-# Known litmus tests: the threads, an outcome, and the models that allow this outcome.
+# Well-known litmus tests: threads, an outcome, and the memory models that allow this outcome.
 KNOWN = {
     "store buffering": (
         [[store("x", 1), load("y")], [store("y", 1), load("x")]],

@@ -1,10 +1,12 @@
-"""A checker that explores every execution of a few short threads under a memory model.
+"""Explores every execution of a few short threads under a memory model.
 
-A thread is a list of loads and stores. The checker performs them one by one on a single shared memory, in every order that
-the model allows. A load may take its value from an earlier store of its own thread before that store is performed. For ARM
-this is the multi-copy atomic model of ARMv8 (the order of dob, bob and aob in aarch64.cat, without fences, which the runtime
-does not use; address and data dependencies are ignored, which allows more executions). For x86 it is total store order. A
-loop that polls a cell is its last load, so a thread lists the values that its loads must find.
+A thread is a list of loads and stores. The checker performs them one by one on a single shared memory, in every order
+that the model allows. A load may take its value from an earlier store of its own thread before this store is performed.
+A loop that polls a cell is modelled by its last load, so the thread lists the value that this load must find.
+
+ARM is the multi-copy atomic model of ARMv8: the relations dob, bob and aob of aarch64.cat. There are no fences, because
+the runtime uses none. Address and data dependencies are ignored, which allows more executions than ARMv8. x86 is total
+store order.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,15 +14,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 PLAIN, ACQUIRE, RELEASE = "plain", "acquire", "release"
-# Atomic read-modify-writes are a load and a store that no other store to the cell may separate.
+# A read-modify-write is a load and a store that no other store to the cell may separate.
 
 
 @dataclass(frozen=True)
 class Access:
-    """One load or store.
+    """A load or a store.
 
-    name: what the access is called in sync.py, for mutations. value: what is stored, or what a load must find (None: any value,
-    which is part of the outcome). above: what a load must exceed. pair: whether the access is part of a read-modify-write.
+    name: its name in litmus.py, for mutations.
+    value: what is stored, or what the load must find. A load with None accepts any value, which becomes part of the
+    outcome.
+    above: what the loaded value must exceed.
+    pair: whether the access is part of a read-modify-write.
     """
 
     is_store: bool
@@ -36,7 +41,7 @@ class Access:
 
 
 Thread = Sequence[Access]
-Model = Callable[[Access, Access], bool]  # whether the first access of a thread must be performed before a later one
+Model = Callable[[Access, Access], bool]  # whether the first access of a thread must be performed before the later one
 
 
 def load(cell: str, order: str = PLAIN, name: str = "", value: int | None = None, above: int | None = None) -> Access:
@@ -57,17 +62,17 @@ def sequential(first: Access, later: Access) -> bool:
 
 
 def x86(first: Access, later: Access) -> bool:
-    """Only a load may overtake an earlier store, and only if neither is part of a locked instruction."""
+    """A load may overtake an earlier store if neither is part of a locked instruction. Nothing else is reordered."""
     return not first.is_store or later.is_store or first.pair or later.pair
 
 
 def arm(first: Access, later: Access) -> bool:
     if first.cell == later.cell and (later.is_store or (first.pair and first.is_store and later.order == ACQUIRE)):
         return True
-    # A load that acquires is ldapr, which may overtake an earlier stlr to another cell.
+    # An acquiring load is ldapr, which may overtake an earlier stlr to another cell.
     if (first.order == ACQUIRE and not first.is_store) or (later.order == RELEASE and later.is_store):
         return True
-    # Loads of cells that must find certain values are followed by a branch, and no store overtakes a branch.
+    # A load that must find a certain value is followed by a branch, which no later store overtakes.
     return not first.is_store and later.is_store and (first.value is not None or first.above is not None)
 
 
@@ -75,16 +80,17 @@ MODELS: dict[str, Model] = {"sequential": sequential, "x86": x86, "ARM": arm}
 
 
 def explore(threads: Sequence[Thread], model: Model) -> tuple[set[tuple[int, ...]], int]:
-    """Return the outcomes of all complete executions, and the number of states. All cells are 0 at first.
+    """Return the outcomes of all complete executions, and the number of states. Cells are 0 at first.
 
-    An outcome is the values of the loads without a condition, thread by thread.
+    An outcome: the values found by loads without a condition, thread by thread.
     """
     before = [
         [sum(1 << j for j in range(i) if model(thread[j], thread[i])) for i in range(len(thread))] for thread in threads
     ]
     start: Any
     cells = sorted({access.cell for thread in threads for access in thread})
-    # A state: the performed accesses of each thread, memory [(value, stores so far)], and what loads found [(value, stores)].
+    # State: performed accesses of each thread as bits, memory [(value, stores so far)], and results of loads [(value,
+    # stores)].
     start = ((0,) * len(threads), ((0, 0),) * len(cells), ((None,) * max(map(len, threads)),) * len(threads))
     seen, stack = {start}, [start]
     outcomes: set[tuple[int, ...]] = set()
@@ -119,18 +125,18 @@ def explore(threads: Sequence[Thread], model: Model) -> tuple[set[tuple[int, ...
 
 
 def _perform(thread: Thread, i: int, done: int, content: Any, found: Any) -> tuple[Any, Any] | None:
-    """Return the cell's new content and what a load finds, or None if the access cannot be performed now."""
+    """Return (new content of the cell, result of a load), or None if the access cannot be performed now."""
     access = thread[i]
     if access.is_store:
         if access.pair and found[i - 1][1] != content[1]:
-            return None  # another thread has stored since the load of this read-modify-write
+            return None  # another thread has stored between the load and this store
         return (access.value, content[1] + 1), None
     own = [j for j in range(i) if thread[j].is_store and thread[j].cell == access.cell and not done >> j & 1]
     if own:
-        got = (thread[own[-1]].value, -1)  # from a store that is not performed yet
+        got = (thread[own[-1]].value, -1)  # forwarded from a store that is not performed yet
     else:
         got = content
-        # A later load of this thread that was performed earlier must not have found an older value than this load.
+        # A later load of this thread may be performed already. It must not have found an older value than this load.
         later = (j for j in range(i + 1, len(thread)) if thread[j].cell == access.cell and not thread[j].is_store)
         if any(done >> j & 1 and found[j][1] not in (-1, got[1]) for j in later):
             return None
@@ -138,10 +144,10 @@ def _perform(thread: Thread, i: int, done: int, content: Any, found: Any) -> tup
 
 
 def weaken(threads: Sequence[Thread], name: str) -> list[Thread]:
-    """Make every access of this name plain."""
+    """Make the accesses of this name plain."""
     return [[replace(a, order=PLAIN) if a.name == name else a for a in thread] for thread in threads]
 
 
 def drop(threads: Sequence[Thread], name: str) -> list[Thread]:
-    """Remove every access of this name, which is a wait."""
+    """Remove the waits of this name."""
     return [[a for a in thread if a.name != name] for thread in threads]

@@ -1,4 +1,4 @@
-"""The fixtures of the server's tests: a server in this process, and a browser."""
+"""Fixtures: a server in this process, and a browser."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ import gemma_py
 
 @pytest.fixture(scope="session")
 def server(tiny_engine: gemma_py.Engine) -> Iterator[Running]:
-    """A server for all tests that do not change its settings."""
+    """Shared by all tests that do not change its settings."""
     with serving(tiny_engine) as running:
         yield running
 

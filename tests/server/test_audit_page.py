@@ -1,4 +1,4 @@
-"""The page at /audit in a headless Chromium, and the route that checks its receipts."""
+"""The page at /audit in a headless Chromium, and the route that it uses."""
 
 import json
 import re
@@ -66,7 +66,7 @@ def test_an_audit_needs_the_key_and_the_page_does_not(tiny_engine: gemma_py.Engi
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
-    names = AUDIT_PAGE.replace("http://www.w3.org/2000/svg", "")  # the name of SVG's elements, which nobody loads
+    names = AUDIT_PAGE.replace("http://www.w3.org/2000/svg", "")  # SVG's namespace, which no browser loads
     assert re.findall(r"https?:|//[a-z]+\.|\bsrc=|@import|url\(", names) == []
     assert "default-src 'none'" in AUDIT_POLICY and "unsafe" not in AUDIT_POLICY and "{{" not in AUDIT_PAGE
 

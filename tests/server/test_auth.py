@@ -1,4 +1,4 @@
-"""Authorisation: keys, hosts and origins, on every route."""
+"""API keys, allowed hosts and allowed origins, on every route."""
 
 import errno
 import os
@@ -116,7 +116,7 @@ def test_a_key_file_holds_keys(tmp_path: Path) -> None:
 
 
 def test_a_key_may_have_any_letters(locked: Running) -> None:
-    """The key is sent as bytes, because headers are bytes."""
+    """HTTP headers are bytes, so the key is compared as bytes."""
     given = {"Authorization": "Bearer " + LETTERS.encode().decode("latin-1")}
     assert locked.request("GET", "/v1/models", headers=given)[0] == 200
 
@@ -130,7 +130,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("hmac.compare_digest", compare)
     assert Keys([KEY, OTHER]).hold(KEY.encode())
-    # Every key is compared, whichever of them is right.
+    # Every key is compared, even after one matched.
     assert len(compared) == 2 and {len(digest) for digest in compared} == {32}
 
 

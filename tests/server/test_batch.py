@@ -1,4 +1,4 @@
-"""Batches: answers, an error for each invalid row, and the output after the process was killed."""
+"""Batches: responses, an error for each invalid row, and the output after the process was killed."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the rows by name. Assert that each row is complete and occurs once."""
+    """Rows by custom_id. Fails if a row is incomplete or occurs twice."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({row["custom_id"] for row in rows}) == len(rows)
     return {row["custom_id"]: row for row in rows}

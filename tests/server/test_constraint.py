@@ -114,7 +114,7 @@ def test_any_object_and_the_form_of_responses(server: Running) -> None:
 def test_only_tokens_that_the_grammar_allows_have_logits(
     constraints: JsonConstraints, tiny_engine: gemma_py.Engine
 ) -> None:
-    """The document is written with tokens of one letter. At its end, only the end token is allowed."""
+    """The document is written in tokens of one letter. At its end, only the end token is allowed."""
     constraint = constraints.compile({"const": [1]}, "schema")
     tokenizer = tiny_engine.text_tokenizer()
     logits = np.linspace(-1, 1, tiny_engine.config.vocab_size, dtype=np.float32)
@@ -172,7 +172,7 @@ def test_depth_is_limited_before_anything_recurses(constraints: JsonConstraints)
 def test_a_schema_that_needs_endless_work_ends_at_the_limits(
     constraints: JsonConstraints, tiny_engine: gemma_py.Engine, schema: dict[str, Any]
 ) -> None:
-    """The schema may be refused or followed, but the server must not hang."""
+    """The schema may be refused or obeyed, but the server must not hang."""
     try:
         constraint = constraints.compile(schema, "schema")
     except ApiError:

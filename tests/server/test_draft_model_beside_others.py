@@ -1,4 +1,4 @@
-"""A draft model in shared passes: each request gets what it gets alone and without guesses."""
+"""A draft model in shared passes: each request gets the answer that it gets alone and without guesses."""
 
 import random
 from collections.abc import Iterator
@@ -32,13 +32,13 @@ def crowd() -> Iterator[Crowd]:
 
 @pytest.fixture
 def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make passes so small that prompts take several of them."""
+    """Prompts take several passes."""
     monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
 
 
 def same(crowd: Crowd) -> Scheduler:
-    """Compare all requests with their answers alone. Return the scheduler, which is closed."""
+    """Compare all requests with their answers alone. Return the closed scheduler."""
     scheduler = Scheduler(crowd.engine, parallel=6, queue=40, prefix_bytes=600_000)
     try:
         assert crowd.same(scheduler)

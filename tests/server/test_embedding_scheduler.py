@@ -1,4 +1,4 @@
-"""The scheduler of an embedding model: requests in shared passes, cancellation, shutdown and failed passes."""
+"""The scheduler of an embedding model: shared passes, cancellation, shutdown and failed passes."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ def engine(embedding_folder: Path) -> Iterator[gemma_py.Engine]:
 
 
 class Passes:
-    """Counts the passes of an engine. A pass in `failing` fails; the first pass waits until `go` is set."""
+    """Counts the passes of an engine. Passes in `failing` fail. The first pass waits for `go`."""
 
     def __init__(self, engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, failing: set[int], fault: str) -> None:
         self._engine, self._run = engine, engine.run_together

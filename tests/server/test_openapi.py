@@ -1,4 +1,4 @@
-"""Random requests that the OpenAPI document allows do not make the server fail. Skipped without schemathesis."""
+"""Random requests that are valid for the OpenAPI document cause no server error. Skipped without schemathesis."""
 
 import warnings
 
@@ -11,7 +11,7 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis draws th
 def test_no_drawn_request_is_a_server_error(server: Running) -> None:
     hypothesis = pytest.importorskip("hypothesis")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # schemathesis raises some warnings itself
+        warnings.simplefilter("ignore")  # schemathesis itself raises warnings
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         for result in schema.get_all_operations():
             operation = result.ok()

@@ -1,4 +1,5 @@
-"""Receipts of responses: of every endpoint, in streams and batches, with schemas, tools and thoughts; and their audit."""
+"""Receipts of responses from every endpoint, in streams and batches, with schemas, tools and thoughts, and their
+audit."""
 
 import contextlib
 import dataclasses
@@ -137,7 +138,7 @@ def test_an_answer_that_follows_a_schema(server: Running, tiny_engine: gemma_py.
 
 
 def assert_edits_are_found(engine: gemma_py.Engine, documents: tampering.Documents, texts: set[str]) -> None:
-    """Audit a response, and audit it again with each of the texts that it shows edited."""
+    """Audit a response. Then edit one of its texts at a time, and require that the audit finds each edit."""
     edited, seen = [], ""
     for number in range(len(list(answer_places(documents)))):
         made = json.loads(json.dumps(documents))
@@ -152,7 +153,7 @@ def assert_edits_are_found(engine: gemma_py.Engine, documents: tampering.Documen
 
 
 def answer_places(documents: tampering.Documents) -> list[tuple[Any, Any]]:
-    """Return (object, key) of each text, thought, name and arguments of a tool call that the documents show."""
+    """(object, key) of each text, thought, tool name and tool arguments that the documents show."""
     names, found = ("text", "content", "reasoning_content", "name", "arguments"), []
     for document in documents:
         for field in ("choices", "output"):

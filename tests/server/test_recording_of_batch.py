@@ -1,4 +1,4 @@
-"""The batch in docs/server.md shows what the demo model gives."""
+"""The batch in docs/server.md shows the demo model's output."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Invalid requests: each error names the field that is wrong."""
+"""Invalid requests get an error that names the wrong field."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ def test_a_prompt_of_nothing(server: Running, prompt: object) -> None:
     assert "non-empty" in error["message"] or error["message"] == "expected at least one token, found none"
 
 
-MANY = 1000  # a body can have a million errors, and reporting all of them would take many seconds
+MANY = 1000  # A body can have a million errors. Reporting all of them would take many seconds.
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ MANY = 1000  # a body can have a million errors, and reporting all of them would
 def test_the_first_wrong_thing_is_enough(schema: type[BaseModel], document: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         schema.model_validate(document)
-    assert caught.value.error_count() < 20  # a few errors for each form that the field can have
+    assert caught.value.error_count() < 20  # a few errors for each form that the field may have
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"[" * 100_000, b'{"messages": NaN}', b"\xff", b'"x"'])
@@ -124,7 +124,7 @@ def test_other_types_paths_and_methods(server: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "advice"),
     [
-        ("/v1/images/generations", "/openapi.json lists all."),  # this server cannot make images
+        ("/v1/images/generations", "/openapi.json lists all."),  # this server makes no images
         ("/chat/completions", "did you mean '/v1/chat/completions'?"),
         ("/v1/chat/completions/", "did you mean '/v1/chat/completions'?"),
         ("/v1/v1/completions", "did you mean '/v1/completions'?"),

@@ -1,6 +1,5 @@
-"""The scheduler: each request gets the answer that it gets alone, whichever requests arrive, leave or fail at the same
-time.
-"""
+"""The scheduler: each request gets the answer that it gets alone, whichever requests arrive, leave or fail
+meanwhile."""
 
 import math
 import random
@@ -44,7 +43,7 @@ def scheduler(tiny_engine: gemma_py.Engine) -> Iterator[Scheduler]:
 
 @pytest.fixture(scope="module")
 def crowd() -> Iterator[Crowd]:
-    """An engine with random delays, whose scratch memory and unpublished rows are NaN."""
+    """Requests for an engine whose scratch memory and unpublished rows are NaN."""
     with gemma_py.load(TINY, threads=2) as engine:
         engine.instruments.poison = True
         yield Crowd(engine, 32, seed=5)
@@ -52,7 +51,7 @@ def crowd() -> Iterator[Crowd]:
 
 @pytest.fixture
 def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make passes so small that prompts take several of them."""
+    """Prompts take several passes."""
     monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
 
@@ -91,7 +90,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
     honest = EventQueue._put
 
     def before(queue: EventQueue, index: int, event: Event) -> None:
-        """A negative control: each client gets the events of another one."""
+        """A negative control: each client gets the previous token, which may be another client's."""
         if isinstance(event, Generated) and event.token.finish_reason is None:
             made.append(event)
             event = made[-2:][0]
@@ -108,7 +107,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
 def test_control_caches_logits_or_prefixes_are_exchanged(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """Two sequences exchange caches or logits, or a cached prefix is wrong. The comparison must notice."""
+    """Two sequences exchange KV caches or logits, or a cached prefix is wrong. The comparison must fail."""
     honest_batch, honest_stored = runners._batch, PrefixCache._rows_of
 
     def batch(parts: Sequence[SequenceInput], logits: np.ndarray) -> Batch:
@@ -155,8 +154,8 @@ def test_a_prompt_that_is_being_computed_is_not_computed_twice(scheduler: Schedu
 def test_the_prompt_s_log_probabilities(
     tiny_engine: gemma_py.Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log probabilities must not depend on the prefix cache, on how many rows of logits fit in memory, or on whether an
-    answer is generated.
+    """They do not depend on the prefix cache, on how many rows of logits fit into memory, or on whether tokens are
+    generated.
     """
     honest, rows = tiny_engine.run_together, []
 
@@ -311,7 +310,7 @@ def test_end_tokens_stop_strings_and_constraints_end_answers(
     assert isinstance(end, Finished) and end.reason == "stop"
 
     class Ascending:
-        """Allows the numbers 300, 301, 302, in this order."""
+        """Allows only 300, then 301, then 302."""
 
         place = 0
         description: ClassVar[dict[str, Any]] = {}
@@ -340,10 +339,10 @@ def test_end_tokens_stop_strings_and_constraints_end_answers(
         end = client.end()
         assert isinstance(end, Finished) and end.reason == "stop"
         assert [event.token.id for event in client.made] == [300, 301, 302]
-        assert client.made[0].token.logprob < -1  # the logprob of the model, before the constraint
+        assert client.made[0].token.logprob < -1  # the model's log probability, before the constraint
 
 
-# failures
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -354,7 +353,7 @@ def weak() -> Iterator[gemma_py.Engine]:
 
 
 def failing(engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, fault: str, passes: set[int]) -> None:
-    """Make these passes of the engine fail. Passes are counted from 1."""
+    """Make these passes fail. The first pass has number 1."""
     honest, count = engine.run_together, 0
 
     def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
@@ -379,7 +378,7 @@ def test_a_pass_that_fails_once_is_tried_again(weak: gemma_py.Engine, monkeypatc
 def test_all_requests_get_their_answers_although_a_worker_stalls(
     weak: gemma_py.Engine, small_passes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stall happens during prompts and answers. The pass is repeated, and no client gets an event twice."""
+    """Stalls happen during prompts and during answers. Stalled passes are repeated, and no client gets an event twice."""
     rng = random.Random(6)
     requests = [
         Request(drawn(rng, 30), 12),

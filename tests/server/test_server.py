@@ -1,4 +1,4 @@
-"""The endpoints, through OpenAI's client and as plain HTTP."""
+"""The endpoints, through OpenAI's client and over plain HTTP."""
 
 import contextlib
 import itertools
@@ -30,7 +30,7 @@ ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[Any]:  # the client's types would need a typed message in every test
+def client(server: Running) -> Iterator[Any]:  # OpenAI's types would need a typed message in every test
     with openai_client(server) as made:
         yield made
 
@@ -91,7 +91,7 @@ def test_every_piece_tells_the_tokens_so_far_on_request(client: Any) -> None:
 
 
 def test_ignore_eos_generates_all_tokens(client: Any, server: Running) -> None:
-    """The end tokens of model and template are ignored, because a benchmark needs as many tokens as it asked for."""
+    """Benchmarks need an exact number of tokens, so the end tokens of the model and of the template are ignored."""
     bias = {str(token): 100 for token in server.app.service.ends}
     asked = {"model": "tiny", "messages": ASKED, "max_tokens": 9, "logit_bias": bias}
     assert client.chat.completions.create(**asked).usage.completion_tokens == 1
@@ -215,7 +215,7 @@ def test_a_streamed_completion_of_ids_with_echo(client: Any, tiny_engine: gemma_
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
 def test_an_echo_has_the_prompt_s_log_probabilities(client: Any, tiny_engine: gemma_py.Engine, max_tokens: int) -> None:
-    """Evaluation harnesses score texts like this. The prompt is text or ids, and the response is whole or a stream."""
+    """Evaluation harnesses score texts like this. The prompt is a text or ids, and the response is whole or a stream."""
     text = "A list é 한 of words."
     ids = tiny_engine.encode(text)
     asked = {"model": "tiny", "prompt": [ids], "max_tokens": max_tokens, "temperature": 0, "echo": True, "logprobs": 1}
@@ -348,7 +348,7 @@ def test_sampling_options_have_the_same_ranges_in_api_and_page(server: Running) 
             assert f'name="{name}" type="number" min="{least:g}" max="{most:g}"' in PAGE
 
 
-# many requests at once
+# --- many requests at once --------------------------------------------------------------------------------------------
 
 
 def test_beyond_the_queue_requests_are_refused_at_once(tiny_engine: gemma_py.Engine) -> None:
@@ -359,7 +359,7 @@ def test_beyond_the_queue_requests_are_refused_at_once(tiny_engine: gemma_py.Eng
         assert int(headers["Retry-After"]) >= 1
         with server.send(
             "POST", "/v1/completions", b"", 1000
-        ) as connection:  # the server responds without waiting for the body, which is never sent
+        ) as connection:  # the server responds although the body is never sent
             assert b" 429 " in connection.recv(4096)
         assert server.request("GET", "/health")[0] == 200
         assert 'requests_total{path="/v1/completions",status="429"} 2.0' in server.request("GET", "/metrics")[1]

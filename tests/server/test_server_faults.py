@@ -1,4 +1,6 @@
-"""Clients that disconnect, stall, send invalid data or too many requests; signals; an engine that fails. See also tools/load.py."""
+"""Clients that disconnect, stall, or send invalid or too many requests; signals; a failing engine. See also
+tools/load.py.
+"""
 
 import contextlib
 import json
@@ -33,7 +35,7 @@ def impatient(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Wait, and return whether the other side closed the connection."""
+    """Wait until the other side closes the connection."""
     try:
         while connection.recv(1 << 16):
             pass
@@ -91,7 +93,7 @@ def test_slow_headers_lose_the_connection(impatient: Running) -> None:
         impatient.send("GET", "/health", b"") as second,
     ):
         second.recv(4096)
-        # Later requests of a connection have the time limit of the first one.
+        # Later requests on a connection have the same time limit as the first.
         second.sendall(b"GET /health HTTP/1.1\r\n")
         for number in range(3):
             time.sleep(0.05)
@@ -157,7 +159,7 @@ def test_what_is_no_http(server: Running, nonsense: bytes) -> None:
 def test_an_invalid_body_after_the_response_ends_the_connection(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A client that does this again and again does not fill the log."""
+    """A client that repeats this does not fill the log."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(b"POST /none HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
         assert b" 404 " in connection.recv(4096)
@@ -222,9 +224,7 @@ def test_ctrl_c_ends_it_as_interrupted() -> None:
 
 
 def goes_on_after_silent(process: Process, count: int) -> None:
-    """More clients than the server accepts connect and disconnect. Return whether the server then works, has logged one
-    warning, and exits with 0.
-    """
+    """Let more clients connect than the server accepts. The server must go on, log one warning, and exit with 0."""
     held = [socket.create_connection(("127.0.0.1", process.port)) for _ in range(count)]
     time.sleep(0.2)
     for connection in held:
@@ -285,7 +285,7 @@ def test_what_cannot_be_served_is_said_in_a_line(server: Running, run: object, a
     assert code in (1, 2) and out == "" and said in err and err.count("\n") == 1
 
 
-# The engine fails as soon as CONDITION holds.
+# An engine that fails when CONDITION becomes true.
 FAULTY = """
 import functools, pathlib, sys, time
 import gemma_py
@@ -313,9 +313,11 @@ sys.exit(main(sys.argv[1:]))
 def test_if_the_engine_fails_all_clients_get_an_error_and_the_process_ends(
     fault: str, said: str, tmp_path: Path
 ) -> None:
-    """When the engine fails, two requests run and two wait. As a control, without the failure all four get their answers."""
+    """Two requests run and two wait when the engine fails. As a control, all four get their answers without the
+    failure.
+    """
     arguments = ("--threads", "2", "--parallel", "2", fault)
-    now = tmp_path / "now"  # the engine fails once this file exists
+    now = tmp_path / "now"  # the engine fails when this file exists
     program = FAULTY.replace("CONDITION", f"pathlib.Path({str(now)!r}).exists()")
     with Process(*arguments, program=["-c", program]) as process, contextlib.ExitStack() as stack:
         streams = [stack.enter_context(process.open_stream(3000 if fault else 60)) for _ in range(4)]
@@ -359,7 +361,8 @@ sys.exit(main(sys.argv[1:]))
 def test_a_worker_that_stalls_once_costs_nobody_an_answer() -> None:
     with Process("--threads", "2", program=["-c", ONCE]) as process, contextlib.ExitStack() as stack:
         for text in map(rest, [stack.enter_context(process.open_stream(60)) for _ in range(3)]):
-            assert b'"finish_reason":"length"' in text and b'"error":{' not in text  # "error" is a token too
+            # "error" may also be a token of the answer.
+            assert b'"finish_reason":"length"' in text and b'"error":{' not in text
         assert "gemma_py_failed_passes_total 1.0" in process.request("GET", "/metrics")[1]
         process.child.send_signal(signal.SIGTERM)
         assert process.end() == (0, "")

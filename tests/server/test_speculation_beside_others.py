@@ -1,4 +1,4 @@
-"""Speculation in shared passes: each request gets what it gets alone and without guesses."""
+"""Speculation in shared passes: each request gets the answer that it gets alone and without guesses."""
 
 import random
 import re
@@ -33,7 +33,7 @@ def crowd() -> Iterator[Crowd]:
 
 @pytest.fixture
 def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make passes so small that prompts take several of them."""
+    """Prompts take several passes."""
     monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
 
@@ -44,7 +44,7 @@ def answers_in(crowd: Crowd) -> Answers:
 
 
 def same_with_guesses(crowd: Crowd, kind: str, seed: int = 0) -> Scheduler:
-    """Compare all requests with their answers alone, with a drafter of this kind. Return the scheduler, which is closed."""
+    """Compare all requests with their answers alone, while drafters of this kind guess. Return the closed scheduler."""
     crowd.engine.instruments.fault_plan = FaultPlan(seed=seed)
     with drafting(kind, answers_in(crowd), crowd.engine.config.vocab_size):
         scheduler = Scheduler(crowd.engine, parallel=6, queue=40, prefix_bytes=600_000)
@@ -87,9 +87,7 @@ def test_failed_passes_with_guesses_are_repeated(crowd: Crowd, monkeypatch: pyte
 @pytest.mark.usefixtures("small_passes")
 @pytest.mark.parametrize("mutant", ["a guess too many", "the logits of the next row"])
 def test_control_mutants_of_the_scheduler(crowd: Crowd, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
-    """The control: guesses are accepted without comparing them with the chosen tokens, or a token is chosen from the logits of
-    another row.
-    """
+    """Mutants: a guess is accepted without comparison, or a token is chosen from another row's logits."""
     monkeypatch.setattr(crowd.engine, "pace", Eager(4))
     honest = Scheduler._choose
 
@@ -106,8 +104,9 @@ def test_control_mutants_of_the_scheduler(crowd: Crowd, monkeypatch: pytest.Monk
 
 
 def cached_of_a_second_request(engine: gemma_py.Engine) -> tuple[int, int]:
-    """Compute an answer with guesses, then a prompt that begins with this answer's tokens. Return how many tokens of the prompt
-    are found in the prefix cache, and how many should be found.
+    """Compute an answer with guesses, and then a prompt that begins with the answer's tokens.
+
+    Return how many tokens of the prompt the prefix cache had, and how many it should have.
     """
     ids = drawn(random.Random(5), 20)
     plain = list(engine.generate(ids, 60, speculate="off"))
@@ -133,7 +132,7 @@ def test_accepted_guesses_reach_the_prefix_cache(crowd: Crowd, monkeypatch: pyte
         honest_insert(self._prefixes, part.cache, sequence.position - len(part.tokens) + part.guesses)
         return honest_take(self, sequence, part, logits)
 
-    # The control: the prefix cache gets the rows of a pass before guesses are accepted.
+    # A mutant: the prefix cache stores the rows of a pass before guesses are accepted.
     monkeypatch.setattr(Scheduler, "_take", take)
     monkeypatch.setattr(PrefixCache, "insert", lambda self, cache, since: None)
     cached, tokens = cached_of_a_second_request(crowd.engine)
@@ -196,7 +195,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def response(server: Running, path: str, body: dict[str, Any], **more: Any) -> Any:
-    """Return the choices of a response without their ids, which are random."""
+    """The choices of a response, without their random ids."""
     status, document = server.post(path, max_tokens=60, **body, **more)
     return status, re.sub(r"call_\w+", "call", str(document.get("choices", document)))
 
@@ -227,7 +226,7 @@ def test_tokens_that_a_grammar_forces_are_guessed_and_accepted(server: Running) 
             assert response(server, path, body) == want
         after = server.scheduler.stats()
         guessed, accepted = after.guessed_tokens - before.guessed_tokens, after.accepted_tokens - before.accepted_tokens
-        # The guess of a token that ends an answer is never accepted, because no token follows.
+        # The guess of an end token is never accepted, because no token follows.
         assert guessed - body.get("n", 1) <= accepted > 0
 
 

@@ -1,4 +1,4 @@
-"""Gemma 4's thoughts and tool calls over HTTP: separated from the text, in whole responses and in streams."""
+"""Gemma 4's thoughts and tool calls over HTTP, apart from the text, in whole responses and in streams."""
 
 import json
 from collections.abc import Iterator
@@ -135,7 +135,7 @@ def test_switches_that_mean_nothing_are_refused(thinker: Running, server: Runnin
     assert (status, document["error"]["param"]) == (400, "chat_template_kwargs")
     assert "\n" not in document["error"]["message"]
     status, _ = server.post("/v1/chat/completions", messages=ASK, max_tokens=1, reasoning_effort="high")
-    assert status == 200  # for a model that cannot think, the server ignores the effort
+    assert status == 200  # the effort is ignored by models that cannot think
 
 
 def test_the_model_list_says_what_the_model_can_do(thinker: Running, server: Running) -> None:
@@ -145,7 +145,7 @@ def test_the_model_list_says_what_the_model_can_do(thinker: Running, server: Run
 
 
 class _OnlyFive:
-    """A constraint that allows only the token 5, and only three times."""
+    """Allows only token 5, three times."""
 
     description: ClassVar[dict[str, Any]] = {}
 
@@ -183,7 +183,7 @@ def test_a_constraint_binds_the_answer_and_not_the_thought_before_it(within: boo
     for token in (7, 5, 3):
         constraint.accept(token)
     assert constraint.forced(2) == [5, 5]
-    assert allowed() == [5] and inner.accepted == []  # only one thought is free of the constraint
+    assert allowed() == [5] and inner.accepted == []  # a thought is free of the constraint, but only one
     for _ in range(3):
         constraint.accept(5)
     assert constraint.finished and inner.accepted == [5, 5, 5]

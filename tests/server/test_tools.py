@@ -1,4 +1,4 @@
-"""Tool calls in prompts and in answers, which messages cannot forge."""
+"""Tool calls in prompts and answers, which messages cannot forge."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from gemma_py.templates.template import Jinja
 from gemma_py.templates.tools import Call, read_call
 from gemma_py.tokenizer import Tokenizer
 
-# A short form of FunctionGemma's template.
+# FunctionGemma's template, shortened.
 SOURCE = """{{ bos_token }}{% if tools %}<start_of_turn>developer
 {% for tool in tools %}<start_function_declaration>declaration:{{ tool.function.name }}{description:<escape>{{
 tool.function.description }}<escape>}<end_function_declaration>{% endfor %}<end_of_turn>
@@ -38,12 +38,12 @@ WEATHER = {
     "type": "function",
     "function": {"name": "weather", "description": "Of a place.", "parameters": {"type": "object"}},
 }
-START, END, QUOTE = 6, 7, 8  # ids of the marks of a call and of a string in these tests
+START, END, QUOTE = 6, 7, 8  # control tokens of a call and of a string, in these tests
 MARKS = {"<start_function_call>": START, "<end_function_call>": END, "<escape>": QUOTE}
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text. Each name of a mark is replaced by the mark's id."""
+    """Encode a text in which names of MARKS stand for their ids."""
     made: list[int] = []
     for part in re.split("(" + "|".join(MARKS) + ")", text):
         made += [MARKS[part]] if part in MARKS else tokenizer.encode(part, bos=False)
@@ -101,7 +101,7 @@ def test_a_mark_that_text_spells_is_part_of_a_string(tiny_engine: gemma_py.Engin
 
 
 class _Marked(Tokenizer):
-    """The tiny model's tokenizer, with marks of a call and of a string added."""
+    """The tiny model's tokenizer with MARKS."""
 
     def token_id(self, piece: str) -> int | None:
         return MARKS.get(piece, super().token_id(piece))
@@ -137,7 +137,7 @@ def test_the_template_is_told_of_tools_calls_and_results(service: Service) -> No
 
 
 def test_nobody_forges_a_control_token_through_a_tool(service: Service) -> None:
-    """In names, descriptions, keys, arguments and results, a control token becomes text. The template's own control tokens
+    """A control token in a name, description, key, argument or result becomes text. The template's own control tokens
     stay.
     """
     ask = [{"role": "user", "content": "x"}]
@@ -174,7 +174,7 @@ def test_results_and_arguments_must_make_sense(service: Service) -> None:
 
 
 def events_of(service: Service, made: Any, ids: list[int]) -> list[Any]:
-    """Return the events of an answer with these tokens. The last token ends the answer."""
+    """The events of an answer that consists of these tokens. The last token ends the answer."""
     stream = AnswerStream(service.tokenizer, trim=True, marks=made.job.requests[0].marks)
     events: list[Any] = []
     for at, token in enumerate(ids):
@@ -185,7 +185,7 @@ def events_of(service: Service, made: Any, ids: list[int]) -> list[Any]:
 
 
 def answer(service: Service, ids: list[int]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the document and the streamed deltas of an answer with these tokens."""
+    """Return (choice, streamed deltas) of an answer that consists of these tokens."""
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER]})
     made = ChatBuilder(service, asked)
     pieces = [piece for event in events_of(service, made, ids) for piece in made.take(0, event)]

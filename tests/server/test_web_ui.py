@@ -1,4 +1,4 @@
-"""The chat page in a headless Chromium, with a real server. Skipped if there is no Chromium."""
+"""The chat page in a headless Chromium, with a server. Skipped without Chromium."""
 
 import contextlib
 import itertools
@@ -50,13 +50,13 @@ def page(driver: Any, server: Running) -> Iterator[Page]:
     complaints = [entry["message"] for entry in driver.get_log("browser")]
     assert [
         text for text in complaints if "status of 400" not in text
-    ] == []  # such as violations of the Content-Security-Policy
+    ] == []  # for example, no violation of the Content-Security-Policy
     wait_until(lambda: idle(server))
 
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give answers 4,000 tokens, so that an answer never ends before a test stops it."""
+    """Slow tokens down, so that no answer ends before a test stops it."""
     choose = Generation.next
 
     def slowly(*arguments: Any) -> Any:
@@ -229,7 +229,7 @@ def test_markdown(page: Page) -> None:
 
 @browsed
 def test_the_time_to_render_is_proportional_to_the_length(page: Page) -> None:
-    """A million characters of the most difficult kind are rendered within Selenium's time limit for a script."""
+    """The most difficult texts are rendered within Selenium's time limit for a script."""
     page.driver.set_script_timeout(30)
     for unit in ("*a", "[a](", "`a``", "_a ", "~~a", "**a*", "\\", "| a ", "> - "):
         page.run("markdown(arguments[0].repeat(2000)); markdown((arguments[0] + '\\n').repeat(2000))", unit)
@@ -317,7 +317,7 @@ def test_a_narrow_screen(page: Page, server: Running, width: int, height: int) -
         page.wait(lambda: not page.find("#dialog").is_displayed())
 
         page.tap("#input")
-        page.keys("one", ENTER, "two")  # phones have no Shift key
+        page.keys("one", ENTER, "two")  # Enter makes a new line, because phones have no Shift key
         page.tap("#send")
         page.wait_for_answer()
         assert page.texts(".user .text") == ["one\ntwo"] and page.focused == "Conversation"
@@ -334,7 +334,7 @@ def test_a_narrow_screen(page: Page, server: Running, width: int, height: int) -
         page.tap("[aria-label='Answer again']")
         page.wait(lambda: len(page.texts(".assistant .text")[-1]) > 20)
         page.tap("#input")
-        page.resize(width, 320)  # the keyboard
+        page.resize(width, 320)  # the keyboard opens
         page.wait(lambda: page.run("return log.scrollHeight - log.scrollTop - log.clientHeight < 60"))
         assert page.run("return input.getBoundingClientRect().bottom") < 320
         page.tap("#stop")
@@ -389,7 +389,7 @@ def test_by_keyboard_alone(page: Page, server: Running) -> None:
 @pytest.mark.parametrize("secure", [True, False], ids=["secure", "from another machine"])
 def test_copying(page: Page, secure: bool) -> None:
     page.keep([("What is a list?", "```\n[1]\n```")])
-    if not secure:  # over plain HTTP, browsers give no clipboard access
+    if not secure:  # browsers give pages over plain HTTP no clipboard access
         page.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
     for selector, text in ((".code button", "[1]"), (".user [aria-label='Copy']", "What is a list?")):
         page.find(selector).click()
@@ -427,7 +427,7 @@ return made"""
 @browsed
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_contrast_meets_wcag_aa(page: Page, theme: str) -> None:
-    """Text needs a contrast of 4.5 to 1, icons and the edges of fields one of 3 to 1."""
+    """Text needs a contrast of 4.5 to 1. Icons and edges of fields need 3 to 1."""
     page.set(theme=theme)
     page.keep([("What is a list?", SAMPLE), ("And a set?", "")], [("Hello", "")])
     page.run("say('Hello.'); find(current).messages[3].error = 'It failed.'; show()")

@@ -1,4 +1,4 @@
-"""Requests of every kind, and the answers to them with everything that speculation must not change."""
+"""Random requests, and their answers in a form that can be compared."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,8 +15,6 @@ from gemma_py.generate.speculation import Speculation
 
 
 class Outcome(NamedTuple):
-    """An answer, the likeliest tokens at each position, and the session after the answer."""
-
     tokens: list[tuple[int, str, int, str | None]]  # id, text, bits of the log probability, finish reason
     tops: list[TopLogprobs]
     ids: list[int]
@@ -34,7 +32,7 @@ def outcome(engine: gemma_py.Engine, request: Request) -> tuple[Outcome, Specula
     for token in generation.tokens(logits, decode, session.kv_digest):
         tokens.append(told(token))
         tops.append(generation.top)
-        assert session.ids == [*generation.prompt, *generation.generated[:-1]]  # as without speculation, at every token
+        assert session.ids == [*generation.prompt, *generation.generated[:-1]]  # without the rejected guesses
     return Outcome(tokens, tops, session.ids, session.kv_digest()), generation.speculation
 
 
@@ -50,9 +48,7 @@ SAMPLINGS = {
 
 
 def requests(engine: gemma_py.Engine) -> Iterator[Request]:
-    """Yield requests of every kind, whose answers end by length, at the end of the context, by a stop string and by an end
-    token.
-    """
+    """The answers end by length, at the end of the context, by a stop string or by an end token."""
     ids, ends = prompt(engine.config, 30), frozenset(engine.config.eos_token_ids)
     for number, sampling in enumerate(SAMPLINGS.values()):
         yield Request(ids[number:] * 2, 40, sampling, ends=ends, top_logprobs=number % 3)

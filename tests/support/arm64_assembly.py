@@ -1,4 +1,6 @@
-"""Compile small kernels for ARM64 on any machine, and print their assembly as JSON. A test runs this file as a program."""
+"""Compiles small kernels for ARM64 on any machine, and prints their assembly as JSON. A test runs this file as a
+program.
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Steps of assistants of Gemma 4, computed by the engine."""
+"""Steps of Gemma 4's assistants (draft models), computed by the engine."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +15,11 @@ MAIN_SEED, SEED, STEPS = 1, 2, 4  # as in tools/make_assistant_goldens.py
 
 
 def main_of(name: str) -> str:
-    """Return the name of an assistant's main model."""
+    """For example, the main model of 'gemma4-e2b with clusters' is 'gemma4-e2b'."""
     return name.split()[0]
 
 
 def written(name: str, folder: Path, seed: int = SEED) -> Path:
-    """Write an assistant's checkpoint, and return its directory."""
     tiny.write(tiny_families.ASSISTANTS[name], folder, seed)
     return folder
 
@@ -35,7 +34,7 @@ def first_token(logits: np.ndarray) -> int:
 
 
 def steps(session: Session, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the logits [steps, V] and the hidden states [steps, B] of steps that take these tokens."""
+    """Compute a step for each token. Returns logits [steps, V] and hidden states [steps, B]."""
     assistant, hidden = assistant_of(session.engine), session._cache.last_hidden()
     assert hidden is not None
     logits, states = [], []

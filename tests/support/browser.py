@@ -1,4 +1,4 @@
-"""The chat page in a browser that selenium drives. The methods do what a person does."""
+"""The chat page in a browser that selenium drives."""
 
 import contextlib
 import shutil
@@ -14,8 +14,6 @@ browsed = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs c
 
 
 class Page:
-    """The page in a browser window."""
-
     def __init__(self, driver: Any, url: str) -> None:
         self.driver, self.url = driver, url
 
@@ -44,12 +42,11 @@ class Page:
         self.find("#input").send_keys(text + "\n")
 
     def set(self, **options: Any) -> None:
-        """Set options and reload the page, as the settings dialog would."""
         self.run("localStorage.setItem('gemma_py.options', JSON.stringify(arguments[0]))", options)
         self.reload()
 
     def without_end(self) -> None:
-        """Forbid end tokens until the page is loaded again. Most answers would otherwise end within 200 tokens."""
+        """Forbid end tokens until the page is loaded again, because most answers would end within 200 tokens."""
         self.run(
             "const ask = window.fetch, bias = {logit_bias: arguments[0]};"
             "window.fetch = (url, o) => ask(url, o?.body ? {...o, body: JSON.stringify({...JSON.parse(o.body), ...bias})} : o)",
@@ -57,7 +54,7 @@ class Page:
         )
 
     def keep(self, *conversations: list[tuple[str, str]]) -> None:
-        """Store conversations, each a list of (message, answer), as if they had been held on this page."""
+        """Store conversations in the browser. Each is a list of (message, answer)."""
         made = []
         for number, said in enumerate(conversations):
             messages = [
@@ -82,7 +79,7 @@ class Page:
             self.reload()
 
     def resize(self, width: int, height: int) -> None:
-        """Change the size of the emulated phone, as when it is turned, or its keyboard opens."""
+        """Change the size of the emulated screen, as happens when a phone is turned or its keyboard opens."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": True}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.wait(lambda: self.run("return innerHeight") == height)
@@ -111,12 +108,11 @@ class Page:
         self.wait(lambda: self.run("return tapped"))
 
     def keys(self, *keys: str) -> None:
-        """Send keys to the focused element."""
         self.driver.switch_to.active_element.send_keys(*keys)
 
     @property
     def focused(self) -> str:
-        """The name of the focused element, as a screen reader reads it."""
+        """The focused element's name for screen readers."""
         return str(self.driver.switch_to.active_element.accessible_name)
 
     def wait(self, true: Callable[[], Any]) -> None:

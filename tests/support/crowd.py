@@ -1,4 +1,4 @@
-"""Many requests at the same time, to test whether each gets the bits that it gets alone."""
+"""Concurrent random requests. Each must get the bits that it gets alone."""
 
 import math
 import queue
@@ -19,8 +19,6 @@ WAIT = 120  # seconds, for events that take about one second
 
 
 class Client:
-    """Receives the events of one request."""
-
     def __init__(self, scheduler: BaseScheduler[Any, Any], request: Any) -> None:
         self.request = request
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -51,8 +49,8 @@ def drawn(rng: random.Random, length: int, vocabulary: int = 1536) -> list[int]:
 
 
 def options(sampling: Sampling) -> dict[str, Any]:
-    """Return the options for `generate`. Greedy requests have none, because `generate` takes missing options from the
-    checkpoint.
+    """Options for `generate`: none for a greedy request, because `generate` would then sample by the checkpoint's
+    settings.
     """
     if sampling.temperature == 0:
         return {}
@@ -63,7 +61,7 @@ Scores = list[tuple[int, float | None]]
 
 
 def scores_of(engine: gemma_py.Engine, ids: list[int]) -> Scores:
-    """Return the log probability of each id, computed without other requests."""
+    """The log probability of each id, computed without other requests."""
     following = [(token, -value) for token, value in zip(ids[1:], engine.score(ids), strict=True)] if ids[1:] else []
     return [(ids[0], None), *following]
 
@@ -73,10 +71,10 @@ def scores_told(client: Client) -> Scores:
 
 
 class Crowd:
-    """Requests of many kinds, and the result of each alone.
+    """Random requests, and the result of each request alone.
 
-    Prompts have random lengths, and some share a prefix. Half of the requests sample at random, and some ask for the
-    prompt's log probabilities.
+    Prompts have random lengths, and some share a prefix. Every second request samples, and every fourth asks for log
+    probabilities of the prompt.
     """
 
     def __init__(self, engine: gemma_py.Engine, count: int, seed: int, longest: int = 60) -> None:
@@ -96,14 +94,14 @@ class Crowd:
         self.scores = [scores_of(engine, list(request.ids)) if request.scored else [] for request in self.requests]
 
     def same(self, scheduler: BaseScheduler[Any, Any]) -> bool:
-        """Return whether each request gets its result in shared passes too. Requests arrive at random times, and some are
-        cancelled.
+        """Whether requests in shared passes get the results of the requests alone. Requests arrive at random times, and
+        some are cancelled.
         """
         clients, leaving = [], {}
         rng, longest = random.Random(self.rng.random()), max(request.max_tokens for request in self.requests)
         for number, request in enumerate(self.requests):
             clients.append(Client(scheduler, request))
-            # The number of tokens after which the client cancels; most requests end earlier.
+            # The client cancels after this number of tokens. Most answers end earlier.
             leaving[number] = rng.randint(0, longest)
             for _ in range(rng.choice([0, 0, 1, 2, 10])):
                 client = rng.choice(clients)
@@ -118,9 +116,7 @@ class Crowd:
         return all(map(self._right, clients, self.alone, self.scores))
 
     def same_over_http(self, server: Running) -> bool:
-        """Return whether streams of a server get the results of the requests alone, for many streams at once, and then for one
-        after another.
-        """
+        """Whether streams get the results of the requests alone: first all streams at once, then one after another."""
         rng, count = random.Random(self.rng.random()), len(self.requests)
         most = [rng.choice((math.inf, math.inf, rng.randint(0, 20))) for _ in range(count)]
         late = [rng.random() * 0.002 * count for _ in range(count)]

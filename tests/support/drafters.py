@@ -1,4 +1,4 @@
-"""Drafters whose guesses are right, wrong or random, and a pace that computes every guess."""
+"""Drafters that guess right, wrong or at random, and a `Pace` that computes every guess."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -10,14 +10,14 @@ from gemma_py.generate import core
 from gemma_py.generate.drafting import Draft, Drafter, Lookup
 from gemma_py.generate.speculation import MOST_GUESSES, Pace
 
-Answers = dict[tuple[int, ...], list[int]]  # the true answer to each prompt
+Answers = dict[tuple[int, ...], list[int]]  # prompt -> answer
 
 
 class Eager(Pace):
-    """Computes every guess of a pass, but at most `most` guesses of each answer.
+    """Computes every guess, but at most `most` guesses for one answer.
 
-    A draft model, if there is one, makes the guesses of every pass whose number is a multiple of `model_every`. The guesses of
-    other passes are copied from earlier text.
+    In every pass whose number is a multiple of `model_every`, the draft model guesses, if there is one. In other
+    passes, guesses are copied from earlier text.
     """
 
     def __init__(self, most: int = MOST_GUESSES, model_every: int = 1) -> None:
@@ -41,8 +41,6 @@ class Eager(Pace):
 
 
 class Nothing:
-    """A drafter without guesses."""
-
     def extend(self, tokens: Sequence[int]) -> None: ...
 
     def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
@@ -50,7 +48,7 @@ class Nothing:
 
 
 class Known:
-    """Guesses the true answer, changed by `change` at each position."""
+    """Knows the answer. A guess is the answer's token at a position, changed by `change`."""
 
     def __init__(self, answer: Sequence[int], change: Callable[[int, int], int]) -> None:
         self._answer, self._change, self._at = answer, change, 0
@@ -58,7 +56,7 @@ class Known:
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             if self._at < len(self._answer):
-                assert token == self._answer[self._at], "a drafter was given a token that is not the answer's"
+                assert token == self._answer[self._at], "the drafter received a token that is not in the answer"
             self._at += 1
 
     def propose(self, k: int, ahead: Sequence[int] = ()) -> Draft:
@@ -81,8 +79,6 @@ KINDS = ("lookup", "oracle", "wrong", "half", "random")
 
 @contextmanager
 def drafting(kind: str, answers: Answers, vocabulary: int) -> Iterator[None]:
-    """Let every request have a drafter of this kind."""
-
     def made(prompt: Sequence[int], prediction: Sequence[int] = ()) -> Drafter:
         if kind == "none":
             return Nothing()

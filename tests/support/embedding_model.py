@@ -1,4 +1,4 @@
-"""Tiny embedding models with a tokenizer and the prompts of two tasks."""
+"""Tiny embedding models with a tokenizer, and with prompts for two tasks."""
 
 import json
 import shutil
@@ -21,9 +21,7 @@ _TEMPLATE = "{%- for message in messages -%}{{ message['content'] }}{%- endfor -
 
 
 def write_tokenizer(path: Path, end: str | None) -> None:
-    """Write a tokenizer.json that puts <bos> before a text and `end` after it. The text itself gets the ids of TINY's
-    tokenizer.
-    """
+    """Write TINY's tokenizer.json with a post-processor that puts <bos> before a text and `end` after the text."""
     document = json.loads((TINY / "tokenizer.json").read_text())
     if end is not None:
         number = next(token["id"] for token in document["added_tokens"] if token["content"] == end)

@@ -1,4 +1,4 @@
-"""The specification's results for a prompt, and models and fast passes to compare with them."""
+"""Results of the specification for a prompt, and passes of the engine to compare with these results."""
 
 import itertools
 import random
@@ -16,7 +16,7 @@ from gemma_py.models.config import Config
 from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.runner import SequenceInput
 
-# A model whose rows are whole blocks of every quantised format, and the matrices that can be quantised.
+# Rows of WIDE are whole blocks of every quantised format. PARTS are its matrices that can be quantised.
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens")
 WIDE = tiny.Variant(
     tiny._gemma3(hidden_size=256, intermediate_size=512, head_dim=64, query_pre_attn_scalar=64, num_hidden_layers=2,
@@ -26,7 +26,9 @@ WIDE = tiny.Variant(
 
 @contextmanager
 def opened(path: Path, threads: int, plan: FaultPlan | None = None, kv: str = "float32") -> Iterator[gemma_py.Engine]:
-    """Open an engine whose scratch memory and unpublished rows are NaN, so that reading one shows."""
+    """Open an engine whose scratch memory and unpublished rows are NaN, so that reading one by mistake changes the
+    result.
+    """
     with gemma_py.load(path, threads=threads, kv=kv) as engine:
         engine.instruments.poison = True
         engine.instruments.fault_plan = plan
@@ -43,7 +45,6 @@ def bits(logits: np.ndarray) -> np.ndarray:
 
 
 def cut(ids: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Divide ids into pieces. The sizes are repeated until all ids are used."""
     at = 0
     for size in itertools.cycle(sizes):
         if at >= len(ids):
@@ -53,8 +54,6 @@ def cut(ids: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 class Expected:
-    """The specification's results for a prompt."""
-
     def __init__(self, engine: gemma_py.Engine, ids: list[int]) -> None:
         self.ids = ids
         self.logits, cache = reference.logits_and_rows(engine, ids)
@@ -69,7 +68,7 @@ class Expected:
 
 
 def differs(engine: gemma_py.Engine, want: Expected, sizes: Sequence[int], all_logits: bool = True) -> bool:
-    """Return whether the results are wrong, or the pass fails because KV rows are published twice or never."""
+    """Whether results are wrong. KV rows that are published twice or never raise WorkerError, which counts as wrong."""
     try:
         return not want.same(engine, sizes, all_logits)
     except WorkerError:
@@ -89,7 +88,7 @@ def caught(
     sizes: Sequence[int] = (TOKENS,),
     all_logits: bool = True,
 ) -> bool:
-    """Whether any of these schedules gives other bits, or an error."""
+    """Whether the results are wrong under any of the plans."""
     for plan in plans:
         engine.instruments.fault_plan = plan
         if differs(engine, want, sizes, all_logits):
@@ -98,7 +97,7 @@ def caught(
 
 
 def without_barrier(engine: gemma_py.Engine, phase: str, seeds: int = 300) -> Iterator[FaultPlan]:
-    """Schedules in which no worker waits at the barrier after a phase."""
+    """Plans in which no worker waits at the barrier after a phase."""
     label = engine.program.label(phase)
     return (FaultPlan(seed=seed, omit="barrier", omit_phase=label) for seed in range(1, seeds))
 
@@ -111,8 +110,10 @@ def expected(name: str, engine: gemma_py.Engine, length: int = TOKENS) -> Expect
 
 
 def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> bool:
-    """Return whether sequences that share passes get their expected results. Each pass has random parts of random sequences,
-    and computes the logits of no token, of the last token or of all tokens of a part.
+    """Whether sequences in shared passes get their expected results.
+
+    Each pass has parts of some of the sequences, and computes the logits of no token, of the last token or of all
+    tokens of a part.
     """
     rng = random.Random(seed)
     caches_, done = [engine.new_cache() for _ in wants], [0] * len(wants)
@@ -138,8 +139,8 @@ def expected_of_several(name: str, engine: gemma_py.Engine) -> list[Expected]:
     return [expected(name, engine, length) for length in (20, 50, 77, 33, 1, 64)]
 
 
-# A model with one key/value head, so that several workers share a position. A head is 104 wide, so the workers' parts of its
-# columns have different widths.
+# One KV head, so several workers share its columns of a position. 104 columns cannot be divided into equal multiples of
+# 16.
 SHARED = tiny.Variant(
     tiny._gemma3(hidden_size=64, intermediate_size=64, head_dim=104, query_pre_attn_scalar=104, num_hidden_layers=2,
                  num_attention_heads=3, num_key_value_heads=1, sliding_window=40, vocab_size=77)

@@ -1,6 +1,5 @@
-"""Random conversations with system messages, tools, calls, results and thoughts, and their ids as transformers computes
-them.
-"""
+"""Random conversations with system messages, tools, calls, results and thoughts, and their token ids from
+transformers."""
 
 import gzip
 import json
@@ -62,7 +61,7 @@ def _tool(rng: random.Random, name: str) -> dict[str, Any]:
 
 
 def _exchange(rng: random.Random, tools: list[dict[str, Any]], last: bool) -> list[dict[str, Any]]:
-    """Return a user message, sometimes calls and their results, and an answer. The last exchange may have no answer."""
+    """A user message, at random calls with results, and an answer. The last exchange may lack the answer."""
     made: list[dict[str, Any]] = [{"role": "user", "content": rng.choice(_TEXTS)}]
     for _ in range(rng.randrange(3) if tools else 0):
         calls = []

@@ -1,4 +1,4 @@
-"""A tiny model with a vocabulary and a template like Gemma 4's. A test determines the tokens of its answers."""
+"""A tiny model with a vocabulary and a template like Gemma 4's, and answers that a test chooses."""
 
 import contextlib
 import json
@@ -19,7 +19,6 @@ TEMPLATE = (DATA / "gemma4.jinja").read_text()
 
 
 def write_checkpoint(folder: Path, ends: Sequence[int] = ENDS) -> Path:
-    """Write the tiny model's weights with Gemma 4's tokenizer, template and end tokens."""
     shutil.copytree(TINY, folder)
     (folder / "tokenizer.json").write_text(json.dumps(Gemma4Vocabulary().document()))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -31,7 +30,7 @@ def write_checkpoint(folder: Path, ends: Sequence[int] = ENDS) -> Path:
 
 
 def answer_ids(tokenizer: Tokenizer, *parts: str) -> list[int]:
-    """Return the ids of an answer. A part that names a control token becomes that token; other parts are ordinary text."""
+    """Parts that are names of control tokens become these tokens. Other parts are encoded as text."""
     made: list[int] = []
     for part in parts:
         number = tokenizer.token_id(part)
@@ -43,7 +42,7 @@ def answer_ids(tokenizer: Tokenizer, *parts: str) -> list[int]:
 
 @contextlib.contextmanager
 def scripted(ids: Sequence[int]) -> Iterator[None]:
-    """Make every answer consist of these tokens, whatever the logits are."""
+    """Replace sampling, so that every answer consists of these tokens."""
 
     def choose(self: Any, logits: Any, generated: Sequence[int]) -> int:
         return ids[len(generated)]

@@ -1,26 +1,26 @@
-"""Random vocabularies with the structure of Gemma 4's: control tokens, runs of newlines, bytes, and merges by rank."""
+"""Random vocabularies like Gemma 4's: control tokens, runs of newlines, byte tokens, and merges by rank."""
 
 import random
 from typing import Any
 
 import numpy as np
 
-# The keys are ids of the real vocabulary.
+# id in Gemma 4's vocabulary -> token
 CONTROL = {
     0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 46: "<|tool>", 47: "<tool|>", 48: "<|tool_call>",
     49: "<tool_call|>", 50: "<|tool_response>", 51: "<tool_response|>", 52: '<|"|>', 98: "<|think|>", 100: "<|channel>",
     101: "<channel|>", 105: "<|turn>", 106: "<turn|>",
 }  # fmt: skip
-# These have the last ids.
+# The vocabulary ends with these tokens.
 MEDIA = ["<|image>", "<|audio>", "<|image|>", "<|audio|>", "<image|>", "<audio|>", "<|video|>"]
-USER_DEFINED = {48, 49, 50, 51, 52, 100, 101}  # these ids are "user-defined" in GGUF files, not "control"
-ENDS = (1, 106, 50)  # the end of a text, the end of a turn, and the place for the result of a tool call
+USER_DEFINED = {48, 49, 50, 51, 52, 100, 101}  # GGUF files call these ids "user-defined" instead of "control"
+ENDS = (1, 106, 50)  # <eos>, <turn|>, <|tool_response>
 _TAGS = ["<table>", "</table>", "<b>", "</b>", "<h1>", "</s>"]
 _LETTERS = "▁etaoinshrdlucmfwypvbgkjqxzETAOIN0123456789.,:;!?'\"()[]{}<>|/-_=+*&%$#@éüñ中文日本аяα🙂"
 
 
 def _pieces(rng: random.Random, words: int) -> list[str]:
-    """Return all pieces by id. Long words are made of shorter ones, so that merges can produce them."""
+    """The tokens in the order of their ids. A long token is made of shorter tokens, so that merges can produce it."""
     pieces = [CONTROL.get(number, f"<unused{number}>") for number in range(107)]
     pieces += ["\n" * count for count in range(1, 32)] + ["▁" * count for count in range(2, 32)]
     pieces += _TAGS
@@ -39,7 +39,7 @@ def _pieces(rng: random.Random, words: int) -> list[str]:
 
 
 class Gemma4Vocabulary:
-    """A vocabulary in the forms of tokenizer.json and of GGUF. crossing: some merges join a newline and a letter."""
+    """crossing: add merges of a newline with a letter, which Gemma 4's tokenizer does not have."""
 
     def __init__(self, seed: int = 1, words: int = 700, crossing: bool = False) -> None:
         rng = random.Random(seed)
@@ -54,10 +54,10 @@ class Gemma4Vocabulary:
             if number not in skipped:
                 splits = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
                 self.merges += [split for split in splits if split[0] in ids and split[1] in ids]
-        rng.shuffle(self.merges)  # the rank of a merge is its place in this list, and does not depend on ids or lengths
+        rng.shuffle(self.merges)  # a merge's rank is its index in this list
 
     def document(self, pre_tokenizer: Any = "as transformers saves it") -> dict[str, Any]:
-        """Return a tokenizer.json, as transformers' GemmaTokenizer saves it."""
+        """tokenizer.json, as transformers' GemmaTokenizer saves it."""
         if isinstance(pre_tokenizer, str):
             pre_tokenizer = {
                 "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False
@@ -86,7 +86,7 @@ class Gemma4Vocabulary:
         }  # fmt: skip
 
     def metadata(self) -> dict[str, Any]:
-        """Return the vocabulary as GGUF metadata. The scores are random, because they must have no effect."""
+        """GGUF metadata. The scores are random, because they must have no effect."""
         kinds = np.ones(len(self.pieces), np.int32)
         kinds[list(self.control)] = 3
         kinds[list(USER_DEFINED)] = 4

@@ -29,7 +29,7 @@ def assemble(fields: Sequence[bytes], records: Sequence[bytes], data: bytes, ali
 
 
 def small() -> bytes:
-    """Return a valid file with two tensors and a few fields. It ends with the last tensor."""
+    """A valid file with two tensors and a few fields. The second tensor ends at the end of the file."""
     fields = [
         field("general.architecture", STRING, text("gemma3")),
         field("a.number", U32, struct.pack("<I", 7)),

@@ -1,4 +1,4 @@
-"""The metadata that llama.cpp's converter writes into a GGUF file for the config of a tiny model."""
+"""GGUF metadata of a tiny model, as llama.cpp's converter would write it from the model's config."""
 
 from statistics import NormalDist
 from typing import Any
@@ -14,7 +14,7 @@ ARCHITECTURES = {
 
 
 def add_assistant(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Add the fields of an assistant that a Gemma 4 model does not have. config: the whole config.json"""
+    """Add the fields that only an assistant has. config: the whole config.json"""
     writer.add_embedding_length_out(config["backbone_hidden_size"])
     writer.add_nextn_predict_layers(config["text_config"]["num_hidden_layers"])
 
@@ -30,7 +30,7 @@ def add_fields(writer: gguf.GGUFWriter, c: dict[str, Any], dense: tuple[int, ...
     writer.add_block_count(c["num_hidden_layers"])
     writer.add_head_count(c["num_attention_heads"])
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    if family != "gemma":  # a Hugging Face config of EmbeddingGemma 2 has half the width of its windows
+    if family != "gemma":  # EmbeddingGemma 2's config.json has half the width of the window
         writer.add_sliding_window(c["sliding_window"] * (2 if family == "gemma-embedding2" else 1))
     if family not in ("gemma", "gemma2"):
         writer.add_rope_freq_base(c["rope_parameters"][FULL]["rope_theta"])
@@ -59,9 +59,7 @@ def add_fields(writer: gguf.GGUFWriter, c: dict[str, Any], dense: tuple[int, ...
 
 
 def _add_gemma4(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
-    """Add the fields of Gemma 4. Numbers that differ by layer are arrays. Full and sliding layers have separate keys for
-    the head width.
-    """
+    """Numbers that differ by layer become arrays. Full and sliding layers have separate keys for the head width."""
     layers = range(c["num_hidden_layers"])
     F, wide = c["intermediate_size"], next(heads_of(c, n)[2] for n in layers if c["layer_types"][n] == FULL)
     doubled = c.get("use_double_wide_mlp", False)
@@ -85,8 +83,8 @@ def _add_gemma4(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
 
 
 def rope_divisors(c: dict[str, Any]) -> np.ndarray:
-    """Return rope_freqs.weight, by which full layers divide the rope frequencies: 1, or 1e30 for pairs that are not
-    rotated.
+    """rope_freqs.weight, by which full layers divide the rope frequencies: 1 for rotated pairs, 1e30 for pairs without
+    rotation.
     """
     wide = next(heads_of(c, n)[2] for n in range(c["num_hidden_layers"]) if c["layer_types"][n] == FULL)
     turning = int(wide * c["rope_parameters"][FULL]["partial_rotary_factor"] / 2)

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, written by the gguf package."""
+"""Writes GGUF files of tiny models with the gguf package."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ _FURTHER_PARTS = {
 
 
 def gguf_name(name: str, family: str) -> str:
-    """Return the GGUF name of a tensor, given the Hugging Face name after the checkpoint's prefix."""
+    """name: the Hugging Face name after the checkpoint's prefix, for example "layers.0.mlp.gate_proj.weight"."""
     name = name.removesuffix(".weight")
     layer = ""
     if name.startswith("layers."):
@@ -55,7 +55,7 @@ def gguf_name(name: str, family: str) -> str:
 
 
 def converted(variant: tiny.Variant, values: dict[str, np.ndarray], split_experts: bool) -> dict[str, np.ndarray]:
-    """Return the text tensors as llama.cpp's converter writes them, by Hugging Face name without the prefix."""
+    """The text tensors as llama.cpp's converter writes them. Keys are Hugging Face names without the prefix."""
     c, made = tiny.text_config(variant), {}
     for full_name, table in values.items():
         if full_name in variant.extra and not full_name.startswith((variant.prefix, "pre_pro", "post_pro")):
@@ -67,7 +67,7 @@ def converted(variant: tiny.Variant, values: dict[str, np.ndarray], split_expert
         elif name.startswith("altup_"):
             stack, _, number = name.removesuffix(".weight").partition(".")
             made[stack] = table[None] if number == "0" else np.concatenate([made[stack], table[None]])
-        elif name == "embed_tokens_per_layer.weight":  # the converter writes zeros for the rows of image tokens
+        elif name == "embed_tokens_per_layer.weight":  # the converter pads with zeros for image tokens
             made[name] = np.pad(table, ((0, c["vocab_size"] - len(table)), (0, 0)))
         else:
             made[name] = table + 1 if table.ndim == 1 and tiny.adds_one(variant) else table
@@ -75,7 +75,7 @@ def converted(variant: tiny.Variant, values: dict[str, np.ndarray], split_expert
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
-    """Return random blocks with moderate values: random codes, and scales around 1 / sqrt(columns)."""
+    """Random codes, with scales around 1 / sqrt(columns), so that products have moderate values."""
     block = TYPES[kind]
     count = rows * columns // block.block
     raw = np.random.RandomState(seed).bytes(count * block.bytes)  # numpy guarantees that RandomState never changes
@@ -104,12 +104,11 @@ def write_model(
     quant: str | None = None,
     split_experts: bool = False,
 ) -> Path:
-    """Write a variant with random weights, or with the given values, as a GGUF file.
+    """Write a GGUF file of a variant, with random weights or with `values`.
 
-    kinds: a tensor type for some matrices, by name ("q_proj", ...); these matrices get random blocks.
-    quant: the type to which the gguf package quantises every other matrix whose rows are whole blocks, except routers, as
-    llama.cpp does.
-    split_experts: whether gate and up of the experts are separate tensors.
+    kinds: types of matrices, for example {"q_proj": "Q4_K"}. These matrices get random blocks.
+    quant: a type for all other matrices whose rows are whole blocks, except routers, as in llama.cpp.
+    split_experts: write the experts' gate and up as separate tensors.
     """
     c = tiny.text_config(variant)
     family = architecture(c)

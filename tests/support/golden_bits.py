@@ -1,5 +1,5 @@
-"""Digests of logits or embeddings, and KV rows, of every tiny model. tests/data/tiny_bits.json has these digests, which all
-machines must give.
+"""Digests of logits or embeddings, and of KV rows, for every tiny model. All machines must compute the digests in
+tests/data/tiny_bits.json.
 """
 
 import hashlib
@@ -29,7 +29,6 @@ QUANTISED = [name for name, kind in TYPES.items() if kind.quantised]
 
 
 def digests(checkpoints: dict[str, Path], scratch: Path) -> dict[str, str]:
-    """Return a sha256 for each model, of logits and KV rows or of embeddings and KV rows."""
     paths = dict(checkpoints)
     for kind in QUANTISED:
         kinds = dict.fromkeys(PARTS, kind)

@@ -1,4 +1,4 @@
-"""Receipts of the tiny model. tests/data has their bytes, which every machine must give."""
+"""Receipts of the tiny model. Every machine must make the bytes that are stored in tests/data."""
 
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,6 @@ def made(engine: gemma_py.Engine, name: str) -> bytes:
 
 def check(engine: gemma_py.Engine, name: str) -> None:
     assert made(engine, name) == path(name).read_bytes(), (
-        f"the receipt {name!r} has other bytes than {path(name).name}, so receipts made before this change would be called "
-        f"different: increase RULES (now {RULES}) in gemma_py/receipts/receipt.py, and run tools/make_receipts.py"
+        f"the receipt {name!r} has other bytes than {path(name).name}, so audits of older receipts would report a "
+        f"difference: increase RULES (now {RULES}) in gemma_py/receipts/receipt.py, and run tools/make_receipts.py"
     )

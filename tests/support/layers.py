@@ -1,4 +1,4 @@
-"""The layers of the package, and the imports between its folders, read from the source files."""
+"""The package's layers, and the imports between its folders, parsed from the source files."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ from repository import ROOT
 
 PACKAGE = ROOT / "gemma_py"
 
-# The lowest layer comes first. A module may import from its own layer and from lower ones.
+# Lowest layer first. A module may import from its own layer and from lower layers.
 LAYERS = (
     ("errors", "paths", "machine", "progress"),
     ("formats", "kernels", "demo", "hub"),
@@ -28,12 +28,12 @@ LAYERS = (
 
 
 def folder_of(path: Path) -> str:
-    """Return the folder of the package that contains a file. A module outside the folders counts as a folder."""
+    """weights for gemma_py/weights/pack.py, and hub for gemma_py/hub.py."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imports(source: str) -> set[str]:
-    """Return the folders of gemma_py from which a source file imports. The package itself counts as __init__."""
+    """The folders of gemma_py from which a source file imports. `import gemma_py` counts as __init__."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -50,7 +50,6 @@ def imports(source: str) -> set[str]:
 
 
 def all_imports() -> dict[str, set[str]]:
-    """Return, for each folder, the other folders from which it imports."""
     table: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         table.setdefault(folder_of(path), set()).update(imports(path.read_text()) - {folder_of(path)})

@@ -1,4 +1,4 @@
-"""Digests that must be equal on every machine. A test runs this file as a program, with another instruction set."""
+"""Digests that are equal on every machine. A test runs this file as a program, for another instruction set."""
 
 import hashlib
 import json
@@ -19,9 +19,7 @@ FLOATS = ("gemma1-multi-query", "gemma2", "gemma3-scaled-untied", "gemma3n", "ge
 
 
 def digests() -> dict[str, list[str]]:
-    """Return, for models with float weights and with quantised weights, digests of logits or embeddings, and of KV rows.
-    Several workers compute them.
-    """
+    """Digests of logits or embeddings and of KV rows, computed by several workers, for float and for quantised weights."""
     made = {}
     with tempfile.TemporaryDirectory() as scratch:
         paths = {}

@@ -1,4 +1,4 @@
-"""An engine of any family with random weights, and the comparison of its bits for all threads and chunks."""
+"""Engines with random weights, compared with a specification for many numbers of threads and chunk sizes."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ from gemma_py.weights.tensors import gguf_source
 
 
 def random_checkpoint(family: Family, config: Config, kind: str, seed: int = 1) -> Checkpoint:
-    """Return a checkpoint with random tensors. Matrices, including those of experts, have the type `kind`."""
+    """Matrices have the type `kind`, if their rows are whole blocks of it. Norms are float."""
     rng, made, specs, path = np.random.default_rng(seed), {}, family.tensors(config), Path(f"random {kind}")
     for name, spec in specs.items():
         if spec.gguf in made:
-            continue  # this matrix is a part of a GGUF tensor that is made already
+            continue  # several matrices may be parts of one GGUF tensor
         floats = len(spec.shape) == 1 or spec.shape[-1] % TYPES[kind].block
         values, stored = rng.standard_normal(spec.gguf_shape, np.float32), TYPES["F32" if floats else kind]
         data = values.view(np.uint8) if stored.pack is None else stored.pack(values.reshape(-1, stored.block))
@@ -38,11 +38,12 @@ def random_engine(family: Family, config: Config, kind: str) -> gemma_py.Engine:
     return gemma_py.Engine(random_checkpoint(family, config, kind))
 
 
-Specification = Callable[[Mapping[str, Any], ReferenceCache, int], np.ndarray]  # computes the logits [V] of one token
+# (weights, cache, token id) -> logits [V]
+Specification = Callable[[Mapping[str, Any], ReferenceCache, int], np.ndarray]
 
 
 def differing_ways(family: Family, config: Config, specification: Specification, tokens: int = 70) -> list[str]:
-    """Return the weight types, numbers of threads and chunk sizes that do not give the specification's bits."""
+    """The combinations of weight type, threads and chunk size whose bits differ from the specification's."""
     ids, wrong = prompt(config, tokens), []
     for kind in ("F32", "BF16", "Q8_0"):
         with random_engine(family, config, kind) as engine:

@@ -1,4 +1,4 @@
-"""Receipts, and responses around receipts, that were tampered with: by hand at one place, or drawn at random."""
+"""Tampered receipts, and tampered responses that contain receipts. Changes are listed by hand or drawn at random."""
 
 import copy
 import dataclasses
@@ -22,27 +22,25 @@ PROMPT = "The list of"
 def auditor(engine: gemma_py.Engine) -> Auditor:
     from gemma_py.server.openai.described_constraint import (
         constraint_maker,
-    )  # needs pydantic, which the unit tests do not
+    )  # needs pydantic, which unit tests must not need
 
     return Auditor(engine, constraint_maker(engine))
 
 
 def made(engine: gemma_py.Engine, prompt: str, count: int, **options: Any) -> Receipt:
-    """Generate an answer, and return its receipt."""
     receipt = list(engine.generate(prompt, count, receipt=True, **options))[-1].receipt
     assert receipt is not None
     return receipt
 
 
 def usual_receipt(engine: gemma_py.Engine) -> Receipt:
-    """Return the receipt of an answer with every option of sampling, to which TAMPERINGS apply."""
+    """The receipt to which TAMPERINGS apply. Its answer used every option of sampling."""
     options: dict[str, Any] = {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 11}
     penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.25, "frequency_penalty": 0.25}
     return made(engine, PROMPT, 20, **options, **penalties, logit_bias=NO_END, stop=["no such text"])
 
 
 def varied_receipts(engine: gemma_py.Engine, count: int) -> list[Receipt]:
-    """Return receipts of answers with different prompts, lengths, samplings and stop strings."""
     rng, found = random.Random(5), []
     words = ["the", "list", "of", "a", "function", "is", "return", "value", "in", "None", "for", "if", "class", "def"]
     for _ in range(count):
@@ -70,7 +68,7 @@ def verdicts(engine: gemma_py.Engine, receipts: list[Receipt]) -> list[Verdict]:
     return [found[number] for number in range(len(receipts))]
 
 
-# --- tampering by somebody who computes the Merkle root again -----------------------------------------------------------
+# --- tampering by somebody who computes the Merkle root again ---------------------------------------------------------
 
 
 def with_asked(receipt: Receipt, **changes: Any) -> Receipt:
@@ -93,8 +91,9 @@ def text_of(engine: gemma_py.Engine, ids: tuple[int, ...]) -> dict[str, str]:
     return output_digests(engine.text_tokenizer().decode(list(ids)), "", [])
 
 
-DRAWN = -1  # the first token that sampling chooses otherwise
-# Each changes one thing and computes the Merkle root again, so that only the stage that checks this thing can find it.
+DRAWN = -1  # stands for the first position at which sampling chooses another token
+# Each changes one field and recomputes the Merkle root. So only the audit's stage that checks this field can find the
+# change.
 TAMPERINGS: dict[str, tuple[Callable[[gemma_py.Engine, Receipt], Receipt], str, int | None]] = {
     "a prompt id": (lambda e, r: dataclasses.replace(r, prompt=with_entry(r.prompt, 1, 9)), "logits", 0),
     "a longer prompt": (lambda e, r: dataclasses.replace(r, prompt=(*r.prompt, 9)), "logits", 0),
@@ -145,7 +144,7 @@ TAMPERINGS: dict[str, tuple[Callable[[gemma_py.Engine, Receipt], Receipt], str, 
 
 
 def drawn_change(rng: random.Random, receipt: Receipt, other: Receipt) -> Receipt:
-    """Change one field, and compute the Merkle root again."""
+    """Change one field, and recompute the Merkle root."""
     at, size = rng.randrange(len(receipt.answer)), len(receipt.answer)
     text = str(rng.choice([0.1, 0.5, 0.9]))
     changes: list[Callable[[], Receipt]] = [
@@ -181,7 +180,6 @@ def drawn_change(rng: random.Random, receipt: Receipt, other: Receipt) -> Receip
 
 
 def generated_anew(engine: gemma_py.Engine, receipt: Receipt) -> Receipt:
-    """Generate an answer to the receipt's request, and return its receipt."""
     request: Request = auditor(engine)._request(receipt)
     generation, session = engine.generation(dataclasses.replace(request, receipt=True)), engine.session()
     *_, last = generation.tokens(session.prefill(generation.prompt), session.decode, session.kv_digest)
@@ -189,11 +187,10 @@ def generated_anew(engine: gemma_py.Engine, receipt: Receipt) -> Receipt:
     return last.receipt
 
 
-# --- tampering with the bytes -------------------------------------------------------------------------------------------
+# --- tampering with the bytes -----------------------------------------------------------------------------------------
 
 
 def drawn_bytes(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """Change a bit, cut the file, exchange halves, exchange or repeat fields, or replace a value by a huge number."""
     at = rng.randrange(len(data))
     kind = rng.randrange(6)
     if kind == 0:
@@ -217,7 +214,7 @@ def drawn_bytes(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def _places(document: Any) -> Any:
-    """Yield (object or list, key) of each value."""
+    """Yield (object or list, key) for each value of a JSON document."""
     entries = (
         document.items() if isinstance(document, Mapping) else enumerate(document) if isinstance(document, list) else ()
     )
@@ -229,8 +226,9 @@ def _places(document: Any) -> Any:
 def escaped(
     engine: gemma_py.Engine, receipts: list[Receipt], count: int, seed: int
 ) -> tuple[list[str], dict[str, int]]:
-    """Draw tamperings, half of the bytes and half with a new Merkle root. Return those that an audit did not find although
-    they changed what the receipt says, and how many were found in which stage.
+    """Draw tamperings: half change bytes, half change a field and recompute the Merkle root.
+
+    Return the changed receipts that an audit accepted, and the number of tamperings that each stage found.
     """
     rng, wrong, stages, waiting = random.Random(seed), list[str](), dict[str, int](), list[Receipt]()
     for number in range(count):
@@ -268,8 +266,8 @@ def _chunks(*choices: dict[str, Any]) -> Documents:
     return [{"id": "a", "choices": [{"index": 0, **choice}]} for choice in choices]
 
 
-# Each returns the documents of a file in which a response shows a text, before a receipt is added to the last document.
-# prompt: the text of the prompt.
+# The documents of a response that shows a text. The receipt is added to the last document later.
+# Arguments: the prompt's text, the answer's text.
 RESPONSES: dict[str, Callable[[str, str], Documents]] = {
     "chat": lambda prompt, text: [{"choices": [{"message": {"role": "assistant", "content": text, "refusal": None}}]}],
     "completion": lambda prompt, text: [{"choices": [{"index": 0, "text": text}]}],
@@ -290,10 +288,12 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments
 
 
 def response_around(engine: gemma_py.Engine, receipt: Receipt, form: str, in_batch: bool = False) -> Documents:
-    """Return the documents of a response with the receipt. in_batch: as a row of the output of a batch."""
+    """in_batch: as a row of a batch's output."""
     tokenizer = engine.text_tokenizer()
     text, prompt = tokenizer.decode(receipt.answer), tokenizer.decode(receipt.prompt[1:])
-    assert output_digests(text, "", []) == receipt.outputs, "stop strings and end tokens would need another text"
+    assert output_digests(text, "", []) == receipt.outputs, (
+        "the answer must not end at a stop string or an end token, which is not part of the text"
+    )
     *before, last = RESPONSES[form](prompt, text)
     last["receipts"] = [json.loads(receipt.to_bytes())]
     return [*before, {"custom_id": "a", "response": {"status_code": 200, "body": last}} if in_batch else last]
@@ -304,12 +304,14 @@ def lines_of(documents: Documents) -> bytes:
 
 
 def shown_texts(documents: Documents) -> list[tuple[Any, Any]]:
-    """Return (object, key) of each text of an answer that the documents show."""
+    """(object, key) of each text that the documents show as an answer."""
     return [at for at in _places(documents) if at[1] in ("text", "content") and isinstance(at[0][at[1]], str)]
 
 
 def edited_response(rng: random.Random, documents: Documents, other: str) -> Documents:
-    """Change a text that a response shows, or add a thought, a refusal, a tool call or a choice. other: another text."""
+    """Change a text that a response shows, or add a thought, a refusal, a tool call or a choice. other: a text to use
+    instead.
+    """
     made = copy.deepcopy(documents)
     holder, name = rng.choice(shown_texts(made))
     text, at = holder[name], rng.randrange(len(holder[name]) + 1)
@@ -337,7 +339,7 @@ def edited_response(rng: random.Random, documents: Documents, other: str) -> Doc
 
 
 def file_verdicts(engine: gemma_py.Engine, files: list[bytes]) -> list[Verdict]:
-    """Audit files. Return of each file the first verdict that is not `equal`, if there is one."""
+    """For each file, the first verdict other than EQUAL, or EQUAL."""
     found = [(number, entry) for number, data in enumerate(files) for entry in receipts_in(data, "it")]
     made = [Verdict(EQUAL, "") for _ in files]
     sound = []
@@ -354,8 +356,8 @@ def file_verdicts(engine: gemma_py.Engine, files: list[bytes]) -> list[Verdict]:
 
 
 def escaped_responses(engine: gemma_py.Engine, receipts: list[Receipt], count: int, seed: int) -> list[str]:
-    """Draw responses of all forms. Return those that an audit refused although they are untouched, and those that were edited
-    without being found.
+    """Draw responses in every form. Return the untouched ones that an audit refused, and the edited ones that it
+    accepted.
     """
     rng, files = random.Random(seed), list[tuple[bytes, bool]]()
     texts = [engine.text_tokenizer().decode(receipt.answer) for receipt in receipts]

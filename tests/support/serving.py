@@ -1,4 +1,4 @@
-"""A server in this process or in a separate one, and clients for tests."""
+"""Servers in this process or in a child process, and clients."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from gemma_py.server.auth import Keys
 from gemma_py.server.openai.service import Service, new_scheduler
 from gemma_py.server.process import Server, address, bind
 
-NO_END = {"1": -100, "6": -100}  # a logit_bias that forbids the end tokens
+NO_END = {"1": -100, "6": -100}  # logit_bias that forbids the tiny model's end tokens
 
 
 class Client:
@@ -34,7 +34,7 @@ class Client:
     def request(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, Any, http.client.HTTPMessage]:
-        """Send a request. Return (status, document or text, headers). A body that is not bytes is sent as JSON."""
+        """Return (status, JSON document or text, headers). A body that is not bytes is sent as JSON."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             kind = {} if data is None else {"Content-Type": "application/json"}
@@ -49,7 +49,7 @@ class Client:
         return status, document
 
     def open_stream(self, max_tokens: int, content: str = "Once") -> socket.socket:
-        """Ask for a stream of exactly `max_tokens` tokens. Return the connection when the answer has begun to arrive."""
+        """Request a stream of exactly `max_tokens` tokens. Return the connection when the stream has begun."""
         asked = {"messages": [{"role": "user", "content": content}], "stream": True, "max_tokens": max_tokens}
         asked["logit_bias"] = NO_END
         connection = self.send("POST", "/v1/chat/completions", json.dumps(asked).encode())
@@ -62,8 +62,8 @@ class Client:
     def send(
         self, method: str, path: str, body: bytes, length: int | None = None, closing: bool = False
     ) -> socket.socket:
-        """Send a request over a plain socket. length: a wrong Content-Length. closing: ask the server to close the
-        connection.
+        """Send a request over a plain socket. length: the Content-Length, if it shall be wrong. closing: send
+        "Connection: close".
         """
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -74,7 +74,7 @@ class Client:
 
 
 class Heard:
-    """A streamed completion. The client disconnects after `most` tokens."""
+    """Receives a streamed completion, and disconnects after `most` tokens."""
 
     def __init__(self, client: Client, request: Request, most: float = math.inf) -> None:
         self.text, self.reason = "", ""
@@ -94,7 +94,7 @@ class Heard:
                 self.reason = choice["finish_reason"] or ""
 
     def same(self, alone: list[Token]) -> bool:
-        """Return whether the stream is, or begins like, the answer that was generated alone."""
+        """Whether the stream, which may have been cut short, has the tokens and log probabilities of the answer alone."""
         told = [token.logprob for token in alone]
         if self.reason != alone[-1].finish_reason:
             told, alone = told[: len(self.logprobs)], alone[: len(self.logprobs)]
@@ -102,7 +102,7 @@ class Heard:
 
 
 class Running(Client):
-    """A running server, with access to its `scheduler` and `app`."""
+    """A server in this process."""
 
     def __init__(self, app: App, url: str, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(int(url.rpartition(":")[2]))
@@ -110,9 +110,9 @@ class Running(Client):
 
 
 class Process(Client):
-    """`python -m gemma_py serve` in a separate process that is ready. A context manager.
+    """`python -m gemma_py serve` in a child process. The constructor returns when the server is ready.
 
-    said: what the process wrote to stdout after it was ready, set when it has ended.
+    said: what the process wrote to stdout after it was ready; set when the process has ended.
     """
 
     said = ""
@@ -128,7 +128,7 @@ class Process(Client):
         super().__init__(int(re.findall(r"//127.0.0.1:(\d+)", self.ready)[0]))
 
     def end(self) -> tuple[int, str]:
-        """Wait for the process. Return its exit code and stderr."""
+        """Wait until the process has ended. Return its exit code and stderr."""
         self.said, errors = self.child.communicate(timeout=60)
         return self.child.returncode, errors
 
@@ -171,11 +171,10 @@ def serving(
 def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
     until = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < until, "it did not come true"
+        assert time.monotonic() < until, f"the condition is still false after {seconds} s"
         time.sleep(0.01)
 
 
 def idle(server: Running) -> bool:
-    """Return whether no request runs or waits."""
     stats = server.scheduler.stats()
     return stats.running == stats.waiting == 0 and not server.app.event_queues

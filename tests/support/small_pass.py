@@ -1,4 +1,4 @@
-"""A small forward pass with every kind of synchronisation, for tests of the worker team."""
+"""A small pass with every kind of synchronisation, for tests of the worker team."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
 
-WORKERS = 4  # more workers than cores
+WORKERS = 4  # more than the cores of a test machine
 LAYERS, ROWS, TILE = 3, 32, 3
 TILES = -(-ROWS // TILE)
 MIX, PRODUCE, STORE, ATTEND = 0, 1, 2, 3
 NAMES = ("mix", "produce", "store", "attend")
-DEADLINE = 1.5  # seconds, for tests that wait for the deadline; other tests use the default
-GENEROUS = 60.0  # seconds after which a run counts as hanging, on any machine
+DEADLINE = 1.5  # seconds without progress after which a test expects an error; other tests use the default deadline
+GENEROUS = 60.0  # seconds after which a run counts as hanging
 
 
 @inlined
@@ -27,9 +27,7 @@ def _scramble(a, b):
 
 @inlined
 def _mix(cells, worker, workers, layer, x, y):
-    """Compute y[t] from two rows of x. A barrier must precede, because other workers write x. The barrier at the end is for
-    readers of y.
-    """
+    """Compute y from rows of x, which other workers wrote before the previous barrier."""
     if not sync.enter(cells, worker, layer, MIX):
         return False
     tile = sync.claim_any(cells, worker, 3 * layer, TILES)
@@ -42,7 +40,7 @@ def _mix(cells, worker, workers, layer, x, y):
 
 @inlined
 def _store(cells, worker, layer, y, kv, start):
-    """Compute rows of kv in any order and publish them in order."""
+    """Compute rows of kv in any order, and publish the rows in position order."""
     if not sync.enter(cells, worker, layer, PRODUCE):
         return False
     tile = sync.claim(cells, worker, 3 * layer + 1, TILES)
@@ -60,7 +58,7 @@ def _store(cells, worker, layer, y, kv, start):
 
 @inlined
 def _attend(cells, worker, workers, layer, x, kv, start):
-    """Compute the next x[t] from all rows of kv up to t. A tile waits until these rows are published, so no barrier precedes."""
+    """Compute the next x[t] from the rows of kv up to t. A tile waits for these rows, so no barrier is needed before."""
     if not sync.enter(cells, worker, layer, ATTEND):
         return False
     tile = sync.claim_any(cells, worker, 3 * layer + 2, TILES)
@@ -79,7 +77,7 @@ def _attend(cells, worker, workers, layer, x, kv, start):
 
 @kernel
 def forward(worker, workers, cells, x, y, kv, start):
-    """A small forward pass with every kind of synchronisation. x: [LAYERS + 1, ROWS]; y, kv: [LAYERS, ROWS]."""
+    """x: [LAYERS + 1, ROWS]; y, kv: [LAYERS, ROWS]."""
     for layer in range(LAYERS):
         if not _mix(cells, worker, workers, layer, x, y):
             return False
@@ -92,7 +90,7 @@ def forward(worker, workers, cells, x, y, kv, start):
 
 @kernel
 def hold(worker, workers, cells, gate, who, written):
-    """Worker `who` stalls until gate[0] opens, and then writes. The other workers wait at the barrier."""
+    """Worker `who` writes when gate[0] opens. The other workers wait for it at the barrier."""
     sync.enter(cells, worker, 1, 2)
     if worker == who:
         while load_acquire(gate, 0) == 0:
@@ -103,7 +101,7 @@ def hold(worker, workers, cells, gate, who, written):
 
 @kernel
 def work_slowly(worker, workers, cells, steps):
-    """Worker 0 is slow, but counts steps. The other workers wait at the barrier."""
+    """Worker 0 is slow, but reports progress. The other workers wait at the barrier."""
     sync.enter(cells, worker, 0, 0)
     for _ in range(steps if worker == 0 else 0):
         sleep_microseconds(np.uint32(50_000))
@@ -122,7 +120,7 @@ def refuse(worker, workers, cells, who):
 
 @kernel
 def leave_early(worker, workers, cells):
-    """Worker 1 skips the barrier, so no other worker can pass it."""
+    """Worker 1 skips the barrier, so the other workers wait for ever."""
     sync.enter(cells, worker, 6, 0)
     return worker == 1 or sync.barrier(cells, worker, workers)
 
@@ -144,7 +142,7 @@ def count_up(worker, workers, cells, counter, n):
 
 
 def make_arrays() -> tuple[Any, ...]:
-    """Return new arrays. Rows that the pass will write are filled with -1."""
+    """Rows that the pass will write hold -1."""
     x = np.full((LAYERS + 1, ROWS), -1, np.int64)
     x[0] = np.arange(ROWS) * 1000 + 7
     return x, np.full((LAYERS, ROWS), -1, np.int64), np.full((LAYERS, ROWS), -1, np.int64)

@@ -1,11 +1,9 @@
-"""Conversations with a model of random weights."""
-
 from typing import Any
 
 import gemma_py
 from gemma_py import Conversation, Sampling
 
-# A logit_bias that forbids control tokens, which a model with random weights would write in every turn.
+# The logit_bias forbids control tokens, which a model with random weights would often choose.
 DRAW = Sampling(temperature=1.0, top_k=50, seed=5, logit_bias=dict.fromkeys(range(11), -100.0))
 
 

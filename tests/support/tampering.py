@@ -1,4 +1,4 @@
-"""Changes to a KV cache or to the weights between passes. `verify` must locate them."""
+"""Changes a KV cache or weights between two passes of `verify`, which must then locate the change."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ def tamper(monkeypatch: pytest.MonkeyPatch, before: Before | None = None, after:
 
 
 def flip_kept(layer: int, position: int, when: int) -> Before:
-    """Return a function that flips one bit of a key in the cache when `when` tokens are committed."""
+    """Flips one bit of a key in the cache when `when` tokens are committed."""
 
     def flip(runner: Runner, cache: Cache) -> None:
         if cache.position == when:
@@ -42,7 +42,7 @@ def flip_kept(layer: int, position: int, when: int) -> Before:
 
 
 def repacked(change: Callable[[Runner], ModelTables]) -> Before:
-    """Return a function that gives every runner a changed model."""
+    """Gives every runner a changed copy of the model."""
     made: list[LinkedProgram] = []
 
     def replaced(runner: Runner, cache: Cache) -> None:
@@ -54,13 +54,13 @@ def repacked(change: Callable[[Runner], ModelTables]) -> Before:
 
 
 def reading(runner: Runner, layer: int, label: str) -> np.ndarray:
-    """Return the operations of a phase."""
+    """The rows of the operations table that belong to a phase."""
     ops = runner.program.model.ops
     return ops[(ops[:, p.LAYER] == layer) & (ops[:, p.LABEL] == runner.program.label(label))]
 
 
 def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
-    """Return a function that changes a norm's gain. number: which norm of the phase, from 0."""
+    """Changes a norm's gain. number: the index of the norm in the phase."""
 
     def change(runner: Runner) -> ModelTables:
         m, ops = runner.program.model, reading(runner, layer, label)
@@ -73,7 +73,7 @@ def changed_gain(layer: int, label: str, number: int = 0) -> Callable[[Runner], 
 
 
 def changed_matrix(layer: int, label: str, number: int = 0) -> Callable[[Runner], ModelTables]:
-    """Return a function that changes a matrix. number: which matrix of the phase, from 0."""
+    """Changes a matrix. number: the index of the matrix in the phase."""
 
     def change(runner: Runner) -> ModelTables:
         weights = runner.program.model.weights
@@ -88,7 +88,7 @@ def changed_matrix(layer: int, label: str, number: int = 0) -> Callable[[Runner]
 
 
 def changed_number(label: str, value: float) -> Callable[[Runner], ModelTables]:
-    """Return a function that changes the scale of attention, or the head's cap, in every phase of this name."""
+    """Changes a number, such as attention's scale, in every phase with this label."""
 
     def change(runner: Runner) -> ModelTables:
         m = runner.program.model

@@ -1,4 +1,4 @@
-"""A terminal with a shell, in which a test types and reads."""
+"""A shell in a pseudo-terminal, in which a test types and reads."""
 
 import contextlib
 import fcntl
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from repository import TINY, child_environment
 
-GREEDY = ("--temperature", "0")  # with random weights, a greedy answer never ends
-# Makes every pass slow, so that a test can type while the model works. The answers do not change.
+GREEDY = ("--temperature", "0")  # a greedy answer with random weights never ends
+# Makes every pass slow, so that a test can type during an answer.
 SLOW = """
 import time
 from gemma_py.runtime.runner import Runner
@@ -28,7 +28,7 @@ Runner.run = run
 from gemma_py.cli.main import entry
 entry()
 """
-# Starts a session that owns the terminal, as a terminal emulator starts a shell.
+# Makes the terminal the child's controlling terminal, as a terminal emulator does for a shell.
 LAUNCH = "import fcntl,os,sys,termios; fcntl.ioctl(0,termios.TIOCSCTTY,0); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
@@ -65,7 +65,7 @@ class Window:
                 data = data[os.write(self.ours, data[:1000]) :]
 
     def paste(self, text: str) -> None:
-        """Paste a text as terminals do: between marks, if the program has asked for marks."""
+        """Paste a text: between marks if the program has switched bracketed paste on, as terminals do."""
         asked = self.text.rfind("\x1b[?2004h") > self.text.rfind("\x1b[?2004l")
         self.type(f"\x1b[200~{text}\x1b[201~" if asked else text)
 
@@ -75,7 +75,7 @@ class Window:
                 self.text += os.read(self.ours, 1 << 16).decode(errors="replace")
 
     def expect(self, *wanted: str, seconds: float = 60) -> str:
-        """Wait until all these texts have appeared, in this order. Return the new output.
+        """Wait for these texts, in this order. Return the output since the previous call.
 
         Escape sequences are ignored, and a line may be broken at any space.
         """
@@ -93,7 +93,7 @@ class Window:
             else:
                 self._seen = len(self.text)
                 return came
-        raise AssertionError(f"{wanted} did not come, but {came[-2000:]!r}")
+        raise AssertionError(f"waited for the output {wanted}, but found {came[-2000:]!r}")
 
     def ask_at_length(self, text: str) -> None:
         self.type(text + "\r")
@@ -101,7 +101,7 @@ class Window:
         self.answers()
 
     def answers(self, more: int = 0) -> None:
-        """Wait until an answer is under way and has `more` new characters."""
+        """Wait until an answer has begun and `more` characters of it are printed."""
         until, least = time.monotonic() + 60, len(self.text) + more
         while len(ESCAPES.sub("", self.text).rpartition("\n")[2]) < 30 or len(self.text) < least:
             assert time.monotonic() < until

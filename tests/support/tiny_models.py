@@ -1,4 +1,4 @@
-"""Tiny variants of all model families that gemma_py runs, and wider variants whose matrices can be quantised."""
+"""Tiny variants of every family, and wider variants whose matrices can be quantised."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from tiny_shapes import FULL, SLIDING
 
 GEMMA4 = ("gemma4-e2b", "gemma4-e4b-wrapped-old-config", "gemma4-dense", "gemma4-dense-untied-old-config",
           "gemma4-experts", "gemma4-experts-wrapped-old-config", "gemma4-unified", "gemma4-unified-wrapped")  # fmt: skip
-# All rows are whole blocks of Q8_0 and Q4_0, except those of AltUp's coefficients. Full layers have one KV head, which
-# several workers share in decoding.
+# Rows are whole blocks of Q8_0 and Q4_0, except those of AltUp's coefficients. Full layers have one KV head, whose
+# columns several workers share in decoding.
 _WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 70, "num_attention_heads": 4}
 _DENSE: dict[str, Any] = {"head_dim": 32, "wide": 64, "wide_kv": 1, "attention_k_eq_v": True} | _WIDE
 WIDE = {
@@ -19,7 +19,7 @@ WIDE = {
     "gemma4-dense": tiny.Variant(tiny_families.gemma4([SLIDING, FULL], sliding_window=5, **_DENSE)),
     "gemma4-experts": tiny.Variant(tiny_families.gemma4(
         [SLIDING, FULL], enable_moe_block=True, num_experts=40, top_k_experts=4,
-        moe_intermediate_size=96, **_DENSE)),  # each token chooses 4 of 40 experts, so most experts get few rows
+        moe_intermediate_size=96, **_DENSE)),  # 4 of 40 experts a token, so most experts get few rows
     "gemma3n": tiny.Variant(tiny._gemma3n(
         [SLIDING, FULL, SLIDING, FULL], hidden_size=64, intermediate_size=[64, 96, 64, 96], head_dim=64,
         num_key_value_heads=1, num_kv_shared_layers=2, hidden_size_per_layer_input=32, vocab_size_per_layer_input=64,

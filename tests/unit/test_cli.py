@@ -1,4 +1,4 @@
-"""The command line: what it prints, exit codes, and one line for every error."""
+"""What commands print, their exit codes, and one line for every error."""
 
 import json
 from collections import Counter
@@ -74,7 +74,7 @@ def test_a_text_is_printed_without_computing_log_probabilities(run: Run, monkeyp
 
 
 def test_quant(run: Run, checkpoints: dict[str, Path]) -> None:
-    """Gemma 1's feed-forward width of 48 is not a multiple of the block size. So down_proj stays float, and stderr names
+    """Gemma 1's down_proj has rows of 48 weights, no multiple of the block size. So it stays float, and stderr names
     it.
     """
     path = checkpoints["gemma1-multi-head"]
@@ -114,7 +114,7 @@ def test_inspect(run: Run, checkpoints: dict[str, Path]) -> None:
         assert report["bytes"] == sum(tensor["bytes"] for tensor in report["tensors"])
         assert report["model_type"] in name.replace("gemma1", "gemma")
         parts = Counter(other.removeprefix("model.").split(".")[0] for other in VARIANTS[name].extra)
-        del parts["language_model"], parts["layers"]  # the text model does not use these keys and values
+        del parts["language_model"], parts["layers"]  # checkpoints store them, but the text model does not use them
         assert report["left_out"] == parts
         assert bool(parts) == ("multimodal" in name or "wrapped" in name)
         assert run("inspect", path)[0] == 0
@@ -150,15 +150,15 @@ def gemma4_parameters(s: dict[str, Any]) -> int:
         F = s["F"] * (2 if s.get("double") and not own else 1)
         total += s["D"] * E * (2 * s["H"] + matrices_of_kv * G) + 3 * s["D"] * F + 4 * s["D"] + 1
         total += E * (2 if own else 1) + s["D"] * (2 * s["P"] + (s["P"] > 0))
-        # The tensors with experts: router, scale of experts, experts. Also the router's scale and three norms.
+        # The router, its scale, the scale of each expert, the experts' matrices, and three norms.
         if "X" in s:
             total += s["X"] * (s["D"] + 1 + 3 * s["D"] * s["FX"]) + 4 * s["D"]
     return total
 
 
 def gemma3n_parameters(s: dict[str, Any]) -> int:
-    streams, rank, table = 4, 64, 262_144  # of all Gemma 3n
-    D, P, own = s["D"], s["P"], s["L"] - s["shared"]  # own: layers that store KV rows
+    streams, rank, table = 4, 64, 262_144  # equal in all Gemma 3n models
+    D, P, own = s["D"], s["P"], s["L"] - s["shared"]  # own: the number of layers that store KV rows
     altup = streams * D + streams**3 + streams**2 + 2 * D
     layer = 2 * s["H"] * s["E"] * D + s["E"] + 3 * D * s["F"] + 4 * D + altup + (2 * rank + 1) * D + (2 * P + 1) * D
     total = (s["V"] + 1) * D + s["L"] * P * (table + D) + P + 2 * (streams - 1) * D * D

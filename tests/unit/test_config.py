@@ -1,4 +1,4 @@
-"""Configs: old and new files of one model give equal configs, and an error names the wrong field."""
+"""Reading configs: old and new files of a model give equal configs, and an error names the wrong field."""
 
 import copy
 from dataclasses import replace
@@ -18,7 +18,7 @@ from gemma_py.formats.tensor import StoredTensor
 from gemma_py.models import families
 from gemma_py.models.config import Config, Rope
 
-# The config.json files of released models, shortened to the fields that matter.
+# config.json of released models, shortened to the fields that matter.
 GEMMA_2B = {
     "architectures": ["GemmaForCausalLM"], "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu",
     "hidden_size": 2048, "intermediate_size": 16384, "max_position_embeddings": 8192, "model_type": "gemma",
@@ -51,7 +51,7 @@ def config_from_gguf(metadata: dict[str, Any], where: str, vocab_size: int, tied
 
 
 def norms(config: Config) -> set[str]:
-    """Return the names of the norms in the first layer."""
+    """The norms of the first layer."""
     specs = families.FAMILIES[0].tensors(config)
     return {name.split(".")[2] for name, spec in specs.items() if name.startswith("layers.0.") and len(spec.shape) == 1}
 
@@ -128,7 +128,7 @@ def test_shieldgemma_2_whose_text_config_names_no_model_type() -> None:
     assert config_from_hf(SHIELDGEMMA_2 | {"text_config": text}, "c") == config_from_hf(GEMMA_3_4B_IT, "c")
 
 
-# The config.json of the released model, shortened to the fields that matter.
+# config.json of the released model, shortened to the fields that matter.
 GEMMA_3N_E2B = {
     "architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "eos_token_id": [1, 106],
     "text_config": {
@@ -428,7 +428,7 @@ def test_a_gguf_without_the_tensors_that_give_sizes_is_refused() -> None:
 
 @pytest.mark.parametrize("keys", [("3", "10"), ("03", "10")])
 def test_layer_numbers_of_gemma4_may_have_leading_zeros(keys: tuple[str, str]) -> None:
-    """transformers writes leading zeros, so that the numbers are sorted."""
+    """transformers writes leading zeros, which keep the keys sorted."""
     types = ["full_attention" if n in (3, 10) else "sliding_attention" for n in range(11)]
     document = tiny_families.gemma4(types) | {"per_layer_config": {key: {"head_dim": 24} for key in keys}}
     widths = [layer.head_dim for layer in config_from_hf(document, "c").layers]

@@ -1,4 +1,4 @@
-"""The demo model is assembled once and checked, and its file is never incomplete."""
+"""The demo model's file is assembled from its parts once, is checked, and is never incomplete."""
 
 import hashlib
 import subprocess
@@ -21,7 +21,7 @@ SHA256 = hashlib.sha256(DATA).hexdigest()
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A Python package with two parts of a model, and an empty cache."""
+    """A Python package that contains a model in two parts. The cache is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     parts = [tmp_path / "part0", tmp_path / "part1"]
     parts[0].write_bytes(DATA[:6000])
@@ -48,7 +48,7 @@ def test_assembled_once(package: list[Path], capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "assembling model.gguf, 0 MiB, once\n"
     assert path.stat().st_mode & 0o077 == 0
     stamp = path.stat().st_mtime_ns
-    package[0].unlink()  # after the first call, the parts are not needed
+    package[0].unlink()  # the first call has assembled the file, so the parts are not needed any more
     assert assembled() == path
     assert path.stat().st_mtime_ns == stamp
     assert capsys.readouterr().err == ""

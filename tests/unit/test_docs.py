@@ -1,4 +1,4 @@
-"""README and docs: their commands parse, their flags and links exist, their snippets compile, their pictures match the
+"""Commands in README and docs can be parsed, flags and links exist, Python snippets compile, and pictures match the
 code.
 """
 
@@ -24,7 +24,7 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Return the commands in fenced blocks and in prose, as lists of words. Comments and the prompt `$` are left out."""
+    """Yield the words of each command in fenced blocks and in prose, without comments and the prompt `$`."""
     prose = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
     for block in (*fences(text, ""), *prose):
         for line in block.splitlines():
@@ -40,13 +40,12 @@ def subparsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def tool_flags(name: str) -> set[str]:
-    """Return the flags of a program in tools/."""
     source = (ROOT / "tools" / name).read_text()
     return set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', source))
 
 
 def refused(words: list[str]) -> str:
-    """Return why a command cannot be run, or an empty text if it can."""
+    """The reason why a command cannot run, or "" if it can."""
     if words[:3] == ["python", "-m", "gemma_py"] or words[0] == "gemma_py":
         arguments = words[3:] if words[0] == "python" else words[1:]
     elif words[:2] == ["python3", "tools/quickstart.py"]:
@@ -84,7 +83,7 @@ def test_every_command_parses(page: Path) -> None:
 
 
 def curls(text: str) -> Iterator[list[str]]:
-    """Return the curl commands in fenced blocks, which may have several lines, as lists of words."""
+    """Yield the words of each curl command in fenced blocks. A command may continue on the next line."""
     for block in fences(text, ""):
         for line in block.replace("\\\n", " ").splitlines():
             if line.startswith("curl "):
@@ -92,7 +91,9 @@ def curls(text: str) -> Iterator[list[str]]:
 
 
 def test_every_curl_command_is_a_request() -> None:
-    """Each sends JSON, says so in its header, and names a route of the server, which another test compares."""
+    """Each command sends JSON with its header to a route in the docs. Another test compares these routes with the
+    server's.
+    """
     text = "".join(page.read_text() for page in PAGES)
     routes, found = re.findall(r"`POST (/[\w./]*)`", text), list(curls(text))
     for _, url, *words in found:
@@ -104,7 +105,7 @@ def test_every_curl_command_is_a_request() -> None:
 
 
 def unknown_flags(text: str) -> set[str]:
-    """Return flags in prose or in commands that neither a command of the package nor a tool has."""
+    """Flags that neither a command of the package nor a tool has."""
     known = {flag for one in subparsers().values() for action in one._actions for flag in action.option_strings}
     for tool in (ROOT / "tools").glob("*.py"):
         known |= tool_flags(tool.name)
@@ -123,7 +124,7 @@ def test_every_flag_of_every_command_is_documented() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return GitHub's anchors for the headings of a page."""
+    """The anchors that GitHub makes from a page's headings."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -207,7 +208,7 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("name", draw.PICTURES)
 def test_pictures_match_the_code(name: str) -> None:
-    """`python tools/draw.py` draws new pictures."""
+    """If this fails, run `python tools/draw.py`."""
     assert (ROOT / "docs" / name).read_text() == draw.PICTURES[name]()
 
 

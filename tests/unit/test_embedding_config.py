@@ -1,4 +1,4 @@
-"""GGUF metadata of an embedding model: the config that is read, and one line that names a wrong field or tensor."""
+"""Reading the GGUF metadata of an embedding model. An error is one line, which names the wrong field or tensor."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""The engine and its sessions: bits do not depend on how a prompt is divided, errors are clear, sessions share nothing."""
+"""Engines and sessions: bits do not depend on how a prompt is divided, sessions share no state, and errors are
+clear."""
 
 import itertools
 import math
@@ -84,7 +85,7 @@ def test_a_digest_covers_what_a_later_token_may_read(tiny_engine: gemma_py.Engin
     window, capacity = tiny_engine.config.layers[0].sliding_window, session._cache.layers[0].capacity
     assert window == 16
     rows = session._cache.layers[0].keys
-    rows[:, (len(IDS) - window) % capacity] += 1  # position len(IDS) does not attend to this row
+    rows[:, (len(IDS) - window) % capacity] += 1  # a row that the next token does not attend to
     assert session.kv_digest() == before
     rows[:, (len(IDS) - window + 1) % capacity] += 1
     assert session.kv_digest() != before
@@ -213,7 +214,7 @@ def test_generate_stops_at_an_end_token() -> None:
 def test_streamed_pieces_join_to_the_decoded_text(
     tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """The model is forced to generate these ids: characters made of byte tokens, and an incomplete character at the end."""
+    """The generated ids are characters made of byte tokens, and then an incomplete character."""
     assert tiny_engine.tokenizer is not None
     ids = tiny_engine.tokenizer.encode(text + "🙂", bos=False)[:-1]
     left = iter(ids)
@@ -254,7 +255,9 @@ def test_score_is_the_negative_log_softmax(tiny_engine: gemma_py.Engine) -> None
 
 
 def test_one_machine_code_serves_every_model(checkpoints: dict[str, Path]) -> None:
-    """numba compiles again only if the type of the KV rows changes. Shapes, weight types, threads and chunks are values."""
+    """Only the type of the KV rows makes numba compile again. Shapes, weight types, threads and chunks are runtime
+    values.
+    """
     for name in ("gemma1-multi-query", "gemma2", "gemma3-scaled-untied"):
         for threads in (1, 2):
             with gemma_py.load(checkpoints[name], threads=threads) as engine:
@@ -265,7 +268,7 @@ def test_one_machine_code_serves_every_model(checkpoints: dict[str, Path]) -> No
 
 
 def interrupted_at(line: int, work: Callable[[], object]) -> bool:
-    """Raise Ctrl-C at the line of cache.py that is reached as number `line`. Return whether the work got so far."""
+    """Raise KeyboardInterrupt at the `line`-th line of cache.py that runs. Return whether so many lines ran."""
     left = line
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

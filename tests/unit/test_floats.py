@@ -1,4 +1,4 @@
-"""Conversions of floats whose bits do not depend on the machine."""
+"""Conversions of floats give the same bits on every machine."""
 
 import struct
 from collections.abc import Callable
@@ -16,7 +16,7 @@ NAN_BITS = [0x7FC00000, 0xFFC00000, 0x7F802000, 0x7FFFFFFF]
 
 def float32_bits(half: int) -> int:
     sign, exponent, mantissa = half >> 15, half >> 10 & 31, half & 1023
-    if exponent == 31:  # Python's conversion of a NaN depends on the machine
+    if exponent == 31:  # infinities and NaN, because Python converts NaN differently on different machines
         return sign << 31 | 0x7F800000 | mantissa << 13
     (bits,) = struct.unpack("<I", struct.pack("<f", struct.unpack("<e", struct.pack("<H", half))[0]))
     return int(bits)
@@ -37,7 +37,7 @@ def test_only_the_bits_of_nan_change() -> None:
 
 
 def numbers(bits: int) -> np.ndarray:
-    """Return [2, 3, 4] ordinary numbers, one of which is replaced by the float with these bits."""
+    """[2, 3, 4] ordinary numbers and, in place of one of them, the float with these bits."""
     made = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     made.view(np.uint32)[1, 2, 3] = bits
     return made

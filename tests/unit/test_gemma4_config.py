@@ -1,4 +1,4 @@
-"""Configs of Gemma 4 from Hugging Face and from GGUF, and malicious ones."""
+"""Reading configs of Gemma 4 from Hugging Face and GGUF, valid and malicious ones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,8 @@ from gemma_py.weights.pack import PackingPlan
 
 E2B = tiny_families.VARIANTS["gemma4-e2b"].config
 DENSE = tiny_families.VARIANTS["gemma4-dense"].config
-# The metadata of E2B. Layers 3 and 6 are full ones; layers 4 to 6 read the KV rows of layers 2 and 3.
+# GGUF metadata of E2B. Layers 3 and 6 have full attention. Layers 4 and 5 read the KV rows of layer 2, and layer 6
+# those of layer 3.
 METADATA = {
     "general.architecture": "gemma4", "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.bos_token_id": 2,
     **{f"gemma4.{name}": value for name, value in {
@@ -182,8 +183,8 @@ RELEASED = ("gemma-4-e2b-it", "gemma-4-e4b-it", "gemma-4-12b-it", "gemma-4-31b-i
 
 @pytest.mark.parametrize(("name", "most"), list(zip(RELEASED, (0.45, 0.70, 1, 1, 1), strict=True)))
 def test_prompt_rows_take_this_share_of_the_work_of_all_layers(name: str, most: float) -> None:
-    """A prompt of 512 tokens, of which only the last needs logits, takes at most 45% of the work of all logits in E2B's
-    layers.
+    """If only the last of 512 tokens needs logits, most layers of E2B compute only one row. The work is compared with
+    that for all logits.
     """
     family, config = shapes.config_of(name)
     blank = shapes._checkpoint(name, family, config, F32, shapes._blank)

@@ -1,4 +1,4 @@
-"""Gemma 4's tokenizer gives the ids of the tokenizers package. A user's text never becomes a control token."""
+"""Gemma 4's tokenizer gives the ids of the tokenizers package, and user text never becomes a control token."""
 
 import json
 import random
@@ -52,7 +52,8 @@ def from_gguf(folder: Path, metadata: dict[str, Any]) -> Tokenizer:
     return made
 
 
-Forms = tuple[Tokenizer, Tokenizer, tokenizers.Tokenizer]  # from tokenizer.json, from GGUF, and the package
+# Our tokenizer from tokenizer.json, our tokenizer from GGUF, and that of the tokenizers package.
+Forms = tuple[Tokenizer, Tokenizer, tokenizers.Tokenizer]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Forms]:
 
 
 def differences(forms: Forms, text: str) -> list[Any]:
-    """Return the ids of each form that differ from those of the package."""
+    """Ids of our tokenizers that differ from the ids of the tokenizers package."""
     *ours, package = forms
     expected = package.encode(text, add_special_tokens=False).ids
     return [ids for ids in (tokenizer.encode(text, bos=False, control=True) for tokenizer in ours) if ids != expected]
@@ -161,7 +162,7 @@ def test_broken_metadata_is_one_line(tmp_path: Path, change: dict[str, Any], mes
 
 
 def test_merges_that_produce_a_control_token_are_dropped(tmp_path: Path) -> None:
-    """If such a merge came first, the text of two pieces would become the end of a turn, as it does with the package."""
+    """With such a merge, the tokenizers package turns two pieces of user text into the end of a turn."""
     vocabulary = Gemma4Vocabulary()
     metadata = vocabulary.metadata()
     place = metadata["tokenizer.ggml.tokens"].index("<unused60>")
@@ -181,7 +182,7 @@ def test_merges_that_produce_a_control_token_are_dropped(tmp_path: Path) -> None
 
 
 def test_a_text_of_one_megabyte_without_a_newline_takes_seconds(forms: Callable[[int], Forms]) -> None:
-    """The work grows with n log n. If it grew with the square of n, this text would take hours."""
+    """The time is proportional to n log n. With n squared, this text would take hours."""
     rng = random.Random(1)
     text = "".join(rng.choices("etaoin shrdlu.", k=1 << 20))
     forms(1)[1].encode("compiled before the clock starts")

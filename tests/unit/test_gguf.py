@@ -1,5 +1,5 @@
-"""The GGUF reader: valid files are read, every broken file raises a FormatError or similar, and no count causes a large
-allocation.
+"""The GGUF reader reads valid files, raises a GemmaError for broken files, and allocates little for any count in a
+file.
 """
 
 import resource
@@ -115,7 +115,7 @@ def test_mutated_files_give_an_error_or_a_sound_file(
         file = read(tmp_path_factory.mktemp("mutated"), bytes(content))
     except GemmaError:
         return
-    for tensor in file.tensors.values():  # if the file is accepted, its tensors can be read
+    for tensor in file.tensors.values():  # the tensors of an accepted file can be read
         with np.errstate(all="ignore"):
             assert tensor.to_float32().shape == tensor.shape
 
@@ -191,7 +191,9 @@ def test_a_vocabulary_is_not_read_piece_by_piece(tmp_path: Path, monkeypatch: py
     path = tmp_path / "m.gguf"
     values = [b"piece%d" % number for number in range(3000)] + LOOKALIKES
     path.write_bytes(assemble([field("a", ARRAY, strings(values))], [], b""))
-    monkeypatch.setattr("gemma_py.formats.gguf._Cursor._texts_one_by_one", lambda *_: pytest.fail("one by one"))
+    monkeypatch.setattr(
+        "gemma_py.formats.gguf._Cursor._texts_one_by_one", lambda *_: pytest.fail("strings were read one by one")
+    )
     assert len(read_gguf(path).metadata["a"]) == len(values)
 
 
@@ -208,7 +210,7 @@ def test_a_string_among_many_that_is_not_utf_8_is_named(tmp_path: Path, bad: byt
 def test_many_strings_that_end_with_the_file_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     data = assemble([field("a", ARRAY, strings([b"piece%d" % number for number in range(1200)]))], [], b"")
-    for left in (32, 37, 41, 4000):  # more bytes than the padding at the end
+    for left in (32, 37, 41, 4000):  # cut more bytes than the file's padding has
         path.write_bytes(data[:-left])
         with pytest.raises(FormatError, match=r"m\.gguf"):
             read_gguf(path)

@@ -1,4 +1,4 @@
-"""The structure of the package, checked by reading its source files."""
+"""Rules about imports and arithmetic, checked by parsing the package's source files."""
 
 import ast
 from collections.abc import Collection
@@ -8,7 +8,7 @@ import pytest
 from layers import LAYERS, PACKAGE, all_imports, imports
 
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Besides the order of layers: kernels do not import formats, and formats do not import kernels.
+# Kernels and formats are in the same layer, but must not import each other.
 FORBIDDEN = {("kernels", "formats"), ("formats", "kernels")}
 
 
@@ -39,19 +39,19 @@ def test_an_upward_import_is_caught(source: str, wrong: str) -> None:
 
 # --- the specification stands alone -----------------------------------------------------------------------------------
 
-# Modules that the specification may import: descriptions of models and weights, and errors. None of them computes.
+# Descriptions of models and weights, and errors: modules that compute nothing.
 SPECIFICATION_MAY_IMPORT = ("errors", "formats", "models.config", "weights.tensors")
 MAY_IMPORT_THE_SPECIFICATION = ("__init__", "checks")
 
 
 def module_name(path: Path) -> str:
-    """Return the name of a module below gemma_py, as in `reference.gemma`, `weights.pack` or `reference`."""
+    """weights.pack for gemma_py/weights/pack.py, and reference for gemma_py/reference/__init__.py."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
 
 
 def modules(source: str, known: Collection[str]) -> set[str]:
-    """Return the modules of gemma_py that a source file imports, at its top or inside functions."""
+    """The modules of gemma_py that a source file imports, at its top or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -70,9 +70,7 @@ def is_within(name: str, allowed: Collection[str]) -> bool:
 
 
 def shared_arithmetic(sources: dict[str, str]) -> list[str]:
-    """Return what the specification imports although it must not, and which modules import the specification although they
-    must not.
-    """
+    """Forbidden imports by the specification, and forbidden imports of the specification."""
     wrong = []
     table = {name: modules(source, sources) for name, source in sources.items()}
     for name, targets in table.items():
@@ -119,7 +117,7 @@ def test_shared_arithmetic_is_caught(module: str, line: str, message: str) -> No
 
 
 def test_no_reassociation_on_the_path_of_a_bit() -> None:
-    """With fastmath, prange or parallel=True, the compiler chooses the order of a sum."""
+    """With fastmath, prange or parallel=True, the compiler would choose the order of a sum."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword):
@@ -133,5 +131,5 @@ def test_no_reassociation_on_the_path_of_a_bit() -> None:
     assert sorted(compiling) == [
         "arithmetic.py",
         "decorator.py",
-    ]  # the second one compiles kernels, the first one the specification
+    ]  # decorator.py compiles kernels, arithmetic.py the specification
     assert "parallel" not in (PACKAGE / "kernels" / "decorator.py").read_text()

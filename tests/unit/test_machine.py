@@ -1,4 +1,4 @@
-"""Cores, quotas and memory, read from artificial /sys and /proc directories."""
+"""Counting cores, quotas and memory in made-up /sys and /proc directories."""
 
 import os
 import platform
@@ -25,7 +25,7 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 
 
 def siblings(*cores: str, name: str = "thread_siblings_list") -> dict[str, str]:
-    """Write each processor's list of the processors on its core."""
+    """For each processor, the file that lists the processors of its core."""
     return {f"sys/devices/system/cpu/cpu{n}/topology/{name}": core for n, core in enumerate(cores)}
 
 
@@ -34,7 +34,8 @@ def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
     assert machine.physical_cores(range(8), tmp_path) == 4
     assert machine.physical_cores({0, 4}, tmp_path) == 1
     assert machine.physical_cores({0, 1, 4, 6}, tmp_path) == 3
-    assert machine.physical_cores({0, 9, 10}, tmp_path) == 3  # a processor without a list counts as a core
+    # Processors 9 and 10 have no list, so each counts as a core.
+    assert machine.physical_cores({0, 9, 10}, tmp_path) == 3
     neighbours = plant(tmp_path / "newer", siblings("0-1", "0-1", "2-3", "2-3", name="core_cpus_list"))
     assert machine.physical_cores(range(4), neighbours) == 2
 
@@ -45,16 +46,16 @@ def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
         ({}, None),
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None),
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "250000 100000"}, 2.5),
-        # The smallest quota of the cgroup and its parents counts.
+        # The smallest quota of the cgroup and its parents applies.
         (
             {"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "300000 100000",
              "sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/cpu.max": "400000 100000"}, 3.0),
         (
             {"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "max 100000",
              "sys/fs/cgroup/a/b/cpu.max": "150000 100000"}, 1.5),
-        # In a container, the path is that of the host, and the container's limit is in the top directory.
+        # A container's cgroup path is the host's path, and the container's own quota is in the top directory.
         ({"proc/self/cgroup": "0::/../../docker/abc", "sys/fs/cgroup/cpu.max": "200000 100000"}, 2.0),
-        # cgroups version 1 under two names of its directory, and both versions at once.
+        # cgroups version 1, whose directory has one of two names, and versions 1 and 2 together.
         (
             {"proc/self/cgroup": "4:cpu,cpuacct:/box\n3:memory:/", "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "150000",
              "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "50000"}, 3.0),

@@ -1,4 +1,4 @@
-"""A program refuses operations that would race or compute wrong rows, and puts a barrier where a product needs another one."""
+"""`Program` refuses operations that would race or compute wrong rows, and inserts the barriers that operations need."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ SHAPES = {"embed": (40, 64), "square": (64, 64), "keys": (32, 64), "wide": (96, 
 
 
 def program() -> Program:
-    """Return a program with the embedding x, its norm n, and the products q, k and v of n."""
+    """x: an embedding; n: its norm; q, k, v, four, sixteen: matrix products of x."""
     p = Program(CONFIG, {name: Tensor(shape, name, name) for name, shape in SHAPES.items()} | {"table": TABLE})
     p.embed("embed", "x")
     p.rope_tables()

@@ -1,4 +1,4 @@
-"""What quickstart prints before it installs anything. The installation itself is not tested here."""
+"""quickstart's messages and its table of extras. The installation itself is not tested here."""
 
 import subprocess
 import tomllib
@@ -31,7 +31,7 @@ def test_it_says_what_is_downloaded(
 
 
 def test_a_command_has_the_packages_that_its_options_need() -> None:
-    """`chat` and `serve` sign receipts, `run keygen` makes keys, and `run audit` checks answers that follow a schema."""
+    """`chat` and `serve` need the extra sign. `run` starts any command, so it needs every extra."""
     extras = {task: set(names.split(",")) for task, names in quickstart.EXTRAS.items()}
     assert all("sign" in extras[task] for task in ("chat", "serve", "run"))
     assert extras["chat"] | extras["serve"] == extras["run"]
@@ -46,13 +46,13 @@ def test_a_tier_is_a_folder_of_tests() -> None:
 
 
 def test_tests_import_nothing_from_each_other() -> None:
-    """Helpers that several test files use are in tests/support."""
+    """Helpers of several test files belong into tests/support."""
     lines = [line for path in (ROOT / "tests").rglob("*.py") for line in path.read_text().splitlines()]
     assert [line for line in lines if line.strip().startswith(("from test_", "import test_", "from conftest"))] == []
 
 
 def test_an_installed_package_finds_the_catalogue() -> None:
-    """In a wheel, the folder `models` has the name that the catalogue looks for. `gemma_py.models` is another folder."""
+    """A wheel stores the folder `models` under another name, because gemma_py/models is a Python package."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert build["targets"]["wheel"]["force-include"] == {"models": f"gemma_py/{INSTALLED}"}
     assert (ROOT / "models" / "catalog.toml").is_file()

@@ -1,4 +1,5 @@
-"""The format of receipts: one serialisation, the Merkle tree of RFC 6962, and documents that violate the format."""
+"""The format of receipts: its single serialisation, the Merkle tree of RFC 6962, and documents that violate the
+format."""
 
 import copy
 import dataclasses
@@ -32,7 +33,7 @@ def test_a_receipt_is_read_as_it_was_written(receipt: Receipt) -> None:
 
 
 def rfc_6962(leaves: Sequence[bytes]) -> bytes:
-    """The definition of section 2.1: the list is divided at the largest power of two that is smaller than its length."""
+    """Section 2.1 of RFC 6962: split the list at the largest power of two below its length."""
     if len(leaves) == 1:
         return hashlib.sha256(b"\0" + leaves[0]).digest()
     k = 1 << (len(leaves) - 1).bit_length() - 1
@@ -46,7 +47,7 @@ def test_the_root_matches_the_definition_of_rfc_6962(count: int) -> None:
 
 
 def test_the_root_of_a_published_tree() -> None:
-    """From the tests of Certificate Transparency's reference implementation."""
+    """The example is from the tests of Certificate Transparency's reference implementation."""
     leaves = ["", "00", "10", "2021", "3031", "40414243", "5051525354555657", "606162636465666768696a6b6c6d6e6f"]
     roots = {1: "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d",
              3: "aeb6bcfe274b70a14fb067a5e5578264db0fa9b51af5e0ba159158f329e06e77",
@@ -212,7 +213,7 @@ def test_greedy_decoding_has_no_seed_and_no_filters(tiny_engine: gemma_py.Engine
 
 
 def test_the_size_of_a_receipt(tiny_engine: gemma_py.Engine) -> None:
-    """At most 24 bytes for a token of the answer, 4 KB for everything else, and 4 bytes for a token of the prompt."""
+    """At most 4 KB, and 20 bytes for each token of the answer, and 4 bytes for each token of the prompt."""
     sizes = {}
     for prompt, count in ((5, 10), (5, 400), (405, 10)):
         made = list(tiny_engine.generate([2] * prompt, count, logit_bias={1: -100, 6: -100}, receipt=True))[-1].receipt

@@ -1,4 +1,4 @@
-"""Signed receipts: keys, DSSE envelopes, and the packages of securesystemslib and in-toto, where they are installed."""
+"""Keys, signed receipts in DSSE envelopes, and agreement with the packages securesystemslib and in-toto."""
 
 import base64
 import json
@@ -39,7 +39,7 @@ def receipt(tiny_engine: gemma_py.Engine) -> Receipt:
 
 
 def test_what_is_signed_is_the_encoding_of_dsse() -> None:
-    """The form is that of the example in DSSE's protocol.md, with another payload type."""
+    """From the example in DSSE's protocol.md, with another payload type."""
     assert signed_bytes(b"hello world") == b"DSSEv1 28 application/vnd.in-toto+json 11 hello world"
 
 

@@ -1,4 +1,4 @@
-"""The verifier in docs/receipts.md, which is plain Python, agrees with the package about the structure of receipts."""
+"""The verifier that docs/receipts.md prints accepts and refuses the receipts that the package accepts and refuses."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""The safetensors reader, compared with the package's own writer, and with broken files."""
+"""The safetensors reader, compared with the safetensors package, and with broken files."""
 
 import json
 import resource
@@ -103,7 +103,7 @@ def test_broken_files_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_deviations_from_the_format_that_the_package_accepts_do_no_harm(tmp_path: Path) -> None:
-    """The package ignores an unknown field, and accepts a tensor that is described twice."""
+    """The safetensors package ignores an unknown field, and accepts a tensor that is described twice."""
     for header in (
         json.dumps({"a": entry("F32", [2], 0, 8) | {"more": 1}}),
         '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
@@ -113,7 +113,7 @@ def test_deviations_from_the_format_that_the_package_accepts_do_no_harm(tmp_path
 
 
 def test_arrays_are_views_of_the_mapped_file(tmp_path: Path) -> None:
-    """Reading a header copies no data, whatever the size and the type of the tensors."""
+    """Opening a file copies no tensor."""
     path, size = tmp_path / "model.safetensors", 1 << 32
     header = json.dumps({"a": entry("BF16", [size // 2], 0, size)}).encode()
     with path.open("wb") as file:
@@ -128,7 +128,7 @@ def test_arrays_are_views_of_the_mapped_file(tmp_path: Path) -> None:
 
 
 def test_a_broken_header_allocates_little(tmp_path: Path) -> None:
-    """A length beyond the end of the file or an impossible shape is refused before anything is allocated."""
+    """A length beyond the end of the file, or an impossible shape, is refused before memory is allocated."""
     for name in ("header of 2^63", "header larger than the file", "shape wraps", "shape of 1000 dimensions"):
         path = write(tmp_path, BROKEN[name][0])
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -141,7 +141,7 @@ def test_a_broken_header_allocates_little(tmp_path: Path) -> None:
     ("dtype", "expected"), [("F4_NEW", FormatError), ("F8_E4M3", UnsupportedError), ("F64", UnsupportedError)]
 )
 def test_a_type_that_cannot_be_read_is_named(tmp_path: Path, dtype: str, expected: type[GemmaError]) -> None:
-    """One type is unknown to the package, and two are no types of weights."""
+    """The safetensors package does not know F4_NEW. It knows F8_E4M3 and F64, which gemma_py does not support."""
     count = 1 if dtype == "F64" else 8
     with pytest.raises(expected, match=dtype):
         read_safetensors(write(tmp_path, raw({"a": entry(dtype, [count], 0, 8)}, F32_8)))

@@ -1,4 +1,4 @@
-"""Sampling: filters as in transformers, random draws that depend only on seed and position, and errors."""
+"""Sampling: filters as in transformers, draws that depend only on seed and position, and errors."""
 
 import collections
 import json
@@ -25,7 +25,7 @@ PROMPT, MADE = [1, 2, 3, 3, 4999], [7, 7, 8, 3]
 
 
 def kept(sampling: Sampling, logits: np.ndarray = LOGITS) -> dict[int, float]:
-    """Return the tokens that the filters leave, with their probabilities."""
+    """The tokens that pass the filters, with their probabilities."""
     sampler = Sampler(sampling, len(logits), PROMPT)
     x = sampler._penalised(logits, MADE).copy() / np.float32(sampling.temperature)
     weights, ids = sampler._candidates(x, x.max())
@@ -58,7 +58,7 @@ FILTERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_filters_match_a_plain_computation(options: dict[str, Any]) -> None:
-    """The plain computation is in float64, with full sorts, and applies the filters in the documented order."""
+    """The plain computation sorts all float64 logits, and applies the filters in the documented order."""
     s = Sampling(**{"temperature": 1.0, **options})
     x = LOGITS.astype(np.float64)
     for token, bias in s.logit_bias.items():
@@ -102,7 +102,7 @@ def test_presence_and_frequency_count_generated_tokens_only() -> None:
     sampler = Sampler(Sampling(presence_penalty=0.5, frequency_penalty=0.25), V, PROMPT)
     difference = LOGITS - sampler._penalised(LOGITS, MADE)
     assert {int(t): round(float(difference[t]), 5) for t in np.flatnonzero(difference)} == {3: 0.75, 7: 1.0, 8: 0.75}
-    assert sampler._penalised(LOGITS, []) is not LOGITS  # the given logits are not changed
+    assert sampler._penalised(LOGITS, []) is not LOGITS  # penalties change a copy
 
 
 def test_the_likeliest_with_ties_has_the_smaller_id() -> None:
@@ -206,13 +206,16 @@ def test_what_is_left_open() -> None:
     assert asked({"repetition_penalty": 1.2}, base) == Sampling(repetition_penalty=1.2)
     assert asked({"seed": 4}, base) == Sampling(temperature=0.9, top_k=64, top_p=0.95, seed=4)
     assert asked({"temperature": 0, "seed": 4}, base) == Sampling(seed=4)
-    assert asked({"seed": 4}, BASE_MODEL) == replace(GEMMA, seed=4)  # random sampling, although the default is greedy
-    assert asked({"top_p": 0.5}, Sampling()) == Sampling(top_p=0.5)  # a checkpoint that recommends greedy decoding
+    # A seed asks for sampling, although the default is greedy.
+    assert asked({"seed": 4}, BASE_MODEL) == replace(GEMMA, seed=4)
+    assert asked({"top_p": 0.5}, Sampling()) == Sampling(top_p=0.5)  # the checkpoint recommends greedy decoding
     assert asked({"temperature": 0.5}, Sampling()) == Sampling(temperature=0.5)
 
 
 def test_a_base_model_that_recommends_nothing_decodes_greedily(tmp_path: Path) -> None:
-    """A model with a chat template, with <end_of_turn> as an end token, or with a recommendation is not affected."""
+    """The model counts as a base model if it has no chat template, no recommendation, and no <end_of_turn> as an end
+    token.
+    """
     path = tmp_path / "base"
     shutil.copytree(TINY, path, ignore=shutil.ignore_patterns("chat_template.jinja", "generation_config.json"))
     config = json.loads((path / "config.json").read_text())
@@ -252,7 +255,7 @@ def test_the_same_seed_gives_the_same_text(tiny_engine: gemma_py.Engine) -> None
             assert text(engine, seed=11) == expected
     ids = tiny_engine.encode("some text")
     made = [token.id for token in tiny_engine.generate(ids, 24, seed=11)]
-    # The draw at a position depends only on the logits and the position, so continuing in the middle gives the same tokens.
+    # A draw depends only on the logits and the position, so continuing in the middle gives the same tokens.
     assert [token.id for token in tiny_engine.generate(ids + made[:10], 14, seed=11)] == made[10:]
 
 
@@ -272,5 +275,5 @@ def test_logprobs_are_the_models_own(tiny_engine: gemma_py.Engine) -> None:
     [(0.45361328125, "0x1.92f0f4996ec7ap+0"), (1.6357421875, "0x1.48876feb5a3acp+2"), (701.0, "inf")],
 )
 def test_perplexity_does_not_depend_on_the_c_library(mean: float, expected: str) -> None:
-    """The expected values are those of the package's own exp. glibc's differ from them in the last bit."""
+    """The expected values are from the package's own exp. glibc's exp differs in the last bit."""
     assert perplexity([mean - 0.25, mean + 0.25]) == float.fromhex(expected)

@@ -1,4 +1,4 @@
-"""Drafters and the pace of speculation, without a model."""
+"""Drafters, and `Pace`, which decides how many guesses a pass computes, without a model."""
 
 import random
 import time
@@ -12,7 +12,7 @@ from gemma_py.generate.speculation import MOST_GUESSES, Pace, Speculation
 
 
 def longest_repeated_suffix(text: list[int]) -> tuple[int, set[int]]:
-    """Return the length of the longest repeated suffix, and the positions after the suffix's earlier occurrences."""
+    """Return the length of the longest repeated suffix, and the positions after its earlier occurrences."""
     for length in range(len(text) - 1, 0, -1):
         ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
         if ends:
@@ -40,7 +40,7 @@ def test_the_index_finds_the_longest_repeated_suffix() -> None:
 
 
 def test_the_index_looks_ahead_of_its_text() -> None:
-    """A suffix is found that ends with tokens after the text, and these tokens are not added to the text."""
+    """The suffix may end with tokens `ahead` of the text. These are not added to the text."""
     rng = random.Random(5)
     for _ in range(300):
         vocabulary = rng.choice([1, 2, 3, 10])
@@ -78,7 +78,7 @@ def test_a_long_text_is_indexed_within_its_capacity(vocabulary: int) -> None:
 
 
 def test_the_index_is_fast() -> None:
-    """Adding a token takes at most 1 microsecond of processor time, and a token with a proposal at most 20."""
+    """Adding a token takes at most 1 microsecond of CPU time, and a token with a proposal at most 20."""
     warm_up()
     rng = random.Random(3)
     words = [[rng.randrange(20_000) for _ in range(rng.randint(1, 6))] for _ in range(500)]
@@ -106,7 +106,7 @@ def test_a_prediction_is_guessed_from_the_beginning_and_after_a_deviation() -> N
     lookup = Lookup([9, 8, 7], prediction=[1, 2, 3, 4, 5, 6])
     assert lookup.propose(3) == Draft((1, 2, 3), 1, predicted=True)
     lookup.extend([1, 2])
-    assert lookup.propose(9) == Draft((3, 4, 5, 6), 3, predicted=True)  # nothing beyond the prediction
+    assert lookup.propose(9) == Draft((3, 4, 5, 6), 3, predicted=True)  # the proposal ends with the prediction
     lookup.extend([50, 4])
     assert lookup.propose(9) == Draft((5, 6), 1, predicted=True)
     lookup.extend([9])
@@ -119,14 +119,14 @@ def of_tiles(rows: int) -> int:
 
 @pytest.fixture
 def single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every row cost equally much, as without tiles of several rows."""
+    """Every row costs the same, because rows are not grouped into tiles."""
     monkeypatch.setattr(speculation, "computed_rows", lambda rows: rows)
 
 
 def learned(held: float, rows: float = 0.25, checks: int = 60) -> Pace:
-    """Return a pace that has measured passes and guesses.
+    """A pace that has measured passes and checked guesses.
 
-    held: the share of guesses that held. rows: the cost of a row, as a share of a pass of one row.
+    held: the share of guesses that were right. rows: the cost of another row, as a share of a pass of one row.
     """
     pace, rng = Pace(), random.Random(4)
     for number in range(checks):
@@ -148,13 +148,15 @@ def test_the_number_of_guesses_follows_from_gain_and_cost() -> None:
     assert learned(0.0).allot([chances(learned(0.0))], 1) == [0]
     (some,) = learned(0.7).allot([chances(learned(0.7))], 1)
     assert 1 <= some <= 5
-    assert learned(0.7, rows=0.9).allot([chances(learned(0.7))], 1) == [0]  # a row costs nearly as much as a pass
+    # Another row costs nearly as much as another pass.
+    assert learned(0.7, rows=0.9).allot([chances(learned(0.7))], 1) == [0]
     assert learned(0.7, rows=0.02).allot([chances(learned(0.7))], 1) > [some]
 
 
 def test_guesses_fill_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product computes 4 rows for 1 and 12 rows for 9, so three guesses cost nothing beside one answer, and one guess
-    costs as much as four beside eight answers."""
+    """A product of 1 row takes as long as one of 4 rows, and a product of 9 rows as long as one of 12. So an answer
+    alone gets three guesses for free. Beside eight answers, one guess costs as much as four.
+    """
     monkeypatch.setattr(speculation, "computed_rows", of_tiles)
     pace, none = learned(0.9), list[float]()
     assert pace.allot([[0.3, 0.2, 0.1, 0.05]], 1) == [3]
@@ -182,7 +184,7 @@ def test_a_pass_that_was_delayed_hardly_changes_the_cost() -> None:
 
 
 def test_wrong_guesses_are_given_up_and_right_ones_resumed() -> None:
-    """The pace learns from guesses that are only drafted, so that nothing is computed to find out."""
+    """The pace also learns from guesses that no pass computes, so it notices at no cost when guesses become right."""
     pace, computed = Pace(), 0
 
     class Drafts:
@@ -218,7 +220,7 @@ def test_forced_tokens_come_first_and_are_certain() -> None:
     answer.extend(9)
     assert pace.chance(False, 4) < Pace().chance(False, 4)
     chances = answer.chances(4, [2, 3])
-    assert answer.guesses(4) == [2, 3, 4, 9]  # copied from after the tokens 2, 3
+    assert answer.guesses(4) == [2, 3, 4, 9]  # the text after the earlier "2, 3"
     assert chances[:2] == [1.0, 1.0] and chances[2] == pytest.approx(pace.chance(False, 2))
     assert answer.chances(2, [11, 12, 13]) == [1.0, 1.0]
     assert answer.guesses(9) == [11, 12, 13]
@@ -254,7 +256,9 @@ def test_no_guess_follows_the_last_token() -> None:
 
 
 class Model:
-    """A draft model of an answer that never repeats: 1000, 1001, 1002, ... Its guesses hold as long as `right` is set."""
+    """A draft model for the answer 1000, 1001, 1002, ..., which never repeats. Its guesses are right while `right` is
+    set.
+    """
 
     def __init__(self, right: bool = True, pending: int = 1) -> None:
         self.right, self.room, self.pending, self.guessed, self._next = right, 100, pending, 0, 1000
@@ -268,7 +272,7 @@ class Model:
 
 
 def answered(answer: Speculation, pace: Pace, tokens: int, first: int = 1000) -> list[int]:
-    """Extend the answer by the tokens first, first + 1 and so on. Return the number of guesses in each pass."""
+    """Extend the answer by the tokens first, first + 1, ... Return the number of guesses in each pass."""
     counts, token = [], first
     while token < first + tokens:
         chances = answer.chances(first + tokens - token)
@@ -284,7 +288,7 @@ def answered(answer: Speculation, pace: Pace, tokens: int, first: int = 1000) ->
 
 
 def paced(draft_seconds: float) -> Pace:
-    """Return the pace of a model whose pass takes 10 ms, with a draft model whose pass takes `draft_seconds`."""
+    """A pass of the main model takes 10 ms, and a pass of the draft model takes `draft_seconds`."""
     pace = learned(0.0)
     for _ in range(50):
         pace.measure_draft(1, draft_seconds)
@@ -306,7 +310,7 @@ def test_a_draft_model_as_slow_as_the_main_model_is_not_used() -> None:
     answer.use_model(model)
     assert sum(answered(answer, pace, 200)) == model.guessed == 0
     unknown = learned(0.0)
-    unknown.draft_share = 0.9  # before the first pass of the draft model, its size gives the estimate
+    unknown.draft_share = 0.9  # the size of the draft model, from which its time is estimated before its first pass
     answer = Speculation(Lookup([5]), unknown)
     answer.use_model(model)
     assert sum(answered(answer, unknown, 200)) == model.guessed == 0

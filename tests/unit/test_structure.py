@@ -1,4 +1,4 @@
-"""Limits of size: one public class per name, files of at most 500 lines, functions with few parameters; no extras in tests/unit."""
+"""Names of public classes are unique, files and functions have limited sizes, and unit tests need no extras."""
 
 import ast
 import subprocess
@@ -24,7 +24,7 @@ COMPILING = {
     "overload",
 }  # decorators of compiled code
 
-# Functions that may have more parameters, each with the reason. Options of the public API are keyword-only and not counted.
+# Functions that may have more parameters than the limit, with the reason.
 EXCEPTIONS = {
     "tests/bits/test_kernels.py:test_attend_matches_the_reference": "hypothesis draws each dimension of the case",
     "tests/support/serving.py:serving": "its options are those of the server",
@@ -42,7 +42,6 @@ def long_files(root: Path) -> list[str]:
 
 
 def shared_class_names(root: Path) -> list[str]:
-    """Return the names that several public classes of gemma_py have."""
     homes: dict[str, list[str]] = defaultdict(list)
     for path in sorted((root / "gemma_py").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -57,14 +56,14 @@ def is_compiled(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, public: bool) -> int:
-    """Return the number of parameters without `self`. Keyword-only parameters of the public API do not count."""
+    """Parameters without `self`. Keyword-only parameters of the public API do not count."""
     names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
     count = len(names) - (names[:1] in (["self"], ["cls"]))
     return count if public else count + len(function.args.kwonlyargs)
 
 
 def long_signatures(root: Path) -> Iterator[str]:
-    """Return `path:function` for each function with too many parameters."""
+    """Yield `path:function` for each function with too many parameters."""
     for path in sources(root):
         if path.suffix != ".py":
             continue
@@ -120,7 +119,7 @@ def signature(count: int, before: Sequence[str] = (), after: Sequence[str] = ())
         (f"def {signature(8)}", True),
         (f"async def {signature(8)}", True),
         (f"class A:\n    def {signature(7, before=['self'])}", False),
-        (f"def {signature(7, after=['*', 'option'])}", False),  # an option of the public API
+        (f"def {signature(7, after=['*', 'option'])}", False),  # keyword options of the public API do not count
         (f"def _{signature(7, after=['*', 'option'])}", True),
         (f"@kernel\ndef {signature(12)}", False),
         (f"@kernel\ndef {signature(13)}", True),
@@ -143,7 +142,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/u
 
 
 def test_unit_tests_can_be_collected_without_the_extras() -> None:
-    """pytest, hypothesis and the core packages are enough for the tests in tests/unit."""
+    """tests/unit needs only pytest, hypothesis and the core packages."""
     packages = ("cryptography", "gguf", "jinja2", "llguidance", "openai", "pydantic", "rich", "starlette", "uvicorn")
     done = subprocess.run(
         [sys.executable, "-c", EXTRAS.format(extras=packages)],

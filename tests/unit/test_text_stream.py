@@ -1,4 +1,4 @@
-"""Streaming of text: whole characters, nothing of a stop string, and one text however it is divided into tokens."""
+"""Streamed text has whole characters and nothing of a stop string, however the text is divided into tokens."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def tokenizer() -> Tokenizer:
 
 
 def characters(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text that is encoded character by character, so that every stop string spans several tokens."""
+    """Encode character by character, so that every stop string spans several tokens."""
     return [token for character in text for token in tokenizer.encode(character, bos=False)]
 
 
@@ -34,7 +34,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str] = (),
 
 
 def before(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop string, found by reading letter by letter."""
+    """The text before the first stop string, found letter by letter."""
     for end in range(len(text) + 1):
         found = [text[:end].find(stop) for stop in stops if stop in text[:end]]
         if found:

@@ -1,4 +1,4 @@
-"""The tokenizer gives Gemma's own ids from both kinds of files, and a user's text never becomes a control token."""
+"""The tokenizer gives Gemma's ids from tokenizer.json and from GGUF, and user text never becomes a control token."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def theirs() -> tokenizers.Tokenizer:
 
 
 def gguf_metadata() -> dict[str, Any]:
-    """Return what a converter would write for the tiny tokenizer: pieces, types, and scores by merge rank."""
+    """The metadata that a converter would write: pieces, types, and scores by merge rank."""
     document = read_json(TINY / "tokenizer.json")
     vocab = document["model"]["vocab"]
     tokens = sorted(vocab, key=vocab.__getitem__)
@@ -97,8 +97,8 @@ def test_ids_match_the_tokenizers_package(tiny: Tokenizer, theirs: tokenizers.To
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS)
 def test_gguf_metadata_alone_gives_the_same_pieces_of_white_space_and_controls(from_gguf: Tokenizer, text: str) -> None:
-    """Other ids are not compared, because not every split of a piece is a merge in this small tokenizer. Other tests
-    compare the real vocabulary.
+    """Other ids are not compared: GGUF has no merges, and not every split of a piece is a merge of this small
+    tokenizer.
     """
     ids = from_gguf.encode(text, bos=False, control=True)
     assert from_gguf.decode(ids) == text.replace("▁", " ")
@@ -137,7 +137,7 @@ def test_merges_that_build_a_control_token_from_text_are_dropped(tmp_path: Path)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(document))
     forged = tokenizers.Tokenizer.from_str(json.dumps(document | {"added_tokens": []}))
-    # The tokenizers package itself builds the control token.
+    # The tokenizers package builds the control token from the text.
     assert forged.encode(target, add_special_tokens=False).ids == [10]
     made = tokenizer_from_json(path)
     assert not set(made.encode(target, bos=False)) & made.control_ids
@@ -174,7 +174,7 @@ def test_a_start_with_tables_imports_no_tokenizers_package(tmp_path: Path) -> No
     )
     command = [sys.executable, "-c", program, str(TINY / "tokenizer.json")]
     environment = child_environment(XDG_CACHE_HOME=str(tmp_path))
-    if CACHE is not None:  # use the kernels that are already compiled
+    if CACHE is not None:  # use the kernels that are compiled already
         (tmp_path / "gemma_py").mkdir()
         (tmp_path / "gemma_py" / "kernels").symlink_to(CACHE.parent)
     said = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
@@ -186,7 +186,7 @@ def test_a_start_with_tables_imports_no_tokenizers_package(tmp_path: Path) -> No
 def test_tables_that_differ_from_the_package_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, plant: str
 ) -> None:
-    """The test changes the tables after they are built and before they are compared with the package."""
+    """The tables are changed after they are built and before they are compared with the tokenizers package."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make = vocabularies.tables
 
@@ -221,8 +221,8 @@ def test_every_added_token_is_certified(monkeypatch: pytest.MonkeyPatch, tiny: T
 
 
 def test_settings_that_abort_the_package_are_refused_before_it(tmp_path: Path) -> None:
-    """Such settings end the whole process inside the package, which no `except` can prevent. Here they raise an error, and
-    the package is not called.
+    """These settings make the tokenizers package abort the process. So they raise an error before the package is
+    called.
     """
     path = tmp_path / "tokenizer.json"
     path.write_bytes(BROKEN["a prefix"])
@@ -356,7 +356,9 @@ def test_the_cache_is_used_repaired_and_dispensable(tmp_path: Path, monkeypatch:
     (stored,) = (tmp_path / "cache" / "gemma_py" / "tokenizers").iterdir()
     assert stored.stat().st_mode & 0o077 == 0
     good = stored.read_bytes()
-    monkeypatch.setattr(sources, "tables", lambda *_: pytest.fail("made although it was cached"))
+    monkeypatch.setattr(
+        sources, "tables", lambda *_: pytest.fail("the tables were made again, although they are cached")
+    )
     assert tokenizer_from_json(source).encode("some text, 🙂") == expected
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

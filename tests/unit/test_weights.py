@@ -1,4 +1,4 @@
-"""Tensors that contradict the config: missing, unknown, of a wrong shape, not finite. The error names the tensor."""
+"""Errors name the tensor that is missing, unknown, not finite or of a wrong shape."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_a_sound_checkpoint_loads(tmp_path: Path) -> None:
 
 
 def test_an_output_head_in_the_file_is_used_even_if_the_config_says_tied(tmp_path: Path) -> None:
-    """transformers uses such an output head too."""
+    """transformers does the same."""
     name = "model.embed_tokens.weight"
     plain, other = tmp_path / "plain", tmp_path / "other"
     rewritten(plain, lambda values: None)
@@ -91,7 +91,7 @@ def test_pipes_and_broken_links_are_refused(tmp_path: Path) -> None:
 
 
 def test_rope_tables_and_second_copies_of_tied_heads_are_ignored(tmp_path: Path) -> None:
-    """Some old files contain such tensors."""
+    """Some old checkpoints contain such tensors."""
 
     def change(values: dict[str, np.ndarray]) -> None:
         values["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(12, np.float32)
@@ -100,8 +100,8 @@ def test_rope_tables_and_second_copies_of_tied_heads_are_ignored(tmp_path: Path)
     gemma_py.load(rewritten(tmp_path, change)).close()
 
 
-# The prefixes of the text model, its head and the other parts: in MedGemma, in Gemma 3 of old and of current transformers,
-# and in ShieldGemma 2 of the hub and of current transformers.
+# Prefixes of (text model, its head, other parts) in MedGemma, in Gemma 3 of old and of current transformers, and in
+# ShieldGemma 2 of the hub and of current transformers.
 LAYOUTS = [
     ("language_model.model.", "language_model.", ""),
     ("model.language_model.", "", "model."),
@@ -186,9 +186,7 @@ def test_links_are_followed_as_in_the_hugging_face_cache(tmp_path: Path) -> None
     gemma_py.load(snapshot).close()
 
 
-# quant: float matrices are quantised while loading
-
-# H * E = 80, so the rows of o_proj are not whole blocks of 32.
+# Rows of o_proj have H * E = 80 weights, so they are not whole blocks of 32.
 UNEVEN = tiny.Variant(tiny._gemma3(head_dim=20, query_pre_attn_scalar=20))
 
 
