@@ -27,4 +27,4 @@ def row_digest(row: np.ndarray) -> bytes:
         row = np.concatenate([row, np.zeros(rest, np.float32)])
     checksums = np.empty(len(row) // _BLOCK, "<u8")
     block_checksums(np.ascontiguousarray(row, "<f4").view("<u8"), checksums)
-    return hashlib.sha256(checksums).digest()[:DIGEST_BYTES]
+    return hashlib.sha256(checksums.data).digest()[:DIGEST_BYTES]
