@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,6 +41,9 @@ from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.weights.store import file_digests, packed_weights
 from gemma_py.weights.tensors import Weights, stays_float
 
+if TYPE_CHECKING:
+    from gemma_py.runtime.prefix_cache import PrefixCache
+
 
 class Engine:
     """A loaded model: weights, config and tokenizer. Use an engine as a context manager, or call `close`.
@@ -58,11 +61,14 @@ class Engine:
         kv: str = "float32",
         quant: str | None = None,
         progress: ReportProgress = no_report,
+        shards: int = 1,
     ) -> None:
         if not is_ieee():
             raise ComputationError(
                 "this thread flushes subnormals to zero or does not round to nearest, which would change the logits"
             )
+        if not is_whole(shards, 1):
+            raise InputError(f"shards should be at least 1, found {shards!r:.40}")
         if not isinstance(kv, str) or kv not in KV_TYPES:
             raise InputError(f"kv should be one of {', '.join(KV_TYPES)}, found {kv!r:.40}")
         if quant is not None and (not isinstance(quant, str) or quant not in QUANTS):
@@ -81,7 +87,7 @@ class Engine:
             )
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
-        self.quant = quant
+        self.quant, self.shards = quant, shards
         self.pace = Pace()
         self.speculate = "auto"  # the option of requests that do not set it
         self.draft: GuessingModel | None = None
@@ -98,7 +104,13 @@ class Engine:
             compilation.wait()
             program = link(checkpoint.family.program(self.config), packed)
             team = SharedTeam(threads or machine.threads(), deadline)
-            self._runner: Runner | None = Runner(program, self.config, team, kv)
+            self._runner: Runner | None
+            if shards == 1:
+                self._runner = Runner(program, self.config, team, kv)
+            else:
+                from gemma_py.cluster.local import local_shards  # imported here, because most engines have no shards
+
+                self._runner = local_shards(checkpoint, program, team, kv, quant, shards)
 
     def _warm_up(self) -> None:
         """Call the kernels of sampling, drafting and tokenizer once, so that no answer waits for their compilation."""
@@ -128,6 +140,8 @@ class Engine:
         embedding.check_generates(self)
         check_draft(checkpoint, self.tokenizer, self.config.vocab_size)
         if checkpoint.config.backbone_hidden_size:
+            if self.shards > 1:
+                raise InputError("an assistant reads the model's KV rows, which other processes have (--shards)")
             self.draft = Assistant(checkpoint, self.checkpoint, self.runner, self.quant, progress)
         else:
             self.draft = DraftModel(checkpoint, self.runner, self.quant, progress)
@@ -315,18 +329,10 @@ class Engine:
         ids = form.prompt(messages, tools, thinking)
         stop = (*form.template.stop, *stop_strings(stop))
         request = Request(
-            ids,
-            max_tokens,
-            sampling,
-            stop=stop,
-            ends=self.ends(form.template),
-            trim=True,
-            logprobs=logprobs,
-            marks=form.marks(bool(tools)),
-            speculate=speculate,
-            prediction=self.encode_prediction(prediction),
+            ids, max_tokens, sampling, stop=stop, ends=self.ends(form.template), trim=True, logprobs=logprobs,
+            marks=form.marks(bool(tools)), speculate=speculate, prediction=self.encode_prediction(prediction),
             receipt=receipt,
-        )
+        )  # fmt: skip
         return self._answer(request)
 
     def chat_format(self, template: Template) -> ChatFormat:
@@ -412,6 +418,9 @@ class Engine:
         """Return an empty KV cache for `run_together`. keep: the most tokens that a rewind must be able to remove."""
         return self.runner.cache(keep)
 
+    def new_prefix_cache(self, budget: int) -> "PrefixCache":
+        return self.runner.prefix_cache(budget)
+
     def cache_bytes(self, tokens: int, keep: int = 0) -> int:
         """Return the size in bytes of a cache from `new_cache(keep)` that holds `tokens` tokens.
 
@@ -459,6 +468,7 @@ def load(
     pack: bool = True,
     speculate: str = "auto",
     draft: str | Path | None = None,
+    shards: int = 1,
 ) -> Engine:
     """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
@@ -476,6 +486,7 @@ def load(
     expected to save time. This is the default of requests that do not choose.
     draft: a smaller model with the vocabulary of this model, or an assistant of this model, which then guesses tokens too.
     With speculate "off", it is an error.
+    shards: into how many spans of layers to divide the model. Each span but the last is computed by a process of its own.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
@@ -485,7 +496,7 @@ def load(
             "a draft model (--draft) only guesses tokens, and speculate off (--speculate off) wants no guesses"
         )
     checkpoint = replace(open_checkpoint(resolve(model, progress)), cacheable=pack)
-    engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress)
+    engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress, shards)
     engine.speculate = speculate
     if draft is not None:
         try:

@@ -15,6 +15,7 @@ LAYERS = (
     ("models", "catalog"),
     ("weights",),
     ("reference", "runtime"),
+    ("cluster",),
     ("templates",),
     ("receipts",),
     ("generate",),
