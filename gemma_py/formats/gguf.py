@@ -21,8 +21,8 @@ from gemma_py.formats.tensor import StoredTensor
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-_SMALLEST_FIELD = 8 + 4 + 1  # bytes: length of an empty key, type, a value of one byte
-_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes: length of an empty name, rank, one dimension, type, offset
+_SMALLEST_FIELD = 8 + 4 + 1  # bytes: 8 for the key's length, 4 for the type, 1 for the smallest value
+_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes of: the name's length, the rank, one dimension, the type, the offset
 _LARGEST_ALIGNMENT = 1 << 16
 _MOST_STRINGS = 1 << 24  # limit on the strings in an array; Gemma 3's vocabulary has 2^18
 _SEARCH_MINIMUM = 1000  # smaller arrays are read string by string
@@ -54,7 +54,7 @@ class GGUFFile:
 
 
 class Texts(Sequence[str]):
-    """A sequence of strings in a mapped file. A string is decoded on access, because a vocabulary has 262,144 strings."""
+    """A sequence of strings in a mapped file. Strings are decoded on access, to avoid decoding a whole vocabulary."""
 
     def __init__(self, data: memoryview, places: np.ndarray, lengths: np.ndarray) -> None:
         self._data, self._places, self._lengths = data, places, lengths
@@ -248,7 +248,7 @@ def _join(shards: list[GGUFFile]) -> GGUFFile:
             raise FormatError(f"{path}: split.no should be {number}, found {shard.metadata.get('split.no')}")
         for name, tensor in shard.tensors.items():
             if name in tensors:
-                raise FormatError(f"{path}: tensor {name!r} is in this shard and in {tensors[name].path}")
+                raise FormatError(f"{path}: tensor {name!r} appears twice, in this shard and in {tensors[name].path}")
             tensors[name] = tensor
     expected = _integer(first.metadata, "split.tensors.count", first.paths[0], len(tensors))
     if expected != len(tensors):

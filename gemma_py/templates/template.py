@@ -212,8 +212,8 @@ def choose(
     """Choose the template of a conversation.
 
     own: the source of the checkpoint's template, or None
-    eos_token_ids: for a checkpoint without a template: <end_of_turn> selects `gemma`, <turn|> selects `gemma4`, and other
-    tokens select `transcript`
+    eos_token_ids: used if the checkpoint has no template. <end_of_turn> selects `gemma`, <turn|> selects `gemma4`, and other
+    tokens select `transcript`.
     wanted: `gemma`, `gemma4`, `transcript` or a file, instead of the checkpoint's template
     """
     if isinstance(wanted, str) and wanted in BUILT_IN:

@@ -29,7 +29,7 @@ def package_from_document(document: dict[str, Any], where: str) -> Any:
 
 
 def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
-    """Return a tokenizer of the `tokenizers` package for the vocabulary of a GGUF file, which has no tokenizer.json."""
+    """Return a tokenizer of the `tokenizers` package for a GGUF file's vocabulary."""
     import tokenizers
 
     pieces = vocabulary.pieces

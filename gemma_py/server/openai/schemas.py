@@ -249,7 +249,7 @@ class ChatRequest(Penalised):
 
     @property
     def chosen(self) -> str:
-        """The name of the function that must be called, or "none", "auto" or "required"."""
+        """The field tool_choice as text: "none", "auto", "required", or the name of the function that must be called."""
         choice = self.tool_choice
         return choice.function.name if isinstance(choice, NamedTool) else choice or "auto"
 
@@ -370,7 +370,7 @@ class ResponsesRequest(Sampled):
 
     @property
     def chosen(self) -> str:
-        """The name of the function that must be called, or "none", "auto" or "required"."""
+        """The field tool_choice as text: "none", "auto", "required", or the name of the function that must be called."""
         choice = self.tool_choice
         return choice.name if isinstance(choice, NamedFlatTool) else choice or "auto"
 
