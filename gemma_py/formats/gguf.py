@@ -248,7 +248,7 @@ def _join(shards: list[GGUFFile]) -> GGUFFile:
             raise FormatError(f"{path}: split.no should be {number}, found {shard.metadata.get('split.no')}")
         for name, tensor in shard.tensors.items():
             if name in tensors:
-                raise FormatError(f"{path}: tensor {name!r} appears twice, in this shard and in {tensors[name].path}")
+                raise FormatError(f"{path}: tensor {name!r} is in two shards, this shard and {tensors[name].path}")
             tensors[name] = tensor
     expected = _integer(first.metadata, "split.tensors.count", first.paths[0], len(tensors))
     if expected != len(tensors):

@@ -150,7 +150,8 @@ def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: s
         )
         if not right or number < 0:
             raise TokenizerError(
-                f"{where}: added token {content!r:.60} should have the id of an equal piece, or the next free id {following}, found id {number}"
+                f"{where}: added token {content!r:.60} should have the id of an equal piece, or the next free id "
+                f"{following}, found id {number}"
             )
         following += number >= len(pieces)
         if len(content) < 2 and is_control(content, special):
