@@ -1,5 +1,3 @@
-"""Conversations on disk: saved, loaded, damaged, exported."""
-
 import dataclasses
 import json
 import os
