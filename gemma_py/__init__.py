@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Conversation", "Engine", "GemmaError", "Sampling", "Session", "Token", "errors", "load", "reference"]
 
-# Modules that are imported on first access. Importing numba takes 0.2 s, which `gemma_py models` does not need.
+# These names are imported on first access, because importing numba takes 0.2 s and `gemma_py models` needs no numba.
 _HOMES = {
     "Conversation": "chat.conversation", "Engine": "generate.engine", "Session": "generate.session", "load": "generate.engine",
     "GemmaError": "errors", "Token": "generate.core", "Sampling": "generate.options",

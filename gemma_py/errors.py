@@ -2,11 +2,11 @@
 
 
 class GemmaError(Exception):
-    """The base class of the exceptions of gemma_py. The command line prints only the message of a GemmaError."""
+    """The base class of gemma_py's exceptions. The command line prints the message of a GemmaError without a traceback."""
 
 
 class GemmaWarning(UserWarning):
-    """A warning about a problem that does not prevent the operation, such as a cache directory that cannot be written."""
+    """A problem that gemma_py can work around, such as a cache directory that is not writable."""
 
 
 class FormatError(GemmaError):
@@ -30,7 +30,7 @@ class ModelNotFoundError(GemmaError):
 
 
 class ContextError(GemmaError):
-    """A request has more tokens than the context. Raised before anything is computed."""
+    """A request needs more tokens than the context has. Raised before the first forward pass."""
 
 
 class InputError(GemmaError):
@@ -38,7 +38,7 @@ class InputError(GemmaError):
 
 
 class ToolError(InputError):
-    """A tool's declaration, call or result is invalid. field: the invalid field, as in `messages[2].tool_calls`."""
+    """A tool's declaration, call or result is invalid. field: the invalid field, such as `messages[2].tool_calls`."""
 
     def __init__(self, message: str, field: str) -> None:
         self.field = field
@@ -54,7 +54,7 @@ class Overloaded(GemmaError):
 
 
 class TemplateError(GemmaError):
-    """A chat template fails, does not terminate, or renders text that cannot be encoded safely."""
+    """A chat template fails, runs too long, or changes the text of messages."""
 
 
 class ComputationError(GemmaError):
@@ -62,15 +62,15 @@ class ComputationError(GemmaError):
 
 
 class MismatchError(GemmaError):
-    """Two computations that should give equal bits differ. The message says where the results differ."""
+    """Two computations that should give equal bits gave different bits."""
 
 
 class WorkerError(ComputationError):
     """A worker thread raised an exception, reported a failure, stalled or died.
 
-    layer, phase: where the worker was; None if the worker had not begun any phase.
-    settled: whether every worker has left the failed run. If False, the arrays of the run must not be used again,
-    because a stalled worker may still write to these arrays.
+    layer, phase: where the worker was; None if the worker had not begun any phase
+    settled: whether all workers have stopped. If False, a stalled worker may still write to the arrays of the failed pass,
+    so these arrays must not be used again.
     """
 
     def __init__(

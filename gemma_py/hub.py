@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, written `hf:owner/name[/file.gguf][@revision]`.
+"""Download models of the Hugging Face hub, written `hf:owner/name[/file.gguf][@revision]`.
 
 The library huggingface_hub (extra `hf`) downloads files, resumes interrupted downloads, keeps the cache, and reads
 HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE. This module selects the files of a model and writes the error
@@ -20,8 +20,7 @@ _REFERENCE = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:/([^@]+))?(?:@(.+))?")
 _BESIDE_WEIGHTS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
-# The files that sentence-transformers adds to an embedding model: in the model's directory, and in folders such as
-# 1_Pooling.
+# Files that sentence-transformers adds to an embedding model. _OF_MODULE matches the files in folders such as 1_Pooling.
 _MODULES = ("modules.json", "config_sentence_transformers.json")
 _OF_MODULE = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors)")
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -31,10 +30,10 @@ _SECONDS = 10.0  # timeout for listing a repository's files
 
 
 def fetched(reference: str, progress: ReportProgress = no_report) -> Path:
-    """Return the path of the model's directory or GGUF file. Missing files are downloaded.
+    """Download missing files, and return the path of the model's directory or GGUF file.
 
-    Every call asks the hub for the current revision, because a branch may have changed. With HF_HUB_OFFLINE, or if the
-    hub does not answer, the copy in the cache is used.
+    Every call asks the hub for the current revision, because a branch may have changed. If the hub does not answer, or
+    HF_HUB_OFFLINE is set, the copy in the cache is used.
     """
     repository, file, revision = _parts(reference)
     hub = _library(reference)
@@ -97,7 +96,7 @@ def _library(reference: str) -> ModuleType:
 
 
 def _copy(reference: str) -> Path | None:
-    """Return the path of the model in the hub's cache, or None if the cache lacks files of the model."""
+    """Return the path of the model in the hub's cache, or None if a file is missing there."""
     repository, file, revision = _parts(reference)
     hub = _library(reference)
     try:
@@ -113,10 +112,10 @@ def _copy(reference: str) -> Path | None:
 
 
 def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str, list[str]]:
-    """Return the file to open ("." for the directory), and the list of files to download."""
-    ggufs: dict[str, list[str]] = {}  # the shards of each GGUF model, by the model's name
+    """Return the file to open ("." for the whole directory), and the files to download."""
+    ggufs: dict[str, list[str]] = {}  # file name without shard number -> the names of all shards
     for name in names:
-        # Files with "mmproj" in their names contain the encoders of images and sound.
+        # Files with "mmproj" in their names are image and audio encoders, not language models.
         if name.endswith(".gguf") and "mmproj" not in name.rpartition("/")[2]:
             ggufs.setdefault(_GGUF_PART.sub("", name), []).append(name)
     there = (
@@ -144,7 +143,7 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
 
 
 def _why(error: Exception) -> str:
-    """Return one line that says why the hub did not deliver the model."""
+    """Return one line that explains an exception of huggingface_hub to the user."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

@@ -29,19 +29,19 @@ def affinity() -> set[int]:
 
 
 def physical_cores(processors: Iterable[int], root: Path = ROOT) -> int:
-    """Return the number of cores of these logical CPUs. If /sys does not list the cores, each logical CPU counts as one."""
+    """Count the cores of the given logical CPUs. If /sys does not list cores, every logical CPU counts as a core."""
     return len({_siblings(number, root) or str(number) for number in processors})
 
 
 def _siblings(number: int, root: Path) -> str | None:
-    """Return the logical CPUs that share a core with this one, as text, or None if /sys does not list them."""
+    """Return the logical CPUs of one core, such as "0,4". number: one of these CPUs."""
     topology = root / "sys/devices/system/cpu" / f"cpu{number}" / "topology"
     # Linux before 5.3 has only thread_siblings_list.
     return _text(topology / "core_cpus_list") or _text(topology / "thread_siblings_list")
 
 
 def quota(root: Path = ROOT) -> float | None:
-    """Return the smallest CPU quota of this process's cgroups, in CPUs, or None if there is no quota."""
+    """Return the smallest CPU quota of this process's cgroups, such as 1.5 CPUs, or None without a quota."""
     limits = []
     for folder in _cgroups("cpu", root):
         quota_us, period_us = (*(_text(folder / "cpu.max") or "").split(), "", "")[:2]
@@ -66,12 +66,11 @@ def memory(root: Path = ROOT) -> int | None:
 
 
 def thread_state(number: int, root: Path = ROOT) -> tuple[bool, float] | None:
-    """Return whether a thread of this process runs or waits for a core, and its CPU time in seconds so far. Return None if the
-    system has no /proc, or if the thread has ended.
+    """Return (whether a thread is runnable, the thread's CPU seconds), or None if the thread has ended or /proc is missing.
 
-    number: the system's number of the thread, `threading.Thread.native_id`.
+    number: `threading.Thread.native_id`
     """
-    # The name of the thread, in parentheses, may contain spaces.
+    # Split after the closing parenthesis of the thread's name, because the name may contain spaces.
     fields = (_text(root / f"proc/self/task/{number}/stat") or "").rpartition(")")[2].split()
     if not fields:
         return None
@@ -79,7 +78,7 @@ def thread_state(number: int, root: Path = ROOT) -> tuple[bool, float] | None:
 
 
 def _cgroups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield the directories of this process's cgroup and of its parents, for cgroups version 1 and 2.
+    """Yield the directories of this process's cgroup and of the parent cgroups, for cgroups version 1 and 2.
 
     Inside a container, /proc/self/cgroup may give a path that exists only on the host. The container's limits are then
     in the top directory, which is yielded last.
@@ -99,18 +98,17 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def name(root: Path = ROOT) -> str:
-    """Return the name of the processor model. On ARM, Linux does not tell the name, so it is LLVM's, such as neoverse-v1."""
+    """Return the processor's name. On ARM, /proc/cpuinfo has no name; then return LLVM's name, such as neoverse-v1."""
     for line in (_text(root / "proc/cpuinfo") or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
-    from llvmlite import binding  # imported here, because the import takes some 50 ms and only reports print the name
+    from llvmlite import binding  # imported here, because the import takes 50 ms
 
     name: str = binding.get_host_cpu_name()
     return platform.processor() or platform.machine() if name in ("", "generic") else name
 
 
 def _text(path: Path) -> str | None:
-    """Return the text of a file in /proc or /sys, or None if this system does not have the file."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 from gemma_py.errors import InputError
 
-PARTIAL = ".partial"  # the ending of a file that is being written
-# Seconds. A younger partial file does not count as abandoned, because its writer may not have locked it yet.
+PARTIAL = ".partial"  # the suffix of a file that is still being written
+# Seconds. A younger partial file may not be locked yet, so it never counts as abandoned.
 _YOUNG = 60.0
 
 
@@ -37,10 +37,7 @@ def _ours(variable: str, otherwise: str) -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """Create a directory if needed, to which only this user may write. Return the path.
-
-    If the directory belongs to another user, or if other users may write to it, raise OSError.
-    """
+    """Create a directory if needed, and return its path. Raise PermissionError if other users may write to the directory."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -58,7 +55,7 @@ def is_ours(path: Path) -> bool:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Return whether a partial file was left by a process that has ended. A running process holds a lock on its file."""
+    """Return whether the writer of a partial file has ended. A running writer holds a lock on the file."""
     try:
         if time.time() - path.stat().st_ctime < _YOUNG:
             return False
@@ -70,7 +67,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def private_file(path: Path) -> Path:
-    """Create the file if needed. Only this user can read and write it."""
+    """Create a file if needed, and make it readable and writable for this user only."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
@@ -91,9 +88,9 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file for writing. At the end of the `with` statement, it is renamed to `path`.
+    """Write to a temporary file, which replaces `path` at the end of the `with` statement.
 
-    If an exception occurs, the temporary file is removed and `path` is unchanged.
+    If an exception occurs, the temporary file is deleted and `path` does not change.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, name = tempfile.mkstemp(prefix=path.name + ".", suffix=PARTIAL, dir=path.parent)

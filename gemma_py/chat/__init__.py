@@ -1,1 +1,1 @@
-"""Conversations of several turns, and the file format of saved conversations."""
+"""Conversations, and the file format of saved conversations."""

@@ -1,4 +1,4 @@
-"""Conversations, which hold the messages and a session. The session keeps the KV cache from turn to turn."""
+"""A conversation: its messages, and a session that keeps the KV cache between turns."""
 
 import json
 import time
@@ -24,10 +24,10 @@ from gemma_py.templates.template import Encoded, Message, checked_messages
 ReportPrefill = Callable[[int, int], None]  # called with (tokens done, tokens in total)
 TokenStream = Generator[Token, None, None]
 
-_REWIND_BYTES = 256 << 20  # the most bytes of KV rows that are kept for undo and retry
+_REWIND_BYTES = 256 << 20  # memory limit for the KV rows that are kept for undo and retry
 _COMPARED = 1024
 _FIRST_CHUNK = 32
-# The prompt is divided so that a chunk takes about this long, because progress is reported after each chunk.
+# The target duration of a prefill chunk. Progress is reported after each chunk.
 _SECONDS_A_CHUNK = 0.5
 
 
@@ -35,13 +35,13 @@ _SECONDS_A_CHUNK = 0.5
 class AnswerStats:
     """Token counts and times of one answer.
 
-    prompt_tokens: tokens of the prompt, including cached ones.
-    cached_tokens: tokens of the prompt that were already in the KV cache.
-    passes: passes that computed the tokens after the first one, which is computed with the prompt.
-    guessed_tokens: guesses of later tokens that these passes computed too.
-    accepted_tokens: guesses that were equal to the tokens that were then chosen.
-    first_token_seconds: time from the call of `send` to the first token, including template and tokenizer.
-    seed: the seed of random sampling; None for greedy decoding.
+    prompt_tokens: tokens of the prompt, including cached tokens
+    cached_tokens: tokens of the prompt that were already in the KV cache
+    passes: decode passes; the first token needs none, because the prefill computes it
+    guessed_tokens: draft tokens of speculative decoding that were verified
+    accepted_tokens: draft tokens of speculative decoding that were accepted
+    first_token_seconds: time from the call of `send` to the first token, including template and tokenizer
+    seed: the seed of random sampling; None for greedy decoding
     """
 
     prompt_tokens: int
@@ -58,17 +58,17 @@ class AnswerStats:
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens per second, without tokens that were already in the KV cache."""
+        """Prefilled tokens per second. Cached tokens do not count."""
         return (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
     def tokens_a_pass(self) -> float:
-        """Tokens per pass, without the first token, which is computed with the prompt."""
+        """Tokens per decode pass. The first token does not count, because the prefill computes it."""
         return (self.generated_tokens - 1) / self.passes if self.passes else 0.0
 
     @property
     def decode_rate(self) -> float:
-        """Tokens of the answer per second. The first token does not count, because the prefill computes it."""
+        """Decoded tokens per second. The first token does not count, because the prefill computes it."""
         return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
@@ -77,13 +77,13 @@ class Conversation:
 
     Each turn computes only new tokens, because the KV cache is kept between turns.
 
-    sampling: the sampling options; by default, those that the checkpoint recommends.
-    template: "gemma", "gemma4", "transcript" or the path of a chat template; by default, the checkpoint's own template.
-    max_tokens: the most tokens of an answer; None means as many as fit into the context.
-    stop: strings that end an answer.
-    thinking: whether the model thinks before it answers; by default, what its template does. Thoughts are in
-    `Token.reasoning`, and an answer's message keeps them as reasoning_content. The template leaves them out of later
-    prompts.
+    sampling: the sampling options; by default, the options that the checkpoint recommends
+    template: "gemma", "gemma4", "transcript" or the path of a chat template; by default, the checkpoint's own template
+    max_tokens: the most tokens of an answer; None means as many as fit into the context
+    stop: strings that end an answer
+    thinking: whether the model thinks before an answer; None lets the template decide. The tokens of a thought have
+    `Token.reasoning`, and the answer's message stores the thought as reasoning_content. The template omits thoughts from
+    later prompts.
 
     If the iterator of an answer is closed early, the text generated so far becomes the answer. If there is no text yet,
     the conversation does not change.
@@ -104,10 +104,9 @@ class Conversation:
         self.sampling = engine.sampling if sampling is None else sampling
         self.max_tokens = max_tokens
         self.stop = stop_strings(stop)
-        # Whether tokens have log probabilities. Without log probabilities, a token takes less time, because the exponentials
-        # of all logits are not computed.
+        # Whether to compute each token's log probability, which needs the exponentials of all logits.
         self.logprobs = True
-        # Called after every chunk of a prompt. If the function raises an exception, the prefill stops.
+        # A callback after each prefill chunk. If the callback raises an exception, the prefill stops.
         self.prefilling: ReportPrefill | None = None
         self.stats: AnswerStats | None = None
         self._wanted = template
@@ -117,13 +116,12 @@ class Conversation:
         self._thinking = thinking
         self._ends = engine.ends(self.template)
         self._session = engine.session(self._keep())
-        self._answer_ids: dict[str, list[int]] = {}  # the token ids of each answer, by the text of the answer
+        self._answer_ids: dict[str, list[int]] = {}  # an answer's text -> the generated token ids
         self._encoded = Encoded()
         self._attempt = 0
-        # The request and the token ids of the last answer. None if there is no answer, or if the last one is incomplete.
+        # The request and the token ids of the last answer, for `receipt`. None if no answer exists or the last is incomplete.
         self._last: tuple[Request, tuple[int, ...]] | None = None
-        # The number of tokens in the next chunk, such that the chunk takes about _SECONDS_A_CHUNK.
-        self._chunk = _FIRST_CHUNK
+        self._chunk = _FIRST_CHUNK  # tokens of the next prefill chunk
         if system is not None:
             self.set_system(system)
 
@@ -132,24 +130,24 @@ class Conversation:
         return self._thinking
 
     def set_thinking(self, thinking: bool | None) -> None:
-        """Switch thinking on or off from the next turn on. Raise InputError if the model cannot think."""
+        """Turn thinking on or off for later turns. Raise InputError if the model cannot think."""
         self._format.check_thinking(thinking)
         self._thinking = thinking
 
     def _keep(self) -> int:
-        """Return by how many tokens undo and retry must be able to rewind the session, so that they need no new prefill."""
+        """Return the number of tokens that undo and retry can rewind. Rewinding further needs a new prefill."""
         layers = [layer for layer in self.engine.config.layers if layer.sliding_window is not None]
         bytes_a_token = sum(8 * layer.num_key_value_heads * layer.head_dim for layer in layers)
         return min(self.engine.context, _REWIND_BYTES // bytes_a_token) if layers else 0
 
-    # --- talking ------------------------------------------------------------------------------------------------------
+    # --- sending ------------------------------------------------------------------------------------------------------
 
     def send(self, text: str) -> TokenStream:
-        """Return an iterator over the tokens of the answer. The call itself raises errors such as a full context."""
+        """Return an iterator over the answer's tokens. Errors such as a full context are raised here, not by the iterator."""
         return self._begin(self.messages, text, 0)
 
     def retry(self) -> TokenStream:
-        """Generate another answer to the last user message. If the sampling has a seed, each retry uses the next seed."""
+        """Generate another answer to the last user message. If `sampling.seed` is set, retry number n uses seed + n."""
         return self._begin(self.messages[:-2], self.last_text(), self._attempt + 1)
 
     def edit(self, text: str) -> TokenStream:
@@ -224,7 +222,7 @@ class Conversation:
         self.messages = [*messages, answer]
         self._attempt, self.stats, self._last = attempt, stats, None
         text: str = answer["content"]
-        # Keep the generated ids, because tokenising the text again may give ids that are not in the KV cache.
+        # Keep the generated ids, because tokenising the answer's text may give ids other than those in the KV cache.
         tokenizer = self.engine.text_tokenizer()
         ids = [token for token in made if token < tokenizer.size]
         while ids and len(tokenizer.decode(ids).lstrip()) > len(text):
@@ -236,9 +234,9 @@ class Conversation:
             self._session.reserve(CHUNK)  # allocate memory while the user reads the answer
 
     def _advance_to(self, ids: list[int], stats: AnswerStats) -> np.ndarray:
-        """Make the session hold exactly these ids, by rewinding and prefilling. Return the logits of the last token."""
+        """Rewind the session to the longest common prefix, and prefill the other ids. Return the logits of the last token."""
         common = self._common(ids)
-        common = min(common, len(ids) - 1)  # the last token is always computed again, because its logits are needed
+        common = min(common, len(ids) - 1)  # always compute the last token, because its logits are needed
         if self._session.usable and self._session.can_rewind_to(common):
             self._session.rewind(common)
         else:
@@ -255,7 +253,7 @@ class Conversation:
         return next((n for n in range(at, end) if present[n] != ids[n]), end)
 
     def _prefill(self, ids: list[int]) -> np.ndarray:
-        """Prefill in chunks of about half a second. The chunk size does not change the logits."""
+        """Prefill in chunks of about _SECONDS_A_CHUNK. The logits do not depend on the chunk size."""
         done = 0
         while True:
             start = time.perf_counter()
@@ -269,10 +267,10 @@ class Conversation:
             if done == len(ids):
                 return logits
 
-    # --- going back ---------------------------------------------------------------------------------------------------
+    # --- editing ------------------------------------------------------------------------------------------------------
 
     def undo(self) -> str:
-        """Remove the last user message and the answer to this message. Return the text of the user message."""
+        """Remove the last user message and its answer. Return the text of the user message."""
         text = self.last_text()
         del self.messages[-2:]
         self._last = None
@@ -286,7 +284,7 @@ class Conversation:
         self._forget()
 
     def _forget(self) -> None:
-        """Remove the tokens of deleted messages from the session, so that `save` does not write them to the file."""
+        """Remove deleted messages from the KV cache. Otherwise `save` would write their KV rows to the file."""
         spoken = any(message["role"] != "system" for message in self.messages)
         common = self._common(self._prompt(self.messages)) if spoken else 0
         if self._session.usable and self._session.can_rewind_to(common):
@@ -302,17 +300,17 @@ class Conversation:
         return first["content"] if first is not None and first["role"] == "system" else None
 
     def set_system(self, text: str | None) -> None:
-        """Set or replace the system message; None removes it. The next turn then prefills the whole conversation again."""
+        """Set the system message, or remove it if `text` is None. The next turn prefills the whole conversation again."""
         rest = self.messages[1:] if self.system is not None else self.messages
         first = [] if text is None else checked_messages([{"role": "system", "content": text}])
         self.messages = [*first, *rest]
         self._forget()
 
-    # --- looking ------------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     @property
     def tokens_used(self) -> int:
-        """The number of tokens of the conversation so far. It never exceeds the context."""
+        """The number of the conversation's tokens, at most the size of the context."""
         spoken = any(message["role"] != "system" for message in self.messages)
         return min(self.context, len(self._prompt(self.messages))) if spoken else 0
 
@@ -329,11 +327,11 @@ class Conversation:
         return self._session.kv_digest()
 
     def verify(self, threads: int | None = None, chunk: int = 7, progress: ReportPrefill | None = None) -> int:
-        """Compute all tokens again with other threads and chunks, and compare the KV caches.
+        """Compute all tokens again, with another number of threads and another chunk size, and compare the KV caches.
 
         Return the number of tokens. Raise MismatchError if a bit differs.
 
-        threads: by default, one thread more than the engine has.
+        threads: by default, one more than the engine has
         """
         ids, before, chunk = self.ids, self.engine.threads, whole("chunk", chunk, 1)
         if not ids:
@@ -354,14 +352,14 @@ class Conversation:
         return len(ids)
 
     def receipt(self, progress: ReportPrefill | None = None) -> Receipt:
-        """Return the receipt of the last answer, with which anyone who has the model can check the answer.
+        """Return a receipt, with which anyone who has the model can check the last answer.
 
-        The logits of the answer are computed again, a chunk of tokens in a pass, which is faster than decoding. So answers
-        without a receipt cost nothing.
+        The receipt needs all logits of the answer. They are computed again here, in chunks, so that answers without a
+        receipt need not store them.
         """
         if self._last is None:
             raise InputError(
-                "there is no complete answer; an answer that was stopped, or that was loaded, has no receipt"
+                "there is no complete answer to make a receipt of; stopped and loaded answers have no receipt"
             )
         request, ids = self._last
         generation, session = self.engine.generation(replace(request, receipt=True)), self.engine.session()
@@ -374,12 +372,12 @@ class Conversation:
             part = rest[first : first + ROWS_AT_ONCE]
             for row, token in zip(session.prefill(part, all_logits=True), ids[first:], strict=False):
                 if generation.next(row).id != token:
-                    raise MismatchError(f"computing the answer again gave another token than {token}")
+                    raise MismatchError(f"computing the answer again did not give token {token}")
             if progress is not None:
                 progress(len(prompt) + first + len(part), len(prompt) + len(ids))
         return generation.receipt(session.kv_digest())
 
-    # --- keeping ------------------------------------------------------------------------------------------------------
+    # --- saving -------------------------------------------------------------------------------------------------------
 
     def export(self, path: str | Path, form: str = "markdown") -> None:
         """Write the messages to a file, as "markdown" or as "json" in OpenAI's format."""
@@ -392,7 +390,7 @@ class Conversation:
         try:
             with atomic_write(Path(path)) as file:
                 file.write(text.encode() + b"\n")
-        except (OSError, ValueError) as error:  # ValueError: the path has a character that no path can have
+        except (OSError, ValueError) as error:  # ValueError: the path contains an invalid character
             raise InputError(f"{path}: cannot be written: {error}") from error
 
     def save(self, path: str | Path) -> None:
@@ -408,7 +406,7 @@ class Conversation:
             "attempt": self._attempt,
             "known": self._answer_ids,
         }
-        # The next turn reads KV rows of sliding layers, and undoing the last turn needs older KV rows. Save the older ones too.
+        # A sliding layer keeps only recent KV rows. Save also the older rows that undoing the last turn needs.
         since = 0
         if len(self.messages) >= 2:
             since = self._common(self._prompt([*self.messages[:-2], {"role": "user", "content": ""}]))

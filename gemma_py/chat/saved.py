@@ -1,17 +1,16 @@
 """The file format of a saved conversation: a safetensors file with the settings, the token ids and the KV cache.
 
-    metadata          version of the format, fingerprint of the model, type of the KV cache, sha256 of the file
-    description       U8, JSON: messages, sampling options and the other settings of the conversation
+    metadata          format version, fingerprint of the model, type of the KV cache, sha256 of the file
+    description       U8, JSON: messages, sampling options, other settings, and `since`
     ids               I32 [T]
-    layers.N.keys     F32 or BF16 [G, positions, E]; keys that tokens after the position `since` may read
-    layers.N.values   F32 or BF16 [G, positions, E]; values of these positions
+    layers.N.keys     F32 or BF16 [G, P, E]
+    layers.N.values   F32 or BF16 [G, P, E]
 
-T: tokens of the conversation, G: key/value heads, E: width of a head, N: index of a layer that stores KV rows. `since` is a
-field of the description.
+T: tokens of the conversation. N: index of a layer that stores KV rows. G: key/value heads. E: head size. P: positions that
+tokens after position `since` can attend to.
 
-
-The file is replaced atomically: if the process is killed while writing, the previous file remains. Only the model that
-saved a conversation can load the file; models are compared by `Engine.fingerprint`.
+The file is replaced atomically: if the process is killed while writing, the previous file remains. Only a model with an
+equal `Engine.fingerprint` can load the file.
 """
 
 import json
@@ -51,7 +50,7 @@ def write(path: Path, description: dict[str, Any], session: Session, since: int)
     try:
         with atomic_write(path) as file:
             write_arrays(file, rows | specs, arrays(), metadata)
-    except (OSError, ValueError) as error:  # ValueError: the path has a character that no path can have
+    except (OSError, ValueError) as error:  # ValueError: the path contains an invalid character
         raise InputError(f"{path}: cannot be written: {error}") from error
 
 
@@ -65,15 +64,15 @@ def _row_specs(engine: Engine, position: int, since: int) -> dict[str, Spec]:
 
 
 class SavedConversation:
-    """A saved conversation, whose file is memory-mapped and was checked when it was opened."""
+    """A saved conversation in a memory-mapped file. The constructor checks the file."""
 
     def __init__(self, path: Path, engine: Engine) -> None:
         _check_readable(path)
         self._arrays, metadata = read_arrays(path)
         if (metadata.get("format"), metadata.get("version")) != (_FORMAT, _VERSION):
-            raise FormatError(f"{path}: not a conversation that this version of gemma_py saved")
+            raise FormatError(f"{path}: not a saved conversation, or saved by another version of gemma_py")
         if metadata["model"] != engine.fingerprint():
-            raise InputError(f"{path}: saved with another model or other weights than {engine.name}")
+            raise InputError(f"{path}: saved with a model or weights that differ from {engine.name}")
         if metadata["kv"] != engine.kv_type:
             raise InputError(f"{path}: saved with kv={metadata['kv']!r}, but this engine has kv={engine.kv_type!r}")
         self.description: dict[str, Any] = parse_json(self._arrays["description"].tobytes(), str(path))

@@ -11,7 +11,6 @@ of threads. If the three results differ from each other, this machine is at faul
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -177,17 +176,16 @@ class Auditor:
         # Receipts with equal beginnings of their prompts follow each other, and the prefix cache has the beginning.
         waiting = sorted(range(len(receipts)), key=lambda number: receipts[number].prompt, reverse=True)
         running: list[_Sequence] = []
-        with ThreadPoolExecutor(max(1, self.engine.threads), "gemma_py-audit") as threads:
-            while waiting or running:
-                while waiting and self._has_room(running, receipts[waiting[-1]]):
-                    number = waiting.pop()
-                    try:
-                        fields = () if shown is None else shown[number]
-                        running.append(self._begin(number, receipts[number], fields))
-                    except _DiffersError as found:
-                        yield Audited(number, self._verdict(receipts[number], found, 0))
-                if running:
-                    yield from self._pass(running, threads)
+        while waiting or running:
+            while waiting and self._has_room(running, receipts[waiting[-1]]):
+                number = waiting.pop()
+                try:
+                    fields = () if shown is None else shown[number]
+                    running.append(self._begin(number, receipts[number], fields))
+                except _DiffersError as found:
+                    yield Audited(number, self._verdict(receipts[number], found, 0))
+            if running:
+                yield from self._pass(running)
 
     def _has_room(self, running: Sequence[_Sequence], receipt: Receipt) -> bool:
         sizes = [len(sequence.ids) for sequence in running] + [len(receipt.prompt) + len(receipt.answer)]
@@ -287,7 +285,7 @@ class Auditor:
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
-    def _pass(self, running: list[_Sequence], threads: ThreadPoolExecutor) -> Iterator[CheckedTokens | Audited]:
+    def _pass(self, running: list[_Sequence]) -> Iterator[CheckedTokens | Audited]:
         """Compute one pass of the running receipts, and check the logits of the pass."""
         sequences, inputs, tokens, rows = [], [], CHUNK, self._rows
         for sequence in running:
@@ -308,7 +306,7 @@ class Auditor:
         for sequence, logits, first in zip(sequences, results, begun, strict=True):
             self._prefixes.insert(sequence.cache, first)
             try:
-                texts = self._check_rows(sequence, logits, threads)
+                texts = self._check_rows(sequence, logits)
                 if texts:
                     yield CheckedTokens(sequence.number, texts)
                 if sequence.done < len(sequence.receipt.answer):
@@ -320,14 +318,14 @@ class Auditor:
             running.remove(sequence)
             yield Audited(sequence.number, verdict)
 
-    def _check_rows(self, sequence: _Sequence, logits: np.ndarray, threads: ThreadPoolExecutor) -> tuple[str, ...]:
+    def _check_rows(self, sequence: _Sequence, logits: np.ndarray) -> tuple[str, ...]:
         """Check logits and choices of the next tokens of the answer. Return the tokens' texts.
 
         logits: [rows, V]
         """
         receipt, texts = sequence.receipt, []
-        for row, digest in zip(logits, threads.map(row_digest, logits), strict=True):
-            at, expected = sequence.done, receipt.answer[sequence.done]
+        for row in logits:
+            digest, at, expected = row_digest(row), sequence.done, receipt.answer[sequence.done]
             token, error = _next(sequence.generation, row)
             reason = receipt.finish_reason if at == len(receipt.answer) - 1 else None
             if digest != receipt.logits[at]:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--receipt",
         action="store_true",
-        help='add a receipt to every response, as if its request had "receipt": true; gemma_py audit OUT checks them',
+        help='add a receipt to every response, as if every request had "receipt": true; gemma_py audit OUT checks receipts',
     )
     add_service(parser)
 

@@ -6,15 +6,16 @@ all rounds, with the standard deviation. Ctrl-C ends the measurement and shows t
 
 GFLOP/s counts the operations of matrix products and attention. GB/s counts the bytes of the weights and the KV cache, read once
 in each forward pass. The machine's limits are measured between the tests: float32 multiply-adds, multiply-adds of int16 pairs,
-and memory reads. The share of the float32 limit can exceed 100% for quantised weights, because they are multiplied as int16. The
-share of the memory limit can exceed 100% for a small model, because reading a processor cache is faster than reading memory.
+and memory reads. The share of the float32 limit can exceed 100% for quantised weights, because the kernels multiply quantised
+weights as int16. The share of the memory limit can exceed 100% for a small model, which fits into the processor's caches.
 
-An embedding model has only the tests of prompts, each of which is a text in one pass.
+With an embedding model, only prompts are measured. Each prompt is a text that is embedded in one pass.
 
---shape NAME measures a model of the catalogue with random weights, without downloading the model.
+--shape NAME measures a model of `gemma_py models` with random weights, without downloading the model.
 
---speculate measures the continuations of recorded prompts with and without speculation instead: how many tokens a pass gives, how
-many guesses are accepted, tokens per second, and the median and the least of the ratios of the speeds. The answers are compared.
+--speculate measures speculative decoding instead: recorded prompts are continued with and without speculation. The table shows
+tokens per pass, accepted draft tokens, tokens per second, and the median and the minimum speed-up. The command fails if
+speculation changes an answer.
 """
 
 import argparse
@@ -107,11 +108,13 @@ def open_engine(args: argparse.Namespace, threads: int, wanted: tuple[BenchTest,
 
 
 def measure_speculation(args: argparse.Namespace) -> None:
-    """Measure every recorded prompt, greedy and with random sampling, and print the figures."""
+    """Measure every recorded prompt, with greedy decoding and with random sampling, and print the results."""
     others = {"-p": args.p, "-d": args.d, "--profile": args.profile, "--shape": args.shape, "--csv": args.csv}
     refused = [name for name, given in others.items() if given]
     if refused or len(args.n or ()) > 1 or len(args.teams or ()) > 1 or args.n == (0,):
-        raise InputError(f"--speculate takes one number for -n and -t, and not {' or '.join(refused or others)}")
+        raise InputError(
+            f"--speculate takes only one number for -n and for -t, and cannot be combined with {', '.join(refused or others)}"
+        )
     threads, tokens = (args.teams or (None,))[0], (args.n or (_SPECULATED_TOKENS,))[0]
     cases = {
         (name, temperature): speculation.Case(text, temperature, tokens, args.r)
@@ -141,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
     warn_of_threads(max(sizes))
     interrupted = None
     with open_engine(args, max(sizes), wanted) as engine:
-        # An embedding model generates no text, so the default of -n does not apply.
+        # Without -n, an embedding model runs no generation tests, because the model generates no text.
         if engine.config.embedding is not None and args.n is None:
             wanted = tuple(test for test in wanted if test.prompt)
         bench = Benchmark(engine, sizes, wanted)

@@ -1,8 +1,8 @@
 """List or remove the files that gemma_py caches on disk to start faster.
 
-The cache holds the demo model (which gemma_py puts together from Python packages), weights packed for the kernels, tokenizers
-and compiled kernels. gemma_py creates a removed entry again when it needs the entry. An entry is stale if another version of
-gemma_py wrote it in another format, or if an interrupted process left it incomplete.
+The cache contains the demo model, weights packed for the kernels, tokenizers and compiled kernels. gemma_py creates removed
+entries again when they are needed. A stale entry has the format of another version of gemma_py, or is incomplete because the
+process that wrote the entry was interrupted.
 """
 
 import argparse
@@ -36,8 +36,8 @@ _KINDS = {
 class CacheEntry:
     """One entry of the cache.
 
-    name: the kind and the file name, in the form that --remove expects
-    source: the file that the entry was made from, or None if it is not known
+    name: KIND/FILENAME
+    source: the file that the entry was made from, or None if that file is unknown
     """
 
     name: str

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
-        help="send one message, print the answer and exit; - reads it from standard input",
+        help="send one message, print the answer and exit; - reads the message from standard input",
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message, such as who the model should be")
     parser.add_argument(
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--think",
         action="store_true",
-        help="let the model think before it answers, if it can; its thoughts are shown dimmed, or on stderr",
+        help="let the model think before an answer, if the model can; thoughts are shown dimmed, or printed on stderr",
     )
     parser.add_argument(
         "--max-tokens",
@@ -104,7 +104,7 @@ def open_screen(args: argparse.Namespace) -> Screen:
 
 
 class Chat:
-    """A chat on a screen. signer: signs the receipts of /receipt; None to leave them unsigned."""
+    """A chat on a screen. signer: signs the receipts of /receipt; None for unsigned receipts."""
 
     def __init__(self, conversation: Conversation, screen: Screen, signer: Signer | None = None) -> None:
         self.conversation, self.screen, self.signer = conversation, screen, signer
@@ -129,7 +129,7 @@ class Chat:
                 self.take(line, edited=bool(draft))
 
     def take(self, line: str, edited: bool) -> None:
-        """Handle a message or a command. Errors are shown on a terminal, and raised if there is no terminal."""
+        """Handle a message or a command. A terminal shows errors; without a terminal, errors are raised."""
         try:
             if line.startswith("/"):
                 run_command(self, line)
@@ -221,7 +221,6 @@ class Chat:
 
 
 def summary(stats: AnswerStats, context: int) -> str:
-    """Return one line of statistics about an answer."""
     cached = f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""
     prompt = f"prompt {count(stats.prompt_tokens, 'token')}{cached} at {stats.prefill_rate:,.0f}/s"
     answer = f"answer {stats.generated_tokens:,}"

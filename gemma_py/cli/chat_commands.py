@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gemma_py.cli.chat import Chat
 
 FILE = "FILE"
-# The names of settings in /set, and their names in `Sampling`. Only max_tokens is an attribute of `Conversation` instead.
+# The name of a setting in /set -> the field of `Sampling`. max_tokens is an attribute of `Conversation` instead.
 SETTINGS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repeat": "repetition_penalty",
     "presence": "presence_penalty", "frequency": "frequency_penalty", "max_tokens": "max_tokens", "seed": "seed",
@@ -196,7 +196,7 @@ def _load(chat: "Chat", name: str) -> None:
 
 def _export(chat: "Chat", argument: str) -> None:
     name, _, form = argument.rpartition(" ")
-    # A file name may have spaces. If the last word has a dot or a slash, it is a part of the file name and not a format.
+    # A file name may have spaces. A last word with a dot or a slash belongs to the file name and is not the format.
     if not name or "." in form or "/" in form:
         name, form = argument, "json" if argument.endswith(".json") else "markdown"
     path = Path(name).expanduser()
@@ -205,7 +205,7 @@ def _export(chat: "Chat", argument: str) -> None:
 
 
 def _tokens(chat: "Chat", text: str) -> None:
-    """Show the tokens of a text, or the last tokens of the conversation if no text is given."""
+    """Show the tokens of a text. Without a text, show the last tokens of the conversation."""
     conversation = chat.conversation
     tokenizer = conversation.engine.text_tokenizer()
     ids = tokenizer.encode(text)[len(tokenizer.encode("")) :] if text else conversation.ids

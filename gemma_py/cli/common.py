@@ -63,12 +63,12 @@ def _number(text: str, least: int) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse whole numbers of at least 1, separated by commas, and drop repeated ones."""
+    """Parse whole numbers of at least 1, separated by commas, and drop duplicates."""
     return _numbers(text, 1)
 
 
 def naturals(text: str) -> tuple[int, ...]:
-    """Parse whole numbers of at least 0, separated by commas, and drop repeated ones."""
+    """Parse whole numbers of at least 0, separated by commas, and drop duplicates."""
     return _numbers(text, 0)
 
 
@@ -85,10 +85,7 @@ _THREADS = "GEMMA_PY_THREADS"
 
 
 def environment_threads() -> str | None:
-    """Return the environment variable GEMMA_PY_THREADS as the default of --threads, or None if it is not set.
-
-    argparse parses and checks a default that is a text as if the text were an argument.
-    """
+    """Return the default of --threads, as unparsed text. argparse parses a default that is a string."""
     return os.environ.get(_THREADS) or None
 
 
@@ -112,7 +109,7 @@ def notify(message: str) -> None:
 
 
 def advice_on_threads(threads: int) -> str | None:
-    """Return a warning if there are more threads than cores that this process may use, or None."""
+    """Return a warning if `threads` exceeds the number of cores that this process may use, otherwise None."""
     cores = machine.threads()
     if threads <= cores:
         return None
@@ -129,12 +126,12 @@ def add_quant(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quant",
         choices=tuple(QUANTS),
-        help="quantise float weights to this format while loading (default: keep them as stored)",
+        help="quantise float weights to this format while loading (default: keep the stored format)",
     )
 
 
 def note_exceptions(engine: "Engine") -> None:
-    """Print which parts of the checkpoint are not loaded, and which weights --quant could not quantise."""
+    """Print which parts of the checkpoint are not loaded, and which weights --quant cannot quantise."""
     left_out = engine.checkpoint.left_out
     if left_out:
         notify(f"only the text model is used; tensors left out: {parts(left_out)}")
@@ -147,7 +144,7 @@ def note_exceptions(engine: "Engine") -> None:
 
 
 def parts(left_out: Mapping[str, int]) -> str:
-    """Return the parts of a multimodal checkpoint that are not loaded, each with its number of tensors, as text."""
+    """Format the parts of a checkpoint that are not loaded, with tensor counts, such as "vision 439, audio 800"."""
     return ", ".join(f"{name} {count}" for name, count in left_out.items())
 
 
@@ -186,7 +183,6 @@ def add_sign(parser: argparse.ArgumentParser) -> None:
 
 
 def signer_of(args: argparse.Namespace) -> "Signer | None":
-    """Return the signer of the option --sign."""
     from gemma_py.receipts.envelope import Signer  # imported here, because numpy would slow down --help
 
     return None if args.sign is None else Signer.load(args.sign)
@@ -211,7 +207,7 @@ def write_receipt(path: Path, receipt: "Receipt", signer: "Signer | None") -> No
 
 
 def read_input(args: argparse.Namespace, engine: "Engine") -> list[int]:
-    """Return the token ids of the prompt. A text gets a BOS token in front; given ids are used as they are."""
+    """Return the token ids of the prompt. A BOS token is added to a text, but not to the ids of --ids."""
     from gemma_py.formats.files import read_json, read_text  # imported here, because numpy would slow down --help
 
     if args.ids is not None:

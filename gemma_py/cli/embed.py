@@ -1,6 +1,6 @@
 """Embed texts with an embedding model.
 
-The texts are arguments, the lines of a text file, or the rows of a JSONL file, each of which is a string, a list of token ids or
+The texts are arguments, the lines of a text file, or the rows of a JSONL file. A row is a string, a list of token ids or
 {"text": ...}. Without --output, each embedding is printed as a row {"index": ..., "embedding": [...]}.
 
 With --json: {"texts", "dimensions", "seconds", "output"}, and "embeddings" if there is no --output.
@@ -109,9 +109,7 @@ def _rows(made: "np.ndarray") -> list[str]:
 
 
 def _write(path: Path, made: "np.ndarray") -> None:
-    """Write the embeddings atomically: an array "embeddings" of float32 [texts, dimensions], or a JSON row for each
-    text.
-    """
+    """Write float32 [texts, dimensions]: as .npy, as the tensor "embeddings" in .safetensors, or as JSON rows in .jsonl."""
     import numpy as np
     from safetensors.numpy import save
 

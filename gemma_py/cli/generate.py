@@ -1,7 +1,7 @@
 """Continue a text.
 
-By default, decoding is greedy: the most likely token is chosen at every step, and a prompt always gives the same text. If any
-sampling option is given, tokens are chosen at random. The other sampling options are then taken from the checkpoint's
+By default, decoding is greedy: the most likely token is chosen at every step, and a prompt always gives the same text. If a
+sampling option is given, tokens are chosen at random. Sampling options that are not given then come from the checkpoint's
 generation_config.json.
 
 With --json: {"prompt_ids", "ids", "texts", "logprobs", "text", "finish_reason", "seed", "timings": {"first_token_seconds",

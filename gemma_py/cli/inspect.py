@@ -79,7 +79,7 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
 
 
 def embedding_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Return how an embedding model computes embeddings, and its tasks. For a model that generates text, return None."""
+    """Describe the embedding head and the task prompts. Return None for a model that generates text."""
     head, modules = checkpoint.config.embedding, checkpoint.modules
     if head is None:
         return None
@@ -95,7 +95,7 @@ def embedding_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def norms_of(checkpoint: Checkpoint, layer: int) -> list[str]:
-    """Return the names of a layer's norms, as the model family names them."""
+    """Return the names of a layer's norms, which are the layer's one-dimensional tensors."""
     prefix, specs = f"layers.{layer}.", checkpoint.family.tensors(checkpoint.config)
     return [
         name.removeprefix(prefix) for name, spec in specs.items() if name.startswith(prefix) and len(spec.shape) == 1

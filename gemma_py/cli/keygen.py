@@ -1,8 +1,8 @@
-"""Make a pair of keys to sign receipts with.
+"""Make a pair of keys for signing receipts.
 
-FILE gets the private key, which only its user can read, and FILE.pub the public key. Neither is printed. Needs the extra `sign`.
+The private key is written to FILE, which only you can read. The public key is written to FILE.pub. Needs the extra `sign`.
 
-With --json: {"keyid", "private", "public"}; the last two are the paths.
+With --json: {"keyid", "private", "public"}, where private and public are paths.
 """
 
 import argparse

@@ -28,9 +28,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(wanted: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser with the command `wanted` only, or with all commands if `wanted` is not a command.
+    """Return a parser with only the command `wanted`, because importing the modules of all commands takes time.
 
-    The modules of other commands are not imported, because imports take time.
+    If `wanted` is not a command, the parser has all commands.
     """
     top = _Parser(
         prog="gemma_py",
@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except GemmaError as error:
         message = str(error)
     except BrokenPipeError:
-        # The program that reads the output has ended, as in `gemma_py ... | head`. Python flushes stdout at exit, which
-        # would raise this error again.
+        # The reader of the pipe has ended, as in `gemma_py ... | head`. Redirect stdout, because Python flushes stdout at
+        # exit, which would raise this error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = str(error)
     try:
         sys.stdout.flush()
-    except OSError:  # Python flushes stdout at exit, which would raise this error again
+    except OSError:  # redirect stdout, because Python flushes stdout at exit, which would raise this error again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     notify(message)
     return FAILED

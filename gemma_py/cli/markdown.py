@@ -1,9 +1,8 @@
-"""Render Markdown while it is streamed: each block appears as plain text, and is replaced by its rendering when
-complete.
+"""Render streamed Markdown. A block appears as plain text, which is replaced by the rendering when the block is complete.
 
-The rows of the plain text are erased and the rendering is printed in one write, to avoid flicker. A block stays plain
-text if the rows to erase are not known: the block is taller than the window, the window was resized, or terminals
-disagree about the width of a character. A block also stays plain text if the rendering would lose one of its letters.
+One write erases the plain text and prints the rendering, to avoid flicker. A block stays plain text if the number of rows to
+erase is uncertain: the block is taller than the window, the window was resized, or terminals disagree about the width of a
+character. A block also stays plain text if the rendering would lose a letter.
 """
 
 import re
@@ -40,9 +39,7 @@ class StreamedMarkdown:
         self._undisturbed = True
 
     def disturb(self) -> None:
-        """Leave the current block as plain text, because its rows on the screen have moved. Called after a resize or
-        other output.
-        """
+        """Keep the current block as plain text. Called when a resize or other output has moved the rows of the block."""
         self._undisturbed = False
 
     def write(self, text: str) -> None:
@@ -117,7 +114,7 @@ def contested(character: str) -> bool:
 
 
 def rows(text: str, width: int) -> int:
-    """Return how many rows the cursor moves down when a terminal of this width prints the text."""
+    """Return how many rows the cursor moves down while a terminal of `width` columns prints the text."""
     row = column = 0
     for character in text:
         if character == "\n":

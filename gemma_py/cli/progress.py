@@ -13,9 +13,10 @@ from gemma_py.errors import GemmaWarning
 
 
 class ProgressBar:
-    """Draws a progress bar on a terminal. Elsewhere, prints a line for each step. If `wanted` is false, shows nothing.
+    """Draws a progress bar on a terminal, or prints a line for each step if stderr is not a terminal.
 
-    pause: the least number of seconds before the first line and between two lines, for commands with many short steps
+    wanted: False to show nothing
+    pause: the minimum time in seconds before each line, for commands with many short steps
     """
 
     def __init__(self, doing: str, wanted: bool, pause: float = 0.0) -> None:

@@ -34,11 +34,11 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft",
         metavar="MODEL",
-        help="a smaller model with the same vocabulary, which guesses tokens too, where that saves time; not with --speculate off",
+        help="a smaller model with the same vocabulary, which drafts tokens where that saves time; not with --speculate off",
     )
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling options that were given, by their names in `Sampling`."""
+    """Return the sampling options on the command line, as keyword arguments of `Sampling`."""
     given = {name: getattr(args, name, None) for name in OPTIONS}
     return {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The interface through which a chat reads and prints, and its implementation for pipes."""
+"""Input and output of a chat: the interface, and the implementation for pipes."""
 
 import contextlib
 import dataclasses
@@ -17,17 +17,17 @@ class Stopped(Exception):
 
 
 class Screen(Protocol):
-    # Whether there is a terminal with a user. Errors are then shown to the user; without a terminal, they are raised.
+    # True for a terminal, which shows errors to the user. Without a terminal, errors are raised.
     interactive: bool
 
     def read(self, draft: str) -> str | None:
-        """Return the next message or command, or None at the end of input. draft: a text for the user to edit."""
+        """Return the next message or command, or None at the end of input. draft: initial text, which the user can edit."""
 
     def write(self, text: str) -> None:
         """Show the next piece of an answer."""
 
     def think(self, text: str) -> None:
-        """Show the next piece of a thought, apart from the answer."""
+        """Show the next piece of a thought, separately from the answer."""
 
     def end_answer(self, stats: AnswerStats | None) -> None:
         """Finish showing an answer. stats: None if no answer was generated."""
@@ -45,8 +45,8 @@ class Screen(Protocol):
     def ask(self, question: str) -> str: ...
 
     def computing(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-        """Return a context manager for a long computation. The manager's value is a function that says whether the user
-        wants to stop.
+        """Return a context manager for a long computation. Its value is a function that returns whether the user wants to
+        stop.
         """
 
 

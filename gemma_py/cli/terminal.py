@@ -95,7 +95,7 @@ class Terminal:
         self._console.file.flush()
 
     def _end_thought(self) -> None:
-        """End the line of a thought, and leave a line free before the answer."""
+        """End a thought with an empty line."""
         if self._thinks:
             self._console.file.write("\n\n")
         self._thinks = False
@@ -117,8 +117,7 @@ class Terminal:
         if self._moves and (what or self._waits):
             line = Text(visible(what))
             line.truncate(max(1, self._console.width - 1), overflow="ellipsis")
-            # The line ends with \r, which moves the cursor back to the start, so that the next output overwrites the
-            # status line.
+            # The final \r moves the cursor to the start of the line, so that the next output overwrites the status line.
             self._console.file.write(f"\r\x1b[K{line.plain}\r")
             self._console.file.flush()
             self._waits = bool(what)
@@ -128,8 +127,8 @@ class Terminal:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[Callable[[], bool]]:
-        """Handle Ctrl-C during a computation. The first Ctrl-C stops the computation at the next token or chunk, and a second
-        Ctrl-C stops it at once.
+        """Handle Ctrl-C during a computation. The first Ctrl-C stops the computation after the current token or chunk. A
+        second Ctrl-C stops the computation at once.
         """
         asked: list[int] = []
 
@@ -145,7 +144,7 @@ class Terminal:
         def leave(number: int, frame: FrameType | None) -> None:
             self._give_back(keys)  # while this process is suspended, the shell uses the terminal
             signal.signal(number, signal.SIG_DFL)
-            # Suspend this process. The operating system ignores the signal if no shell could resume the process.
+            # Suspend this process. The kernel ignores the signal if no shell could resume the process.
             os.kill(os.getpid(), number)
             signal.signal(number, leave)
             self._silence()
@@ -167,12 +166,10 @@ class Terminal:
                 signal.signal(number, handler)
 
     def _silence(self) -> None:
-        """Turn echo off, so that keys typed during an answer do not appear in the answer. The next prompt reads these
-        keys.
+        """Turn echo off, so that keys typed during an answer do not appear in the answer. The next prompt reads these keys.
 
-        If prompt_toolkit reads the next message, canonical mode is turned off as well, because canonical mode would cut lines
-        at 4,096 characters and make each line of a pasted text a message of its own. NOFLSH keeps the typed keys when
-        Ctrl-C is pressed.
+        For prompt_toolkit, canonical mode is turned off too. Canonical mode would cut lines at 4,096 characters, and would
+        send each line of a pasted text as a separate message. NOFLSH keeps the typed keys when Ctrl-C is pressed.
         """
         now = termios.tcgetattr(sys.stdin)
         now[3] = now[3] & ~termios.ECHO | termios.NOFLSH

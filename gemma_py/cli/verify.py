@@ -1,14 +1,15 @@
 """Check that this machine computes the same bits with every number of threads and every chunk size.
 
 A fixed prompt is computed with each number of threads and each chunk size; chunks of 1 are decoding token by token. The logits of
-all tokens, and all keys and values, must have the same bits in all runs. For the first tokens, they must also have the bits of
-the specification (gemma_py.reference). If two runs differ, the layer, phase, position and worker of the first difference are
-reported, and the exit code is 1.
+all tokens, and all keys and values, must have the same bits in all runs. The logits, keys and values of the first tokens must also
+have the bits of the specification (gemma_py.reference). If two runs differ, the layer, phase, position and worker of the first
+difference are reported, and the exit code is 1.
 
-With an embedding model, the prompt is cut into texts, and their embeddings are compared. Instead of the chunk size, the number of
-texts that share a pass differs from run to run.
+With an embedding model, the prompt is cut into texts, and the embeddings of the texts are compared. --chunks then gives the
+numbers of texts in a pass.
 
-To compare two machines, write digests of every phase with --trace FILE on one, and read the file with --against FILE on the other.
+To compare two machines, write digests of every phase with --trace FILE on one machine, and read this file with --against FILE on
+the other machine.
 """
 
 import argparse
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         return gemma_py.load(args.model, threads=threads, quant=args.quant, progress=LoadProgress())
 
     with ProgressBar("checking", wanted=not args.json) as progress:
-        # The model is loaded first, so that invalid arguments are reported early.
+        # Load the model once before the runs, so that invalid arguments are reported early.
         with open_engine(max(args.threads)) as engine:
             note_exceptions(engine)
             wanted, theirs = args.tokens, None

@@ -1,9 +1,8 @@
 """Quantised tensor types: conversion between the bytes of blocks, codes with scales, and float32.
 
 A quantised value is `scale * code`, `scale * code + minimum` or `scale * code - minimum`. Each group of `group`
-neighbouring values has one scale and one minimum. `unpack` returns integer codes and scales. `dequantise` returns
-float32 values, and `pack` quantises float32 values, with the same bits as the numpy code of the `gguf` package. No
-function here sums many values, so the order in which numpy adds cannot change a bit.
+neighbouring values has one scale and one minimum. `unpack` returns integer codes and scales. The results of `dequantise` and
+`pack` are bit-identical to the `gguf` package's. No function sums an array, so numpy's order of addition does not matter.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from gemma_py.formats.floats import float32_of_float16
 class Minimum(Enum):
     """Whether a minimum is added or subtracted: value = scale * code + minimum, or value = scale * code - minimum.
 
-    A minimum to subtract is not stored as a negative one to add, because negation would change the bits of a NaN.
+    Negating a subtracted minimum and adding it would change the bits of a NaN.
     """
 
     NONE = 0
@@ -30,8 +29,8 @@ class Minimum(Enum):
 class Unpacked(NamedTuple):
     """The codes and scales of the blocks of a quantised tensor.
 
-    In some formats, each group has a sub-scale, and the group's scale is block scale * sub-scale. In other formats, the
-    scale of every group is the block scale. Minimums are stored in one of these two ways too.
+    A group's scale is block_scale * sub_scales[group], or block_scale in formats without sub-scales. A group's minimum is
+    minimum_block_scale * minimum_sub_scales[group], or minimum_block_scale.
 
     codes: int8 [blocks, values per block]
     block_scale, minimum_block_scale: float16 [blocks, 1]
@@ -64,7 +63,7 @@ def scales_of(block_scales: np.ndarray, sub_scales: np.ndarray | None) -> np.nda
     wide = float32_of_float16(block_scales)
     if sub_scales is None:
         return wide
-    # The scales may be infinite in a malicious file. Callers that need finite scales check them.
+    # A malicious file can have infinite scales. Callers that need finite scales check the result.
     with np.errstate(invalid="ignore"):
         return wide.repeat(sub_scales.shape[1] // block_scales.shape[1], 1) * sub_scales.astype(np.float32)
 
@@ -91,7 +90,7 @@ class BlockType:
         if self.widen is not None:
             return self.widen(blocks)
         assert self.unpack is not None
-        with np.errstate(invalid="ignore", over="ignore"):  # a malicious file may have infinite scales
+        with np.errstate(invalid="ignore", over="ignore"):  # a malicious file can have infinite scales
             unpacked = self.unpack(blocks)
             codes, scales, minimums = unpacked.codes, unpacked.scales, unpacked.minimums
             values = scales[..., None] * codes.reshape(len(codes), -1, self.group).astype(np.float32)
@@ -111,15 +110,14 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
 def _fields(packed: np.ndarray, width: int, run: int) -> np.ndarray:
     """Split bytes into bit fields of `width` bits: uint8 [blocks, values].
 
-    The bytes of a block are taken in runs of `run` bytes. First come the lowest fields of all bytes of the run, then the
-    next higher fields of all bytes, and so on.
+    Each run of `run` bytes gives first the lowest field of every byte, then the next higher field of every byte, and so on.
     """
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     return ((packed.reshape(len(packed), -1, 1, run) >> shifts) & np.uint8((1 << width) - 1)).reshape(len(packed), -1)
 
 
 def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
-    """Return the fifth bits of 32 codes, as 0 or 16. They are in the four bytes from byte `at` on, bit i for code i."""
+    """Return the fifth bit of each of 32 codes, as 0 or 16. Bit i of the four bytes at `at` belongs to code i."""
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << np.uint8(4)
 
 
@@ -134,7 +132,7 @@ def _q4_0(b: np.ndarray) -> Unpacked:
 def _inverse(scales: np.ndarray) -> np.ndarray:
     """Return 1 / scale, or 0 where the scale is 0.
 
-    The result is infinite for the smallest scales. Codes may then be arbitrary, because such scales are stored as 0.
+    The result is infinite for the smallest scales. The codes of such a block do not matter, because its scale is stored as 0.
     """
     with np.errstate(divide="ignore", over="ignore"):
         return np.where(scales == 0, np.float32(0), np.float32(1) / scales)
@@ -148,7 +146,7 @@ def _scaled_block(scales: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def _to_q4_0(values: np.ndarray) -> np.ndarray:
-    """Quantise values to Q4_0. The value of largest magnitude gets the code -8; if there are several, the first one.
+    """Quantise values to Q4_0. The first value of largest magnitude gets the code -8.
 
     A value halfway between two codes is rounded up.
     """
@@ -196,8 +194,8 @@ def _q2_k(b: np.ndarray) -> Unpacked:
 
 
 def _q3_k(b: np.ndarray) -> Unpacked:
-    # Each value has a mask bit. If the bit is 0, Q3_K subtracts 4 from the value's code. Here, 4 is first added to the codes
-    # whose bit is 1, and then subtracted from all codes, which gives the same codes.
+    # Q3_K subtracts 4 from a code if the code's mask bit is 0. Here the mask bit, times 4, is added to the code, and 4 is
+    # subtracted from every code, which gives equal codes.
     codes = _fields(b[:, 32:96], 2, 32) | (_fields(b[:, :32], 1, 32) << np.uint8(2))
     scales = _fields(b[:, 96:104], 4, 8) | (_fields(b[:, 104:108], 2, 4) << np.uint8(4))
     return Unpacked(_signed(codes, 4), _half(b, 108), _signed(scales, 32))

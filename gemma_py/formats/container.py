@@ -1,7 +1,7 @@
 """The format of every file that gemma_py writes: safetensors, with a checksum in the metadata.
 
-The `safetensors` package reads these files. The package's writer is not used, because it needs all tensors in memory at
-once and cannot align the data to a page.
+The `safetensors` package reads these files. Its writer is not used, because the writer needs all tensors in memory at once
+and cannot align the data to a page.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def dtype_name(kind: np.dtype) -> str:
 def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str], alignment: int = 64) -> bytes:
     """Return a file's header, padded with spaces so that the first tensor begins at a multiple of `alignment`.
 
-    In place of the sha256 digest, the metadata has zeros, which `with_digest` replaces.
+    The sha256 digest in the metadata is 64 zeros, which `with_digest` replaces.
     """
     table: dict[str, Any] = {"__metadata__": {_DIGEST: _NO_DIGEST, **metadata}}
     first = 0
@@ -53,7 +53,7 @@ def with_digest(header: bytes, digest: str) -> bytes:
 
 
 def without_digest(header: bytes, metadata: Mapping[str, str]) -> bytes:
-    """Return the header with zeros in place of the digest, because the digest was computed while the zeros stood there."""
+    """Return the header with zeros in place of the digest. The digest was computed with this header."""
     return header.replace(_digest_field(metadata.get(_DIGEST, "")), _digest_field(_NO_DIGEST), 1)
 
 
@@ -64,7 +64,7 @@ def _digest_field(digest: str) -> bytes:
 def write_arrays(
     file: BinaryIO, specs: Mapping[str, Spec], arrays: Iterable[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Write the arrays in the order of their specs. The metadata gets the sha256 of the whole file."""
+    """Write the arrays in the order of `specs`, and the file's sha256 into the metadata."""
     header = make_header(specs, metadata)
     digest = hashlib.sha256(header)
     file.write(header)
@@ -78,10 +78,7 @@ def write_arrays(
 
 
 def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the arrays (memory-mapped) and the metadata of a file that `write_arrays` wrote.
-
-    A wrong checksum raises FormatError.
-    """
+    """Return (memory-mapped arrays, metadata) of a file that `write_arrays` wrote. Raise FormatError for a wrong checksum."""
     data = map_file(path)
     header = read_header(path, len(data))
     if _DIGEST not in header.metadata:

@@ -19,8 +19,8 @@ _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def map_file(path: Path) -> np.ndarray:
     """Return the whole file as a read-only, memory-mapped array: uint8 [size].
 
-    Hazard: if another process truncates the file while it is mapped, a later access kills this process with SIGBUS. No
-    runtime that maps its weights can prevent that. Replacing the file with rename() is safe.
+    Hazard: if another process truncates the mapped file, the next access kills this process with SIGBUS. Replacing the file
+    with rename() is safe.
     """
     _check_regular(path)
     try:
@@ -36,7 +36,7 @@ def map_file(path: Path) -> np.ndarray:
 
 
 class FileState(NamedTuple):
-    """The identity, size and modification time of a file. A change of the content changes at least one of them.
+    """The identity, size and modification time of a file. If the content changes, one of these values changes.
 
     file: (device, inode)
     """
@@ -64,7 +64,7 @@ def drop_pages(array: np.ndarray) -> None:
 
 
 def advise_random(array: np.ndarray) -> None:
-    """Tell the operating system not to read ahead, because this mapped array is read at random places."""
+    """Turn off read-ahead for a mapped array that is read at random places."""
     _advise(array, mmap.MADV_RANDOM)
 
 
@@ -95,14 +95,14 @@ def _check_regular(path: Path) -> None:
 
 def present(path: Path) -> bool:
     if path.is_symlink() and not path.exists():
-        raise FormatError(f"{path}: a dangling link, whose target does not exist")
+        raise FormatError(f"{path}: a dangling link; its target does not exist")
     return path.exists()
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
-    """Parse strict JSON. Duplicate keys, NaN, half surrogate pairs and too deep nesting raise FormatError.
+    """Parse strict JSON. Raise FormatError for duplicate keys, NaN, half surrogate pairs and too deep nesting.
 
-    where: the name of the source in error messages
+    where: the file name for error messages
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -136,7 +136,6 @@ def parse_json(data: bytes | str, where: str) -> Any:
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
-    """Parse the JSON document in a file of at most `limit` bytes."""
     return parse_json(read_bytes(path, limit), str(path))
 
 

@@ -26,11 +26,11 @@ _SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes: length of an empty name, rank, on
 _LARGEST_ALIGNMENT = 1 << 16
 _MOST_STRINGS = 1 << 24  # the most strings in an array; Gemma 3's vocabulary has 2^18
 _SEARCH_MINIMUM = 1000  # smaller arrays are read string by string
-_SEARCH_BYTES = 20  # bytes to search for each string; in a vocabulary, a string and its length take fewer on average
-_MOST_FALSE_LENGTHS = 64  # `_find_strings` gives up when it has removed this many false lengths
+_SEARCH_BYTES = 20  # bytes to search per string; a vocabulary's strings take fewer on average, including the length
+_MOST_FALSE_LENGTHS = 64  # `_find_strings` gives up after removing this many false lengths
 _LARGEST_SHARD_COUNT = 99_999
 
-# GGML's numbers of all tensor types. Unsupported types are included, so that error messages can name them.
+# GGML's number of each tensor type. Error messages need the names of unsupported types too.
 _TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -54,7 +54,7 @@ class GGUFFile:
 
 
 class Texts(Sequence[str]):
-    """A sequence of strings that are decoded from the mapped file on access, because a vocabulary has 262,144 strings."""
+    """A sequence of strings in a mapped file. A string is decoded on access, because a vocabulary has 262,144 strings."""
 
     def __init__(self, data: memoryview, places: np.ndarray, lengths: np.ndarray) -> None:
         self._data, self._places, self._lengths = data, places, lengths
@@ -79,13 +79,12 @@ def _find_strings(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
     """Find `count` consecutive strings. Return (starts, lengths), or None if the search fails.
 
     In a GGUF file, a string follows its length, an int64. A length below 256 is one byte and seven zeros, so the search
-    looks for seven zeros. If a string itself has seven zeros, the byte before them looks like a length. Such a false length
-    is recognised and removed, because it does not begin where the previous string ends.
+    looks for seven zeros. If a string itself has seven zeros, the byte before these zeros looks like a length. Such a false
+    length is removed: unlike a true length, it does not begin where the previous string ends.
     """
     zeros = data == 0
     for step in (1, 2, 3):
-        # zeros[i] is true where several zero bytes begin at i: two after the first round, four after the second, seven
-        # after the third.
+        # zeros[i] tells whether a run of zero bytes begins at i: a run of 2 after the first round, then of 4, then of 7.
         zeros = zeros[:-step] & zeros[step:]
     at = np.flatnonzero(zeros[1:])
     for _ in range(_MOST_FALSE_LENGTHS):
@@ -133,8 +132,8 @@ class _Cursor:
             self.fail(f"{what} is not UTF-8: {error.reason} at byte {error.start}")
 
     def texts(self, count: int, what: str) -> Sequence[str]:
-        """Read `count` strings. If they are short and valid, as in a vocabulary, they are checked all at once. Otherwise, they
-        are read one by one.
+        """Read `count` strings. Short valid strings, as in a vocabulary, are found and checked all at once by numpy. Other
+        strings are read one by one.
         """
         window = np.frombuffer(self.bytes, np.uint8)[self.at : self.at + _SEARCH_BYTES * count]
         found = _find_strings(window, count) if count >= _SEARCH_MINIMUM else None
@@ -142,8 +141,8 @@ class _Cursor:
             places, lengths = found
             end = int(places[-1]) + int(lengths[-1])
             try:
-                # Check that the strings are UTF-8 by decoding them together with the lengths between them. A length of
-                # 128 or more is not UTF-8 and makes decoding fail. The strings are then read one by one.
+                # Check that all strings are UTF-8 by decoding the region at once, including the lengths between the strings.
+                # A length of 128 or more is not UTF-8, so decoding fails, and the strings are read one by one.
                 str(window[:end].data, "utf-8")
             except UnicodeDecodeError:
                 found = None

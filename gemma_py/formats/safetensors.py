@@ -1,8 +1,8 @@
 """safetensors files, memory-mapped: a single file, or the shards that an index lists.
 
-The `safetensors` package parses and validates every header. The package copies tensors and has no bfloat16 for numpy,
-so this module computes the offsets of the tensors and returns views of the mapped file. The package gives the order,
-dtypes and shapes of the tensors, and guarantees that they fill the file without gaps.
+The `safetensors` package parses and validates every header. The package would copy tensors, and has no bfloat16 for numpy.
+So this module returns views of the mapped file. The package reports the order, dtypes and shapes of the tensors, but not the
+offsets. The tensors fill the file without gaps, so this module can compute the offsets.
 """
 
 import math
@@ -18,7 +18,7 @@ from gemma_py.formats.files import map_file, read_json
 from gemma_py.formats.tensor import StoredTensor
 
 _WEIGHTS = {"F32": F32, "F16": F16, "BF16": BF16}
-# The numpy type for each type of safetensors. numpy has no bfloat16, so BF16 values are read as uint16.
+# numpy has no bfloat16, so BF16 values are read as uint16.
 NUMPY_TYPES = {
     "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "U64": "<u8", "I32": "<i4", "U32": "<u4", "I16": "<i2",
     "U16": "<u2", "I8": "i1", "U8": "u1", "BOOL": "?",
@@ -27,7 +27,7 @@ _MOST_DIMENSIONS = 16
 
 
 class TensorEntry(NamedTuple):
-    """A tensor in a file, stored in the bytes first .. last - 1."""
+    """A tensor in the bytes first .. last - 1 of a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -75,18 +75,12 @@ def _bytes(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the weights of one file by name.
-
-    Tensors that cannot be weights (integers, masks, tensors without values) are left out.
-    """
+    """Return the weights of one file by name. Integer, boolean and empty tensors are left out."""
     return {name: tensor for name, tensor in _read(path).items() if tensor is not None}
 
 
 def _read(path: Path) -> dict[str, StoredTensor | None]:
-    """Return the tensors of one file by name.
-
-    The value is None for a tensor that cannot be a weight: a tensor of integers, a mask, or a tensor without values.
-    """
+    """Return the tensors of one file by name, with None for integer, boolean and empty tensors."""
     data = map_file(path)
     tensors: dict[str, StoredTensor | None] = {}
     for name, (dtype, shape, first, last) in read_header(path, len(data)).entries.items():
@@ -96,7 +90,7 @@ def _read(path: Path) -> dict[str, StoredTensor | None]:
 
 
 def read_index(path: Path) -> dict[str, StoredTensor]:
-    """Return the weights of a sharded checkpoint by name. path: that of the file `model.safetensors.index.json`."""
+    """Return the weights of a sharded checkpoint by name. path: of the file `model.safetensors.index.json`."""
     index = read_json(path)
     table = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(table, dict) or not table:

@@ -1,4 +1,4 @@
-"""A stored tensor: where its bytes are, and how they are read."""
+"""Tensors in memory-mapped files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +38,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class QuantisedTensor(StoredTensor):
-    """A float matrix that is quantised to `type` while it is read.
-
-    data: the bytes of `source`, which `blocks` quantises
-    """
+    """A float matrix in a file, which `blocks` quantises to `type`."""
 
     source: StoredTensor
 

@@ -162,7 +162,7 @@ class Generation:
     def next(self, logits: np.ndarray) -> Token:
         """Choose the next token.
 
-        logits: [V], computed from the prompt and all tokens chosen so far. They must not change afterwards.
+        logits: [V], computed from the prompt and all tokens chosen so far
         """
         if self._evidence is None:
             return self._next(logits)

@@ -16,7 +16,7 @@ from gemma_py.receipts.receipt import (
     output_digests,
     sampling_document,
 )
-from gemma_py.receipts.row_digests import RowDigests
+from gemma_py.receipts.row_digests import row_digest
 
 if TYPE_CHECKING:
     from gemma_py.generate.core import Request, Token
@@ -27,12 +27,13 @@ class Evidence:
     """Collects the logits' digests and the texts of one answer, for its receipt."""
 
     def __init__(self, model: ModelIdentity) -> None:
-        self._model, self._rows = model, RowDigests()
+        self._model = model
+        self._rows: list[bytes] = []
         self._tokens: list[Token] = []
 
     def add_row(self, logits: np.ndarray) -> None:
-        """Append the logits [V] from which the next token is chosen. They must not change afterwards."""
-        self._rows.add(logits)
+        """Append the logits [V] from which the next token is chosen."""
+        self._rows.append(row_digest(logits))
 
     def add_token(self, token: "Token") -> None:
         self._tokens.append(token)
@@ -46,7 +47,7 @@ class Evidence:
         if reason is None:
             raise InputError("only a complete answer has a receipt, because the end of the answer is checked too")
         return Receipt(
-            self._model, tuple(prompt), asked, tuple(token.id for token in self._tokens), self._rows.finish(),
+            self._model, tuple(prompt), asked, tuple(token.id for token in self._tokens), tuple(self._rows),
             outputs_of(self._tokens), reason, kv_digests(kv),
         )  # fmt: skip
 

@@ -34,3 +34,15 @@ def checksum(words):
     for lane in (a, b, c, d, e, f, g, h):
         digest = _mixed(digest, lane)
     return digest
+
+
+@kernel
+def block_checksums(words, checksums):
+    """Compute the checksum of each block of the words. All blocks have equal lengths.
+
+    words: uint64, read; the number of words is a multiple of 8 times the number of blocks
+    checksums: [blocks] uint64, written
+    """
+    size = words.shape[0] // checksums.shape[0]
+    for block in range(checksums.shape[0]):
+        checksums[block] = checksum(words[block * size : (block + 1) * size])

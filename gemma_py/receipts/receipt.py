@@ -23,9 +23,9 @@ from gemma_py.receipts import merkle
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "urn:gemma-py:receipt:v1"
 # The version of the rules that decide an answer: the arithmetic of a forward pass, sampling, and how text is decoded. It
-# changes whenever a bit of a logit, a draw or a character of a text may change.
-RULES = 1
-DIGEST_BYTES = 12  # of the sha256 of a row of logits, or of a layer's KV rows
+# changes whenever a bit of a logit, a draw, a character of a text or a digest may change.
+RULES = 2
+DIGEST_BYTES = 12  # of a sha256, for a row of logits or a layer's KV rows
 ID_BYTES = 3
 MOST_TOKENS, MOST_ID = 1 << 24, (1 << 8 * ID_BYTES) - 1
 MOST_SEED = (1 << 63) - 1

@@ -1,7 +1,6 @@
-"""Accept connections up to a limit. Further connections wait in the kernel's listen queue until there is room.
+"""Accept connections up to a limit. Further connections wait in the kernel's listen queue until a connection closes.
 
-asyncio's own server has no such limit and accepts connections until the process runs out of file descriptors. After that,
-opening any file fails, for example when a Python module is imported.
+asyncio's own server has no limit. It can use up all file descriptors of the process, so that no file can be opened.
 """
 
 import asyncio
@@ -16,9 +15,9 @@ from pathlib import Path
 from uvicorn.server import ServerState
 
 MAX_CONNECTIONS = 4096
-_SPARE_FILES = 16  # file descriptors that stay free for other files
+_SPARE_FILES = 16  # file descriptors that connections do not use
 _ACCEPTED_AT_ONCE = 64  # the most connections to accept in one turn of the event loop
-_PAUSE = 0.05  # seconds to wait before trying to accept again
+_PAUSE = 0.05  # seconds to wait before accepting again
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SECONDS_BETWEEN_WARNINGS = 60.0
 

@@ -35,7 +35,7 @@ from gemma_py.server.streaming import EventStream, while_connected, whole_respon
 class App:
     """The server's state and its handlers.
 
-    limit: the largest number of admitted requests, whether they are being tokenized, waiting or running.
+    limit: how many requests may be tokenized, waiting or running at once
     """
 
     def __init__(self, service: Service, limit: int) -> None:
@@ -44,7 +44,7 @@ class App:
         self.ending = False
         self.event_queues: set[EventQueue] = set()
         self._admitted = 0
-        # /tokenize and /detokenize handle only one request at a time, to leave processor time for generation.
+        # /tokenize and /detokenize handle one request at a time, to leave CPU time for generation.
         self._tokenizing = asyncio.Lock()
 
     def asgi(
@@ -79,8 +79,8 @@ class App:
             middleware=[counter, *([cors] if origins else []), auth],
             exception_handlers=handlers,
         )
-        # By default, Starlette redirects a path that ends with a superfluous slash. Here such a path gets status 404, because
-        # many clients do not follow the redirect of a POST.
+        # Starlette would redirect a path with a superfluous slash at the end. Answer with 404 instead, because many clients
+        # do not follow a redirect of a POST.
         made.router.redirect_slashes = False
         return made
 
@@ -107,7 +107,7 @@ class App:
 
     @contextlib.contextmanager
     def _admission(self) -> Iterator[None]:
-        """Count a request as admitted while it is handled. If too many are admitted, refuse it without reading its body."""
+        """Count a request as admitted during the `with` block. Raise ApiError if the server cannot take another request."""
         if self.ending:
             raise ApiError(503, "The server is shutting down.", None, "server_ending", 10.0)
         health = self.service.scheduler.health()

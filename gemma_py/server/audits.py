@@ -1,7 +1,7 @@
-"""POST /v1/audit: check receipts with the model that is served, and stream what was found as lines of JSON.
+"""POST /v1/audit: check receipts with the served model, and stream the results as JSON lines.
 
-{"type": "receipt", "receipt", "name", "prompt_tokens", "pieces", "signature"}      once for each receipt, first
-{"type": "tokens", "receipt", "count"}                                               so many more tokens are equal
+{"type": "receipt", "receipt", "name", "prompt_tokens", "pieces", "signature"}      the first line of each receipt
+{"type": "tokens", "receipt", "count"}                                               `count` more tokens are equal
 {"type": "verdict", "receipt", "verdict", "stage", "token", "position", "message", "prompt_tokens", "tokens"}
 {"type": "error", "message"}                                                         the engine has failed
 """
@@ -21,11 +21,11 @@ from gemma_py.server.openai.described_constraint import constraint_maker
 from gemma_py.server.openai.errors import ApiError
 from gemma_py.server.openai.service import Service
 
-MOST_RECEIPTS = 64  # of a request
+MOST_RECEIPTS = 64  # limit for one request
 
 
 class Audits:
-    """Audits receipts, those of one request at a time, between the passes of running requests."""
+    """Audits the receipts of one HTTP request at a time, in between the forward passes of the scheduler."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -33,7 +33,6 @@ class Audits:
         self._auditor: Auditor | None = None
 
     async def lines(self, body: bytes) -> AsyncIterator[bytes]:
-        """Yield the lines of a response."""
         async with self._working:
             async for event in iterate_in_threadpool(self._events(body)):
                 yield json.dumps(event, ensure_ascii=False).encode("utf-8", "replace") + b"\n"

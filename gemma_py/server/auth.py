@@ -19,7 +19,7 @@ from gemma_py.errors import InputError
 from gemma_py.server.http import error_response
 from gemma_py.server.openai.errors import ApiError
 
-OPEN = frozenset({"/", "/audit", "/health"})  # these paths need no API key, because they reveal nothing about requests
+OPEN = frozenset({"/", "/audit", "/health"})  # paths without an API key; their responses reveal nothing about requests
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
 
@@ -42,7 +42,7 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path) -> "Keys":
-        """Read API keys from a file, one from each line."""
+        """Read API keys from a file with one key on each line."""
         try:
             lines = path.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -50,7 +50,7 @@ class Keys:
         keys = [line.strip() for line in lines if line.strip()]
         if not keys or min(map(len, keys)) < 16:
             raise InputError(
-                f"{path}: should have one key on each line, of at least 16 characters; a key is shorter or missing"
+                f"{path}: should have one key on each line, of at least 16 characters; found a shorter key or no key"
             )
         return cls(keys)
 
@@ -58,9 +58,7 @@ class Keys:
         return bool(self._digests)
 
     def hold(self, key: bytes) -> bool:
-        """Return whether a key is valid. The check takes equally long for every key, because response times could otherwise
-        reveal a valid key.
-        """
+        """Return whether a key is valid. The check takes equally long for every key, so timing does not reveal a key."""
         given = _digest(key)
         return sum(hmac.compare_digest(given, digest) for digest in self._digests) > 0
 

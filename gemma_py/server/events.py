@@ -11,7 +11,7 @@ from gemma_py.generate.events import Event, Failed, Finished, Generated
 from gemma_py.server.metrics import Metrics
 from gemma_py.server.openai.service import Job
 
-ChoiceEvent = tuple[int, Event]  # the index of a choice, and an event of that choice
+ChoiceEvent = tuple[int, Event]  # (index of the choice, event)
 
 
 class EventQueue:
@@ -22,7 +22,7 @@ class EventQueue:
     ) -> None:
         self._metrics, self._loop = metrics, loop
         self._queue: asyncio.Queue[ChoiceEvent] = asyncio.Queue()
-        self._last_token: dict[int, float] = {}  # for each choice, the time of its last token
+        self._last_token: dict[int, float] = {}  # index of a choice -> time of the choice's last token
         self._tickets: list[Ticket] = []
         try:
             for index, request in enumerate(job.requests):
@@ -44,11 +44,11 @@ class EventQueue:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
     def fail(self, error: GemmaError) -> None:
-        """Queue an error. Called in the event loop, if the scheduler has failed or hangs."""
+        """Queue an error. Called in the event loop if the scheduler has failed or hangs."""
         self._queue.put_nowait((0, Failed(error)))
 
     async def get(self, seconds: float | None = None) -> list[ChoiceEvent]:
-        """Wait for an event, and return all queued events. If none arrives within `seconds`, return an empty list."""
+        """Wait for an event, and return all queued events. Return an empty list if no event arrives within `seconds`."""
         events = []
         try:
             async with asyncio.timeout(seconds):

@@ -30,7 +30,7 @@ async def read_json(request: Request) -> Any:
 
 
 async def read_body(request: Request) -> bytes:
-    """Read a body of JSON, without parsing it."""
+    """Return the unparsed body of a request with Content-Type application/json."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
@@ -89,9 +89,9 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 async def client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # the client has disconnected; only the metrics use this
+    return Response(status_code=499)  # for the metrics; the client has disconnected
 
 
 async def unexpected_error(request: Request, error: Exception) -> Response:
-    message = "The request failed because of an internal error, which is in the server's log."
+    message = "The request failed because of an internal error; the server's log has the details."
     return error_response(ApiError(500, message, None, "internal_error"))

@@ -71,11 +71,11 @@ class _SchedulerCollector(Collector):
         )
         yield CounterMetricFamily("gemma_py_computed_tokens", "Tokens computed.", stats.computed_tokens)
         yield CounterMetricFamily(
-            "gemma_py_guessed_tokens", "Guesses of speculation that were computed.", stats.guessed_tokens
+            "gemma_py_guessed_tokens", "Draft tokens of speculative decoding.", stats.guessed_tokens
         )
         yield CounterMetricFamily(
             "gemma_py_accepted_tokens",
-            "Guesses of speculation that were equal to the chosen tokens.",
+            "Draft tokens of speculative decoding that were accepted.",
             stats.accepted_tokens,
         )
 

@@ -23,12 +23,12 @@ from gemma_py.server.protocol import LimitedProtocol
 
 MAX_HEADERS = 32 << 10  # bytes
 _SEND_BUFFER = 256 << 10  # bytes of each connection's send buffer in the kernel
-# The number of connections in addition to those of admitted requests. They serve /health, and responses with status 429.
+# Connections beyond the limit on admitted requests, for /health and for responses with status 429.
 _SPARE_CONNECTIONS = 8
-# The engine counts as failed after this many failed health checks in a row, 0.1 s apart. A few checks also fail when the
-# process is resumed after SIGSTOP.
+# After this many failed health checks in a row, 0.1 s apart, the engine counts as failed. Fewer failed checks in a row can
+# mean that the process was stopped by SIGSTOP and resumed.
 _UNHEALTHY_TICKS = 20
-_LAST_SECONDS = 5.0  # the time for sending errors to clients, in seconds after the deadline of a shutdown
+_LAST_SECONDS = 5.0  # seconds after the shutdown deadline for sending errors to clients
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -36,7 +36,7 @@ def bind(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         made = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        # create_server appends the address to its error. Remove it, because the message below has it too.
+        # create_server appends the address to its error message. The message below has the address already.
         reason = (error.strerror or str(error)).partition(" (while attempting")[0]
         raise InputError(f"cannot listen on {host}, port {port}: {reason}") from None
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # accepted connections inherit this size
@@ -44,7 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address(listening: socket.socket) -> str:
-    """Return the URL at which a browser on this machine finds the server."""
+    """Return the server's URL for a browser on this machine."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -53,7 +53,7 @@ def address(listening: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn's server, with this package's acceptor, time limits and shutdown.
 
-    drain: seconds that running requests have to finish after a signal
+    drain: seconds in which running requests can finish after a signal
     ready: called when the server accepts requests
     ending: called after a signal, with the number of running and waiting requests
     cut_off: the number of requests that did not finish in time
@@ -81,8 +81,8 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGTERM and SIGINT. uvicorn's own method would raise the signal again after the shutdown, and SIGTERM would
-        then not give exit code 0.
+        """Handle SIGTERM and SIGINT. uvicorn's own method raises the signal again after the shutdown. A process that ends
+        after SIGTERM would then not have exit code 0.
         """
         numbers = (signal.SIGTERM, signal.SIGINT)
         try:
@@ -133,7 +133,7 @@ class Server(uvicorn.Server):
         stats = scheduler.stats()
         self._ending(stats.running + stats.waiting)
         drained = asyncio.to_thread(scheduler.drain, self._drain)
-        # This timer matters only if the engine hangs. Otherwise every request has ended by then.
+        # The timer fires only if the engine hangs. Otherwise `drain` has ended every request before.
         late = ComputationError("the engine did not finish the request before the server shut down")
         failing = asyncio.get_running_loop().call_later(self._drain + _LAST_SECONDS / 2, self._app.fail, late)
         self.cut_off, _ = await asyncio.gather(drained, super().shutdown(sockets))

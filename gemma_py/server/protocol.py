@@ -1,6 +1,6 @@
 """Close the connection of a client that sends its headers too slowly or does not read its response.
 
-uvicorn itself has no such time limits; it limits only the size of its buffers and the time that a connection may be idle.
+uvicorn limits only the sizes of buffers and the time that a connection may be idle.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class LimitedProtocol(H11Protocol):
             self._lift_header_limit()
 
     def send_400_response(self, msg: str) -> None:
-        """Send a 400 response to a malformed request. If a response was already sent, close the connection instead."""
+        """Send a 400 response to a malformed request. If a response has already begun, close the connection instead."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:

@@ -17,13 +17,13 @@ from gemma_py.server.events import EventQueue
 from gemma_py.server.openai.builders import ResponseBuilder
 from gemma_py.server.openai.errors import api_error
 
-KEEP_ALIVE_SECONDS = 10.0  # after this many seconds without an event, a stream sends a keep-alive comment
+KEEP_ALIVE_SECONDS = 10.0  # a stream sends a keep-alive comment after this time without an event
 
 
 class EventStream(StreamingResponse):
     """Streams a builder's chunks as server-sent events.
 
-    held: the request's resources, which are closed when the stream ends, even if the stream fails before the first chunk
+    held: resources of the request, which are closed when the stream ends, even if no chunk was sent
     """
 
     media_type = "text/event-stream"
@@ -61,7 +61,7 @@ async def _server_sent_events(builder: ResponseBuilder, queue: EventQueue) -> As
 
 
 async def _taken(builder: ResponseBuilder, index: int, event: Event) -> list[dict[str, Any]]:
-    """Return the chunks of an event. An event with a receipt is taken in a thread, because making a receipt takes long."""
+    """Return the chunks of an event. Making a receipt takes long, so an event with a receipt is handled in a thread."""
     if isinstance(event, Finished) and event.receipt is not None:
         return await run_in_threadpool(lambda: list(builder.take(index, event)))
     return list(builder.take(index, event))
@@ -81,12 +81,12 @@ async def whole_response(builder: ResponseBuilder, queue: EventQueue) -> Respons
     while not builder.done:
         for index, event in await queue.get():
             await _taken(builder, index, event)
-    # Encode in a thread, because encoding many embeddings takes long, and other requests would wait.
+    # Encoding many embeddings takes long. Other requests would wait if it ran in the event loop.
     return await run_in_threadpool(lambda: JSONResponse(builder.document()))
 
 
 async def while_connected(request: Request, response: Awaitable[Response]) -> Response:
-    """Wait for a response. Raises ClientDisconnect if the client disconnects before the response is complete."""
+    """Wait for a response. Raise ClientDisconnect if the client disconnects first."""
     working = asyncio.ensure_future(response)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:

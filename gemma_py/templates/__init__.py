@@ -1,1 +1,1 @@
-"""Chat templates: the conversion of messages to token ids, the sandbox for jinja2, and the notation of tool calls."""
+"""Chat templates: messages to token ids, the sandbox for jinja2, and the notation of tool calls."""

@@ -1,4 +1,4 @@
-"""The format of a model's conversations: the chat template, the tokenizer, and the control tokens for thoughts and calls."""
+"""The chat template of a model, together with the tokenizer and the control tokens around thoughts and tool calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,14 +26,13 @@ class ChatFormat:
         self.knows_thinking = template.knows_thinking and self._marks is not None and self._marks.channel is not None
 
     def marks(self, tools: bool) -> Marks | None:
-        """Return the marks of thoughts and, if the request declares tools, of tool calls; None for a model without marks.
+        """Return the marks to recognise in an answer, or None for a model without marks.
 
-        tools: whether the request declares tools
+        tools: whether the request declares tools; otherwise tool calls are not recognised
         """
         return self._marks if self._marks is None or (tools and self.knows_tools) else self._marks.without_calls()
 
     def check_thinking(self, thinking: bool | None) -> None:
-        """Raise InputError if thinking is True and the model cannot think."""
         if thinking and not self.knows_thinking:
             raise InputError(
                 f"this model does not think before it answers: {self.template.name} has no switch for thoughts"
@@ -47,7 +46,7 @@ class ChatFormat:
         known: Mapping[str, list[int]] | None = None,
         encoded: Encoded | None = None,
     ) -> list[int]:
-        """Return the ids of the prompt for messages and tools in OpenAI's format. known, encoded: see `template.encode`."""
+        """Return the token ids of a prompt. messages, tools: in OpenAI's format. known, encoded: see `template.encode`."""
         self.check_thinking(thinking)
         declared = declarations(tools)
         if declared and not self.knows_tools:

@@ -1,12 +1,12 @@
-"""Masks, which tell the text of messages from the template's own text in a rendered prompt.
+"""Masks tell the text of messages from the template's own text in a rendered prompt.
 
 A template is rendered twice. In the first rendering, each character of a message's text, except white space, is replaced by
-a code point of Unicode's private-use planes. In the second rendering, only the delimiters are replaced, which are the
-characters with which a control token begins or ends. So if a message spells a control token, neither rendering contains it.
-If the renderings differ in more than the replaced characters, then the template changes or inspects the text of messages.
+a code point of Unicode's private-use planes. In the second rendering, only delimiters are replaced: the characters with
+which a control token begins or ends. So a control token in a rendering never comes from a message. If the renderings differ
+in more than the replaced characters, then the template changes or inspects the text of messages.
 
-Besides texts, a client sends declarations of tools, and tool calls. Templates sort their keys and compare their types, which
-masks would disturb. Therefore only delimiters are replaced in declarations and calls, in both renderings.
+In tool declarations and tool calls, only delimiters are replaced, in the first rendering too. Templates sort the keys and
+compare the types of declarations, so masks of other characters would change the prompt.
 """
 
 import json
@@ -18,10 +18,9 @@ import numpy as np
 
 from gemma_py.errors import InputError
 
-# The first code points of masks. Plane 15 is for texts of systems, users and tools, plane 16 for texts of the model. The
-# last 256 code points of plane 16 are for delimiters.
+# The first code points of the masks of: system, user and tool texts; the model's texts; delimiters.
 _OTHERS, _ANSWERS, _DELIMITERS, _END = 0xF0000, 0x100000, 0x10FF00, 0x110000
-_ROOM = 0xFF00  # the number of code points of one plane that are used for letters
+_ROOM = 0xFF00  # the most different characters that one plane can mask
 _PRIVATE = re.compile(f"[{chr(_OTHERS)}-{chr(_END - 1)}]")
 _MASKED = f"{chr(_OTHERS)}-{chr(_END - 1)}"
 MESSAGE = re.compile(rf"([{_MASKED}](?:[\s{_MASKED}]*[{_MASKED}])?)")
@@ -32,9 +31,9 @@ _TEXTS = ("content", "reasoning_content", "reasoning")
 class Masks:
     """The masks of one prompt.
 
-    messages: the messages for the first rendering. Every character of their texts is masked, except white space.
-    delimited: the messages for the second rendering, in which only delimiters are masked.
-    tools: the declarations of tools for both renderings, in which only delimiters are masked.
+    messages: for the first rendering; every character of the texts is masked, except white space
+    delimited: the messages for the second rendering; only delimiters are masked
+    tools: the tool declarations for both renderings; only delimiters are masked
     """
 
     def __init__(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], delimiters: str) -> None:
@@ -43,7 +42,7 @@ class Masks:
             given.encode("utf-8")
         except UnicodeEncodeError:
             raise InputError("the messages or tools contain an unpaired surrogate, which is not a character") from None
-        private = _PRIVATE.findall(given)  # these characters have to be masked too, because they would look like masks
+        private = _PRIVATE.findall(given)  # private-use characters of a message would look like masks, so mask them too
         masked = sorted({*delimiters, *private})
         if len(masked) > _END - _DELIMITERS - 2:
             raise InputError("the messages contain too many different private-use characters")
@@ -54,7 +53,7 @@ class Masks:
         self.messages: list[dict[str, Any]] = []
         self.delimited: list[dict[str, Any]] = []
         places: dict[int, list[tuple[dict[str, Any], str]]] = {_OTHERS: [], _ANSWERS: []}
-        # This loop runs over all messages of a long conversation at each turn, so it calls few functions.
+        # Each turn of a conversation runs this loop over all messages. The loop avoids function calls, which are slow.
         for message in messages:
             whole, partly = {**message}, {**message}
             mine = places[_ANSWERS if message["role"] == "assistant" else _OTHERS]
@@ -70,7 +69,7 @@ class Masks:
             self._mask(plane, texts)
 
     def _delimited(self, value: Any) -> Any:
-        """Return a copy of the value in which each delimiter in a string or a key is replaced by its mask."""
+        """Return a copy of the value with all delimiters in strings and keys masked."""
         if isinstance(value, str):
             return value.translate(self._table)
         if isinstance(value, Mapping):
@@ -80,9 +79,9 @@ class Masks:
         return value
 
     def _mask(self, plane: int, texts: list[tuple[dict[str, Any], str]]) -> None:
-        """Mask texts in place, by code points of one plane. texts: for each text, (the message, the name of the field).
+        """Mask texts in place with code points of one plane. texts: (message, field name) of each text.
 
-        One numpy call masks all texts. A Python loop over the characters of a long conversation would delay each turn.
+        numpy masks all texts at once. A Python loop over the characters of a long conversation would delay each turn.
         """
         codes = characters("".join([message[name] for message, name in texts]))
         distinct = np.unique(codes)
@@ -100,13 +99,13 @@ class Masks:
             message[name], at = masked[at:end], end
 
     def original(self, text: str) -> np.ndarray:
-        """Return the characters of the first rendering. Each mask is replaced by the original character."""
+        """Return the characters of the first rendering, with the original characters in place of masks."""
         return self._unmasked(text, _OTHERS)
 
     def original_of_delimiters(self, text: str) -> np.ndarray:
-        """Return the characters of the second rendering. Each masked delimiter is replaced by the original character.
+        """Return the characters of the second rendering, with the original delimiters in place of masks.
 
-        Other private-use characters stay as they are, because they are not masks.
+        Other private-use characters were written by the template itself and stay unchanged.
         """
         return self._unmasked(text, _DELIMITERS)
 

@@ -1,10 +1,10 @@
-"""The marks, which are control tokens with which a model marks its thoughts and its tool calls, by family.
+"""Marks are the control tokens around thoughts, tool calls and strings in a model's answer.
 
     Gemma 4          <|channel>thought, newline, ...<channel|>  <|tool_call>call:NAME{place:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
     FunctionGemma    <start_function_call>call:NAME{place:<escape>Rome<escape>,days:[1,2]}<end_function_call>
 
-The vocabulary decides which notation a model has. Marks are recognised by their ids, so text that only spells a mark is
-text.
+A model has the notation whose control tokens are in its vocabulary. Marks are recognised by token id, so ordinary text that
+spells a mark stays text.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Marks:
         return replace(self, call=None)
 
     def thought_begins(self, prompt: Sequence[int]) -> int | None:
-        """If the prompt ends within a thought, return the index at which that thought begins. Otherwise, return None."""
+        """Return the index at which an unfinished thought at the end of the prompt begins, or None if there is none."""
         if self.channel is None:
             return None
         start, end = self.channel
@@ -50,7 +50,7 @@ _FUNCTION_GEMMA = None, ("<start_function_call>", "<end_function_call>"), "<esca
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks | None:
-    """Return the marks of the notation whose control tokens are in the vocabulary. If there are none, return None."""
+    """Return the marks in the vocabulary, or None if the vocabulary has no marks."""
 
     def pair(names: tuple[str, str]) -> tuple[int, int] | None:
         start, end = (tokenizer.token_id(name) for name in names)
@@ -67,10 +67,9 @@ _GEMMA4_ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of the tokens that end an answer of Gemma 4. For other models, return an empty set.
+    """Return the ids that end an answer of Gemma 4, or an empty set for other models.
 
-    These tokens end a text or a turn, or mark the place for the result of a tool call. The tokens are found by name, because
-    GGUF files of Gemma 4 list only some of them as end tokens.
+    The ids are found by token name, because GGUF files of Gemma 4 list only some of these ids as end tokens.
     """
     marks = marks_of(tokenizer)
     if marks is None or marks.channel is None:
@@ -79,9 +78,9 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 class CallConstraint:
-    """Forces an answer to begin with a tool call. Once the call has begun, every token is allowed.
+    """Forces an answer to begin with `call:` and the function's name. After that, every token is allowed.
 
-    name: the function that must be called; None allows any function.
+    name: the function that must be called; None allows any function
     """
 
     finished = False

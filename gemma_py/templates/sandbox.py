@@ -1,7 +1,7 @@
-"""Render chat templates in a separate process. template.py runs this file as a program without importing gemma_py.
+"""Render chat templates in a separate process. template.py runs this file as a program that does not import gemma_py.
 
 A chat template is untrusted code. jinja2's sandbox blocks attributes and files, but not endless loops or huge strings
-such as `'a' * 10**9`. Against these, the operating system limits the time and the memory of the process.
+such as `'a' * 10**9`. Against loops and huge strings, the process has limits on CPU time and memory.
 
 Each line of input is a JSON object {"template", "globals", "conversations": [messages, ...]}, and each line of output
 is {"texts": [...]} or {"error"}.
@@ -25,7 +25,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 MEMORY = 1 << 30  # bytes of address space
-# The most CPU time for a request. The parent stops a rendering earlier, so this limit matters only if the parent has died.
+# CPU time limit of a request. The parent process has a shorter limit, so this limit matters only if the parent has died.
 SECONDS = 10
 OUTPUT = 64 << 20  # the most characters of a rendered prompt
 
@@ -98,7 +98,7 @@ def _allow(seconds: int) -> None:
 
 
 def main() -> None:
-    # Render a template, so that jinja2 imports the modules that it needs now. Later, no file can be opened.
+    # jinja2 imports modules when it first renders a template. Render one now, because no file can be opened after `_limit`.
     _compiled("{{ 'a' | trim }}").render()
     _limit()
     for line in sys.stdin.buffer:

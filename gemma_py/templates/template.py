@@ -1,9 +1,8 @@
-"""Chat templates, which convert messages to token ids: the checkpoint's jinja2 template, Gemma's turns, or a plain
-transcript.
+"""Convert messages to token ids with the checkpoint's jinja2 template, Gemma's turns, or a plain transcript.
 
 A message cannot forge a turn, because control tokens such as <start_of_turn> are recognised only in text that the template
-itself writes; see masks.py. The text between two control tokens is tokenised in one piece, even if the template wrote a part
-of it and a message another part. The ids therefore equal those of the whole prompt tokenised in one piece.
+itself writes; see masks.py. Text is tokenised in one piece from one control token to the next, even if the template wrote
+part of the text and a message another part. So the ids equal the ids of tokenising the whole prompt at once.
 """
 
 import atexit
@@ -29,20 +28,20 @@ from gemma_py.formats.files import parse_json, read_text
 from gemma_py.templates.masks import MESSAGE, OF_OTHERS, Masks
 from gemma_py.tokenizer import Tokenizer
 
-# the keys are role, content and reasoning_content, and with tools also tool_calls, tool_call_id and name
+# keys: role, content and reasoning_content; with tools also tool_calls, tool_call_id and name
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]  # in OpenAI's format
 ROLES = ("system", "user", "assistant")
 _SECONDS = 5.0  # the time limit for rendering a prompt
 _STARTING = 30.0  # additional seconds for the first prompt, because the rendering process has to start
-_LARGEST_ANSWER = 1 << 30  # the most bytes read from the rendering process
+_LARGEST_ANSWER = 1 << 30  # the most bytes that the rendering process may send
 
 
 class Piece(NamedTuple):
     """A part of a prompt.
 
-    control: whether control tokens in the text are recognised, because the template wrote the text.
-    answer: whether the text is an answer of the model.
+    control: whether the template wrote the text, so that control tokens in the text are recognised
+    answer: whether the text is an answer of the model
     """
 
     text: str
@@ -51,7 +50,7 @@ class Piece(NamedTuple):
 
 
 def checked_messages(messages: Any, roles: Sequence[str] = ROLES) -> list[Message]:
-    """Check messages in OpenAI's format. The result has only role, content and reasoning_content, with texts as strings."""
+    """Check messages in OpenAI's format. Return only role, content and reasoning_content of each, as strings."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise InputError("messages should be a non-empty list of objects with role and content")
     made = []
@@ -94,10 +93,10 @@ def _text(content: Any, number: int, name: str = "content") -> str:
 class Template:
     """A chat template.
 
-    name: the name for display.
-    note: a warning to show to the user.
-    stop: strings that end an answer.
-    ends: control tokens that end an answer.
+    name: for display
+    note: a warning for the user
+    stop: strings that end an answer
+    ends: control tokens that end an answer
     """
 
     name: str
@@ -108,7 +107,7 @@ class Template:
     def pieces(self, messages: Sequence[Message], tools: Tools = (), thinking: bool | None = None) -> list[Piece]:
         """Return the pieces of the prompt for checked messages. The last piece begins the model's turn.
 
-        thinking: whether the model should think before it answers; None lets the template decide.
+        thinking: whether the model should think before an answer; None lets the template decide
         """
         raise NotImplementedError
 
@@ -139,7 +138,7 @@ class GemmaTurns(Template):
 
 
 def _system_in_user(messages: Sequence[Message]) -> list[Message]:
-    """Put the text of the system message in front of the first user message.
+    """Put the system message in front of the first user message.
 
     If the conversation does not begin with a user message, the system message becomes a user message.
     """
@@ -211,11 +210,12 @@ BUILT_IN: dict[str, Template] = {"gemma": GEMMA, "gemma4": GEMMA4, "transcript":
 def choose(
     tokenizer: Tokenizer, own: str | None, eos_token_ids: Sequence[int], wanted: str | Path | None = None
 ) -> Template:
-    """Return the wanted template: `gemma`, `gemma4`, `transcript` or a file. By default, return the checkpoint's own
-    template.
+    """Choose the template of a conversation.
 
-    For a checkpoint without a template, the tokens that end a text decide: with <end_of_turn>, the template is `gemma`; with
-    <turn|>, it is `gemma4`; otherwise, it is `transcript`. own: the source of the checkpoint's own template, or None.
+    own: the source of the checkpoint's template, or None
+    eos_token_ids: for a checkpoint without a template: <end_of_turn> selects `gemma`, <turn|> selects `gemma4`, and other
+    tokens select `transcript`
+    wanted: `gemma`, `gemma4`, `transcript` or a file, instead of the checkpoint's template
     """
     if isinstance(wanted, str) and wanted in BUILT_IN:
         return BUILT_IN[wanted]
@@ -238,10 +238,10 @@ def choose(
 
 @dataclass
 class Encoded:
-    """The tokenised texts of the last prompt. Most of them are in the next prompt too and need not be tokenised again.
+    """A cache of the last prompt's tokenised texts. The next prompt of a conversation contains most of these texts again.
 
-    texts: the ids of texts without control tokens.
-    parts: for each text that a template wrote, the result of `Tokenizer.control_parts`.
+    texts: text without control tokens -> ids
+    parts: text that a template wrote -> result of `Tokenizer.control_parts`
     """
 
     texts: dict[str, list[int]] = field(default_factory=dict)
@@ -256,13 +256,13 @@ def encode(
 ) -> list[int]:
     """Return the token ids of the pieces, with one bos token in front.
 
-    known: for the stripped text of an earlier answer, the ids that the model generated. Tokenising the text could give
-    other ids, which would not match the KV cache.
-    encoded: the tokenised texts of the last prompt. `encode` replaces them by the texts of the new prompt.
+    known: stripped text of an earlier answer -> the ids that the model generated. Tokenising the text could give other ids,
+    which would not match the KV cache.
+    encoded: the cache, which `encode` updates
     """
     before, used = encoded or Encoded(), Encoded()
-    # texts[i] is a text without control tokens, and following[i] is the list of ids after this text. These loops run over
-    # all messages of a long conversation at each turn, so they call few functions.
+    # texts[i] is a text without control tokens, and following[i] has the ids after this text. Each turn of a conversation
+    # runs these loops over all messages, so the loops avoid slow function calls.
     texts: list[str] = []
     following: list[Sequence[int]] = []
     text = ""
@@ -302,13 +302,13 @@ def encode(
 
 # --- templates in jinja2 ----------------------------------------------------------------------------------------------
 
-# These tokens end the model's turn, provided that the template contains them.
+# A token of this list ends the model's turn if the template contains the token.
 _ENDS = ("<end_of_turn>", "<turn|>", "<|tool_response>", "<start_function_response>")
 
 
 @dataclass(frozen=True)
 class Jinja(Template):
-    """A template in jinja2. delimiters: the characters with which control tokens begin or end."""
+    """A jinja2 template. delimiters: the first and last characters of all control tokens, such as "<>"."""
 
     source: str = ""
     globals: tuple[tuple[str, Any], ...] = ()
@@ -369,7 +369,7 @@ def _from_source(source: str, name: str, tokenizer: Tokenizer, eos_token_ids: Se
 
 
 class _Renderer:
-    """The process that renders all templates. If it exceeds the time limit, it is killed and started again."""
+    """The process that renders all templates. After a timeout, the process is killed. The next rendering starts another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -384,8 +384,8 @@ class _Renderer:
         if self._process is None or self._process.poll() is not None:
             self.kill()
             program = str(Path(__file__).with_name("sandbox.py"))
-            # With -P, the program's directory is not in sys.path. A process group of its own keeps the signal of Ctrl-C away
-            # from the process.
+            # -P keeps the program's directory out of sys.path. In a process group of its own, the process receives no signal
+            # from Ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL, process_group=0,
@@ -440,10 +440,10 @@ class _Renderer:
             process.wait()
 
     def forget(self) -> None:
-        """Give a forked child process a new lock and no rendering process, because both still belong to the parent."""
+        """Reset the renderer in a forked child process. The old lock and rendering process belong to the parent process."""
         self._lock = threading.Lock()
         if self._process is not None:
-            self._process.returncode = 0  # Popen must not wait for a process that belongs to the parent
+            self._process.returncode = 0  # otherwise Popen would wait for the parent's rendering process
         self._process = None
 
 

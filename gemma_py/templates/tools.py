@@ -1,7 +1,6 @@
-"""Tool calls: declared functions, the model's calls and the results of calls.
+"""Check the tools, tool calls and tool results of a request, and parse tool calls that the model generates.
 
-The chat template writes declarations, calls and results into the prompt. This module checks them, and parses the calls that
-the model generates. notation.py describes how a model writes them.
+notation.py describes how a model writes a tool call.
 """
 
 import json
@@ -15,7 +14,7 @@ from typing import Any
 from gemma_py.errors import ToolError
 from gemma_py.tokenizer import Tokenizer
 
-# Replaces the mark around strings. Decoded text cannot contain this character, which is half a surrogate pair.
+# Stands for the quote mark in decoded text. Decoded text itself never contains half a surrogate pair.
 _QUOTE = "\ud800"
 _CALL = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)")
 _DEEPEST = 64
@@ -25,7 +24,7 @@ _DEEPEST = 64
 class Call:
     """A tool call.
 
-    id: the text by which the message with the call's result refers to the call
+    id: the tool_call_id of the message with the call's result
     arguments: JSON text, as in OpenAI's format
     """
 
@@ -38,9 +37,9 @@ class Call:
 
 
 def read_call(ids: Sequence[int], quote: int, tokenizer: Tokenizer) -> Call | None:
-    """Parse the tokens between the marks of a call. If the call is invalid, return None.
+    """Parse the tokens between the marks of a call. Return None for an invalid call.
 
-    quote: the id of the mark around strings. Other tokens may spell this mark, but are then ordinary text.
+    quote: the id of the mark around strings
     """
     strings: list[list[int]] = [[]]
     for token in ids:
@@ -133,7 +132,7 @@ def _bare(word: str) -> Any:
 
 
 def declarations(tools: Any) -> list[dict[str, Any]]:
-    """Return tools in OpenAI's format as chat templates expect them. An invalid tool raises ToolError."""
+    """Convert tools from OpenAI's format to the format of chat templates. Raise ToolError for an invalid tool."""
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ToolError(f"tools should be a list, found {tools!r:.60}.", "tools")
     made = []
@@ -149,10 +148,10 @@ def declarations(tools: Any) -> list[dict[str, Any]]:
 
 
 def calls_and_results(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the fields about tools of each message in OpenAI's format, as chat templates expect these fields.
+    """Return the tool fields of each message, converted from OpenAI's format to the format of chat templates.
 
-    An assistant message gets tool_calls, and a tool message gets the name of the called function and the id of the call. An
-    invalid field raises ToolError.
+    An assistant message has tool_calls. A tool message has tool_call_id and the name of the called function. Raise ToolError
+    for an invalid field.
     """
     names: dict[Any, str] = {}
     made: list[dict[str, Any]] = []
@@ -176,7 +175,7 @@ def calls_and_results(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _call(call: Any, field: str) -> dict[str, Any]:
-    """Return a call in the form of a chat template, with its arguments as an object."""
+    """Convert a call from OpenAI's format, where the arguments are JSON text, to an object for chat templates."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ToolError("A tool call should have a function with a name.", field)

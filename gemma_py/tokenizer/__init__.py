@@ -1,4 +1,4 @@
-"""The tokenizer, which is built from tokenizer.json or from GGUF metadata and converts text to ids and back."""
+"""Gemma's tokenizer, built from tokenizer.json or from GGUF metadata."""
 
 from gemma_py.tokenizer.sources import tokenizer_from_gguf, tokenizer_from_json
 from gemma_py.tokenizer.tokenizer import Tokenizer

@@ -1,7 +1,4 @@
-"""Difficult texts for testing a tokenizer, identical on every machine.
-
-The tables of a vocabulary are accepted only if they encode these texts as the `tokenizers` package does.
-"""
+"""Difficult texts, identical on every machine, for comparing our tokenizer with the `tokenizers` package."""
 
 import random
 
@@ -24,11 +21,7 @@ PIECES = [
 
 
 def texts(added: list[str]) -> list[str]:
-    """Return the test texts for a vocabulary with these added tokens.
-
-    The list has the fixed texts, each added token alone and inside a text, runs of white space, and random mixtures from a
-    fixed seed. Of the <unused> tokens, only every 60th is in the list.
-    """
+    """Return the test texts for a vocabulary with these added tokens. Only every 60th <unused> token is in the texts."""
     rng = random.Random(270)
     made = list(PLAIN)
     chosen = [token for number, token in enumerate(added) if not token.startswith("<unused") or number % 60 == 0]

@@ -1,8 +1,8 @@
-"""Use of the `tokenizers` package, which parses tokenizer.json, and with which the tables of vocabulary.py are checked.
+"""The `tokenizers` package parses tokenizer.json, and is the reference for the tables of vocabulary.py.
 
 Loading Gemma's vocabulary with the package takes 1.4 s and 350 MB. So the package is used only at the first start with a
-model. Some settings make the package abort the whole process, which no `except` can prevent. Therefore the package is given
-only settings that Gemma's files have (see sources.py).
+model. Some settings make the package abort the whole process, which no `except` can prevent. Therefore sources.py rejects
+settings that Gemma's files do not have.
 """
 
 import json
@@ -50,9 +50,9 @@ def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
 
 
 def certified(tables: Tables, package: Any, where: str) -> Tables:
-    """Check that the tables give the ids of `package`, for the texts of corpus.py and every added token. Return the tables.
+    """Return the tables, after encoding test texts and all added tokens. Raise TokenizerError if `package` gives other ids.
 
-    package: a tokenizer of the `tokenizers` package. Any difference raises TokenizerError.
+    package: a tokenizer of the `tokenizers` package
     """
     ours = Tokenizer(tables)
     added = [content for _, content, _ in tables.added]

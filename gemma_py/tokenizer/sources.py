@@ -1,4 +1,4 @@
-"""Construction of tokenizers from tokenizer.json and from GGUF metadata."""
+"""Build tokenizers from tokenizer.json and from GGUF metadata."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from gemma_py.tokenizer.vocabulary import Tables, Vocabulary, cached, is_gemma4_
 
 _GEMMA3_PIECES = 262_144
 _LARGEST_JSON = 256 << 20  # bytes; Gemma 3's tokenizer.json has 33 MB
-_LARGEST_PIECE = 4096  # characters; there is a limit, because `_scored_vocabulary` tries every split of a piece in two
+_LARGEST_PIECE = 4096  # characters; limited because `_scored_vocabulary` tries every split of a piece in two
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
@@ -29,9 +29,8 @@ _NEWLINE_SPLITS = [
     {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     for pattern in (NEWLINE_SPLIT, r"[^\n]+|[\n]+", r"\n+", r"[\n]+")
 ]
-# The pipelines in Gemma's tokenizer.json files, which tokenizer.py implements. A file with another pipeline is rejected
-# before the tokenizers package reads it. The pre-tokenizer _SPLIT has no effect, because the normalizer leaves no space to
-# split at.
+# tokenizer.py implements these pipelines of Gemma's tokenizer.json files. A file with another pipeline is rejected. The
+# pre-tokenizer _SPLIT has no effect, because the normalizer has already replaced all spaces.
 _PIPELINES: dict[str, tuple[Any, ...]] = {
     "normalizer": (_REPLACE, {"type": "Sequence", "normalizers": [_REPLACE]}),
     "pre_tokenizer": (None, _SPLIT, *_NEWLINE_SPLITS),
@@ -91,11 +90,11 @@ def _added(pieces: list[str], kinds: list[int]) -> list[tuple[int, str, bool]]:
 
 
 def _scored_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
-    """Return the vocabulary of Gemma 1 to 3. The file lists no merges, but pieces with types and scores.
+    """Return the vocabulary of Gemma 1 to 3. GGUF files of these models have no merges, but the scores of pieces.
 
-    Merges follow from these, as in converters from SentencePiece. Every split of a piece into two other pieces is a merge.
-    Merges are ordered by the score of the merged piece, highest first, but merges to user-defined pieces (runs of white
-    space) come before all others. Merges with equal scores are ordered by the length of the left half, longest first.
+    As in converters from SentencePiece, every split of a piece into two pieces is a merge. Merges to user-defined pieces
+    (runs of white space) come first. Then merges are ordered by the score of the merged piece, highest first. Merges with
+    equal scores are ordered by the length of the left half, longest first.
     """
     tokens = _tokens_of_gguf(path, metadata, "scores", "token_type")
     scores, types = metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
@@ -126,15 +125,15 @@ def _scored_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     merges.sort(key=lambda merge: merge[2:], reverse=True)
     added = _added(pieces, kinds)
     if len(pieces) == _GEMMA3_PIECES and pieces[255_999] == "<start_of_image>":
-        # Gemma 3's tokenizer.json has <image_soft_token>, which GGUF files lack, because text models have no embedding for
-        # this token.
+        # Add <image_soft_token>, which Gemma 3's tokenizer.json has. GGUF files omit this token, because text models have no
+        # embedding for it.
         added.append((_GEMMA3_PIECES, "<image_soft_token>", True))
     table = np.array([merge[:2] for merge in merges], np.int32).reshape(-1, 2)
     return Vocabulary(pieces, table, added)
 
 
 def _ranked_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
-    """Return the vocabulary of Gemma 4. The file lists the merges, best first, and its scores have no meaning."""
+    """Return the vocabulary of Gemma 4. GGUF files of Gemma 4 list the merges, best merge first."""
     pieces = _tokens_of_gguf(path, metadata, "token_type")
     types = metadata["tokenizer.ggml.token_type"].tolist()
     kinds = [_CONTROL if is_gemma4_control(t) else kind for t, kind in zip(pieces, types, strict=True)]
@@ -154,7 +153,7 @@ def _ranked_vocabulary(path: Path, metadata: dict[str, Any]) -> Vocabulary:
     return Vocabulary(pieces, merges, _added(pieces, kinds), split_newlines=True)
 
 
-# For each value of tokenizer.ggml.model, the function that reads such a vocabulary.
+# tokenizer.ggml.model -> the function that reads the vocabulary
 _VOCABULARIES = {"llama": _scored_vocabulary, "gemma4": _ranked_vocabulary}
 
 
@@ -163,7 +162,7 @@ def tokenizer_from_json(path: Path, bos_token: str = "<bos>") -> Tokenizer:
 
 
 def appended_token(path: Path) -> int | None:
-    """Return the id of the token, such as eos, that the post-processor of a tokenizer.json appends to a text, or None."""
+    """Return the id of the token that a tokenizer.json's post-processor appends to a text, such as eos, or None."""
     document = read_json(path, _LARGEST_JSON)
     processor = document.get("post_processor") if isinstance(document, dict) else None
     if not isinstance(processor, dict):
@@ -195,10 +194,7 @@ def _tables_of_json(path: Path) -> Tables:
 
 
 def _known_settings(path: Path) -> dict[str, Any]:
-    """Return the fields of a tokenizer.json that affect ids.
-
-    A setting that no Gemma tokenizer has raises UnsupportedError.
-    """
+    """Return the fields of a tokenizer.json that affect ids. Raise UnsupportedError for settings of no Gemma tokenizer."""
     document = read_json(path, _LARGEST_JSON)
     model = document.get("model") if isinstance(document, dict) else None
     if not isinstance(model, dict):
@@ -228,7 +224,7 @@ def _known_settings(path: Path) -> dict[str, Any]:
 
 
 def _check_listed(path: Path, listed: Any) -> None:
-    """Raise an error unless every added token has an id and a content, and is recognised anywhere in a text."""
+    """Raise an error unless every added token has an id and a content, and no flag restricts where the token matches."""
     if not isinstance(listed, list):
         raise TokenizerError(f"{path}: added_tokens should be a list, found {listed!r:.80}")
     for token in listed:
@@ -243,7 +239,6 @@ def _check_listed(path: Path, listed: Any) -> None:
 
 
 def _vocabulary_of_package(package: Any, path: Path, split_newlines: bool) -> Vocabulary:
-    """Return the vocabulary that the tokenizers package has parsed."""
     document = json.loads(package.to_str())
     vocab = document["model"]["vocab"]
     if not vocab or sorted(vocab.values()) != list(range(len(vocab))):

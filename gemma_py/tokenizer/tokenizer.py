@@ -1,8 +1,8 @@
 """Gemma's byte pair encoding. Control tokens in a text are recognised only on request.
 
-A text is first split at its added tokens. Where several added tokens begin at one character, the longest is taken. The text
-between added tokens is normalised (" " becomes "▁") and split into characters. A character that the vocabulary does not
-have is split into bytes. Then neighbouring pieces are merged (see kernels/bpe.py).
+A text is first split at added tokens; the longest token that matches at a character is taken. The text between added tokens
+is normalised (" " becomes "▁") and split into characters. A character that is not in the vocabulary is split into bytes.
+Then neighbouring pieces are merged (see kernels/bpe.py).
 """
 
 import re
@@ -18,11 +18,11 @@ _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
 
 class _Added:
-    """A set of added tokens, and how to find them in a text."""
+    """Finds added tokens in a text."""
 
     def __init__(self, tokens: dict[str, int]) -> None:
         self._ids = tokens
-        # For each character, the lengths of the added tokens that begin with it, longest first.
+        # first character of added tokens -> lengths of these tokens, longest first
         self._lengths: dict[str, list[int]] = {}
         for content in sorted(tokens, key=len, reverse=True):
             lengths = self._lengths.setdefault(content[0], [])
@@ -60,7 +60,7 @@ class Tokenizer:
         self.bos_id = bos_id if bos_id is not None else self.token_id(bos_token or "<bos>")
 
     def same_pieces(self, other: "Tokenizer") -> bool:
-        """Return whether both tokenizers have the same piece for each id that both have."""
+        """Return whether the tokenizers agree on the piece of every id below the smaller vocabulary size."""
         count = min(self.size, other.size)
         mapped = min(count, len(self._tables.ends), len(other._tables.ends))
         ends = self._tables.ends[:mapped]
@@ -86,7 +86,7 @@ class Tokenizer:
         """Return the ids of a text.
 
         bos: whether the ids begin with exactly one bos token
-        control: whether control tokens in the text are recognised; if not, they are ordinary text
+        control: whether control tokens in the text are recognised; otherwise a control token is encoded as ordinary text
         """
         ids: list[int] = []
         for part, token in (self._all if control else self._plain).split(text):
@@ -128,7 +128,7 @@ class Tokenizer:
         return made
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids. Control tokens are included. Invalid UTF-8 bytes become replacement characters."""
+        """Return the text of ids, including control tokens. Invalid UTF-8 bytes become replacement characters."""
         text: list[str] = []
         run = bytearray()
 
@@ -155,8 +155,8 @@ class Tokenizer:
     def final_prefix(self, ids: Sequence[int]) -> int:
         """Return the length of the longest prefix of `ids` whose text no later id can change.
 
-        Neighbouring byte tokens are decoded together, so one more byte token can turn all of them into replacement
-        characters. The prefix therefore ends before the byte tokens at the end.
+        Neighbouring byte tokens are decoded together, so one more byte token can turn the whole run into replacement
+        characters. The prefix therefore excludes a run of byte tokens at the end.
         """
         count = len(ids)
         while count and ids[count - 1] in self._bytes:

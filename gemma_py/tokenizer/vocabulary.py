@@ -26,13 +26,13 @@ _GEMMA_CONTROL = re.compile(
 # The control tokens of Gemma 4 have names of three forms, such as <|turn>, <turn|> and <|think|>.
 _GEMMA4_CONTROL = re.compile(r'<\|([a-z_]+|")>|<[a-z_]+\|>|<\|([a-z_]+|")\|>|<(bos|eos|pad|unk|mask)>')
 _LAYOUT = 5  # the version of the cache files; files of other versions are ignored
-OLD_SUFFIX = ".vocab"  # the suffix of cache files in an old format that is no longer read
+OLD_SUFFIX = ".vocab"  # the suffix of cache files of older versions, which are no longer read
 
 
 def is_control(content: str, special: bool) -> bool:
     """Return whether an added token is a control token. User text must never be encoded to a control token.
 
-    All added tokens are control tokens, except those runs of white space and HTML tags that are not marked special.
+    All added tokens are control tokens, except runs of white space and HTML tags that are not marked special.
     """
     return special or _PLAIN.fullmatch(content) is None
 
@@ -55,12 +55,12 @@ def is_gemma4_control(content: str) -> bool:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A vocabulary, as the model file has it.
+    """The vocabulary in a model file.
 
-    pieces: in the order of their ids
+    pieces: in the order of ids
     merges: int32 [M, 2], ids of the left and right halves, best merge first
     added: (id, content, special), in the order of ids
-    split_newlines: whether a text is first split at its runs of newlines
+    split_newlines: whether a text is first split at runs of newlines
     """
 
     pieces: list[str]
@@ -70,9 +70,9 @@ class Vocabulary:
 
 
 class Tables(NamedTuple):
-    """A vocabulary of V pieces as arrays, which are mapped from the cache and searched without creating Python objects.
+    """A vocabulary of V pieces and M merges as arrays, which can be memory-mapped.
 
-    The M merges are sorted by left half, then by right half.
+    Merges are sorted by left half, then by right half.
     """
 
     text: np.ndarray  # uint8: the UTF-8 bytes of all pieces, one after the other
@@ -97,10 +97,7 @@ class Tables(NamedTuple):
 
 
 def tables(vocabulary: Vocabulary, where: str) -> Tables:
-    """Check a vocabulary, and return it as searchable arrays.
-
-    Merges whose result is a control token are left out.
-    """
+    """Check a vocabulary, and convert it to searchable arrays."""
     pieces, added = vocabulary.pieces, vocabulary.added
     find = {piece: number for number, piece in enumerate(pieces)}.get
     _check_added(added, pieces, where)
@@ -113,16 +110,16 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
     made = np.array([find(pieces[a] + pieces[b], -1) for a, b in vocabulary.merges.tolist()], np.int32)
     if made.size and made.min() < 0:
         raise TokenizerError(f"{where}: merge {int(made.argmin())} produces a piece that is not in the vocabulary")
-    # Leave out merges whose result is a control token, because ordinary text could otherwise be encoded to that token.
+    # Omit merges that result in a control token. Otherwise ordinary text could be encoded to the control token.
     omitted = [number for number, content, special in added if is_control(content, special)]
     if vocabulary.split_newlines:
-        # Encoding with these tables does not split a text at its runs of newlines. Leaving out the merges of newlines with
-        # other characters gives the ids of a split text all the same.
+        # Omit merges of newlines with other characters. Encoding then gives the ids of a text that is split at newlines,
+        # without splitting the text.
         omitted += [number for number, piece in enumerate(pieces) if "\n" in piece and piece.strip("\n")]
     order = np.lexsort((np.arange(len(made)), right, left))
     order = order[~np.isin(made[order], omitted)]
     pair = left[order].astype(np.int64) << 32 | right[order]
-    # If the file lists a pair several times, only its last merge is kept.
+    # If the file lists a pair several times, keep only the last merge.
     last = np.append(pair[1:] != pair[:-1], [True] * min(1, len(pair)))
     order = order[last]
     return Tables(
@@ -141,7 +138,7 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
 
 
 def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: str) -> None:
-    """Raise an error unless the id of every added token is that of an equal piece, or the next free id after the pieces."""
+    """Raise an error unless every added token has the id of an equal piece, or the next free id after the pieces."""
     following = len(pieces)
     known = set(pieces)
     for number, content, special in added:
@@ -163,10 +160,10 @@ def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: s
 
 
 def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
-    """Return the tables from the cache. At the first use, build and store them.
+    """Return the cached tables of a file. On a cache miss, build the tables and write them to the cache.
 
-    If the cache directory is not usable, the tables are built in memory. The cache key contains the file's size and
-    modification time, but no hash of the content, because reading 33 MB for a hash would take as long as the cache saves.
+    If the cache directory is not usable, the tables stay in memory. The cache key has the file's size and modification time,
+    but no hash of the content, because hashing 33 MB would take as long as the cache saves.
     """
     stat = source.stat()
     name = f"{source.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{salt}\0{_LAYOUT}"
@@ -188,10 +185,7 @@ def cached(source: Path, salt: str, make: Callable[[], Tables]) -> Tables:
 
 
 def _write(file: BinaryIO, made: Tables) -> None:
-    """Write tables to a cache file.
-
-    Arrays whose elements have more bytes come first, so that each array is aligned.
-    """
+    """Write tables to a cache file. Arrays with larger elements come first, so that every array is aligned."""
     text = json.dumps(made.added, ensure_ascii=False).encode("utf-8")
     arrays = {**made._asdict(), "added": np.frombuffer(text, np.uint8)}
     ordered = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))
@@ -200,10 +194,7 @@ def _write(file: BinaryIO, made: Tables) -> None:
 
 
 def _read(path: Path) -> Tables | None:
-    """Return the tables in a cache file, or None if the file is missing or damaged.
-
-    The caller then writes the file again.
-    """
+    """Return the tables in a cache file, or None if the file is missing or damaged."""
     try:
         arrays, _ = read_arrays(path)
     except GemmaError:

@@ -13,6 +13,7 @@ from receipt_tampering import verdicts
 import gemma_py
 from gemma_py.checks.audit import EQUAL
 from gemma_py.generate import evidence, sampling
+from gemma_py.kernels.checksum import checksum
 from gemma_py.receipts import merkle, receipt, row_digests
 
 
@@ -24,8 +25,8 @@ def test_a_receipt_made_now_has_the_stored_bytes(tiny_engine: gemma_py.Engine, n
     assert stored.rules == receipt.RULES and len(stored.answer) == golden_receipts.TOKENS
 
 
-def big_endian(row: np.ndarray) -> bytes:
-    return row.astype(">f4").tobytes()
+def checksum_of_first_block(words: np.ndarray, checksums: np.ndarray) -> None:
+    checksums[:] = checksum(words[: len(words) // len(checksums)])
 
 
 def with_other_prefix(leaves: Sequence[bytes]) -> bytes:
@@ -34,8 +35,8 @@ def with_other_prefix(leaves: Sequence[bytes]) -> bytes:
 
 honest_uniform: Callable[[int, int], float] = sampling.uniform
 EDITS: dict[str, tuple[Any, str, Any]] = {
-    "the bytes of a row of logits": (row_digests, "bytes_for_digest", big_endian),
-    "the digests of logits": (row_digests, "row_digest", lambda row: bytes(12)),
+    "the checksums of a row of logits": (row_digests, "block_checksums", checksum_of_first_block),
+    "the digests of logits": (evidence, "row_digest", lambda row: bytes(12)),
     "the digests of keys and values": (evidence, "kv_digests", lambda kv: tuple(bytes(12) for _ in kv)),
     "the tree": (merkle, "root", with_other_prefix),
     "the digests of texts": (evidence, "output_digests", lambda text, reasoning, calls: {"answer": "0" * 64}),

@@ -139,7 +139,7 @@ def test_what_is_not_asked_for_is_not_computed(engine: gemma_py.Engine, monkeypa
     failing: Any = partial(pytest.fail, "computed")
     for name in ("identity", "fingerprint"):
         monkeypatch.setattr(engine, name, failing)
-    monkeypatch.setattr("gemma_py.receipts.row_digests.row_digest", failing)
+    monkeypatch.setattr("gemma_py.generate.evidence.row_digest", failing)
     monkeypatch.setattr("gemma_py.runtime.cache.digest", failing)
     session = engine.session()
     generation = engine.generation(replace(request, receipt=False))

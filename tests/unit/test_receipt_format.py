@@ -165,7 +165,7 @@ def test_a_missing_field_and_an_unknown_field_are_errors(receipt: Receipt) -> No
 
 @pytest.mark.parametrize(("path", "value"), [
     ((*REQUEST, "max_tokens"), 13), ((*REQUEST, "trim"), True), ((*REQUEST, "stop"), []), ((*REQUEST, "ends"), []),
-    ((*REQUEST, "sampling", "seed"), "4"), ((*REQUEST, "sampling", "top_p"), "0.5"), (("predicate", "rules"), 2),
+    ((*REQUEST, "sampling", "seed"), "4"), ((*REQUEST, "sampling", "top_p"), "0.5"), (("predicate", "rules"), 3),
     (("predicate", "answer", "finish_reason"), "stop"), (("predicate", "root"), "0" * 64),
     (("predicate", "model", "quant"), "q8_0"), (("subject", 0, "digest", "sha256"), "0" * 64),
 ])  # fmt: skip

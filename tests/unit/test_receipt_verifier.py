@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import receipt_tampering as tampering
 from pages import fences
@@ -17,8 +18,9 @@ from repository import ROOT
 import gemma_py
 from gemma_py.errors import FormatError
 from gemma_py.receipts.receipt import Receipt, canonical, parse
+from gemma_py.receipts.row_digests import row_digest
 
-(SOURCE,) = fences((ROOT / "docs" / "receipts.md").read_text(), "python")
+DIGEST, SOURCE = fences((ROOT / "docs" / "receipts.md").read_text(), "python")
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +76,23 @@ def test_the_verifier_agrees_with_the_package(check: Callable[[str], str], recei
             ):
                 check(data.decode())
     assert 500 < refused < 600
+
+
+@pytest.mark.parametrize("size", [3, 1024, 1536])
+def test_the_digest_of_a_row_is_the_documented_one(size: int) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(DIGEST, "receipts.md", "exec"), names)
+    row = np.random.default_rng(size).standard_normal(size).astype(np.float32)
+    row[:2] = -0.0, np.inf
+    documented = names["row_digest"](row.astype("<f4").tobytes())
+    assert row_digest(row) == documented
+    for at in range(0, size, 97):
+        changed = row.copy()
+        changed.view(np.uint32)[at] ^= 1
+        assert row_digest(changed) != documented
+
+
+def test_the_digest_of_a_row_does_not_depend_on_the_bits_of_nan() -> None:
+    rows = np.zeros((2, 8), np.float32)
+    rows.view(np.uint32)[:, 5] = 0x7FC00000, 0xFFC00001
+    assert row_digest(rows[0]) == row_digest(rows[1]) != row_digest(np.zeros(8, np.float32))

@@ -1,1 +1,1 @@
-"""The requests, responses and errors of OpenAI's API, independent of HTTP. The server and `gemma_py batch` use them."""
+"""Requests, responses and errors in OpenAI's format, without HTTP. Used by the server and by `gemma_py batch`."""

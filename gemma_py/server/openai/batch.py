@@ -2,8 +2,8 @@
 
 A row of the input is {"custom_id", "method": "POST", "url", "body"}; a row of the output is {"id", "custom_id", "response",
 "error"}. Each output row is written as soon as its response is complete, and is flushed to disk before the next row is written.
-If the process is killed, only the last line of the output can be incomplete. The next run removes such a line, and then
-computes only the requests that have no row yet.
+If the process is killed, only the last line of the output can be incomplete. The next run removes an incomplete line, and
+then computes only the requests that have no row yet.
 """
 
 import fcntl
@@ -27,12 +27,12 @@ from gemma_py.server.openai.errors import ApiError, api_error, checked
 from gemma_py.server.openai.service import Service
 
 _MAX_ROW = 64 << 20
-_HEALTH_SECONDS = 1.0  # if there is no event for this many seconds, the engine's health is checked
+_HEALTH_SECONDS = 1.0  # after this time without an event, the engine's health is checked
 
 
 @dataclass(frozen=True)
 class InputRow:
-    """A request in the input file. Its line begins at byte `start` of the file and has `size` bytes."""
+    """A request in the input file. The request's line begins at byte `start` of the file and has `size` bytes."""
 
     custom_id: str
     url: str
@@ -59,7 +59,7 @@ class Counts:
 
 
 def read_rows(path: Path) -> list[InputRow]:
-    """Read and check all rows of the input file. The first malformed row raises InputError."""
+    """Read the input file. Raise InputError for the first malformed row."""
     rows: list[InputRow] = []
     lines: dict[str, int] = {}
     start = 0
@@ -110,10 +110,10 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 
 
 class Output:
-    """The output file, as a context manager. The file is locked while it is open, so only one process can write to it.
+    """The output file, as a context manager. A lock on the open file keeps other processes from writing to the file.
 
-    done: the custom_ids of the rows in the file
-    models: the names of the models that computed these rows
+    done: the custom_ids of the rows that the file had when it was opened
+    models: the names of the models that computed the rows in `done`
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,9 +183,9 @@ def run(
     progress: Callable[[Counts], None],
     receipts: bool = False,
 ) -> Counts:
-    """Compute the rows that the output does not contain yet. Raises GemmaError if the engine fails or the disk is full.
+    """Compute the rows that are missing in the output. Raise GemmaError if the engine fails or the disk is full.
 
-    receipts: add receipts to all responses, also to those whose request does not ask for a receipt.
+    receipts: add a receipt to every response, even if the request does not ask for a receipt
     """
     unknown = output.done - {row.custom_id for row in rows}
     if unknown:
@@ -225,7 +225,7 @@ class _Batch:
     def run(self, rows: Iterator[InputRow]) -> None:
         self._progress(self._counts)
         for row in rows:
-            # Submit one row more than can run at once, so that the scheduler can begin it as soon as another row ends.
+            # Keep one row waiting in the scheduler, so that the scheduler can start this row as soon as a running row ends.
             while len(self._running) > self._service.scheduler.parallel:
                 self._take()
             self._begin(row)
@@ -267,7 +267,7 @@ class _Batch:
                     if index == 0 and len(self._running) == 1:
                         raise
                     self._take()
-                    if running not in self._running:  # the row has failed, because of another choice
+                    if running not in self._running:  # `_take` saw that another choice of this row failed
                         return
 
     def _put(self, running: _RunningRow, index: int, event: Event) -> None:
@@ -275,13 +275,13 @@ class _Batch:
         self._events.put((running, index, event))
 
     def _take(self) -> None:
-        """Handle the next event. If none arrives for a while, check the engine's health."""
+        """Handle the next event. If no event arrives within _HEALTH_SECONDS, check the engine's health."""
         try:
             running, index, event = self._events.get(timeout=_HEALTH_SECONDS)
         except queue.Empty:
             self._check_healthy()
             return
-        if running not in self._running:  # the row has already failed, because of another choice
+        if running not in self._running:  # another choice of this row has failed
             return
         try:
             for _ in running.builder.take(index, event):
@@ -307,7 +307,7 @@ class _Batch:
         self._write_error(running.row, error)
 
     def _check_healthy(self) -> None:
-        """Raise an error if the engine has failed, because the failure must not be written as the error of a row."""
+        """Raise ComputationError if the engine has failed. A failure of the engine must not be written as a row's error."""
         health = self._service.scheduler.health()
         if not health.ok:
             raise ComputationError(

@@ -21,7 +21,7 @@ Document = dict[str, Any]
 
 
 class Choice:
-    """The text, log-probabilities, tool calls and token counts of one choice of a response, so far."""
+    """One choice of a response, as far as it has been generated."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -40,12 +40,11 @@ class Choice:
 class ResponseBuilder:
     """The base class of the builders of all endpoints.
 
-    prompt_field: the request field that holds the prompt
-    id_prefix: the beginning of every response id
+    prompt_field: the request field that has the prompt
+    id_prefix: the prefix of response ids
     object: the value of "object" in a whole response
     chunk_object: the value of "object" in a chunk
-    typed_events: whether the stream has an "event:" line before each chunk, and no [DONE] at the end, as in the Responses
-    API
+    typed_events: True for the Responses API: the stream has an "event:" line before each chunk, and no [DONE] at the end
     """
 
     prompt_field, id_prefix, object, chunk_object = "", "", "", ""
@@ -68,7 +67,7 @@ class ResponseBuilder:
         yield from ()
 
     def take(self, index: int, event: Event) -> Iterator[Document]:
-        """Yield the chunks of one event. An event of type Failed raises its error."""
+        """Yield the chunks of one event. For a Failed event, raise the event's error."""
         choice = self.choices[index]
         if isinstance(event, PrefillProgress):
             choice.cached = event.cached
@@ -100,7 +99,7 @@ class ResponseBuilder:
             yield {**self._chunk([]), **self.receipts()}
 
     def receipts(self) -> Document:
-        """Return the field with the receipts of all choices. If the client asked for no receipts, there is no field."""
+        """Return {"receipts": [...]}, or {} if the client asked for no receipts."""
         made = [choice.receipt for choice in self.choices if choice.receipt is not None]
         return {"receipts": made} if made else {}
 
@@ -116,7 +115,7 @@ class ResponseBuilder:
         }  # fmt: skip
 
     def usage(self) -> Document:
-        """Return the token counts so far. A prompt counts once, even if several choices share it."""
+        """Return the token counts so far. A prompt with several choices counts once."""
         pairs = zip(self.job.requests, self.choices, strict=True)
         once = {id(request.ids): (len(request.ids), choice.cached) for request, choice in pairs}.values()
         prompt, made = sum(count for count, _ in once), sum(choice.generated for choice in self.choices)
@@ -239,7 +238,7 @@ class CompletionBuilder(ResponseBuilder):
         return self.job.echo[index // self._n] if self.job.echo else ""
 
     def _hidden(self, index: int) -> int:
-        """Return the length of the BOS token's text, which is in the decoded prompt but must not be in the echo."""
+        """Return the length of the BOS token's text, which the decoded prompt has and the echoed prompt has not."""
         ids = self.job.requests[index].ids if self.job.echo else []
         return len(self.service.tokenizer.decode(ids)) - len(self._echo(index))
 
@@ -265,7 +264,7 @@ class CompletionBuilder(ResponseBuilder):
             yield self._text(index, event.token.text, entry)
 
     def _entry(self, index: int, token: int, logprob: float | None, top: TopLogprobs) -> Document:
-        """Return the log-probabilities of one token. The first token of a prompt has none, because no token precedes it."""
+        """Return the log-probabilities of a token. The first token of a prompt has none (logprob is None)."""
         text, as_bytes = self._token(token)
         entry: Document = {"tokens": [text], "token_logprobs": [None], "top_logprobs": [None]}
         if logprob is not None:

@@ -1,4 +1,4 @@
-"""Responses that follow a JSON schema. llguidance computes which tokens may come next; all others are masked."""
+"""Responses that follow a JSON schema. llguidance computes which tokens are allowed next."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from gemma_py.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_MAX_SIZE, _MAX_DEPTH = 64 << 10, 64  # the most characters, and the most levels of nesting, of a schema
+_MAX_SIZE, _MAX_DEPTH = 64 << 10, 64  # limits of a schema: characters, levels of nesting
 # These limits on llguidance's work allow about 20 ms to compile a schema, and about 15 ms for each token.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
@@ -32,12 +32,12 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class JsonConstraint:
-    """Keeps one response within a JSON schema. The parser has state, so each response needs its own instance."""
+    """Keeps one response within a JSON schema. The parser has state, so each response needs an instance of its own."""
 
     def __init__(self, matcher: "LLMatcher", vocab_size: int, description: dict[str, Any]) -> None:
         self._matcher, self._vocab_size, self.description = matcher, vocab_size, description
-        # The bit masks computed so far, one for each coming position. The first mask has the tokens that may come next. Mask
-        # number i has the tokens that may follow the first i tokens of `forced`, about which the schema leaves no choice.
+        # _masks[0] has a bit for each token that is allowed next. If the schema allows only one token there, _masks[1] has the
+        # tokens that are allowed after that token, and so on.
         self._masks: list[bytes] = []
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
@@ -60,7 +60,7 @@ class JsonConstraint:
         while len(tokens) < most and not matcher.is_stopped():
             if len(tokens) == len(self._masks):
                 mask = matcher.compute_bitmask()
-                if matcher.is_error():  # the error is raised if the answer gets there
+                if matcher.is_error():  # `allowed` raises this error if the answer reaches this position
                     break
                 self._masks.append(mask)
             only = _only(self._masks[len(tokens)])
@@ -72,18 +72,18 @@ class JsonConstraint:
 
     @property
     def finished(self) -> bool:
-        """Whether the JSON document is complete. Then only an end token may follow."""
+        """Whether the JSON document is complete, so that only an end token may follow."""
         return self._matcher.is_stopped()
 
     def _check(self) -> None:
         if self._matcher.is_error():
             raise ComputationError(
-                f"llguidance cannot compute the tokens that the JSON schema allows: {_line(self._matcher.get_error())}"
+                f"llguidance failed to compute which tokens the JSON schema allows: {_line(self._matcher.get_error())}"
             )
 
 
 def _only(mask: bytes) -> int | None:
-    """Return the number of the only bit of a mask, or None if the mask has none or several bits."""
+    """Return the index of the bit that is set, or None unless exactly one bit is set."""
     bits = int.from_bytes(mask, "little")
     return bits.bit_length() - 1 if bits.bit_count() == 1 else None
 
@@ -91,7 +91,7 @@ def _only(mask: bytes) -> int | None:
 class JsonConstraints:
     """Compiles JSON schemas for one tokenizer.
 
-    llguidance needs tables of the vocabulary. They are built by `prepare`, or when the first schema is compiled.
+    llguidance's tables of the vocabulary are built by `prepare`, or when the first schema is compiled.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Collection[int]) -> None:
@@ -100,14 +100,12 @@ class JsonConstraints:
         self._tables: LLTokenizer | None = None
 
     def prepare(self) -> None:
-        """Build the tables if llguidance is installed. Building takes about a second, during which no other Python thread
-        runs.
-        """
+        """Build the tables if llguidance is installed. This blocks all Python threads for about a second."""
         if importlib.util.find_spec("llguidance") is not None and self._ends:
             self._llguidance()
 
     def compile(self, schema: dict[str, Any], param: str) -> JsonConstraint:
-        """Compile a schema. A schema that is malformed, too large, too deep, too costly or unsatisfiable raises ApiError."""
+        """Compile a schema. Raise ApiError if the schema is malformed, too large, too deep, too costly or unsatisfiable."""
         try:
             import llguidance
         except ModuleNotFoundError:
@@ -129,7 +127,7 @@ class JsonConstraints:
                 raise ApiError(400, "No response can satisfy the schema.", param, "invalid_value")
         if first.is_error():
             raise ApiError(400, f"The schema is not supported: {_line(first.get_error())}", param, "invalid_value")
-        # The schema is kept as text, because the order of its keys is the order of the document's keys.
+        # Store the schema as text, which preserves the order of keys. A generated document has its keys in this order.
         description = {
             "kind": "json_schema", "schema": json.dumps(schema), "ends": self._ends, "llguidance": llguidance.__version__,
             "thoughts": None,
@@ -147,7 +145,7 @@ class JsonConstraints:
 
 
 class _Vocabulary:
-    """An adapter that gives a tokenizer the interface that llguidance expects."""
+    """An adapter from our Tokenizer to the interface that llguidance expects."""
 
     def __init__(self, tokenizer: Tokenizer, end: int) -> None:
         self._tokenizer = tokenizer
@@ -160,7 +158,7 @@ class _Vocabulary:
 
 
 def piece_bytes(tokenizer: Tokenizer, token: int) -> bytes:
-    """Return the bytes of a token's text, or no bytes if the id has no text."""
+    """Return the bytes of a token's text; empty if the id has no text."""
     piece = tokenizer.piece(token) or ""
     byte = _BYTE.fullmatch(piece)
     return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()

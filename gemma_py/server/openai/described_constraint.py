@@ -1,4 +1,4 @@
-"""Make the constraint of an answer again, such as its JSON schema, from the answer's receipt, so that an audit can check it."""
+"""Rebuild the constraint of an answer, such as a JSON schema, from the answer's receipt, for an audit."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,8 +14,10 @@ from gemma_py.templates.notation import CallConstraint, marks_of
 
 
 def constraint_maker(engine: Engine) -> Callable[[Mapping[str, Any]], Constraint]:
-    """Return a function that makes a constraint for an engine's answers. It raises FormatError if no constraint has the
-    description, and UndecidableError if this needs another version of llguidance.
+    """Return a function that converts `request.constraint` of a receipt to a Constraint.
+
+    The function raises FormatError if the field is invalid, and UndecidableError if llguidance is missing or is another
+    version than the field names.
     """
     compilers: dict[tuple[int, ...], JsonConstraints] = {}
 
@@ -24,12 +26,12 @@ def constraint_maker(engine: Engine) -> Callable[[Mapping[str, Any]], Constraint
             import llguidance
         except ModuleNotFoundError:
             raise UndecidableError(
-                "the answer follows a JSON schema, which needs llguidance: pip install 'gemma_py[schema]'"
+                "the answer follows a JSON schema, and checking that needs llguidance: pip install 'gemma_py[schema]'"
             ) from None
         version, ends, schema = (description.get(name) for name in ("llguidance", "ends", "schema"))
         if version != llguidance.__version__:
             raise UndecidableError(
-                f"the answer follows a JSON schema as llguidance {version!r:.40} reads it, and this is llguidance "
+                f"the answer was made with llguidance {version!r:.40}, and checking it needs that version; found llguidance "
                 f"{llguidance.__version__}"
             )
         vocabulary = engine.config.vocab_size
@@ -57,7 +59,7 @@ def constraint_maker(engine: Engine) -> Callable[[Mapping[str, Any]], Constraint
         elif kind == "tool_call" and isinstance(description.get("name"), str | None):
             marks = marks_of(engine.text_tokenizer())
             if marks is None:
-                raise FormatError("request.constraint asks for a tool call, which the model does not know")
+                raise FormatError("request.constraint requires a tool call, but this model does not support tool calls")
             made = CallConstraint(engine.text_tokenizer(), marks, description["name"])
         else:
             raise FormatError(f"request.constraint.kind should be 'json_schema' or 'tool_call', found {kind!r:.40}")
@@ -69,7 +71,7 @@ def constraint_maker(engine: Engine) -> Callable[[Mapping[str, Any]], Constraint
                 raise FormatError("request.constraint.thoughts should have the fields channel and begun")
             made = AfterThoughts(made, (channel[0], channel[1]), begun)
         if made.description != description:
-            raise FormatError("request.constraint is not written as the constraint describes itself")
+            raise FormatError("request.constraint should have exactly the fields and values that gemma_py writes")
         return made
 
     return make

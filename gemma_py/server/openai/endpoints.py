@@ -15,8 +15,8 @@ class Endpoint(NamedTuple):
 
     schema: the pydantic model of a request
     builder: the class that builds the response
-    prompt_field: the request field that holds the prompt
-    embeds: whether the endpoint needs an embedding model; the other endpoints need a model that generates text
+    prompt_field: the request field that has the prompt
+    embeds: whether the endpoint needs an embedding model; otherwise it needs a model that generates text
     """
 
     schema: Any
@@ -25,7 +25,7 @@ class Endpoint(NamedTuple):
     embeds: bool = False
 
     def response(self, service: Service, asked: Any) -> ResponseBuilder:
-        """Check a request, and return the builder of its response."""
+        """Check the request, and return a builder for the response."""
         service.check_model(asked.model)
         service.check_kind(self.embeds)
         return self.builder(service, asked)

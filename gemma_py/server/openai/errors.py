@@ -22,9 +22,9 @@ class ApiError(GemmaError):
     """The error that a client receives instead of a response.
 
     status: the HTTP status
-    param: the request field that is wrong
-    code: the kind of error, for programs
-    retry_after: after how many seconds the client may try again
+    param: the invalid field of the request
+    code: a name of the error for programs, such as "invalid_value"
+    retry_after: seconds after which the client may retry
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ApiError(GemmaError):
 
 
 def api_error(error: GemmaError, prompt_field: str | None = None) -> ApiError:
-    """Convert any exception to the error that the client receives. prompt_field: the request field that holds the prompt."""
+    """Convert an exception to the error that the client receives. prompt_field: the request field that has the prompt."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextError):
@@ -54,7 +54,7 @@ def api_error(error: GemmaError, prompt_field: str | None = None) -> ApiError:
     if isinstance(error, ToolError):
         return ApiError(400, str(error), error.field, "invalid_value")
     if isinstance(error, InputError | TemplateError | UnsupportedError):
-        # If the error is about a sampling option, the message begins with the option's name.
+        # A message about a sampling option begins with the name of the option.
         first = str(error).partition(" ")[0].rstrip(":")
         return ApiError(400, str(error), first if first in _OPTIONS else prompt_field, "invalid_value")
     return ApiError(500, str(error), None, "internal_error")
@@ -66,7 +66,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def checked(schema: type[T], given: Any) -> T:
-    """Validate a JSON document as a request of type `schema`. The first invalid field raises ApiError."""
+    """Validate a JSON document as a request of type `schema`. Raise ApiError for an invalid field."""
     try:
         return schema.model_validate(given)
     except ValidationError as error:
@@ -76,8 +76,8 @@ def checked(schema: type[T], given: Any) -> T:
 def _from_validation(error: ValidationError, given: Any) -> ApiError:
     """Convert pydantic's errors to one ApiError.
 
-    If a field may have several types, pydantic reports an error for each type. The chosen error is the one deepest in the
-    document, because it belongs to the type that the client most likely meant.
+    If a field may have several types, pydantic reports an error for each type. Choose the error that is deepest in the
+    document: the field matches that type up to this depth, so the client most likely meant that type.
     """
     errors = error.errors(include_url=False, include_context=False)
     same = [(_path(e["loc"], given), e) for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
@@ -93,7 +93,7 @@ def _from_validation(error: ValidationError, given: Any) -> ApiError:
 
 
 def _path(places: tuple[int | str, ...], given: Any) -> str:
-    """Return the path of a field, such as `messages[0].content`. The names of types, which pydantic adds, are left out."""
+    """Return the path of a field, such as `messages[0].content`, without the type names that pydantic inserts."""
     path, at = "", given
     for number, place in enumerate(places):
         inside = (isinstance(at, Mapping) and place in at) or (isinstance(at, list) and isinstance(place, int))

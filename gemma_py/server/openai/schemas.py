@@ -1,9 +1,9 @@
 """The pydantic models of requests, with OpenAI's field names. The OpenAPI document is generated from these models.
 
-OpenAI's fields that have no meaning for a local model are accepted and ignored (see `Ignored`). Any other unknown field is
-an error, as in OpenAI's API. Fields that OpenAI's API does not have: `top_k`, `min_p`, `repetition_penalty`,
-`return_progress`, `speculate`, `receipt`, and, because benchmarks of inference servers send them, `ignore_eos` and
-`continuous_usage_stats`.
+Fields of OpenAI's API that have no meaning for a local model are accepted and ignored (see `Ignored`). Unknown fields are
+errors, as in OpenAI's API. These fields are additions to OpenAI's API: `top_k`, `min_p`, `repetition_penalty`,
+`return_progress`, `speculate`, `receipt`, `task`, `chat_template_kwargs`, `ignore_eos` and `continuous_usage_stats`.
+Benchmarks of inference servers send the last two.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -25,8 +25,8 @@ def _ranged(option: str) -> Any:
 
 
 def _length(least: int | None = None, most: int | None = None) -> Any:
-    """Return a pydantic field that checks a list's length. Checking stops at the first error, because a list can have
-    millions of invalid elements.
+    """Return a pydantic field that limits a list's length. Validation stops at the first invalid element, because a list can
+    have millions of them.
     """
     return Field(min_length=least, max_length=most, fail_fast=True)
 
@@ -43,9 +43,9 @@ class Strict(BaseModel):
 
 
 class Loose(BaseModel):
-    """The base class of messages and their parts.
+    """The base class of messages and parts of messages.
 
-    Unknown fields are ignored, because clients send messages back that newer servers have extended by fields.
+    Unknown fields are ignored, because clients send back messages that another server may have given more fields.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -148,11 +148,11 @@ class Sampled(Ignored):
     receipt: bool = False
 
     def sampling(self) -> dict[str, Any]:
-        """Return the given sampling options, by their names in gemma_py.Sampling."""
+        """Return the sampling options that the request sets, as keyword arguments of gemma_py.Sampling."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: float(v) if name != "top_k" else v for name in names if (v := getattr(self, name)) is not None}
         if given.get("top_p") == 0:
-            given["top_p"] = 1e-9  # OpenAI's API allows 0, which means the most likely token
+            given["top_p"] = 1e-9  # OpenAI's API allows top_p=0, which selects the most likely token
         if self.seed is not None:
             given["seed"] = self.seed & _SEED
         return given
@@ -203,8 +203,8 @@ class Penalised(Sampled):
 
 
 class Prediction(Strict):
-    """A text that the client expects in large parts of the answer. Correct parts make generation faster. The answer does not
-    depend on the prediction.
+    """Text that the client expects in the answer. Correct parts make generation faster. The answer does not depend on the
+    prediction.
     """
 
     type: Literal["content"]

@@ -41,7 +41,7 @@ from gemma_py.templates.chat_format import NO_TOOLS, ChatFormat
 from gemma_py.templates.notation import CallConstraint, Marks
 from gemma_py.templates.template import Message, Template
 
-DEFAULT_TOKENS = 1024  # the most tokens of a chat response if the request sets no limit
+DEFAULT_TOKENS = 1024  # the most tokens of a response if the request sets no limit
 _SEEDS = 1 << 63
 
 
@@ -50,7 +50,7 @@ class Job:
     """The scheduler's requests for one HTTP request.
 
     requests: one for each choice; each prompt has n choices
-    echo: the texts of the prompts if the client asked for an echo, otherwise empty
+    echo: the texts of the prompts if the response should repeat them, otherwise empty
     """
 
     requests: list[Any]
@@ -64,7 +64,7 @@ def new_scheduler(engine: Engine, parallel: int, queue: int = 64) -> BaseSchedul
 
 
 class Service:
-    """Converts requests in OpenAI's format. Several threads can use it at once. model: the model's name in requests."""
+    """Converts requests in OpenAI's format. Thread-safe. model: the model's name in requests."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Service:
         template: str | None = None,
         signer: Signer | None = None,
     ) -> None:
-        """signer: signs all receipts; None to leave them unsigned."""
+        """signer: signs all receipts; None for unsigned receipts"""
         self.engine, self.scheduler, self.model, self.signer = engine, scheduler, model, signer
         self.tokenizer = engine.text_tokenizer()
         self.format: ChatFormat = engine.chat_format(engine.template(template))
@@ -83,7 +83,7 @@ class Service:
         self._constraints = JsonConstraints(self.tokenizer, engine.config.vocab_size, self.ends)
 
     def receipt_document(self, receipt: Receipt) -> dict[str, Any]:
-        """Return a receipt as JSON: in-toto's statement, or if the server signs, the envelope of the statement."""
+        """Return a receipt as JSON: an in-toto statement, which a server with a signer wraps in a signed envelope."""
         return receipt.document() if self.signer is None else self.signer.envelope(receipt).document()
 
     @property
@@ -91,16 +91,14 @@ class Service:
         return self.format.template
 
     def prepare(self) -> None:
-        """Build the tables for JSON schemas at startup. Building them later would delay running requests, because no other
-        Python thread runs meanwhile.
-        """
+        """Build the tables for JSON schemas. Called at startup, because building blocks all Python threads for a second."""
         if self.engine.config.embedding is None:
             self._constraints.prepare()
 
     def check_kind(self, embeds: bool) -> None:
-        """Raise InputError unless the model is of the kind that the request needs.
+        """Raise InputError if the request needs an embedding model and this model generates text, or the reverse.
 
-        embeds: True for an embedding model, False for a model that generates text
+        embeds: whether the request needs an embedding model
         """
         if embeds and self.engine.config.embedding is None:
             raise InputError(f"The model {self.model!r:.80} generates text; embeddings need an embedding model.")
@@ -211,7 +209,7 @@ class Service:
     def _thinking(self, asked: ChatRequest | ResponsesRequest) -> bool | None:
         """Return whether the model should think. None lets the template decide.
 
-        A reasoning effort is ignored for a model that cannot think, because clients send it to every model.
+        A reasoning effort is ignored for a model that cannot think, because some clients send an effort to every model.
         """
         switch = asked.thinking_switch
         if switch and not self.format.knows_thinking:
@@ -222,9 +220,7 @@ class Service:
         return asked.effort != "none"
 
     def _call(self, asked: ChatRequest | ResponsesRequest) -> Callable[[], CallConstraint] | None:
-        """Return a function that creates the constraint for a tool call, or None if the request does not require a tool
-        call.
-        """
+        """Return a function that creates the constraint for a tool call, or None if no tool call is required."""
         if asked.chosen in ("none", "auto"):
             return None
         names = [function.name for function in asked.functions]
@@ -252,7 +248,6 @@ class Service:
         return _joined_system(made)
 
     def _stop(self, asked: Sampled) -> tuple[str, ...]:
-        """Return the stop strings with which the chat template ends a turn."""
         return () if asked.ignore_eos else self.template.stop
 
     def _sampling(self, asked: Sampled, ends: Collection[int]) -> Sampling:
@@ -265,9 +260,9 @@ class Service:
     def _choices(
         request: Request, n: int | None, constraint: Callable[[], Constraint | None], thinking: bool | None = None
     ) -> list[Request]:
-        """Return n copies of a request, one for each choice. Choice i has the seed + i and its own constraint.
+        """Return n copies of a request, one for each choice. Choice i has seed + i and a constraint of its own.
 
-        A thought at the beginning of an answer is not constrained.
+        Thoughts at the beginning of an answer are not constrained.
         """
         marks = request.marks
         channel = None if marks is None else marks.channel
@@ -299,8 +294,9 @@ def _text(content: str | list[ContentPart]) -> str:
 
 
 def _turns(items: Sequence[InputItem | CallItem | ResultItem | ReasoningItem]) -> list[GivenMessage]:
-    """Convert the items of a Responses API input to messages. A tool call is added to the assistant message before it, and
-    a thought to the assistant message after it.
+    """Convert the input items of the Responses API to messages.
+
+    A tool call joins the preceding assistant message. A thought joins the following assistant message.
     """
     made: list[GivenMessage] = []
     for item in items:
@@ -323,7 +319,7 @@ def _turns(items: Sequence[InputItem | CallItem | ResultItem | ReasoningItem]) -
 
 
 def _joined_system(messages: list[Message]) -> list[Message]:
-    """Join the system messages at the beginning to one message, with blank lines between them."""
+    """Join the system messages at the beginning into one message, separated by blank lines."""
     count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if count < 2:
         return messages

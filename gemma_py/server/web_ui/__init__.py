@@ -1,4 +1,4 @@
-"""The chat page at / and the page at /audit. Their Content-Security-Policy allows only scripts and styles of this directory."""
+"""The pages / (chat) and /audit. A Content-Security-Policy forbids scripts and styles from outside this directory."""
 
 import base64
 import hashlib
@@ -14,12 +14,12 @@ def _read(*names: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the hash of a script or style, for the Content-Security-Policy header."""
+    """Return the hash that allows a script or style in a Content-Security-Policy header."""
     return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
 
 
 def _page(document: str, styles: Sequence[str], scripts: Sequence[str]) -> tuple[str, str]:
-    """Return a page with its styles and scripts, and its Content-Security-Policy."""
+    """Return (HTML with inlined styles and scripts, Content-Security-Policy header)."""
     style, script = _read(*styles), _read(*scripts)
     page = _read(document).strip("\n").replace("{{style}}", style).replace("{{script}}", script) + "\n"
     policy = (
