@@ -83,7 +83,7 @@ def download_system(apt: Path, system: Path) -> None:
         "APT::Architecture": "arm64", "APT::Architectures": "arm64", "APT::Sandbox::User": "", "Debug::NoLocking": "1",
         "APT::Install-Recommends": "0",
     }  # fmt: skip
-    if debian:  # repositories that are not Debian's may have no ARM64 packages
+    if debian:
         settings |= {"Dir::Etc::sourcelist": debian[0], "Dir::Etc::sourceparts": "/dev/null"}
     options = [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
     wanted = (PYTHON, f"lib{PYTHON}-stdlib", "libstdc++6", "libgomp1")
@@ -207,7 +207,7 @@ def results(cpu: str, work: Path, arguments: Sequence[str]) -> dict[str, str]:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--step"]:  # a process that `results` started
+    if sys.argv[1:2] == ["--step"]:
         step, *paths, kvs, demo = sys.argv[2:]
         if step == "compute":
             compute(Path(paths[0]), Path(paths[1]), kvs.split(","), demo)

@@ -33,7 +33,6 @@ _BATCH = 32  # texts, the default of sentence-transformers
 
 
 def short_texts(count: int) -> list[str]:
-    """Texts of 3 to 25 words from Python's documentation."""
     from peers import texts
 
     words, rng = " ".join(texts()).split(), np.random.default_rng(1)
@@ -149,7 +148,7 @@ def serve(name: str, folder: Path, threads: int) -> None:
     runtime = RUNTIMES[name](folder, threads)
     if isinstance(runtime, Llama):
         texts = [runtime.tokenizer.encode(text) for text in texts]
-    np.save(folder / f"{name}.npy", runtime.embed(texts))  # the first run is not measured
+    np.save(folder / f"{name}.npy", runtime.embed(texts))
     print("ready", flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
@@ -176,7 +175,6 @@ class Worker:
         return self._process.stdout.readline()
 
     def measure(self) -> float:
-        """The seconds that the runtime takes to embed all texts."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()

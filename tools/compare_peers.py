@@ -37,7 +37,7 @@ from gemma_py.errors import GemmaError
 OURS = "gemma_py"
 PEERS_TOOL = Path(__file__).with_name("peers.py")
 PROMPT = "The capital of France is Paris. The capital of Germany is"
-PAUSE = 0.3  # seconds between two runtimes, in which the threads of the first one stop spinning
+PAUSE = 0.3
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def whole_process(path: Path, threads: int, rounds: int, with_llama: bool) -> di
         )
         commands["llama.cpp"] = [sys.executable, "-c", program]
     seconds: dict[str, list[float]] = {name: [] for name in commands}
-    for number in range(rounds + 1):  # the first round fills caches and does not count
+    for number in range(rounds + 1):
         for name, command in commands.items():
             start = time.perf_counter()
             subprocess.run([str(part) for part in command], check=True, capture_output=True)
@@ -245,7 +245,6 @@ def times(ratio: Spread) -> str:
 
 
 def errors(nll: Sequence[float], truth: Sequence[float]) -> tuple[float, float]:
-    """The mean and the largest absolute difference."""
     apart = [abs(a - b) for a, b in zip(nll, truth, strict=True)]
     return statistics.fmean(apart), max(apart)
 

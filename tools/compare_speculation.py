@@ -26,7 +26,7 @@ from gemma_py.cli.common import markdown, positive
 from gemma_py.generate.core import Request
 
 _LOOKUP_TOKENS = 10
-_PAUSE = 0.3  # seconds between two runtimes, in which the threads of the first one stop spinning
+_PAUSE = 0.3
 # (prompt, number of new tokens, whether to use prompt lookup) -> (tokens, seconds after the first token)
 Run = Callable[[list[int], int, bool], tuple[list[int], float]]
 

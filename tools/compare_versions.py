@@ -94,7 +94,7 @@ class Version:
 
 def compare(old: Version, new: Version, work: str, rounds: int) -> str:
     times: dict[Version, list[float]] = {old: [], new: []}
-    for number in range(-1, rounds):  # the first round is a warm-up
+    for number in range(-1, rounds):
         for version in (old, new) if number % 2 else (new, old):
             spent = version.seconds(work)
             if number >= 0:

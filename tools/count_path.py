@@ -48,7 +48,6 @@ class Recorder:
             window[frame.f_code] = frame.f_globals
 
     def cut(self) -> None:
-        """End the current window and begin the next."""
         if self.window is not None:
             self.windows.append(self.window)
         self.window = {}
@@ -133,7 +132,7 @@ def stream(engine: gemma_py.Engine, recorder: Recorder) -> None:
 def count(mode: str, model: str) -> dict[str, Any]:
     run: Callable[[gemma_py.Engine, Recorder], None] = {"decode": decode, "stream": stream}[mode]
     recorder = Recorder()
-    threading.setprofile(recorder)  # threads that are started later are recorded too
+    threading.setprofile(recorder)
     try:
         with gemma_py.load(model, threads=2) as engine:
             sys.setprofile(recorder)

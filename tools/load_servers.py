@@ -18,8 +18,6 @@ from gemma_py.catalog import resolve
 
 
 class Process:
-    """A server in a child process."""
-
     def __init__(self, command: list[str], port: int) -> None:
         self.port = port
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  (a file, because a pipe that nobody reads fills up)

@@ -32,8 +32,8 @@ NAMES = [name for name in tiny_families.ASSISTANTS if "wrapped" not in name]
 def _mend_sharing_modes() -> None:
     """Work around two limits of transformers 5.23.0.
 
-    It refuses a model in which no layer has keys and values of its own, as in an assistant. And a main model whose
-    layers share no KV rows does not return the keys and values that an assistant needs.
+    transformers refuses a model in which no layer has keys and values of its own, as in an assistant. And a main model
+    whose layers share no KV rows does not return the keys and values that an assistant needs.
     """
     original = Gemma4TextConfig.kv_sharing_modes.fget
 

@@ -34,7 +34,7 @@ from gemma_py.errors import UnsupportedError
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 TOKENS = 45  # more than every sliding window of a fixed variant, and more than a tile of attention
-LENGTHS = (1, 7, TOKENS)  # lengths of the texts for an embedding model
+LENGTHS = (1, 7, TOKENS)
 LOGITS_LIMIT, COSINE_LIMIT = 1e-4, 1e-5
 VARIANTS = tiny.VARIANTS | tiny_families.VARIANTS
 

@@ -18,16 +18,14 @@ from typing import Any
 import numpy as np
 
 TOPICS = ("str", "json", "argparse", "asyncio.Task", "random", "subprocess", "pathlib.Path", "collections")
-_SCORED_AT_ONCE = 32  # tokens in a pass of llama.cpp with all logits, which need memory
+_SCORED_AT_ONCE = 32
 
 
 def texts() -> list[str]:
-    """Python's own documentation, with English, code and lists. It needs no download."""
     return [pydoc.plain(pydoc.render_doc(topic)) for topic in TOPICS]
 
 
 def dequantised(path: Path, **options: Any) -> Any:
-    """transformers' float32 model of a GGUF file."""
     import torch
     import transformers
 
@@ -77,7 +75,6 @@ class Runtime:
         raise NotImplementedError
 
     def memory(self) -> int:
-        """The peak memory of the process in bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -38,7 +38,7 @@ EXTRAS = {
 # Each of two processes runs a test file at a time, because tests often wait for child processes, and a core would be
 # idle.
 IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-TIERS = ("unit", "bits", "chat", "server", "model")  # folders of tests/
+TIERS = ("unit", "bits", "chat", "server", "model")
 MEGABYTES = {"test": 450}  # downloads of a task; other tasks download 350
 
 
@@ -58,7 +58,6 @@ def works() -> bool:
 
 
 def prepare(task: str) -> None:
-    """Make the environment if needed, and install the package with the extras of the task."""
     extra = EXTRAS[task]
     if not works():
         say(f"making {ENVIRONMENT.name} (a few seconds)")

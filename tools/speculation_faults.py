@@ -78,8 +78,8 @@ def drawn_plan(rng: random.Random, engine: gemma_py.Engine, fault: str) -> Fault
 def in_pass(
     number: int, owner: type, name: str, before: Callable[[], None], after: Callable[[], None]
 ) -> Iterator[None]:
-    """Call `before` and `after` around the pass with guesses number `number`. owner, name: the method that computes
-    such passes.
+    """Call `before` and `after` around the `number`-th pass with guesses. owner, name: the method that computes such
+    passes.
     """
     honest, passes = getattr(owner, name), [0]
 
@@ -211,7 +211,7 @@ async def texts_without_speculation(threads: int) -> list[str]:
 
 
 async def sigterm(threads: int, rng: random.Random, want: Sequence[str]) -> None:
-    """Send SIGTERM to a server that has computed guesses and has running streams. All streams must end complete."""
+    """Send SIGTERM to a server that has computed guesses and has running streams. All streams must be complete."""
     async with running(served(threads, "--drain", "120")) as server:
         clients = [asyncio.create_task(stream(server.port, number, _STREAM_TOKENS)) for number in range(_STREAMS)]
         while json.loads((await ask(server.port, "GET", "/health")).text)["running"] < _STREAMS:

@@ -57,7 +57,6 @@ def _gemma2(**changes: Any) -> dict[str, Any]:
 
 
 def _vaultgemma(**changes: Any) -> dict[str, Any]:
-    """A VaultGemma config of current transformers."""
     config = _gemma2(model_type="vaultgemma", architectures=["VaultGemmaForCausalLM"], **changes)
     del config["rope_theta"]
     types = [
@@ -68,7 +67,6 @@ def _vaultgemma(**changes: Any) -> dict[str, Any]:
 
 
 def _gemma3(**changes: Any) -> dict[str, Any]:
-    """A Gemma 3 config of current transformers."""
     layers = changes.get("num_hidden_layers", 7)
     return {
         "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "vocab_size": 96, "hidden_size": 32,
@@ -86,7 +84,6 @@ def _gemma3(**changes: Any) -> dict[str, Any]:
 
 
 def _old_gemma3(**changes: Any) -> dict[str, Any]:
-    """A Gemma 3 config of transformers 4.50."""
     config = _gemma3(rope_theta=1000000.0, rope_local_base_freq=10000.0, sliding_window_pattern=3, **changes)
     del config["rope_parameters"], config["layer_types"]
     return config
@@ -181,7 +178,6 @@ def gaussians(seed: int, count: int) -> np.ndarray:
 
 
 def largest_cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest cosine distance between a row of a and the row of b with the same index."""
     x, y = (table.astype(np.float64) for table in (a, b))
     lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     return float((1 - (x * y).sum(1) / lengths).max())
@@ -203,7 +199,7 @@ def is_embedding(variant: Variant) -> bool:
 
 
 def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """{Hugging Face name: shape}"""
+    """Shapes by Hugging Face name."""
     c = text_config(variant)
     table = {variant.prefix + name: shape for name, shape in text_shapes(c).items()}
     if variant.head:
@@ -282,7 +278,6 @@ def pooled_width(variant: Variant) -> int:
 
 
 def dense_layers(variant: Variant, seed: int) -> list[np.ndarray]:
-    """f32 matrices [out, in] of the dense layers after mean pooling."""
     widths = (pooled_width(variant), *variant.dense)
     return [
         (gaussians(seed * 1000 + 900 + n, into * out) * np.float32(into**-0.5)).reshape(out, into)

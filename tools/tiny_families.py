@@ -114,7 +114,6 @@ def unified(text: Config) -> Config:
 
 
 def embedding_gemma(**changes: Any) -> Config:
-    """EmbeddingGemma's transformer is Gemma 3 with bidirectional attention."""
     bidirectional = {"use_bidirectional_attention": True, "architectures": ["Gemma3TextModel"], "vocab_size": 64}
     return _gemma3(**(bidirectional | changes))
 

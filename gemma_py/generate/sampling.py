@@ -84,7 +84,7 @@ class Sampler:
         assert s.seed is not None
         weights, ids = self._candidates(x, x[likeliest])
         least = max(np.float32(s.min_p), _TINY)  # weights are relative to the likeliest token, whose weight is 1
-        chosen = int(kernels.draw(weights, least, uniform(s.seed, self._start + len(made))))
+        chosen = int(kernels.draw(weights, least, uniform(s.seed, self._start + len(made)), _block_sums(weights)))
         return chosen if ids is None else int(ids[chosen])
 
     def _penalised(self, logits: np.ndarray, made: Sequence[int]) -> np.ndarray:
@@ -113,13 +113,13 @@ class Sampler:
         if 0 < s.top_k < len(x):
             values, ids = likeliest(x, s.top_k)
             weights = np.empty_like(values)
-            total = kernels.softmax_weights(values, largest, weights)
-            count = kernels.count_until(weights, s.top_p * total) if s.top_p < 1 else len(weights)
+            kernels.softmax_weights(values, largest, weights)
+            count = kernels.count_until(weights, s.top_p * _total(weights)) if s.top_p < 1 else len(weights)
             return weights[:count], ids
         weights = np.empty_like(x)
-        total = kernels.softmax_weights(x, largest, weights)
+        kernels.softmax_weights(x, largest, weights)
         if s.top_p < 1:
-            self._cut(x, largest, weights, s.top_p * total)
+            self._cut(x, largest, weights, s.top_p * _total(weights))
         return weights, None
 
     @staticmethod
@@ -133,6 +133,15 @@ class Sampler:
         members = members[: kernels.zero_below_bin(x, largest, edge, weights, members)]
         members = members[np.lexsort((members, -x[members]))]
         weights[members[kernels.count_until(weights[members], limit - before) :]] = 0
+
+
+def _block_sums(weights: np.ndarray) -> np.ndarray:
+    return np.empty(-(-len(weights) // kernels.SUM_BLOCK))
+
+
+def _total(weights: np.ndarray) -> float:
+    """Return the sum of the weights, added in ascending order of index."""
+    return float(kernels.running_sums(weights, np.float32(0), _block_sums(weights)))
 
 
 # --- log probabilities -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp
 
 _BLOCK = 64  # the number of logits that `top_k` examines or skips together
+SUM_BLOCK = 1024  # weights
 # The number of bins into which logits are sorted by value. The first bin begins at the largest logit. A bin is 1/16 wide,
 # except that the last bin has no lower end.
 BINS = 1024
@@ -73,18 +74,29 @@ def top_k(x, values, ids):
 
 @kernel
 def softmax_weights(x, largest, weights):
-    """Compute weights[v] = exp(x[v] - largest), and return the sum of the weights in f64, v ascending.
+    """Compute weights[v] = exp(x[v] - largest).
 
     x: [V] f32, read
     weights: [V] f32, written
-
-    The sum has a loop of its own. In a common loop with the exponentials, the chain of additions would slow them down.
     """
-    total = 0.0
     for v in range(x.shape[0]):
         weights[v] = exp(x[v] - largest)
-    for v in range(x.shape[0]):
-        total += np.float64(weights[v])
+
+
+@kernel
+def running_sums(weights, least, sums):
+    """Compute the sum of the weights up to the end of each block of 1,024. Return the sum of all weights.
+
+    Weights below `least` count as 0.
+
+    weights: [n] f32, read
+    sums: [number of blocks] f64, written
+    """
+    total = 0.0
+    for block in range(sums.shape[0]):
+        for v in range(block * SUM_BLOCK, min((block + 1) * SUM_BLOCK, weights.shape[0])):
+            total += np.float64(weights[v]) if weights[v] >= least else 0.0
+        sums[block] = total
     return total
 
 
@@ -149,19 +161,21 @@ def zero_below_bin(x, largest, edge, weights, members):
 
 
 @kernel
-def draw(weights, least, u):
+def draw(weights, least, u, sums):
     """Return the first index at which the running sum of the weights exceeds u * (sum of all weights).
 
     Weights below `least` count as 0.
 
     weights: [n] f32, read
+    sums: [number of blocks] f64, written by `running_sums`, so that only one block has to be searched
     """
-    total = 0.0
-    for v in range(weights.shape[0]):
-        if weights[v] >= least:
-            total += np.float64(weights[v])
-    target, reached, chosen = u * total, 0.0, 0
-    for v in range(weights.shape[0]):
+    target = u * running_sums(weights, least, sums)
+    first, reached, chosen = 0, 0.0, 0
+    for block in range(sums.shape[0]):
+        if sums[block] > target:
+            first, reached = block * SUM_BLOCK, sums[block - 1] if block > 0 else 0.0
+            break
+    for v in range(first, weights.shape[0]):
         if weights[v] >= least:
             reached += np.float64(weights[v])
             chosen = v

@@ -58,7 +58,7 @@ def test_a_product_and_a_sum_are_rounded_separately(compiled: Compiled) -> None:
     for kernel in ("product_and_sum", "products_and_sums"):
         assert {"fmul", "fadd"} <= compiled[1][kernel]
         assert not any(FUSED.fullmatch(name) for name in compiled[1][kernel])
-    assert any(FUSED.fullmatch(name) for name in compiled[1]["fused"])  # the pattern matches fused instructions
+    assert any(FUSED.fullmatch(name) for name in compiled[1]["fused"])
 
 
 def test_products_of_codes_are_widened_by_the_multiplication(compiled: Compiled) -> None:

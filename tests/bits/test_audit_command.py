@@ -1,5 +1,3 @@
-"""The command `audit`: verdicts, exit codes, and files without a receipt."""
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterator

@@ -40,7 +40,6 @@ def receipt(engine: gemma_py.Engine) -> Receipt:
 
 
 def edited(documents: tampering.Documents) -> tampering.Documents:
-    """Append a word to the last text that the documents show."""
     made = copy.deepcopy(documents)
     holder, name = next(at for at in reversed(tampering.shown_texts(made)) if at[0][at[1]])
     holder[name] += " not"

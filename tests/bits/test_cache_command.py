@@ -1,5 +1,3 @@
-"""`gemma_py cache` lists and removes only files that gemma_py created."""
-
 import json
 import os
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""tools/check_speculation.py: a few random cases pass, and broken code is found."""
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""tools/compare_embeddings.py gives every runtime equal texts and equal weights."""
-
 from pathlib import Path
 
 import compare_embeddings

@@ -80,7 +80,6 @@ def test_a_runtime_that_dies_is_named(tmp_path: Path, program: str, message: str
 
 
 def test_ours_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A runtime that is not installed is listed as missing, and the tool runs to its end."""
     monkeypatch.setattr(compare_peers, "PEERS", (NOWHERE,))
     arguments = [
         TINY,

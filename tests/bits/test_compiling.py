@@ -23,9 +23,9 @@ from gemma_py.kernels.decorator import CACHE, inlined
 from gemma_py.runtime import compiling
 from gemma_py.runtime.cache import KV_TYPES
 
-LONG = 300.0  # seconds, enough on any machine
+LONG = 300.0
 KERNELS = [kernel for share in (*compiling.SHARES, (compiling.forward,)) for kernel in share]
-linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are looked for in /proc")
+linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
 
 # Compiles three small phases instead of all phases. Prints the number compiled in other processes and in this process.
 PROGRAM = """
@@ -64,7 +64,7 @@ def helpers(cache: Path) -> list[int]:
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             arguments = file.read_bytes()
-        except OSError:  # the process has ended in the meantime
+        except OSError:
             continue
         if b"gemma_py.runtime.compiling" in arguments and os.fsencode(cache) in arguments:
             found.append(int(file.parent.name))

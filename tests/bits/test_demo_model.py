@@ -1,5 +1,3 @@
-"""The demo model's predictions match those of transformers, and its tokenizer gives Gemma's ids."""
-
 import gzip
 import json
 import random

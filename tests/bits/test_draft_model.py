@@ -39,7 +39,6 @@ def wrong(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
 
 
 def check_answers(engine: gemma_py.Engine, asked: list[tuple[Request, Outcome]], draft: str) -> None:
-    """Answers with guesses must equal the answers without guesses."""
     guessed = accepted = 0
     for number, (request, want) in enumerate(asked):
         engine.set_threads(1 + number % 4)
@@ -62,7 +61,6 @@ def engine() -> Iterator[gemma_py.Engine]:
 
 @pytest.fixture(scope="module")
 def plain(engine: gemma_py.Engine) -> list[tuple[Request, Outcome]]:
-    """Every request with its answer without speculation."""
     return [(request, outcome(engine, replace(request, speculate="off"))[0]) for request in requests(engine)]
 
 

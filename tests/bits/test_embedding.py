@@ -40,7 +40,6 @@ def expected(engine: gemma_py.Engine, ids: Sequence[list[int]]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def ggufs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Q8_0 GGUF files of the models in WIDE."""
     folder = tmp_path_factory.mktemp("gguf")
     return {name: write_model(folder / f"{name}.gguf", WIDE[name], seed=3, quant="Q8_0") for name in WIDE}
 
@@ -101,7 +100,6 @@ def test_a_gguf_has_the_bits_of_the_directory(tmp_path: Path) -> None:
 
 
 def caught(engine: gemma_py.Engine, want: np.ndarray, ids: list[list[int]], plans: Sequence[FaultPlan]) -> bool:
-    """Whether the embeddings are wrong, or a pass fails, under any of the plans."""
     for plan in plans:
         engine.instruments.fault_plan = plan
         try:

@@ -1,5 +1,3 @@
-"""Reading configs of EmbeddingGemma 2 from Hugging Face and GGUF, valid and malicious ones."""
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -258,7 +258,7 @@ def _attention_tile(m, number, s, batch, g, first, last):
 
 def test_a_thousand_legal_orders_of_one_layer_on_one_thread(checkpoints: dict[str, Path]) -> None:
     with opened(checkpoints["gemma3"], 1) as engine:
-        for number in (0, 5):  # layer 0 has a sliding window, and layer 5 has full attention
+        for number in (0, 5):
             plain = layer_in_order(engine, 0, 23, number)
             assert not np.isnan(plain[0]).any()
             for seed in range(1, 501):

@@ -54,7 +54,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records the names of sections whose checksum is computed."""
     names, honest = [], store._checksum
 
     def noted(data, plan, section):
@@ -142,9 +141,7 @@ def test_a_changed_file_or_a_lost_record_has_the_experts_checked_again(
 
 
 def record_of(path: Path) -> Path:
-    """The record that the file's experts were checked. It begins with the file's name; the other record has only a
-    sha256.
-    """
+    """The record of a check of the experts begins with the file's name. The other record is only a sha256."""
     (found,) = [record for record in (path.parent / store.RECORDS).iterdir() if b" " in record.read_bytes()]
     assert found.read_bytes().startswith(path.name[:40].encode())
     return found

@@ -134,7 +134,6 @@ def list_products(routes, T, X, C, lists):
 
 
 def near_ties(rng: np.random.Generator, T: int, X: int) -> np.ndarray:
-    """Logits with equal numbers, neighbouring floats, infinities and NaN."""
     x = rng.standard_normal((T, X)).astype(np.float32)
     for row in x[1::2]:
         row[:] = row[0]

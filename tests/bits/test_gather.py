@@ -78,7 +78,7 @@ def test_rows_that_are_not_finite_are_refused_when_they_are_gathered(row: int) -
     values[row, 7] = np.inf
     data = values.view(np.uint8).reshape(-1)
     table = GatheredTable.of(StoredTensor("table", TYPES["F32"], (N, K), data, Path("nowhere")))
-    if row == 4:  # IDS does not contain 4
+    if row == 4:
         assert (gathered(table) == 1).all()
         return
     with pytest.raises(FormatError, match="holds NaN or infinite values"):

@@ -272,7 +272,7 @@ def test_control_any_barrier_dropped(tmp_path: Path) -> None:
         phases = {labels[number] for number in ops[ops[:, p.BARRIER] != 0, p.LABEL]} - {"head"}
         assert len(phases) == len(labels) - 1
         for phase in phases:
-            sizes = [1] if phase == "scores" else [TOKENS]  # only decoding has this phase
+            sizes = [1] if phase == "scores" else [TOKENS]
             assert caught(engine, want, without_barrier(engine, phase), sizes), phase
 
 

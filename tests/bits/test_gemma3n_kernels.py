@@ -1,5 +1,3 @@
-"""Kernels that only Gemma 3n uses give the bits of the specification."""
-
 import numba
 import numpy as np
 from hypothesis import given, settings

@@ -90,7 +90,7 @@ def same_as_the_specification(engine: gemma_py.Engine, lengths: tuple[int, ...] 
 def test_steps_match_the_specification(checkpoints: dict[str, Path], tmp_path: Path, name: str, kv: str) -> None:
     with opened(checkpoints, name, tmp_path, kv=kv) as engine:
         assert same_as_the_specification(engine)
-        assistant_of(engine).runner.instruments.fault_plan = FaultPlan(seed=1)  # delays at every wait
+        assistant_of(engine).runner.instruments.fault_plan = FaultPlan(seed=1)
         assert same_as_the_specification(engine, (33,))
 
 
@@ -172,7 +172,6 @@ def engine(
 
 
 def check_answers(engine: gemma_py.Engine, most: int) -> None:
-    """Answers with guesses must equal the answers without guesses."""
     ids, length = prompt(engine.config, 40), engine.context
     asked = [Request(ids[n:], length - 40, sampling) for n, sampling in enumerate(SAMPLINGS.values())]
     asked += [Request(ids[:1], length - 1), Request(ids[:3], 30, ends=frozenset(range(20)))]

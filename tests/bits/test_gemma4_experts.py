@@ -1,5 +1,3 @@
-"""Gemma 4's mixture of experts: all file formats, quantised weights, negative controls, malicious files."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

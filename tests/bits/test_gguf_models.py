@@ -1,5 +1,3 @@
-"""GGUF files written by the gguf package are read right, and give the bits of safetensors."""
-
 from dataclasses import replace
 from pathlib import Path
 

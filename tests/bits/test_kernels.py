@@ -25,7 +25,7 @@ from gemma_py.weights.tensors import CodeMatrix, FloatMatrix, Matrix
 
 F = np.float32
 EPS = F(1e-6)
-ALL = 2**62  # a window that contains every key
+ALL = 2**62
 seeds = st.integers(0, 2**32 - 1)
 some = settings(max_examples=20, deadline=None)
 
@@ -447,7 +447,6 @@ def test_nan_after_a_position_does_not_change_its_output():
 
 
 def digest():
-    """A digest of the results of all kernels whose instructions depend on the machine."""
     rng, found = np.random.default_rng(7), hashlib.sha256()
     T, K, N = 7, 256, 40
     x = normal(rng, T, K)

@@ -43,7 +43,7 @@ def test_other_machine_code_gives_the_same_bits(cpu: str) -> None:
         "-W",
         "ignore",
         machine_digests.__file__,
-    ]  # numpy warns about features that it does not know
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == machine_digests.digests()

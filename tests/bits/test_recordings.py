@@ -1,5 +1,3 @@
-"""The demo model gives the outputs that README and docs show."""
-
 import re
 import shlex
 from collections.abc import Callable

@@ -115,7 +115,7 @@ def test_quantised_weights_match_the_float_weights_they_stand_for(tmp_path: Path
     floats = write_floats(tmp_path / "floats.gguf", values)
     expected = wide_logits(floats)
     assert np.abs(quantised - expected).max() / expected.std() < 1e-3
-    assert (quantised != expected).any()  # quantised inputs change some bits
+    assert (quantised != expected).any()
 
 
 def stored(path: Path) -> list[Any]:
@@ -187,7 +187,7 @@ def test_matmul_codes_matches_exact_arithmetic(width: int, with_minimum: bool) -
     rng = np.random.default_rng(2)
     K, N = 96, 5
     x = rng.integers(-32767, 32768, K).astype(np.int16)
-    x[:32] = 32767  # the largest possible dot product
+    x[:32] = 32767
     w = rng.integers(-128, 128, (N, K)).astype(np.int8)
     w[0, :32] = -128
     groups = K // width

@@ -115,7 +115,7 @@ def test_control_mutants_of_the_cache(
         try:
             assert not verifies(engine, want, seed=1)
         except InputError:
-            assert mutant != "a ring one row short"  # a committed guess cannot be accepted again
+            assert mutant != "a ring one row short"
 
 
 def test_the_limits_of_guesses(checkpoints: dict[str, Path]) -> None:
@@ -183,7 +183,6 @@ def engine() -> Iterator[gemma_py.Engine]:
 
 @pytest.fixture(scope="module")
 def plain(engine: gemma_py.Engine) -> list[tuple[Request, Outcome]]:
-    """Every request with its answer without speculation."""
     return [(request, outcome(engine, replace(request, speculate="off"))[0]) for request in requests(engine)]
 
 

@@ -1,5 +1,3 @@
-"""tools/speculation_faults.py: a few faults of each kind, and a broken KV cache that the tool must find."""
-
 import pytest
 import speculation_faults
 

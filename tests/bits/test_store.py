@@ -213,7 +213,7 @@ def test_parts_make_the_same_panels(checkpoint: Path, folder: Path, monkeypatch:
     monkeypatch.setattr(StoredMatrix, "rows", counted)
     monkeypatch.setattr(weights, "_CHUNK", 1)
     assert bits(packed(checkpoint)) == expected
-    assert max(counts) == 64  # weights are never packed a whole matrix at a time
+    assert max(counts) == 64
 
 
 PROGRAM = """
@@ -378,7 +378,7 @@ def test_what_a_killed_process_left_is_cleared_away(
     monkeypatch.setattr(paths, "_YOUNG", -1.0)
     left = kept.with_name(kept.name + ".abc.partial")
     left.touch()
-    with paths.atomic_write(kept) as file:  # another process is still writing
+    with paths.atomic_write(kept) as file:
         kept.unlink()
         packed(checkpoint)
         assert not left.exists()

@@ -1,5 +1,3 @@
-"""The worker team: synchronisation, faults and stalls. The team stays usable after each fault."""
-
 import contextlib
 import ctypes
 import gc
@@ -156,7 +154,7 @@ def test_any_team_matches_one_worker(workers: int, expected: np.ndarray) -> None
 
 def test_rows_are_published_from_where_the_watermark_stands(team: Team) -> None:
     for start in (1, 1000):
-        passed(team, FaultPlan(seed=start), start)  # `passed` asserts the watermarks
+        passed(team, FaultPlan(seed=start), start)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +188,7 @@ def check_fault(team: Team, plan: FaultPlan, expected: np.ndarray) -> None:
     assert f"worker {plan.worker} of {WORKERS}" in str(error) and f"phase {NAMES[plan.phase]}" in str(error)
     assert error.settled == (plan.fault == "raise")
     assert ("an injected fault" if plan.fault == "raise" else "stalled") in str(error)
-    assert np.array_equal(passed(team), expected)  # the team works again
+    assert np.array_equal(passed(team), expected)
 
 
 FAULT_PLACES = [(MIX, "enter"), (MIX, "barrier"), (PRODUCE, "enter"), (ATTEND, "enter"), (ATTEND, "barrier")]
@@ -209,7 +207,7 @@ def test_exception_is_reported_and_the_team_goes_on(
 def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected: np.ndarray) -> None:
     with Team(WORKERS, deadline=DEADLINE) as team:
         check_fault(team, FaultPlan(5, "stall", phase % WORKERS, 1, phase, place), expected)
-    assert not team_threads()  # closing the team has ended the stall
+    assert not team_threads()
 
 
 @pytest.mark.parametrize(
@@ -262,7 +260,7 @@ def test_rows_with_two_owners_are_reported(team: Team) -> None:
 
 def test_long_work_is_no_stall() -> None:
     with Team(2, deadline=1.0) as team:
-        team.run(work_slowly, 60)  # takes three times the deadline
+        team.run(work_slowly, 60)
 
 
 def test_late_worker_cannot_disturb_later_runs(expected: np.ndarray) -> None:
@@ -481,7 +479,7 @@ def flushing_to_zero() -> Iterator[None]:
 
 @pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64") or platform.libc_ver()[0] != "glibc",
-    reason="sets the flags through glibc",
+    reason="needs glibc on Linux, and x86-64 or ARM64",
 )
 def test_flush_to_zero_is_noticed(expected: np.ndarray) -> None:
     with Team(2) as team:

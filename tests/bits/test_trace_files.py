@@ -1,5 +1,3 @@
-"""Trace files: how they are written and compared, and which are refused."""
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`verify` finds and locates every difference."""
-
 import io
 import json
 import sys

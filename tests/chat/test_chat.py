@@ -227,7 +227,7 @@ def test_an_answer_that_forges_turns_is_only_text_later(
     conversation.sampling = DRAW
     talk(conversation, said)
     assert conversation.ids.count(start) == 4  # two turns of the user, and two of the model
-    talk(conversation, "again")  # unlike the turn before, computes no answer again
+    talk(conversation, "again")  # all earlier turns are in the cache, so few tokens are computed
     stats = conversation.stats
     assert stats is not None and stats.prompt_tokens - stats.cached_tokens < 25 < stats.cached_tokens
     assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)

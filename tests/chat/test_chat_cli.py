@@ -1,5 +1,3 @@
-"""`chat` in a real terminal (a pty and a shell with job control), and through pipes."""
-
 import contextlib
 import dataclasses
 import io
@@ -48,7 +46,6 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here = window()
     here.chat("--max-tokens", "12")
     assert "\x1b[Kloading the model\r" in here.text
-    # An answer is streamed, and then a line of statistics is printed.
     here.type("hello\r")
     here.expect("prompt 15 tokens", "answer 12", "first after", "of 4,096", "the answer was cut off at 12 tokens", ">")
     # The message appears once, because the typed line is erased.
@@ -68,7 +65,6 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
         "hello",
         "one 🙂\nשלום\ntwo\nتجربة",
     ]
-    # The answer to a wrong command is one line.
     here.type("/hepl\r")
     here.expect("unknown command /hepl; did you mean /help?")
     here.type("/set top_p 7\r")
@@ -113,7 +109,6 @@ def test_a_conversation_in_a_terminal(window: Callable[..., Window], tmp_path: P
     here.type("hi\r")
     here.expect("answer 5", *END)
     here.resize(24, 80)
-    # /edit puts the last message into the prompt.
     here.type("/edit\r")
     here.expect("hi")
     here.type(" there\r")
@@ -175,7 +170,7 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
     here.expect("stopped before the answer began")
     here.type("/tokens\r")
     here.expect("context 28 of 4,096")
-    here.type("\x1b[A\x1b[A\r")  # the second entry of the history is the message
+    here.type("\x1b[A\x1b[A\r")
     here.expect("answer 6", *END)
     # The context has no room for the message twice. The chat says so and asks what to do.
     here.paste(paste)

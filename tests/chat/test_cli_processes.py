@@ -1,5 +1,3 @@
-"""Commands as child processes: pipes, interrupts, closed streams, a full disk, and a read-only home directory."""
-
 import json
 import os
 import signal

@@ -202,7 +202,6 @@ def test_no_control_token_forms_across_places(form: ChatFormat, tokenizer: Token
 def read(
     form: ChatFormat, ids: list[int], tools: bool = True, prompt: tuple[int, ...] = ()
 ) -> tuple[str, str, list[Any]]:
-    """Return (text, thoughts, calls) of an answer."""
     stream = AnswerStream(form.tokenizer, trim=True, marks=form.marks(tools), prompt=prompt)
     parts = [*(stream.push(token) for token in ids), stream.finish()]
     calls = [(call.name, json.loads(call.arguments)) for part in parts for call in part.calls]
@@ -269,7 +268,9 @@ def test_a_prompt_may_end_within_a_thought(form: ChatFormat) -> None:
 
 
 def test_any_sequence_of_marks_is_read(form: ChatFormat) -> None:
-    """All triples, and random longer sequences: none raises an error, and no mark of a thought is shown."""
+    """All triples of marks and texts, and random sequences of nine: none raises an error, and no mark of a thought is
+    shown.
+    """
     words = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "call:f{a:1}", "x"]
     rng = random.Random(1)
     for parts in [*itertools.product(words, repeat=3), *(rng.choices(words, k=9) for _ in range(500))]:

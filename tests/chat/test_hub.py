@@ -1,6 +1,4 @@
-"""Models of the Hugging Face hub, tested without network: the cache has huggingface_hub's layout, and exceptions are
-its own.
-"""
+"""Models of the Hugging Face hub, without network: the tests fake huggingface_hub's cache, answers and exceptions."""
 
 import os
 import subprocess
@@ -28,7 +26,6 @@ GGUFS = ["a-Q4_K_M.gguf", "a-Q8_0.gguf", "big/b-00001-of-00002.gguf", "big/b-000
 
 
 def lay_out(cache: Path, repository: str, files: dict[str, bytes], revision: str = "main") -> Path:
-    """Write a downloaded snapshot: blobs, links to them, and a ref with the commit."""
     folder = cache / f"models--{repository.replace('/', '--')}"
     snapshot = folder / "snapshots" / SHA
     for number, (name, data) in enumerate(files.items()):
@@ -142,7 +139,7 @@ def test_a_directory_from_the_cache(cache: Path, capsys: pytest.CaptureFixture[s
     for missing in ("hf:owner/tiny@v2", "hf:owner/other", "gemma-3-270m-it"):
         with pytest.raises(ModelNotFoundError, match="HF_HUB_OFFLINE forbids"):
             resolve(missing)
-    lay_out(cache, "google/gemma-3-270m-it", TINY_FILES)  # this model has a name in the catalogue
+    lay_out(cache, "google/gemma-3-270m-it", TINY_FILES)
     assert resolve("gemma-3-270m-it").parts[-3:] == ("models--google--gemma-3-270m-it", "snapshots", SHA)
 
 
@@ -150,7 +147,7 @@ def test_files_from_the_cache(cache: Path) -> None:
     snapshot = lay_out(cache, "owner/ggufs", dict.fromkeys(GGUFS, b""), "refs/pr/1")
     assert resolve("hf:owner/ggufs/big/b-00001-of-00002.gguf@refs/pr/1") == snapshot / GGUFS[2]
     assert resolve("hf:owner/ggufs/a-Q8_0.gguf@refs/pr/1") == snapshot / "a-Q8_0.gguf"
-    assert hub.repository_of(snapshot / "a-Q8_0.gguf") is None  # a file is no repository
+    assert hub.repository_of(snapshot / "a-Q8_0.gguf") is None
     with pytest.raises(ModelNotFoundError):
         resolve("hf:owner/ggufs@refs/pr/1")
     (snapshot / "big" / "b-00001-of-00002.gguf").unlink()
@@ -195,7 +192,7 @@ def test_what_is_in_the_cache_is_not_downloaded(
 def test_only_what_is_needed_is_downloaded(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lay_out(cache, "owner/model", {GGUFS[2]: b""})  # an incomplete download
+    lay_out(cache, "owner/model", {GGUFS[2]: b""})
     answer(monkeypatch, [*GGUFS, "odd[1].gguf", "config.json"])
     asked: list[tuple[str, str | None, list[str]]] = []
 

@@ -109,7 +109,7 @@ def test_rendered_where_that_is_sure() -> None:
         assert raw not in page
     for kept in ("<b>not</b> HTML", "https://example.org/there", "there.png", "not-a-reference", "**never closed", "•"):
         assert kept in page
-    assert "more than once.\nSecond line" in re.sub(r"\n(?!Second)", " ", page)  # the model's line breaks are kept
+    assert "more than once.\nSecond line" in re.sub(r"\n(?!Second)", " ", page)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""The chat in README.md and the snippet in docs/python.md show the output of the demo model and the tiny model."""
-
 import itertools
 import subprocess
 import sys

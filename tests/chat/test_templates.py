@@ -138,7 +138,9 @@ def control_count(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def attacks(tokenizer: Tokenizer) -> Iterator[str]:
-    """Texts that might forge a turn: control tokens alone and within turns, parts of them, and the characters of masks."""
+    """Texts that might forge a turn: control tokens alone and within turns, parts of control tokens, and the
+    private-use characters that stand for messages while a template is rendered.
+    """
     names = sorted(str(tokenizer.piece(token)) for token in tokenizer.control_ids)
     for name in names:
         yield from (
@@ -277,7 +279,7 @@ def test_a_hostile_template_is_one_clear_error(tokenizer: Tokenizer, name: str) 
     with pytest.raises(TemplateError) as error:
         ids_of(jinja(BOMBS[name]), tokenizer, dialogue("a b"))
     assert "\n" not in str(error.value)
-    assert ids_of(jinja(OWN), tokenizer, dialogue("a"))  # the next template is rendered
+    assert ids_of(jinja(OWN), tokenizer, dialogue("a"))
 
 
 def test_an_endless_template_is_killed(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 
 from weak_memory import ACQUIRE, MODELS, RELEASE, Access, Thread, drop, explore, fetch_add, load, store, weaken
 
-# For each function of sync.py: its atomic operations in the order of the source. Each entry is the name of an access in
-# the litmus tests, or the reason why the order of this operation cannot matter.
+# Reasons why the order of an atomic operation cannot matter.
 FLAG = "a flag that guards no data: a worker that sees the flag later only stops later"
 OWN = "only the thread that watches the workers reads this cell; it does so periodically, and takes a lock each time"
 TEST = "fault injection of tests, constant during a run"
 COUNT = (
     "only the atomic addition matters, which protocol.pml tests: barriers and publications order the accesses to rows"
 )
+# The atomic operations of each function in sync.py: (operation, cell, an access in the litmus tests or a reason from above).
 SOURCE: dict[str, list[tuple[str, str, str]]] = {
     "_advance": [("store_release", "at", OWN)],
     "is_intact": [("load_acquire", "BROKEN", FLAG)],

@@ -144,10 +144,8 @@ def _perform(thread: Thread, i: int, done: int, content: Any, found: Any) -> tup
 
 
 def weaken(threads: Sequence[Thread], name: str) -> list[Thread]:
-    """Make the accesses of this name plain."""
     return [[replace(a, order=PLAIN) if a.name == name else a for a in thread] for thread in threads]
 
 
 def drop(threads: Sequence[Thread], name: str) -> list[Thread]:
-    """Remove the waits of this name."""
     return [[a for a in thread if a.name != name] for thread in threads]

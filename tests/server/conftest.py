@@ -1,5 +1,3 @@
-"""Fixtures: a server in this process, and a browser."""
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,14 +10,13 @@ import gemma_py
 
 @pytest.fixture(scope="session")
 def server(tiny_engine: gemma_py.Engine) -> Iterator[Running]:
-    """Shared by all tests that do not change its settings."""
     with serving(tiny_engine) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     for argument in (

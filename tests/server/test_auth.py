@@ -1,5 +1,3 @@
-"""API keys, allowed hosts and allowed origins, on every route."""
-
 import errno
 import os
 import socket
@@ -99,7 +97,7 @@ def test_pages_from_elsewhere_only_where_allowed(locked: Running, server: Runnin
     assert headers["Access-Control-Allow-Origin"] == "https://friend.example"
     assert locked.request("GET", "/v1/models", headers={**stranger, **key})[0] == 403
     _, _, headers = server.request("GET", "/v1/models")
-    assert headers["Access-Control-Allow-Origin"] is None  # no origin is allowed unless one is given
+    assert headers["Access-Control-Allow-Origin"] is None
 
 
 def test_a_key_file_holds_keys(tmp_path: Path) -> None:

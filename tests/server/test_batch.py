@@ -1,5 +1,3 @@
-"""Batches: responses, an error for each invalid row, and the output after the process was killed."""
-
 import json
 import random
 import signal

@@ -1,5 +1,3 @@
-"""Answers that follow a JSON schema, and schemas that are refused."""
-
 import json
 from typing import Any
 
@@ -124,7 +122,7 @@ def test_only_tokens_that_the_grammar_allows_have_logits(
         allowed = constraint.allowed(logits)
         possible = {tokenizer.piece(int(number)) for number in np.flatnonzero(np.isfinite(allowed))}
         assert character in possible and all(piece is not None and "[1]".find(piece) >= 0 for piece in possible)
-        assert allowed[token] == logits[token]  # the logits of allowed tokens do not change
+        assert allowed[token] == logits[token]
         constraint.accept(token)
     assert constraint.finished
 

@@ -1,5 +1,3 @@
-"""The scheduler of an embedding model: shared passes, cancellation, shutdown and failed passes."""
-
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path

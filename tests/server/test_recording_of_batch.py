@@ -1,5 +1,3 @@
-"""The batch in docs/server.md shows the demo model's output."""
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,6 @@
 """The scheduler: each request gets the answer that it gets alone, whichever requests arrive, leave or fail
-meanwhile."""
+meanwhile.
+"""
 
 import math
 import random
@@ -154,8 +155,8 @@ def test_a_prompt_that_is_being_computed_is_not_computed_twice(scheduler: Schedu
 def test_the_prompt_s_log_probabilities(
     tiny_engine: gemma_py.Engine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They do not depend on the prefix cache, on how many rows of logits fit into memory, or on whether tokens are
-    generated.
+    """A prompt's log probabilities do not depend on the prefix cache, on how many rows of logits fit into memory, or on
+    whether tokens are generated.
     """
     honest, rows = tiny_engine.run_together, []
 
@@ -347,7 +348,6 @@ def test_end_tokens_stop_strings_and_constraints_end_answers(
 
 @pytest.fixture
 def weak() -> Iterator[gemma_py.Engine]:
-    """An engine with a short deadline."""
     with gemma_py.load(TINY, threads=2, deadline=1.0) as engine:
         yield engine
 

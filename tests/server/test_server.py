@@ -1,5 +1,3 @@
-"""The endpoints, through OpenAI's client and over plain HTTP."""
-
 import contextlib
 import itertools
 import json
@@ -199,7 +197,7 @@ def test_completions(client: Any, tiny_engine: gemma_py.Engine) -> None:
     for token, logprob, top in zip(
         drawn.logprobs.tokens, drawn.logprobs.token_logprobs, drawn.logprobs.top_logprobs, strict=True
     ):
-        assert top[token] == logprob and len(top) <= 2  # the chosen token and the likeliest one
+        assert top[token] == logprob and len(top) <= 2
     assert made.usage is not None
     assert made.usage.prompt_tokens == sum(len(tiny_engine.encode(prompt)) for prompt in prompts)
 

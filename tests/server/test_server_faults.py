@@ -26,7 +26,6 @@ SHORT = {"prompt": "a", "max_tokens": 4, "temperature": 0}
 
 @pytest.fixture
 def impatient(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """A server with short time limits."""
     monkeypatch.setattr(LimitedProtocol, "header_seconds", 0.3)
     monkeypatch.setattr(LimitedProtocol, "write_seconds", 0.3)
     monkeypatch.setattr(http, "BODY_SECONDS", 0.3)
@@ -58,7 +57,7 @@ def test_clients_that_leave_free_their_places(server: Running) -> None:
             "POST", "/v1/chat/completions", body[: rng.choice((len(body), len(body), 20))], len(body)
         ) as connection:
             time.sleep(rng.random() * 0.03)
-            if number % 2:  # close the connection with a reset
+            if number % 2:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     wait_until(lambda: idle(server))
     _, got = server.post("/v1/completions", **SHORT)

@@ -1,5 +1,3 @@
-"""Tool calls in prompts and answers, which messages cannot forge."""
-
 import json
 import re
 from typing import Any

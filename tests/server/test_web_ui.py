@@ -1,5 +1,3 @@
-"""The chat page in a headless Chromium, with a server. Skipped without Chromium."""
-
 import contextlib
 import itertools
 import os
@@ -81,7 +79,7 @@ def test_a_conversation(page: Page, server: Running) -> None:
     page.wait_for_answer()
     assert page.texts(".user .text") == ["What is a list?", "And a set?"]
 
-    page.reload()  # the conversation is still there
+    page.reload()
     assert page.texts(".user .text") == ["What is a list?", "And a set?"]
     assert page.texts(".assistant .text")[0] == first
     assert page.texts("#list .open") == ["What is a list?"]
@@ -120,7 +118,7 @@ def test_an_answer_is_seen_while_it_is_made_and_can_be_stopped(page: Page, serve
     page.without_end()
     page.find("[aria-label='Answer again']").click()
     page.wait(lambda: page.all(".assistant[aria-busy]"))
-    page.find("#input").send_keys("\ue00c")  # Escape
+    page.find("#input").send_keys("\ue00c")
     wait_until(lambda: idle(server))
 
 
@@ -290,7 +288,7 @@ def test_a_narrow_screen(page: Page, server: Running, width: int, height: int) -
         page.keys(ESCAPE)
         assert page.focused == "Conversations"
         page.tap("#menu")
-        page.keys(TAB * 4)  # beyond the last control
+        page.keys(TAB * 4)
         page.wait(lambda: not page.find("#side").is_displayed())
         page.tap("#menu")
         page.tap("#list li:last-child .open")
@@ -305,9 +303,9 @@ def test_a_narrow_screen(page: Page, server: Running, width: int, height: int) -
         assert page.all(".turn") == []
 
         page.tap("#settings")
-        assert page.focused == "Settings"  # the keyboard is not open yet
+        assert page.focused == "Settings"
         fits()
-        page.resize(width, 300)  # now the keyboard is open
+        page.resize(width, 300)
         saves = page.run(
             "const r = document.querySelector('[value=save]').getBoundingClientRect(); return [r.top, r.bottom]"
         )
@@ -334,7 +332,7 @@ def test_a_narrow_screen(page: Page, server: Running, width: int, height: int) -
         page.tap("[aria-label='Answer again']")
         page.wait(lambda: len(page.texts(".assistant .text")[-1]) > 20)
         page.tap("#input")
-        page.resize(width, 320)  # the keyboard opens
+        page.resize(width, 320)
         page.wait(lambda: page.run("return log.scrollHeight - log.scrollTop - log.clientHeight < 60"))
         assert page.run("return input.getBoundingClientRect().bottom") < 320
         page.tap("#stop")
@@ -449,7 +447,6 @@ def test_the_policy_names_what_the_page_runs_and_nothing_else(server: Running) -
 @browsed
 @pytest.mark.skipif("GEMMA_PY_SCREENSHOTS" not in os.environ, reason="GEMMA_PY_SCREENSHOTS names no directory")
 def test_screenshots(page: Page) -> None:
-    """Take screenshots for people to look at."""
     folder = Path(os.environ["GEMMA_PY_SCREENSHOTS"])
     said = {"role": "assistant", "content": SAMPLE, "stats": "74 tokens · 58.3 tok/s"}
     stopped = {"role": "assistant", "content": "A set holds each value", "stopped": True}

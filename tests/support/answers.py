@@ -32,7 +32,8 @@ def outcome(engine: gemma_py.Engine, request: Request) -> tuple[Outcome, Specula
     for token in generation.tokens(logits, decode, session.kv_digest):
         tokens.append(told(token))
         tops.append(generation.top)
-        assert session.ids == [*generation.prompt, *generation.generated[:-1]]  # without the rejected guesses
+        # Rejected guesses are not in the session.
+        assert session.ids == [*generation.prompt, *generation.generated[:-1]]
     return Outcome(tokens, tops, session.ids, session.kv_digest()), generation.speculation
 
 

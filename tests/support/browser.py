@@ -1,5 +1,3 @@
-"""The chat page in a browser that selenium drives."""
-
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator

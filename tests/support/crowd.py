@@ -1,5 +1,3 @@
-"""Concurrent random requests. Each must get the bits that it gets alone."""
-
 import math
 import queue
 import random

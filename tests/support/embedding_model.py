@@ -1,5 +1,3 @@
-"""Tiny embedding models with a tokenizer, and with prompts for two tasks."""
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
-"""Places for injected faults: one for each kind of phase."""
-
 LAYER = 1
-# (layer, phase) of each place. The head counts as a layer after the last one.
+# PLACES: (layer, phase). The head counts as a layer after the last one.
 LAYERS = ("query, key and value", "rope and kv", "scores", "attention", "output input", "output", "middle", "gate and up",
           "down input", "down", "end")  # fmt: skip
 PLACES = [(0, "embedding"), *((LAYER, phase) for phase in LAYERS), (2, "head")]

@@ -42,8 +42,6 @@ def answer_ids(tokenizer: Tokenizer, *parts: str) -> list[int]:
 
 @contextlib.contextmanager
 def scripted(ids: Sequence[int]) -> Iterator[None]:
-    """Replace sampling, so that every answer consists of these tokens."""
-
     def choose(self: Any, logits: Any, generated: Sequence[int]) -> int:
         return ids[len(generated)]
 

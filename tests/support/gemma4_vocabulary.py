@@ -57,7 +57,6 @@ class Gemma4Vocabulary:
         rng.shuffle(self.merges)  # a merge's rank is its index in this list
 
     def document(self, pre_tokenizer: Any = "as transformers saves it") -> dict[str, Any]:
-        """tokenizer.json, as transformers' GemmaTokenizer saves it."""
         if isinstance(pre_tokenizer, str):
             pre_tokenizer = {
                 "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False

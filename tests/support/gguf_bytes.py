@@ -1,5 +1,3 @@
-"""Valid and malicious GGUF files, written byte by byte, without the gguf package."""
-
 import struct
 from collections.abc import Sequence
 

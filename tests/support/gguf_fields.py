@@ -1,5 +1,3 @@
-"""GGUF metadata of a tiny model, as llama.cpp's converter would write it from the model's config."""
-
 from statistics import NormalDist
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Writes GGUF files of tiny models with the gguf package."""
-
 from pathlib import Path
 
 import gguf

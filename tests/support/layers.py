@@ -1,5 +1,3 @@
-"""The package's layers, and the imports between its folders, parsed from the source files."""
-
 import ast
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Digests that are equal on every machine. A test runs this file as a program, for another instruction set."""
-
 import hashlib
 import json
 import tempfile

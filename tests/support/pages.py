@@ -9,13 +9,11 @@ _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
 def fences(text: str, language: str) -> list[str]:
-    """Fenced blocks of a language, without indentation."""
     found = [(match[1], match[3]) for match in _FENCE.finditer(text) if match[2] == language]
     return ["\n".join(line.removeprefix(indent) for line in block.split("\n")) for indent, block in found]
 
 
 def recording(page: str, command: str) -> list[str]:
-    """The lines that a command prints in a page's recording."""
     for block in fences((ROOT / page).read_text(), ""):
         first, *rest = block.strip("\n").split("\n")
         if first.startswith(f"$ python -m gemma_py {command}"):

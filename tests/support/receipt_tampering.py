@@ -1,5 +1,3 @@
-"""Tampered receipts, and tampered responses that contain receipts. Changes are listed by hand or drawn at random."""
-
 import copy
 import dataclasses
 import json
@@ -34,7 +32,6 @@ def made(engine: gemma_py.Engine, prompt: str, count: int, **options: Any) -> Re
 
 
 def usual_receipt(engine: gemma_py.Engine) -> Receipt:
-    """The receipt to which TAMPERINGS apply. Its answer used every option of sampling."""
     options: dict[str, Any] = {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 11}
     penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.25, "frequency_penalty": 0.25}
     return made(engine, PROMPT, 20, **options, **penalties, logit_bias=NO_END, stop=["no such text"])
@@ -92,8 +89,8 @@ def text_of(engine: gemma_py.Engine, ids: tuple[int, ...]) -> dict[str, str]:
 
 
 DRAWN = -1  # stands for the first position at which sampling chooses another token
-# Each changes one field and recomputes the Merkle root. So only the audit's stage that checks this field can find the
-# change.
+# Each entry changes one field and recomputes the Merkle root, so that only the audit's stage for this field can find
+# the change.
 TAMPERINGS: dict[str, tuple[Callable[[gemma_py.Engine, Receipt], Receipt], str, int | None]] = {
     "a prompt id": (lambda e, r: dataclasses.replace(r, prompt=with_entry(r.prompt, 1, 9)), "logits", 0),
     "a longer prompt": (lambda e, r: dataclasses.replace(r, prompt=(*r.prompt, 9)), "logits", 0),
@@ -144,7 +141,6 @@ TAMPERINGS: dict[str, tuple[Callable[[gemma_py.Engine, Receipt], Receipt], str, 
 
 
 def drawn_change(rng: random.Random, receipt: Receipt, other: Receipt) -> Receipt:
-    """Change one field, and recompute the Merkle root."""
     at, size = rng.randrange(len(receipt.answer)), len(receipt.answer)
     text = str(rng.choice([0.1, 0.5, 0.9]))
     changes: list[Callable[[], Receipt]] = [
@@ -339,7 +335,7 @@ def edited_response(rng: random.Random, documents: Documents, other: str) -> Doc
 
 
 def file_verdicts(engine: gemma_py.Engine, files: list[bytes]) -> list[Verdict]:
-    """For each file, the first verdict other than EQUAL, or EQUAL."""
+    """For each file: its first verdict that is not EQUAL, else EQUAL."""
     found = [(number, entry) for number, data in enumerate(files) for entry in receipts_in(data, "it")]
     made = [Verdict(EQUAL, "") for _ in files]
     sound = []

@@ -1,5 +1,3 @@
-"""Paths in the repository, and the environment for child processes of tests."""
-
 import os
 from pathlib import Path
 

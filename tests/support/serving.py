@@ -1,5 +1,3 @@
-"""Servers in this process or in a child process, and clients."""
-
 import asyncio
 import contextlib
 import http.client
@@ -24,7 +22,7 @@ from gemma_py.server.auth import Keys
 from gemma_py.server.openai.service import Service, new_scheduler
 from gemma_py.server.process import Server, address, bind
 
-NO_END = {"1": -100, "6": -100}  # logit_bias that forbids the tiny model's end tokens
+NO_END = {"1": -100, "6": -100}
 
 
 class Client:

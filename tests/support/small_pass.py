@@ -11,7 +11,7 @@ from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
 
-WORKERS = 4  # more than the cores of a test machine
+WORKERS = 4  # usually more than cores, so that workers are preempted
 LAYERS, ROWS, TILE = 3, 32, 3
 TILES = -(-ROWS // TILE)
 MIX, PRODUCE, STORE, ATTEND = 0, 1, 2, 3
@@ -40,7 +40,6 @@ def _mix(cells, worker, workers, layer, x, y):
 
 @inlined
 def _store(cells, worker, layer, y, kv, start):
-    """Compute rows of kv in any order, and publish the rows in position order."""
     if not sync.enter(cells, worker, layer, PRODUCE):
         return False
     tile = sync.claim(cells, worker, 3 * layer + 1, TILES)
@@ -90,7 +89,6 @@ def forward(worker, workers, cells, x, y, kv, start):
 
 @kernel
 def hold(worker, workers, cells, gate, who, written):
-    """Worker `who` writes when gate[0] opens. The other workers wait for it at the barrier."""
     sync.enter(cells, worker, 1, 2)
     if worker == who:
         while load_acquire(gate, 0) == 0:
@@ -101,7 +99,6 @@ def hold(worker, workers, cells, gate, who, written):
 
 @kernel
 def work_slowly(worker, workers, cells, steps):
-    """Worker 0 is slow, but reports progress. The other workers wait at the barrier."""
     sync.enter(cells, worker, 0, 0)
     for _ in range(steps if worker == 0 else 0):
         sleep_microseconds(np.uint32(50_000))

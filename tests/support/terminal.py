@@ -1,5 +1,3 @@
-"""A shell in a pseudo-terminal, in which a test types and reads."""
-
 import contextlib
 import fcntl
 import os

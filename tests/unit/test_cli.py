@@ -1,5 +1,3 @@
-"""What commands print, their exit codes, and one line for every error."""
-
 import json
 from collections import Counter
 from collections.abc import Callable

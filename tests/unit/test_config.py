@@ -1,5 +1,3 @@
-"""Reading configs: old and new files of a model give equal configs, and an error names the wrong field."""
-
 import copy
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +49,6 @@ def config_from_gguf(metadata: dict[str, Any], where: str, vocab_size: int, tied
 
 
 def norms(config: Config) -> set[str]:
-    """The norms of the first layer."""
     specs = families.FAMILIES[0].tensors(config)
     return {name.split(".")[2] for name, spec in specs.items() if name.startswith("layers.0.") and len(spec.shape) == 1}
 

@@ -91,9 +91,7 @@ def curls(text: str) -> Iterator[list[str]]:
 
 
 def test_every_curl_command_is_a_request() -> None:
-    """Each command sends JSON with its header to a route in the docs. Another test compares these routes with the
-    server's.
-    """
+    """A curl command must send JSON, with a Content-Type header, to a route that the docs list."""
     text = "".join(page.read_text() for page in PAGES)
     routes, found = re.findall(r"`POST (/[\w./]*)`", text), list(curls(text))
     for _, url, *words in found:
@@ -105,7 +103,6 @@ def test_every_curl_command_is_a_request() -> None:
 
 
 def unknown_flags(text: str) -> set[str]:
-    """Flags that neither a command of the package nor a tool has."""
     known = {flag for one in subparsers().values() for action in one._actions for flag in action.option_strings}
     for tool in (ROOT / "tools").glob("*.py"):
         known |= tool_flags(tool.name)
@@ -124,7 +121,6 @@ def test_every_flag_of_every_command_is_documented() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes from a page's headings."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

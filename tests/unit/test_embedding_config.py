@@ -1,5 +1,3 @@
-"""Reading the GGUF metadata of an embedding model. An error is one line, which names the wrong field or tensor."""
-
 from pathlib import Path
 from typing import Any
 

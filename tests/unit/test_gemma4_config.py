@@ -1,5 +1,3 @@
-"""Reading configs of Gemma 4 from Hugging Face and GGUF, valid and malicious ones."""
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Rules about imports and arithmetic, checked by parsing the package's source files."""
-
 import ast
 from collections.abc import Collection
 from pathlib import Path
@@ -51,7 +49,6 @@ def module_name(path: Path) -> str:
 
 
 def modules(source: str, known: Collection[str]) -> set[str]:
-    """The modules of gemma_py that a source file imports, at its top or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

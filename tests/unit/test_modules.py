@@ -1,5 +1,3 @@
-"""Reading the files of sentence-transformers that belong to an embedding model, and refusing unsupported ones."""
-
 import json
 import re
 from pathlib import Path

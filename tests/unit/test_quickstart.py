@@ -31,7 +31,7 @@ def test_it_says_what_is_downloaded(
 
 
 def test_a_command_has_the_packages_that_its_options_need() -> None:
-    """`chat` and `serve` need the extra sign. `run` starts any command, so it needs every extra."""
+    """`chat` and `serve` need the extra `sign`. `run` starts any command, so it needs the extras of `chat` and `serve`."""
     extras = {task: set(names.split(",")) for task, names in quickstart.EXTRAS.items()}
     assert all("sign" in extras[task] for task in ("chat", "serve", "run"))
     assert extras["chat"] | extras["serve"] == extras["run"]
@@ -46,7 +46,7 @@ def test_a_tier_is_a_folder_of_tests() -> None:
 
 
 def test_tests_import_nothing_from_each_other() -> None:
-    """Helpers of several test files belong into tests/support."""
+    """Helpers of several test files belong in tests/support."""
     lines = [line for path in (ROOT / "tests").rglob("*.py") for line in path.read_text().splitlines()]
     assert [line for line in lines if line.strip().startswith(("from test_", "import test_", "from conftest"))] == []
 

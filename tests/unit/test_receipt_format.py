@@ -1,5 +1,6 @@
 """The format of receipts: its single serialisation, the Merkle tree of RFC 6962, and documents that violate the
-format."""
+format.
+"""
 
 import copy
 import dataclasses
@@ -213,7 +214,7 @@ def test_greedy_decoding_has_no_seed_and_no_filters(tiny_engine: gemma_py.Engine
 
 
 def test_the_size_of_a_receipt(tiny_engine: gemma_py.Engine) -> None:
-    """At most 4 KB, and 20 bytes for each token of the answer, and 4 bytes for each token of the prompt."""
+    """A receipt has at most 4 KB, plus 20 bytes for each token of the answer and 4 bytes for each token of the prompt."""
     sizes = {}
     for prompt, count in ((5, 10), (5, 400), (405, 10)):
         made = list(tiny_engine.generate([2] * prompt, count, logit_bias={1: -100, 6: -100}, receipt=True))[-1].receipt

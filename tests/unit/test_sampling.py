@@ -1,5 +1,3 @@
-"""Sampling: filters as in transformers, draws that depend only on seed and position, and errors."""
-
 import collections
 import json
 import math

@@ -310,7 +310,7 @@ def test_a_draft_model_as_slow_as_the_main_model_is_not_used() -> None:
     answer.use_model(model)
     assert sum(answered(answer, pace, 200)) == model.guessed == 0
     unknown = learned(0.0)
-    unknown.draft_share = 0.9  # the size of the draft model, from which its time is estimated before its first pass
+    unknown.draft_share = 0.9  # gives an estimate of the draft model's time before its first pass
     answer = Speculation(Lookup([5]), unknown)
     answer.use_model(model)
     assert sum(answered(answer, unknown, 200)) == model.guessed == 0

@@ -22,7 +22,7 @@ COMPILING = {
     "jit",
     "intrinsic",
     "overload",
-}  # decorators of compiled code
+}
 
 # Functions that may have more parameters than the limit, with the reason.
 EXCEPTIONS = {
@@ -119,7 +119,7 @@ def signature(count: int, before: Sequence[str] = (), after: Sequence[str] = ())
         (f"def {signature(8)}", True),
         (f"async def {signature(8)}", True),
         (f"class A:\n    def {signature(7, before=['self'])}", False),
-        (f"def {signature(7, after=['*', 'option'])}", False),  # keyword options of the public API do not count
+        (f"def {signature(7, after=['*', 'option'])}", False),
         (f"def _{signature(7, after=['*', 'option'])}", True),
         (f"@kernel\ndef {signature(12)}", False),
         (f"@kernel\ndef {signature(13)}", True),

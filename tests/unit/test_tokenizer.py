@@ -212,7 +212,7 @@ def test_tables_that_differ_from_the_package_are_refused(
         else:
             path.touch()
             tokenizer_from_gguf(path, gguf_metadata())
-    assert not list((tmp_path / "cache").rglob("*.safetensors"))  # refused tables are not stored
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 def test_every_added_token_is_certified(monkeypatch: pytest.MonkeyPatch, tiny: Tokenizer) -> None:

@@ -68,7 +68,7 @@ def test_a_sound_checkpoint_loads(tmp_path: Path) -> None:
 
 
 def test_an_output_head_in_the_file_is_used_even_if_the_config_says_tied(tmp_path: Path) -> None:
-    """transformers does the same."""
+    """transformers uses this output head too."""
     name = "model.embed_tokens.weight"
     plain, other = tmp_path / "plain", tmp_path / "other"
     rewritten(plain, lambda values: None)
@@ -91,7 +91,7 @@ def test_pipes_and_broken_links_are_refused(tmp_path: Path) -> None:
 
 
 def test_rope_tables_and_second_copies_of_tied_heads_are_ignored(tmp_path: Path) -> None:
-    """Some old checkpoints contain such tensors."""
+    """Some old checkpoints contain these tensors."""
 
     def change(values: dict[str, np.ndarray]) -> None:
         values["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(12, np.float32)
