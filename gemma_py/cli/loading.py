@@ -8,7 +8,8 @@ from gemma_py.cli.progress import LoadProgress
 
 
 def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
-    """Load the model with the options of `add_engine`, and with --speculate and --draft if the command has these options."""
+    """Load the model with the options of `add_engine`, and with --speculate, --draft and --shards if the command has these
+    options."""
     engine = gemma_py.load(
         args.model,
         threads=args.threads,
@@ -18,6 +19,7 @@ def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
         pack=args.pack,
         speculate=getattr(args, "speculate", "off"),
         draft=getattr(args, "draft", None),
+        shards=getattr(args, "shards", 1),
     )
     if args.context is not None and args.context > engine.context:
         notify(

@@ -3,8 +3,9 @@
     this process  --(number, orders, rows)-->  the shard's process
                   <--(number, results)--  or  <--(number, error's type, error's message)--
 
-The process also sends beats, several in each deadline, from a thread of its own. If it ends, the pipe is closed, and if it stalls, the beats
-stop. Both raise ShardError. A late reply to a call that was interrupted has an old number and is ignored.
+The shard's process also sends beats, several in each deadline, from a thread of its own. If the process ends, the pipe is closed,
+and if the process stalls, the beats stop. Both raise ShardError. A late reply to an interrupted call has an old number and is
+ignored.
 """
 
 import contextlib
@@ -85,7 +86,10 @@ class PipeLink:
         ends = os.dup(self.process.stdin.fileno()), os.dup(self.process.stdout.fileno())
         self.process.stdin.close()
         self.process.stdout.close()
-        for work, connection in ((_send, Connection(ends[0], readable=False)), (_receive, Connection(ends[1], writable=False))):
+        for work, connection in (
+            (_send, Connection(ends[0], readable=False)),
+            (_receive, Connection(ends[1], writable=False)),
+        ):
             box = self._outbox if work is _send else self._inbox
             threading.Thread(target=work, args=(connection, box), name="gemma_py-shard", daemon=True).start()
         try:

@@ -159,7 +159,9 @@ class SpanRunner(Runner):
         logits = self._pass(inputs)
         T, scratch = sum(len(entry.tokens) for entry in inputs), self._scratch
         assert scratch is not None
-        made = (scratch.floats[offset * T : (offset + width) * T].reshape(T, width) for offset, width in self.span.writes)
+        made = (
+            scratch.floats[offset * T : (offset + width) * T].reshape(T, width) for offset, width in self.span.writes
+        )
         return tuple(part.copy() for part in made), logits
 
 
@@ -219,4 +221,3 @@ class Shard:
     def _prefix_cache(self, blocks: int) -> PrefixCache:
         config, kv = self.runner.config, self.runner.kv
         return PrefixCache(config, kv, blocks * bytes_needed(config, kv, BLOCK_TOKENS, BLOCK_TOKENS))
-

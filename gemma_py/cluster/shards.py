@@ -189,7 +189,13 @@ class Shards(Runner):
     """
 
     def __init__(
-        self, program: LinkedProgram, config: Config, shared: SharedTeam, kv: str, spans: Sequence[Span], connect: Connect
+        self,
+        program: LinkedProgram,
+        config: Config,
+        shared: SharedTeam,
+        kv: str,
+        spans: Sequence[Span],
+        connect: Connect,
     ) -> None:
         """program: the whole model's. connect: opens the links to all shards except the last."""
         # Methods that hold the lock call each other.

@@ -170,7 +170,9 @@ def _needs(program: LinkedProgram, start: int) -> tuple[list[int], list[int]]:
             number = _last(table[:start], partial(_quantises, slot=int(op[p.SLOT])))
             source = int(table[number, p.SOURCE])
             if _changed(table[number + 1 : start], source):
-                raise InputError("the layers of this model cannot be divided where the codes of a changed buffer are read")
+                raise InputError(
+                    "the layers of this model cannot be divided where the codes of a changed buffer are read"
+                )
             again.add(number)
             buffers.append(source)
         buffers += [buffer for buffer in _read(op) if buffer not in defined]
@@ -184,7 +186,9 @@ def _needs(program: LinkedProgram, start: int) -> tuple[list[int], list[int]]:
         op = table[number]
         if op[p.ROWS_OF] != o.ALL:
             raise InputError("the layers of this model cannot be divided after some tokens' rows were left out")
-        pure = op[p.OP] == o.NORM and op[p.SOURCE] != op[p.TARGET] and not _changed(table[number:start], int(op[p.SOURCE]))
+        pure = (
+            op[p.OP] == o.NORM and op[p.SOURCE] != op[p.TARGET] and not _changed(table[number:start], int(op[p.SOURCE]))
+        )
         if op[p.OP] == o.ROPE_TABLE:
             again.add(number)
         elif pure:

@@ -6,7 +6,6 @@ If the starting process ends, its end of the pipe is closed, and this process en
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -79,4 +78,4 @@ def _beat(reply: Any, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -53,16 +53,9 @@ class Engine:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        threads: int | None = None,
-        context: int | None = None,
-        deadline: float = 5.0,
-        kv: str = "float32",
-        quant: str | None = None,
-        progress: ReportProgress = no_report,
-        shards: int = 1,
-    ) -> None:
+        self, checkpoint: Checkpoint, threads: int | None = None, context: int | None = None, deadline: float = 5.0,
+        kv: str = "float32", quant: str | None = None, progress: ReportProgress = no_report, shards: int = 1,
+    ) -> None:  # fmt: skip
         if not is_ieee():
             raise ComputationError(
                 "this thread flushes subnormals to zero or does not round to nearest, which would change the logits"
