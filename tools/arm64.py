@@ -170,7 +170,7 @@ def cross_compile(kernels: Path, kvs: Sequence[str]) -> None:
 
 
 def write_models(folder: Path, every_type: bool) -> None:
-    """Write a tiny model of each family in F32, in Q8_0 if its rows are whole blocks, and Gemma 3 in many types."""
+    """Write a tiny model of each family in F32, a Q8_0 file if the rows are whole blocks, and Gemma 3 in many types."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "support")]
     import tiny_checkpoints as tiny
     import tiny_families

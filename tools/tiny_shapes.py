@@ -1,6 +1,6 @@
 """Names and shapes of the text tensors of every family, as Hugging Face stores them.
 
-Each function takes a text config. Names are without the prefix that all text tensors of a checkpoint have.
+Each function takes a text config. Names are without the prefix that is common to a checkpoint's text tensors.
 """
 
 from typing import Any

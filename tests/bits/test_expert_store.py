@@ -141,7 +141,7 @@ def test_a_changed_file_or_a_lost_record_has_the_experts_checked_again(
 
 
 def record_of(path: Path) -> Path:
-    """The record of a check of the experts begins with the file's name. The other record is only a sha256."""
+    """Of the two records in the folder, the one about the experts' check begins with the packed file's name."""
     (found,) = [record for record in (path.parent / store.RECORDS).iterdir() if b" " in record.read_bytes()]
     assert found.read_bytes().startswith(path.name[:40].encode())
     return found

@@ -99,7 +99,7 @@ def test_control_the_sum_over_experts_in_another_order(
         assert want.same(engine, [TOKENS])
         monkeypatch.setattr(spec, "mix", lambda parts, weights: mix(parts[::-1].copy(), weights[::-1].copy()))
         changed = Expected(engine, want.ids)
-        # The logits are right within rounding errors, but their bits differ.
+        # The bits of the logits differ, but their values are right within rounding errors.
         np.testing.assert_allclose(changed.logits, want.logits, atol=1e-3)
         assert not changed.same(engine, [TOKENS])
 

@@ -354,7 +354,7 @@ def test_normalised_rows_match_the_reference(seed, cut, width):
 
 
 def ring_of(keys, values, first, capacity, by_head, at=3):
-    """A ring that holds the rows from position `first` on. Its other rows are NaN."""
+    """A ring with the rows from position `first` on. Every unused row is NaN."""
     _, G, E = keys.shape
     arenas = []
     for written in (keys, values):

@@ -102,7 +102,7 @@ def wide_logits(path: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_quantised_weights_match_the_float_weights_they_stand_for(tmp_path: Path, kind: str) -> None:
-    """Only the inputs of the matrices differ: for quantised matrices, they are quantised to 16 bits (an error of
+    """Activations cause the only difference: for quantised matrices, activations are quantised to 16 bits (an error of
     2^-16).
     """
     codes = write_model(tmp_path / "codes.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind))

@@ -195,7 +195,9 @@ LAYOUTS = {2: "d177a0675cadc806", 3: "65094b0097f50ed7"}
 
 
 def test_a_change_of_layout_has_a_new_number(checkpoint: Path, folder: Path) -> None:
-    """A file must not be read in another layout. After a change of the layout, raise LAYOUT and add its digest here."""
+    """A file with an older layout must not be read. After a change of the layout, raise LAYOUT and add the new layout's
+    digest here.
+    """
     digest = hashlib.sha256(b"".join(bits(packed(checkpoint))[:3])).hexdigest()[:16]
     assert LAYOUTS[store.LAYOUT] == digest
 

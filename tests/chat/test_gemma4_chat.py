@@ -160,9 +160,7 @@ def control(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_no_text_of_a_client_becomes_a_control_token(form: ChatFormat, tokenizer: Tokenizer, thinking: bool) -> None:
-    """Each control token is tried in each place. The prompt must have the control tokens that it has with a harmless
-    word.
-    """
+    """Each control token is tried in each place. The prompt must have as many control tokens as with a harmless word."""
     honest = [control(form.prompt(*place, thinking), tokenizer) for place in places("word")]
     names = sorted(Gemma4Vocabulary().control.values())
     everything = "".join(names)

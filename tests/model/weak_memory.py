@@ -136,7 +136,7 @@ def _perform(thread: Thread, i: int, done: int, content: Any, found: Any) -> tup
         got = (thread[own[-1]].value, -1)  # forwarded from a store that is not performed yet
     else:
         got = content
-        # A later load of this thread may be performed already. It must not have found an older value than this load.
+        # A later load of this thread, if performed already, must not have found an older value than this load.
         later = (j for j in range(i + 1, len(thread)) if thread[j].cell == access.cell and not thread[j].is_store)
         if any(done >> j & 1 and found[j][1] not in (-1, got[1]) for j in later):
             return None

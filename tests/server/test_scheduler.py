@@ -1,5 +1,5 @@
-"""The scheduler: each request gets the answer that it gets alone, whichever requests arrive, leave or fail
-meanwhile.
+"""The scheduler: every answer is the one that the request gets without other requests, whichever requests arrive, leave
+or fail.
 """
 
 import math
@@ -91,7 +91,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
     honest = EventQueue._put
 
     def before(queue: EventQueue, index: int, event: Event) -> None:
-        """A negative control: each client gets the previous token, which may be another client's."""
+        """A negative control: each client gets the previous token, which may belong to another client's answer."""
         if isinstance(event, Generated) and event.token.finish_reason is None:
             made.append(event)
             event = made[-2:][0]

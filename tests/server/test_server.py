@@ -213,7 +213,9 @@ def test_a_streamed_completion_of_ids_with_echo(client: Any, tiny_engine: gemma_
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
 def test_an_echo_has_the_prompt_s_log_probabilities(client: Any, tiny_engine: gemma_py.Engine, max_tokens: int) -> None:
-    """Evaluation harnesses score texts like this. The prompt is a text or ids, and the response is whole or a stream."""
+    """Evaluation harnesses score texts with `echo` and `logprobs`. The prompt is a text or ids, and the response is
+    whole or a stream.
+    """
     text = "A list é 한 of words."
     ids = tiny_engine.encode(text)
     asked = {"model": "tiny", "prompt": [ids], "max_tokens": max_tokens, "temperature": 0, "echo": True, "logprobs": 1}

@@ -352,8 +352,8 @@ def file_verdicts(engine: gemma_py.Engine, files: list[bytes]) -> list[Verdict]:
 
 
 def escaped_responses(engine: gemma_py.Engine, receipts: list[Receipt], count: int, seed: int) -> list[str]:
-    """Draw responses in every form. Return the untouched ones that an audit refused, and the edited ones that it
-    accepted.
+    """Draw responses in every form, and an edit of each. Return the untouched responses that an audit refused, and the
+    edited responses that an audit accepted.
     """
     rng, files = random.Random(seed), list[tuple[bytes, bool]]()
     texts = [engine.text_tokenizer().decode(receipt.answer) for receipt in receipts]

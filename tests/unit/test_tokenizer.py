@@ -221,8 +221,8 @@ def test_every_added_token_is_certified(monkeypatch: pytest.MonkeyPatch, tiny: T
 
 
 def test_settings_that_abort_the_package_are_refused_before_it(tmp_path: Path) -> None:
-    """These settings make the tokenizers package abort the process. So they raise an error before the package is
-    called.
+    """These settings make the tokenizers package abort the process. So gemma_py raises an error before it calls the
+    package.
     """
     path = tmp_path / "tokenizer.json"
     path.write_bytes(BROKEN["a prefix"])
