@@ -65,8 +65,8 @@ SCHEMA = {
     "required": ["colour", "count", "tags"],
     "additionalProperties": False,
 }
-_CASES_AN_ENGINE = 15  # cases before another engine is loaded
-_MOST_PROMPT = 700  # tokens, for a model with a long context
+_CASES_AN_ENGINE = 15  # cases until another engine is loaded
+_MOST_PROMPT = 700  # tokens, if the context is longer
 
 Constraints = dict[str, Callable[[], Constraint]]
 
@@ -75,7 +75,7 @@ class Asked(NamedTuple):
     """A request, and a function that makes a new constraint for each answer, because a constraint has a state."""
 
     request: Request
-    kind: str  # of the constraint, or ""
+    kind: str  # the kind of the constraint, or ""
     constraint: Callable[[], Constraint] | None
 
     def made(self, **changes: Any) -> Request:

@@ -109,7 +109,7 @@ async def scaling(args: argparse.Namespace, start: Start) -> dict[str, Any]:
             made = sum(since <= at <= until for one in got for at in one.tokens)
             if until > since:
                 eight_rates.append(made / (until - since))
-            else:  # the server runs one request at a time, so its streams never decode together
+            else:  # a server that runs one request at a time has no time in which all streams decode
                 eight_rates.append(sum(len(one.tokens) for one in got) / max(one.tokens[-1] for one in got))
     one, eight = statistics.median(one_rates), statistics.median(eight_rates)
     return {"one": round(one, 1), "eight": round(eight, 1), "times": round(eight / one, 2), "bad": 0}

@@ -187,7 +187,7 @@ async def misbehave(port: int, rng: random.Random) -> str:
                     await asyncio.sleep(0.02)
             elif kind == "sends slowly":
                 for at in range(0, len(body), 40):
-                    if writer.transport.is_closing():  # the server refused the request
+                    if writer.transport.is_closing():  # the server has refused the request
                         break
                     writer.write(head("POST", "/v1/completions", body) * (at == 0) + body[at : at + 40])
                     await asyncio.sleep(0.005)

@@ -53,7 +53,7 @@ def inputs32(every: int) -> np.ndarray:
     """
     whole = np.arange(-140, 141)
     special = [
-        (whole + 0.5) * np.log(2),  # exp writes x as n * ln 2 + r, and n changes at these numbers
+        (whole + 0.5) * np.log(2),  # exp writes x as n * ln 2 + r; n changes at these x
         whole * np.log(2),
         [0.0, 0.625, 87.0, 88.0, 1.0, 9.0, np.inf, np.nan, np.finfo(np.float32).max, 1e-45, 1e-38],
         2.0 ** np.arange(-149, 128),

@@ -59,7 +59,7 @@ def test_a_fault_is_reported_and_survived(
     assert (caught.value.worker, caught.value.layer, caught.value.phase) == (2, layer, phase)
     engine.instruments.fault_plan = None
     assert session.position == before
-    assert want.same(engine, [13])  # a new session works
+    assert want.same(engine, [13])  # a new session works after the fault
     if caught.value.settled:  # the old session works too, unless a stalled worker may still write to the session's rows
         np.testing.assert_array_equal(bits(session.prefill(want.ids[before:])), bits(want.logits[-1]))
         assert session.kv_digest() == want.digest

@@ -117,7 +117,7 @@ def test_control_mutants_of_a_step(
         try:
             assert not same_as_the_specification(engine, (30,))
         except gemma_py.errors.WorkerError:
-            assert mutant == "a row of the next token"  # the step waits for a row that no layer stores
+            assert mutant == "a row of the next token"  # no layer stores this row, so the step waits until the deadline
 
 
 def test_gguf_files_match(checkpoints: dict[str, Path], tmp_path: Path) -> None:

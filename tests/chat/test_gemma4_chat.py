@@ -91,7 +91,7 @@ def test_the_turns_that_are_built_in_are_those_of_the_template(form: ChatFormat,
     ):
         assert built_in.prompt(messages, thinking=True) == form.prompt(messages, thinking=True)
         prefix = built_in.prompt(messages)
-        assert form.prompt(messages)[: len(prefix)] == prefix  # the template then adds an empty thought
+        assert form.prompt(messages)[: len(prefix)] == prefix  # the template appends an empty thought to the prefix
     assert built_in.knows_thinking and not built_in.knows_tools
 
 

@@ -126,7 +126,8 @@ def test_a_system_message_goes_where_the_template_takes_it(tokenizer: Tokenizer)
     messages = dialogue("question", system="be brief")
     gemma2, gemma3 = (ids_of(ALL[name], tokenizer, messages) for name in ("gemma2", "gemma3"))
     assert gemma2 == gemma3 == ids_of(GEMMA, tokenizer, messages)
-    with pytest.raises(TemplateError, match="alternate"):  # the reason is the order of roles, not the system message
+    # The error is about the order of roles, not about the system message.
+    with pytest.raises(TemplateError, match="alternate"):
         ids_of(ALL["gemma2"], tokenizer, [*dialogue("a", "b", system="s"), {"role": "assistant", "content": "c"}])
 
 

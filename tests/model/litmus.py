@@ -48,12 +48,13 @@ SOURCE: dict[str, list[tuple[str, str, str]]] = {
     "last_awaited": [("load_acquire", "FAULT_PLAN", TEST)],
     "await_rows": [("load_acquire", "FAULT_PLAN", TEST)],
 }
+# The memory orders of the operations in kernels/atomics.py.
 ORDERS = {
     "load_acquire": ["acquire"],
     "store_release": ["release"],
     "fetch_add": ["acq_rel"],
     "compare_exchange": ["acq_rel", "acquire"],
-}  # in kernels/atomics.py
+}
 
 
 def publishing(workers: int) -> Iterator[tuple[list[Thread], tuple[int, ...]]]:

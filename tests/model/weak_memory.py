@@ -129,11 +129,11 @@ def _perform(thread: Thread, i: int, done: int, content: Any, found: Any) -> tup
     access = thread[i]
     if access.is_store:
         if access.pair and found[i - 1][1] != content[1]:
-            return None  # another thread has stored between the load and this store
+            return None  # another thread stored after this read-modify-write's load
         return (access.value, content[1] + 1), None
     own = [j for j in range(i) if thread[j].is_store and thread[j].cell == access.cell and not done >> j & 1]
     if own:
-        got = (thread[own[-1]].value, -1)  # forwarded from a store that is not performed yet
+        got = (thread[own[-1]].value, -1)  # a store of this thread that is not performed yet
     else:
         got = content
         # A later load of this thread, if performed already, must not have found an older value than this load.

@@ -178,7 +178,7 @@ def test_the_prompt_s_log_probabilities(
         for event, logits in zip(told, tiny_engine.session().prefill(ids, all_logits=True), strict=False):
             assert [token for token, _ in event.top] == likeliest(logits, 2)[1].tolist()
             assert [logprob for _, logprob in event.top] == [log_probability(logits, token) for token, _ in event.top]
-    assert max(rows) <= ROWS_AT_ONCE + 1  # the request without scores needs one more row
+    assert max(rows) <= ROWS_AT_ONCE + 1  # a request without scores needs one row more
 
 
 def test_rows_of_a_pass_are_shared_out() -> None:
@@ -340,7 +340,7 @@ def test_end_tokens_stop_strings_and_constraints_end_answers(
         end = client.end()
         assert isinstance(end, Finished) and end.reason == "stop"
         assert [event.token.id for event in client.made] == [300, 301, 302]
-        assert client.made[0].token.logprob < -1  # the model's log probability, before the constraint
+        assert client.made[0].token.logprob < -1  # the logprob is the model's, before the constraint
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def weak() -> Iterator[gemma_py.Engine]:
 
 
 def failing(engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, fault: str, passes: set[int]) -> None:
-    """Make these passes fail. The first pass has number 1."""
+    """passes: the numbers of the passes that fail, from 1."""
     honest, count = engine.run_together, 0
 
     def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:

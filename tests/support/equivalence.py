@@ -75,7 +75,7 @@ def differs(engine: gemma_py.Engine, want: Expected, sizes: Sequence[int], all_l
         return True
 
 
-TOKENS = 70  # more than two tiles of attention and several windows
+TOKENS = 70  # more than two attention tiles and several windows
 
 
 _expected: dict[tuple[str, int], Expected] = {}

@@ -11,7 +11,7 @@ from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
 
-WORKERS = 4  # usually more than cores, so that workers are preempted
+WORKERS = 4  # usually more workers than cores, so that workers are preempted
 LAYERS, ROWS, TILE = 3, 32, 3
 TILES = -(-ROWS // TILE)
 MIX, PRODUCE, STORE, ATTEND = 0, 1, 2, 3

@@ -112,7 +112,7 @@ def test_inspect(run: Run, checkpoints: dict[str, Path]) -> None:
         assert report["bytes"] == sum(tensor["bytes"] for tensor in report["tensors"])
         assert report["model_type"] in name.replace("gemma1", "gemma")
         parts = Counter(other.removeprefix("model.").split(".")[0] for other in VARIANTS[name].extra)
-        del parts["language_model"], parts["layers"]  # the text model does not use these tensors
+        del parts["language_model"], parts["layers"]  # the text model does not use these two kinds of tensors
         assert report["left_out"] == parts
         assert bool(parts) == ("multimodal" in name or "wrapped" in name)
         assert run("inspect", path)[0] == 0

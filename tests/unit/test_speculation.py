@@ -213,14 +213,14 @@ def test_forced_tokens_come_first_and_are_certain() -> None:
     answer = Speculation(Lookup([1, 2, 3, 4, 5, 6, 7, 1, 2]), pace)
     rate = pace.chance(False, 2)
     assert answer.chances(4, [3, 4]) == [1.0, 1.0, pace.chance(False, 4), pace.chance(False, 4) * pace.chance(False, 5)]
-    assert answer.guesses(4) == [3, 4, 5, 6]  # the forced tokens 3, 4, and the tokens that followed 1, 2, 3, 4 earlier
+    assert answer.guesses(4) == [3, 4, 5, 6]  # after the forced tokens 3, 4 come the tokens that followed 3, 4 earlier
     answer.extend(3)
     answer.extend(4)
-    assert pace.chance(False, 2) == rate  # nothing is learned from a forced token
+    assert pace.chance(False, 2) == rate  # a forced token teaches nothing about guesses
     answer.extend(9)
     assert pace.chance(False, 4) < Pace().chance(False, 4)
     chances = answer.chances(4, [2, 3])
-    assert answer.guesses(4) == [2, 3, 4, 9]  # the text after the earlier "2, 3"
+    assert answer.guesses(4) == [2, 3, 4, 9]  # after the forced tokens 2, 3 come the tokens that followed 2, 3 earlier
     assert chances[:2] == [1.0, 1.0] and chances[2] == pytest.approx(pace.chance(False, 2))
     assert answer.chances(2, [11, 12, 13]) == [1.0, 1.0]
     assert answer.guesses(9) == [11, 12, 13]
@@ -310,7 +310,7 @@ def test_a_draft_model_as_slow_as_the_main_model_is_not_used() -> None:
     answer.use_model(model)
     assert sum(answered(answer, pace, 200)) == model.guessed == 0
     unknown = learned(0.0)
-    unknown.draft_share = 0.9  # gives an estimate of the draft model's time before its first pass
+    unknown.draft_share = 0.9  # the draft model's size relative to the main model's, for a first estimate of its time
     answer = Speculation(Lookup([5]), unknown)
     answer.use_model(model)
     assert sum(answered(answer, unknown, 200)) == model.guessed == 0

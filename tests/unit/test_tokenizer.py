@@ -174,7 +174,7 @@ def test_a_start_with_tables_imports_no_tokenizers_package(tmp_path: Path) -> No
     )
     command = [sys.executable, "-c", program, str(TINY / "tokenizer.json")]
     environment = child_environment(XDG_CACHE_HOME=str(tmp_path))
-    if CACHE is not None:  # use the kernels that are compiled already
+    if CACHE is not None:  # link the compiled kernels into the new cache
         (tmp_path / "gemma_py").mkdir()
         (tmp_path / "gemma_py" / "kernels").symlink_to(CACHE.parent)
     said = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
