@@ -22,7 +22,6 @@ def threads(root: Path = ROOT) -> int:
 
 
 def affinity() -> set[int]:
-    """Return the numbers of the logical CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
@@ -98,7 +97,7 @@ def _cgroups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def name(root: Path = ROOT) -> str:
-    """Return the processor's name. On ARM, /proc/cpuinfo has no name; then return LLVM's name, such as neoverse-v1."""
+    """Return the processor's name. On ARM, /proc/cpuinfo has no name, so the result is LLVM's name, such as neoverse-v1."""
     for line in (_text(root / "proc/cpuinfo") or "").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -12,7 +12,7 @@ from typing import BinaryIO
 from gemma_py.errors import InputError
 
 PARTIAL = ".partial"  # the suffix of a file that is still being written
-# Seconds. A younger partial file may not be locked yet, so it never counts as abandoned.
+# Seconds. A partial file younger than this may not be locked yet, so the file does not count as abandoned.
 _YOUNG = 60.0
 
 

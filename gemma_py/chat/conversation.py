@@ -234,7 +234,7 @@ class Conversation:
             self._session.reserve(CHUNK)  # allocate memory while the user reads the answer
 
     def _advance_to(self, ids: list[int], stats: AnswerStats) -> np.ndarray:
-        """Rewind the session to the longest common prefix, and prefill the other ids. Return the logits of the last token."""
+        """Rewind the session to the longest common prefix with `ids`, and prefill the rest of `ids`. Return the last logits."""
         common = self._common(ids)
         common = min(common, len(ids) - 1)  # always compute the last token, because its logits are needed
         if self._session.usable and self._session.can_rewind_to(common):
@@ -310,7 +310,7 @@ class Conversation:
 
     @property
     def tokens_used(self) -> int:
-        """The number of the conversation's tokens, at most the size of the context."""
+        """The number of tokens of the conversation, capped at the context length."""
         spoken = any(message["role"] != "system" for message in self.messages)
         return min(self.context, len(self._prompt(self.messages))) if spoken else 0
 

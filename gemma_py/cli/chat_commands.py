@@ -40,7 +40,7 @@ def run_command(chat: "Chat", line: str) -> None:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean /{near[0]}?" if near else "/help lists all commands"
         raise InputError(
-            f"unknown command /{name:.40}; {hint} (a message that begins with a slash needs a space before the slash)"
+            f"unknown command /{name:.40}; {hint} (to send a message that begins with a slash, put a space before the slash)"
         )
     argument = argument.strip()
     if argument and not command.argument:

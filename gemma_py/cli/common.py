@@ -63,12 +63,10 @@ def _number(text: str, least: int) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse whole numbers of at least 1, separated by commas, and drop duplicates."""
     return _numbers(text, 1)
 
 
 def naturals(text: str) -> tuple[int, ...]:
-    """Parse whole numbers of at least 0, separated by commas, and drop duplicates."""
     return _numbers(text, 0)
 
 

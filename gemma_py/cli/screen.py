@@ -45,7 +45,7 @@ class Screen(Protocol):
     def ask(self, question: str) -> str: ...
 
     def computing(self) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-        """Return a context manager for a long computation. Its value is a function that returns whether the user wants to
+        """Surround a long computation. `with computing() as wanted:` gives a function that returns whether the user wants to
         stop.
         """
 

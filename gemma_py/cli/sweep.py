@@ -1,4 +1,4 @@
-"""Find the fastest number of threads and chunk size, and check that every number and size gives the same bits.
+"""Find the fastest number of threads and chunk size, and check that all settings give the same bits.
 
 Each run computes a prompt with one number of threads and one chunk size, then decodes some tokens. Figures are medians over all
 rounds. The efficiency in brackets is the speed per thread, relative to the smallest number of threads. A star marks the fastest
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def default_teams() -> tuple[int, ...]:
-    """Return 1 to 8, powers of two from 16, the number of cores, and the number of hardware threads."""
+    """Return 1 to 8, powers of two up to the number of cores, the number of cores, and the number of hardware threads."""
     cores, processors = machine.threads(), len(machine.affinity())
     few = range(1, min(cores, 8) + 1)
     return tuple(sorted({*few, *(1 << n for n in range(4, 11) if 1 << n < cores), cores, processors}))

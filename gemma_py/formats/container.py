@@ -1,4 +1,4 @@
-"""The format of every file that gemma_py writes: safetensors, with a checksum in the metadata.
+"""The format of gemma_py's cache files and saved conversations: safetensors with a checksum in the metadata.
 
 The `safetensors` package reads these files. Its writer is not used, because the writer needs all tensors in memory at once
 and cannot align the data to a page.
@@ -53,7 +53,7 @@ def with_digest(header: bytes, digest: str) -> bytes:
 
 
 def without_digest(header: bytes, metadata: Mapping[str, str]) -> bytes:
-    """Return the header with zeros in place of the digest. The digest was computed with this header."""
+    """Return the header with zeros in place of the digest, as it was when the digest was computed."""
     return header.replace(_digest_field(metadata.get(_DIGEST, "")), _digest_field(_NO_DIGEST), 1)
 
 
@@ -64,7 +64,10 @@ def _digest_field(digest: str) -> bytes:
 def write_arrays(
     file: BinaryIO, specs: Mapping[str, Spec], arrays: Iterable[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Write the arrays in the order of `specs`, and the file's sha256 into the metadata."""
+    """Write a file. Its sha256 is computed with zeros in place of the digest, and then written into the metadata.
+
+    arrays: in the order of `specs`
+    """
     header = make_header(specs, metadata)
     digest = hashlib.sha256(header)
     file.write(header)

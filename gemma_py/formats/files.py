@@ -1,4 +1,4 @@
-"""Reading of files: memory-mapped, or as text, bytes or strict JSON up to a size limit."""
+"""Read files: memory-mapped, or as text, bytes or strict JSON up to a size limit."""
 
 import json
 import mmap

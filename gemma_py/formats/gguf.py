@@ -21,16 +21,16 @@ from gemma_py.formats.tensor import StoredTensor
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-_SMALLEST_FIELD = 8 + 4 + 1  # bytes: length of an empty key, type, a value of one byte
-_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes: length of an empty name, rank, one dimension, type, offset
+_SMALLEST_FIELD = 8 + 4 + 1  # bytes: 8 for the key's length, 4 for the type, 1 for the smallest value
+_SMALLEST_RECORD = 8 + 4 + 8 + 4 + 8  # bytes of: the name's length, the rank, one dimension, the type, the offset
 _LARGEST_ALIGNMENT = 1 << 16
-_MOST_STRINGS = 1 << 24  # the most strings in an array; Gemma 3's vocabulary has 2^18
+_MOST_STRINGS = 1 << 24  # limit on the strings in an array; Gemma 3's vocabulary has 2^18
 _SEARCH_MINIMUM = 1000  # smaller arrays are read string by string
 _SEARCH_BYTES = 20  # bytes to search per string; a vocabulary's strings take fewer on average, including the length
 _MOST_FALSE_LENGTHS = 64  # `_find_strings` gives up after removing this many false lengths
 _LARGEST_SHARD_COUNT = 99_999
 
-# GGML's number of each tensor type. Error messages need the names of unsupported types too.
+# GGML's type numbers. Unsupported types are listed too, because error messages name these types.
 _TYPE_NAMES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -54,7 +54,7 @@ class GGUFFile:
 
 
 class Texts(Sequence[str]):
-    """A sequence of strings in a mapped file. A string is decoded on access, because a vocabulary has 262,144 strings."""
+    """A sequence of strings in a mapped file. Strings are decoded on access, to avoid decoding a whole vocabulary."""
 
     def __init__(self, data: memoryview, places: np.ndarray, lengths: np.ndarray) -> None:
         self._data, self._places, self._lengths = data, places, lengths
@@ -248,7 +248,7 @@ def _join(shards: list[GGUFFile]) -> GGUFFile:
             raise FormatError(f"{path}: split.no should be {number}, found {shard.metadata.get('split.no')}")
         for name, tensor in shard.tensors.items():
             if name in tensors:
-                raise FormatError(f"{path}: tensor {name!r} is in this shard and in {tensors[name].path}")
+                raise FormatError(f"{path}: tensor {name!r} is in two shards, this shard and {tensors[name].path}")
             tensors[name] = tensor
     expected = _integer(first.metadata, "split.tensors.count", first.paths[0], len(tensors))
     if expected != len(tensors):

@@ -90,7 +90,7 @@ def _read(path: Path) -> dict[str, StoredTensor | None]:
 
 
 def read_index(path: Path) -> dict[str, StoredTensor]:
-    """Return the weights of a sharded checkpoint by name. path: of the file `model.safetensors.index.json`."""
+    """Return the weights of a sharded checkpoint by name. path: the index, `model.safetensors.index.json`."""
     index = read_json(path)
     table = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(table, dict) or not table:
@@ -102,7 +102,9 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
             raise FormatError(f"{shard}: the shard is missing, although {path.name} lists it")
         for name, tensor in _read(shard).items():
             if table.get(name) != file:
-                raise FormatError(f"{shard}: tensor {name!r:.80} is not listed for this file in {path.name}")
+                raise FormatError(
+                    f"{shard}: contains tensor {name!r:.80}, which is not listed for this file in {path.name}"
+                )
             tensors[name] = tensor
     for name, file in table.items():
         if name not in tensors:
@@ -111,7 +113,7 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
 
 
 def _shard_name(index: Path, name: Any) -> str:
-    """Return a shard's name. Raise FormatError if the name leads out of the index's directory."""
+    """Return a shard's file name. Raise FormatError if the file is not in the index's directory."""
     if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or len(name) > 255:
         raise FormatError(f"{index}: weight_map should name files beside the index, found {name!r:.80}")
     return name

@@ -38,7 +38,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class QuantisedTensor(StoredTensor):
-    """A float matrix in a file, which `blocks` quantises to `type`."""
+    """A float matrix in a file. `blocks` reads rows of the matrix and quantises the rows to `type`."""
 
     source: StoredTensor
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from uvicorn.server import ServerState
 
 MAX_CONNECTIONS = 4096
-_SPARE_FILES = 16  # file descriptors that connections do not use
-_ACCEPTED_AT_ONCE = 64  # the most connections to accept in one turn of the event loop
+_SPARE_FILES = 16  # file descriptors that are reserved for purposes other than connections
+_ACCEPTED_AT_ONCE = 64  # limit on the connections that are accepted in one turn of the event loop
 _PAUSE = 0.05  # seconds to wait before accepting again
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SECONDS_BETWEEN_WARNINGS = 60.0

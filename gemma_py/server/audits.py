@@ -1,7 +1,7 @@
 """POST /v1/audit: check receipts with the served model, and stream the results as JSON lines.
 
 {"type": "receipt", "receipt", "name", "prompt_tokens", "pieces", "signature"}      the first line of each receipt
-{"type": "tokens", "receipt", "count"}                                               `count` more tokens are equal
+{"type": "tokens", "receipt", "count"}                                               `count` more tokens were checked and are equal
 {"type": "verdict", "receipt", "verdict", "stage", "token", "position", "message", "prompt_tokens", "tokens"}
 {"type": "error", "message"}                                                         the engine has failed
 """
@@ -25,7 +25,7 @@ MOST_RECEIPTS = 64  # limit for one request
 
 
 class Audits:
-    """Audits the receipts of one HTTP request at a time, in between the forward passes of the scheduler."""
+    """Audits the receipts of one HTTP request at a time. Running requests continue between the audit's forward passes."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -42,7 +42,6 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path) -> "Keys":
-        """Read API keys from a file with one key on each line."""
         try:
             lines = path.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:

@@ -89,7 +89,7 @@ async def http_error(request: Request, error: Exception) -> Response:
 
 
 async def client_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # for the metrics; the client has disconnected
+    return Response(status_code=499)  # the client has disconnected, so only the metrics see this status
 
 
 async def unexpected_error(request: Request, error: Exception) -> Response:

@@ -14,8 +14,6 @@ WRITE_SECONDS = 20.0  # seconds for which the send buffer may stay full before t
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol for one connection, with time limits for receiving headers and for sending."""
-
     header_seconds, write_seconds = HEADER_SECONDS, WRITE_SECONDS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

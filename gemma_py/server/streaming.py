@@ -81,7 +81,7 @@ async def whole_response(builder: ResponseBuilder, queue: EventQueue) -> Respons
     while not builder.done:
         for index, event in await queue.get():
             await _taken(builder, index, event)
-    # Encoding many embeddings takes long. Other requests would wait if it ran in the event loop.
+    # Encoding many embeddings in the event loop would make other requests wait.
     return await run_in_threadpool(lambda: JSONResponse(builder.document()))
 
 

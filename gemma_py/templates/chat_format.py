@@ -35,7 +35,7 @@ class ChatFormat:
     def check_thinking(self, thinking: bool | None) -> None:
         if thinking and not self.knows_thinking:
             raise InputError(
-                f"this model does not think before it answers: {self.template.name} has no switch for thoughts"
+                f"this model does not think before it answers, because {self.template.name} has no switch for thoughts"
             )
 
     def prompt(

@@ -18,9 +18,9 @@ import numpy as np
 
 from gemma_py.errors import InputError
 
-# The first code points of the masks of: system, user and tool texts; the model's texts; delimiters.
+# The first code points of three ranges of masks: for system, user and tool texts; for the model's texts; for delimiters.
 _OTHERS, _ANSWERS, _DELIMITERS, _END = 0xF0000, 0x100000, 0x10FF00, 0x110000
-_ROOM = 0xFF00  # the most different characters that one plane can mask
+_ROOM = 0xFF00  # limit on the distinct characters that one plane can mask
 _PRIVATE = re.compile(f"[{chr(_OTHERS)}-{chr(_END - 1)}]")
 _MASKED = f"{chr(_OTHERS)}-{chr(_END - 1)}"
 MESSAGE = re.compile(rf"([{_MASKED}](?:[\s{_MASKED}]*[{_MASKED}])?)")
@@ -53,7 +53,7 @@ class Masks:
         self.messages: list[dict[str, Any]] = []
         self.delimited: list[dict[str, Any]] = []
         places: dict[int, list[tuple[dict[str, Any], str]]] = {_OTHERS: [], _ANSWERS: []}
-        # Each turn of a conversation runs this loop over all messages. The loop avoids function calls, which are slow.
+        # Each turn of a conversation runs this loop over all messages. The loop avoids calls of Python functions, which are slow.
         for message in messages:
             whole, partly = {**message}, {**message}
             mine = places[_ANSWERS if message["role"] == "assistant" else _OTHERS]

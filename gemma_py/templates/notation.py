@@ -67,7 +67,7 @@ _GEMMA4_ENDS = ("<eos>", "<turn|>", "<|tool_response>")
 
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids that end an answer of Gemma 4, or an empty set for other models.
+    """Return the token ids that end an answer of Gemma 4, or an empty set for other models.
 
     The ids are found by token name, because GGUF files of Gemma 4 list only some of these ids as end tokens.
     """

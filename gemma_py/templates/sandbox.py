@@ -27,7 +27,7 @@ import jinja2.utils
 MEMORY = 1 << 30  # bytes of address space
 # CPU time limit of a request. The parent process has a shorter limit, so this limit matters only if the parent has died.
 SECONDS = 10
-OUTPUT = 64 << 20  # the most characters of a rendered prompt
+OUTPUT = 64 << 20  # limit on the characters of a rendered prompt
 
 
 class _Generation(jinja2.ext.Extension):

@@ -34,7 +34,7 @@ Tools = Sequence[Mapping[str, Any]]  # in OpenAI's format
 ROLES = ("system", "user", "assistant")
 _SECONDS = 5.0  # the time limit for rendering a prompt
 _STARTING = 30.0  # additional seconds for the first prompt, because the rendering process has to start
-_LARGEST_ANSWER = 1 << 30  # the most bytes that the rendering process may send
+_LARGEST_ANSWER = 1 << 30  # limit on the bytes that the rendering process may send
 
 
 class Piece(NamedTuple):
@@ -72,7 +72,6 @@ def checked_messages(messages: Any, roles: Sequence[str] = ROLES) -> list[Messag
 
 
 def _text(content: Any, number: int, name: str = "content") -> str:
-    """Return the text of a message's field, which is a string or a list of text parts."""
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -213,8 +212,8 @@ def choose(
     """Choose the template of a conversation.
 
     own: the source of the checkpoint's template, or None
-    eos_token_ids: for a checkpoint without a template: <end_of_turn> selects `gemma`, <turn|> selects `gemma4`, and other
-    tokens select `transcript`
+    eos_token_ids: used if the checkpoint has no template. <end_of_turn> selects `gemma`, <turn|> selects `gemma4`, and other
+    tokens select `transcript`.
     wanted: `gemma`, `gemma4`, `transcript` or a file, instead of the checkpoint's template
     """
     if isinstance(wanted, str) and wanted in BUILT_IN:

@@ -29,7 +29,7 @@ def package_from_document(document: dict[str, Any], where: str) -> Any:
 
 
 def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
-    """Return a tokenizer of the `tokenizers` package for the vocabulary of a GGUF file, which has no tokenizer.json."""
+    """Return a tokenizer of the `tokenizers` package for a GGUF file's vocabulary."""
     import tokenizers
 
     pieces = vocabulary.pieces
@@ -50,7 +50,7 @@ def package_from_vocabulary(vocabulary: Vocabulary) -> Any:
 
 
 def certified(tables: Tables, package: Any, where: str) -> Tables:
-    """Return the tables, after encoding test texts and all added tokens. Raise TokenizerError if `package` gives other ids.
+    """Check that the tables encode test texts and all added tokens to the ids that `package` gives. Return the tables.
 
     package: a tokenizer of the `tokenizers` package
     """

@@ -39,7 +39,6 @@ _PIPELINES: dict[str, tuple[Any, ...]] = {
 
 
 def tokenizer_from_gguf(path: Path, metadata: dict[str, Any]) -> Tokenizer | None:
-    """Return the tokenizer in the metadata of a GGUF file, or None if the metadata has no tokenizer."""
     if "tokenizer.ggml.tokens" not in metadata:
         return None
     model = metadata.get("tokenizer.ggml.model")
@@ -194,7 +193,10 @@ def _tables_of_json(path: Path) -> Tables:
 
 
 def _known_settings(path: Path) -> dict[str, Any]:
-    """Return the fields of a tokenizer.json that affect ids. Raise UnsupportedError for settings of no Gemma tokenizer."""
+    """Return the fields of a tokenizer.json that affect ids.
+
+    Raise UnsupportedError for a setting that Gemma's tokenizers do not have.
+    """
     document = read_json(path, _LARGEST_JSON)
     model = document.get("model") if isinstance(document, dict) else None
     if not isinstance(model, dict):
@@ -211,7 +213,7 @@ def _known_settings(path: Path) -> dict[str, Any]:
     for name, known in _PIPELINES.items():
         if document.get(name) not in known:
             raise UnsupportedError(
-                f"{path}: {name} should be that of a Gemma tokenizer, found {document.get(name)!r:.80}"
+                f"{path}: {name} should be as in Gemma's tokenizers, found {document.get(name)!r:.80}"
             )
     _check_listed(path, document.get("added_tokens") or [])
     kept = {name: model[name] for name in ("vocab", "merges", "unk_token", "fuse_unk") if name in model}

@@ -1,8 +1,8 @@
 """Gemma's byte pair encoding. Control tokens in a text are recognised only on request.
 
-A text is first split at added tokens; the longest token that matches at a character is taken. The text between added tokens
-is normalised (" " becomes "▁") and split into characters. A character that is not in the vocabulary is split into bytes.
-Then neighbouring pieces are merged (see kernels/bpe.py).
+A text is first split at added tokens, where the longest match wins. The text between added tokens is normalised (" " becomes
+"▁") and split into characters. A character that is not in the vocabulary is split into bytes. Then neighbouring pieces are
+merged (see kernels/bpe.py).
 """
 
 import re
@@ -18,8 +18,6 @@ _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
 
 class _Added:
-    """Finds added tokens in a text."""
-
     def __init__(self, tokens: dict[str, int]) -> None:
         self._ids = tokens
         # first character of added tokens -> lengths of these tokens, longest first

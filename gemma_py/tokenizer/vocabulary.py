@@ -150,7 +150,8 @@ def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: s
         )
         if not right or number < 0:
             raise TokenizerError(
-                f"{where}: added token {content!r:.60} has id {number}, neither that of its piece nor the next free id"
+                f"{where}: added token {content!r:.60} should have the id of an equal piece, or the next free id "
+                f"{following}, found id {number}"
             )
         following += number >= len(pieces)
         if len(content) < 2 and is_control(content, special):
@@ -194,7 +195,6 @@ def _write(file: BinaryIO, made: Tables) -> None:
 
 
 def _read(path: Path) -> Tables | None:
-    """Return the tables in a cache file, or None if the file is missing or damaged."""
     try:
         arrays, _ = read_arrays(path)
     except GemmaError:

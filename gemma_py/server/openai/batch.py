@@ -59,7 +59,6 @@ class Counts:
 
 
 def read_rows(path: Path) -> list[InputRow]:
-    """Read the input file. Raise InputError for the first malformed row."""
     rows: list[InputRow] = []
     lines: dict[str, int] = {}
     start = 0

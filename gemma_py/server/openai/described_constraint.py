@@ -16,8 +16,8 @@ from gemma_py.templates.notation import CallConstraint, marks_of
 def constraint_maker(engine: Engine) -> Callable[[Mapping[str, Any]], Constraint]:
     """Return a function that converts `request.constraint` of a receipt to a Constraint.
 
-    The function raises FormatError if the field is invalid, and UndecidableError if llguidance is missing or is another
-    version than the field names.
+    The function raises FormatError for an invalid constraint, and UndecidableError if the constraint's version of llguidance
+    is not installed.
     """
     compilers: dict[tuple[int, ...], JsonConstraints] = {}
 

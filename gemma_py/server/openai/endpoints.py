@@ -25,7 +25,6 @@ class Endpoint(NamedTuple):
     embeds: bool = False
 
     def response(self, service: Service, asked: Any) -> ResponseBuilder:
-        """Check the request, and return a builder for the response."""
         service.check_model(asked.model)
         service.check_kind(self.embeds)
         return self.builder(service, asked)

@@ -16,7 +16,7 @@ _SEED = (1 << 63) - 1
 _MAX_STOP = 1024
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
-MAX_TEXTS = 2048  # the most inputs of an embeddings request, as in OpenAI's API
+MAX_TEXTS = 2048  # limit on the inputs of an embeddings request, as in OpenAI's API
 
 
 def _ranged(option: str) -> Any:
@@ -25,8 +25,8 @@ def _ranged(option: str) -> Any:
 
 
 def _length(least: int | None = None, most: int | None = None) -> Any:
-    """Return a pydantic field that limits a list's length. Validation stops at the first invalid element, because a list can
-    have millions of them.
+    """Return a pydantic field that limits the length of a list. `fail_fast` stops validation at the first invalid element,
+    because a list can have millions of invalid elements.
     """
     return Field(min_length=least, max_length=most, fail_fast=True)
 
@@ -45,7 +45,7 @@ class Strict(BaseModel):
 class Loose(BaseModel):
     """The base class of messages and parts of messages.
 
-    Unknown fields are ignored, because clients send back messages that another server may have given more fields.
+    Unknown fields are ignored. Clients send back messages that other servers generated, and these can have more fields.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -249,7 +249,7 @@ class ChatRequest(Penalised):
 
     @property
     def chosen(self) -> str:
-        """The name of the function that must be called, or "none", "auto" or "required"."""
+        """The field tool_choice as text: "none", "auto", "required", or the name of the function that must be called."""
         choice = self.tool_choice
         return choice.function.name if isinstance(choice, NamedTool) else choice or "auto"
 
@@ -370,7 +370,7 @@ class ResponsesRequest(Sampled):
 
     @property
     def chosen(self) -> str:
-        """The name of the function that must be called, or "none", "auto" or "required"."""
+        """The field tool_choice as text: "none", "auto", "required", or the name of the function that must be called."""
         choice = self.tool_choice
         return choice.name if isinstance(choice, NamedFlatTool) else choice or "auto"
 
@@ -399,7 +399,9 @@ class EmbeddingRequest(Strict):
     def _something(cls, given: object) -> object:
         several = isinstance(given, list) and not isinstance(next(iter(given), None), int)
         if not given or not isinstance(given, str | list) or (several and len(given) > MAX_TEXTS):
-            raise ValueError(f"should be a text, a list of token ids, or a list of 1 to {MAX_TEXTS} of either")
+            raise ValueError(
+                f"should be a text, a list of token ids, or a list of 1 to {MAX_TEXTS} texts or lists of token ids"
+            )
         return given
 
     @property

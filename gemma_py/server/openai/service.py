@@ -41,7 +41,7 @@ from gemma_py.templates.chat_format import NO_TOOLS, ChatFormat
 from gemma_py.templates.notation import CallConstraint, Marks
 from gemma_py.templates.template import Message, Template
 
-DEFAULT_TOKENS = 1024  # the most tokens of a response if the request sets no limit
+DEFAULT_TOKENS = 1024  # limit on the tokens of a response if the request sets no limit
 _SEEDS = 1 << 63
 
 
@@ -233,7 +233,6 @@ class Service:
         return partial(CallConstraint, self.tokenizer, marks, possible[0] if len(possible) == 1 else None)
 
     def _messages(self, given: Sequence[GivenMessage]) -> list[Message]:
-        """Convert OpenAI's messages to messages for `checked_messages`."""
         made = []
         for number, message in enumerate(given):
             param = f"messages[{number}]"
