@@ -80,9 +80,7 @@ def inputs64() -> np.ndarray:
 
 
 def values(function: Any, x: np.ndarray) -> np.ndarray:
-    """Results [n, 2] of a function: sine and cosine of sine_cosine64. Other functions fill both columns with one
-    result.
-    """
+    """Return the results [n, 2]: sine and cosine of sine_cosine64, or twice the result of another function."""
     pair = function.py_func.__name__ == "sine_cosine64"
 
     @numba.njit(error_model="numpy")
