@@ -19,7 +19,7 @@ from gemma_py.errors import ComputationError, ContextError, InputError, Overload
 from gemma_py.generate import base_scheduler
 from gemma_py.generate import scheduler as schedulers
 from gemma_py.generate.base_scheduler import Health
-from gemma_py.generate.core import Request
+from gemma_py.generate.core import Generation, Request
 from gemma_py.generate.events import Event, Failed, Finished, Generated, PrefillProgress, Scored
 from gemma_py.generate.options import Sampling
 from gemma_py.generate.sampling import ROWS_AT_ONCE, likeliest, log_probability
@@ -55,6 +55,24 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts take several passes."""
     monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_several_threads_draw_and_each_request_gets_its_own_token(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch, mutant: bool
+) -> None:
+    """mutant: the tokens that were drawn in a pass reach the requests in reverse order."""
+    threads, honest_sample, honest_step = set(), Generation.sample, Scheduler._sample
+
+    def sample(self: Generation, logits: np.ndarray) -> int:
+        threads.add(threading.current_thread().name.rstrip("0123456789"))
+        return honest_sample(self, logits)
+
+    monkeypatch.setattr(Generation, "sample", sample)
+    if mutant:
+        monkeypatch.setattr(Scheduler, "_sample", lambda self, *results: honest_step(self, *results)[::-1])
+    assert same_in_shared_passes(crowd, 4) != mutant
+    assert "gemma_py-sampler_" in threads and len(threads) > 1
 
 
 def same_in_shared_passes(crowd: Crowd, seed: int) -> bool:
