@@ -199,7 +199,7 @@ _ABOUT = {
     "kernels": "arithmetic on arrays",
     "formats": "files to arrays",
 }
-_BASICS = LAYERS[0]  # every folder may import these, so they are not in the picture
+_BASICS = LAYERS[0]  # left out of the picture, because every folder may import these modules
 
 
 def layers_picture() -> str:

@@ -175,7 +175,7 @@ def test_a_process_shows_life_only_while_it_computes(tmp_path: Path) -> None:
             assert lines[-1] == "\n"
             lines.append(process.stdout.readline())
         assert len(lines) > 1
-        if select.select([process.stdout], [], [], 2 * compiling._BEAT)[0]:  # the last sign of life, if there is one
+        if select.select([process.stdout], [], [], 2 * compiling._BEAT)[0]:  # the process may send a last sign of life
             assert process.stdout.readline() == "\n"
         assert not select.select([process.stdout], [], [], 3 * compiling._BEAT)[0]
 
@@ -200,7 +200,7 @@ def test_an_interrupted_compilation_ends_soon_and_leaves_nobody(tmp_path: Path) 
         assert len(err.splitlines()) == 1, err
     # The main process cannot stop a process whose start was interrupted. Such a process ends when its stdin is closed.
     assert comes_true(lambda: not helpers(tmp_path))
-    assert not list(tmp_path.rglob("compiled-*"))  # the next start uses the kernels that are finished
+    assert not list(tmp_path.rglob("compiled-*"))  # finished kernels are kept for the next start
 
 
 @linux

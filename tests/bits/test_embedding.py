@@ -24,7 +24,7 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 RESULTS = np.load(DATA / "tiny_logits.npz")
 WIDE = {name: variant for name, variant in tiny_models.WIDE.items() if tiny.is_embedding(variant)}
-# Shorter and longer than a window and than a tile of attention, and equal to them.
+# Lengths below, at and above those of a window and of an attention tile.
 LENGTHS = (70, 1, 33, 2, 100, 64, 20, 21, 40, 7)
 NAMES = [name for name, variant in tiny_families.VARIANTS.items() if tiny.is_embedding(variant)]
 

@@ -121,7 +121,7 @@ def test_a_changed_weight_is_located(
 def test_another_text_than_the_specification_is_named(
     check: Callable[..., verify.VerifyReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The specification gets another last id for the third text."""
+    """The specification gets a wrong last id for the third text."""
     right, calls = reference.embedding_and_rows, count()
 
     def wrong(engine: gemma_py.Engine, ids: list[int]) -> object:

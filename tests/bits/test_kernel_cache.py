@@ -120,7 +120,7 @@ def test_the_first_answer_waits_for_no_compiler() -> None:
         assert done.returncode == 0, done.stderr
         said[when] = done.stdout.split()
     assert said["first"][0] == "True" and int(said["first"][1]) >= 10
-    assert said["later"][0] == "False"  # a negative control: at a later start, kernels are loaded when they are needed
+    assert said["later"][0] == "False"  # a negative control: a later start loads kernels only when they are needed
 
 
 def test_functions_of_one_name_get_symbols_of_their_own() -> None:

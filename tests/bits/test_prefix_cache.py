@@ -28,7 +28,7 @@ def computed(
 ) -> tuple[Cache, int, np.ndarray]:
     """Compute a prompt like the scheduler: copy the cached prefix, then prefill and cache the rest.
 
-    Return (KV cache, cached tokens, bits of the other tokens' logits).
+    Return (KV cache, number of cached tokens, bits of the logits of all tokens that were not cached).
     """
     cache = engine.new_cache(BLOCK_TOKENS)
     cache.prepare(len(ids), chunk)
@@ -87,7 +87,7 @@ def test_what_texts_share_is_kept_once(tiny_engine: gemma_py.Engine) -> None:
         cached.append(computed(tiny_engine, shared + prompt(tiny_engine, 32, seed), prefixes)[1])
     assert cached == [48, 48]
     assert prefixes.nbytes == 7 * block
-    # Equal tokens at other positions are no hit.
+    # Equal tokens at another position must not be found.
     assert computed(tiny_engine, prompt(tiny_engine, 20, 4) + shared, prefixes)[1] == 0
 
 

@@ -130,8 +130,8 @@ def test_a_hash_changes_if_words_change_places_or_a_bit_flips() -> None:
 
 
 def test_a_bit_of_the_cache_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer 5 has full attention and keeps all rows, so its changed row is found after the run. Rings overwrite such
-    rows.
+    """Layer 5 has full attention and keeps all rows, so a changed row is found after the run. A ring would have
+    overwritten the row.
     """
     tamper(monkeypatch, after=flip_kept(5, 60, 64))
     difference = found(check())

@@ -48,7 +48,7 @@ def test_forced_tokens_are_the_only_ones_that_the_schema_allows(
     chains = set()
     for _ in range(4):
         constraint, asked_nothing = (constraints.compile(COLOURS, "") for _ in range(2))
-        pending: list[int] = []  # forced tokens that were returned
+        pending: list[int] = []  # forced tokens that the constraint has returned
         while not constraint.finished:
             most = int(rng.choice([0, 1, 3, 50]))
             forced = constraint.forced(most)

@@ -165,7 +165,7 @@ def test_the_command_can_keep_the_packed_weights_in_memory(
     each_embedding_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(store, "_SMALLEST", 0)  # smaller weights are never stored
+    monkeypatch.setattr(store, "_SMALLEST", 0)  # otherwise so small weights would not be stored
     assert main(["embed", str(each_embedding_folder), "one", "--no-pack"]) == 0
     assert not list(tmp_path.rglob("weights/*"))
     assert main(["embed", str(each_embedding_folder), "one"]) == 0

@@ -82,7 +82,7 @@ def test_a_prompt_of_nothing(server: Running, prompt: object) -> None:
     assert "non-empty" in error["message"] or error["message"] == "expected at least one token, found none"
 
 
-MANY = 1000  # A body can have a million errors. Reporting all of them would take many seconds.
+MANY = 1000  # more errors than a response should report
 
 
 @pytest.mark.parametrize(

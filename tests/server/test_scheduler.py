@@ -1,5 +1,5 @@
-"""The scheduler: each request gets the answer that it gets alone, whichever requests arrive, leave or fail
-meanwhile.
+"""The scheduler: every answer is the one that the request gets without other requests, whichever requests arrive, leave
+or fail.
 """
 
 import math
@@ -109,7 +109,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
     honest = EventQueue._put
 
     def before(queue: EventQueue, index: int, event: Event) -> None:
-        """A negative control: each client gets the previous token, which may be another client's."""
+        """A negative control: each client gets the previous token, which may belong to another client's answer."""
         if isinstance(event, Generated) and event.token.finish_reason is None:
             made.append(event)
             event = made[-2:][0]
@@ -196,7 +196,7 @@ def test_the_prompt_s_log_probabilities(
         for event, logits in zip(told, tiny_engine.session().prefill(ids, all_logits=True), strict=False):
             assert [token for token, _ in event.top] == likeliest(logits, 2)[1].tolist()
             assert [logprob for _, logprob in event.top] == [log_probability(logits, token) for token, _ in event.top]
-    assert max(rows) <= ROWS_AT_ONCE + 1  # the request without scores needs one more row
+    assert max(rows) <= ROWS_AT_ONCE + 1  # a request without scores needs one row more
 
 
 def test_rows_of_a_pass_are_shared_out() -> None:
@@ -358,7 +358,7 @@ def test_end_tokens_stop_strings_and_constraints_end_answers(
         end = client.end()
         assert isinstance(end, Finished) and end.reason == "stop"
         assert [event.token.id for event in client.made] == [300, 301, 302]
-        assert client.made[0].token.logprob < -1  # the model's log probability, before the constraint
+        assert client.made[0].token.logprob < -1  # the logprob is the model's, before the constraint
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ def weak() -> Iterator[gemma_py.Engine]:
 
 
 def failing(engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, fault: str, passes: set[int]) -> None:
-    """Make these passes fail. The first pass has number 1."""
+    """passes: the numbers of the passes that fail, from 1."""
     honest, count = engine.run_together, 0
 
     def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:

@@ -312,8 +312,8 @@ sys.exit(main(sys.argv[1:]))
 def test_if_the_engine_fails_all_clients_get_an_error_and_the_process_ends(
     fault: str, said: str, tmp_path: Path
 ) -> None:
-    """Two requests run and two wait when the engine fails. As a control, all four get their answers without the
-    failure.
+    """Two requests run and two wait when the engine fails. In a control run without a failure, all four get their
+    answers.
     """
     arguments = ("--threads", "2", "--parallel", "2", fault)
     now = tmp_path / "now"  # the engine fails when this file exists
