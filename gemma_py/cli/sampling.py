@@ -39,6 +39,5 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling options on the command line, as keyword arguments of `Sampling`."""
     given = {name: getattr(args, name, None) for name in OPTIONS}
     return {name: value for name, value in given.items() if value is not None}
