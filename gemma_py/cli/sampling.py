@@ -1,4 +1,4 @@
-"""The options of sampling and speculation, for the commands that generate text."""
+"""The options of sampling and speculative decoding, for the commands that generate text."""
 
 import argparse
 from typing import Any
