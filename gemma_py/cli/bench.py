@@ -65,14 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "-t", "--threads", type=teams, dest="teams", default=environment_threads(), metavar="N,N",
-        help="numbers of worker threads (default: as for the other commands)",
+        help="numbers of worker threads (default: GEMMA_PY_THREADS, else the number of usable physical cores)",
     )  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="show the time of each phase too")
     parser.add_argument(
         "--shape", metavar="NAME", help="use random weights in the shape of a model from `gemma_py models`"
     )
     parser.add_argument(
-        "--type", default="q4_0", metavar="TYPE", help="the format of the matrices of --shape (default: %(default)s)"
+        "--type",
+        default="q4_0",
+        metavar="TYPE",
+        help="the format of the weight matrices with --shape (default: %(default)s)",
     )
     parser.add_argument(
         "--speculate", action="store_true", help="measure recorded texts with and without speculation instead"

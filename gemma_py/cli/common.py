@@ -170,7 +170,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--no-pack",
         dest="pack",
         action="store_false",
-        help="keep the packed weights in memory instead of a file; takes no disk space, but every start packs again",
+        help="keep packed weights in memory, not in a file; saves disk space, but every start packs the weights again",
     )
 
 

@@ -28,7 +28,7 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         choices=MODES,
         default=MODES[0],
-        help="auto: guess tokens from earlier text, and compute several tokens at once where that saves time; off: compute one "
+        help="auto: draft tokens from earlier text, and verify several tokens in one pass where that saves time; off: compute one "
         "token at a time. This option does not change the output (default: %(default)s)",
     )
     parser.add_argument(

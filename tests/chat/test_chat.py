@@ -113,7 +113,7 @@ def test_undoing_more_than_the_rings_hold_computes_the_tokens_again(
 ) -> None:
     monkeypatch.setattr("gemma_py.chat.conversation._REWIND_BYTES", 1 << 13)
     conversation = new(tiny_engine)
-    assert conversation._keep() < 10
+    assert conversation._rewind_limit() < 10
     first = talk(conversation, "question one")
     talk(conversation, "two")
     conversation.undo()
