@@ -6,8 +6,8 @@
     layers.N.keys     F32 or BF16 [G, P, E]
     layers.N.values   F32 or BF16 [G, P, E]
 
-T: tokens of the conversation. N: index of a layer that stores KV rows. G: key/value heads. E: head size. P: positions that
-tokens after position `since` can attend to.
+T: tokens of the conversation. N: index of a layer that stores KV rows. G: key/value heads. E: head size. The loaded
+conversation can be rewound to position `since`; P is the number of positions that later tokens attend to.
 
 The file is replaced atomically: if the process is killed while writing, the previous file remains. Only a model with an
 equal `Engine.fingerprint` can load the file.
