@@ -36,7 +36,7 @@ Run = Callable[..., tuple[int, str, str]]
         (("verify", "--tokens", 200), "200 tokens exceed the context of 128 tokens"),
     ],
 )
-def test_a_command_without_sense_says_so(
+def test_commands_that_need_another_kind_of_model_say_so(
     run: Run, embedding_folder: Path, arguments: tuple[object, ...], said: str
 ) -> None:
     code, out, err = run(arguments[0], embedding_folder, *arguments[1:])

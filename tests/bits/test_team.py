@@ -196,7 +196,7 @@ FAULT_PLACES = [(MIX, "enter"), (MIX, "barrier"), (PRODUCE, "enter"), (ATTEND, "
 
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
 @pytest.mark.parametrize(("phase", "place"), FAULT_PLACES)
-def test_exception_is_reported_and_the_team_goes_on(
+def test_exception_is_reported_and_the_team_stays_usable(
     team: Team, layer: int, phase: int, place: str, expected: np.ndarray
 ) -> None:
     for worker in range(WORKERS):
@@ -204,7 +204,7 @@ def test_exception_is_reported_and_the_team_goes_on(
 
 
 @pytest.mark.parametrize(("phase", "place"), FAULT_PLACES)
-def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected: np.ndarray) -> None:
+def test_stall_is_reported_and_the_team_stays_usable(phase: int, place: str, expected: np.ndarray) -> None:
     with Team(WORKERS, deadline=DEADLINE) as team:
         check_fault(team, FaultPlan(5, "stall", phase % WORKERS, 1, phase, place), expected)
     assert not team_threads()

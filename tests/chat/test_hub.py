@@ -119,7 +119,7 @@ def test_one_of_several() -> None:
 
 
 @pytest.mark.parametrize("reference", ["hf:", "hf:a", "hf:/a", "hf:a/", "hf:a/b@", "hf:a/b/", "hf:a b/c", "hf:a/b/@x"])
-def test_a_reference_that_is_none(reference: str) -> None:
+def test_invalid_references_are_refused(reference: str) -> None:
     with pytest.raises(InputError, match="should have the form hf:owner/name"):
         resolve(reference)
 

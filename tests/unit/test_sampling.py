@@ -198,7 +198,7 @@ def test_recommended_sampling(tmp_path: Path) -> None:
     assert recommended(tmp_path / "model.gguf", said) == Sampling(temperature=0.5, top_k=3)
 
 
-def test_what_is_left_open() -> None:
+def test_options_that_are_not_given() -> None:
     base = Sampling(temperature=0.9, top_k=64, top_p=0.95)
     assert asked({"temperature": None}, base) == Sampling()
     assert asked({"repetition_penalty": 1.2}, base) == Sampling(repetition_penalty=1.2)
