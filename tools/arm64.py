@@ -170,7 +170,7 @@ def cross_compile(kernels: Path, kvs: Sequence[str]) -> None:
 
 
 def write_models(folder: Path, every_type: bool) -> None:
-    """Write a tiny model of each family in F32, in Q8_0 if its rows are whole blocks, and Gemma 3 in many types."""
+    """Write a tiny model of each family in F32, a Q8_0 file if the rows are whole blocks, and Gemma 3 in many types."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests" / "support")]
     import tiny_checkpoints as tiny
     import tiny_families
@@ -198,7 +198,8 @@ def results(cpu: str, work: Path, arguments: Sequence[str]) -> dict[str, str]:
         environment |= {"NUMBA_CPU_NAME": cpu.removeprefix(X86), "NUMBA_CPU_FEATURES": ""}
     out, python, here = work / f"results-{cpu or 'host'}.json", Path(sys.executable), str(Path(__file__))
     if cpu and not cpu.startswith(X86):
-        environment["XDG_CACHE_HOME"] = str(work / "cache-arm64")  # the emulated Python packs weights itself
+        # A separate cache, so that the emulated Python packs the weights itself.
+        environment["XDG_CACHE_HOME"] = str(work / "cache-arm64")
         run(python, here, "--step", "compile", work / "results-host.kernels", *arguments[1:], environment=environment)
         python = prepare(work)
     run(python, "-W", "ignore", here, "--step", "compute", arguments[0], out, *arguments[1:], environment=environment)

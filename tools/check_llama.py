@@ -78,9 +78,9 @@ def _sample_topk(sparsity: float, x: torch.Tensor) -> torch.Tensor:
 def _can_run(variant: tiny.Variant) -> bool:
     """Whether llama.cpp computes this model like transformers.
 
-    llama.cpp differs in three cases. It caps logits at 30 if the config has no cap. It ends the process for a model
-    without sliding layers. If layers share KV rows, it assumes that the last two layers with rows of their own are a
-    sliding one and then a full one.
+    llama.cpp caps logits at 30 if the config has no cap, and ends the process for a model without sliding layers. If
+    layers share KV rows, llama.cpp assumes that the last two layers with rows of their own are a sliding one and then a
+    full one.
     """
     c = tiny.text_config(variant)
     types, shared = c["layer_types"], c.get("num_kv_shared_layers", 0)

@@ -65,8 +65,8 @@ SCHEMA = {
     "required": ["colour", "count", "tags"],
     "additionalProperties": False,
 }
-_CASES_AN_ENGINE = 15  # cases before another engine is loaded
-_MOST_PROMPT = 700  # tokens, for a model with a long context
+_CASES_AN_ENGINE = 15  # cases until another engine is loaded
+_MOST_PROMPT = 700  # tokens, if the context is longer
 
 Constraints = dict[str, Callable[[], Constraint]]
 
@@ -75,7 +75,7 @@ class Asked(NamedTuple):
     """A request, and a function that makes a new constraint for each answer, because a constraint has a state."""
 
     request: Request
-    kind: str  # of the constraint, or ""
+    kind: str  # the kind of the constraint, or ""
     constraint: Callable[[], Constraint] | None
 
     def made(self, **changes: Any) -> Request:
@@ -191,7 +191,7 @@ def prediction_for(rng: random.Random, answer: Sequence[int], vocab_size: int) -
 
 
 class Checker:
-    """Draws cases for one engine. Counts the compared tokens for each property of a case, such as "alone"."""
+    """Draws cases for one engine. Counts the compared tokens for each property of a case, such as "stop strings"."""
 
     def __init__(self, engine: gemma_py.Engine, counts: Counter[str]) -> None:
         self._engine, self._counts = engine, counts
@@ -252,8 +252,8 @@ class Checker:
     def _in_shared_passes(
         self, rng: random.Random, asked: Sequence[Asked], wanted: Sequence[Outcome]
     ) -> tuple[int, int]:
-        """Answer the requests in shared passes. An eighth of the clients leave early; the tokens that they got are
-        compared too.
+        """Answer the requests in shared passes. An eighth of the clients leave early; the tokens that these clients got
+        are compared.
         """
         prefix_bytes = rng.choice([0, 600_000])
         scheduler = Scheduler(self._engine, parallel=rng.randint(1, 8), queue=64, prefix_bytes=prefix_bytes)
@@ -349,7 +349,9 @@ def check(named: dict[str, Path | str], tokens: int, seed: int, only: str | None
                     try:
                         compared = checker.case(random.Random(f"{seed} {here}"))
                     except (Difference, AssertionError, GemmaError) as error:
-                        raise SystemExit(f"--seed {seed} --case {here!r}: {error!r}") from error
+                        raise SystemExit(
+                            f"to repeat this case, use --seed {seed} --case {here!r}: {error!r}"
+                        ) from error
                     counts.update({"tokens": compared, name: compared})
                 if time.monotonic() - shown > 20:
                     shown = time.monotonic()

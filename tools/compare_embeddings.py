@@ -28,8 +28,8 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tools")]
-_MOST_TOKENS, _MOST_TEXTS = 512, 64  # the limits of a pass, equal in gemma_py and llama.cpp
-_BATCH = 32  # texts, the default of sentence-transformers
+_MOST_TOKENS, _MOST_TEXTS = 512, 64  # limits of a pass of llama.cpp, equal to those of gemma_py
+_BATCH = 32  # texts in a batch, as by default in sentence-transformers
 
 
 def short_texts(count: int) -> list[str]:

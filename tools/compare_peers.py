@@ -93,7 +93,7 @@ class Worker:
 
     def call(self, method: str, *arguments: Any) -> Any:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `_answer` reports a process that has ended
+        with contextlib.suppress(BrokenPipeError):  # `_answer` reports that the process has ended
             print(json.dumps([method, *arguments]), file=self.process.stdin, flush=True)
         return self._answer(method)
 
@@ -344,7 +344,7 @@ def start(
 
 
 def present(wanted: Sequence[str]) -> tuple[list[Peer], dict[str, str]]:
-    """Return the installed peers, and {missing peer: how to install it}."""
+    """Return the installed peers, and {missing peer: the command that installs it}."""
     unknown = set(wanted) - {peer.name for peer in PEERS}
     if unknown:
         raise SystemExit(
@@ -392,7 +392,7 @@ def compare(args: argparse.Namespace, path: Path, directory: Path) -> int:
             if not figures[name].failed and not figures[name].nll:
                 try:
                     figures[name].nll = worker.call("nll", ids[: args.score])
-                except PeerError as error:  # the speeds that are measured already are kept
+                except PeerError as error:  # the speeds that were measured so far are kept
                     say(f"FAILED: {error}")
     finally:
         for worker in workers.values():

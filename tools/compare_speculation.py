@@ -69,7 +69,7 @@ class _Clock:
 
     def put(self, value: Any) -> None:
         self.puts += 1
-        if self.puts == 2:  # the first call gives the prompt
+        if self.puts == 2:  # the first call has the prompt
             self.begin = time.perf_counter()
 
     def end(self) -> None: ...

@@ -61,7 +61,7 @@ def pieces(model: str, threads: int) -> dict[str, Callable[[], None]]:
 
 
 def worker(model: str, threads: int) -> None:
-    """Do the work that each line of standard input names, and print its seconds."""
+    """For each line of standard input, do the work that the line names, and print the seconds."""
     works = pieces(model, threads)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -25,12 +25,9 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
 import gemma_py
 
 PACKAGE = Path(gemma_py.__file__).parent
-WINDOWS, TOKENS = 20, 4  # windows, tokens in each window
-OFF = {
-    "runtime/fault_injection.py",
-    "runtime/profile.py",
-    "runtime/trace.py",
-}  # files that only tests and diagnosis use
+WINDOWS, TOKENS = 20, 4  # number of windows, and tokens in each window
+# Files that only tests and diagnosis use.
+OFF = {"runtime/fault_injection.py", "runtime/profile.py", "runtime/trace.py"}
 Place = tuple[str, str]  # (file within the package, function)
 
 

@@ -77,7 +77,7 @@ def receipt_of(engine: gemma_py.Engine, number: int) -> Receipt:
 
 
 def work(folder: Path, mine: str, others: list[str], count: int) -> list[str]:
-    """Make receipts or, if there are `others`, audit their receipts. Return the differences."""
+    """Make receipts or, if there are `others`, audit receipts of the others. Return the differences."""
     wrong: list[str] = []
     with models() as paths:
         for number, (name, options) in enumerate(LOADS):

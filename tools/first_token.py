@@ -15,7 +15,7 @@ import gemma_py
 from gemma_py.catalog import DEFAULT_MODEL
 from gemma_py.cli.common import counts, markdown, positive
 
-QUESTION = " and what of the next town, is there a river, a mill, or an old bridge?"  # 20 tokens
+QUESTION = " and what of the next town, is there a river, a mill, or an old bridge?"  # 20 tokens of Gemma's tokenizer
 ANSWER = " There is a river beside the mill, and an old bridge of stone leads over it."
 
 

@@ -35,7 +35,7 @@ def process_bytes() -> int | None:
 
 
 def once(engine: gemma_py.Engine, ids: list[int], length: int) -> dict[str, Any]:
-    """Prefill `length` ids in a new session, then decode the other ids."""
+    """Prefill `length` ids in a new session, then decode the remaining ids."""
     session = engine.session()
     start = time.perf_counter()
     session.prefill(ids[:length])

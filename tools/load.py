@@ -73,7 +73,7 @@ async def overload(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
         for name, seconds in (("spread", 3.0), ("burst", 0.0)):
             async with running(start(args, "--parallel", parallel, "--queue", queue)) as server:
-                # The executor starts its process at the first call, which must not be measured.
+                # The executor starts its process at the first call, whose time must not count.
                 await loop.run_in_executor(apart, flood, server.port, [], 24, 0.0)
                 taken = [asyncio.create_task(stream(server.port, 10_000 + number, 48)) for number in range(places)]
                 await asyncio.sleep(0.5)
@@ -109,7 +109,7 @@ async def scaling(args: argparse.Namespace, start: Start) -> dict[str, Any]:
             made = sum(since <= at <= until for one in got for at in one.tokens)
             if until > since:
                 eight_rates.append(made / (until - since))
-            else:  # the server runs one request at a time, so its streams never decode together
+            else:  # a server that runs one request at a time has no time in which all streams decode
                 eight_rates.append(sum(len(one.tokens) for one in got) / max(one.tokens[-1] for one in got))
     one, eight = statistics.median(one_rates), statistics.median(eight_rates)
     return {"one": round(one, 1), "eight": round(eight, 1), "times": round(eight / one, 2), "bad": 0}
@@ -170,7 +170,7 @@ async def sigterm(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 async def batch(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """Kill a batch and start it again until it is complete. Then begin the next batch."""
+    """Kill a batch and start it again until all rows are written. Then begin the next batch."""
     kills, batches, bad, rng = 0, 0, 0, random.Random(11)
     while kills < (args.count or 50):
         with tempfile.TemporaryDirectory() as scratch:

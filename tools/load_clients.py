@@ -1,5 +1,6 @@
 """HTTP clients for load.py. Well-behaved clients measure. Misbehaving clients disconnect, stall or send invalid
-data."""
+data.
+"""
 
 import asyncio
 import contextlib
@@ -123,8 +124,8 @@ async def stream(port: int, number: int, tokens: int, words: int = 12) -> Got:
 
 
 def flood(port: int, numbers: list[int], tokens: int, seconds: float) -> list[Got]:
-    """Send a request for each number, spread over some seconds. Runs in a child process, so that it does not delay
-    other clients.
+    """Send a request for each number, spread over some seconds. A child process runs this function, so that it does not
+    delay the clients of this process.
     """
     bodies = [json.dumps(completion(number, tokens)).encode() for number in numbers]
     asked = [head("POST", "/v1/completions", body) + body for body in bodies]
@@ -186,7 +187,7 @@ async def misbehave(port: int, rng: random.Random) -> str:
                     await asyncio.sleep(0.02)
             elif kind == "sends slowly":
                 for at in range(0, len(body), 40):
-                    if writer.transport.is_closing():  # the server refused the request
+                    if writer.transport.is_closing():  # the server has refused the request
                         break
                     writer.write(head("POST", "/v1/completions", body) * (at == 0) + body[at : at + 40])
                     await asyncio.sleep(0.005)

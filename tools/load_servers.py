@@ -75,7 +75,9 @@ def ours(args: argparse.Namespace, *options: object) -> Process:
 
 
 def peer(args: argparse.Namespace, *options: object) -> Process:
-    """llama.cpp's server runs one request at a time. Its option to interrupt a request for a newer one is off."""
+    """llama.cpp's server runs one request at a time. It has an option to interrupt a request for a newer one, which is
+    off here.
+    """
     port = free_port()
     threads = ["--n_threads", args.threads, "--n_threads_batch", args.threads] if args.threads else []
     command = [*shlex.split(args.peer), "--model", resolve(args.model), "--port", port, "--n_ctx", 4096,

@@ -54,7 +54,7 @@ def their_model(directory: Path, variant: tiny.Variant, dtype: torch.dtype) -> t
     # transformers' sdpa attention ignores logit soft-capping, and grouped experts need aligned widths.
     options = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
     text, kind = tiny.text_config(variant), variant.config["model_type"]
-    if kind == "gemma3n":  # the vision tower would need the package timm
+    if kind == "gemma3n":  # multimodal Gemma 3n would need the package timm
         config = transformers.Gemma3nTextConfig(**{key: value for key, value in text.items() if key != "model_type"})
         options |= {"config": config, "key_mapping": {r"^model\.language_model\.": "model."}}
     loader = transformers.AutoModel if tiny.is_embedding(variant) else transformers.AutoModelForCausalLM

@@ -122,7 +122,7 @@ class Llama(Runtime):
     def prefill(self, ids: list[int]) -> float:
         self.model.reset()
         start = time.perf_counter()
-        self.model.eval(ids)  # replaces the cached tokens, and computes only the last token's logits
+        self.model.eval(ids)  # discards cached tokens; computes only the last token's logits
         self._logits(-1).argmax()  # reading the logits waits for the computation
         return time.perf_counter() - start
 
@@ -231,14 +231,14 @@ RUNTIMES = {"gemma_py": Ours, "llama.cpp": Llama, "torch": Torch, "CTranslate2":
 
 def serve(name: str, path: Path, directory: Path, threads: int, settings: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # the output of libraries goes to stderr, because stdout carries the answers
+    os.dup2(2, 1)  # libraries print to stderr, because stdout carries the answers
     runtime = RUNTIMES[name](path, directory, threads, **settings)
     print(json.dumps("ready"), file=answers)
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         print(json.dumps(getattr(runtime, method)(*arguments)), file=answers)
     answers.close()
-    os._exit(0)  # destructors of some runtimes abort
+    os._exit(0)  # skip destructors, because some runtimes abort in them
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ EXTRAS = {
 # idle.
 IN_TWO_PROCESSES = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 TIERS = ("unit", "bits", "chat", "server", "model")
-MEGABYTES = {"test": 450}  # downloads of a task; other tasks download 350
+MEGABYTES = {"test": 450}  # MB that a task downloads; other tasks download 350
 
 
 def say(message: str) -> None:

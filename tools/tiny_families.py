@@ -8,7 +8,7 @@ from typing import Any
 from tiny_checkpoints import Variant, _gemma3, _gemma3n, _vaultgemma
 from tiny_shapes import FULL, SLIDING, Config, Shapes, heads_of, unused_kv
 
-# The lower bound to which a layer clips its inputs. With -infinity, the layer does not clip.
+# The lower bound to which a layer clips its inputs. With -infinity, a layer does not clip.
 _MINUS_INFINITY: Shapes = {"audio_tower.layers.0.feed_forward1.ffw_layer_1.input_min": ()}
 _GEMMA4_PARTS: Shapes = {
     "vision_tower.patch_embedder.position_embedding_table": (2, 16, 16),
@@ -128,7 +128,7 @@ def embedding_gemma2(types: list[str] = _MIXED, wide: int = 24, wide_kv: int = 1
 
 
 def assistant(main: Variant, ordered: bool = False, **changes: Any) -> Variant:
-    """An assistant for a variant of Gemma 4, as current transformers writes it. ordered: with clusters of tokens."""
+    """An assistant for a variant of Gemma 4, in the form of current transformers. ordered: with clusters of tokens."""
     of_main = main.config.get("text_config", main.config)
     types = [SLIDING, SLIDING, FULL]
     full, sliding = (heads_of(of_main, of_main["layer_types"].index(kind)) for kind in (FULL, SLIDING))

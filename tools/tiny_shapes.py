@@ -1,6 +1,6 @@
 """Names and shapes of the text tensors of every family, as Hugging Face stores them.
 
-Each function takes a text config. Names are without the prefix that all text tensors of a checkpoint have.
+Each function takes a text config. Names are without the prefix that is common to a checkpoint's text tensors.
 """
 
 from typing import Any
@@ -10,10 +10,11 @@ Shapes = dict[str, tuple[int, ...]]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+# The norms of width D in a layer, by model type. Other types have _SANDWICH.
 _NORMS = {
     "gemma": ("input_layernorm", "post_attention_layernorm"),
     "vaultgemma": ("input_layernorm", "pre_feedforward_layernorm"),
-}  # the norms of width D in a layer, by model type; other types have _SANDWICH
+}
 
 
 def text_shapes(c: Config) -> Shapes:

@@ -37,7 +37,7 @@ class AnswerStats:
 
     prompt_tokens: tokens of the prompt, including cached tokens
     cached_tokens: tokens of the prompt that were already in the KV cache
-    passes: decode passes; the first token needs none, because the prefill computes it
+    passes: decode passes; the first token needs no decode pass, because the prefill computes it
     guessed_tokens: draft tokens of speculative decoding that were verified
     accepted_tokens: draft tokens of speculative decoding that were accepted
     first_token_seconds: time from the call of `send` to the first token, including template and tokenizer
@@ -115,7 +115,7 @@ class Conversation:
         self._format.check_thinking(thinking)
         self._thinking = thinking
         self._ends = engine.ends(self.template)
-        self._session = engine.session(self._keep())
+        self._session = engine.session(self._rewind_limit())
         self._answer_ids: dict[str, list[int]] = {}  # an answer's text -> the generated token ids
         self._encoded = Encoded()
         self._attempt = 0
@@ -134,8 +134,8 @@ class Conversation:
         self._format.check_thinking(thinking)
         self._thinking = thinking
 
-    def _keep(self) -> int:
-        """Return the number of tokens that undo and retry can rewind. Rewinding further needs a new prefill."""
+    def _rewind_limit(self) -> int:
+        """Return how many tokens undo and retry can rewind. Sliding layers keep KV rows for this, up to _REWIND_BYTES."""
         layers = [layer for layer in self.engine.config.layers if layer.sliding_window is not None]
         bytes_a_token = sum(8 * layer.num_key_value_heads * layer.head_dim for layer in layers)
         return min(self.engine.context, _REWIND_BYTES // bytes_a_token) if layers else 0
@@ -231,7 +231,7 @@ class Conversation:
         if ids and tokenizer.decode(ids).strip() == text.strip() and tokenizer.control_ids.isdisjoint(ids):
             self._answer_ids.setdefault(text.strip(), ids)
         if self._session.usable:
-            self._session.reserve(CHUNK)  # allocate memory while the user reads the answer
+            self._session.reserve(CHUNK)  # allocate memory for the next turn while the user reads the answer
 
     def _advance_to(self, ids: list[int], stats: AnswerStats) -> np.ndarray:
         """Rewind the session to the longest common prefix with `ids`, and prefill the rest of `ids`. Return the last logits."""
@@ -241,7 +241,7 @@ class Conversation:
             self._session.rewind(common)
         else:
             common = 0
-            self._session = self.engine.session(self._keep())
+            self._session = self.engine.session(self._rewind_limit())
         stats.cached_tokens = common
         return self._prefill(ids[common:])
 
@@ -290,7 +290,7 @@ class Conversation:
         if self._session.usable and self._session.can_rewind_to(common):
             self._session.rewind(common)
         else:
-            self._session = self.engine.session(self._keep())
+            self._session = self.engine.session(self._rewind_limit())
         answers = {message["content"].strip() for message in self.messages if message["role"] == "assistant"}
         self._answer_ids = {text: ids for text, ids in self._answer_ids.items() if text in answers}
 

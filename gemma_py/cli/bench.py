@@ -65,14 +65,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "-t", "--threads", type=teams, dest="teams", default=environment_threads(), metavar="N,N",
-        help="numbers of worker threads (default: as for the other commands)",
+        help="numbers of worker threads (default: GEMMA_PY_THREADS, else the number of usable physical cores)",
     )  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="show the time of each phase too")
     parser.add_argument(
         "--shape", metavar="NAME", help="use random weights in the shape of a model from `gemma_py models`"
     )
     parser.add_argument(
-        "--type", default="q4_0", metavar="TYPE", help="the format of the matrices of --shape (default: %(default)s)"
+        "--type",
+        default="q4_0",
+        metavar="TYPE",
+        help="the format of the weight matrices with --shape (default: %(default)s)",
     )
     parser.add_argument(
         "--speculate", action="store_true", help="measure recorded texts with and without speculation instead"
@@ -108,7 +111,6 @@ def open_engine(args: argparse.Namespace, threads: int, wanted: tuple[BenchTest,
 
 
 def measure_speculation(args: argparse.Namespace) -> None:
-    """Measure every recorded prompt, with greedy decoding and with random sampling, and print the results."""
     others = {"-p": args.p, "-d": args.d, "--profile": args.profile, "--shape": args.shape, "--csv": args.csv}
     refused = [name for name, given in others.items() if given]
     if refused or len(args.n or ()) > 1 or len(args.teams or ()) > 1 or args.n == (0,):

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the largest number of tokens in an answer (default: %(default)s)",
     )
     parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end answers before this text; may be given again"
+        "--stop", action="append", metavar="TEXT", help="end answers before this text; may be given several times"
     )
     parser.add_argument(
         "--no-markdown", action="store_true", help="show answers as plain text, without rendering their Markdown"

@@ -1,4 +1,4 @@
-"""The options of sampling and speculation, for the commands that generate text."""
+"""The options of sampling and speculative decoding, for the commands that generate text."""
 
 import argparse
 from typing import Any
@@ -28,7 +28,7 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
         "--speculate",
         choices=MODES,
         default=MODES[0],
-        help="auto: guess tokens from earlier text, and compute several tokens at once where that saves time; off: compute one "
+        help="auto: draft tokens from earlier text, and verify several tokens in one pass where that saves time; off: compute one "
         "token at a time. This option does not change the output (default: %(default)s)",
     )
     parser.add_argument(
@@ -39,6 +39,5 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling options on the command line, as keyword arguments of `Sampling`."""
     given = {name: getattr(args, name, None) for name in OPTIONS}
     return {name: value for name, value in given.items() if value is not None}

@@ -18,7 +18,7 @@ from gemma_py.formats.floats import float32_of_float16
 class Minimum(Enum):
     """Whether a minimum is added or subtracted: value = scale * code + minimum, or value = scale * code - minimum.
 
-    A subtracted minimum is not stored as a negative added minimum, because negation would change the bits of a NaN.
+    SUBTRACTED exists because negating a minimum, in order to add it, would change the bits of a NaN.
     """
 
     NONE = 0

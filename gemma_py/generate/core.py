@@ -159,22 +159,26 @@ class Generation:
             raise InputError("the request did not ask for a receipt")
         return self._evidence.receipt(self.prompt, asked_for(self.request, self.max_tokens, self.sampling), kv)
 
-    def next(self, logits: np.ndarray) -> Token:
+    def sample(self, logits: np.ndarray) -> int:
+        """Return the id of the next token. The answer stays as it is, so several requests can sample in several threads."""
+        constraint = self.request.constraint
+        return self._sampler.choose(logits if constraint is None else constraint.allowed(logits), self.generated)
+
+    def next(self, logits: np.ndarray, sampled: int | None = None) -> Token:
         """Choose the next token.
 
-        logits: [V], computed from the prompt and all tokens chosen so far
+        logits: [V], computed from the prompt and all tokens chosen so far. sampled: what `sample` returned for these logits
         """
         if self._evidence is None:
-            return self._next(logits)
+            return self._next(logits, sampled)
         self._evidence.add_row(logits)
-        token = self._next(logits)
+        token = self._next(logits, sampled)
         self._evidence.add_token(token)
         return token
 
-    def _next(self, logits: np.ndarray) -> Token:
+    def _next(self, logits: np.ndarray, sampled: int | None) -> Token:
         constraint = self.request.constraint
-        allowed = logits if constraint is None else constraint.allowed(logits)
-        token = self._sampler.choose(allowed, self.generated)
+        token = self.sample(logits) if sampled is None else sampled
         logprob, self.top = math.nan, ()
         if self.request.logprobs or self.request.top_logprobs:
             logprob, self.top = self.score(logits, token)

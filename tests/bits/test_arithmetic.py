@@ -53,7 +53,7 @@ def inputs32(every: int) -> np.ndarray:
     """
     whole = np.arange(-140, 141)
     special = [
-        (whole + 0.5) * np.log(2),  # exp writes x as n * ln 2 + r, and n changes at these numbers
+        (whole + 0.5) * np.log(2),  # exp writes x as n * ln 2 + r; n changes at these x
         whole * np.log(2),
         [0.0, 0.625, 87.0, 88.0, 1.0, 9.0, np.inf, np.nan, np.finfo(np.float32).max, 1e-45, 1e-38],
         2.0 ** np.arange(-149, 128),
@@ -80,9 +80,7 @@ def inputs64() -> np.ndarray:
 
 
 def values(function: Any, x: np.ndarray) -> np.ndarray:
-    """Results [n, 2] of a function: sine and cosine of sine_cosine64. Other functions fill both columns with one
-    result.
-    """
+    """Return the results [n, 2]: sine and cosine of sine_cosine64, or twice the result of another function."""
     pair = function.py_func.__name__ == "sine_cosine64"
 
     @numba.njit(error_model="numpy")

@@ -67,9 +67,8 @@ def test_the_command_checks_files_and_says_what_it_found(run: Run, tmp_path: Pat
 def test_every_file_has_its_verdict(
     run: Run, tmp_path: Path, receipt: Receipt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gemma_py.load(
-        TINY, kv="bfloat16"
-    ).close()  # compile kernels for bfloat16 now, because the audit would report a compilation on stderr
+    # Compile kernels for bfloat16 now, because an audit that compiles says so on stderr.
+    gemma_py.load(TINY, kv="bfloat16").close()
     good = tampering.write(tmp_path / "good.json", receipt.to_bytes())
     bad = tampering.write(tmp_path / "bad.json", b"{}")
     none, folder = tmp_path / "none.json", tmp_path / "folder"

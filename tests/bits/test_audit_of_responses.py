@@ -1,4 +1,4 @@
-"""The audit of saved responses: the answer that a response shows must be the answer in its receipt."""
+"""The audit of saved responses: the answer that a response shows must equal the answer in the response's receipt."""
 
 import copy
 import json

@@ -138,7 +138,7 @@ def test_bench_json(run: Run) -> None:
         assert {"query, key, value", "attention", "head", "waiting"} <= {entry["phase"] for entry in test["profile"]}
         assert test["barriers"] == test["passes"] * (8 * 7 + 3)
     digests = {(test["test"], test["digest"]) for test in report["tests"]}
-    assert len(digests) == 4  # one digest for each test, for any number of threads
+    assert len(digests) == 4  # every test has one digest, for any number of threads
 
 
 def test_bench_tables(run: Run) -> None:

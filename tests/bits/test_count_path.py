@@ -41,4 +41,4 @@ def test_the_files_of_a_token() -> None:
         assert found["python"] <= python and found["files"] - found["python"] <= kernels
     assert "generate/scheduler.py" in stream["functions"] and "server/events.py" in stream["functions"]
     assert not any(file.startswith("server/") or file == "generate/scheduler.py" for file in decode["functions"])
-    assert "server/process.py" not in stream["functions"]  # the server's timer does not handle tokens
+    assert "server/process.py" not in stream["functions"]  # only the server's timer calls this file

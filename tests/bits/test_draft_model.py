@@ -31,7 +31,7 @@ DRAFTS = ("itself", "another", "always wrong")
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
-    """Replace every guess by another token, so that no guess is right."""
+    """Replace every guess, so that no guess is right."""
     honest = ModelDrafter.guess
     monkeypatch.setattr(
         ModelDrafter, "guess", lambda self, count: [(token + 1) % vocabulary for token in honest(self, count)]

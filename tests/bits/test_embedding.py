@@ -24,7 +24,7 @@ from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 RESULTS = np.load(DATA / "tiny_logits.npz")
 WIDE = {name: variant for name, variant in tiny_models.WIDE.items() if tiny.is_embedding(variant)}
-# Shorter and longer than a window and than a tile of attention, and equal to them.
+# Lengths below, at and above those of a window and of an attention tile.
 LENGTHS = (70, 1, 33, 2, 100, 64, 20, 21, 40, 7)
 NAMES = [name for name, variant in tiny_families.VARIANTS.items() if tiny.is_embedding(variant)]
 
@@ -178,7 +178,7 @@ def test_many_texts_come_back_in_their_order(quantised: Path) -> None:
         assert engine.embed([]).shape == (0, 64)
 
 
-def test_a_model_does_one_of_the_two(quantised: Path, checkpoints: dict[str, Path]) -> None:
+def test_a_model_either_generates_or_embeds(quantised: Path, checkpoints: dict[str, Path]) -> None:
     with gemma_py.load(quantised) as engine:
         for generates in (engine.session, lambda: engine.generate([1]), lambda: engine.score([1, 2])):
             with pytest.raises(InputError, match="this is an embedding model, which generates no text; use embed"):

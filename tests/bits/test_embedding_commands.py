@@ -36,7 +36,7 @@ Run = Callable[..., tuple[int, str, str]]
         (("verify", "--tokens", 200), "200 tokens exceed the context of 128 tokens"),
     ],
 )
-def test_a_command_without_sense_says_so(
+def test_commands_that_need_another_kind_of_model_say_so(
     run: Run, embedding_folder: Path, arguments: tuple[object, ...], said: str
 ) -> None:
     code, out, err = run(arguments[0], embedding_folder, *arguments[1:])
@@ -121,7 +121,7 @@ def test_a_changed_weight_is_located(
 def test_another_text_than_the_specification_is_named(
     check: Callable[..., verify.VerifyReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The specification gets another last id for the third text."""
+    """The specification gets a wrong last id for the third text."""
     right, calls = reference.embedding_and_rows, count()
 
     def wrong(engine: gemma_py.Engine, ids: list[int]) -> object:

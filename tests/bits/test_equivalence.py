@@ -278,8 +278,8 @@ def test_a_thousand_orders_of_tiles_on_one_thread(checkpoints: dict[str, Path]) 
 
 
 def test_the_demo_model_at_700_tokens() -> None:
-    """The prompt is longer than the window of 512. The specification checks only the first 12 tokens, because it is
-    slow.
+    """The prompt is longer than the window of 512. Only the first 12 tokens are compared with the specification, which
+    is slow.
     """
     from gemma_py.catalog import resolve
 

@@ -96,13 +96,14 @@ def test_experts_are_quantised_and_the_router_is_not(tmp_path: Path, gguf: bool,
     weights = checkpoint(tmp_path / "a", values(), gguf).stored_weights(quant)
     kinds = {name: part.tensor.type.name for name, part in weights.items() if isinstance(part, StoredMatrix)}
     assert {kinds[f"{name}.{e}"] for name in ("gate", "up") for e in range(X)} == {quant.upper()}
-    assert kinds["router"] == "F32" and kinds["down.0"] == "F32"  # the number of columns is no multiple of a block
+    # The rows of these matrices are not whole blocks.
+    assert kinds["router"] == "F32" and kinds["down.0"] == "F32"
 
 
 def test_experts_are_not_read_at_the_next_start(tmp_path: Path, folder: Path, checked: list[str]) -> None:
     source = checkpoint(tmp_path / "a", values())
     first = bits(store.packed_weights(source))
-    assert checked.count("experts.0") == 2  # for the header, and after reading the written file
+    assert checked.count("experts.0") == 2  # to write the header, and to check the written file
     checked.clear()
     again = store.packed_weights(source)
     assert set(checked) == {"arena.0", "arena.1", "arena.2"}
@@ -141,7 +142,7 @@ def test_a_changed_file_or_a_lost_record_has_the_experts_checked_again(
 
 
 def record_of(path: Path) -> Path:
-    """The record of a check of the experts begins with the file's name. The other record is only a sha256."""
+    """Of the two records in the folder, the one about the experts' check begins with the packed file's name."""
     (found,) = [record for record in (path.parent / store.RECORDS).iterdir() if b" " in record.read_bytes()]
     assert found.read_bytes().startswith(path.name[:40].encode())
     return found

@@ -102,7 +102,7 @@ def mix_from_the_last(parts: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def mix_in_two_halves(parts: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """op.mix, but the first expert is added to the sum of the others."""
+    """op.mix, but with the first expert added last."""
     return np.asarray(mix(parts[1:], weights[1:]) + mix(parts[:1], weights[:1]))
 
 

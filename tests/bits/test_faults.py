@@ -59,8 +59,8 @@ def test_a_fault_is_reported_and_survived(
     assert (caught.value.worker, caught.value.layer, caught.value.phase) == (2, layer, phase)
     engine.instruments.fault_plan = None
     assert session.position == before
-    assert want.same(engine, [13])  # a new session works
-    if caught.value.settled:  # the old session works, unless a stalled worker may still write to it
+    assert want.same(engine, [13])  # a new session works after the fault
+    if caught.value.settled:  # the old session works too, unless a stalled worker may still write to the session's rows
         np.testing.assert_array_equal(bits(session.prefill(want.ids[before:])), bits(want.logits[-1]))
         assert session.kv_digest() == want.digest
     else:
@@ -106,7 +106,7 @@ def test_several_python_threads_share_an_engine(engine: gemma_py.Engine, want: E
     assert failures == []
 
 
-def test_a_forked_child_goes_on(engine: gemma_py.Engine, want: Expected) -> None:
+def test_a_forked_child_can_use_the_engine(engine: gemma_py.Engine, want: Expected) -> None:
     assert want.same(engine, [TOKENS])
     child = os.fork()
     if child == 0:
@@ -189,7 +189,7 @@ def test_an_interrupted_prefill_can_be_repeated(
 
 
 def test_another_rounding_mode_is_refused() -> None:
-    """The calling thread packs weights, so it must round as IEEE 754 requires too."""
+    """Arithmetic of the calling thread, which packs weights, must round as IEEE 754 requires."""
     libm = ctypes.CDLL(ctypes.util.find_library("m"))
     upward = 0x800 if os.uname().machine in ("x86_64", "AMD64") else 0x400000
     with gemma_py.load(TINY, threads=1) as sound:

@@ -1,4 +1,6 @@
-"""Rows that are read from a table in the checkpoint's file: their bits, and changes of the file while it is in use."""
+"""Rows that are read from a table in the checkpoint's file: their bits, and changes of the file while a process uses
+the file.
+"""
 
 import os
 from pathlib import Path

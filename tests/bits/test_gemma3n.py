@@ -163,7 +163,7 @@ def test_layers_that_share_kv_rows_run_for_wanted_rows_only(checkpoints: dict[st
 
 @jit
 def correct_from_a_corrected_stream(predictions, activated, active, coefficients):
-    """A wrong `correct`: other streams read the active stream after its correction."""
+    """A wrong `correct`: the active stream is corrected before the other streams read it."""
     y = predictions.copy()
     for i in range(y.shape[0]):
         for d in range(y.shape[1]):
@@ -173,7 +173,7 @@ def correct_from_a_corrected_stream(predictions, activated, active, coefficients
 
 @jit
 def predict_from_predicted_streams(streams, mixing):
-    """A wrong `predict`: in place, so it reads streams that are already predicted."""
+    """A wrong `predict`: works in place, so streams that are already predicted are read."""
     y = streams.copy()
     for i in range(y.shape[0]):
         for d in range(y.shape[1]):
@@ -201,7 +201,7 @@ HONEST_LAYER, HONEST_INPUTS = spec.layer, spec.layer_inputs
 
 
 def layer_that_adds_to_every_stream(streams, own, w, config, cache, number):
-    """A wrong `layer`: something is added to the first stream too."""
+    """A wrong `layer`: changes the first stream, which it must not change."""
     made = HONEST_LAYER(streams, own, w, config, cache, number)
     made[0] += np.float32(1e-3)
     return made
@@ -261,8 +261,8 @@ def test_control_a_sharing_layer_that_stores_kv_rows(monkeypatch: pytest.MonkeyP
 
 
 def test_control_any_barrier_dropped(tmp_path: Path) -> None:
-    """Without a barrier, workers read rows before they are written. Nothing follows the head, so its barrier is not
-    tested.
+    """Without a barrier, workers may read unwritten rows. The head's barrier is not tested, because nothing follows the
+    head.
     """
     path = write_model(tmp_path / "m.gguf", WIDE[NAME], seed=3, quant="Q8_0")
     with opened(path, 4) as engine:
@@ -277,7 +277,7 @@ def test_control_any_barrier_dropped(tmp_path: Path) -> None:
 
 
 def test_control_a_token_without_a_row_of_the_table(tmp_path: Path) -> None:
-    """A token without a row uses row 0. With a complete table, its logits must differ."""
+    """A token without a row uses row 0. With a complete table, the token's logits must differ."""
     tiny.write(VARIANT, tmp_path / "short", seed=3)
     more = copy.deepcopy(VARIANT)
     more.config["vocab_size_per_layer_input"] = 64

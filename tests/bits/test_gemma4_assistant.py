@@ -37,7 +37,9 @@ GOLDEN_NAMES = [name for name in NAMES if "wrapped" not in name]
 
 
 def opened(checkpoints: dict[str, Path], name: str, folder: Path, **options: Any) -> gemma_py.Engine:
-    """Load a main model with its assistant. Unwritten memory is NaN, so that reading it by mistake changes results."""
+    """Load a main model with its assistant. Unwritten memory is NaN, so that a read of unwritten memory changes
+    results.
+    """
     engine = gemma_py.load(checkpoints[main_of(name)], draft=written(name, folder / "assistant"), **options)
     engine.instruments.poison = assistant_of(engine).runner.instruments.poison = True
     return engine
@@ -55,7 +57,7 @@ def test_steps_match_transformers(checkpoints: dict[str, Path], tmp_path: Path, 
         session = engine.session()
         first = int(session.prefill(GOLDEN["ids"][main_of(name)]).argmax())
         made, states = steps(session, [first, *logits.argmax(1)[: STEPS - 1].tolist()])
-    # transformers computes the logits of a few clusters, and sets all other logits to the smallest of these minus one.
+    # transformers computes the logits of a few clusters. Every other logit is the smallest computed logit minus one.
     computed = logits > logits.min(1, keepdims=True) if "clusters" in name else np.ones(logits.shape, bool)
     assert 0.2 < computed.mean() < 0.3 or "clusters" not in name
     assert np.abs(made - logits)[computed].max() < 1e-4 * logits.std()
@@ -115,7 +117,7 @@ def test_control_mutants_of_a_step(
         try:
             assert not same_as_the_specification(engine, (30,))
         except gemma_py.errors.WorkerError:
-            assert mutant == "a row of the next token"  # the step waits for a row that no layer stores
+            assert mutant == "a row of the next token"  # no layer stores this row, so the step waits until the deadline
 
 
 def test_gguf_files_match(checkpoints: dict[str, Path], tmp_path: Path) -> None:

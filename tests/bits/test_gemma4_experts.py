@@ -90,16 +90,14 @@ def test_a_token_whose_router_gives_nan_spoils_no_other_sequence_and_no_earlier_
 def test_control_the_sum_over_experts_in_another_order(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, mix = (
-        "gemma4-experts-wrapped-old-config",
-        spec.mix,
-    )  # three experts a token, because a sum of two has only one order
+    # This model chooses three experts for a token, because a sum of two has only one order.
+    name, mix = "gemma4-experts-wrapped-old-config", spec.mix
     with opened(checkpoints[name], 2) as engine:
         want = expected(name, engine)
         assert want.same(engine, [TOKENS])
         monkeypatch.setattr(spec, "mix", lambda parts, weights: mix(parts[::-1].copy(), weights[::-1].copy()))
         changed = Expected(engine, want.ids)
-        # The logits are right within rounding errors, but their bits differ.
+        # The bits of the logits differ, but their values are right within rounding errors.
         np.testing.assert_allclose(changed.logits, want.logits, atol=1e-3)
         assert not changed.same(engine, [TOKENS])
 

@@ -67,7 +67,7 @@ def bits(path: Path, quant: str | None = None) -> np.ndarray:
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 def test_quant_has_the_bits_of_a_gguf_with_these_codes(tmp_path: Path, quant: str, dtype: str) -> None:
-    """The gguf package wrote the file, in which norms and matrices that cannot be quantised are floats too."""
+    """The gguf package wrote the file. Norms and matrices that cannot be quantised are floats in the file."""
     floats = tmp_path / "hf"
     tiny.write(replace(UNEVEN, dtype=dtype), floats, seed=6)
     stored = {name: tensor.to_float32() for name, tensor in open_checkpoint(floats).tensors.items()}

@@ -69,7 +69,7 @@ def test_processes_that_compile_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
 @pytest.mark.parametrize("left", [0, 30, 0.5])
-def test_a_truncated_file_is_mended(cache: Path, suffix: str, left: float) -> None:
+def test_a_truncated_file_is_repaired(cache: Path, suffix: str, left: float) -> None:
     (damaged,) = [path for path in files(cache) if path.suffix == suffix]
     data = damaged.read_bytes()
     damaged.write_bytes(data[: int(len(data) * left) if isinstance(left, float) else left])
@@ -82,7 +82,7 @@ def test_a_directory_that_others_may_write_is_not_trusted(cache: Path) -> None:
     assert finish(start(cache)) == (0, 1)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+def test_kernels_run_without_a_cache_that_can_be_written(tmp_path: Path) -> None:
     blocked = tmp_path / "a file"
     blocked.touch()
     assert finish(start(blocked)) == (0, 1)
@@ -120,7 +120,7 @@ def test_the_first_answer_waits_for_no_compiler() -> None:
         assert done.returncode == 0, done.stderr
         said[when] = done.stdout.split()
     assert said["first"][0] == "True" and int(said["first"][1]) >= 10
-    assert said["later"][0] == "False"  # a negative control: at a later start, kernels are loaded when they are needed
+    assert said["later"][0] == "False"  # a negative control: a later start loads kernels only when they are needed
 
 
 def test_functions_of_one_name_get_symbols_of_their_own() -> None:

@@ -266,7 +266,7 @@ def test_a_row_may_lie_elsewhere_in_the_input():
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5])
 def test_quantise_rows_writes_its_rows_alone(blocks):
-    """Other workers write the neighbouring rows at the same time."""
+    """Neighbouring rows must not change, because other workers write them at the same time."""
     K, x = 32 * blocks, normal(np.random.default_rng(4), 3, 32 * blocks)
     made = coded(x)
     before = [array.copy() for array in made]
@@ -343,7 +343,7 @@ def test_the_mean_of_rows_matches_the_reference(seed, T, D, before):
 def test_normalised_rows_match_the_reference(seed, cut, width):
     x = normal(np.random.default_rng(seed), 3, width + cut)
     x[1] = 0
-    x[2] = F(1e30) - x[2]  # the sum of squares exceeds the range of float32
+    x[2] = F(1e30) - x[2]  # the sum of squares overflows float32
     y = np.empty((3, width), F)
     normalise_rows(x, width, y)
     assert_same(y, np.stack([reference.normalise(row[:width]) for row in x]))
@@ -354,7 +354,7 @@ def test_normalised_rows_match_the_reference(seed, cut, width):
 
 
 def ring_of(keys, values, first, capacity, by_head, at=3):
-    """A ring that holds the rows from position `first` on. Its other rows are NaN."""
+    """A ring with the rows from position `first` on. Every unused row is NaN."""
     _, G, E = keys.shape
     arenas = []
     for written in (keys, values):

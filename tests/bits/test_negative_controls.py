@@ -184,6 +184,6 @@ def test_control_another_order_of_a_sum(
         assert expected("gemma2", engine).same(engine, [TOKENS])
         monkeypatch.setattr(spec, name, other)
         changed = Expected(engine, prompt(engine.config, TOKENS))
-        # The logits are right within rounding errors, but their bits differ.
+        # The bits of the logits differ, but their values are right within rounding errors.
         np.testing.assert_allclose(changed.logits, expected("gemma2", engine).logits, atol=1e-3)
         assert not changed.same(engine, [TOKENS])

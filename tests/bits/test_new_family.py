@@ -1,4 +1,4 @@
-"""Defines a family that the package does not know, and its specification. The engine gives the specification's bits."""
+"""Defines a new family and its specification. The engine must give the specification's bits."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from gemma_py.reference import operations as op
 WIDE = Layer(None, Rope(1e6, share=0.25), 2, 1, 32, 64, 1)
 LAYERS = (Layer(5, Rope(1e4), 4, 2, 16, 96, 0), WIDE, replace(WIDE, intermediate_size=96))
 CONFIG = checked(Config("made up", 40, 64, 200, 1e-6, 16.0, None, None, True, None, (), LAYERS), "here")
-P, TOKENS = 32, 30  # the width of a layer's own inputs, and the number of tokens that have such inputs
+P, TOKENS = 32, 30  # the width of a layer's own inputs, and the number of tokens with such inputs
 EPS, SCALE, NO_CAP, ONE = (np.float32(number) for number in (1e-6, 0.25, 0, 1))
 
 

@@ -79,7 +79,7 @@ def test_control_each_wrong_field_of_the_config_changes_the_logits(tmp_path: Pat
 @pytest.mark.parametrize("name", ["gemma1-multi-head", "gemma2", "gemma3", "gemma3-scaled-untied", *GEMMA4])
 def test_gguf_matches_hugging_face_bit_for_bit(checkpoints: dict[str, Path], tmp_path: Path, name: str) -> None:
     variant = VARIANTS[name]
-    if name == "gemma2":  # GGUF does not store the query scalar, so both formats use the head width here
+    if name == "gemma2":  # GGUF does not store the query scalar, so both checkpoints use the head width
         variant = copy.deepcopy(variant)
         variant.config["query_pre_attn_scalar"] = variant.config["head_dim"]
     if name == "gemma3-scaled-untied":
@@ -102,7 +102,7 @@ def wide_logits(path: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_quantised_weights_match_the_float_weights_they_stand_for(tmp_path: Path, kind: str) -> None:
-    """Only the inputs of the matrices differ: for quantised matrices, they are quantised to 16 bits (an error of
+    """Activations cause the only difference: for quantised matrices, activations are quantised to 16 bits (an error of
     2^-16).
     """
     codes = write_model(tmp_path / "codes.gguf", WIDE, seed=4, kinds=dict.fromkeys(PARTS, kind))
@@ -173,7 +173,7 @@ def fma_each(a, b, c, out):
 def test_fma_rounds_once() -> None:
     rng = np.random.default_rng(1)
     a, b, c = (rng.standard_normal(500).astype(np.float32) for _ in range(3))
-    c[:250] = -(a * b)[:250]  # the products cancel; without fma, the result would be 0
+    c[:250] = -(a * b)[:250]  # the products cancel, and only an fma keeps their rounding error
     out = np.empty(500, np.float32)
     fma_each(a, b, c, out)
     expected = np.array([exact_fma(*row) for row in zip(a, b, c, strict=True)])

@@ -57,7 +57,7 @@ CASES = [("gemma2", "float32"), ("gemma3", "float32"), ("gemma3", "bfloat16"), (
 
 @pytest.mark.parametrize(("name", "kv"), CASES)
 def test_guesses_match_the_reference(checkpoints: dict[str, Path], name: str, kv: str) -> None:
-    """Passes go on to the end of the context, so they cross the ends of windows and rings."""
+    """Passes go on to the end of the context, and so beyond the ends of windows and rings."""
     with opened(checkpoints[name], 1, kv=kv) as engine:
         want = Expected(engine, prompt(engine.config, engine.context if name == "gemma3" else 60))
         for threads in (1, 2, 3, 4):
@@ -71,7 +71,7 @@ def test_guesses_match_the_reference(checkpoints: dict[str, Path], name: str, kv
 def test_guesses_match_the_reference_in_the_smallest_rings(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kv: str
 ) -> None:
-    """Rings have only as many rows as a pass needs. Usually they have more."""
+    """Rings have only as many rows as a pass needs. In production, rings are larger."""
 
     def make_room(self: caches.Cache, position: int, tokens: int, ahead: int = 0) -> None:
         for number, rows in enumerate(caches.rows_needed(self.config, position + tokens, tokens, self.keep)):

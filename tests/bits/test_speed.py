@@ -65,7 +65,7 @@ def test_a_decoded_token_allocates_no_more_than_its_logits(models: dict[str, gem
             tracemalloc.reset_peak()
             logits = session.decode(token)
             peak = tracemalloc.get_traced_memory()[1]
-            assert peak - held < logits.nbytes + 40_000  # the cells and small Python objects
+            assert peak - held < logits.nbytes + 40_000  # 40,000 bytes for cells and small Python objects
     finally:
         tracemalloc.stop()
     assert engine.runner._scratch is scratch
@@ -101,7 +101,7 @@ print(json.dumps([sum(sum(part.values()) for part in (s.cache_hits for s in stat
 
 
 def test_a_second_process_compiles_nothing() -> None:
-    with gemma_py.load(TINY, threads=1) as engine:  # fills the caches
+    with gemma_py.load(TINY, threads=1) as engine:  # fills the caches of weights and kernels
         list(engine.generate("some text", max_tokens=1))
     environment = child_environment()
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ from gemma_py.runtime import sync
 from gemma_py.runtime.cells import AT_BARRIER, AWAITED, BOUND, FOR_ROWS, GENERATION, LINE, WAITING, Cells, make_cells
 from gemma_py.runtime.team import Team, _Watch
 
-PATIENCE = 1.0  # seconds
+PATIENCE = 1.0  # seconds until a stall is reported
 Fault = tuple[int, str] | None
 
 
@@ -110,7 +110,7 @@ def test_a_step_between_two_ticks_is_no_deadlock(team: Team) -> None:
     watch = _Watch(cells, team._start_threads(), PATIENCE)
     for _ in range(20):
         assert watch.tick(0.1) is None and watch.tick(0.1) is None
-        cells.own[LINE] += 1  # PROGRESS of worker 1
+        cells.own[LINE] += 1  # worker 1 makes a step
 
 
 def starve(core: int) -> subprocess.Popen[bytes]:

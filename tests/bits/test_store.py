@@ -79,7 +79,7 @@ def test_written_once_and_mapped_next_time(checkpoint: Path, folder: Path, monke
     assert not any(array.flags.writeable for array in again[:-1])
 
 
-def test_what_is_packed_in_no_time_is_not_kept(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_weights_are_not_cached(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_SMALLEST", 8 << 20)
     packed(checkpoint)
     assert not folder.exists()
@@ -173,7 +173,7 @@ def test_a_checksum_sees_every_bit_and_every_exchange() -> None:
     seen |= {int(checksum(some)) for some in (words[:56], np.zeros(8, np.uint64), np.zeros(16, np.uint64))}
     assert len(seen) == 1 + 64 * 64 + 56 + 3
     signs = words.copy()
-    signs[[3, 11]] ^= np.uint64(1 << 63)  # a checksum that only multiplies would not notice this
+    signs[[3, 11]] ^= np.uint64(1 << 63)  # a checksum of products alone would not notice flipped signs
     assert checksum(signs) != checksum(words)
 
 
@@ -185,7 +185,7 @@ def test_another_layout_is_left_alone(checkpoint: Path, folder: Path, monkeypatc
     assert bits(packed(checkpoint)) == expected
     (new,) = {path for path in folder.iterdir() if path.is_file()} - {old}
     assert old.read_bytes() == data
-    new.write_bytes(data)  # the new file name with the old layout
+    new.write_bytes(data)  # a file with the new name and the old layout
     with pytest.warns(GemmaWarning, match="packed again"):
         assert bits(packed(checkpoint)) == expected
     assert new.read_bytes() != data
@@ -195,7 +195,9 @@ LAYOUTS = {2: "d177a0675cadc806", 3: "65094b0097f50ed7"}
 
 
 def test_a_change_of_layout_has_a_new_number(checkpoint: Path, folder: Path) -> None:
-    """A file must not be read in another layout. After a change of the layout, raise LAYOUT and add its digest here."""
+    """A file with an older layout must not be read. After a change of the layout, raise LAYOUT and add the new layout's
+    digest here.
+    """
     digest = hashlib.sha256(b"".join(bits(packed(checkpoint))[:3])).hexdigest()[:16]
     assert LAYOUTS[store.LAYOUT] == digest
 
@@ -231,7 +233,7 @@ def test_processes_that_pack_at_once(checkpoint: Path, folder: Path) -> None:
     expected = hashlib.sha256(b"".join(bits(packed(checkpoint)))).hexdigest()
     good = only(folder).read_bytes()
     shutil.rmtree(folder)
-    if CACHE is not None:  # use the kernels that are compiled already
+    if CACHE is not None:  # link the compiled kernels into the new cache
         (folder.parent / "kernels").symlink_to(CACHE.parent)
     command = [sys.executable, "-c", PROGRAM, str(checkpoint)]
     environment = child_environment()
@@ -254,7 +256,7 @@ def test_a_home_that_cannot_be_written_is_said_once(
 
 
 @pytest.mark.parametrize("full", ["at the start", "on the way"])
-def test_a_full_disk_is_done_without(
+def test_a_full_disk_switches_the_cache_off(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     expected = bits(packed(checkpoint))
@@ -370,7 +372,7 @@ def test_bad_weights_leave_nothing_behind(tmp_path: Path, folder: Path) -> None:
     assert [path for path in folder.iterdir() if path.is_file()] == []
 
 
-def test_what_a_killed_process_left_is_cleared_away(
+def test_partial_files_of_killed_processes_are_removed(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed(checkpoint)

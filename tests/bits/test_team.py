@@ -196,7 +196,7 @@ FAULT_PLACES = [(MIX, "enter"), (MIX, "barrier"), (PRODUCE, "enter"), (ATTEND, "
 
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
 @pytest.mark.parametrize(("phase", "place"), FAULT_PLACES)
-def test_exception_is_reported_and_the_team_goes_on(
+def test_exception_is_reported_and_the_team_stays_usable(
     team: Team, layer: int, phase: int, place: str, expected: np.ndarray
 ) -> None:
     for worker in range(WORKERS):
@@ -204,7 +204,7 @@ def test_exception_is_reported_and_the_team_goes_on(
 
 
 @pytest.mark.parametrize(("phase", "place"), FAULT_PLACES)
-def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected: np.ndarray) -> None:
+def test_stall_is_reported_and_the_team_stays_usable(phase: int, place: str, expected: np.ndarray) -> None:
     with Team(WORKERS, deadline=DEADLINE) as team:
         check_fault(team, FaultPlan(5, "stall", phase % WORKERS, 1, phase, place), expected)
     assert not team_threads()
@@ -215,7 +215,7 @@ def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected
 )
 @pytest.mark.parametrize("fault", ["raise", "stall"])
 def test_fault_with_a_tile_in_hand_is_reported(phase: int, place: str, fault: str, expected: np.ndarray) -> None:
-    """A worker alone claims every tile. One of several workers may claim none, so its run is repeated with other seeds."""
+    """A single worker claims every tile. One of several workers may claim none, so the run is repeated with more seeds."""
     with Team(1, deadline=DEADLINE) as alone:
         error = run_faulty(alone, FaultPlan(0, fault, 0, 1, phase, place))
         assert (error.worker, error.layer, error.phase) == (0, 1, phase)
@@ -277,7 +277,7 @@ def test_late_worker_cannot_disturb_later_runs(expected: np.ndarray) -> None:
         until = time.monotonic() + GENEROUS
         while len(team_threads()) > WORKERS and time.monotonic() < until:
             time.sleep(0.01)
-        # The stalled worker continued, wrote to its own run's array, and ended.
+        # The stalled worker continued, wrote to the array of its run, and ended.
         assert written[0] == 1 and len(team_threads()) == WORKERS
 
 

@@ -1,4 +1,6 @@
-"""The token ids of a text to embed: the prompt of its task, and the tokens that the tokenizer adds before and after."""
+"""The token ids of a text to embed: the prompt of the task, and the tokens that the tokenizer adds before and after the
+text.
+"""
 
 import json
 import shutil

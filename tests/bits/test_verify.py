@@ -130,8 +130,8 @@ def test_a_hash_changes_if_words_change_places_or_a_bit_flips() -> None:
 
 
 def test_a_bit_of_the_cache_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer 5 has full attention and keeps all rows, so its changed row is found after the run. Rings overwrite such
-    rows.
+    """Layer 5 has full attention and keeps all rows, so a changed row is found after the run. A ring would have
+    overwritten the row.
     """
     tamper(monkeypatch, after=flip_kept(5, 60, 64))
     difference = found(check())
@@ -205,7 +205,7 @@ def test_rows_read_too_early_are_located(monkeypatch: pytest.MonkeyPatch) -> Non
     assert difference.between == "1 thread in chunks of 32 and 2 threads in chunks of 32"
 
 
-def test_what_does_not_happen_again_is_called_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_that_does_not_occur_again_is_called_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     times = count()
 
     def flip(runner: Runner, cache: Cache) -> None:
@@ -286,7 +286,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
-def test_no_progress_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwanted_progress_bar_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with ProgressBar("checking", wanted=False) as progress:

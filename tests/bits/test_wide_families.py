@@ -85,7 +85,7 @@ def test_quantised_weights_are_their_own_values(tmp_path: Path, name: str) -> No
     An activation has an error of up to 2^-16, which norms increase to up to 1.5e-3. If one row of one layer's q_proj is
     wrong by 1%, the logits differ by more than the limit.
     """
-    variant = replace(WIDE[name], dense=())  # `values` has no dense layers
+    variant = replace(WIDE[name], dense=())  # `values_of` makes no values for dense layers
     floats, codes = written(variant, tmp_path, values_of(name, lambda tensor: "router" not in tensor))
     made, wanted = results(codes), results(floats)
     assert 0 < np.abs(made - wanted).max() / wanted.std() < 3e-3

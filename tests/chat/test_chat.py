@@ -25,7 +25,7 @@ def test_a_turn_costs_its_own_tokens(tiny_engine: gemma_py.Engine) -> None:
         stats = conversation.stats
         assert stats is not None
         assert conversation.messages[-1] == {"role": "assistant", "content": answer.rstrip()}
-        assert stats.cached_tokens >= held - 2  # all but white space at the answer's end
+        assert stats.cached_tokens >= held - 2  # white space at the answer's end is not cached
         assert stats.prompt_tokens - stats.cached_tokens < 40
         assert stats.generated_tokens == 20 and stats.finish_reason == "length" and stats.seed == 5
         held = len(conversation.ids)
@@ -88,7 +88,7 @@ def test_undo_retry_and_edit_reuse_what_is_common(tiny_engine: gemma_py.Engine) 
     first = talk(conversation, "two")
     before = [dict(message) for message in conversation.messages]
     second = "".join(token.text for token in conversation.retry())
-    assert second != first  # each retry uses the next seed
+    assert second != first  # each retry has another seed
     assert conversation.stats is not None
     assert (conversation.stats.cached_tokens, conversation.stats.seed) == (conversation.stats.prompt_tokens - 1, 6)
     assert conversation.messages[:-1] == before[:-1]
@@ -113,7 +113,7 @@ def test_undoing_more_than_the_rings_hold_computes_the_tokens_again(
 ) -> None:
     monkeypatch.setattr("gemma_py.chat.conversation._REWIND_BYTES", 1 << 13)
     conversation = new(tiny_engine)
-    assert conversation._keep() < 10
+    assert conversation._rewind_limit() < 10
     first = talk(conversation, "question one")
     talk(conversation, "two")
     conversation.undo()
@@ -174,7 +174,7 @@ def test_stopping_a_prefill_changes_nothing(tiny_engine: gemma_py.Engine) -> Non
     assert conversation.messages[-2]["content"] == "short"
 
 
-def test_a_worker_that_fails_costs_no_word(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_worker_loses_no_text(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     conversation = new(tiny_engine)
     talk(conversation, "hello")
     honest, calls = Runner.run, itertools.count()
@@ -192,15 +192,15 @@ def test_a_worker_that_fails_costs_no_word(tiny_engine: gemma_py.Engine, monkeyp
             for token in answer:
                 said += token.text
     assert conversation.messages[-1]["content"] == said.rstrip()
-    conversation._session._cache.abandon()  # as if a worker had stalled for ever
+    conversation._session._cache.abandon()  # the state after a worker stalled for ever
     assert talk(conversation, "still there?") is not None
     assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
 
 
-def test_the_context_is_a_wall_with_numbers() -> None:
+def test_a_full_context_is_an_error_with_numbers() -> None:
     with gemma_py.load(TINY, context=60) as engine:
         conversation = new(engine, max_tokens=None)
-        talk(conversation, "one")  # the answer ends when the context is full
+        talk(conversation, "one")  # this answer fills the context
         assert conversation.stats is not None and conversation.stats.finish_reason == "length"
         assert conversation.tokens_used == 60
         before = [dict(message) for message in conversation.messages]
@@ -315,7 +315,7 @@ def answers(conversation: Conversation, count: int) -> Iterator[str]:
         yield talk(conversation, f"question {number}")
 
 
-def test_nothing_old_is_encoded_again(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_messages_are_not_encoded_again(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     conversation = new(tiny_engine, max_tokens=5)
     list(answers(conversation, 4))
     tokenizer, sizes = tiny_engine.text_tokenizer(), []

@@ -279,7 +279,8 @@ def test_prompt(pipe: Pipe, tiny_engine: gemma_py.Engine) -> None:
 def test_same_seed_same_text(pipe: Pipe, run: Run, tmp_path: Path) -> None:
     """The text is equal for 1, 2 and 4 threads, from `chat`, from `generate`, and in three ways from Python.
 
-    The second turn is equal too: in one process, after loading with the KV cache, and after loading without it.
+    The text of the second turn is equal in one process, after loading a file with the KV cache, and after loading a
+    file without it.
     """
     seeds: dict[str, Any] = {"seed": 4, "temperature": 1.5, "top_k": 0}
     options = ("--seed", 4, "--temperature", 1.5, "--top-k", 0, "--max-tokens", 30)

@@ -91,7 +91,7 @@ def test_the_turns_that_are_built_in_are_those_of_the_template(form: ChatFormat,
     ):
         assert built_in.prompt(messages, thinking=True) == form.prompt(messages, thinking=True)
         prefix = built_in.prompt(messages)
-        assert form.prompt(messages)[: len(prefix)] == prefix  # the template then adds an empty thought
+        assert form.prompt(messages)[: len(prefix)] == prefix  # the template appends an empty thought to the prefix
     assert built_in.knows_thinking and not built_in.knows_tools
 
 
@@ -160,9 +160,7 @@ def control(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_no_text_of_a_client_becomes_a_control_token(form: ChatFormat, tokenizer: Tokenizer, thinking: bool) -> None:
-    """Each control token is tried in each place. The prompt must have the control tokens that it has with a harmless
-    word.
-    """
+    """Each control token is tried in each place. The prompt must have as many control tokens as with a harmless word."""
     honest = [control(form.prompt(*place, thinking), tokenizer) for place in places("word")]
     names = sorted(Gemma4Vocabulary().control.values())
     everything = "".join(names)

@@ -63,7 +63,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, given: BaseException | list[str]) ->
 
 
 def error(name: str, text: str = "") -> Exception:
-    """An exception of huggingface_hub. Its constructor would need an HTTP response."""
+    """An exception of huggingface_hub, made without the HTTP response that the constructor needs."""
     kind = getattr(errors, name)
     made: Exception = kind.__new__(kind)
     made.args = (text,)
@@ -119,7 +119,7 @@ def test_one_of_several() -> None:
 
 
 @pytest.mark.parametrize("reference", ["hf:", "hf:a", "hf:/a", "hf:a/", "hf:a/b@", "hf:a/b/", "hf:a b/c", "hf:a/b/@x"])
-def test_a_reference_that_is_none(reference: str) -> None:
+def test_invalid_references_are_refused(reference: str) -> None:
     with pytest.raises(InputError, match="should have the form hf:owner/name"):
         resolve(reference)
 
@@ -230,7 +230,8 @@ def test_errors_are_one_line(
         resolve("hf:owner/model")
     assert str(caught.value).startswith("hf:owner/model: ") and "\n" not in str(caught.value)
 
-    # A repository may be listed although its files may not be read. The download then fails with the same error.
+    # A repository may be listed although its files may not be read. The error of the download must then be the same as
+    # that of a failed listing.
     def download(*_: object, **options: Any) -> str:
         raise make()
 

@@ -47,7 +47,7 @@ def test_a_loaded_conversation_goes_on_with_the_same_bits(told: tuple[Conversati
 
 
 def test_undone_messages_are_not_saved(tiny_engine: gemma_py.Engine, tmp_path: Path) -> None:
-    """The file contains neither their text, nor their ids, nor their KV rows."""
+    """The file contains neither the text, nor the ids, nor the KV rows of undone messages."""
     path = tmp_path / "c"
     for take_back in (Conversation.undo, Conversation.clear):
         conversation = new(tiny_engine)
@@ -85,7 +85,7 @@ def test_an_empty_conversation_is_saved_too(tiny_engine: gemma_py.Engine, tmp_pa
 
 
 def test_another_model_is_refused(told: tuple[Conversation, Path], tmp_path: Path) -> None:
-    """Another model may differ in one bit of one weight. Another type of KV cache is refused too."""
+    """A model counts as different if one bit of a weight differs, and so does a model with another type of KV cache."""
     _, path = told
     shutil.copytree(TINY, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"

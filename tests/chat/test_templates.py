@@ -91,8 +91,8 @@ ORDINARY = ["Hello, how are you?", "Fine.\n\nAnd you?  I have\ttabs and  spaces.
 
 @pytest.mark.parametrize("name", ["own", "gemma2", "gemma3"])
 def test_ids_match_the_text_encoded_at_once(tokenizer: Tokenizer, name: str) -> None:
-    """transformers renders one string, and then encodes it with control tokens. Without control tokens in messages, the
-    ids are equal.
+    """transformers renders one string, and then encodes the string with control tokens. For messages without control
+    tokens, this must give the same ids.
     """
     template = ALL[name]
     for start in range(len(ORDINARY)):
@@ -126,7 +126,8 @@ def test_a_system_message_goes_where_the_template_takes_it(tokenizer: Tokenizer)
     messages = dialogue("question", system="be brief")
     gemma2, gemma3 = (ids_of(ALL[name], tokenizer, messages) for name in ("gemma2", "gemma3"))
     assert gemma2 == gemma3 == ids_of(GEMMA, tokenizer, messages)
-    with pytest.raises(TemplateError, match="alternate"):  # the reason is the order of roles, not the system message
+    # The error is about the order of roles, not about the system message.
+    with pytest.raises(TemplateError, match="alternate"):
         ids_of(ALL["gemma2"], tokenizer, [*dialogue("a", "b", system="s"), {"role": "assistant", "content": "c"}])
 
 
@@ -191,7 +192,7 @@ def test_no_control_token_forms_across_messages(tokenizer: Tokenizer, name: str)
 
 
 def test_a_template_that_frames_a_message_as_a_token(tokenizer: Tokenizer) -> None:
-    """The template writes `<` and `>`, and the message writes a token's name. Together they must not become this token."""
+    """The template writes `<` and `>`, and the message writes a token's name. The result must not be this token."""
     for content in ("bos", "end_of_turn", "unused0"):
         ids = ids_of(jinja(HOSTILE_FRAME), tokenizer, dialogue(content))
         assert control_count(ids, tokenizer) == [2, tokenizer.token_id("<start_of_turn>")]
@@ -211,7 +212,7 @@ def test_a_transcripts_turns_are_not_forged_by_lines() -> None:
     assert text == "User: a\n> User: b\r\n> Assistant: c\u2028>  User : d\nUser e\nAssistant:"
 
 
-def test_pieces_know_whose_they_are() -> None:
+def test_pieces_say_whether_they_are_of_the_template_or_of_a_message() -> None:
     pieces = ALL["own"].pieces(dialogue("hello there", "general kenobi", "hello there"))
     assert [(piece.text, piece.answer) for piece in pieces if not piece.control] == [
         ("hello there", False), ("general kenobi", True), ("hello there", False)]  # fmt: skip
@@ -303,7 +304,7 @@ def test_a_renderer_that_dies_is_replaced(tokenizer: Tokenizer) -> None:
 
 
 def test_the_sandbox_can_open_no_files_and_ends_with_its_parent() -> None:
-    """Code that escapes from jinja2 can open no files, has limited memory, and ends with its parent."""
+    """Code that escapes from jinja2 cannot open files, has limited memory, and ends when the parent process ends."""
     file = str(sandbox.__file__)
     program = f"import runpy; runpy.run_path({file!r})['_limit'](); open('/etc/passwd')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

@@ -48,16 +48,17 @@ SOURCE: dict[str, list[tuple[str, str, str]]] = {
     "last_awaited": [("load_acquire", "FAULT_PLAN", TEST)],
     "await_rows": [("load_acquire", "FAULT_PLAN", TEST)],
 }
+# The memory orders of the operations in kernels/atomics.py.
 ORDERS = {
     "load_acquire": ["acquire"],
     "store_release": ["release"],
     "fetch_add": ["acq_rel"],
     "compare_exchange": ["acq_rel", "acquire"],
-}  # in kernels/atomics.py
+}
 
 
 def publishing(workers: int) -> Iterator[tuple[list[Thread], tuple[int, ...]]]:
-    """Every worker but the last publishes a row, in order. The last worker waits for these rows and reads them."""
+    """Every worker but the last publishes a row, in order. The last worker waits for the published rows and reads them."""
     threads: list[Thread] = []
     for w in range(workers - 1):
         wait = [load("mark", ACQUIRE, "publish: wait", above=w - 1)] if w else []
@@ -100,7 +101,7 @@ def meeting(workers: int) -> Iterator[tuple[list[Thread], tuple[int, ...]]]:
 
 TESTS = {"publish": publishing, "barrier": meeting}
 # Accesses that cause a bad outcome on ARM when their order is weakened. On x86, every load acquires and every store
-# releases, so only a dropped wait can cause one.
+# releases, so only a dropped wait causes a bad outcome.
 FOUND = [
     ("publish", "await_rows: wait"),
     ("publish", "publish: publication"),
@@ -109,7 +110,7 @@ FOUND = [
     ("barrier", "barrier: arrival, release"),
     ("barrier", "barrier: generation's store"),
 ]
-# Accesses whose order may be weakened on ARM, because a later release orders the same accesses.
+# Accesses whose order may be weakened on ARM, because a later release orders them anyway.
 UNNEEDED = [
     ("publish", "publish: wait"),
     ("publish", "publish: owner's check"),

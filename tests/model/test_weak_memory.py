@@ -87,7 +87,7 @@ def test_a_weakened_order_is_found(test: str, name: str) -> None:
 
 @pytest.mark.parametrize(("test", "name"), litmus.UNNEEDED)
 def test_an_order_is_stronger_than_needed(test: str, name: str) -> None:
-    """If this fails, the order has become necessary: move it to litmus.FOUND."""
+    """If this test fails, the order has become necessary: move the pair to litmus.FOUND."""
     assert litmus.bad_outcomes(test, 3, "ARM", mutation=name)[0] == 0
 
 

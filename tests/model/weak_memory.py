@@ -129,14 +129,14 @@ def _perform(thread: Thread, i: int, done: int, content: Any, found: Any) -> tup
     access = thread[i]
     if access.is_store:
         if access.pair and found[i - 1][1] != content[1]:
-            return None  # another thread has stored between the load and this store
+            return None  # another thread stored after this read-modify-write's load
         return (access.value, content[1] + 1), None
     own = [j for j in range(i) if thread[j].is_store and thread[j].cell == access.cell and not done >> j & 1]
     if own:
-        got = (thread[own[-1]].value, -1)  # forwarded from a store that is not performed yet
+        got = (thread[own[-1]].value, -1)  # a store of this thread that is not performed yet
     else:
         got = content
-        # A later load of this thread may be performed already. It must not have found an older value than this load.
+        # A later load of this thread, if performed already, must not have found an older value than this load.
         later = (j for j in range(i + 1, len(thread)) if thread[j].cell == access.cell and not thread[j].is_store)
         if any(done >> j & 1 and found[j][1] not in (-1, got[1]) for j in later):
             return None

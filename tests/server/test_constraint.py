@@ -29,7 +29,7 @@ def constraints(tiny_engine: gemma_py.Engine) -> JsonConstraints:
     )
 
 
-def test_what_is_prepared_is_not_made_again(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prepared_tokenizer_of_constraints_is_reused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     server.app.service.prepare()
     monkeypatch.setattr("llguidance.LLTokenizer", lambda *_, **__: 1 / 0)
     status, _ = server.post("/v1/completions", prompt="a", max_tokens=2, response_format=formatted(COLOURS))
@@ -48,7 +48,7 @@ def test_forced_tokens_are_the_only_ones_that_the_schema_allows(
     chains = set()
     for _ in range(4):
         constraint, asked_nothing = (constraints.compile(COLOURS, "") for _ in range(2))
-        pending: list[int] = []  # forced tokens that were returned
+        pending: list[int] = []  # forced tokens that the constraint has returned
         while not constraint.finished:
             most = int(rng.choice([0, 1, 3, 50]))
             forced = constraint.forced(most)

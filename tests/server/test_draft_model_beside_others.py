@@ -1,4 +1,6 @@
-"""A draft model in shared passes: each request gets the answer that it gets alone and without guesses."""
+"""A draft model in shared passes: every answer is the one that the request gets without other requests and without
+guesses.
+"""
 
 import random
 from collections.abc import Iterator
@@ -38,7 +40,7 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same(crowd: Crowd) -> Scheduler:
-    """Compare all requests with their answers alone. Return the closed scheduler."""
+    """Compare answers in shared passes with answers to the requests alone. Return the closed scheduler."""
     scheduler = Scheduler(crowd.engine, parallel=6, queue=40, prefix_bytes=600_000)
     try:
         assert crowd.same(scheduler)

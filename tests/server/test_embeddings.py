@@ -71,7 +71,7 @@ def test_every_form_of_input_and_a_task(engine: gemma_py.Engine, server: Running
     assert same(made["data"][0]["embedding"], engine.embed(["word"], task="passage")[0])
 
 
-def test_company_changes_no_bit(engine: gemma_py.Engine, server: Running) -> None:
+def test_other_texts_in_a_pass_change_no_bit(engine: gemma_py.Engine, server: Running) -> None:
     engine.instruments.fault_plan = FaultPlan(seed=5)
     texts = [[f"text {number} {'word ' * (number * part % 13)}" for part in range(9)] for number in range(24)]
     with ThreadPoolExecutor(12) as pool:
@@ -165,7 +165,7 @@ def test_the_command_can_keep_the_packed_weights_in_memory(
     each_embedding_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(store, "_SMALLEST", 0)  # smaller weights are never stored
+    monkeypatch.setattr(store, "_SMALLEST", 0)  # otherwise so small weights would not be stored
     assert main(["embed", str(each_embedding_folder), "one", "--no-pack"]) == 0
     assert not list(tmp_path.rglob("weights/*"))
     assert main(["embed", str(each_embedding_folder), "one"]) == 0

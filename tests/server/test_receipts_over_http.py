@@ -1,5 +1,6 @@
-"""Receipts of responses from every endpoint, in streams and batches, with schemas, tools and thoughts, and their
-audit."""
+"""Receipts of responses from every endpoint, in streams and batches, with schemas, tools and thoughts, and audits of
+these receipts.
+"""
 
 import contextlib
 import dataclasses
@@ -138,7 +139,7 @@ def test_an_answer_that_follows_a_schema(server: Running, tiny_engine: gemma_py.
 
 
 def assert_edits_are_found(engine: gemma_py.Engine, documents: tampering.Documents, texts: set[str]) -> None:
-    """Audit a response. Then edit one of its texts at a time, and require that the audit finds each edit."""
+    """Audit a response. Then edit each text of the response in turn, and require that the audit finds the edit."""
     edited, seen = [], ""
     for number in range(len(list(answer_places(documents)))):
         made = json.loads(json.dumps(documents))

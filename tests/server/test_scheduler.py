@@ -1,5 +1,5 @@
-"""The scheduler: each request gets the answer that it gets alone, whichever requests arrive, leave or fail
-meanwhile.
+"""The scheduler: every answer is the one that the request gets without other requests, whichever requests arrive, leave
+or fail.
 """
 
 import math
@@ -19,7 +19,7 @@ from gemma_py.errors import ComputationError, ContextError, InputError, Overload
 from gemma_py.generate import base_scheduler
 from gemma_py.generate import scheduler as schedulers
 from gemma_py.generate.base_scheduler import Health
-from gemma_py.generate.core import Request
+from gemma_py.generate.core import Generation, Request
 from gemma_py.generate.events import Event, Failed, Finished, Generated, PrefillProgress, Scored
 from gemma_py.generate.options import Sampling
 from gemma_py.generate.sampling import ROWS_AT_ONCE, likeliest, log_probability
@@ -57,6 +57,24 @@ def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
 
 
+@pytest.mark.parametrize("mutant", [False, True])
+def test_several_threads_draw_and_each_request_gets_its_own_token(
+    crowd: Crowd, monkeypatch: pytest.MonkeyPatch, mutant: bool
+) -> None:
+    """mutant: the tokens that were drawn in a pass reach the requests in reverse order."""
+    threads, honest_sample, honest_step = set(), Generation.sample, Scheduler._sample
+
+    def sample(self: Generation, logits: np.ndarray) -> int:
+        threads.add(threading.current_thread().name.rstrip("0123456789"))
+        return honest_sample(self, logits)
+
+    monkeypatch.setattr(Generation, "sample", sample)
+    if mutant:
+        monkeypatch.setattr(Scheduler, "_sample", lambda self, *results: honest_step(self, *results)[::-1])
+    assert same_in_shared_passes(crowd, 4) != mutant
+    assert "gemma_py-sampler_" in threads and len(threads) > 1
+
+
 def same_in_shared_passes(crowd: Crowd, seed: int) -> bool:
     crowd.engine.instruments.fault_plan = FaultPlan(seed=seed)
     scheduler = Scheduler(crowd.engine, parallel=8, queue=40, prefix_bytes=600_000)
@@ -91,7 +109,7 @@ def test_streams_over_http_match_generate(crowd: Crowd, monkeypatch: pytest.Monk
     honest = EventQueue._put
 
     def before(queue: EventQueue, index: int, event: Event) -> None:
-        """A negative control: each client gets the previous token, which may be another client's."""
+        """A negative control: each client gets the previous token, which may belong to another client's answer."""
         if isinstance(event, Generated) and event.token.finish_reason is None:
             made.append(event)
             event = made[-2:][0]
@@ -178,10 +196,10 @@ def test_the_prompt_s_log_probabilities(
         for event, logits in zip(told, tiny_engine.session().prefill(ids, all_logits=True), strict=False):
             assert [token for token, _ in event.top] == likeliest(logits, 2)[1].tolist()
             assert [logprob for _, logprob in event.top] == [log_probability(logits, token) for token, _ in event.top]
-    assert max(rows) <= ROWS_AT_ONCE + 1  # the request without scores needs one more row
+    assert max(rows) <= ROWS_AT_ONCE + 1  # a request without scores needs one row more
 
 
-def test_rows_of_a_pass_are_shared_out() -> None:
+def test_the_rows_of_a_pass_are_divided_among_requests() -> None:
     assert shares([5], 32) == [5]
     assert shares([500], 32) == [32]
     assert shares([500, 500], 32) == [32, 0]
@@ -221,7 +239,7 @@ def test_a_cancelled_request_ends_and_its_place_is_free(scheduler: Scheduler) ->
     assert first.events.empty()
 
 
-def test_what_cannot_be_is_refused_at_once(scheduler: Scheduler) -> None:
+def test_impossible_requests_are_refused_at_once(scheduler: Scheduler) -> None:
     context = scheduler.engine.context
     for request, kind in (
         (Request([], 1), InputError),
@@ -237,7 +255,7 @@ def test_what_cannot_be_is_refused_at_once(scheduler: Scheduler) -> None:
     assert scheduler.stats().waiting == scheduler.stats().running == 0
 
 
-def test_a_full_queue_is_said(tiny_engine: gemma_py.Engine) -> None:
+def test_a_full_queue_is_an_error(tiny_engine: gemma_py.Engine) -> None:
     scheduler = Scheduler(tiny_engine, parallel=1, queue=1)
     clients = [Client(scheduler, Request([2], 4000)) for _ in range(2)]
     with pytest.raises(Overloaded, match="requests are waiting") as caught:
@@ -287,7 +305,7 @@ def test_a_listener_that_fails_ends_its_own_request_only(
     assert "this listener fails" in capsys.readouterr().err
 
 
-def test_logprobs_are_left_out_where_nobody_asks(scheduler: Scheduler) -> None:
+def test_logprobs_are_computed_only_on_request(scheduler: Scheduler) -> None:
     client = Client(scheduler, Request([2, 5, 7], 3, logprobs=False))
     client.end()
     assert [math.isnan(event.token.logprob) for event in client.made] == [True] * 3
@@ -340,7 +358,7 @@ def test_end_tokens_stop_strings_and_constraints_end_answers(
         end = client.end()
         assert isinstance(end, Finished) and end.reason == "stop"
         assert [event.token.id for event in client.made] == [300, 301, 302]
-        assert client.made[0].token.logprob < -1  # the model's log probability, before the constraint
+        assert client.made[0].token.logprob < -1  # the logprob is the model's, before the constraint
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -353,7 +371,7 @@ def weak() -> Iterator[gemma_py.Engine]:
 
 
 def failing(engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, fault: str, passes: set[int]) -> None:
-    """Make these passes fail. The first pass has number 1."""
+    """passes: the numbers of the passes that fail, from 1."""
     honest, count = engine.run_together, 0
 
     def run(parts: Sequence[SequenceInput]) -> list[np.ndarray]:
@@ -402,7 +420,9 @@ def test_all_requests_get_their_answers_although_a_worker_stalls(
     assert answers() == untroubled
 
 
-def test_nobody_knows_if_it_is_well_after_a_stall(weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_is_not_ok_until_a_pass_succeeds_after_a_stall(
+    weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing(weak, monkeypatch, "stall", {2})
     scheduler, honest = Scheduler(weak), weak.run_together
     healths: list[Health] = []
@@ -433,7 +453,7 @@ def test_an_engine_that_fails_again_and_again_is_given_up(
     scheduler.close()
 
 
-def test_health_notices_that_nothing_moves(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_reports_a_step_that_does_not_end(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_scheduler, "SLOWEST_STEP", 0.05)
     scheduler = Scheduler(tiny_engine)
     assert scheduler.health().ok

@@ -74,7 +74,7 @@ def test_a_stream_says_the_same_as_the_whole(client: Any) -> None:
         entries = [entry for choice in mine if choice.logprobs for entry in choice.logprobs.content or []]
         assert whole.choices[index].logprobs is not None
         assert entries == whole.choices[index].logprobs.content
-    assert whole.choices[0].message.content != whole.choices[1].message.content  # each choice has another seed
+    assert whole.choices[0].message.content != whole.choices[1].message.content  # every choice has a seed of its own
     assert pieces[-1].choices == [] and pieces[-1].usage == whole.usage
     assert all(piece.usage is None for piece in pieces[:-1])
 
@@ -213,7 +213,9 @@ def test_a_streamed_completion_of_ids_with_echo(client: Any, tiny_engine: gemma_
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
 def test_an_echo_has_the_prompt_s_log_probabilities(client: Any, tiny_engine: gemma_py.Engine, max_tokens: int) -> None:
-    """Evaluation harnesses score texts like this. The prompt is a text or ids, and the response is whole or a stream."""
+    """Evaluation harnesses score texts with `echo` and `logprobs`. The prompt is a text or ids, and the response is
+    whole or a stream.
+    """
     text = "A list é 한 of words."
     ids = tiny_engine.encode(text)
     asked = {"model": "tiny", "prompt": [ids], "max_tokens": max_tokens, "temperature": 0, "echo": True, "logprobs": 1}
@@ -227,7 +229,7 @@ def test_an_echo_has_the_prompt_s_log_probabilities(client: Any, tiny_engine: ge
     assert whole.text == text + "".join(token.text for token in made) and whole.finish_reason == "length"
     assert whole.logprobs.token_logprobs == first.token_logprobs
     places = whole.logprobs.text_offset
-    assert places[:2] == [0, 0]  # the BOS token is not part of the text
+    assert places[:2] == [0, 0]  # the BOS token has no text
     for place, token in zip(places[1:], whole.logprobs.tokens[1:], strict=True):
         assert whole.text.startswith(token, place) or "\ufffd" in token
     pieces = [piece.choices[0] for piece in client.completions.create(**asked, stream=True)]
@@ -355,9 +357,8 @@ def test_beyond_the_queue_requests_are_refused_at_once(tiny_engine: gemma_py.Eng
         status, document, headers = server.request("POST", "/v1/completions", {"prompt": "a"})
         assert (status, document["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(headers["Retry-After"]) >= 1
-        with server.send(
-            "POST", "/v1/completions", b"", 1000
-        ) as connection:  # the server responds although the body is never sent
+        # The server responds although the body is never sent.
+        with server.send("POST", "/v1/completions", b"", 1000) as connection:
             assert b" 429 " in connection.recv(4096)
         assert server.request("GET", "/health")[0] == 200
         assert 'requests_total{path="/v1/completions",status="429"} 2.0' in server.request("GET", "/metrics")[1]

@@ -91,12 +91,16 @@ def test_control_mutants_of_the_scheduler(crowd: Crowd, monkeypatch: pytest.Monk
     monkeypatch.setattr(crowd.engine, "pace", Eager(4))
     honest = Scheduler._choose
 
-    def choose(self: Scheduler, sequence: Any, part: SequenceInput, logits: np.ndarray) -> Finished | None:
+    def choose(
+        self: Scheduler, sequence: Any, part: SequenceInput, logits: np.ndarray, sampled: int | None
+    ) -> Finished | None:
         if part.guesses and mutant == "a guess too many":
             sequence.ids += part.tokens[-1:]
             self.engine.accept(part.cache, part.tokens[-part.guesses :])
             part = part._replace(guesses=0)
-        return honest(self, sequence, part, np.roll(logits, 1, axis=0) if mutant != "a guess too many" else logits)
+        if mutant == "the logits of the next row":
+            logits, sampled = np.roll(logits, 1, axis=0), None
+        return honest(self, sequence, part, logits, sampled)
 
     monkeypatch.setattr(Scheduler, "_choose", choose)
     with pytest.raises((AssertionError, ComputationError)):
@@ -128,9 +132,9 @@ def test_accepted_guesses_reach_the_prefix_cache(crowd: Crowd, monkeypatch: pyte
     assert cached == tokens
     honest_take, honest_insert = Scheduler._take, PrefixCache.insert
 
-    def take(self: Scheduler, sequence: Any, part: SequenceInput, logits: np.ndarray) -> Any:
+    def take(self: Scheduler, sequence: Any, part: SequenceInput, *others: Any) -> Any:
         honest_insert(self._prefixes, part.cache, sequence.position - len(part.tokens) + part.guesses)
-        return honest_take(self, sequence, part, logits)
+        return honest_take(self, sequence, part, *others)
 
     # A mutant: the prefix cache stores the rows of a pass before guesses are accepted.
     monkeypatch.setattr(Scheduler, "_take", take)

@@ -135,7 +135,7 @@ def test_switches_that_mean_nothing_are_refused(thinker: Running, server: Runnin
     assert (status, document["error"]["param"]) == (400, "chat_template_kwargs")
     assert "\n" not in document["error"]["message"]
     status, _ = server.post("/v1/chat/completions", messages=ASK, max_tokens=1, reasoning_effort="high")
-    assert status == 200  # the effort is ignored by models that cannot think
+    assert status == 200  # models that cannot think ignore the effort
 
 
 def test_the_model_list_says_what_the_model_can_do(thinker: Running, server: Running) -> None:
@@ -183,7 +183,7 @@ def test_a_constraint_binds_the_answer_and_not_the_thought_before_it(within: boo
     for token in (7, 5, 3):
         constraint.accept(token)
     assert constraint.forced(2) == [5, 5]
-    assert allowed() == [5] and inner.accepted == []  # a thought is free of the constraint, but only one
+    assert allowed() == [5] and inner.accepted == []  # the constraint allows one thought, and no more
     for _ in range(3):
         constraint.accept(5)
     assert constraint.finished and inner.accepted == [5, 5, 5]

@@ -46,9 +46,8 @@ def page(driver: Any, server: Running) -> Iterator[Page]:
     yield made
     assert made.run("return window.pwned") is None
     complaints = [entry["message"] for entry in driver.get_log("browser")]
-    assert [
-        text for text in complaints if "status of 400" not in text
-    ] == []  # for example, no violation of the Content-Security-Policy
+    # The browser has logged nothing else, such as a violation of the Content-Security-Policy.
+    assert [text for text in complaints if "status of 400" not in text] == []
     wait_until(lambda: idle(server))
 
 
@@ -150,7 +149,7 @@ def test_thoughts_are_shown_apart_and_not_sent_back(driver: Any, tmp_path: Path)
 
 @browsed
 @pytest.mark.usefixtures("unhurried")
-def test_leaving_the_page_frees_the_place_and_keeps_what_was_said(page: Page, server: Running) -> None:
+def test_leaving_the_page_cancels_the_request_and_keeps_the_text(page: Page, server: Running) -> None:
     page.set(max_tokens=4000, temperature=1)
     page.without_end()
     page.send("Go on")
@@ -252,7 +251,7 @@ def test_settings_by_keyboard(page: Page) -> None:
     page.wait(lambda: not page.find("#dialog").is_displayed())
     assert page.run("return options") == {"system": "Be brief.", "seed": 5, "temperature": 0, "max_tokens": 12}
     page.find("#settings").click()
-    page.find("[name=seed]").send_keys("\ue00c")  # Escape closes the dialog without a change
+    page.find("[name=seed]").send_keys("\ue00c")  # Escape discards the change
     assert page.run("return options.seed") == 5
 
 
@@ -281,7 +280,8 @@ def test_a_narrow_screen(page: Page, server: Running, width: int, height: int) -
 
     with page.phone(width, height):
         fits()
-        assert page.run("return document.querySelector('th').clientHeight") < 60  # words are not broken into letters
+        # Words of table headings are not broken into letters.
+        assert page.run("return document.querySelector('th').clientHeight") < 60
         assert not page.find("#side").is_displayed()
         page.tap("#menu")
         assert page.focused.startswith("xxx")
@@ -387,7 +387,7 @@ def test_by_keyboard_alone(page: Page, server: Running) -> None:
 @pytest.mark.parametrize("secure", [True, False], ids=["secure", "from another machine"])
 def test_copying(page: Page, secure: bool) -> None:
     page.keep([("What is a list?", "```\n[1]\n```")])
-    if not secure:  # browsers give pages over plain HTTP no clipboard access
+    if not secure:  # browsers give no clipboard access over plain HTTP
         page.run("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
     for selector, text in ((".code button", "[1]"), (".user [aria-label='Copy']", "What is a list?")):
         page.find(selector).click()

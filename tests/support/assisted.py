@@ -11,7 +11,7 @@ import gemma_py
 from gemma_py.generate.assistant import Assistant
 from gemma_py.generate.session import Session
 
-MAIN_SEED, SEED, STEPS = 1, 2, 4  # as in tools/make_assistant_goldens.py
+MAIN_SEED, SEED, STEPS = 1, 2, 4  # equal to those in tools/make_assistant_goldens.py
 
 
 def main_of(name: str) -> str:

@@ -69,7 +69,7 @@ def scores_told(client: Client) -> Scores:
 
 
 class Crowd:
-    """Random requests, and the result of each request alone.
+    """Random requests, and the answer to each of them without other requests.
 
     Prompts have random lengths, and some share a prefix. Every second request samples, and every fourth asks for log
     probabilities of the prompt.
@@ -92,8 +92,8 @@ class Crowd:
         self.scores = [scores_of(engine, list(request.ids)) if request.scored else [] for request in self.requests]
 
     def same(self, scheduler: BaseScheduler[Any, Any]) -> bool:
-        """Whether requests in shared passes get the results of the requests alone. Requests arrive at random times, and
-        some are cancelled.
+        """Whether the requests get equal answers when they share passes. Requests arrive at random times, and some are
+        cancelled.
         """
         clients, leaving = [], {}
         rng, longest = random.Random(self.rng.random()), max(request.max_tokens for request in self.requests)
@@ -114,7 +114,7 @@ class Crowd:
         return all(map(self._right, clients, self.alone, self.scores))
 
     def same_over_http(self, server: Running) -> bool:
-        """Whether streams get the results of the requests alone: first all streams at once, then one after another."""
+        """Whether the requests get equal answers as streams: first all streams at once, then one stream after another."""
         rng, count = random.Random(self.rng.random()), len(self.requests)
         most = [rng.choice((math.inf, math.inf, rng.randint(0, 20))) for _ in range(count)]
         late = [rng.random() * 0.002 * count for _ in range(count)]

@@ -10,7 +10,7 @@ from gemma_py.generate import core
 from gemma_py.generate.drafting import Draft, Drafter, Lookup
 from gemma_py.generate.speculation import MOST_GUESSES, Pace
 
-Answers = dict[tuple[int, ...], list[int]]  # prompt -> answer
+Answers = dict[tuple[int, ...], list[int]]  # prompt ids -> answer ids
 
 
 class Eager(Pace):

@@ -75,7 +75,7 @@ def differs(engine: gemma_py.Engine, want: Expected, sizes: Sequence[int], all_l
         return True
 
 
-TOKENS = 70  # more than two tiles of attention and several windows
+TOKENS = 70  # more than two attention tiles and several windows
 
 
 _expected: dict[tuple[str, int], Expected] = {}
@@ -112,8 +112,8 @@ def expected(name: str, engine: gemma_py.Engine, length: int = TOKENS) -> Expect
 def together(engine: gemma_py.Engine, wants: Sequence[Expected], seed: int) -> bool:
     """Whether sequences in shared passes get their expected results.
 
-    Each pass has parts of some of the sequences, and computes the logits of no token, of the last token or of all
-    tokens of a part.
+    Each pass has parts of some of the sequences, and computes the logits of no token, of one token or of all tokens of
+    a part.
     """
     rng = random.Random(seed)
     caches_, done = [engine.new_cache() for _ in wants], [0] * len(wants)
@@ -139,7 +139,7 @@ def expected_of_several(name: str, engine: gemma_py.Engine) -> list[Expected]:
     return [expected(name, engine, length) for length in (20, 50, 77, 33, 1, 64)]
 
 
-# One KV head, so several workers share its columns of a position. 104 columns cannot be divided into equal multiples of
+# One KV head, so several workers share the columns of a position. 104 columns cannot be divided into equal multiples of
 # 16.
 SHARED = tiny.Variant(
     tiny._gemma3(hidden_size=64, intermediate_size=64, head_dim=104, query_pre_attn_scalar=104, num_hidden_layers=2,

@@ -1,5 +1,6 @@
-"""Random conversations with system messages, tools, calls, results and thoughts, and their token ids from
-transformers."""
+"""Random conversations with system messages, tools, calls, results and thoughts, and the token ids that transformers
+gives.
+"""
 
 import gzip
 import json

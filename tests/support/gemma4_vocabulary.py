@@ -20,7 +20,7 @@ _LETTERS = "▁etaoinshrdlucmfwypvbgkjqxzETAOIN0123456789.,:;!?'\"()[]{}<>|/-_=+
 
 
 def _pieces(rng: random.Random, words: int) -> list[str]:
-    """The tokens in the order of their ids. A long token is made of shorter tokens, so that merges can produce it."""
+    """Tokens in the order of their ids. A long token is joined from shorter tokens, so that merges can produce it."""
     pieces = [CONTROL.get(number, f"<unused{number}>") for number in range(107)]
     pieces += ["\n" * count for count in range(1, 32)] + ["▁" * count for count in range(2, 32)]
     pieces += _TAGS

@@ -28,7 +28,7 @@ def add_fields(writer: gguf.GGUFWriter, c: dict[str, Any], dense: tuple[int, ...
     writer.add_block_count(c["num_hidden_layers"])
     writer.add_head_count(c["num_attention_heads"])
     writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    if family != "gemma":  # EmbeddingGemma 2's config.json has half the width of the window
+    if family != "gemma":  # EmbeddingGemma 2's config.json has half the window's width
         writer.add_sliding_window(c["sliding_window"] * (2 if family == "gemma-embedding2" else 1))
     if family not in ("gemma", "gemma2"):
         writer.add_rope_freq_base(c["rope_parameters"][FULL]["rope_theta"])

@@ -19,7 +19,7 @@ from gemma_py.weights.tensors import gguf_source
 
 
 def random_checkpoint(family: Family, config: Config, kind: str, seed: int = 1) -> Checkpoint:
-    """Matrices have the type `kind`, if their rows are whole blocks of it. Norms are float."""
+    """Matrices have the type `kind`, if their rows are whole blocks of this type. Norms are float."""
     rng, made, specs, path = np.random.default_rng(seed), {}, family.tensors(config), Path(f"random {kind}")
     for name, spec in specs.items():
         if spec.gguf in made:

@@ -18,9 +18,8 @@ PROMPT = "The list of"
 
 
 def auditor(engine: gemma_py.Engine) -> Auditor:
-    from gemma_py.server.openai.described_constraint import (
-        constraint_maker,
-    )  # needs pydantic, which unit tests must not need
+    # This module needs pydantic. Unit tests import this file without pydantic.
+    from gemma_py.server.openai.described_constraint import constraint_maker
 
     return Auditor(engine, constraint_maker(engine))
 
@@ -88,7 +87,7 @@ def text_of(engine: gemma_py.Engine, ids: tuple[int, ...]) -> dict[str, str]:
     return output_digests(engine.text_tokenizer().decode(list(ids)), "", [])
 
 
-DRAWN = -1  # stands for the first position at which sampling chooses another token
+DRAWN = -1  # in TAMPERINGS: the first position at which sampling chooses another token
 # Each entry changes one field and recomputes the Merkle root, so that only the audit's stage for this field can find
 # the change.
 TAMPERINGS: dict[str, tuple[Callable[[gemma_py.Engine, Receipt], Receipt], str, int | None]] = {
@@ -352,8 +351,8 @@ def file_verdicts(engine: gemma_py.Engine, files: list[bytes]) -> list[Verdict]:
 
 
 def escaped_responses(engine: gemma_py.Engine, receipts: list[Receipt], count: int, seed: int) -> list[str]:
-    """Draw responses in every form. Return the untouched ones that an audit refused, and the edited ones that it
-    accepted.
+    """Draw responses in every form, and an edit of each. Return the untouched responses that an audit refused, and the
+    edited responses that an audit accepted.
     """
     rng, files = random.Random(seed), list[tuple[bytes, bool]]()
     texts = [engine.text_tokenizer().decode(receipt.answer) for receipt in receipts]

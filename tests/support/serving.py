@@ -92,7 +92,7 @@ class Heard:
                 self.reason = choice["finish_reason"] or ""
 
     def same(self, alone: list[Token]) -> bool:
-        """Whether the stream, which may have been cut short, has the tokens and log probabilities of the answer alone."""
+        """Whether the stream has the tokens and log probabilities of `alone`, up to the end of the stream."""
         told = [token.logprob for token in alone]
         if self.reason != alone[-1].finish_reason:
             told, alone = told[: len(self.logprobs)], alone[: len(self.logprobs)]

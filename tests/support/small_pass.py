@@ -11,12 +11,12 @@ from gemma_py.runtime.fault_injection import FaultPlan
 from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.team import Team
 
-WORKERS = 4  # usually more than cores, so that workers are preempted
+WORKERS = 4  # usually more workers than cores, so that workers are preempted
 LAYERS, ROWS, TILE = 3, 32, 3
 TILES = -(-ROWS // TILE)
 MIX, PRODUCE, STORE, ATTEND = 0, 1, 2, 3
 NAMES = ("mix", "produce", "store", "attend")
-DEADLINE = 1.5  # seconds without progress after which a test expects an error; other tests use the default deadline
+DEADLINE = 1.5  # seconds without progress after which a test expects an error
 GENEROUS = 60.0  # seconds after which a run counts as hanging
 
 
@@ -117,7 +117,7 @@ def refuse(worker, workers, cells, who):
 
 @kernel
 def leave_early(worker, workers, cells):
-    """Worker 1 skips the barrier, so the other workers wait for ever."""
+    """Worker 1 skips the barrier, so no worker can pass it."""
     sync.enter(cells, worker, 6, 0)
     return worker == 1 or sync.barrier(cells, worker, workers)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from repository import TINY, child_environment
 
-GREEDY = ("--temperature", "0")  # a greedy answer with random weights never ends
+GREEDY = ("--temperature", "0")  # with random weights, a greedy answer never ends
 # Makes every pass slow, so that a test can type during an answer.
 SLOW = """
 import time

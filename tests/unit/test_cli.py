@@ -72,8 +72,8 @@ def test_a_text_is_printed_without_computing_log_probabilities(run: Run, monkeyp
 
 
 def test_quant(run: Run, checkpoints: dict[str, Path]) -> None:
-    """Gemma 1's down_proj has rows of 48 weights, no multiple of the block size. So it stays float, and stderr names
-    it.
+    """Gemma 1's down_proj has rows of 48 weights, no multiple of the block size. So down_proj stays float, and stderr
+    names it.
     """
     path = checkpoints["gemma1-multi-head"]
     (path.parent / "ids.json").write_text("[2, 30, 31]")
@@ -112,7 +112,7 @@ def test_inspect(run: Run, checkpoints: dict[str, Path]) -> None:
         assert report["bytes"] == sum(tensor["bytes"] for tensor in report["tensors"])
         assert report["model_type"] in name.replace("gemma1", "gemma")
         parts = Counter(other.removeprefix("model.").split(".")[0] for other in VARIANTS[name].extra)
-        del parts["language_model"], parts["layers"]  # checkpoints store them, but the text model does not use them
+        del parts["language_model"], parts["layers"]  # the text model does not use these two kinds of tensors
         assert report["left_out"] == parts
         assert bool(parts) == ("multimodal" in name or "wrapped" in name)
         assert run("inspect", path)[0] == 0

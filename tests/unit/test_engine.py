@@ -309,7 +309,7 @@ def test_an_interrupt_anywhere_while_rows_move_leaves_a_sound_session(tiny_engin
     assert line > 100
 
 
-def test_what_is_not_restored_to_its_end_is_not_there(tiny_engine: gemma_py.Engine) -> None:
+def test_a_failed_restore_leaves_an_empty_session(tiny_engine: gemma_py.Engine) -> None:
     session = tiny_engine.session()
     want = session.prefill(IDS)
     rows = list(session.raw_kv_rows(session.position))

@@ -16,7 +16,7 @@ NAN_BITS = [0x7FC00000, 0xFFC00000, 0x7F802000, 0x7FFFFFFF]
 
 def float32_bits(half: int) -> int:
     sign, exponent, mantissa = half >> 15, half >> 10 & 31, half & 1023
-    if exponent == 31:  # infinities and NaN, because Python converts NaN differently on different machines
+    if exponent == 31:  # infinities and NaN: Python's conversion of NaN depends on the machine
         return sign << 31 | 0x7F800000 | mantissa << 13
     (bits,) = struct.unpack("<I", struct.pack("<f", struct.unpack("<e", struct.pack("<H", half))[0]))
     return int(bits)

@@ -162,7 +162,7 @@ def test_broken_metadata_is_one_line(tmp_path: Path, change: dict[str, Any], mes
 
 
 def test_merges_that_produce_a_control_token_are_dropped(tmp_path: Path) -> None:
-    """With such a merge, the tokenizers package turns two pieces of user text into the end of a turn."""
+    """With such a merge, the tokenizers package encodes a user's text as the end of a turn."""
     vocabulary = Gemma4Vocabulary()
     metadata = vocabulary.metadata()
     place = metadata["tokenizer.ggml.tokens"].index("<unused60>")

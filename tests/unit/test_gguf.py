@@ -1,6 +1,4 @@
-"""The GGUF reader reads valid files, raises a GemmaError for broken files, and allocates little for any count in a
-file.
-"""
+"""The GGUF reader reads valid files, raises a GemmaError for broken files, and allocates little memory for huge counts."""
 
 import resource
 import struct
@@ -115,7 +113,7 @@ def test_mutated_files_give_an_error_or_a_sound_file(
         file = read(tmp_path_factory.mktemp("mutated"), bytes(content))
     except GemmaError:
         return
-    for tensor in file.tensors.values():  # the tensors of an accepted file can be read
+    for tensor in file.tensors.values():  # tensors of an accepted file must be readable
         with np.errstate(all="ignore"):
             assert tensor.to_float32().shape == tensor.shape
 
@@ -210,7 +208,7 @@ def test_a_string_among_many_that_is_not_utf_8_is_named(tmp_path: Path, bad: byt
 def test_many_strings_that_end_with_the_file_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     data = assemble([field("a", ARRAY, strings([b"piece%d" % number for number in range(1200)]))], [], b"")
-    for left in (32, 37, 41, 4000):  # cut more bytes than the file's padding has
+    for left in (32, 37, 41, 4000):  # bytes to cut, more than the file's padding
         path.write_bytes(data[:-left])
         with pytest.raises(FormatError, match=r"m\.gguf"):
             read_gguf(path)

@@ -39,7 +39,7 @@ def receipt(tiny_engine: gemma_py.Engine) -> Receipt:
 
 
 def test_what_is_signed_is_the_encoding_of_dsse() -> None:
-    """From the example in DSSE's protocol.md, with another payload type."""
+    """The example in DSSE's protocol.md has another payload type."""
     assert signed_bytes(b"hello world") == b"DSSEv1 28 application/vnd.in-toto+json 11 hello world"
 
 

@@ -141,7 +141,7 @@ def test_a_broken_header_allocates_little(tmp_path: Path) -> None:
     ("dtype", "expected"), [("F4_NEW", FormatError), ("F8_E4M3", UnsupportedError), ("F64", UnsupportedError)]
 )
 def test_a_type_that_cannot_be_read_is_named(tmp_path: Path, dtype: str, expected: type[GemmaError]) -> None:
-    """The safetensors package does not know F4_NEW. It knows F8_E4M3 and F64, which gemma_py does not support."""
+    """The safetensors package does not know F4_NEW, but F8_E4M3 and F64, which gemma_py does not support."""
     count = 1 if dtype == "F64" else 8
     with pytest.raises(expected, match=dtype):
         read_safetensors(write(tmp_path, raw({"a": entry(dtype, [count], 0, 8)}, F32_8)))

@@ -100,7 +100,7 @@ def test_presence_and_frequency_count_generated_tokens_only() -> None:
     sampler = Sampler(Sampling(presence_penalty=0.5, frequency_penalty=0.25), V, PROMPT)
     difference = LOGITS - sampler._penalised(LOGITS, MADE)
     assert {int(t): round(float(difference[t]), 5) for t in np.flatnonzero(difference)} == {3: 0.75, 7: 1.0, 8: 0.75}
-    assert sampler._penalised(LOGITS, []) is not LOGITS  # penalties change a copy
+    assert sampler._penalised(LOGITS, []) is not LOGITS  # the given logits are not changed
 
 
 def test_the_likeliest_with_ties_has_the_smaller_id() -> None:
@@ -198,7 +198,7 @@ def test_recommended_sampling(tmp_path: Path) -> None:
     assert recommended(tmp_path / "model.gguf", said) == Sampling(temperature=0.5, top_k=3)
 
 
-def test_what_is_left_open() -> None:
+def test_options_that_are_not_given() -> None:
     base = Sampling(temperature=0.9, top_k=64, top_p=0.95)
     assert asked({"temperature": None}, base) == Sampling()
     assert asked({"repetition_penalty": 1.2}, base) == Sampling(repetition_penalty=1.2)
@@ -206,7 +206,7 @@ def test_what_is_left_open() -> None:
     assert asked({"temperature": 0, "seed": 4}, base) == Sampling(seed=4)
     # A seed asks for sampling, although the default is greedy.
     assert asked({"seed": 4}, BASE_MODEL) == replace(GEMMA, seed=4)
-    assert asked({"top_p": 0.5}, Sampling()) == Sampling(top_p=0.5)  # the checkpoint recommends greedy decoding
+    assert asked({"top_p": 0.5}, Sampling()) == Sampling(top_p=0.5)  # for a checkpoint that recommends greedy decoding
     assert asked({"temperature": 0.5}, Sampling()) == Sampling(temperature=0.5)
 
 

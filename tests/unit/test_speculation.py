@@ -126,7 +126,7 @@ def single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def learned(held: float, rows: float = 0.25, checks: int = 60) -> Pace:
     """A pace that has measured passes and checked guesses.
 
-    held: the share of guesses that were right. rows: the cost of another row, as a share of a pass of one row.
+    held: the share of right guesses. rows: the cost of a further row, divided by the cost of a pass of one row.
     """
     pace, rng = Pace(), random.Random(4)
     for number in range(checks):
@@ -148,14 +148,14 @@ def test_the_number_of_guesses_follows_from_gain_and_cost() -> None:
     assert learned(0.0).allot([chances(learned(0.0))], 1) == [0]
     (some,) = learned(0.7).allot([chances(learned(0.7))], 1)
     assert 1 <= some <= 5
-    # Another row costs nearly as much as another pass.
+    # A further row costs nearly as much as a further pass.
     assert learned(0.7, rows=0.9).allot([chances(learned(0.7))], 1) == [0]
     assert learned(0.7, rows=0.02).allot([chances(learned(0.7))], 1) > [some]
 
 
 def test_guesses_fill_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product of 1 row takes as long as one of 4 rows, and a product of 9 rows as long as one of 12. So an answer
-    alone gets three guesses for free. Beside eight answers, one guess costs as much as four.
+    """A product of 1 row takes as long as a product of 4 rows, and 9 rows take as long as 12. So a single answer gets
+    three guesses for free. Beside eight answers, one guess costs as much as four.
     """
     monkeypatch.setattr(speculation, "computed_rows", of_tiles)
     pace, none = learned(0.9), list[float]()
@@ -184,7 +184,7 @@ def test_a_pass_that_was_delayed_hardly_changes_the_cost() -> None:
 
 
 def test_wrong_guesses_are_given_up_and_right_ones_resumed() -> None:
-    """The pace also learns from guesses that no pass computes, so it notices at no cost when guesses become right."""
+    """The pace also learns from guesses that no pass computes, so right guesses are noticed again at no cost."""
     pace, computed = Pace(), 0
 
     class Drafts:
@@ -213,14 +213,14 @@ def test_forced_tokens_come_first_and_are_certain() -> None:
     answer = Speculation(Lookup([1, 2, 3, 4, 5, 6, 7, 1, 2]), pace)
     rate = pace.chance(False, 2)
     assert answer.chances(4, [3, 4]) == [1.0, 1.0, pace.chance(False, 4), pace.chance(False, 4) * pace.chance(False, 5)]
-    assert answer.guesses(4) == [3, 4, 5, 6]  # the copied guesses are the forced tokens too
+    assert answer.guesses(4) == [3, 4, 5, 6]  # after the forced tokens 3, 4 come the tokens that followed 3, 4 earlier
     answer.extend(3)
     answer.extend(4)
-    assert pace.chance(False, 2) == rate  # nothing is learned from a forced token
+    assert pace.chance(False, 2) == rate  # a forced token teaches nothing about guesses
     answer.extend(9)
     assert pace.chance(False, 4) < Pace().chance(False, 4)
     chances = answer.chances(4, [2, 3])
-    assert answer.guesses(4) == [2, 3, 4, 9]  # the text after the earlier "2, 3"
+    assert answer.guesses(4) == [2, 3, 4, 9]  # after the forced tokens 2, 3 come the tokens that followed 2, 3 earlier
     assert chances[:2] == [1.0, 1.0] and chances[2] == pytest.approx(pace.chance(False, 2))
     assert answer.chances(2, [11, 12, 13]) == [1.0, 1.0]
     assert answer.guesses(9) == [11, 12, 13]
@@ -256,7 +256,7 @@ def test_no_guess_follows_the_last_token() -> None:
 
 
 class Model:
-    """A draft model for the answer 1000, 1001, 1002, ..., which never repeats. Its guesses are right while `right` is
+    """A draft model for the answer 1000, 1001, 1002, ..., which never repeats. The guesses are right while `right` is
     set.
     """
 
@@ -310,7 +310,7 @@ def test_a_draft_model_as_slow_as_the_main_model_is_not_used() -> None:
     answer.use_model(model)
     assert sum(answered(answer, pace, 200)) == model.guessed == 0
     unknown = learned(0.0)
-    unknown.draft_share = 0.9  # gives an estimate of the draft model's time before its first pass
+    unknown.draft_share = 0.9  # the draft model's size relative to the main model's, for a first estimate of its time
     answer = Speculation(Lookup([5]), unknown)
     answer.use_model(model)
     assert sum(answered(answer, unknown, 200)) == model.guessed == 0

@@ -174,7 +174,7 @@ def test_a_start_with_tables_imports_no_tokenizers_package(tmp_path: Path) -> No
     )
     command = [sys.executable, "-c", program, str(TINY / "tokenizer.json")]
     environment = child_environment(XDG_CACHE_HOME=str(tmp_path))
-    if CACHE is not None:  # use the kernels that are compiled already
+    if CACHE is not None:  # link the compiled kernels into the new cache
         (tmp_path / "gemma_py").mkdir()
         (tmp_path / "gemma_py" / "kernels").symlink_to(CACHE.parent)
     said = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(2)]
@@ -221,8 +221,8 @@ def test_every_added_token_is_certified(monkeypatch: pytest.MonkeyPatch, tiny: T
 
 
 def test_settings_that_abort_the_package_are_refused_before_it(tmp_path: Path) -> None:
-    """These settings make the tokenizers package abort the process. So they raise an error before the package is
-    called.
+    """These settings make the tokenizers package abort the process. So gemma_py raises an error before it calls the
+    package.
     """
     path = tmp_path / "tokenizer.json"
     path.write_bytes(BROKEN["a prefix"])

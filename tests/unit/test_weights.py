@@ -68,7 +68,7 @@ def test_a_sound_checkpoint_loads(tmp_path: Path) -> None:
 
 
 def test_an_output_head_in_the_file_is_used_even_if_the_config_says_tied(tmp_path: Path) -> None:
-    """transformers uses this output head too."""
+    """transformers also uses the output head in the file."""
     name = "model.embed_tokens.weight"
     plain, other = tmp_path / "plain", tmp_path / "other"
     rewritten(plain, lambda values: None)

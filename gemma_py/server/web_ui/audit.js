@@ -34,7 +34,7 @@ class Card {
     const at = verdict.stage === null ? STAGES.length : STAGES.indexOf(verdict.stage);
     this.stages.forEach((stage, number) => {
       const signed = STAGES[number] !== "signature";
-      // The logits and choices of tokens before the first difference held, but the stage as a whole did not.
+      // The stages from FROM_LOGITS on are checked for each token. If one token differs, none of these stages is marked as held.
       if (number < Math.min(at, verdict.stage === null ? at : FROM_LOGITS) && signed) stage.classList.add("held");
       if (number === at) stage.classList.add("broke");
     });

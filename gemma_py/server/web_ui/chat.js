@@ -52,7 +52,7 @@ function showState() {
   if (lost) rest();
 }
 
-// Focuses the input field; on a touch screen the conversation, because the input field would open the keyboard.
+// Focuses the input field. On a touch screen, focuses the conversation instead, because the input field would open the keyboard.
 function rest() { (touch.matches ? $("log") : $("input")).focus(); }
 
 function enterList() { ($("list").querySelector("[aria-current]") ?? $("new")).focus(); }
@@ -87,7 +87,7 @@ function turn(conversation, message, at) {
   return element;
 }
 
-// What the model thought before its answer. It is shown and stored, but never sent back.
+// The model's thoughts before an answer are shown and stored, but never sent back to the server.
 function thoughts(message, open) {
   if (!message.thoughts) return [];
   return [make("details", { className: "thoughts", open }, make("summary", { textContent: "Thoughts" }), make("p", { textContent: message.thoughts }))];

@@ -8,7 +8,7 @@ const ICONS = {
   copy: "M9 9h11v11H9zM5 15H4V4h11v1", done: "M5 13l4 4L19 7", drop: "M5 7h14M9 7V4h6v3M7 7l1 13h8l1-13",
 };
 
-// On a touch screen, Enter begins a new line, and no text field is focused unasked, because that opens the keyboard.
+// On a touch screen, Enter begins a new line. The page focuses no text field by itself, because that would open the keyboard.
 const touch = matchMedia("(pointer: coarse)");
 
 // --- elements: model output is only inserted as text nodes -------------------------------------------------------------
