@@ -95,7 +95,7 @@ class SetThreads(NamedTuple):
     threads: int
 
 
-class Part(NamedTuple):
+class SequencePart(NamedTuple):
     """The tokens of one sequence in a pass. See `SequenceInput`."""
 
     cache: int
@@ -107,7 +107,7 @@ class Part(NamedTuple):
 class Run(NamedTuple):
     """Run a pass. The result is a `PassResult`. ahead: see `Runner.run`. traced: whether the result has a trace."""
 
-    parts: Sequence[Part]
+    parts: Sequence[SequencePart]
     ahead: int
     poison: bool
     traced: bool

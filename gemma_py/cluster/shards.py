@@ -28,7 +28,6 @@ from gemma_py.cluster.shard import (
     FindPrefix,
     Insert,
     Order,
-    Part,
     PassResult,
     Prepare,
     Read,
@@ -37,6 +36,7 @@ from gemma_py.cluster.shard import (
     Rewind,
     Rows,
     Run,
+    SequencePart,
     Shard,
     SpanRunner,
 )
@@ -256,10 +256,10 @@ class Shards(Runner):
     def _run(self, inputs: Sequence[SequenceInput], ahead: int) -> list[np.ndarray]:
         for entry in inputs:
             self._make_current(entry.cache)
-        parts = [Part(_number(entry.cache), *entry[1:]) for entry in inputs]
+        parts = [SequencePart(_number(entry.cache), *entry[1:]) for entry in inputs]
         return self._run_parts(parts, ahead, self.instruments.traces)
 
-    def _run_parts(self, parts: Sequence[Part], ahead: int, traces: list[Trace] | None) -> list[np.ndarray]:
+    def _run_parts(self, parts: Sequence[SequencePart], ahead: int, traces: list[Trace] | None) -> list[np.ndarray]:
         """Run a pass in all shards, one after another. Return the logits of each sequence."""
         mine = self.local.runner.instruments
         mine.fault_plan, mine.profile = self.instruments.fault_plan, self.instruments.profile
@@ -375,7 +375,7 @@ class Shards(Runner):
             self.order(Prepare(number, *cache.prepared))
         for first in range(0, len(cache.ids), CHUNK):
             tokens = cache.ids[first : first + CHUNK]
-            self._run_parts([Part(number, tokens, 1, 0)], len(cache.ids) - first - len(tokens), None)
+            self._run_parts([SequencePart(number, tokens, 1, 0)], len(cache.ids) - first - len(tokens), None)
         cache.number, cache.epoch = number, self.epoch
 
     def _pending(self) -> list[Order]:
