@@ -4,18 +4,18 @@ from gemma_py.cluster.links import Join, PipeLink, identity_of
 from gemma_py.cluster.shards import Shards
 from gemma_py.cluster.spans import choose_cuts, make_spans
 from gemma_py.errors import InputError
-from gemma_py.runtime.program import LinkedProgram
-from gemma_py.runtime.runner import SharedTeam
+from gemma_py.runtime.runner import Runner
 from gemma_py.weights.checkpoint import Checkpoint
 
 _TOKENS = 4096  # the number of tokens whose KV rows count for the sizes of spans
 
 
-def local_shards(
-    checkpoint: Checkpoint, program: LinkedProgram, team: SharedTeam, kv: str, quant: str | None, shards: int
-) -> Shards:
-    """Start processes for all shards but the last, which is in this process. program: the whole model's."""
-    config = checkpoint.config
+def local_shards(checkpoint: Checkpoint, whole: Runner, quant: str | None, shards: int) -> Shards:
+    """Start processes for all shards but the last, which is in this process.
+
+    whole: the runner of the undivided model, whose worker team the last shard uses
+    """
+    config, program, shared, kv = whole.config, whole.program, whole.shared, whole.kv
     if config.embedding is not None:
         raise InputError(f"{checkpoint.path}: an embedding model cannot be divided into shards")
     cuts = choose_cuts(config, program, shards, kv, min(_TOKENS, config.max_position_embeddings))
@@ -23,9 +23,9 @@ def local_shards(
 
     def connect(number: int) -> PipeLink:
         join = Join(
-            checkpoint.path, checkpoint.cacheable, quant, kv, team.team.workers, team.team.deadline, tuple(cuts), number,
-            identity,
+            checkpoint.path, checkpoint.cacheable, quant, kv, shared.team.workers, shared.team.deadline, tuple(cuts),
+            number, identity,
         )  # fmt: skip
         return PipeLink(join, str(spans[number]), shards)
 
-    return Shards(program, config, team, kv, spans, connect)
+    return Shards(program, config, shared, kv, spans, connect)

@@ -53,15 +53,19 @@ class Engine:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, threads: int | None = None, context: int | None = None, deadline: float = 5.0,
-        kv: str = "float32", quant: str | None = None, progress: ReportProgress = no_report, shards: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        checkpoint: Checkpoint,
+        threads: int | None = None,
+        context: int | None = None,
+        deadline: float = 5.0,
+        kv: str = "float32",
+        quant: str | None = None,
+        progress: ReportProgress = no_report,
+    ) -> None:
         if not is_ieee():
             raise ComputationError(
                 "this thread flushes subnormals to zero or does not round to nearest, which would change the logits"
             )
-        if not is_whole(shards, 1):
-            raise InputError(f"shards should be at least 1, found {shards!r:.40}")
         if not isinstance(kv, str) or kv not in KV_TYPES:
             raise InputError(f"kv should be one of {', '.join(KV_TYPES)}, found {kv!r:.40}")
         if quant is not None and (not isinstance(quant, str) or quant not in QUANTS):
@@ -80,7 +84,7 @@ class Engine:
             )
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
-        self.quant, self.shards = quant, shards
+        self.quant, self.shards = quant, 1
         self.pace = Pace()
         self.speculate = "auto"  # the option of requests that do not set it
         self.draft: GuessingModel | None = None
@@ -97,13 +101,7 @@ class Engine:
             compilation.wait()
             program = link(checkpoint.family.program(self.config), packed)
             team = SharedTeam(threads or machine.threads(), deadline)
-            self._runner: Runner | None
-            if shards == 1:
-                self._runner = Runner(program, self.config, team, kv)
-            else:
-                from gemma_py.cluster.local import local_shards  # imported here, because most engines have no shards
-
-                self._runner = local_shards(checkpoint, program, team, kv, quant, shards)
+            self._runner: Runner | None = Runner(program, self.config, team, kv)
 
     def _warm_up(self) -> None:
         """Call the kernels of sampling, drafting and tokenizer once, so that no answer waits for their compilation."""
@@ -125,6 +123,12 @@ class Engine:
     def kv_type(self) -> str:
         """The number type of the KV cache: "float32" or "bfloat16"."""
         return self.runner.kv
+
+    def divide(self, shards: int) -> None:
+        """Divide the layers among so many processes. Call this before the first session."""
+        from gemma_py.cluster.local import local_shards  # imported here, because most engines have no shards
+
+        self._runner, self.shards = local_shards(self.checkpoint, self.runner, self.quant, shards), shards
 
     def use_draft(self, checkpoint: Checkpoint, progress: ReportProgress = no_report) -> None:
         """Let a smaller model of the same vocabulary, or an assistant, guess tokens. This changes the speed of answers, but
@@ -450,19 +454,10 @@ _LONGEST_DEADLINE = 86_400.0
 
 
 def load(
-    model: str | Path,
-    threads: int | None = None,
-    context: int | None = None,
-    deadline: float = 5.0,
-    kv: str = "float32",
-    quant: str | None = None,
-    progress: ReportProgress = no_report,
-    *,
-    pack: bool = True,
-    speculate: str = "auto",
-    draft: str | Path | None = None,
-    shards: int = 1,
-) -> Engine:
+    model: str | Path, threads: int | None = None, context: int | None = None, deadline: float = 5.0, kv: str = "float32",
+    quant: str | None = None, progress: ReportProgress = no_report, *, pack: bool = True, speculate: str = "auto",
+    draft: str | Path | None = None, shards: int = 1,
+) -> Engine:  # fmt: skip
     """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
     threads: the number of worker threads; by default, one per physical core that CPU affinity and cgroup quota allow.
@@ -484,17 +479,21 @@ def load(
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
     check_mode(speculate)
+    if not is_whole(shards, 1):
+        raise InputError(f"shards should be at least 1, found {shards!r:.40}")
     if speculate == "off" and draft is not None:
         raise InputError(
             "a draft model (--draft) only guesses tokens, and speculate off (--speculate off) wants no guesses"
         )
     checkpoint = replace(open_checkpoint(resolve(model, progress)), cacheable=pack)
-    engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress, shards)
+    engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress)
     engine.speculate = speculate
-    if draft is not None:
-        try:
+    try:
+        if shards > 1:
+            engine.divide(shards)
+        if draft is not None:
             engine.use_draft(replace(open_checkpoint(resolve(draft, progress)), cacheable=pack), progress)
-        except BaseException:
-            engine.close()
-            raise
+    except BaseException:
+        engine.close()
+        raise
     return engine
