@@ -99,7 +99,6 @@ def work(folder: Path, mine: str, others: list[str], count: int) -> list[str]:
 
 
 def child(machine: str, folder: Path, others: list[str], count: int) -> list[str]:
-    """Run `work` in a process with another instruction set."""
     environment = child_environment()
     if machine != HERE:
         # With a list of features, even an empty one, numba does not add this machine's features.
@@ -113,7 +112,6 @@ def child(machine: str, folder: Path, others: list[str], count: int) -> list[str
 
 
 def cross_audit(machines: list[str], count: int, say: Any = print) -> tuple[int, list[str]]:
-    """Return the number of audits, and the receipts that differ."""
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

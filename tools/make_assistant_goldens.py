@@ -50,7 +50,6 @@ def _mend_sharing_modes() -> None:
 
 
 def steps(name: str, scratch: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return logits and hidden states of the steps after a prompt."""
     variant = tiny_families.VARIANTS[name.split()[0]]
     tiny.write(variant, scratch / "main", MAIN_SEED)
     tiny.write(tiny_families.ASSISTANTS[name], scratch / "assistant", SEED)

@@ -189,7 +189,6 @@ def text_config(variant: Variant) -> dict[str, Any]:
 
 
 def adds_one(variant: Variant) -> bool:
-    """Whether the files store gain - 1 instead of the gain."""
     return text_config(variant)["model_type"] in ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 
 
@@ -199,7 +198,6 @@ def is_embedding(variant: Variant) -> bool:
 
 
 def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """Shapes by Hugging Face name."""
     c = text_config(variant)
     table = {variant.prefix + name: shape for name, shape in text_shapes(c).items()}
     if variant.head:

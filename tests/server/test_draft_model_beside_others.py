@@ -1,7 +1,3 @@
-"""A draft model in shared passes: every answer is the one that the request gets without other requests and without
-guesses.
-"""
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

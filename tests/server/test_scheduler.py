@@ -1,7 +1,3 @@
-"""The scheduler: every answer is the one that the request gets without other requests, whichever requests arrive, leave
-or fail.
-"""
-
 import math
 import random
 import threading

@@ -1,5 +1,3 @@
-"""Speculation in shared passes: each request gets the answer that it gets alone and without guesses."""
-
 import random
 import re
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Gemma 4's thoughts and tool calls over HTTP, apart from the text, in whole responses and in streams."""
-
 import json
 from collections.abc import Iterator
 from typing import Any, ClassVar

@@ -299,7 +299,6 @@ def lines_of(documents: Documents) -> bytes:
 
 
 def shown_texts(documents: Documents) -> list[tuple[Any, Any]]:
-    """(object, key) of each text that the documents show as an answer."""
     return [at for at in _places(documents) if at[1] in ("text", "content") and isinstance(at[0][at[1]], str)]
 
 

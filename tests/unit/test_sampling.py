@@ -23,7 +23,6 @@ PROMPT, MADE = [1, 2, 3, 3, 4999], [7, 7, 8, 3]
 
 
 def kept(sampling: Sampling, logits: np.ndarray = LOGITS) -> dict[int, float]:
-    """The tokens that pass the filters, with their probabilities."""
     sampler = Sampler(sampling, len(logits), PROMPT)
     x = sampler._penalised(logits, MADE).copy() / np.float32(sampling.temperature)
     weights, ids = sampler._candidates(x, x.max())
