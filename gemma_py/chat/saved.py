@@ -72,7 +72,7 @@ class SavedConversation:
         if (metadata.get("format"), metadata.get("version")) != (_FORMAT, _VERSION):
             raise FormatError(f"{path}: not a saved conversation, or saved by another version of gemma_py")
         if metadata["model"] != engine.fingerprint():
-            raise InputError(f"{path}: saved with another model or other weights than {engine.name}")
+            raise InputError(f"{path}: saved with a model or weights that differ from {engine.name}")
         if metadata["kv"] != engine.kv_type:
             raise InputError(f"{path}: saved with kv={metadata['kv']!r}, but this engine has kv={engine.kv_type!r}")
         self.description: dict[str, Any] = parse_json(self._arrays["description"].tobytes(), str(path))
