@@ -25,7 +25,7 @@ from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "tiny_assistants.npz"
 MAIN_SEED, SEED, PROMPT_SEED, STEPS = 1, 2, 1, 4
-# transformers loads the text model of a multimodal checkpoint as another class.
+# Without assistants of multimodal checkpoints, whose text model transformers loads as another class.
 NAMES = [name for name in tiny_families.ASSISTANTS if "wrapped" not in name]
 
 

@@ -235,7 +235,7 @@ def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
 
 
 def save_safetensors(path: Path, values: dict[str, np.ndarray], dtype: str) -> None:
-    """BF16 values are written as uint16, because numpy has no bfloat16, and the file's header is then changed."""
+    """numpy has no bfloat16, so BF16 values are saved as uint16, and the type in the header is then changed to BF16."""
     if dtype == "F16":
         values = {name: value.astype(np.float16) for name, value in values.items()}
     elif dtype == "BF16":
