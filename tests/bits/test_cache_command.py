@@ -19,7 +19,6 @@ OLD_CODE, VOCABULARY = "kernels/" + "1a" * 12, "tokenizers/" + "2b" * 32 + ".saf
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory with an entry of each kind, and with foreign files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_SMALLEST", 0)
     monkeypatch.setattr(store, "_FRESH", -1)

@@ -1,5 +1,3 @@
-"""The first start compiles in several processes, none of which is left after an interrupt or a crash."""
-
 import os
 import select
 import signal
@@ -59,7 +57,6 @@ def start(cache: Path, *command: str) -> "subprocess.Popen[str]":
 
 
 def helpers(cache: Path) -> list[int]:
-    """Ids of the processes that compile into this cache, which is one of their arguments."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:

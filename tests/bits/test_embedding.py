@@ -1,5 +1,3 @@
-"""Embeddings have the bits of the specification, whichever texts share a pass, and match transformers."""
-
 import itertools
 import random
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""An embedding model's commands process texts, or report in one line why they cannot."""
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Workers that fail, stall or die. The error names worker, layer and phase, and the engine stays usable."""
-
 import contextlib
 import ctypes
 import ctypes.util

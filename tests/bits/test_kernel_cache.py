@@ -1,5 +1,3 @@
-"""The cache of machine code: private, shared by processes, optional, and repaired if it is damaged."""
-
 import shutil
 import subprocess
 import sys
@@ -29,7 +27,6 @@ def start(cache: Path) -> "subprocess.Popen[str]":
 
 
 def finish(child: "subprocess.Popen[str]") -> tuple[int, int]:
-    """(kernels from the disk, compiled kernels)"""
     out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err
     value, hits, misses = out.split()
@@ -39,7 +36,6 @@ def finish(child: "subprocess.Popen[str]") -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tests change copies of this cache."""
     cache = tmp_path_factory.mktemp("compiled")
     assert finish(start(cache)) == (0, 1)
     return cache

@@ -1,5 +1,3 @@
-"""The prefix cache: a hit gives the bits of a cold start, memory stays within the budget, recently used blocks stay."""
-
 import random
 from pathlib import Path
 from unittest.mock import Mock

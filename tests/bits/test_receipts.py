@@ -1,5 +1,3 @@
-"""A receipt has equal bytes for any threads, chunks and other requests."""
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,5 +1,3 @@
-"""The cache of packed weights: written once, mapped at the next start, private, repaired, optional."""
-
 import contextlib
 import errno
 import hashlib
@@ -310,7 +308,6 @@ def test_a_directory_that_others_may_write_is_not_used(
 
 
 def changed_in_place(path: Path) -> None:
-    """Change weights, but not the file's size nor its modification time."""
     before = path.stat()
     tensor = open_checkpoint(path).tensors["blk.1.ffn_down.weight"]
     data = bytearray(path.read_bytes())

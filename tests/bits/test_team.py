@@ -65,7 +65,6 @@ def team() -> Iterator[Team]:
 
 
 def raised(team: Team, *args: Any, **options: Any) -> WorkerError:
-    """The error of a run that must fail and must not hang."""
     before = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         team.run(*args, phases=NAMES, **options)
@@ -95,7 +94,6 @@ def others() -> None:
 
 
 def team_threads() -> list[threading.Thread]:
-    """Worker threads that this test started."""
     return [t for t in threading.enumerate() if t.name.startswith("gemma_py-") and t not in _others]
 
 
@@ -365,7 +363,6 @@ def test_several_python_threads_take_turns(team: Team, expected: np.ndarray) -> 
 
 
 def in_child(check: Any) -> None:
-    """Fork, and assert that check() is true in the child."""
     with warnings.catch_warnings():
         # Newer versions of Python warn about forking a process with threads.
         warnings.simplefilter("ignore", DeprecationWarning)

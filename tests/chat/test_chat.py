@@ -1,5 +1,3 @@
-"""Conversations: which tokens each turn computes again, and that the bits are those of a fresh session."""
-
 import dataclasses
 import itertools
 from collections.abc import Iterator

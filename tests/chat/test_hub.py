@@ -45,15 +45,12 @@ TINY_FILES = {file.name: file.read_bytes() for file in TINY.iterdir()}
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """huggingface_hub's cache in a temporary directory, with network access forbidden."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, given: BaseException | list[str]) -> None:
-    """Replace the hub's answer for every repository: an error, or a list of files."""
-
     def model_info(repository: str, **options: Any) -> Any:
         if isinstance(given, BaseException):
             raise given

@@ -1,5 +1,3 @@
-"""Streamed Markdown in a simulated terminal: no text is lost or left over, for any pieces and any width."""
-
 import io
 import random
 import re

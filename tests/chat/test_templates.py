@@ -1,7 +1,3 @@
-"""Chat templates: prompts as in transformers, malicious templates that are stopped, and messages that cannot forge a
-turn.
-"""
-
 import itertools
 import os
 import random

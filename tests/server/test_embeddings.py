@@ -1,5 +1,3 @@
-"""/v1/embeddings and `gemma_py embed` return the bits of `Engine.embed`."""
-
 import base64
 import json
 from collections.abc import Iterator

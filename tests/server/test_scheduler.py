@@ -1,7 +1,3 @@
-"""The scheduler: every answer is the one that the request gets without other requests, whichever requests arrive, leave
-or fail.
-"""
-
 import math
 import random
 import threading
@@ -52,7 +48,7 @@ def crowd() -> Iterator[Crowd]:
 
 @pytest.fixture
 def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts take several passes."""
+    """Limit the size of passes, so that prompts take several of them."""
     monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
 

@@ -1,6 +1,3 @@
-"""Engines and sessions: bits do not depend on how a prompt is divided, sessions share no state, and errors are
-clear."""
-
 import itertools
 import math
 import random
