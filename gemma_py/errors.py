@@ -85,12 +85,11 @@ class WorkerError(ComputationError):
 
 
 class ShardError(WorkerError):
-    """A process that computes some of the layers ended, stalled or reported an error.
+    """A process that computes some of the model's layers ended, stalled or reported an error.
 
-    shard: the number of the process, from 0. span: the process's layers.
+    worker, workers: the number of the process, from 0, and the number of processes. span: the process's layers.
     """
 
     def __init__(self, shard: int, shards: int, span: str, what: str) -> None:
         super().__init__(shard, shards, None, None, what)
-        self.shard = shard
         self.args = (f"shard {shard + 1} of {shards}, {span}, {what}",)
