@@ -298,3 +298,14 @@ def test_a_prefix_that_outlives_its_epoch_is_noticed(whole: gemma_py.Engine, pai
     with pytest.raises(ComputationError, match="the shards have different prefixes, of 48, 0 tokens"):
         prefixes.restore(pair.new_cache(16), PROMPT)
     assert prefixes.restore(pair.new_cache(16), PROMPT) == 0  # all shards began again
+
+
+def test_an_engine_without_shards_imports_nothing_of_them() -> None:
+    code = (
+        f"import sys, gemma_py\nlist(gemma_py.load({str(TINY)!r}).generate([1, 2], 2))\n"
+        "print([name for name in sys.modules if name.startswith('gemma_py.cluster')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.stdout == "[]\n", done.stderr
