@@ -143,7 +143,6 @@ def _choose(reference: str, names: Sequence[str], file: str | None) -> tuple[str
 
 
 def _why(error: Exception) -> str:
-    """Return one line that explains an exception of huggingface_hub to the user."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):

@@ -46,7 +46,6 @@ def private_dir(path: Path) -> Path:
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether the path is a file or directory of this user, and not a symbolic link."""
     try:
         status = path.lstat()
     except OSError:
@@ -67,7 +66,6 @@ def is_abandoned(path: Path) -> bool:
 
 
 def private_file(path: Path) -> Path:
-    """Create a file if needed, and make it readable and writable for this user only."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:

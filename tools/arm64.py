@@ -194,7 +194,7 @@ def write_models(folder: Path, every_type: bool) -> None:
 def results(cpu: str, work: Path, arguments: Sequence[str]) -> dict[str, str]:
     """Digests from the machine code for a processor. cpu: "" for the code that gemma_py normally uses on this machine."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(work / "cache")}
-    if cpu:  # with a list of features, even an empty one, numba does not add this machine's features
+    if cpu:  # an empty list of features, because numba otherwise adds this machine's features
         environment |= {"NUMBA_CPU_NAME": cpu.removeprefix(X86), "NUMBA_CPU_FEATURES": ""}
     out, python, here = work / f"results-{cpu or 'host'}.json", Path(sys.executable), str(Path(__file__))
     if cpu and not cpu.startswith(X86):

@@ -38,7 +38,6 @@ def nll(logits: np.ndarray, ids: list[int]) -> np.ndarray:
 
 
 def greedy(model: transformers.PreTrainedModel, ids: list[int], count: int) -> tuple[list[int], list[float]]:
-    """Return greedy tokens and, for each token, the difference of the two largest logits."""
     made, margins = [], []
     with torch.no_grad():
         out = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)

@@ -109,7 +109,6 @@ _FILTERS: tuple[tuple[str, tuple[float, ...]], ...] = (
 
 
 def drawn_sampling(rng: random.Random, vocab_size: int) -> Sampling:
-    """A quarter of the requests is greedy, and a third has penalties."""
     options: dict[str, Any] = {}
     if rng.random() < 0.75:
         options |= {"temperature": rng.choice([0.2, 0.8, 1.0, 1.5]), "seed": rng.randrange(1000)}
@@ -176,7 +175,6 @@ def drawn_request(rng: random.Random, engine: gemma_py.Engine, constraints: Cons
 
 
 def prediction_for(rng: random.Random, answer: Sequence[int], vocab_size: int) -> list[int]:
-    """The answer with some tokens changed, removed or inserted."""
     made: list[int] = []
     for token in answer:
         change = rng.random()

@@ -344,7 +344,6 @@ def start(
 
 
 def present(wanted: Sequence[str]) -> tuple[list[Peer], dict[str, str]]:
-    """Return the installed peers, and {missing peer: the command that installs it}."""
     unknown = set(wanted) - {peer.name for peer in PEERS}
     if unknown:
         raise SystemExit(

@@ -50,7 +50,6 @@ class Recorder:
         self.window = {}
 
     def called(self) -> dict[types.CodeType, dict[str, Any]]:
-        """{function: its globals}, for functions that at least half of the windows called."""
         self.window = None
         every = {code: names for window in self.windows for code, names in window.items()}
         often = Counter(code for window in self.windows for code in window)
@@ -79,7 +78,6 @@ def kernel_function(thing: Any) -> types.FunctionType | None:
 
 
 def kernels(called: dict[types.CodeType, dict[str, Any]]) -> set[types.CodeType]:
-    """Kernels that these functions name, kernels that those kernels name, and so on."""
     found: set[types.CodeType] = set()
     left = list(called.items())
     while left:

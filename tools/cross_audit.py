@@ -99,10 +99,9 @@ def work(folder: Path, mine: str, others: list[str], count: int) -> list[str]:
 
 
 def child(machine: str, folder: Path, others: list[str], count: int) -> list[str]:
-    """Run `work` in a process with another instruction set."""
     environment = child_environment()
     if machine != HERE:
-        # With a list of features, even an empty one, numba does not add this machine's features.
+        # The list of features is empty, because numba otherwise adds this machine's features.
         environment |= {"NUMBA_CPU_NAME": machine, "NUMBA_CPU_FEATURES": "", "NPY_DISABLE_CPU_FEATURES": NUMPY_WITHOUT}
     command = [sys.executable, "-W", "ignore", __file__, "--work", str(folder), machine, json.dumps(others), str(count)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -113,7 +112,6 @@ def child(machine: str, folder: Path, others: list[str], count: int) -> list[str
 
 
 def cross_audit(machines: list[str], count: int, say: Any = print) -> tuple[int, list[str]]:
-    """Return the number of audits, and the receipts that differ."""
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

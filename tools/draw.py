@@ -165,15 +165,15 @@ def pass_picture() -> str:
     bottom = y
     x, y = 2 * _LEFT + _WIDTH + _GAP, 30
     parts += [
-        _line(x, y, x, y + 22, "bar"), _text(x + 14, y + 16, "barrier: every worker has arrived before any goes on"),
+        _line(x, y, x, y + 22, "bar"), _text(x + 14, y + 16, "barrier: no worker continues until all have arrived"),
         _line(x, y + 30, x, y + 52, "wait"),
         _text(x + 14, y + 46, "no barrier: rows are published in position order,"),
         _text(x + 14, y + 62, "and a tile of attention waits for the last row that it reads"),
         f'<rect class="rows" x="{x - 6}" y="{y + 72}" width="12" height="14"/>',
         _text(x + 14, y + 84, "workers claim rows of tokens"),
         f'<rect class="box" x="{x - 6}" y="{y + 94}" width="12" height="14"/>',
-        _text(x + 14, y + 106, "workers claim tiles of a product or queries, never part of a sum"),
-        _text(x + 14, y + 128, "scores: only where several workers share a position, as in decoding", "note"),
+        _text(x + 14, y + 106, "workers claim tiles of a product, or queries; no sum is split"),
+        _text(x + 14, y + 128, "scores: a phase only if several workers share a position, as in decoding", "note"),
     ]  # fmt: skip
     return _picture(width, bottom, "A forward pass of Gemma 3, phase by phase", parts)
 
@@ -210,8 +210,8 @@ def layers_picture() -> str:
     cell, top, left = 34, 110, 400
     width, height = left + cell * len(order) + 30, top + 26 * len(order) + 24
     parts = [_text(24, 34, "A dot: the folder of this row imports the folder of that column.", "title")]
-    parts += [_text(24, 56, "Each imports only folders below it.", "note")]
-    parts += [_text(24, 76, f"{', '.join(_BASICS)} may be imported by all.", "note")]
+    parts += [_text(24, 56, "A folder imports only folders that are below it in this picture.", "note")]
+    parts += [_text(24, 76, f"{', '.join(_BASICS)} may be imported by every folder.", "note")]
     for column, name in enumerate(order):
         x = left + cell * column + cell // 2
         parts.append(f'<text transform="translate({x + 4} {top - 12}) rotate(-50)">{name}</text>')

@@ -20,7 +20,6 @@ ANSWER = " There is a river beside the mill, and an old bridge of stone leads ov
 
 
 def grown(engine: gemma_py.Engine, tokens: int, template: str | None) -> gemma_py.Conversation:
-    """A conversation with a history of about `tokens` tokens."""
     conversation = gemma_py.Conversation(engine, template=template, max_tokens=8)
     turn = 0
     for number in range(tokens):

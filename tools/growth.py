@@ -29,13 +29,11 @@ LENGTHS = tuple(1 << n for n in range(7, 15))
 
 
 def process_bytes() -> int | None:
-    """Memory that the process uses now, or None without /proc."""
     table = Path("/proc/self/statm")
     return int(table.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if table.exists() else None
 
 
 def once(engine: gemma_py.Engine, ids: list[int], length: int) -> dict[str, Any]:
-    """Prefill `length` ids in a new session, then decode the remaining ids."""
     session = engine.session()
     start = time.perf_counter()
     session.prefill(ids[:length])

@@ -113,7 +113,6 @@ async def ask(port: int, method: str, path: str, **asked: Any) -> Got:
 
 
 def completion(number: int, tokens: int, words: int = 12) -> dict[str, Any]:
-    """A greedy completion request, whose prompt depends on `number`."""
     rng = random.Random(number)
     prompt = f"{number}. " + " ".join(rng.choice(WORDS) for _ in range(words))
     return {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
@@ -160,7 +159,6 @@ def flood(port: int, numbers: list[int], tokens: int, seconds: float) -> list[Go
 
 
 async def misbehave(port: int, rng: random.Random) -> str:
-    """Act as a bad client of a random kind. Returns the kind."""
     kind = rng.choice(KINDS)
     body = json.dumps(completion(rng.randrange(1 << 20), rng.choice((8, 400)), rng.choice((3, 300)))).encode()
     try:

@@ -25,7 +25,7 @@ from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "tiny_assistants.npz"
 MAIN_SEED, SEED, PROMPT_SEED, STEPS = 1, 2, 1, 4
-# transformers loads the text model of a multimodal checkpoint as another class.
+# Without assistants of multimodal checkpoints, whose text model transformers loads as another class.
 NAMES = [name for name in tiny_families.ASSISTANTS if "wrapped" not in name]
 
 
@@ -50,7 +50,6 @@ def _mend_sharing_modes() -> None:
 
 
 def steps(name: str, scratch: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return logits and hidden states of the steps after a prompt."""
     variant = tiny_families.VARIANTS[name.split()[0]]
     tiny.write(variant, scratch / "main", MAIN_SEED)
     tiny.write(tiny_families.ASSISTANTS[name], scratch / "assistant", SEED)

@@ -44,7 +44,6 @@ def token_ids(seed: int, vocab_size: int, count: int = TOKENS) -> list[int]:
 
 
 def texts_of(variant: tiny.Variant, seed: int) -> list[list[int]]:
-    """The token ids of one text or, for an embedding model, of several texts."""
     lengths = LENGTHS if tiny.is_embedding(variant) else (TOKENS,)
     vocab_size = tiny.text_config(variant)["vocab_size"]
     return [token_ids(seed + 100 * number, vocab_size, count) for number, count in enumerate(lengths)]

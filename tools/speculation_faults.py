@@ -100,8 +100,6 @@ def in_pass(
 
 
 class Faults:
-    """Injects faults into the passes of an engine, and checks the effects."""
-
     def __init__(self, engine: gemma_py.Engine, deadline: float, seed: int) -> None:
         self.engine, self.limit, self.counts = engine, deadline + _LATE, Counter[str]()
         self.longest = 0.0
@@ -114,7 +112,6 @@ class Faults:
             self.asked.append((request, outcome(engine, replace(request, speculate="off"))[0]))
 
     def inject(self, kind: str, rng: random.Random) -> None:
-        """Inject a fault of this kind. Raises Wrong at a wrong effect."""
         engine = self.engine
         engine.pace = Eager(rng.choice([1, 4, 15]))
         with drafting(rng.choice(["half", "oracle", "wrong"]), answers_to(self.asked), engine.config.vocab_size):
@@ -229,7 +226,6 @@ async def sigterm(threads: int, rng: random.Random, want: Sequence[str]) -> None
 
 
 def run(count: int, seed: int, threads: int, deadline: float, kinds: Sequence[str] = tuple(SHARES)) -> dict[str, Any]:
-    """Inject faults of these kinds. Returns the counts, and a list of wrong effects."""
     rng, wrong, injected = random.Random(seed), [], Counter[str]()
     order = rng.choices(kinds, [SHARES[kind] for kind in kinds], k=count)
     begun = shown = time.monotonic()

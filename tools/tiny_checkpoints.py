@@ -189,7 +189,6 @@ def text_config(variant: Variant) -> dict[str, Any]:
 
 
 def adds_one(variant: Variant) -> bool:
-    """Whether the files store gain - 1 instead of the gain."""
     return text_config(variant)["model_type"] in ("gemma", "gemma2", "gemma3_text", "vaultgemma")
 
 
@@ -199,7 +198,6 @@ def is_embedding(variant: Variant) -> bool:
 
 
 def shapes(variant: Variant) -> dict[str, tuple[int, ...]]:
-    """Shapes by Hugging Face name."""
     c = text_config(variant)
     table = {variant.prefix + name: shape for name, shape in text_shapes(c).items()}
     if variant.head:
@@ -237,7 +235,7 @@ def tensors(variant: Variant, seed: int) -> dict[str, np.ndarray]:
 
 
 def save_safetensors(path: Path, values: dict[str, np.ndarray], dtype: str) -> None:
-    """BF16 values are written as uint16, because numpy has no bfloat16, and the file's header is then changed."""
+    """numpy has no bfloat16, so BF16 values are saved as uint16, and the type in the header is then changed to BF16."""
     if dtype == "F16":
         values = {name: value.astype(np.float16) for name, value in values.items()}
     elif dtype == "BF16":

@@ -105,7 +105,6 @@ def old_gemma4(types: list[str] = _MIXED, wide: int = 24, wide_kv: int | None = 
 
 
 def unified(text: Config) -> Config:
-    """A config of Gemma 4 unified: a text config of Gemma 4 without some fields."""
     absent = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block", "num_experts",
               "top_k_experts", "moe_intermediate_size")  # fmt: skip
     kept = {key: value for key, value in text.items() if key not in absent}
@@ -219,7 +218,6 @@ ASSISTANTS = {
 
 
 def drawn(kind: str, seed: int) -> Variant:
-    """A variant of this kind. The seed determines its random shapes."""
     rng = random.Random(f"{kind} {seed}")
     return _DRAWN[kind](rng) if kind in _DRAWN else _drawn_gemma4(rng, kind)
 

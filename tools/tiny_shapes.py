@@ -52,7 +52,6 @@ def heads_of(c: Config, number: int) -> tuple[int, int, int]:
 
 
 def shares(c: Config, number: int) -> bool:
-    """Whether the layer reads the KV rows of an earlier layer."""
     return number >= c["num_hidden_layers"] - c.get("num_kv_shared_layers", 0)
 
 

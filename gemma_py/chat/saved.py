@@ -6,8 +6,8 @@
     layers.N.keys     F32 or BF16 [G, P, E]
     layers.N.values   F32 or BF16 [G, P, E]
 
-T: tokens of the conversation. N: index of a layer that stores KV rows. G: key/value heads. E: head size. P: positions that
-tokens after position `since` can attend to.
+T: tokens of the conversation. N: index of a layer that stores KV rows. G: key/value heads. E: head size. The loaded
+conversation can be rewound to position `since`; P is the number of positions that later tokens attend to.
 
 The file is replaced atomically: if the process is killed while writing, the previous file remains. Only a model with an
 equal `Engine.fingerprint` can load the file.
@@ -72,7 +72,7 @@ class SavedConversation:
         if (metadata.get("format"), metadata.get("version")) != (_FORMAT, _VERSION):
             raise FormatError(f"{path}: not a saved conversation, or saved by another version of gemma_py")
         if metadata["model"] != engine.fingerprint():
-            raise InputError(f"{path}: saved with another model or other weights than {engine.name}")
+            raise InputError(f"{path}: saved with a model or weights that differ from {engine.name}")
         if metadata["kv"] != engine.kv_type:
             raise InputError(f"{path}: saved with kv={metadata['kv']!r}, but this engine has kv={engine.kv_type!r}")
         self.description: dict[str, Any] = parse_json(self._arrays["description"].tobytes(), str(path))

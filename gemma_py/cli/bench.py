@@ -111,7 +111,6 @@ def open_engine(args: argparse.Namespace, threads: int, wanted: tuple[BenchTest,
 
 
 def measure_speculation(args: argparse.Namespace) -> None:
-    """Measure every recorded prompt, with greedy decoding and with random sampling, and print the results."""
     others = {"-p": args.p, "-d": args.d, "--profile": args.profile, "--shape": args.shape, "--csv": args.csv}
     refused = [name for name, given in others.items() if given]
     if refused or len(args.n or ()) > 1 or len(args.teams or ()) > 1 or args.n == (0,):

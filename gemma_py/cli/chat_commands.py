@@ -205,7 +205,6 @@ def _export(chat: "Chat", argument: str) -> None:
 
 
 def _tokens(chat: "Chat", text: str) -> None:
-    """Show the tokens of a text. Without a text, show the last tokens of the conversation."""
     conversation = chat.conversation
     tokenizer = conversation.engine.text_tokenizer()
     ids = tokenizer.encode(text)[len(tokenizer.encode("")) :] if text else conversation.ids

@@ -35,7 +35,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_input(parser: argparse.ArgumentParser, text_flag: str) -> None:
-    """Add the options for the prompt: a text, a text file, or a file of token ids. Exactly one must be given."""
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument(text_flag, dest="text", metavar="TEXT", help="the text")
     group.add_argument("--file", type=Path, metavar="FILE", help="a file of UTF-8 text; - for standard input")
@@ -107,7 +106,6 @@ def notify(message: str) -> None:
 
 
 def advice_on_threads(threads: int) -> str | None:
-    """Return a warning if `threads` exceeds the number of cores that this process may use, otherwise None."""
     cores = machine.threads()
     if threads <= cores:
         return None
@@ -129,7 +127,6 @@ def add_quant(parser: argparse.ArgumentParser) -> None:
 
 
 def note_exceptions(engine: "Engine") -> None:
-    """Print which parts of the checkpoint are not loaded, and which weights --quant cannot quantise."""
     left_out = engine.checkpoint.left_out
     if left_out:
         notify(f"only the text model is used; tensors left out: {parts(left_out)}")

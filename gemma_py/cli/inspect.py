@@ -79,7 +79,6 @@ def report(checkpoint: Checkpoint, with_tensors: bool) -> dict[str, Any]:
 
 
 def embedding_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """Describe the embedding head and the task prompts. Return None for a model that generates text."""
     head, modules = checkpoint.config.embedding, checkpoint.modules
     if head is None:
         return None
@@ -95,7 +94,6 @@ def embedding_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def norms_of(checkpoint: Checkpoint, layer: int) -> list[str]:
-    """Return the names of a layer's norms, which are the layer's one-dimensional tensors."""
     prefix, specs = f"layers.{layer}.", checkpoint.family.tensors(checkpoint.config)
     return [
         name.removeprefix(prefix) for name, spec in specs.items() if name.startswith(prefix) and len(spec.shape) == 1

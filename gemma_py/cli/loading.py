@@ -8,7 +8,6 @@ from gemma_py.cli.progress import LoadProgress
 
 
 def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
-    """Load the model with the options of `add_engine`, and with --speculate and --draft if the command has these options."""
     engine = gemma_py.load(
         args.model,
         threads=args.threads,

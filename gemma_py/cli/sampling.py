@@ -1,4 +1,4 @@
-"""The options of sampling and speculation, for the commands that generate text."""
+"""The options of sampling and speculative decoding, for the commands that generate text."""
 
 import argparse
 from typing import Any
@@ -39,6 +39,5 @@ def add_speculate(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling options on the command line, as keyword arguments of `Sampling`."""
     given = {name: getattr(args, name, None) for name in OPTIONS}
     return {name: value for name, value in given.items() if value is not None}

@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def default_teams() -> tuple[int, ...]:
-    """Return 1 to 8, powers of two up to the number of cores, the number of cores, and the number of hardware threads."""
     cores, processors = machine.threads(), len(machine.affinity())
     few = range(1, min(cores, 8) + 1)
     return tuple(sorted({*few, *(1 << n for n in range(4, 11) if 1 << n < cores), cores, processors}))

@@ -95,7 +95,6 @@ class Terminal:
         self._console.file.flush()
 
     def _end_thought(self) -> None:
-        """End a thought with an empty line."""
         if self._thinks:
             self._console.file.write("\n\n")
         self._thinks = False

@@ -48,7 +48,6 @@ def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str], alignmen
 
 
 def with_digest(header: bytes, digest: str) -> bytes:
-    """Return the header with the zeros replaced by `digest`, which has 64 hexadecimal digits."""
     return header.replace(_digest_field(_NO_DIGEST), _digest_field(digest), 1)
 
 

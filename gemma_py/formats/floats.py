@@ -36,5 +36,4 @@ def with_one_nan(values: np.ndarray) -> np.ndarray:
 
 
 def bytes_for_digest(values: np.ndarray) -> bytes:
-    """Return the values as little-endian float32 in which every NaN has the bits 0x7FC00000."""
     return with_one_nan(values).astype("<f4", copy=False).tobytes()

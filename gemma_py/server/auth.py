@@ -25,7 +25,6 @@ _HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can connect to an address."""
     if host == "localhost":
         return True
     try:
@@ -35,8 +34,6 @@ def is_loopback(host: str) -> bool:
 
 
 class Keys:
-    """The valid API keys, as SHA-256 digests."""
-
     def __init__(self, keys: Sequence[str] = ()) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
@@ -133,7 +130,6 @@ class Auth:
 
 
 def _host_of(origin: str) -> str:
-    """Return the host and port of an origin, or an empty string if the origin is malformed."""
     try:
         parts = urlsplit(origin.lower())
     except ValueError:

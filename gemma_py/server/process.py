@@ -23,7 +23,7 @@ from gemma_py.server.protocol import LimitedProtocol
 
 MAX_HEADERS = 32 << 10  # bytes
 _SEND_BUFFER = 256 << 10  # bytes of each connection's send buffer in the kernel
-# Connections beyond the limit on admitted requests, for /health and for responses with status 429.
+# The server accepts this many connections more than requests, for /health and for responses with status 429.
 _SPARE_CONNECTIONS = 8
 # After this many failed health checks in a row, 0.1 s apart, the engine counts as failed. Fewer failed checks in a row can
 # mean that the process was stopped by SIGSTOP and resumed.

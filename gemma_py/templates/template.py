@@ -137,10 +137,6 @@ class GemmaTurns(Template):
 
 
 def _system_in_user(messages: Sequence[Message]) -> list[Message]:
-    """Put the system message in front of the first user message.
-
-    If the conversation does not begin with a user message, the system message becomes a user message.
-    """
     if not messages or messages[0]["role"] != "system":
         return list(messages)
     system, *rest = messages

@@ -226,7 +226,6 @@ def _known_settings(path: Path) -> dict[str, Any]:
 
 
 def _check_listed(path: Path, listed: Any) -> None:
-    """Raise an error unless every added token has an id and a content, and no flag restricts where the token matches."""
     if not isinstance(listed, list):
         raise TokenizerError(f"{path}: added_tokens should be a list, found {listed!r:.80}")
     for token in listed:

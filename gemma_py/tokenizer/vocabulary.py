@@ -138,7 +138,6 @@ def tables(vocabulary: Vocabulary, where: str) -> Tables:
 
 
 def _check_added(added: list[tuple[int, str, bool]], pieces: list[str], where: str) -> None:
-    """Raise an error unless every added token has the id of an equal piece, or the next free id after the pieces."""
     following = len(pieces)
     known = set(pieces)
     for number, content, special in added:

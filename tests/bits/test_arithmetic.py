@@ -1,6 +1,6 @@
 """exp, tanh, log and other functions of the kernels and of the specification are separate code, and give equal bits.
 
-Negative controls change a constant in one of the two by one ulp. The comparison must then fail.
+Negative controls change a constant of the kernels or of the specification by one ulp. The comparison must then fail.
 """
 
 import ast

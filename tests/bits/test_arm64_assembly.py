@@ -29,7 +29,6 @@ FUSED = re.compile(r"fn?m(add|sub)|fml[as]")
 def compiled(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, dict[str, set[str]]]:
-    """(CPU, {kernel: its instructions})"""
     cache = str(tmp_path_factory.mktemp("cache"))
     environment = child_environment(NUMBA_CPU_NAME=request.param, NUMBA_CPU_FEATURES="", XDG_CACHE_HOME=cache)
     command = [sys.executable, str(PROGRAM)]

@@ -1,5 +1,3 @@
-"""The audit names the first place of every tampering, finds wrong bits in a receipt, and accepts untouched receipts."""
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path

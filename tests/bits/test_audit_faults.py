@@ -1,5 +1,3 @@
-"""An audit gives no verdict if this machine is faulty, or if a stage cannot be checked."""
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,7 +50,6 @@ def test_a_machine_that_disagrees_with_itself_is_accused(
 
 
 def stage_of_one(engine: gemma_py.Engine, receipt: Receipt) -> str | None:
-    """The stage in which the audit reports a fault of this machine."""
     (found,) = verdicts(engine, [receipt])
     assert found.kind == UNKNOWN and "but this machine disagrees with itself" in found.message and engine.threads == 2
     return found.stage

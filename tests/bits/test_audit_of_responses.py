@@ -1,5 +1,3 @@
-"""The audit of saved responses: the answer that a response shows must equal the answer in the response's receipt."""
-
 import copy
 import json
 import random

@@ -1,5 +1,3 @@
-"""Dequantisation and quantisation give the bits of the gguf package's numpy code."""
-
 import platform
 import warnings
 

@@ -19,7 +19,6 @@ OLD_CODE, VOCABULARY = "kernels/" + "1a" * 12, "tokenizers/" + "2b" * 32 + ".saf
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory with an entry of each kind, and with foreign files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "_SMALLEST", 0)
     monkeypatch.setattr(store, "_FRESH", -1)
@@ -53,7 +52,7 @@ def weights_file(root: Path) -> Path:
     return found
 
 
-def test_what_is_kept_is_listed(run: Run, root: Path) -> None:
+def test_cached_files_are_listed(run: Run, root: Path) -> None:
     weights = weights_file(root)
     found = listed(run)
     current = "kernels/" + "3c" * 12
@@ -106,7 +105,7 @@ def test_removal_of_what_is_stale(run: Run, root: Path) -> None:
     assert set(before) - set(listed(run)) == stale
 
 
-def test_removal_of_all_leaves_what_is_not_ours(run: Run, root: Path) -> None:
+def test_removal_of_all_leaves_foreign_files(run: Run, root: Path) -> None:
     code, out, _ = run("cache", "--remove", "all")
     assert (code, listed(run)) == (0, {})
     assert "entries removed: 5" in out
@@ -117,7 +116,7 @@ def test_removal_of_all_leaves_what_is_not_ours(run: Run, root: Path) -> None:
     assert (root.parent.parent / "m.gguf").exists()
 
 
-def test_a_file_being_written_is_let_be(run: Run, root: Path) -> None:
+def test_a_file_being_written_is_not_removed(run: Run, root: Path) -> None:
     with paths.atomic_write(root / "models" / "new.gguf") as file:
         file.write(b"half")
         assert run("cache", "--remove", "all")[0] == 0

@@ -57,7 +57,9 @@ def test_a_peer_that_fails_on_the_way_gives_no_ratio() -> None:
     assert compare_peers.report(figures, {"prefill 10": 10}, {})["torch"]["ours/theirs"] == {}
 
 
-def test_a_missing_peer_is_skipped_aloud(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_peer_is_skipped_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(compare_peers, "PEERS", (NOWHERE,))
     assert compare_peers.present(["nowhere"]) == ([], {"nowhere": "pip install nowhere"})
     message = capsys.readouterr().err

@@ -1,5 +1,3 @@
-"""The first start compiles in several processes, none of which is left after an interrupt or a crash."""
-
 import os
 import select
 import signal
@@ -59,7 +57,6 @@ def start(cache: Path, *command: str) -> "subprocess.Popen[str]":
 
 
 def helpers(cache: Path) -> list[int]:
-    """Ids of the processes that compile into this cache, which is one of their arguments."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -120,7 +117,7 @@ def test_processes_compile_what_this_one_finds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["die", "stop"])
-def test_a_process_that_dies_or_stops_is_done_without(tmp_path: Path, what: str) -> None:
+def test_a_process_that_dies_or_stops_is_replaced_by_this_process(tmp_path: Path, what: str) -> None:
     out, err = start(tmp_path, "-c", PROGRAM, what).communicate(timeout=LONG)
     _, elsewhere, here, left = out.split()
     assert int(here) >= 1 and int(elsewhere) + int(here) == 3 and left == "0"
@@ -189,7 +186,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
 
 
 @linux
-def test_an_interrupted_compilation_ends_soon_and_leaves_nobody(tmp_path: Path) -> None:
+def test_an_interrupted_compilation_ends_soon_and_leaves_no_process(tmp_path: Path) -> None:
     program = start(tmp_path, "-m", "gemma_py", "generate", str(TINY), "--prompt", "a")
     with ended(program):
         assert comes_true(lambda: helpers(tmp_path))
@@ -243,14 +240,14 @@ def test_an_interrupt_after_the_start_of_a_thread_leaves_no_thread(monkeypatch: 
     assert len(joined) == 1 and not joined[0].is_alive()
 
 
-def test_nothing_is_started_where_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_started_if_all_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "first_time", lambda kv: False)
     with compiling.Compilation("float32") as compilation:
         compilation.wait()
     assert compilation.processes == []
 
 
-def test_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_shows_the_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     progress = LoadProgress()
     compilation = compiling.Compilation("float32", progress, [KERNELS[:2]])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -265,7 +262,7 @@ def test_a_terminal_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert shown == "\r\x1b[Kcompiling kernels: 2 of 3\r\x1b[K"
 
 
-def test_nothing_is_started_where_nothing_can_be_kept(
+def test_no_process_is_started_without_a_cache(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(compiling, "CACHE", None)

@@ -33,7 +33,7 @@ def test_nll_matches_transformers(engine: gemma_py.Engine) -> None:
     assert every.max() < 1e-2
 
 
-def test_it_knows_capitals(engine: gemma_py.Engine) -> None:
+def test_the_demo_model_knows_capitals(engine: gemma_py.Engine) -> None:
     text = "The capital of France is Paris. The capital of Germany is"
     assert "".join(token.text for token in engine.generate(text, max_tokens=3)).startswith(" Berlin.")
 

@@ -1,5 +1,3 @@
-"""A draft model changes no bit of an answer, even if its guesses are wrong or its passes fail."""
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,7 +29,6 @@ DRAFTS = ("itself", "another", "always wrong")
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
-    """Replace every guess, so that no guess is right."""
     honest = ModelDrafter.guess
     monkeypatch.setattr(
         ModelDrafter, "guess", lambda self, count: [(token + 1) % vocabulary for token in honest(self, count)]

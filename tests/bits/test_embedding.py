@@ -1,5 +1,3 @@
-"""Embeddings have the bits of the specification, whichever texts share a pass, and match transformers."""
-
 import itertools
 import random
 from collections.abc import Sequence
@@ -178,7 +176,7 @@ def test_many_texts_come_back_in_their_order(quantised: Path) -> None:
         assert engine.embed([]).shape == (0, 64)
 
 
-def test_a_model_does_one_of_the_two(quantised: Path, checkpoints: dict[str, Path]) -> None:
+def test_a_model_either_generates_or_embeds(quantised: Path, checkpoints: dict[str, Path]) -> None:
     with gemma_py.load(quantised) as engine:
         for generates in (engine.session, lambda: engine.generate([1]), lambda: engine.score([1, 2])):
             with pytest.raises(InputError, match="this is an embedding model, which generates no text; use embed"):

@@ -1,5 +1,3 @@
-"""An embedding model's commands process texts, or report in one line why they cannot."""
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,7 +34,7 @@ Run = Callable[..., tuple[int, str, str]]
         (("verify", "--tokens", 200), "200 tokens exceed the context of 128 tokens"),
     ],
 )
-def test_a_command_without_sense_says_so(
+def test_commands_that_need_another_kind_of_model_say_so(
     run: Run, embedding_folder: Path, arguments: tuple[object, ...], said: str
 ) -> None:
     code, out, err = run(arguments[0], embedding_folder, *arguments[1:])

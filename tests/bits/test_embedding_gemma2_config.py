@@ -171,6 +171,5 @@ def test_every_embedding_model_has_prompts_of_its_own() -> None:
 
 
 def prompted(model_type: str) -> Any:
-    """Has only the engine's attributes that choose a prompt."""
     config = replace(from_hf(PLAIN.config), model_type=model_type)
     return SimpleNamespace(checkpoint=SimpleNamespace(modules=Modules(), config=config))

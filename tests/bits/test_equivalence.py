@@ -1,5 +1,3 @@
-"""The engine gives the specification's bits for any threads, chunks and schedules, whichever requests share a pass."""
-
 import random
 from pathlib import Path
 

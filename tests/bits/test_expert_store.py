@@ -1,5 +1,3 @@
-"""Experts' matrices in the cache of packed weights: read and checked only when they are needed."""
-
 import os
 import shutil
 from collections.abc import Iterator

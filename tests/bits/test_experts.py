@@ -1,5 +1,3 @@
-"""Mixture of experts: routing, products grouped by expert, and their sum have the specification's bits."""
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -97,12 +95,10 @@ mix = op.mix  # negative controls below replace op.mix
 
 
 def mix_from_the_last(parts: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """op.mix, but over the experts in descending order."""
     return np.asarray(mix(parts[::-1].copy(), weights[::-1].copy()))
 
 
 def mix_in_two_halves(parts: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """op.mix, but with the first expert added last."""
     return np.asarray(mix(parts[1:], weights[1:]) + mix(parts[:1], weights[:1]))
 
 

@@ -1,5 +1,3 @@
-"""Tiny random variants of Gemma 3n, Gemma 4 and the embedding models give the results of transformers."""
-
 import numpy as np
 import pytest
 import tiny_checkpoints as tiny

@@ -1,5 +1,3 @@
-"""Workers that fail, stall or die. The error names worker, layer and phase, and the engine stays usable."""
-
 import contextlib
 import ctypes
 import ctypes.util
@@ -106,7 +104,7 @@ def test_several_python_threads_share_an_engine(engine: gemma_py.Engine, want: E
     assert failures == []
 
 
-def test_a_forked_child_goes_on(engine: gemma_py.Engine, want: Expected) -> None:
+def test_a_forked_child_can_use_the_engine(engine: gemma_py.Engine, want: Expected) -> None:
     assert want.same(engine, [TOKENS])
     child = os.fork()
     if child == 0:

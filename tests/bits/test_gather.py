@@ -1,7 +1,3 @@
-"""Rows that are read from a table in the checkpoint's file: their bits, and changes of the file while a process uses
-the file.
-"""
-
 import os
 from pathlib import Path
 

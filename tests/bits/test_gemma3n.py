@@ -1,5 +1,3 @@
-"""Gemma 3n: all file layouts give equal bits, and the tests notice broken stream operations."""
-
 import copy
 import math
 from collections.abc import Callable
@@ -163,7 +161,6 @@ def test_layers_that_share_kv_rows_run_for_wanted_rows_only(checkpoints: dict[st
 
 @jit
 def correct_from_a_corrected_stream(predictions, activated, active, coefficients):
-    """A wrong `correct`: the active stream is corrected before the other streams read it."""
     y = predictions.copy()
     for i in range(y.shape[0]):
         for d in range(y.shape[1]):
@@ -173,7 +170,6 @@ def correct_from_a_corrected_stream(predictions, activated, active, coefficients
 
 @jit
 def predict_from_predicted_streams(streams, mixing):
-    """A wrong `predict`: works in place, so streams that are already predicted are read."""
     y = streams.copy()
     for i in range(y.shape[0]):
         for d in range(y.shape[1]):
@@ -201,7 +197,6 @@ HONEST_LAYER, HONEST_INPUTS = spec.layer, spec.layer_inputs
 
 
 def layer_that_adds_to_every_stream(streams, own, w, config, cache, number):
-    """A wrong `layer`: changes the first stream, which it must not change."""
     made = HONEST_LAYER(streams, own, w, config, cache, number)
     made[0] += np.float32(1e-3)
     return made

@@ -13,8 +13,6 @@ some = settings(max_examples=20, deadline=None)
 
 
 def entry(inner):
-    """Makes a function callable from Python that otherwise only kernels can call."""
-
     @numba.njit
     def call(*arguments):
         inner(*arguments)

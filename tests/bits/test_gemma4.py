@@ -1,5 +1,3 @@
-"""Gemma 4: quantised weights, and negative controls for shared KV rows and per-layer inputs."""
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

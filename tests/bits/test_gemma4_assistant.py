@@ -1,5 +1,3 @@
-"""Gemma 4's assistants: their steps match transformers and the specification, and their guesses change no answer."""
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

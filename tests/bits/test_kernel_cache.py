@@ -1,7 +1,4 @@
-"""The cache of machine code: private, shared by processes, optional, and repaired if it is damaged."""
-
 import pickle
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +28,6 @@ def start(cache: Path) -> "subprocess.Popen[str]":
 
 
 def finish(child: "subprocess.Popen[str]") -> tuple[int, int]:
-    """(kernels from the disk, compiled kernels)"""
     out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err
     value, hits, misses = out.split()
@@ -41,7 +37,6 @@ def finish(child: "subprocess.Popen[str]") -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tests change copies of this cache."""
     cache = tmp_path_factory.mktemp("compiled")
     assert finish(start(cache)) == (0, 1)
     return cache
@@ -71,7 +66,7 @@ def test_processes_that_compile_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
 @pytest.mark.parametrize("left", [0, 30, 0.5])
-def test_a_truncated_file_is_mended(cache: Path, suffix: str, left: float) -> None:
+def test_a_truncated_file_is_repaired(cache: Path, suffix: str, left: float) -> None:
     (damaged,) = [path for path in files(cache) if path.suffix == suffix]
     data = damaged.read_bytes()
     damaged.write_bytes(data[: int(len(data) * left) if isinstance(left, float) else left])
@@ -84,7 +79,7 @@ def test_a_directory_that_others_may_write_is_not_trusted(cache: Path) -> None:
     assert finish(start(cache)) == (0, 1)
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+def test_kernels_run_without_a_cache_that_can_be_written(tmp_path: Path) -> None:
     blocked = tmp_path / "a file"
     blocked.touch()
     assert finish(start(blocked)) == (0, 1)

@@ -36,7 +36,7 @@ def test_other_machine_code_gives_the_same_bits(cpu: str) -> None:
     if feature and not get_host_cpu_features().get(feature):
         pytest.skip(f"this machine has no {feature}")
     environment = child_environment(NPY_DISABLE_CPU_FEATURES=NUMPY_WITHOUT)
-    # With a list of features, even an empty one, numba does not add this machine's features.
+    # The list of features is empty, because numba otherwise adds this machine's features.
     environment |= {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""}
     command = [
         sys.executable,

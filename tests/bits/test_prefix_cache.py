@@ -1,5 +1,3 @@
-"""The prefix cache: a hit gives the bits of a cold start, memory stays within the budget, recently used blocks stay."""
-
 import random
 from pathlib import Path
 from unittest.mock import Mock
@@ -78,7 +76,7 @@ def test_the_last_token_is_always_computed(tiny_engine: gemma_py.Engine) -> None
     assert (prefixes.hits, prefixes.misses, prefixes.hit_tokens) == (1, 1, 48)
 
 
-def test_what_texts_share_is_kept_once(tiny_engine: gemma_py.Engine) -> None:
+def test_the_common_prefix_of_texts_is_stored_once(tiny_engine: gemma_py.Engine) -> None:
     prefixes, shared = kept(tiny_engine), prompt(tiny_engine, 48)
     computed(tiny_engine, shared, prefixes)
     block = prefixes.nbytes // 3
@@ -105,7 +103,7 @@ def test_memory_stays_within_the_budget_and_what_is_used_stays(tiny_engine: gemm
     assert computed(tiny_engine, often + prompt(tiny_engine, 50, 0), prefixes)[1] == 64
 
 
-def test_of_a_text_too_long_for_the_budget_the_beginning_is_kept(tiny_engine: gemma_py.Engine) -> None:
+def test_the_beginning_of_a_text_that_exceeds_the_budget_is_kept(tiny_engine: gemma_py.Engine) -> None:
     measure = kept(tiny_engine)
     computed(tiny_engine, prompt(tiny_engine, 16), measure)
     prefixes, ids = kept(tiny_engine, 3 * measure.nbytes), prompt(tiny_engine, 120)
@@ -120,7 +118,7 @@ def test_without_a_budget_nothing_is_kept(tiny_engine: gemma_py.Engine) -> None:
     assert (prefixes.nbytes, computed(tiny_engine, ids, prefixes)[1]) == (0, 0)
 
 
-def test_a_copy_that_fails_leaves_its_place_free(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_leaves_its_block_free(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = kept(tiny_engine)
     computed(tiny_engine, prompt(tiny_engine, 16), measure)
     prefixes, ids = kept(tiny_engine, 2 * measure.nbytes), prompt(tiny_engine, 40)

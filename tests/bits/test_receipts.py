@@ -1,5 +1,3 @@
-"""A receipt has equal bytes for any threads, chunks and other requests."""
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -84,7 +82,7 @@ def scheduled(scheduler: Scheduler, requests: Sequence[Request]) -> list[bytes]:
     return made
 
 
-def test_company_and_prefix_hits_change_no_byte(engine: gemma_py.Engine) -> None:
+def test_other_requests_and_prefix_hits_change_no_byte(engine: gemma_py.Engine) -> None:
     requests = [asked(PROMPT[: 20 + 4 * n], sampling, 24) for n, sampling in enumerate(SAMPLINGS.values())]
     alone = [receipt_of(engine, request) for request in requests]
     for speculate in ("off", "auto"):
@@ -122,7 +120,7 @@ def test_a_pass_that_is_repeated_after_a_fault_changes_no_byte(monkeypatch: pyte
             engine.instruments.fault_plan = None
 
 
-def test_a_conversation_makes_the_receipt_that_its_answer_would_have_had(engine: gemma_py.Engine) -> None:
+def test_a_conversation_and_generate_make_equal_receipts(engine: gemma_py.Engine) -> None:
     conversation = gemma_py.Conversation(engine, sampling=replace(SAMPLINGS["drawn"], logit_bias=NO_END), max_tokens=50)
     for text in ("Hello there.", "And then?"):
         tokens = list(conversation.send(text))

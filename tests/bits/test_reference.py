@@ -1,5 +1,3 @@
-"""The specification matches transformers and exact arithmetic, and gives equal bits on every machine."""
-
 import copy
 import json
 from fractions import Fraction
@@ -125,7 +123,6 @@ def stored(path: Path) -> list[Any]:
 
 
 def write_floats(path: Path, values: dict[str, np.ndarray]) -> Path:
-    """Write WIDE with these f32 tensors."""
     write_model(path, WIDE, seed=4)
     data = bytearray(path.read_bytes())
     size = sum(tensor.data.nbytes for tensor in stored(path))

@@ -1,5 +1,3 @@
-"""Speculation changes no bit: logits, KV rows, tokens and texts are those of decoding one token a pass."""
-
 import math
 import random
 from collections.abc import Iterator, Sequence

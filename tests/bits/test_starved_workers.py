@@ -156,7 +156,6 @@ def test_a_worker_that_holds_others_up_is_reported(sleeps: bool) -> None:
 
 @kernel
 def spin_at(worker, workers, cells, gate, who, written):
-    """Worker `who` computes until gate[0] opens."""
     sync.enter(cells, worker, 1, 2)
     while worker == who and sync.load_acquire(gate, 0) == 0:
         pass

@@ -1,5 +1,3 @@
-"""The cache of packed weights: written once, mapped at the next start, private, repaired, optional."""
-
 import contextlib
 import errno
 import hashlib
@@ -79,7 +77,7 @@ def test_written_once_and_mapped_next_time(checkpoint: Path, folder: Path, monke
     assert not any(array.flags.writeable for array in again[:-1])
 
 
-def test_what_is_packed_in_no_time_is_not_kept(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_weights_are_not_cached(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_SMALLEST", 8 << 20)
     packed(checkpoint)
     assert not folder.exists()
@@ -256,7 +254,7 @@ def test_a_home_that_cannot_be_written_is_said_once(
 
 
 @pytest.mark.parametrize("full", ["at the start", "on the way"])
-def test_a_full_disk_is_done_without(
+def test_a_full_disk_switches_the_cache_off(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     expected = bits(packed(checkpoint))
@@ -310,7 +308,6 @@ def test_a_directory_that_others_may_write_is_not_used(
 
 
 def changed_in_place(path: Path) -> None:
-    """Change weights, but not the file's size nor its modification time."""
     before = path.stat()
     tensor = open_checkpoint(path).tensors["blk.1.ffn_down.weight"]
     data = bytearray(path.read_bytes())
@@ -372,7 +369,7 @@ def test_bad_weights_leave_nothing_behind(tmp_path: Path, folder: Path) -> None:
     assert [path for path in folder.iterdir() if path.is_file()] == []
 
 
-def test_what_a_killed_process_left_is_cleared_away(
+def test_partial_files_of_killed_processes_are_removed(
     checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed(checkpoint)

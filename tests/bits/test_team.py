@@ -65,7 +65,6 @@ def team() -> Iterator[Team]:
 
 
 def raised(team: Team, *args: Any, **options: Any) -> WorkerError:
-    """The error of a run that must fail and must not hang."""
     before = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         team.run(*args, phases=NAMES, **options)
@@ -95,7 +94,6 @@ def others() -> None:
 
 
 def team_threads() -> list[threading.Thread]:
-    """Worker threads that this test started."""
     return [t for t in threading.enumerate() if t.name.startswith("gemma_py-") and t not in _others]
 
 
@@ -196,7 +194,7 @@ FAULT_PLACES = [(MIX, "enter"), (MIX, "barrier"), (PRODUCE, "enter"), (ATTEND, "
 
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
 @pytest.mark.parametrize(("phase", "place"), FAULT_PLACES)
-def test_exception_is_reported_and_the_team_goes_on(
+def test_exception_is_reported_and_the_team_stays_usable(
     team: Team, layer: int, phase: int, place: str, expected: np.ndarray
 ) -> None:
     for worker in range(WORKERS):
@@ -204,7 +202,7 @@ def test_exception_is_reported_and_the_team_goes_on(
 
 
 @pytest.mark.parametrize(("phase", "place"), FAULT_PLACES)
-def test_stall_is_reported_and_the_team_goes_on(phase: int, place: str, expected: np.ndarray) -> None:
+def test_stall_is_reported_and_the_team_stays_usable(phase: int, place: str, expected: np.ndarray) -> None:
     with Team(WORKERS, deadline=DEADLINE) as team:
         check_fault(team, FaultPlan(5, "stall", phase % WORKERS, 1, phase, place), expected)
     assert not team_threads()
@@ -365,7 +363,6 @@ def test_several_python_threads_take_turns(team: Team, expected: np.ndarray) -> 
 
 
 def in_child(check: Any) -> None:
-    """Fork, and assert that check() is true in the child."""
     with warnings.catch_warnings():
         # Newer versions of Python warn about forking a process with threads.
         warnings.simplefilter("ignore", DeprecationWarning)

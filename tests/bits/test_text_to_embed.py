@@ -1,7 +1,3 @@
-"""The token ids of a text to embed: the prompt of the task, and the tokens that the tokenizer adds before and after the
-text.
-"""
-
 import json
 import shutil
 from collections.abc import Callable
@@ -25,8 +21,6 @@ Changed = Callable[..., Path]
 
 @pytest.fixture
 def changed(embedding_folder: Path, tmp_path: Path) -> Changed:
-    """Returns a copy of the model with other JSON files. None removes a file."""
-
     def copy(files: dict[str, object]) -> Path:
         folder = tmp_path / "changed"
         shutil.copytree(embedding_folder, folder)

@@ -31,7 +31,7 @@ def write(path: Path, document: Any) -> Path:
     return path
 
 
-def test_a_trace_and_back(run: Run, tmp_path: Path) -> None:
+def test_a_trace_is_read_as_it_was_written(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "new" / "trace.json"
     path.parent.mkdir()
     code, out, _ = run("verify", TINY, *SMALL, "--trace", path)

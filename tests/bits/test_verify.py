@@ -205,7 +205,7 @@ def test_rows_read_too_early_are_located(monkeypatch: pytest.MonkeyPatch) -> Non
     assert difference.between == "1 thread in chunks of 32 and 2 threads in chunks of 32"
 
 
-def test_what_does_not_happen_again_is_called_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_that_does_not_occur_again_is_called_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     times = count()
 
     def flip(runner: Runner, cache: Cache) -> None:
@@ -286,7 +286,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
-def test_no_progress_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwanted_progress_bar_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with ProgressBar("checking", wanted=False) as progress:

@@ -1,5 +1,3 @@
-"""Conversations: which tokens each turn computes again, and that the bits are those of a fresh session."""
-
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -174,7 +172,7 @@ def test_stopping_a_prefill_changes_nothing(tiny_engine: gemma_py.Engine) -> Non
     assert conversation.messages[-2]["content"] == "short"
 
 
-def test_a_worker_that_fails_costs_no_word(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_worker_loses_no_text(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     conversation = new(tiny_engine)
     talk(conversation, "hello")
     honest, calls = Runner.run, itertools.count()
@@ -197,7 +195,7 @@ def test_a_worker_that_fails_costs_no_word(tiny_engine: gemma_py.Engine, monkeyp
     assert conversation.kv_digest() == fresh_digest(tiny_engine, conversation.ids)
 
 
-def test_the_context_is_a_wall_with_numbers() -> None:
+def test_a_full_context_is_an_error_with_numbers() -> None:
     with gemma_py.load(TINY, context=60) as engine:
         conversation = new(engine, max_tokens=None)
         talk(conversation, "one")  # this answer fills the context
@@ -315,7 +313,7 @@ def answers(conversation: Conversation, count: int) -> Iterator[str]:
         yield talk(conversation, f"question {number}")
 
 
-def test_nothing_old_is_encoded_again(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_messages_are_not_encoded_again(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     conversation = new(tiny_engine, max_tokens=5)
     list(answers(conversation, 4))
     tokenizer, sizes = tiny_engine.text_tokenizer(), []

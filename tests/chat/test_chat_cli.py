@@ -190,8 +190,6 @@ def test_a_long_paste(window: Callable[..., Window], tmp_path: Path) -> None:
 
 
 class Scripted(PlainScreen):
-    """A screen whose user gives these answers to questions."""
-
     interactive = True
 
     def __init__(self, *choices: str) -> None:

@@ -1,7 +1,3 @@
-"""Gemma 4's conversations: prompts as in transformers, no forged control tokens, and thoughts and calls apart from the
-text.
-"""
-
 import dataclasses
 import io
 import itertools

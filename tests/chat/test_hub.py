@@ -45,15 +45,12 @@ TINY_FILES = {file.name: file.read_bytes() for file in TINY.iterdir()}
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """huggingface_hub's cache in a temporary directory, with network access forbidden."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, given: BaseException | list[str]) -> None:
-    """Replace the hub's answer for every repository: an error, or a list of files."""
-
     def model_info(repository: str, **options: Any) -> Any:
         if isinstance(given, BaseException):
             raise given
@@ -119,7 +116,7 @@ def test_one_of_several() -> None:
 
 
 @pytest.mark.parametrize("reference", ["hf:", "hf:a", "hf:/a", "hf:a/", "hf:a/b@", "hf:a/b/", "hf:a b/c", "hf:a/b/@x"])
-def test_a_reference_that_is_none(reference: str) -> None:
+def test_invalid_references_are_refused(reference: str) -> None:
     with pytest.raises(InputError, match="should have the form hf:owner/name"):
         resolve(reference)
 

@@ -1,5 +1,3 @@
-"""Streamed Markdown in a simulated terminal: no text is lost or left over, for any pieces and any width."""
-
 import io
 import random
 import re
@@ -103,7 +101,7 @@ def test_pieces_change_nothing(width: int) -> None:
     assert not lost
 
 
-def test_rendered_where_that_is_sure() -> None:
+def test_complete_markdown_is_rendered() -> None:
     page = "\n".join(shown(TEXT, 80))
     for raw in ("**bold**", "`code`", "```", "|---|"):
         assert raw not in page
@@ -122,7 +120,7 @@ def test_rendered_where_that_is_sure() -> None:
         "| **a** | b |\n|---|---|\n| " + "long" * 40 + " | x |\n",
     ],
 )
-def test_left_as_it_came_where_not(text: str) -> None:
+def test_unclear_markdown_is_shown_unchanged(text: str) -> None:
     assert "".join(shown(text, 40)).replace(" ", "") == text.replace("\n", "").replace(" ", "")
 
 
@@ -137,7 +135,7 @@ def test_a_disturbed_block_is_not_erased() -> None:
     assert file.getvalue().count("\x1b[J") == 1
 
 
-def test_raw_is_to_the_letter() -> None:
+def test_without_rendering_the_text_is_unchanged() -> None:
     assert shown(TEXT, 1000, rendered=False) == [line.rstrip() for line in TEXT.split("\n")]
 
 

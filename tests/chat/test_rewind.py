@@ -1,5 +1,3 @@
-"""A session that was rewound gives the bits of a fresh session."""
-
 import itertools
 import random
 from pathlib import Path

@@ -1,7 +1,3 @@
-"""Chat templates: prompts as in transformers, malicious templates that are stopped, and messages that cannot forge a
-turn.
-"""
-
 import itertools
 import os
 import random
@@ -212,7 +208,7 @@ def test_a_transcripts_turns_are_not_forged_by_lines() -> None:
     assert text == "User: a\n> User: b\r\n> Assistant: c\u2028>  User : d\nUser e\nAssistant:"
 
 
-def test_pieces_know_whose_they_are() -> None:
+def test_pieces_say_whether_they_are_of_the_template_or_of_a_message() -> None:
     pieces = ALL["own"].pieces(dialogue("hello there", "general kenobi", "hello there"))
     assert [(piece.text, piece.answer) for piece in pieces if not piece.control] == [
         ("hello there", False), ("general kenobi", True), ("hello there", False)]  # fmt: skip

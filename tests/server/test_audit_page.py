@@ -1,5 +1,3 @@
-"""The page at /audit in a headless Chromium, and the route that it uses."""
-
 import json
 import re
 from collections.abc import Iterator

@@ -74,18 +74,18 @@ def test_a_request_needs_exactly_one_host(server: Running, hosts: str) -> None:
         assert b" 403 " in connection.recv(4096)
 
 
-def test_its_own_names_and_pages_are_welcome(server: Running) -> None:
+def test_its_own_host_names_and_pages_are_allowed(server: Running) -> None:
     for host in (f"localhost:{server.port}", "LOCALHOST", f"127.0.0.1:{server.port}", "[::1]"):
         assert server.request("GET", "/v1/models", headers={"Host": host, "Origin": f"http://{host}"})[0] == 200
 
 
-def test_where_others_connect_addresses_are_names_but_strangers_are_not(tiny_engine: gemma_py.Engine) -> None:
+def test_a_public_server_allows_its_addresses_and_names_but_no_other_host(tiny_engine: gemma_py.Engine) -> None:
     with serving(tiny_engine, host="0.0.0.0", names=["Gemma.example"]) as running:
         for host, status in (("10.1.2.3:80", 200), ("[fe80::1]", 200), ("gemma.example", 200), ("evil.example", 403)):
             assert running.request("GET", "/v1/models", headers={"Host": host})[0] == status
 
 
-def test_pages_from_elsewhere_only_where_allowed(locked: Running, server: Running) -> None:
+def test_pages_of_other_sites_must_be_allowed(locked: Running, server: Running) -> None:
     friend, stranger = {"Origin": "https://friend.example"}, {"Origin": "https://stranger.example"}
     wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     status, _, headers = locked.request("OPTIONS", "/v1/completions", headers={**friend, **wanted})
@@ -132,12 +132,12 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(compared) == 2 and {len(digest) for digest in compared} == {32}
 
 
-def test_what_is_only_this_machine() -> None:
+def test_loopback_addresses() -> None:
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.9.9.9", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
 
 
-def test_a_name_is_the_same_in_capitals() -> None:
+def test_host_names_ignore_case() -> None:
     async def app(*_: object) -> None: ...
 
     auth = Auth(app, "MyBox.Local", ["Gemma.Example"], [], Keys())
@@ -145,7 +145,7 @@ def test_a_name_is_the_same_in_capitals() -> None:
     assert not auth._is_ours("other.local")
 
 
-def test_a_port_in_use_is_said_once(server: Running, run: Run) -> None:
+def test_a_port_in_use_is_one_error(server: Running, run: Run) -> None:
     code, _, err = run("serve", TINY, "--port", server.port)
     assert (code, err) == (
         1,
@@ -154,7 +154,9 @@ def test_a_port_in_use_is_said_once(server: Running, run: Run) -> None:
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True)])
-def test_keys_that_others_can_read(server: Running, run: Run, tmp_path: Path, mode: int, warned: bool) -> None:
+def test_a_key_file_that_others_can_read_gives_a_warning(
+    server: Running, run: Run, tmp_path: Path, mode: int, warned: bool
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text("0123456789abcdef")
     keys.chmod(mode)

@@ -29,7 +29,7 @@ def constraints(tiny_engine: gemma_py.Engine) -> JsonConstraints:
     )
 
 
-def test_what_is_prepared_is_not_made_again(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prepared_tokenizer_of_constraints_is_reused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     server.app.service.prepare()
     monkeypatch.setattr("llguidance.LLTokenizer", lambda *_, **__: 1 / 0)
     status, _ = server.post("/v1/completions", prompt="a", max_tokens=2, response_format=formatted(COLOURS))

@@ -1,7 +1,3 @@
-"""A draft model in shared passes: every answer is the one that the request gets without other requests and without
-guesses.
-"""
-
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +30,7 @@ def crowd() -> Iterator[Crowd]:
 
 @pytest.fixture
 def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts take several passes."""
+    """Limit the size of passes, so that prompts take several of them."""
     monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
 

@@ -1,5 +1,3 @@
-"""/v1/embeddings and `gemma_py embed` return the bits of `Engine.embed`."""
-
 import base64
 import json
 from collections.abc import Iterator
@@ -71,7 +69,7 @@ def test_every_form_of_input_and_a_task(engine: gemma_py.Engine, server: Running
     assert same(made["data"][0]["embedding"], engine.embed(["word"], task="passage")[0])
 
 
-def test_company_changes_no_bit(engine: gemma_py.Engine, server: Running) -> None:
+def test_other_texts_in_a_pass_change_no_bit(engine: gemma_py.Engine, server: Running) -> None:
     engine.instruments.fault_plan = FaultPlan(seed=5)
     texts = [[f"text {number} {'word ' * (number * part % 13)}" for part in range(9)] for number in range(24)]
     with ThreadPoolExecutor(12) as pool:

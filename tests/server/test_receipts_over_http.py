@@ -1,7 +1,3 @@
-"""Receipts of responses from every endpoint, in streams and batches, with schemas, tools and thoughts, and audits of
-these receipts.
-"""
-
 import contextlib
 import dataclasses
 import json

@@ -43,7 +43,7 @@ HI = [{"role": "user", "content": "hi"}]
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "invalid_value"),
     ],
 )  # fmt: skip
-def test_a_wrong_request_is_told_what_is_wrong(server: Running, body: dict, status: int, param: str, code: str) -> None:
+def test_an_error_names_the_wrong_field(server: Running, body: dict, status: int, param: str, code: str) -> None:
     got, document = server.post("/v1/chat/completions", **body)
     error = document["error"]
     assert (got, error["param"], error["code"]) == (status, param, code), error
@@ -69,7 +69,7 @@ def test_a_full_context_is_said_with_both_numbers(server: Running, tiny_engine: 
         ("/v1/responses", {"input": "x", "metadata": {"a": "\ud800"}}),
     ],
 )
-def test_what_is_not_done_here_is_refused(server: Running, path: str, body: dict) -> None:
+def test_unsupported_fields_are_refused(server: Running, path: str, body: dict) -> None:
     status, document = server.post(path, **body)
     assert status == 400 and document["error"]["message"]
 
@@ -99,14 +99,14 @@ MANY = 1000  # more errors than a response should report
         (ResponsesRequest, {"input": [{"role": "user", "content": [{}] * MANY}]}),
     ],
 )
-def test_the_first_wrong_thing_is_enough(schema: type[BaseModel], document: dict[str, Any]) -> None:
+def test_few_errors_of_a_body_are_reported(schema: type[BaseModel], document: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         schema.model_validate(document)
     assert caught.value.error_count() < 20
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"[" * 100_000, b'{"messages": NaN}', b"\xff", b'"x"'])
-def test_a_body_that_is_no_request(server: Running, body: bytes) -> None:
+def test_invalid_bodies_are_refused(server: Running, body: bytes) -> None:
     status, document, _ = server.request("POST", "/v1/chat/completions", body)
     assert status == 400 and document["error"]["code"] in ("invalid_json", "invalid_type")
 

@@ -1,7 +1,3 @@
-"""The scheduler: every answer is the one that the request gets without other requests, whichever requests arrive, leave
-or fail.
-"""
-
 import math
 import random
 import threading
@@ -52,7 +48,7 @@ def crowd() -> Iterator[Crowd]:
 
 @pytest.fixture
 def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts take several passes."""
+    """Limit the size of passes, so that prompts take several of them."""
     monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
 
@@ -199,7 +195,7 @@ def test_the_prompt_s_log_probabilities(
     assert max(rows) <= ROWS_AT_ONCE + 1  # a request without scores needs one row more
 
 
-def test_rows_of_a_pass_are_shared_out() -> None:
+def test_the_rows_of_a_pass_are_divided_among_requests() -> None:
     assert shares([5], 32) == [5]
     assert shares([500], 32) == [32]
     assert shares([500, 500], 32) == [32, 0]
@@ -239,7 +235,7 @@ def test_a_cancelled_request_ends_and_its_place_is_free(scheduler: Scheduler) ->
     assert first.events.empty()
 
 
-def test_what_cannot_be_is_refused_at_once(scheduler: Scheduler) -> None:
+def test_impossible_requests_are_refused_at_once(scheduler: Scheduler) -> None:
     context = scheduler.engine.context
     for request, kind in (
         (Request([], 1), InputError),
@@ -255,7 +251,7 @@ def test_what_cannot_be_is_refused_at_once(scheduler: Scheduler) -> None:
     assert scheduler.stats().waiting == scheduler.stats().running == 0
 
 
-def test_a_full_queue_is_said(tiny_engine: gemma_py.Engine) -> None:
+def test_a_full_queue_is_an_error(tiny_engine: gemma_py.Engine) -> None:
     scheduler = Scheduler(tiny_engine, parallel=1, queue=1)
     clients = [Client(scheduler, Request([2], 4000)) for _ in range(2)]
     with pytest.raises(Overloaded, match="requests are waiting") as caught:
@@ -305,7 +301,7 @@ def test_a_listener_that_fails_ends_its_own_request_only(
     assert "this listener fails" in capsys.readouterr().err
 
 
-def test_logprobs_are_left_out_where_nobody_asks(scheduler: Scheduler) -> None:
+def test_logprobs_are_computed_only_on_request(scheduler: Scheduler) -> None:
     client = Client(scheduler, Request([2, 5, 7], 3, logprobs=False))
     client.end()
     assert [math.isnan(event.token.logprob) for event in client.made] == [True] * 3
@@ -420,7 +416,9 @@ def test_all_requests_get_their_answers_although_a_worker_stalls(
     assert answers() == untroubled
 
 
-def test_nobody_knows_if_it_is_well_after_a_stall(weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_is_not_ok_until_a_pass_succeeds_after_a_stall(
+    weak: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failing(weak, monkeypatch, "stall", {2})
     scheduler, honest = Scheduler(weak), weak.run_together
     healths: list[Health] = []
@@ -451,7 +449,7 @@ def test_an_engine_that_fails_again_and_again_is_given_up(
     scheduler.close()
 
 
-def test_health_notices_that_nothing_moves(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_reports_a_step_that_does_not_end(tiny_engine: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_scheduler, "SLOWEST_STEP", 0.05)
     scheduler = Scheduler(tiny_engine)
     assert scheduler.health().ok

@@ -72,7 +72,7 @@ def test_a_client_that_leaves_stops_the_computation(server: Running) -> None:
     assert server.scheduler.stats().computed_tokens - before < 2000
 
 
-def test_others_do_not_notice_who_leaves(server: Running) -> None:
+def test_disconnects_do_not_change_other_responses(server: Running) -> None:
     asked = {"prompt": "The list", "max_tokens": 60, "seed": 7, "temperature": 1}
     _, alone = server.post("/v1/completions", **asked)
     leaving = [server.open_stream(3000, f"{number}") for number in range(3)]
@@ -100,7 +100,7 @@ def test_slow_headers_lose_the_connection(impatient: Running) -> None:
         assert is_closed(silent) and is_closed(second)
 
 
-def test_a_slow_body_is_told_so(impatient: Running) -> None:
+def test_a_slow_body_gets_an_error(impatient: Running) -> None:
     with impatient.send("POST", "/v1/completions", b'{"prompt"', 100) as connection:
         assert b" 408 " in connection.recv(4096)
     assert idle(impatient)
@@ -112,7 +112,7 @@ def test_a_reader_that_stalls_loses_the_connection(impatient: Running, monkeypat
         wait_until(lambda: idle(impatient))
 
 
-def test_an_answer_that_is_long_in_coming_shows_signs_of_life(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_answer_sends_keep_alive_comments(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.001)
     asked = {"messages": [{"role": "user", "content": "word " * 1500}], "stream": True, "max_tokens": 1}
     _, text, _ = server.request("POST", "/v1/chat/completions", asked)
@@ -146,7 +146,7 @@ def test_headers_beyond_the_limit(server: Running) -> None:
 @pytest.mark.parametrize(
     "nonsense", [b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"\0" * 5000, b"GET / HTTP/1\r\n\r\n"]
 )
-def test_what_is_no_http(server: Running, nonsense: bytes) -> None:
+def test_invalid_http_is_refused(server: Running, nonsense: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(nonsense)
         connection.shutdown(socket.SHUT_WR)
@@ -167,7 +167,7 @@ def test_an_invalid_body_after_the_response_ends_the_connection(
     assert not caplog.records
 
 
-def test_an_exception_in_a_handler_shows_no_insides(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_handler_reveals_no_details(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.app.service, "check_model", lambda wanted: 1 / 0)
     status, document = server.post("/tokenize", content="x")
     assert status == 500 and "ZeroDivision" not in json.dumps(document)
@@ -216,13 +216,13 @@ def test_a_second_signal_ends_it_at_once() -> None:
         assert process.end()[0] == 128 + signal.SIGTERM
 
 
-def test_ctrl_c_ends_it_as_interrupted() -> None:
+def test_ctrl_c_ends_the_server_with_exit_code_130() -> None:
     with Process() as process:
         process.child.send_signal(signal.SIGINT)
         assert process.end() == (130, "")
 
 
-def goes_on_after_silent(process: Process, count: int) -> None:
+def continues_after_silent_clients(process: Process, count: int) -> None:
     """Let more clients connect than the server accepts. The server must go on, log one warning, and exit with 0."""
     held = [socket.create_connection(("127.0.0.1", process.port)) for _ in range(count)]
     time.sleep(0.2)
@@ -235,14 +235,14 @@ def goes_on_after_silent(process: Process, count: int) -> None:
     assert code == 0 and "new connections have to wait" in errors and errors.count("\n") == 1
 
 
-def test_when_file_descriptors_run_out_it_goes_on_once_there_are_some() -> None:
+def test_a_server_without_file_descriptors_continues_when_some_are_free() -> None:
     with Process() as process:
         files = len(list(Path(f"/proc/{process.child.pid}/fd").iterdir()))
         resource.prlimit(process.child.pid, resource.RLIMIT_NOFILE, (files + 3, files + 3))
-        goes_on_after_silent(process, 30)
+        continues_after_silent_clients(process, 30)
 
 
-def test_with_few_file_descriptors_it_serves_as_many_as_it_can() -> None:
+def test_a_server_with_few_file_descriptors_serves_some_clients() -> None:
     few = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
     with Process(program=["-c", few + "from gemma_py.cli.main import main; sys.exit(main(sys.argv[1:]))"]) as process:
         body = json.dumps(SHORT).encode()
@@ -255,7 +255,7 @@ def test_with_few_file_descriptors_it_serves_as_many_as_it_can() -> None:
                 for _ in range(64):
                     streams.enter_context(process.open_stream(3000))
             assert process.request("GET", "/health")[0] == 200
-        goes_on_after_silent(process, 200)
+        continues_after_silent_clients(process, 200)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_with_few_file_descriptors_it_serves_as_many_as_it_can() -> None:
         (["--cors", "https://[x"], "should be an origin"),
     ],
 )
-def test_what_cannot_be_served_is_said_in_a_line(server: Running, run: object, arguments: list[str], said: str) -> None:
+def test_wrong_options_of_serve_are_one_line(server: Running, run: object, arguments: list[str], said: str) -> None:
     taken = ("--port", server.port)  # if the arguments were accepted, the port in use would end the command
     code, out, err = run("serve", TINY, *taken, *arguments)  # type: ignore[operator]
     assert code in (1, 2) and out == "" and said in err and err.count("\n") == 1
@@ -357,7 +357,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_worker_that_stalls_once_costs_nobody_an_answer() -> None:
+def test_all_streams_finish_although_a_worker_stalls_once() -> None:
     with Process("--threads", "2", program=["-c", ONCE]) as process, contextlib.ExitStack() as stack:
         for text in map(rest, [stack.enter_context(process.open_stream(60)) for _ in range(3)]):
             # "error" may also be a token of the answer.

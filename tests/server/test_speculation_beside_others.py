@@ -1,5 +1,3 @@
-"""Speculation in shared passes: each request gets the answer that it gets alone and without guesses."""
-
 import random
 import re
 from collections.abc import Iterator
@@ -33,7 +31,7 @@ def crowd() -> Iterator[Crowd]:
 
 @pytest.fixture
 def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts take several passes."""
+    """Limit the size of passes, so that prompts take several of them."""
     monkeypatch.setattr(schedulers, "_PASS_SECONDS", 0.0)
     monkeypatch.setattr(schedulers, "_PASS_SECONDS_BESIDE", 0.0)
 

@@ -1,5 +1,3 @@
-"""Gemma 4's thoughts and tool calls over HTTP, apart from the text, in whole responses and in streams."""
-
 import json
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -183,7 +181,7 @@ def test_a_constraint_binds_the_answer_and_not_the_thought_before_it(within: boo
     for token in (7, 5, 3):
         constraint.accept(token)
     assert constraint.forced(2) == [5, 5]
-    assert allowed() == [5] and inner.accepted == []  # the constraint allows one thought, and no more
+    assert allowed() == [5] and inner.accepted == []  # after the first thought, the constraint applies
     for _ in range(3):
         constraint.accept(5)
     assert constraint.finished and inner.accepted == [5, 5, 5]

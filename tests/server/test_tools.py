@@ -249,7 +249,7 @@ def test_an_answer_may_have_to_begin_with_a_call(service: Service, choice: Any, 
         assert forced[0] == START and service.tokenizer.decode(forced[1:]) == begin
 
 
-def test_only_what_is_there_can_be_chosen(service: Service) -> None:
+def test_tool_choice_must_name_a_given_tool(service: Service) -> None:
     named = {"type": "function", "function": {"name": "time"}}
     for tools, choice in (([], "required"), ([WEATHER], named)):
         asked = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
@@ -263,7 +263,7 @@ def test_only_what_is_there_can_be_chosen(service: Service) -> None:
 FLAT = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
 
 
-def test_responses_tell_the_template_what_chats_do(service: Service) -> None:
+def test_responses_and_chats_give_the_template_equal_messages(service: Service) -> None:
     call = {"name": "weather", "arguments": '{"place": "Rome"}'}
     messages = [
         {"role": "user", "content": "Rome?"},
@@ -285,7 +285,7 @@ def test_responses_tell_the_template_what_chats_do(service: Service) -> None:
     assert made.requests[0].constraint is not None
 
 
-def test_what_is_no_function_is_no_tool(server: Running) -> None:
+def test_only_functions_are_tools(server: Running) -> None:
     # This model's template does not support tools.
     for tool, param in ({"type": "web_search"}, "tools[0].type"), (FLAT, "tools"):
         status, document = server.post("/v1/responses", input="x", tools=[tool])

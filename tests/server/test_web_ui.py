@@ -149,7 +149,7 @@ def test_thoughts_are_shown_apart_and_not_sent_back(driver: Any, tmp_path: Path)
 
 @browsed
 @pytest.mark.usefixtures("unhurried")
-def test_leaving_the_page_frees_the_place_and_keeps_what_was_said(page: Page, server: Running) -> None:
+def test_leaving_the_page_cancels_the_request_and_keeps_the_text(page: Page, server: Running) -> None:
     page.set(max_tokens=4000, temperature=1)
     page.without_end()
     page.send("Go on")

@@ -87,7 +87,7 @@ def text_of(engine: gemma_py.Engine, ids: tuple[int, ...]) -> dict[str, str]:
     return output_digests(engine.text_tokenizer().decode(list(ids)), "", [])
 
 
-DRAWN = -1  # in TAMPERINGS: the first position at which sampling chooses another token
+DRAWN = -1  # stands, in TAMPERINGS, for the first position at which sampling chooses another token
 # Each entry changes one field and recomputes the Merkle root, so that only the audit's stage for this field can find
 # the change.
 TAMPERINGS: dict[str, tuple[Callable[[gemma_py.Engine, Receipt], Receipt], str, int | None]] = {
@@ -299,7 +299,6 @@ def lines_of(documents: Documents) -> bytes:
 
 
 def shown_texts(documents: Documents) -> list[tuple[Any, Any]]:
-    """(object, key) of each text that the documents show as an answer."""
     return [at for at in _places(documents) if at[1] in ("text", "content") and isinstance(at[0][at[1]], str)]
 
 

@@ -100,8 +100,6 @@ class Heard:
 
 
 class Running(Client):
-    """A server in this process."""
-
     def __init__(self, app: App, url: str, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(int(url.rpartition(":")[2]))
         self.app, self.url, self.scheduler, self._loop = app, url, app.service.scheduler, loop
@@ -126,7 +124,6 @@ class Process(Client):
         super().__init__(int(re.findall(r"//127.0.0.1:(\d+)", self.ready)[0]))
 
     def end(self) -> tuple[int, str]:
-        """Wait until the process has ended. Return its exit code and stderr."""
         self.said, errors = self.child.communicate(timeout=60)
         return self.child.returncode, errors
 

@@ -139,7 +139,6 @@ def count_up(worker, workers, cells, counter, n):
 
 
 def make_arrays() -> tuple[Any, ...]:
-    """Rows that the pass will write hold -1."""
     x = np.full((LAYERS + 1, ROWS), -1, np.int64)
     x[0] = np.arange(ROWS) * 1000 + 7
     return x, np.full((LAYERS, ROWS), -1, np.int64), np.full((LAYERS, ROWS), -1, np.int64)

@@ -16,7 +16,6 @@ Before = Callable[[Runner, Cache], None]
 
 
 def tamper(monkeypatch: pytest.MonkeyPatch, before: Before | None = None, after: Before | None = None) -> None:
-    """Call `before` and `after` around every pass of an engine with two workers."""
     honest = Runner._pass
 
     def run(self: Runner, inputs: Sequence[SequenceInput]) -> list[np.ndarray]:
@@ -42,7 +41,6 @@ def flip_kept(layer: int, position: int, when: int) -> Before:
 
 
 def repacked(change: Callable[[Runner], ModelTables]) -> Before:
-    """Gives every runner a changed copy of the model."""
     made: list[LinkedProgram] = []
 
     def replaced(runner: Runner, cache: Cache) -> None:
@@ -54,7 +52,6 @@ def repacked(change: Callable[[Runner], ModelTables]) -> Before:
 
 
 def reading(runner: Runner, layer: int, label: str) -> np.ndarray:
-    """The rows of the operations table that belong to a phase."""
     ops = runner.program.model.ops
     return ops[(ops[:, p.LAYER] == layer) & (ops[:, p.LABEL] == runner.program.label(label))]
 

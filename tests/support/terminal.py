@@ -99,7 +99,6 @@ class Window:
         self.answers()
 
     def answers(self, more: int = 0) -> None:
-        """Wait until an answer has begun and `more` characters of it are printed."""
         until, least = time.monotonic() + 60, len(self.text) + more
         while len(ESCAPES.sub("", self.text).rpartition("\n")[2]) < 30 or len(self.text) < least:
             assert time.monotonic() < until

@@ -114,7 +114,9 @@ SHIELDGEMMA_2 = GEMMA_3_4B_IT | {
     ],
     ids=["ShieldGemma 1", "ShieldGemma 2", "MedGemma"],
 )  # fmt: skip
-def test_derived_models_are_what_they_are(document: dict[str, Any], kind: str, base: dict[str, Any]) -> None:
+def test_derived_models_have_the_config_of_their_base(
+    document: dict[str, Any], kind: str, base: dict[str, Any]
+) -> None:
     config = config_from_hf(document, "c")
     assert config.model_type == kind
     assert config == config_from_hf(base, "c")
@@ -206,7 +208,7 @@ def test_old_and_new_forms_say_the_same() -> None:
     assert config_from_hf(old, "old") == config_from_hf(scaled, "new")
 
 
-def test_generation_config_has_the_last_word_on_end_tokens() -> None:
+def test_generation_config_determines_the_end_tokens() -> None:
     config = config_from_hf(GEMMA_2B, "config.json", {"eos_token_id": [1, 107]})
     assert config.eos_token_ids == (1, 107)
 
@@ -260,7 +262,7 @@ def test_caps_that_a_family_does_not_have_are_ignored_as_in_transformers(name: s
     assert config_from_hf(config | {field: 2.0}, "c") == config_from_hf(config, "c")
 
 
-def test_the_old_name_of_rope_wins_where_both_stand() -> None:
+def test_the_old_fields_of_rope_are_preferred_to_the_new_ones() -> None:
     both = GEMMA_2B | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
                        "rope_scaling": {"rope_type": "linear", "factor": 2.0}}  # fmt: skip
     assert config_from_hf(both, "c").layers[0].rope == Rope(1e4, 2.0)
@@ -309,7 +311,7 @@ def test_gguf() -> None:
     assert config.layers[0].rope == Rope(1e4)
 
 
-def test_gguf_may_say_for_each_layer_what_is_the_same_in_all() -> None:
+def test_gguf_values_may_be_repeated_for_each_layer() -> None:
     arrays = {key: np.full(18, GGUF_270M[f"gemma3.{key}"]) for key in ("attention.head_count", "feed_forward_length")}
     config = config_from_gguf(GGUF_270M | {f"gemma3.{k}": v for k, v in arrays.items()}, "file", 262_144, tied=True)
     assert config == config_from_gguf(GGUF_270M, "file", 262_144, tied=True)

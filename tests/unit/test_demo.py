@@ -1,5 +1,3 @@
-"""The demo model's file is assembled from its parts once, is checked, and is never incomplete."""
-
 import hashlib
 import subprocess
 import sys
@@ -21,7 +19,6 @@ SHA256 = hashlib.sha256(DATA).hexdigest()
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A Python package that contains a model in two parts. The cache is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     parts = [tmp_path / "part0", tmp_path / "part1"]
     parts[0].write_bytes(DATA[:6000])

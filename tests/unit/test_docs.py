@@ -1,7 +1,3 @@
-"""Commands in README and docs can be parsed, flags and links exist, Python snippets compile, and pictures match the
-code.
-"""
-
 import argparse
 import json
 import re
@@ -45,7 +41,6 @@ def tool_flags(name: str) -> set[str]:
 
 
 def refused(words: list[str]) -> str:
-    """The reason why a command cannot run, or "" if it can."""
     if words[:3] == ["python", "-m", "gemma_py"] or words[0] == "gemma_py":
         arguments = words[3:] if words[0] == "python" else words[1:]
     elif words[:2] == ["python3", "tools/quickstart.py"]:

@@ -1,6 +1,3 @@
-"""Engines and sessions: bits do not depend on how a prompt is divided, sessions share no state, and errors are
-clear."""
-
 import itertools
 import math
 import random
@@ -309,7 +306,7 @@ def test_an_interrupt_anywhere_while_rows_move_leaves_a_sound_session(tiny_engin
     assert line > 100
 
 
-def test_what_is_not_restored_to_its_end_is_not_there(tiny_engine: gemma_py.Engine) -> None:
+def test_a_failed_restore_leaves_an_empty_session(tiny_engine: gemma_py.Engine) -> None:
     session = tiny_engine.session()
     want = session.prefill(IDS)
     rows = list(session.raw_kv_rows(session.position))

@@ -1,5 +1,3 @@
-"""Conversions of floats give the same bits on every machine."""
-
 import struct
 from collections.abc import Callable
 

@@ -1,5 +1,3 @@
-"""Gemma 4's tokenizer gives the ids of the tokenizers package, and user text never becomes a control token."""
-
 import json
 import random
 import time
@@ -72,7 +70,6 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Forms]:
 
 
 def differences(forms: Forms, text: str) -> list[Any]:
-    """Ids of our tokenizers that differ from the ids of the tokenizers package."""
     *ours, package = forms
     expected = package.encode(text, add_special_tokens=False).ids
     return [ids for ids in (tokenizer.encode(text, bos=False, control=True) for tokenizer in ours) if ids != expected]

@@ -1,5 +1,3 @@
-"""The GGUF reader reads valid files, raises a GemmaError for broken files, and allocates little memory for huge counts."""
-
 import resource
 import struct
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Counting cores, quotas and memory in made-up /sys and /proc directories."""
-
 import os
 import platform
 from collections.abc import Callable
@@ -25,7 +23,6 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 
 
 def siblings(*cores: str, name: str = "thread_siblings_list") -> dict[str, str]:
-    """For each processor, the file that lists the processors of its core."""
     return {f"sys/devices/system/cpu/cpu{n}/topology/{name}": core for n, core in enumerate(cores)}
 
 

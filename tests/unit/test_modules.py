@@ -23,7 +23,6 @@ def _written(
     tensors: dict[str, np.ndarray] | None = None,
     prompts: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the files of a model with one dense layer. Arguments replace or add fields."""
     kinds = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("Normalize", "3_Normalize"))
     listed = [{"idx": n, "type": f"{_TYPES}.{kind}", "path": path} for n, (kind, path) in enumerate(kinds)]
     for folder in ("1_Pooling", "2_Dense"):

@@ -1,5 +1,3 @@
-"""`Program` refuses operations that would race or compute wrong rows, and inserts the barriers that operations need."""
-
 from collections.abc import Callable
 
 import pytest

@@ -46,7 +46,6 @@ def test_a_tier_is_a_folder_of_tests() -> None:
 
 
 def test_tests_import_nothing_from_each_other() -> None:
-    """Helpers of several test files belong in tests/support."""
     lines = [line for path in (ROOT / "tests").rglob("*.py") for line in path.read_text().splitlines()]
     assert [line for line in lines if line.strip().startswith(("from test_", "import test_", "from conftest"))] == []
 

@@ -1,7 +1,3 @@
-"""The format of receipts: its single serialisation, the Merkle tree of RFC 6962, and documents that violate the
-format.
-"""
-
 import copy
 import dataclasses
 import hashlib

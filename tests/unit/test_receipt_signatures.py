@@ -1,5 +1,3 @@
-"""Keys, signed receipts in DSSE envelopes, and agreement with the packages securesystemslib and in-toto."""
-
 import base64
 import json
 import stat

@@ -1,5 +1,3 @@
-"""The safetensors reader, compared with the safetensors package, and with broken files."""
-
 import json
 import resource
 import struct
@@ -113,7 +111,6 @@ def test_deviations_from_the_format_that_the_package_accepts_do_no_harm(tmp_path
 
 
 def test_arrays_are_views_of_the_mapped_file(tmp_path: Path) -> None:
-    """Opening a file copies no tensor."""
     path, size = tmp_path / "model.safetensors", 1 << 32
     header = json.dumps({"a": entry("BF16", [size // 2], 0, size)}).encode()
     with path.open("wb") as file:

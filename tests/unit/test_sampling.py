@@ -23,7 +23,6 @@ PROMPT, MADE = [1, 2, 3, 3, 4999], [7, 7, 8, 3]
 
 
 def kept(sampling: Sampling, logits: np.ndarray = LOGITS) -> dict[int, float]:
-    """The tokens that pass the filters, with their probabilities."""
     sampler = Sampler(sampling, len(logits), PROMPT)
     x = sampler._penalised(logits, MADE).copy() / np.float32(sampling.temperature)
     weights, ids = sampler._candidates(x, x.max())
@@ -100,7 +99,7 @@ def test_presence_and_frequency_count_generated_tokens_only() -> None:
     sampler = Sampler(Sampling(presence_penalty=0.5, frequency_penalty=0.25), V, PROMPT)
     difference = LOGITS - sampler._penalised(LOGITS, MADE)
     assert {int(t): round(float(difference[t]), 5) for t in np.flatnonzero(difference)} == {3: 0.75, 7: 1.0, 8: 0.75}
-    assert sampler._penalised(LOGITS, []) is not LOGITS  # the given logits are not changed
+    assert sampler._penalised(LOGITS, []) is not LOGITS  # a copy: the given logits must not change
 
 
 def test_the_likeliest_with_ties_has_the_smaller_id() -> None:
@@ -198,7 +197,7 @@ def test_recommended_sampling(tmp_path: Path) -> None:
     assert recommended(tmp_path / "model.gguf", said) == Sampling(temperature=0.5, top_k=3)
 
 
-def test_what_is_left_open() -> None:
+def test_options_that_are_not_given() -> None:
     base = Sampling(temperature=0.9, top_k=64, top_p=0.95)
     assert asked({"temperature": None}, base) == Sampling()
     assert asked({"repetition_penalty": 1.2}, base) == Sampling(repetition_penalty=1.2)

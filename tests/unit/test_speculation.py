@@ -1,5 +1,3 @@
-"""Drafters, and `Pace`, which decides how many guesses a pass computes, without a model."""
-
 import random
 import time
 from collections.abc import Sequence
@@ -119,7 +117,6 @@ def of_tiles(rows: int) -> int:
 
 @pytest.fixture
 def single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row costs the same, because rows are not grouped into tiles."""
     monkeypatch.setattr(speculation, "computed_rows", lambda rows: rows)
 
 

@@ -1,5 +1,3 @@
-"""Streamed text has whole characters and nothing of a stop string, however the text is divided into tokens."""
-
 import random
 from collections.abc import Sequence
 
@@ -34,7 +32,6 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str] = (),
 
 
 def before(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string, found letter by letter."""
     for end in range(len(text) + 1):
         found = [text[:end].find(stop) for stop in stops if stop in text[:end]]
         if found:

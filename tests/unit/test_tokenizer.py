@@ -1,5 +1,3 @@
-"""The tokenizer gives Gemma's ids from tokenizer.json and from GGUF, and user text never becomes a control token."""
-
 import itertools
 import json
 import signal

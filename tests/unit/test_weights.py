@@ -1,5 +1,3 @@
-"""Errors name the tensor that is missing, unknown, not finite or of a wrong shape."""
-
 import json
 import os
 from collections.abc import Callable
@@ -91,8 +89,6 @@ def test_pipes_and_broken_links_are_refused(tmp_path: Path) -> None:
 
 
 def test_rope_tables_and_second_copies_of_tied_heads_are_ignored(tmp_path: Path) -> None:
-    """Some old checkpoints contain these tensors."""
-
     def change(values: dict[str, np.ndarray]) -> None:
         values["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(12, np.float32)
         values["lm_head.weight"] = values["model.embed_tokens.weight"].copy()

@@ -266,7 +266,7 @@ class _Batch:
                     if index == 0 and len(self._running) == 1:
                         raise
                     self._take()
-                    if running not in self._running:  # `_take` saw that another choice of this row failed
+                    if running not in self._running:  # another choice of this row failed during `_take`
                         return
 
     def _put(self, running: _RunningRow, index: int, event: Event) -> None:

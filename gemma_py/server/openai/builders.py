@@ -21,8 +21,6 @@ Document = dict[str, Any]
 
 
 class Choice:
-    """One choice of a response, as far as it has been generated."""
-
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.logprobs: list[Document] = []
@@ -63,7 +61,6 @@ class ResponseBuilder:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def begin(self) -> Iterator[Document]:
-        """Yield the chunks that begin the stream, before any event."""
         yield from ()
 
     def take(self, index: int, event: Event) -> Iterator[Document]:
@@ -92,7 +89,6 @@ class ResponseBuilder:
             raise event.error
 
     def end(self) -> Iterator[Document]:
-        """Yield the chunks that end the stream, after the last event."""
         if self.options.include_usage:
             yield {**self._chunk([]), "usage": self.usage()}
         if self.receipts():

@@ -66,7 +66,6 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def checked(schema: type[T], given: Any) -> T:
-    """Validate a JSON document as a request of type `schema`. Raise ApiError for an invalid field."""
     try:
         return schema.model_validate(given)
     except ValidationError as error:

@@ -318,7 +318,6 @@ def _turns(items: Sequence[InputItem | CallItem | ResultItem | ReasoningItem]) -
 
 
 def _joined_system(messages: list[Message]) -> list[Message]:
-    """Join the system messages at the beginning into one message, separated by blank lines."""
     count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     if count < 2:
         return messages
