@@ -1,4 +1,5 @@
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
