@@ -84,7 +84,9 @@ class Sampler:
         assert s.seed is not None
         weights, ids = self._candidates(x, x[likeliest])
         least = max(np.float32(s.min_p), _TINY)  # weights are relative to the likeliest token, whose weight is 1
-        chosen = int(kernels.draw(weights, least, uniform(s.seed, self._start + len(made)), _block_sums(weights)))
+        sums = _block_sums(weights)
+        target = uniform(s.seed, self._start + len(made)) * kernels.running_sums(weights, least, sums)
+        chosen = int(kernels.draw(weights, least, target, sums))
         return chosen if ids is None else int(ids[chosen])
 
     def _penalised(self, logits: np.ndarray, made: Sequence[int]) -> np.ndarray:

@@ -19,12 +19,9 @@ def _mixed(digest, word):
     return digest ^ (digest >> _HALF)
 
 
-@kernel
-def checksum(words):
-    """Return a 64-bit checksum. Eight independent chains hide the latency of the multiplication.
-
-    words: uint64, read; the number of words is a multiple of 8
-    """
+@inlined
+def _checksum(words):
+    """Return the checksum of the words. Eight independent chains hide the latency of the multiplication."""
     a, b, c, d = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
     e, f, g, h = np.uint64(5), np.uint64(6), np.uint64(7), np.uint64(8)
     for i in range(0, words.shape[0], 8):
@@ -37,6 +34,15 @@ def checksum(words):
 
 
 @kernel
+def checksum(words):
+    """Return a 64-bit checksum.
+
+    words: uint64, read; the number of words is a multiple of 8
+    """
+    return _checksum(words)
+
+
+@kernel
 def block_checksums(words, checksums):
     """Compute the checksum of each block of the words. All blocks have equal lengths.
 
@@ -45,4 +51,4 @@ def block_checksums(words, checksums):
     """
     size = words.shape[0] // checksums.shape[0]
     for block in range(checksums.shape[0]):
-        checksums[block] = checksum(words[block * size : (block + 1) * size])
+        checksums[block] = _checksum(words[block * size : (block + 1) * size])

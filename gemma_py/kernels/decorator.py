@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llvmlite
+import llvmlite.binding
 import numba
 from numba import types
 from numba.core.caching import FunctionCache
@@ -124,6 +124,47 @@ class _InliningCompiler(Compiler):
         super().__init__(typing_context, target_context, _InlinedLibrary(target_context.codegen(), "inlined"), *rest)
 
 
+class _KernelLibrary(JITCodeLibrary):
+    """numba's library of a kernel's LLVM code, changed to store only the machine code.
+
+    numba would store the LLVM code too, so that a later compilation could link the kernel into another one. Reading that
+    code takes 15 MiB at every start. Kernels are not linked into other kernels (see `_KernelDispatcher`).
+    """
+
+    def serialize_using_object_code(self) -> tuple[str, str, tuple[bytes, bytes]]:
+        self._ensure_finalized()
+        module = self._get_module_for_linking()
+        # numba reads from the stored LLVM code which symbols the machine code defines.
+        lines = [
+            f"define void @{_quoted(symbol.name)}() {{ ret void }}"
+            for symbol in module.functions
+            if not symbol.is_declaration
+        ]
+        lines += [
+            f"@{_quoted(symbol.name)} = global i8 0" for symbol in module.global_variables if not symbol.is_declaration
+        ]
+        symbols = llvmlite.binding.parse_assembly("\n".join(lines))
+        return self.name, "object", (self._get_compiled_object(), symbols.as_bitcode())
+
+
+def _quoted(name: str) -> str:
+    return f'"{name}"'
+
+
+class _KernelCompiler(Compiler):
+    def __init__(self, typing_context: Any, target_context: Any, _: None, *rest: Any) -> None:
+        library = _KernelLibrary(target_context.codegen(), "kernel")
+        library.enable_object_caching()
+        super().__init__(typing_context, target_context, library, *rest)
+
+
+class _KernelDispatcher(_Dispatcher):
+    """A dispatcher for functions that only Python calls."""
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        raise TypeError(f"{self.py_func.__name__} can only be called by Python, because its LLVM code is not stored")
+
+
 class _InnerDispatcher(_Dispatcher):
     """A dispatcher for functions that only kernels call.
 
@@ -181,7 +222,7 @@ def _compiled(
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function that Python calls, and cache the machine code on disk."""
-    return _compiled(_Dispatcher, function, cached=True)
+    return _compiled(_KernelDispatcher, function, cached=True, compiler=_KernelCompiler)
 
 
 def phase(function: Callable[..., Any]) -> Any:

@@ -161,15 +161,14 @@ def zero_below_bin(x, largest, edge, weights, members):
 
 
 @kernel
-def draw(weights, least, u, sums):
-    """Return the first index at which the running sum of the weights exceeds u * (sum of all weights).
+def draw(weights, least, target, sums):
+    """Return the first index at which the running sum of the weights exceeds `target`.
 
     Weights below `least` count as 0.
 
     weights: [n] f32, read
-    sums: [number of blocks] f64, written by `running_sums`, so that only one block has to be searched
+    sums: [number of blocks] f64, read: what `running_sums` computed, so that only one block has to be searched
     """
-    target = u * running_sums(weights, least, sums)
     first, reached, chosen = 0, 0.0, 0
     for block in range(sums.shape[0]):
         if sums[block] > target:

@@ -1,13 +1,15 @@
+import pickle
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 import pytest
 from repository import ROOT, child_environment
 
-from gemma_py.kernels.decorator import inlined
+from gemma_py.kernels.decorator import inlined, kernel
 
 # Calls a small kernel. Prints its result, and the numbers of kernels from the disk and of compiled kernels.
 PROGRAM = """
@@ -129,3 +131,30 @@ def test_functions_of_one_name_get_symbols_of_their_own() -> None:
 
     first, second = make(1), make(2)
     assert first.py_func.__qualname__ != second.py_func.__qualname__
+
+
+def test_a_kernel_is_stored_without_its_llvm_code(cache: Path) -> None:
+    """The LLVM code of a pass would take 15 MiB of memory at every start."""
+    (stored,) = (path for path in files(cache) if path.suffix == ".nbc")
+    _, kind, (machine_code, llvm_code) = next(
+        part for part in pickle.loads(stored.read_bytes()) if isinstance(part, tuple) and len(part) == 3
+    )
+    functions = [
+        function for function in llvmlite.binding.parse_bitcode(llvm_code).functions if not function.is_declaration
+    ]
+    assert kind == "object" and len(machine_code) > 1000 and functions
+    assert all(len(list(block.instructions)) == 1 for function in functions for block in function.blocks)
+
+
+def test_control_a_kernel_cannot_be_linked_into_another_one() -> None:
+    @kernel
+    def inner(x):
+        return x + 1
+
+    @kernel
+    def outer(x):
+        return inner(x)
+
+    assert inner(1) == 2
+    with pytest.raises(TypeError, match="inner can only be called by Python"):
+        outer(1)
