@@ -82,3 +82,14 @@ class WorkerError(ComputationError):
         if layer is None:
             where = "before its first phase"
         super().__init__(f"worker {worker} of {workers} {what} {where}")
+
+
+class ShardError(WorkerError):
+    """A process that computes some of the model's layers ended, stalled or reported an error.
+
+    worker, workers: the number of the process, from 0, and the number of processes. span: the process's layers.
+    """
+
+    def __init__(self, shard: int, shards: int, span: str, what: str) -> None:
+        super().__init__(shard, shards, None, None, what)
+        self.args = (f"shard {shard + 1} of {shards}, {span}, {what}",)

@@ -123,8 +123,8 @@ def compute(models: Path, out: Path, kvs: Sequence[str], demo: str) -> None:
     for path in sorted(models.iterdir()):
         for kv in kvs:
 
-            def opened(threads: int, path: Path = path, kv: str = kv) -> gemma_py.Engine:
-                return gemma_py.load(path, threads=threads, kv=kv)
+            def opened(threads: int, shards: int, path: Path = path, kv: str = kv) -> gemma_py.Engine:
+                return gemma_py.load(path, threads=threads, kv=kv, shards=shards)
 
             report = verify.verify(opened, THREADS, CHUNKS, TOKENS, reference_tokens=0)
             report.raise_on_mismatch()

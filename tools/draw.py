@@ -188,6 +188,7 @@ _ABOUT = {
     "generate": "engine, sessions, sampling, scheduler",
     "templates": "messages to token ids",
     "receipts": "how an answer was made",
+    "cluster": "shards: layers in several processes",
     "runtime": "forward pass, workers, KV cache",
     "reference": "the specification, in scalar loops",
     "weights": "checkpoints, packed for the kernels",

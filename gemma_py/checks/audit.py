@@ -30,7 +30,7 @@ from gemma_py.receipts.receipt import FLOATS, RULES, Receipt, output_digests
 from gemma_py.receipts.row_digests import row_digest
 from gemma_py.receipts.shown import ShownField
 from gemma_py.runtime.cache import Cache
-from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
+from gemma_py.runtime.prefix_cache import BLOCK_TOKENS
 from gemma_py.runtime.runner import CHUNK, SequenceInput
 from gemma_py.templates.notation import Marks
 
@@ -164,7 +164,7 @@ class Auditor:
         self._rows = max(1, _MOST_LOGITS // (4 * engine.program.outputs))
         free = machine.memory() or _UNKNOWN_MEMORY
         self._kv_bytes = free // 3
-        self._prefixes = PrefixCache(engine.config, engine.kv_type, min(free // 6, _MOST_PREFIX_BYTES))
+        self._prefixes = engine.new_prefix_cache(min(free // 6, _MOST_PREFIX_BYTES))
 
     def audit(
         self, receipts: Sequence[Receipt], shown: Sequence[Sequence[ShownField]] | None = None

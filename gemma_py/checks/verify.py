@@ -1,4 +1,4 @@
-"""`verify` checks that this machine computes equal bits with every number of threads and every chunk size.
+"""`verify` checks that this machine computes equal bits with every number of threads and of shards and every chunk size.
 
     T tokens   V vocabulary   L layers   P phases of a layer
 
@@ -14,6 +14,7 @@ texts in a pass instead of a chunk size.
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from gemma_py.generate.session import Session
 from gemma_py.runtime.cache import Cache, check_context
 from gemma_py.runtime.trace import Trace
 
-OpenEngine = Callable[[int], Engine]
+OpenEngine = Callable[[int, int], Engine]  # called with the numbers of threads and of shards
 ReportFraction = Callable[[str, float], None]  # called with (current step, fraction of the work that is done, 0 to 1)
 
 TOKENS, REFERENCE = 256, 16
@@ -76,16 +77,19 @@ class RunSetting:
 
     chunk: the number of tokens in a pass or, for an embedding model, the number of texts in a pass
     embeds: whether the model is an embedding model
+    shards: the number of processes among which the layers are divided
     """
 
     threads: int
     chunk: int
     embeds: bool = False
+    shards: int = 1
 
     def __str__(self) -> str:
         if self.embeds:
             return f"{threads_text(self.threads)} with {self.chunk} text{'s' * (self.chunk > 1)} in a pass"
-        return f"{threads_text(self.threads)} in chunks of {self.chunk}"
+        shards = f" and {self.shards} shards" if self.shards > 1 else ""
+        return f"{threads_text(self.threads)}{shards} in chunks of {self.chunk}"
 
 
 @dataclass(frozen=True)
@@ -299,7 +303,7 @@ def locate(
 ) -> Difference:
     """Run two settings again with traces, up to _ATTEMPTS times, until the traces differ."""
     between = f"{a} and {b}"
-    with open_engine(a.threads) as one, open_engine(b.threads) as other:
+    with open_engine(a.threads, a.shards) as one, open_engine(b.threads, b.shards) as other:
         for _ in range(_ATTEMPTS):
             found = where_traces_part(
                 compute(one, ids, a.chunk, trace=True), compute(other, ids, b.chunk, trace=True), between
@@ -330,7 +334,7 @@ class VerifyReport:
 
     def as_json(self) -> dict[str, Any]:
         rows = [
-            {"threads": setting.threads, "texts_in_a_pass" if setting.embeds else "chunk": setting.chunk,
+            {"threads": setting.threads, "shards": setting.shards, "texts_in_a_pass" if setting.embeds else "chunk": setting.chunk,
              "embeddings" if setting.embeds else "logits": result.logits, "kv": list(result.kv)}
             for setting, result in zip(self.settings, self.results, strict=True)
         ]  # fmt: skip
@@ -362,27 +366,30 @@ def verify(
     tokens: int,
     reference_tokens: int = REFERENCE,
     progress: ReportFraction = lambda what, part: None,
+    shards: Sequence[int] = (1,),
 ) -> VerifyReport:
-    """Compare every combination of threads and chunk size with the first combination.
+    """Compare every combination of threads, shards and chunk size with the first combination.
 
     reference_tokens: the number of tokens that are also compared with the reference implementation.
     """
-    pairs = [(count, chunk) for count in dict.fromkeys(threads) for chunk in dict.fromkeys(chunks)]
+    engines = list(product(dict.fromkeys(shards), dict.fromkeys(threads)))
+    combinations = list(product(engines, dict.fromkeys(chunks)))
     prefix, results = min(reference_tokens, tokens), []
-    total, done = 100 * prefix + sum(cost(tokens, chunk) for _, chunk in pairs), 0
+    total, done = 100 * prefix + sum(cost(tokens, chunk) for _, chunk in combinations), 0
     ids: list[int] = []
     settings: tuple[RunSetting, ...] = ()
     difference = None
-    for count in dict.fromkeys(threads):
-        with open_engine(count) as engine:
+    for parts, count in engines:
+        with open_engine(count, parts) as engine:
             if not ids:
                 ids = prompt(tokens, engine.config.vocab_size)
-                settings = tuple(RunSetting(*pair, engine.config.embedding is not None) for pair in pairs)
+                embeds = engine.config.embedding is not None
+                settings = tuple(RunSetting(of[1], chunk, embeds, of[0]) for of, chunk in combinations)
                 if prefix:
                     progress(f"the specification, {prefix} tokens", 0.0)
                     difference = against_specification(engine, ids[:prefix])
                 done += 100 * prefix
-            for setting in (setting for setting in settings if setting.threads == count):
+            for setting in (s for s in settings if (s.shards, s.threads) == (parts, count)):
 
                 def advance(made: int, setting: RunSetting = setting, before: int = done) -> None:
                     progress(str(setting), (before + cost(tokens, setting.chunk) * made / tokens) / total)

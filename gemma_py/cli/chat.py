@@ -20,6 +20,7 @@ from gemma_py.cli.chat_commands import COMMANDS, arguments, run_command
 from gemma_py.cli.common import (
     add_engine,
     add_model,
+    add_shards,
     add_sign,
     note_exceptions,
     positive,
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sign(parser)
     add_speculate(parser)
     add_engine(parser)
+    add_shards(parser)
 
 
 def run(args: argparse.Namespace) -> None:

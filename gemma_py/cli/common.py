@@ -171,6 +171,16 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_shards(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shards",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="divide the model's layers among N processes on this machine; the output has the same bits (default: 1)",
+    )
+
+
 def add_sign(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sign", type=Path, metavar="KEY", help="sign receipts with the private key in this file, which keygen makes"

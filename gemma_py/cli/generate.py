@@ -18,6 +18,7 @@ from gemma_py.cli.common import (
     add_input,
     add_model,
     add_receipt,
+    add_shards,
     note_exceptions,
     positive,
     print_json,
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_receipt(parser)
     add_speculate(parser)
     add_engine(parser)
+    add_shards(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ def load_engine(args: argparse.Namespace) -> gemma_py.Engine:
         pack=args.pack,
         speculate=getattr(args, "speculate", "off"),
         draft=getattr(args, "draft", None),
+        shards=getattr(args, "shards", 1),
     )
     if args.context is not None and args.context > engine.context:
         notify(

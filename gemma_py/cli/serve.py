@@ -18,7 +18,17 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from gemma_py.cli.common import add_engine, add_model, add_sign, natural, note_exceptions, notify, positive, signer_of
+from gemma_py.cli.common import (
+    add_engine,
+    add_model,
+    add_shards,
+    add_sign,
+    natural,
+    note_exceptions,
+    notify,
+    positive,
+    signer_of,
+)
 from gemma_py.cli.loading import load_engine
 from gemma_py.cli.sampling import add_speculate
 from gemma_py.errors import InputError
@@ -119,6 +129,7 @@ def add_service(parser: argparse.ArgumentParser) -> None:
     add_sign(parser)
     add_speculate(parser)
     add_engine(parser)
+    add_shards(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> None:
         check_drawable(args.plot)
     threads = args.teams or default_teams()
 
-    def open_engine(count: int) -> Engine:
-        return gemma_py.load(args.model, threads=count, progress=LoadProgress())
+    def open_engine(count: int, shards: int = 1) -> Engine:
+        return gemma_py.load(args.model, threads=count, progress=LoadProgress(), shards=shards)
 
     interrupted = None
     with open_engine(max(threads)) as engine:

@@ -1,9 +1,9 @@
-"""Check that this machine computes the same bits with every number of threads and every chunk size.
+"""Check that this machine computes the same bits with every number of threads and of shards and every chunk size.
 
-A fixed prompt is computed with each number of threads and each chunk size; chunks of 1 are decoding token by token. The logits of
-all tokens, and all keys and values, must have the same bits in all runs. The logits, keys and values of the first tokens must also
-have the bits of the specification (gemma_py.reference). If two runs differ, the layer, phase, position and worker of the first
-difference are reported, and the exit code is 1.
+A fixed prompt is computed with each number of threads and of shards and each chunk size; chunks of 1 are decoding token by
+token. The logits of all tokens, and all keys and values, must have the same bits in all runs. The logits, keys and values of the
+first tokens must also have the bits of the specification (gemma_py.reference). If two runs differ, the layer, phase, position and
+worker of the first difference are reported, and the exit code is 1.
 
 With an embedding model, the prompt is cut into texts, and the embeddings of the texts are compared. --chunks then gives the
 numbers of texts in a pass.
@@ -42,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chunk sizes in tokens, or for an embedding model numbers of texts in a pass (default: 1,7,64,512)",
     )
     parser.add_argument(
+        "--shards",
+        type=counts,
+        default=(1,),
+        metavar="N,N",
+        help="numbers of processes among which the layers are divided (default: 1)",
+    )
+    parser.add_argument(
         "--tokens",
         type=positive,
         metavar="N",
@@ -59,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    def open_engine(threads: int) -> Engine:
-        return gemma_py.load(args.model, threads=threads, quant=args.quant, progress=LoadProgress())
+    def open_engine(threads: int, shards: int = 1) -> Engine:
+        return gemma_py.load(args.model, threads=threads, quant=args.quant, progress=LoadProgress(), shards=shards)
 
     with ProgressBar("checking", wanted=not args.json) as progress:
         # Load the model once before the runs, so that invalid arguments are reported early.
@@ -75,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
             ids = verify.prompt(tokens, engine.config.vocab_size)
             if args.trace is not None:
                 check_writable(args.trace)
-        report = verify.verify(open_engine, args.threads, args.chunks, tokens, args.reference, progress)
+        report = verify.verify(open_engine, args.threads, args.chunks, tokens, args.reference, progress, args.shards)
         made = None
         if report.difference is None and (args.trace or theirs):
             progress("the trace", 1.0)
@@ -124,9 +131,13 @@ def grid(report: verify.VerifyReport) -> str:
     """Return a table with the digest of each run. A star marks a digest that differs from the first run's."""
     chunks, embeds = list(dict.fromkeys(setting.chunk for setting in report.settings)), report.settings[0].embeds
     digests = {setting: result.digest[:8] for setting, result in zip(report.settings, report.results, strict=True)}
-    lines = ["threads" + "".join(f"{f'{chunk} a pass' if embeds else f'chunks of {chunk}':>16}" for chunk in chunks)]
-    for threads in dict.fromkeys(setting.threads for setting in report.settings):
-        row = [verify.RunSetting(threads, chunk, embeds) for chunk in chunks]
+    sharded = any(setting.shards > 1 for setting in report.settings)
+    head = "shards threads" if sharded else "threads"
+    lines = [head + "".join(f"{f'{chunk} a pass' if embeds else f'chunks of {chunk}':>16}" for chunk in chunks)]
+    for shards, threads in dict.fromkeys((setting.shards, setting.threads) for setting in report.settings):
+        row = [verify.RunSetting(threads, chunk, embeds, shards) for chunk in chunks]
         cells = (f"{'*' if setting in report.different else ''}{digests[setting]}" for setting in row)
-        lines.append(f"{threads:7}" + "".join(f"{cell:>16}" for cell in cells))
+        lines.append(
+            (f"{shards:6} {threads:7}" if sharded else f"{threads:7}") + "".join(f"{cell:>16}" for cell in cells)
+        )
     return "\n".join(lines)

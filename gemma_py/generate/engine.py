@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -40,6 +40,9 @@ from gemma_py.tokenizer import Tokenizer
 from gemma_py.weights.checkpoint import Checkpoint, open_checkpoint
 from gemma_py.weights.store import file_digests, packed_weights
 from gemma_py.weights.tensors import Weights, stays_float
+
+if TYPE_CHECKING:
+    from gemma_py.runtime.prefix_cache import PrefixCache
 
 
 class Engine:
@@ -81,7 +84,7 @@ class Engine:
             )
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
-        self.quant = quant
+        self.quant, self.shards = quant, 1
         self.pace = Pace()
         self.speculate = "auto"  # the option of requests that do not set it
         self.draft: GuessingModel | None = None
@@ -121,6 +124,12 @@ class Engine:
         """The number type of the KV cache: "float32" or "bfloat16"."""
         return self.runner.kv
 
+    def divide(self, shards: int) -> None:
+        """Divide the layers among so many processes. Call this before the first session."""
+        from gemma_py.cluster.local import local_shards  # imported here, because most engines have no shards
+
+        self._runner, self.shards = local_shards(self.checkpoint, self.runner, self.quant, shards), shards
+
     def use_draft(self, checkpoint: Checkpoint, progress: ReportProgress = no_report) -> None:
         """Let a smaller model of the same vocabulary, or an assistant, guess tokens. This changes the speed of answers, but
         no token.
@@ -128,6 +137,8 @@ class Engine:
         embedding.check_generates(self)
         check_draft(checkpoint, self.tokenizer, self.config.vocab_size)
         if checkpoint.config.backbone_hidden_size:
+            if self.shards > 1:
+                raise InputError("an assistant reads the model's KV rows, which other processes have (--shards)")
             self.draft = Assistant(checkpoint, self.checkpoint, self.runner, self.quant, progress)
         else:
             self.draft = DraftModel(checkpoint, self.runner, self.quant, progress)
@@ -315,18 +326,10 @@ class Engine:
         ids = form.prompt(messages, tools, thinking)
         stop = (*form.template.stop, *stop_strings(stop))
         request = Request(
-            ids,
-            max_tokens,
-            sampling,
-            stop=stop,
-            ends=self.ends(form.template),
-            trim=True,
-            logprobs=logprobs,
-            marks=form.marks(bool(tools)),
-            speculate=speculate,
-            prediction=self.encode_prediction(prediction),
+            ids, max_tokens, sampling, stop=stop, ends=self.ends(form.template), trim=True, logprobs=logprobs,
+            marks=form.marks(bool(tools)), speculate=speculate, prediction=self.encode_prediction(prediction),
             receipt=receipt,
-        )
+        )  # fmt: skip
         return self._answer(request)
 
     def chat_format(self, template: Template) -> ChatFormat:
@@ -412,6 +415,9 @@ class Engine:
         """Return an empty KV cache for `run_together`. keep: the most tokens that a rewind must be able to remove."""
         return self.runner.cache(keep)
 
+    def new_prefix_cache(self, budget: int) -> "PrefixCache":
+        return self.runner.prefix_cache(budget)
+
     def cache_bytes(self, tokens: int, keep: int = 0) -> int:
         """Return the size in bytes of a cache from `new_cache(keep)` that holds `tokens` tokens.
 
@@ -448,18 +454,10 @@ _LONGEST_DEADLINE = 86_400.0
 
 
 def load(
-    model: str | Path,
-    threads: int | None = None,
-    context: int | None = None,
-    deadline: float = 5.0,
-    kv: str = "float32",
-    quant: str | None = None,
-    progress: ReportProgress = no_report,
-    *,
-    pack: bool = True,
-    speculate: str = "auto",
-    draft: str | Path | None = None,
-) -> Engine:
+    model: str | Path, threads: int | None = None, context: int | None = None, deadline: float = 5.0, kv: str = "float32",
+    quant: str | None = None, progress: ReportProgress = no_report, *, pack: bool = True, speculate: str = "auto",
+    draft: str | Path | None = None, shards: int = 1,
+) -> Engine:  # fmt: skip
     """Load a model: a GGUF file, a Hugging Face directory, a name from the catalogue, or `hf:owner/name` (extra `hf`).
 
     threads: the number of worker threads; by default, one per physical core that CPU affinity and cgroup quota allow.
@@ -476,10 +474,13 @@ def load(
     expected to save time. This is the default of requests that do not choose.
     draft: a smaller model with the vocabulary of this model, or an assistant of this model, which then guesses tokens too.
     With speculate "off", it is an error.
+    shards: into how many spans of layers to divide the model. Each span but the last is computed by a process of its own.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
     check_mode(speculate)
+    if not is_whole(shards, 1):
+        raise InputError(f"shards should be at least 1, found {shards!r:.40}")
     if speculate == "off" and draft is not None:
         raise InputError(
             "a draft model (--draft) only guesses tokens, and speculate off (--speculate off) wants no guesses"
@@ -487,10 +488,12 @@ def load(
     checkpoint = replace(open_checkpoint(resolve(model, progress)), cacheable=pack)
     engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress)
     engine.speculate = speculate
-    if draft is not None:
-        try:
+    try:
+        if shards > 1:
+            engine.divide(shards)
+        if draft is not None:
             engine.use_draft(replace(open_checkpoint(resolve(draft, progress)), cacheable=pack), progress)
-        except BaseException:
-            engine.close()
-            raise
+    except BaseException:
+        engine.close()
+        raise
     return engine

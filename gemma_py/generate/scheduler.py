@@ -22,7 +22,7 @@ from gemma_py.generate.events import Failed, Finished, Generated, Listener, Pref
 from gemma_py.generate.sampling import ROWS_AT_ONCE
 from gemma_py.receipts.receipt import Receipt
 from gemma_py.runtime.cache import Cache
-from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
+from gemma_py.runtime.prefix_cache import BLOCK_TOKENS
 from gemma_py.runtime.runner import CHUNK, SequenceInput
 
 # How long a pass should take, in seconds: first for a pass with prompts only, second for a pass that also decodes. The
@@ -132,7 +132,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             )
         super().__init__(engine, parallel, queue)
         # Only the scheduler's thread writes the fields below.
-        self._prefixes = PrefixCache(engine.config, engine.kv_type, prefix_bytes)
+        self._prefixes = engine.new_prefix_cache(prefix_bytes)
         self._guessed = self._accepted = 0
         self._samplers = ThreadPoolExecutor(thread_name_prefix="gemma_py-sampler")
         self._row_seconds = 1 / 64  # running average of seconds per token in passes with prompts

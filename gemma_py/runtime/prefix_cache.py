@@ -51,8 +51,13 @@ class PrefixCache:
         return len(self._rows) * BLOCK_TOKENS
 
     @property
+    def blocks(self) -> int:
+        """The number of blocks in the cache."""
+        return len(self._blocks)
+
+    @property
     def nbytes(self) -> int:
-        return len(self._blocks) * self._block_bytes
+        return self.blocks * self._block_bytes
 
     def restore(self, cache: Cache, ids: Sequence[int]) -> int:
         """Copy the longest cached prefix of `ids` into an empty KV cache. Return the number of copied tokens.

@@ -4,7 +4,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from gemma_py.runtime.instruments import Instruments
 from gemma_py.runtime.program import LinkedProgram
 from gemma_py.runtime.team import Team
 from gemma_py.runtime.trace import NO_TRACE, new_trace
+
+if TYPE_CHECKING:
+    from gemma_py.runtime.prefix_cache import PrefixCache
 
 CHUNK = 512  # the default number of prompt tokens per pass
 
@@ -196,6 +199,12 @@ class Runner:
     def cache(self, keep: int = 0) -> Cache:
         """Return an empty KV cache for a new session."""
         return Cache(self.config, self.instruments.poison, self.kv, keep)
+
+    def prefix_cache(self, budget: int) -> "PrefixCache":
+        """Return an empty prefix cache of at most `budget` bytes."""
+        from gemma_py.runtime.prefix_cache import PrefixCache  # imported here, because only schedulers need it
+
+        return PrefixCache(self.config, self.kv, budget)
 
     def _scratch_for(self, T: int, keys: int) -> Scratch:
         """Return scratch memory for T rows and for attention scores of `keys` keys. The memory is kept for later passes."""

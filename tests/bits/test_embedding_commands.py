@@ -101,8 +101,8 @@ def test_a_good_run(run: Run, each_embedding_folder: Path, tmp_path: Path) -> No
 
 @pytest.fixture
 def check(embedding_folder: Path) -> Callable[..., verify.VerifyReport]:
-    def opened(threads: int) -> gemma_py.Engine:
-        return gemma_py.load(embedding_folder, threads=threads)
+    def opened(threads: int, shards: int) -> gemma_py.Engine:
+        return gemma_py.load(embedding_folder, threads=threads, shards=shards)
 
     return lambda threads, reference_tokens: verify.verify(opened, threads, (3,), 60, reference_tokens)
 

@@ -28,8 +28,8 @@ Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--threads", "1,2", "--chunks", "32", "--tokens", "96", "--reference", "0")
 
 
-def tiny_engine(threads: int) -> gemma_py.Engine:
-    return gemma_py.load(TINY, threads=threads)
+def tiny_engine(threads: int, shards: int = 1) -> gemma_py.Engine:
+    return gemma_py.load(TINY, threads=threads, shards=shards)
 
 
 def check(threads: tuple[int, ...] = (1, 2), chunks: tuple[int, ...] = (32,), tokens: int = 96) -> verify.VerifyReport:

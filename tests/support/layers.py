@@ -13,6 +13,7 @@ LAYERS = (
     ("models", "catalog"),
     ("weights",),
     ("reference", "runtime"),
+    ("cluster",),
     ("templates",),
     ("receipts",),
     ("generate",),

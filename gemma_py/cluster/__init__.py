@@ -1,0 +1,1 @@
+"""Pipeline shards: a model whose layers are divided among several processes."""

@@ -1,0 +1,171 @@
+"""The link to a shard in another process on this machine, by two pipes.
+
+    this process  --(number, orders, rows)-->  the shard's process
+                  <--(number, results)--  or  <--(number, error's type, error's message)--
+
+The shard's process also sends beats, several in each deadline, from a thread of its own. If the process ends, the pipe is closed,
+and if the process stalls, the beats stop. Both raise ShardError. A late reply to an interrupted call has an old number and is
+ignored.
+"""
+
+import contextlib
+import hashlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gemma_py.cluster.shard import Order, Rows, SetThreads
+from gemma_py.errors import ContextError, InputError, ShardError
+from gemma_py.kernels.simd.target import TARGET
+from gemma_py.weights.checkpoint import Checkpoint
+from gemma_py.weights.pack import LAYOUT
+from gemma_py.weights.store import file_digests
+
+BEAT = None  # the message that only shows that a process is alive
+_TICKS = 20  # how often the deadline is divided, to see a stall
+_LONGEST_START = 600.0  # seconds in which a process must have loaded its weights
+_END = 5.0  # seconds in which a killed process must have ended
+_SAME_ERRORS = {error.__name__: error for error in (InputError, ContextError)}
+
+
+class Identity(NamedTuple):
+    """What must be equal in all shards of a model."""
+
+    model: tuple[str, ...]  # the sha256 of each of the model's files
+    package: str  # a sha256 of the sources of gemma_py
+    layout: str  # how weights are packed, and the processor for which kernels are compiled
+
+
+class Join(NamedTuple):
+    """The first message to a shard's process: which shard it is."""
+
+    path: Path
+    cacheable: bool
+    quant: str | None
+    kv: str
+    threads: int
+    deadline: float
+    cuts: tuple[int, ...]
+    number: int
+    identity: Identity
+
+
+def identity_of(checkpoint: Checkpoint) -> Identity:
+    sources, package = hashlib.sha256(), Path(__file__).parent.parent
+    for path in sorted(package.rglob("*.py")):
+        sources.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return Identity(file_digests(checkpoint), sources.hexdigest(), f"layout {LAYOUT}, {TARGET!r}")
+
+
+class PipeLink:
+    """Starts a process with a shard. See `Link`."""
+
+    def __init__(self, join: Join, span: str, shards: int) -> None:
+        self._join, self._span, self._shards = join, span, shards
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._call = 0
+        self.usable = True
+        # PYTHONPATH lets the process find the modules of this process. An empty path stands for the current directory. The
+        # process has a process group of its own, so Ctrl-C does not reach it.
+        paths = [path or str(Path.cwd()) for path in sys.path if isinstance(path, str)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gemma_py.cluster.worker"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            process_group=0, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert self.process.stdin is not None and self.process.stdout is not None
+        # The threads own the pipes' ends, so that no write to a stalled process blocks a call.
+        ends = os.dup(self.process.stdin.fileno()), os.dup(self.process.stdout.fileno())
+        self.process.stdin.close()
+        self.process.stdout.close()
+        for work, connection in (
+            (_send, Connection(ends[0], readable=False)),
+            (_receive, Connection(ends[1], writable=False)),
+        ):
+            box = self._outbox if work is _send else self._inbox
+            threading.Thread(target=work, args=(connection, box), name="gemma_py-shard", daemon=True).start()
+        try:
+            self._request((join,), _LONGEST_START)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, orders: Sequence[Order], rows: Rows) -> list[Any]:
+        results: list[Any] = self._request((list(orders), rows), self._join.deadline)
+        return results
+
+    def set_threads(self, threads: int) -> None:
+        self._join = self._join._replace(threads=threads)
+        self.call([SetThreads(threads)], ())
+
+    def _request(self, message: tuple[Any, ...], deadline: float) -> Any:
+        """Send a message, and wait for the reply as long as the process gives signs of life.
+
+        Silence is counted in short waits, so that a suspension of this process too does not count as a stall.
+        """
+        if not self.usable:
+            raise self._error("is no longer running")
+        self._call += 1
+        self._outbox.put((self._call, *message))
+        silent = 0
+        while True:
+            try:
+                reply = self._inbox.get(timeout=deadline / _TICKS)
+            except queue.Empty:
+                silent += 1
+                if silent > _TICKS:
+                    self.close()
+                    raise self._error(f"gave no sign of life for {deadline:g} s") from None
+                continue
+            silent = 0
+            if isinstance(reply, EOFError):
+                raise self._error(self._end())
+            if reply is BEAT or reply[0] != self._call:
+                continue
+            if len(reply) == 2:
+                return reply[1]
+            _, kind, text = reply
+            if kind in _SAME_ERRORS:
+                raise _SAME_ERRORS[kind](text)
+            self.close()
+            raise self._error(f"failed: {text}")
+
+    def _error(self, what: str) -> ShardError:
+        return ShardError(self._join.number, self._shards, self._span, what)
+
+    def _end(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the pipe is closed shortly before the process has ended
+            self.process.wait(_END)
+        self.close()
+        code = self.process.returncode
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def close(self) -> None:
+        """End the process. It keeps nothing that is needed later."""
+        self.usable = False
+        self._outbox.put(BEAT)  # ends the sending thread
+        self.process.kill()
+        self.process.wait(_END)
+
+
+def _send(connection: Connection, outbox: "queue.SimpleQueue[Any]") -> None:
+    with connection, contextlib.suppress(OSError):  # the receiving thread reports the end of the process
+        while (message := outbox.get()) is not BEAT:
+            connection.send(message)
+
+
+def _receive(connection: Connection, inbox: "queue.SimpleQueue[Any]") -> None:
+    with connection:
+        try:
+            while True:
+                inbox.put(connection.recv())
+        except (EOFError, OSError):
+            inbox.put(EOFError())

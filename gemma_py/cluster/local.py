@@ -1,0 +1,31 @@
+"""Shards in processes on this machine."""
+
+from gemma_py.cluster.links import Join, PipeLink, identity_of
+from gemma_py.cluster.shards import Shards
+from gemma_py.cluster.spans import choose_cuts, make_spans
+from gemma_py.errors import InputError
+from gemma_py.runtime.runner import Runner
+from gemma_py.weights.checkpoint import Checkpoint
+
+_TOKENS = 4096  # the number of tokens whose KV rows count for the sizes of spans
+
+
+def local_shards(checkpoint: Checkpoint, whole: Runner, quant: str | None, shards: int) -> Shards:
+    """Start processes for all shards but the last, which is in this process.
+
+    whole: the runner of the undivided model, whose worker team the last shard uses
+    """
+    config, program, shared, kv = whole.config, whole.program, whole.shared, whole.kv
+    if config.embedding is not None:
+        raise InputError(f"{checkpoint.path}: an embedding model cannot be divided into shards")
+    cuts = choose_cuts(config, program, shards, kv, min(_TOKENS, config.max_position_embeddings))
+    spans, identity = make_spans(config, program, cuts), identity_of(checkpoint)
+
+    def connect(number: int) -> PipeLink:
+        join = Join(
+            checkpoint.path, checkpoint.cacheable, quant, kv, shared.team.workers, shared.team.deadline, tuple(cuts),
+            number, identity,
+        )  # fmt: skip
+        return PipeLink(join, str(spans[number]), shards)
+
+    return Shards(program, config, shared, kv, spans, connect)

@@ -1,0 +1,437 @@
+"""The runner of a model whose layers are divided among shards.
+
+    first shard  --rows-->  second shard  --rows-->  ...  --rows-->  last shard, in this process  -->  logits
+
+The engine uses `Shards` like a `Runner`. The KV rows are in the shards. A `ShardedCache` has only the tokens, and the number of
+the shards' caches. Orders that need no result are collected, and go to the shards together with the next pass.
+
+If anything interrupts an order, some shards may have carried it out and others not. Then all caches of all shards are dropped,
+and a sequence's tokens are computed again before its next pass. The KV rows have the same bits as before, so answers continue as
+if nothing had happened.
+"""
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from gemma_py.cluster.shard import (
+    Accept,
+    Begin,
+    Drop,
+    FindPrefix,
+    Insert,
+    Order,
+    PassResult,
+    Prepare,
+    Read,
+    Reset,
+    Restore,
+    Rewind,
+    Rows,
+    Run,
+    SequencePart,
+    Shard,
+    SpanRunner,
+)
+from gemma_py.cluster.spans import Span
+from gemma_py.errors import ComputationError, InputError, ShardError
+from gemma_py.models.config import Config
+from gemma_py.runtime.cache import Cache, bytes_needed, check_context
+from gemma_py.runtime.prefix_cache import BLOCK_TOKENS, PrefixCache
+from gemma_py.runtime.program import LinkedProgram
+from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput, SharedTeam
+from gemma_py.runtime.trace import UNTRACED, Trace
+
+_ATTEMPTS = 3  # how often a pass is tried before the error of a shard is raised
+T = TypeVar("T")
+
+
+class Link(Protocol):
+    """Carries orders to a shard, and results back."""
+
+    @property
+    def usable(self) -> bool: ...
+
+    def call(self, orders: Sequence[Order], rows: Rows) -> list[Any]:
+        """Let the shard carry out orders. If the shard fails, raise ShardError."""
+
+    def set_threads(self, threads: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LocalLink:
+    """The link to the last shard, which is in this process."""
+
+    usable = True
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def call(self, orders: Sequence[Order], rows: Rows) -> list[Any]:
+        return self.shard.apply(orders, rows)
+
+    def set_threads(self, threads: int) -> None:
+        """Do nothing, because the shard uses the worker team of `Shards`."""
+
+    def close(self) -> None:
+        """Do nothing, because `Shards` closes the worker team."""
+
+
+Connect = Callable[[int], Link]  # opens the link to the shard with this number
+
+
+class ShardedCache(Cache):
+    """The tokens of a sequence whose KV rows are in the shards.
+
+    number, epoch: the caches of the shards have this number, if the shards' epoch is this epoch. Otherwise, there are none.
+    """
+
+    def __init__(self, shards: "Shards", keep: int) -> None:
+        super().__init__(replace(shards.config, layers=()), shards.instruments.poison, shards.kv, keep)
+        self.number, self.epoch = -1, -1
+        self.prepared: tuple[int, int] | None = None
+        self._shards = shards
+
+    @property
+    def current(self) -> bool:
+        return self.epoch == self._shards.epoch
+
+    def prepare(self, tokens: int, chunk: int) -> None:
+        self.prepared = tokens, chunk
+        self._order(lambda number: Prepare(number, tokens, chunk))
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        super().accept(tokens)
+        self._order(lambda number: Accept(number, list(tokens)))
+
+    def rewind(self, position: int) -> None:
+        super().rewind(position)
+        self._order(lambda number: Rewind(number, position))
+
+    def _order(self, make: Callable[[int], Order]) -> None:
+        with self._shards.shared.lock:
+            if self.current:
+                self._shards.order(make(self.number))
+
+    def can_rewind_to(self, position: int) -> bool:
+        with self._shards.shared.lock:
+            if not 0 <= position <= self.position or not self.current:
+                return 0 <= position <= self.position
+            return all(self._shards.read_all(self, "can_rewind_to", position))
+
+    def rows(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        made: tuple[np.ndarray, np.ndarray] = self._shards.read_layer(self, "rows", number)
+        return made
+
+    def raw_rows(self, number: int, since: int) -> tuple[np.ndarray, np.ndarray]:
+        made: tuple[np.ndarray, np.ndarray] = self._shards.read_layer(self, "raw_rows", number, since)
+        return made
+
+    def digest(self) -> list[str]:
+        return [digest for digests in self._shards.read_all(self, "digest") for digest in digests]
+
+    def restore(self, ids: list[int], kv_rows: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+        self._shards.restore(self, list(ids), list(kv_rows))
+        self.ids = list(ids)
+
+    def copy(self) -> "Cache":
+        raise InputError("a cache in shards cannot be copied")
+
+
+class ShardedPrefixCache(PrefixCache):
+    """The prefix caches of all shards, which store and evict the same blocks. See `PrefixCache`."""
+
+    def __init__(self, shards: "Shards", budget: int) -> None:
+        self.hits = self.misses = self.hit_tokens = 0
+        self._shards = shards
+        self._block_bytes = bytes_needed(shards.config, shards.kv, BLOCK_TOKENS, BLOCK_TOKENS)
+        self._count = budget // self._block_bytes
+        shards.keep_prefixes(self._count)
+
+    @property
+    def capacity(self) -> int:
+        return self._count * BLOCK_TOKENS
+
+    @property
+    def nbytes(self) -> int:
+        return self._shards.local.prefixes.blocks * self._block_bytes
+
+    def restore(self, cache: Cache, ids: Sequence[int]) -> int:
+        assert isinstance(cache, ShardedCache)
+        count = self._shards.find_prefix(cache, list(ids))
+        if count:
+            cache.ids = list(ids[:count])
+            self.hits += 1
+            self.hit_tokens += count
+        else:
+            self.misses += 1
+        return count
+
+    def insert(self, cache: Cache, since: int) -> None:
+        assert isinstance(cache, ShardedCache)
+        with self._shards.shared.lock:
+            if cache.current:
+                self._shards.order(Insert(cache.number, since))
+
+
+class Shards(Runner):
+    """Runs passes in several shards. The last shard is in this process, so logits never travel.
+
+    epoch: how often all caches were dropped.
+    """
+
+    def __init__(
+        self,
+        program: LinkedProgram,
+        config: Config,
+        shared: SharedTeam,
+        kv: str,
+        spans: Sequence[Span],
+        connect: Connect,
+    ) -> None:
+        """program: the whole model's. connect: opens the links to all shards except the last."""
+        # Methods that hold the lock call each other.
+        shared.lock = threading.RLock()  # type: ignore[assignment]
+        super().__init__(program, config, shared, kv)
+        self.spans, self.epoch = spans, 0
+        self._connect, self._process = connect, os.getpid()
+        self.local = Shard(SpanRunner(spans[-1], shared, kv))
+        self._orders: list[Order] = []
+        self._blocks = self._last_number = 0
+        # The epochs and numbers of caches that are no longer used. Garbage collection appends to it at any time.
+        self._unused: deque[tuple[int, int]] = deque()
+        self._links: list[Link] = []
+        try:
+            for number in range(len(spans) - 1):
+                self._links.append(connect(number))
+        except BaseException:
+            self._close_links()
+            raise
+        self._links.append(LocalLink(self.local))
+
+    def _compile(self) -> None:
+        """Do nothing, because the runner of the last span compiles the forward pass."""
+
+    def cache(self, keep: int = 0) -> ShardedCache:
+        return ShardedCache(self, keep)
+
+    def prefix_cache(self, budget: int) -> PrefixCache:
+        return ShardedPrefixCache(self, budget)
+
+    def run(
+        self,
+        cache: Cache,
+        tokens: list[int],
+        all_logits: bool,
+        limit: int | None = None,
+        ahead: int = 0,
+        guesses: int = 0,
+    ) -> np.ndarray:
+        T = len(tokens)
+        with self.shared.lock:
+            if limit is not None:
+                check_context(limit, T, after=cache.position)
+            (logits,) = self._pass([SequenceInput(cache, tokens, T if all_logits else 1, guesses)], ahead)
+        return logits if all_logits else logits[0]
+
+    def _pass(self, inputs: Sequence[SequenceInput], ahead: int = 0) -> list[np.ndarray]:
+        for entry in inputs:
+            if not 0 <= entry.guesses < len(entry.tokens):
+                raise InputError("a pass needs a token of each sequence that is not a guess")
+            entry.cache.reject_guesses()
+        logits = self._again_after_faults(lambda: self._run(inputs, ahead))
+        for cache, tokens, _, guesses in inputs:
+            known = len(tokens) - guesses
+            cache.commit(tokens[:known], tokens[known:])
+        return logits
+
+    def _run(self, inputs: Sequence[SequenceInput], ahead: int) -> list[np.ndarray]:
+        for entry in inputs:
+            self._make_current(entry.cache)
+        parts = [SequencePart(_number(entry.cache), *entry[1:]) for entry in inputs]
+        return self._run_parts(parts, ahead, self.instruments.traces)
+
+    def _run_parts(self, parts: Sequence[SequencePart], ahead: int, traces: list[Trace] | None) -> list[np.ndarray]:
+        """Run a pass in all shards, one after another. Return the logits of each sequence."""
+        mine = self.local.runner.instruments
+        mine.fault_plan, mine.profile = self.instruments.fault_plan, self.instruments.profile
+        orders = [*self._pending(), Run(parts, ahead, self.instruments.poison, traces is not None)]
+        rows: Rows = ()
+        made: list[PassResult] = []
+        for link in self._links:
+            made.append(link.call(orders, rows)[-1])
+            rows = made[-1].rows
+        if traces is not None:
+            traces.append(_joined([result.trace for result in made if result.trace is not None]))
+        return list(made[-1].logits)
+
+    def set_workers(self, workers: int) -> None:
+        with self.shared.lock:
+            for link in self._links:
+                link.set_threads(workers)
+            super().set_workers(workers)
+
+    def close(self) -> None:
+        self._close_links()
+        super().close()
+
+    def _close_links(self) -> None:
+        for link in self._links:
+            link.close()
+
+    # --- for ShardedCache and ShardedPrefixCache. The lock is held, or taken here. ------------------------------------
+
+    def order(self, order: Order) -> None:
+        """Send an order together with the next pass."""
+        self._orders.append(order)
+
+    def read_all(self, cache: ShardedCache, method: str, *arguments: int) -> list[Any]:
+        """Call a method of the cache of each shard."""
+
+        def read() -> list[Any]:
+            self._make_current(cache)
+            return self._deliver(Read(cache.number, method, arguments))
+
+        with self.shared.lock:
+            return self._again_after_faults(read)
+
+    def read_layer(self, cache: ShardedCache, method: str, layer: int, *arguments: int) -> Any:
+        """Call a method of the cache of the shard that has a layer. layer: its number among the layers with KV rows."""
+
+        def read() -> Any:
+            self._make_current(cache)
+            self._deliver()
+            number = layer
+            for link, span in zip(self._links, self.spans, strict=True):
+                count = len(span.config.kv_layers)
+                if number < count:
+                    return link.call([Read(cache.number, method, (number, *arguments))], ())[0]
+                number -= count
+            raise IndexError(f"there are {len(self.config.kv_layers)} layers with KV rows, found number {layer}")
+
+        with self.shared.lock:
+            return self._again_after_faults(read)
+
+    def restore(self, cache: ShardedCache, ids: list[int], kv_rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        layers = len(self.config.kv_layers)
+        if len(kv_rows) != layers:
+            found = "more" if len(kv_rows) > layers else len(kv_rows)
+            raise InputError(f"the KV rows should have {layers} layers, found {found}")
+        whole = Cache(self.config, kv=self.kv)
+        for number, layer_rows in enumerate(kv_rows):
+            whole._check_restorable(number, len(ids), layer_rows)
+
+        def fill() -> None:
+            self._make_current(cache)
+            self._deliver()
+            rest = list(kv_rows)
+            for link, span in zip(self._links, self.spans, strict=True):
+                count = len(span.config.kv_layers)
+                link.call([Restore(cache.number, ids, rest[:count])], ())
+                del rest[:count]
+
+        with self.shared.lock:
+            self._again_after_faults(fill)
+
+    def keep_prefixes(self, blocks: int) -> None:
+        """Begin with empty prefix caches of so many blocks."""
+        with self.shared.lock:
+            self._blocks = blocks
+            self._begin_again()
+
+    def find_prefix(self, cache: ShardedCache, ids: list[int]) -> int:
+        """Copy the longest cached prefix to the empty caches of all shards. Return the number of copied tokens."""
+
+        def find() -> int:
+            self._make_current(cache)
+            counts = self._deliver(FindPrefix(cache.number, ids))
+            if len(set(counts)) != 1:
+                raise ComputationError(f"the shards have different prefixes, of {', '.join(map(str, counts))} tokens")
+            return int(counts[0])
+
+        with self.shared.lock:
+            return self._again_after_faults(find)
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def _make_current(self, cache: Cache) -> None:
+        """Let the shards have a cache with the tokens of this cache. After a fault, compute the tokens again."""
+        assert isinstance(cache, ShardedCache)
+        if cache.current:
+            return
+        self._last_number += 1
+        number = self._last_number
+        weakref.finalize(cache, self._unused.append, (self.epoch, number)).atexit = False
+        self.order(Begin(number, cache.keep, cache.poison))
+        if cache.prepared is not None:
+            self.order(Prepare(number, *cache.prepared))
+        for first in range(0, len(cache.ids), CHUNK):
+            tokens = cache.ids[first : first + CHUNK]
+            self._run_parts([SequencePart(number, tokens, 1, 0)], len(cache.ids) - first - len(tokens), None)
+        cache.number, cache.epoch = number, self.epoch
+
+    def _pending(self) -> list[Order]:
+        """Return the orders that were collected since the last pass."""
+        if os.getpid() != self._process:
+            raise ComputationError("an engine with shards cannot be used in a forked process")
+        for number, link in enumerate(self._links):
+            if not link.usable:
+                link.close()
+                self._links[number] = self._connect(number)
+        orders, self._orders = self._orders, []
+        while self._unused:
+            epoch, number = self._unused.popleft()
+            if epoch == self.epoch:
+                orders.append(Drop(number))
+        return orders
+
+    def _deliver(self, *orders: Order) -> list[Any]:
+        """Send the collected orders and these to every shard. Return each shard's result of the last order."""
+        sent = [*self._pending(), *orders]
+        results = [link.call(sent, ()) for link in self._links]
+        return [result[-1] for result in results] if sent else []
+
+    def _again_after_faults(self, action: Callable[[], T]) -> T:
+        """Call a function that sends orders. If a shard fails, replace the shard, and call the function again."""
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                with self._drops_caches_on_errors():
+                    return action()
+            except ShardError:
+                continue
+        with self._drops_caches_on_errors():
+            return action()
+
+    @contextmanager
+    def _drops_caches_on_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._begin_again()
+            raise
+
+    def _begin_again(self) -> None:
+        self.epoch += 1
+        self._orders = [Reset(self._blocks)]
+
+
+def _number(cache: Cache) -> int:
+    assert isinstance(cache, ShardedCache)
+    return cache.number
+
+
+def _joined(traces: Sequence[Trace]) -> Trace:
+    """Return the trace of a pass from the traces of its spans. A row is traced in one span only."""
+    hashes, workers = traces[0].hashes.copy(), traces[0].workers.copy()
+    for trace in traces[1:]:
+        traced = trace.hashes != UNTRACED
+        hashes[traced], workers[traced] = trace.hashes[traced], trace.workers[traced]
+    return Trace(hashes, workers)

@@ -1,0 +1,143 @@
+"""Spans of layers, and shards in one process, give the unsharded bits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from equivalence import TOKENS, expected, expected_of_several, opened, prompt, together
+from repository import TINY
+from tiny_models import VARIANTS
+
+import gemma_py
+from gemma_py.checks.verify import compute
+from gemma_py.cluster.shard import Shard, SpanRunner
+from gemma_py.cluster.shards import LocalLink, Shards
+from gemma_py.cluster.spans import Span, allowed_cuts, choose_cuts, make_spans
+from gemma_py.errors import InputError
+from gemma_py.runtime.runner import SequenceInput, SharedTeam
+
+GENERATING = [name for name in VARIANTS if not name.startswith("embedding")]
+
+
+def spans_of(engine: gemma_py.Engine, shards: int) -> list[Span]:
+    program = engine.program
+    return make_spans(engine.config, program, choose_cuts(engine.config, program, shards, engine.kv_type, 100))
+
+
+@contextmanager
+def sharded(path: Path, shards: int, threads: int, kv: str = "float32") -> Iterator[gemma_py.Engine]:
+    """Open an engine whose shards are all in this process. shards: 0 for as many as the model allows."""
+    with opened(path, threads, kv=kv) as engine:
+        whole = engine.runner
+        spans = spans_of(engine, shards or len(allowed_cuts(engine.config)))
+
+        def connect(number: int) -> LocalLink:
+            return LocalLink(Shard(SpanRunner(spans[number], SharedTeam(threads), kv)))
+
+        made = Shards(whole.program, engine.config, SharedTeam(threads), kv, spans, connect)
+        made.instruments.poison = True
+        engine._runner = made
+        try:
+            yield engine
+        finally:
+            whole.close()
+
+
+@pytest.mark.parametrize("shards", [1, 2, 0])
+@pytest.mark.parametrize("name", GENERATING)
+def test_shards_match_the_reference(checkpoints: dict[str, Path], name: str, shards: int) -> None:
+    for threads in (1, 3):
+        with opened(checkpoints[name], threads) as engine:
+            want = expected(name, engine)
+            if shards > len(allowed_cuts(engine.config)):
+                pytest.skip("the model has only one span")
+        with sharded(checkpoints[name], shards, threads) as engine:
+            for sizes in ([1], [7], [TOKENS], [5, 1, 13, 2]):
+                assert want.same(engine, sizes), f"chunks of {sizes}"
+            assert want.same(engine, [33], all_logits=False)
+
+
+@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4-e2b", "gemma4-dense"])
+def test_requests_in_one_pass_match_the_reference(checkpoints: dict[str, Path], name: str, kv: str) -> None:
+    with opened(checkpoints[name], 2, kv=kv) as engine:
+        wants = expected_of_several(f"{name} {kv}", engine)
+    with sharded(checkpoints[name], 0, 2, kv) as engine:
+        for seed in range(3):
+            assert together(engine, wants, seed)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3n", "gemma4-e2b", "gemma4-experts"])
+def test_traces_of_spans_join_to_the_unsharded_trace(checkpoints: dict[str, Path], name: str) -> None:
+    with opened(checkpoints[name], 2) as engine:
+        ids = prompt(engine.config, 20)
+        want = compute(engine, ids, 7, trace=True).hashes
+    with sharded(checkpoints[name], 0, 2) as engine:
+        assert (compute(engine, ids, 7, trace=True).hashes == want).all()
+
+
+def test_the_allowed_cuts_keep_layers_that_share_rows_together(checkpoints: dict[str, Path]) -> None:
+    with opened(checkpoints["gemma4-e2b"], 1) as engine:
+        cuts, config = allowed_cuts(engine.config), engine.config
+        assert 1 < len(cuts) < len(config.layers)
+        for span in spans_of(engine, len(cuts)):
+            assert all(span.first <= y.kv_source for y in config.layers[span.first : span.end])
+        with pytest.raises(
+            InputError, match=f"at most {len(cuts)} shards, found 9; a shard can begin after layer 0 only at"
+        ):
+            spans_of(engine, 9)
+
+
+def test_cuts_balance_bytes(checkpoints: dict[str, Path]) -> None:
+    """The output matrix counts for the last shard, so the last shard has fewer layers."""
+    with opened(TINY, 1) as engine:
+        for shards in (1, 2, 3):
+            spans = spans_of(engine, shards)
+            assert [span.first for span in spans][1:] == [span.end for span in spans][:-1]
+            assert len(spans) == shards
+            assert spans[-1].end == len(engine.config.layers)
+        assert spans[-1].end - spans[-1].first < spans[0].end - spans[0].first
+
+
+# --- controls: the tests above notice a wrong cut ---------------------------------------------------------------------
+
+
+def test_a_skipped_order_is_noticed(checkpoints: dict[str, Path]) -> None:
+    with opened(TINY, 2) as engine:
+        want = expected("tiny", engine)
+    with sharded(TINY, 2, 2) as engine:
+        session = engine.session(keep=32)
+        session.prefill(want.ids[:20])
+        session.rewind(10)
+        assert isinstance(engine.runner, Shards)
+        del engine.runner._orders[-1]  # the order to rewind
+        logits = session.prefill(want.ids[10:30])
+        assert (logits.view(np.uint32) != want.logits[29].view(np.uint32)).any()
+
+
+def test_rows_of_another_pass_are_noticed(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last shard gets the rows that the first shard computed for the pass before."""
+    with opened(TINY, 2) as engine:
+        want = expected("tiny", engine)
+    earlier: list[Any] = []
+    run_span = SpanRunner.run_span
+
+    def stale(runner: SpanRunner, inputs: Any, rows: Any) -> Any:
+        if runner.span.first == 0:
+            return run_span(runner, inputs, rows)
+        earlier.append(rows)
+        return run_span(runner, inputs, earlier[max(0, len(earlier) - 2)])
+
+    monkeypatch.setattr(SpanRunner, "run_span", stale)
+    with sharded(TINY, 2, 2) as engine:
+        assert not want.same(engine, [10])
+
+
+def test_a_missing_buffer_is_refused(checkpoints: dict[str, Path]) -> None:
+    with opened(TINY, 2) as engine:
+        runner = SpanRunner(spans_of(engine, 2)[1], SharedTeam(1), "float32")
+        with pytest.raises(InputError, match="needs rows of 1 buffers, found 0"):
+            runner.run_span([SequenceInput(runner.cache(), [1])], ())

@@ -1,0 +1,311 @@
+"""Shards in processes: faults, requests, speculation and receipts, compared with an engine without shards."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_checkpoints as tiny
+import tiny_families
+from repository import ROOT, TINY
+
+import gemma_py
+from gemma_py.cluster import links
+from gemma_py.cluster.links import Identity, PipeLink
+from gemma_py.cluster.shard import Accept
+from gemma_py.cluster.shards import Shards
+from gemma_py.errors import ComputationError, InputError, ShardError
+from gemma_py.generate.core import Request
+from gemma_py.generate.events import Failed, Finished, Generated
+from gemma_py.generate.options import Sampling
+from gemma_py.generate.scheduler import Scheduler
+from gemma_py.runtime.runner import SequenceInput
+
+PROMPT = [2, *range(100, 160)]
+REPETITIVE = [2, *[7, 8, 9, 10] * 12]  # guesses from earlier text hold often
+
+
+def load(shards: int, **options: Any) -> gemma_py.Engine:
+    return gemma_py.load(TINY, threads=2, shards=shards, **options)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[gemma_py.Engine]:
+    with load(1) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[gemma_py.Engine]:
+    """An engine with two shards. Tests end and stop its process, which the engine then replaces."""
+    with load(2) as engine:
+        yield engine
+
+
+def shards_of(engine: gemma_py.Engine) -> Shards:
+    assert isinstance(engine.runner, Shards)
+    return engine.runner
+
+
+def first_process(engine: gemma_py.Engine) -> "subprocess.Popen[bytes]":
+    link = shards_of(engine)._links[0]
+    assert isinstance(link, PipeLink)
+    return link.process
+
+
+def ids_of(engine: gemma_py.Engine, prompt: list[int], count: int = 40, **options: Any) -> list[int]:
+    return [token.id for token in engine.generate(prompt, count, **options)]
+
+
+@pytest.mark.parametrize("kv", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shards", [2, 7])
+def test_logits_and_rows_have_the_unsharded_bits(shards: int, kv: str) -> None:
+    def results(engine: gemma_py.Engine) -> list[Any]:
+        session = engine.session(keep=40)
+        made: list[Any] = [session.prefill(PROMPT, 7, all_logits=True).tobytes()]
+        session.rewind(30)
+        made += [session.decode(5).tobytes(), session.kv_digest(), session.can_rewind_to(3)]
+        second = engine.session()
+        second.restore(session.ids, session.raw_kv_rows(session.position))
+        return [*made, second.decode(6).tobytes(), second.kv_digest(), second.kv_rows(2)[0].tobytes()]
+
+    with load(1, kv=kv) as engine:
+        wanted = results(engine)
+    with load(shards, kv=kv) as engine:
+        assert len(shards_of(engine).spans) == shards
+        assert results(engine) == wanted
+        engine.set_threads(3)
+        assert results(engine) == wanted
+
+
+def test_guesses_that_hold_do_not_change_an_answer(
+    whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = ids_of(whole, REPETITIVE, 60, speculate="off")
+    orders: list[Any] = []
+    runner = shards_of(pair)
+    order = runner.order
+
+    def noted(made: Any) -> None:
+        orders.append(made)
+        order(made)
+
+    monkeypatch.setattr(runner, "order", noted)
+    assert ids_of(pair, REPETITIVE, 60, prediction=wanted) == wanted
+    assert any(isinstance(made, Accept) for made in orders)
+
+
+def test_a_receipt_of_shards_is_the_unsharded_receipt(whole: gemma_py.Engine, pair: gemma_py.Engine) -> None:
+    receipts = [
+        list(engine.generate(PROMPT, 20, temperature=1.0, seed=3, receipt=True))[-1].receipt for engine in (whole, pair)
+    ]
+    assert receipts[0] is not None and receipts[1] is not None
+    assert receipts[0].document() == receipts[1].document()
+
+
+def test_a_draft_model_guesses_for_shards(whole: gemma_py.Engine) -> None:
+    wanted = ids_of(whole, PROMPT)
+    with load(2, draft=TINY) as engine:
+        assert ids_of(engine, PROMPT) == wanted
+
+
+def test_models_that_cannot_be_divided_are_refused(
+    checkpoints: dict[str, Path], embedding_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match="an embedding model cannot be divided into shards"):
+        gemma_py.load(embedding_folder, shards=2)
+    with pytest.raises(InputError, match="shards should be at least 1, found 0"):
+        load(0)
+    with pytest.raises(
+        InputError, match="at most 7 shards, found 8; a shard can begin after layer 0 only at layers 1, 2,"
+    ):
+        load(8)
+    tiny.write(tiny_families.ASSISTANTS["gemma4-e2b"], tmp_path, 2)
+    with pytest.raises(InputError, match="an assistant reads the model's KV rows, which other processes have"):
+        gemma_py.load(checkpoints["gemma4-e2b"], draft=tmp_path, shards=2)
+
+
+def test_commands_with_shards_print_the_unsharded_output(run: Callable[..., tuple[int, str, str]]) -> None:
+    command = ("generate", TINY, "--prompt", "a b c", "--max-tokens", 12, "--threads", 2)
+    assert run(*command, "--shards", 3)[:2] == run(*command)[:2]
+    code, out, _ = run("verify", TINY, "--shards", "1,2,4", "--threads", 2, "--chunks", "1,7", "--tokens", 40)
+    assert code == 0
+    assert out.splitlines()[0].split()[:2] == ["shards", "threads"]
+    assert "6 runs of 40 tokens: all logits and all keys and values have the same bits" in out
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_answer_goes_on_after_a_shard_ends_or_stalls(
+    whole: gemma_py.Engine, kind: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = ids_of(whole, PROMPT, seed=5)
+    with load(2, deadline=1.0) as engine:
+        before, made = first_process(engine), []
+        for token in engine.generate(PROMPT, 40, seed=5):
+            made.append(token.id)
+            if len(made) == 10:
+                os.kill(before.pid, kind)
+        assert made == wanted
+        assert before.returncode == -signal.SIGKILL
+        assert first_process(engine).pid != before.pid
+
+
+def test_a_dead_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemma_py.cluster.shards._ATTEMPTS", 1)
+    with load(2) as engine:
+        session = engine.session()
+        session.prefill(PROMPT)
+        os.kill(first_process(engine).pid, signal.SIGKILL)
+        with pytest.raises(ShardError, match=r"^shard 1 of 2, layers 0 to \d, was ended by SIGKILL$"):
+            session.decode(5)
+        session.decode(5)  # the next pass has a new process
+        assert session.position == len(PROMPT) + 1
+
+
+def test_a_stalled_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gemma_py.cluster.shards._ATTEMPTS", 1)
+    with load(2, deadline=0.5) as engine:
+        session = engine.session()
+        session.prefill(PROMPT)
+        os.kill(first_process(engine).pid, signal.SIGSTOP)
+        with pytest.raises(ShardError, match=r"^shard 1 of 2, layers 0 to \d, gave no sign of life for 0.5 s$"):
+            session.decode(5)
+
+
+def events_of(engine: gemma_py.Engine, fault: Callable[[int], None]) -> list[list[Any]]:
+    """Run six requests with a common prefix at once. Return the events of each. fault: called after each token, with their number."""
+    scheduler, made = Scheduler(engine, parallel=4), queue.SimpleQueue[Any]()
+
+    def listen(number: int, event: Any) -> None:
+        made.put((number, event))
+
+    try:
+        for number in range(6):
+            request = Request([*PROMPT, number, number + 1], 24, Sampling(temperature=1.0, seed=number))
+            scheduler.submit(request, partial(listen, number))
+        events: list[list[Any]] = [[] for _ in range(6)]
+        tokens = 0
+        while not all(of and isinstance(of[-1], Finished | Failed) for of in events):
+            number, event = made.get(timeout=120)
+            if isinstance(event, Generated):
+                tokens += 1
+                fault(tokens)
+                events[number].append(event.token)
+            elif isinstance(event, Finished | Failed):
+                events[number].append(event)
+        assert scheduler.stats().prefix_hits
+        return [[token.id for token in of[:-1]] + [of[-1].reason] for of in events]
+    finally:
+        scheduler.close()
+
+
+def test_all_requests_end_with_their_tokens_after_kills(whole: gemma_py.Engine, pair: gemma_py.Engine) -> None:
+    wanted = events_of(whole, lambda tokens: None)
+
+    def kill(tokens: int) -> None:
+        if tokens in (8, 40, 80):
+            os.kill(first_process(pair).pid, signal.SIGKILL)
+
+    assert events_of(pair, kill) == wanted
+
+
+def test_a_process_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    code = (
+        f"import gemma_py, time\nengine = gemma_py.load({str(TINY)!r}, shards=2)\n"
+        "print(engine.runner._links[0].process.pid, flush=True)\ntime.sleep(600)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        shard = int(parent.stdout.readline())
+        assert Path(f"/proc/{shard}").exists() or not Path("/proc").exists()
+        parent.kill()
+    for _ in range(600):
+        try:
+            os.kill(shard, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{shard}/stat").exists() and ") Z " in Path(f"/proc/{shard}/stat").read_text():
+            return  # ended; whoever adopted the process has not noticed yet
+        time.sleep(0.05)
+    pytest.fail("the shard's process is still running")
+
+
+@pytest.mark.parametrize("field", ["model", "package", "layout"])
+def test_a_shard_of_another_model_does_not_join(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity_of = links.identity_of
+    monkeypatch.setattr(
+        "gemma_py.cluster.local.identity_of", lambda of: Identity(**(identity_of(of)._asdict() | {field: "other"}))
+    )
+    with pytest.raises(InputError, match=f"a shard has another {field} than the process that started it"):
+        load(2)
+
+
+def test_an_engine_with_shards_is_refused_after_a_fork(pair: gemma_py.Engine) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
+        child = os.fork()
+    if child == 0:
+        try:
+            pair.session().prefill(PROMPT)
+        except ComputationError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+# --- controls: a wrong replay is noticed ------------------------------------------------------------------------------
+
+
+def test_a_replay_that_is_one_token_short_is_noticed(
+    whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = [engine.session() for engine in (whole, pair)]
+    for session in sessions:
+        session.prefill(PROMPT)
+    runner = shards_of(pair)
+    run_parts = runner._run_parts
+
+    def short(parts: Any, ahead: int, traces: Any) -> Any:
+        replay = len(parts[0].tokens) > 1
+        return run_parts([part._replace(tokens=part.tokens[:-1]) for part in parts] if replay else parts, ahead, traces)
+
+    monkeypatch.setattr(runner, "_run_parts", short)
+    runner._begin_again()
+    assert sessions[0].decode(5).tobytes() != sessions[1].decode(5).tobytes()
+
+
+def test_a_prefix_that_outlives_its_epoch_is_noticed(whole: gemma_py.Engine, pair: gemma_py.Engine) -> None:
+    """If only one shard's prefix cache is cleared, the shards find different prefixes, which is an error."""
+    prefixes = pair.new_prefix_cache(1 << 20)
+    cache = pair.new_cache(16)
+    pair.run_together([SequenceInput(cache, PROMPT)])
+    prefixes.insert(cache, 0)
+    assert prefixes.restore(pair.new_cache(16), PROMPT) == 48
+    shard = shards_of(pair).local
+    shard.prefixes = shard._prefix_cache(4)
+    with pytest.raises(ComputationError, match="the shards have different prefixes, of 48, 0 tokens"):
+        prefixes.restore(pair.new_cache(16), PROMPT)
+    assert prefixes.restore(pair.new_cache(16), PROMPT) == 0  # all shards began again
+
+
+def test_an_engine_without_shards_imports_nothing_of_them() -> None:
+    code = (
+        f"import sys, gemma_py\nlist(gemma_py.load({str(TINY)!r}).generate([1, 2], 2))\n"
+        "print([name for name in sys.modules if name.startswith('gemma_py.cluster')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.stdout == "[]\n", done.stderr
