@@ -173,7 +173,7 @@ class Auditor:
 
         shown: for each receipt, the fields of a response that show the receipt's answer
         """
-        # Receipts with equal beginnings of their prompts follow each other, and the prefix cache has the beginning.
+        # Sorting puts receipts whose prompts share a prefix next to each other, so the prefix is usually still in the cache.
         waiting = sorted(range(len(receipts)), key=lambda number: receipts[number].prompt, reverse=True)
         running: list[_Sequence] = []
         while waiting or running:

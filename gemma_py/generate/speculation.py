@@ -287,7 +287,7 @@ class Speculation:
         return self._rates[predicted, bucket]
 
     def guesses(self, count: int) -> list[int]:
-        """Return the first guesses of the draft, for a pass. The draft model may give fewer guesses than `count`."""
+        """Return up to `count` guesses for a pass. Only a draft model may give fewer guesses than `chances` announced."""
         if self._draft.model and self._model is not None and count:
             self._draft = Draft(tuple(self._model.guess(count)), model=True)
         return list(self._draft.tokens[:count])

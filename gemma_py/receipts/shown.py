@@ -1,6 +1,7 @@
 """The answers that a saved response shows beside its receipts. An audit compares them with the text that the receipts' ids give.
 
-Whole responses of the three endpoints that generate text are read, and the chunks of streams of chats and completions.
+A saved response can be the JSON of one of the three endpoints that generate text, or the chunks that a chat or completion
+streamed.
 """
 
 from collections import defaultdict
