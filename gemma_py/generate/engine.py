@@ -481,8 +481,6 @@ def load(
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
     check_mode(speculate)
-    if not is_whole(shards, 1):
-        raise InputError(f"shards should be at least 1, found {shards!r:.40}")
     if speculate == "off" and draft is not None:
         raise InputError(
             "a draft model (--draft) only guesses tokens, and speculate off (--speculate off) wants no guesses"
@@ -491,7 +489,7 @@ def load(
     engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress)
     engine.speculate = speculate
     try:
-        if shards > 1:
+        if shards != 1:
             engine.divide(shards)
         if draft is not None:
             engine.use_draft(replace(open_checkpoint(resolve(draft, progress)), cacheable=pack), progress)
