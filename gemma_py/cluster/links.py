@@ -82,7 +82,7 @@ class PipeLink:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             process_group=0, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        weakref.finalize(self, self.process.kill)  # an engine may be dropped without `close`
+        self._kill = weakref.finalize(self, _kill, self.process, os.getpid())  # for an engine that is never closed
         assert self.process.stdin is not None and self.process.stdout is not None
         # The threads own the pipes' ends, so that no write to a stalled process blocks a call.
         ends = os.dup(self.process.stdin.fileno()), os.dup(self.process.stdout.fileno())
@@ -154,8 +154,14 @@ class PipeLink:
         """End the process. It keeps nothing that is needed later."""
         self.usable = False
         self._outbox.put(BEAT)  # ends the sending thread
-        self.process.kill()
-        self.process.wait(_END)
+        self._kill()
+
+
+def _kill(process: "subprocess.Popen[bytes]", parent: int) -> None:
+    """End a process. A fork of its parent must not end it."""
+    if os.getpid() == parent:
+        process.kill()
+        process.wait(_END)
 
 
 def _send(connection: Connection, outbox: "queue.SimpleQueue[Any]") -> None:

@@ -119,12 +119,12 @@ class ShardedCache(Cache):
         self._order(lambda number: Rewind(number, position))
 
     def _order(self, make: Callable[[int], Order]) -> None:
-        with self._shards.shared.lock:
+        with self._shards.locked():
             if self.current:
                 self._shards.order(make(self.number))
 
     def can_rewind_to(self, position: int) -> bool:
-        with self._shards.shared.lock:
+        with self._shards.locked():
             if not 0 <= position <= self.position or not self.current:
                 return 0 <= position <= self.position
             return all(self._shards.read_all(self, "can_rewind_to", position))
@@ -179,7 +179,7 @@ class ShardedPrefixCache(PrefixCache):
 
     def insert(self, cache: Cache, since: int) -> None:
         assert isinstance(cache, ShardedCache)
-        with self._shards.shared.lock:
+        with self._shards.locked():
             if cache.current:
                 self._shards.order(Insert(cache.number, since))
 
@@ -242,7 +242,7 @@ class Shards(Runner):
         guesses: int = 0,
     ) -> np.ndarray:
         T = len(tokens)
-        with self.shared.lock:
+        with self.locked():
             if limit is not None:
                 check_context(limit, T, after=cache.position)
             (logits,) = self._pass([SequenceInput(cache, tokens, T if all_logits else 1, guesses)], ahead)
@@ -253,7 +253,8 @@ class Shards(Runner):
             if not 0 <= entry.guesses < len(entry.tokens):
                 raise InputError("a pass needs a token of each sequence that is not a guess")
             entry.cache.reject_guesses()
-        logits = self._again_after_faults(lambda: self._run(inputs, ahead))
+        with self.locked():
+            logits = self._again_after_faults(lambda: self._run(inputs, ahead))
         for cache, tokens, _, guesses in inputs:
             known = len(tokens) - guesses
             cache.commit(tokens[:known], tokens[known:])
@@ -280,7 +281,7 @@ class Shards(Runner):
         return list(made[-1].logits)
 
     def set_workers(self, workers: int) -> None:
-        with self.shared.lock:
+        with self.locked():
             for link in self._links:
                 link.set_threads(workers)
             super().set_workers(workers)
@@ -293,7 +294,15 @@ class Shards(Runner):
         for link in self._links:
             link.close()
 
-    # --- for ShardedCache and ShardedPrefixCache. The lock is held, or taken here. ------------------------------------
+    # --- for ShardedCache and ShardedPrefixCache ----------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock. A forked process must not write to the pipes of the process that it was forked from."""
+        if os.getpid() != self._process:
+            raise ComputationError("an engine with shards cannot be used in a forked process")
+        with self.shared.lock:
+            yield
 
     def order(self, order: Order) -> None:
         """Send an order together with the next pass."""
@@ -306,7 +315,7 @@ class Shards(Runner):
             self._make_current(cache)
             return self._deliver(Read(cache.number, method, arguments))
 
-        with self.shared.lock:
+        with self.locked():
             return self._again_after_faults(read)
 
     def read_layer(self, cache: ShardedCache, method: str, layer: int, *arguments: int) -> Any:
@@ -323,7 +332,7 @@ class Shards(Runner):
                 number -= count
             raise IndexError(f"there are {len(self.config.kv_layers)} layers with KV rows, found number {layer}")
 
-        with self.shared.lock:
+        with self.locked():
             return self._again_after_faults(read)
 
     def restore(self, cache: ShardedCache, ids: list[int], kv_rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -344,12 +353,12 @@ class Shards(Runner):
                 link.call([Restore(cache.number, ids, rest[:count])], ())
                 del rest[:count]
 
-        with self.shared.lock:
+        with self.locked():
             self._again_after_faults(fill)
 
     def keep_prefixes(self, blocks: int) -> None:
         """Begin with empty prefix caches of so many blocks."""
-        with self.shared.lock:
+        with self.locked():
             self._blocks = blocks
             self._begin_again()
 
@@ -363,7 +372,7 @@ class Shards(Runner):
                 raise ComputationError(f"the shards have different prefixes, of {', '.join(map(str, counts))} tokens")
             return int(counts[0])
 
-        with self.shared.lock:
+        with self.locked():
             return self._again_after_faults(find)
 
     # --- orders -------------------------------------------------------------------------------------------------------
@@ -386,8 +395,6 @@ class Shards(Runner):
 
     def _pending(self) -> list[Order]:
         """Return the orders that were collected since the last pass."""
-        if os.getpid() != self._process:
-            raise ComputationError("an engine with shards cannot be used in a forked process")
         for number, link in enumerate(self._links):
             if not link.usable:
                 link.close()

@@ -161,6 +161,31 @@ def test_an_answer_goes_on_after_a_shard_ends_or_stalls(whole: gemma_py.Engine, 
         assert first_process(engine).pid != before.pid
 
 
+class _Interrupted:
+    """An inbox in which Ctrl-C comes while a reply is awaited."""
+
+    def get(self, timeout: float) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_a_session_goes_on_after_ctrl_c(
+    whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = [engine.session() for engine in (whole, pair)]
+    for session in sessions:
+        session.prefill(PROMPT)
+    link, before = shards_of(pair)._links[0], first_process(pair)
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "_inbox", _Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            sessions[1].decode(9)
+    assert sessions[1].position == len(PROMPT)
+    # The reply to the interrupted call, which comes late, is not taken for the reply to this call.
+    assert sessions[0].decode(5).tobytes() == sessions[1].decode(5).tobytes()
+    assert sessions[0].kv_digest() == sessions[1].kv_digest()
+    assert first_process(pair) is before
+
+
 def test_a_dead_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemma_py.cluster.shards._LEAST_ATTEMPTS", 1)
     monkeypatch.setattr("gemma_py.cluster.shards._PATIENCE", 0.0)
@@ -284,16 +309,22 @@ def test_a_shard_of_another_model_does_not_join(field: str, monkeypatch: pytest.
 
 
 def test_an_engine_with_shards_is_refused_after_a_fork(pair: gemma_py.Engine) -> None:
+    session = pair.session()
+    session.prefill(PROMPT)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads
         child = os.fork()
     if child == 0:
-        try:
-            pair.session().prefill(PROMPT)
-        except ComputationError:
-            os._exit(7)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        refused = 0
+        for use in (lambda: session.decode(5), lambda: session.rewind(3), session.kv_digest):
+            try:
+                use()
+            except ComputationError:
+                refused += 1
+        shards_of(pair)._links[0].close()  # ends no process, because the process belongs to the parent
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert first_process(pair).poll() is None
 
 
 # --- controls: a wrong replay is noticed ------------------------------------------------------------------------------
