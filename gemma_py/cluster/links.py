@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -81,6 +82,7 @@ class PipeLink:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             process_group=0, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
+        weakref.finalize(self, self.process.kill)  # an engine may be dropped without `close`
         assert self.process.stdin is not None and self.process.stdout is not None
         # The threads own the pipes' ends, so that no write to a stalled process blocks a call.
         ends = os.dup(self.process.stdin.fileno()), os.dup(self.process.stdout.fileno())

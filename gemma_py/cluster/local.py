@@ -10,10 +10,10 @@ from gemma_py.weights.checkpoint import Checkpoint
 _TOKENS = 4096  # the number of tokens whose KV rows count for the sizes of spans
 
 
-def local_shards(checkpoint: Checkpoint, whole: Runner, quant: str | None, shards: int) -> Shards:
+def local_shards(checkpoint: Checkpoint, whole: Runner, quant: str | None, shards: int, lost: list[str]) -> Shards:
     """Start processes for all shards but the last, which is in this process.
 
-    whole: the runner of the undivided model, whose worker team the last shard uses
+    whole: the runner of the undivided model, whose worker team the last shard uses. lost: see `Shards`.
     """
     config, program, shared, kv = whole.config, whole.program, whole.shared, whole.kv
     if config.embedding is not None:
@@ -28,4 +28,4 @@ def local_shards(checkpoint: Checkpoint, whole: Runner, quant: str | None, shard
         )  # fmt: skip
         return PipeLink(join, str(spans[number]), shards)
 
-    return Shards(program, config, shared, kv, spans, connect)
+    return Shards(program, config, shared, kv, spans, connect, lost)

@@ -12,6 +12,7 @@ if nothing had happened.
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,7 +50,8 @@ from gemma_py.runtime.program import LinkedProgram
 from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput, SharedTeam
 from gemma_py.runtime.trace import UNTRACED, Trace
 
-_ATTEMPTS = 3  # how often a pass is tried before the error of a shard is raised
+# The error of a shard is raised after so many attempts, if they took longer than this number of seconds.
+_LEAST_ATTEMPTS, _PATIENCE = 3, 30.0
 T = TypeVar("T")
 
 
@@ -196,12 +198,16 @@ class Shards(Runner):
         kv: str,
         spans: Sequence[Span],
         connect: Connect,
+        lost: list[str],
     ) -> None:
-        """program: the whole model's. connect: opens the links to all shards except the last."""
+        """program: the whole model's. connect: opens the links to all shards except the last.
+
+        lost: has the error of a shard as long as the shard is replaced and tokens are computed again
+        """
         # Methods that hold the lock call each other.
         shared.lock = threading.RLock()  # type: ignore[assignment]
         super().__init__(program, config, shared, kv)
-        self.spans, self.epoch = spans, 0
+        self.spans, self.epoch, self._lost = spans, 0, lost
         self._connect, self._process = connect, os.getpid()
         self.local = Shard(SpanRunner(spans[-1], shared, kv))
         self._orders: list[Order] = []
@@ -401,14 +407,19 @@ class Shards(Runner):
 
     def _again_after_faults(self, action: Callable[[], T]) -> T:
         """Call a function that sends orders. If a shard fails, replace the shard, and call the function again."""
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                with self._drops_caches_on_errors():
-                    return action()
-            except ShardError:
-                continue
-        with self._drops_caches_on_errors():
-            return action()
+        attempts, began = 0, time.monotonic()
+        try:
+            while True:
+                attempts += 1
+                try:
+                    with self._drops_caches_on_errors():
+                        return action()
+                except ShardError as error:
+                    if attempts >= _LEAST_ATTEMPTS and time.monotonic() - began > _PATIENCE:
+                        raise
+                    self._lost[:] = [str(error)]
+        finally:
+            self._lost.clear()
 
     @contextmanager
     def _drops_caches_on_errors(self) -> Iterator[None]:

@@ -62,6 +62,8 @@ def choose_cuts(config: Config, program: LinkedProgram, shards: int, kv: str, to
 
     The largest span is as small as possible, counted in bytes of its matrices and of the KV rows of `tokens` tokens.
     """
+    if type(shards) is not int or shards < 1:
+        raise InputError(f"shards should be at least 1, found {shards!r:.40}")
     allowed, count = allowed_cuts(config), len(config.layers)
     if shards > len(allowed):
         places = ", ".join(map(str, allowed[1:]))

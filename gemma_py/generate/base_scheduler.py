@@ -158,6 +158,8 @@ class BaseScheduler(ABC, Generic[Q, R]):
                 return Health(False, "the scheduler's thread has ended", True, waiting)
             if self._trouble is not None and not self._idle():
                 return Health(False, str(self._trouble), False, waiting)
+            for why in self.engine.lost_shards:
+                return Health(False, why, False, waiting)
             if waiting > SLOWEST_STEP:
                 return Health(False, f"no step has ended for {waiting:.0f} s", True, waiting)
             return Health(True, "", False, waiting)

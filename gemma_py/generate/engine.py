@@ -85,6 +85,7 @@ class Engine:
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.quant, self.shards = quant, 1
+        self.lost_shards: list[str] = []  # why a process of a shard is being replaced now
         self.pace = Pace()
         self.speculate = "auto"  # the option of requests that do not set it
         self.draft: GuessingModel | None = None
@@ -125,10 +126,11 @@ class Engine:
         return self.runner.kv
 
     def divide(self, shards: int) -> None:
-        """Divide the layers among so many processes. Call this before the first session."""
+        """Divide the layers among so many processes, before the first session."""
         from gemma_py.cluster.local import local_shards  # imported here, because most engines have no shards
 
-        self._runner, self.shards = local_shards(self.checkpoint, self.runner, self.quant, shards), shards
+        self._runner = local_shards(self.checkpoint, self.runner, self.quant, shards, self.lost_shards)
+        self.shards = shards
 
     def use_draft(self, checkpoint: Checkpoint, progress: ReportProgress = no_report) -> None:
         """Let a smaller model of the same vocabulary, or an assistant, guess tokens. This changes the speed of answers, but
@@ -479,8 +481,6 @@ def load(
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
     check_mode(speculate)
-    if not is_whole(shards, 1):
-        raise InputError(f"shards should be at least 1, found {shards!r:.40}")
     if speculate == "off" and draft is not None:
         raise InputError(
             "a draft model (--draft) only guesses tokens, and speculate off (--speculate off) wants no guesses"
@@ -489,7 +489,7 @@ def load(
     engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress)
     engine.speculate = speculate
     try:
-        if shards > 1:
+        if shards != 1:
             engine.divide(shards)
         if draft is not None:
             engine.use_draft(replace(open_checkpoint(resolve(draft, progress)), cacheable=pack), progress)

@@ -37,7 +37,7 @@ def sharded(path: Path, shards: int, threads: int, kv: str = "float32") -> Itera
         def connect(number: int) -> LocalLink:
             return LocalLink(Shard(SpanRunner(spans[number], SharedTeam(threads), kv)))
 
-        made = Shards(whole.program, engine.config, SharedTeam(threads), kv, spans, connect)
+        made = Shards(whole.program, engine.config, SharedTeam(threads), kv, spans, connect, [])
         made.instruments.poison = True
         engine._runner = made
         try:

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import tiny_checkpoints as tiny
 import tiny_families
 from repository import ROOT, TINY
+from serving import Heard, Running, serving, wait_until
 
 import gemma_py
 from gemma_py.cluster import links
@@ -146,9 +148,7 @@ def test_commands_with_shards_print_the_unsharded_output(run: Callable[..., tupl
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_answer_goes_on_after_a_shard_ends_or_stalls(
-    whole: gemma_py.Engine, kind: signal.Signals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_goes_on_after_a_shard_ends_or_stalls(whole: gemma_py.Engine, kind: signal.Signals) -> None:
     wanted = ids_of(whole, PROMPT, seed=5)
     with load(2, deadline=1.0) as engine:
         before, made = first_process(engine), []
@@ -162,7 +162,8 @@ def test_an_answer_goes_on_after_a_shard_ends_or_stalls(
 
 
 def test_a_dead_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemma_py.cluster.shards._ATTEMPTS", 1)
+    monkeypatch.setattr("gemma_py.cluster.shards._LEAST_ATTEMPTS", 1)
+    monkeypatch.setattr("gemma_py.cluster.shards._PATIENCE", 0.0)
     with load(2) as engine:
         session = engine.session()
         session.prefill(PROMPT)
@@ -174,7 +175,8 @@ def test_a_dead_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stalled_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gemma_py.cluster.shards._ATTEMPTS", 1)
+    monkeypatch.setattr("gemma_py.cluster.shards._LEAST_ATTEMPTS", 1)
+    monkeypatch.setattr("gemma_py.cluster.shards._PATIENCE", 0.0)
     with load(2, deadline=0.5) as engine:
         session = engine.session()
         session.prefill(PROMPT)
@@ -218,6 +220,35 @@ def test_all_requests_end_with_their_tokens_after_kills(whole: gemma_py.Engine, 
             os.kill(first_process(pair).pid, signal.SIGKILL)
 
     assert events_of(pair, kill) == wanted
+
+
+def test_streams_over_http_do_not_notice_a_killed_shard(whole: gemma_py.Engine, pair: gemma_py.Engine) -> None:
+    requests = [Request([*PROMPT, number], 40, Sampling(temperature=1.0, seed=number)) for number in range(4)]
+
+    def answers(engine: gemma_py.Engine, fault: Callable[[Running], None]) -> list[tuple[str, list[float]]]:
+        with serving(engine) as server, ThreadPoolExecutor(len(requests)) as pool:
+            heard = [pool.submit(Heard, server, request) for request in requests]
+            wait_until(lambda: server.scheduler.stats().passes > 5)
+            fault(server)
+            return [(each.result().text, each.result().logprobs) for each in heard]
+
+    health = []
+    wanted = answers(whole, lambda server: None)
+
+    def kill(server: Running) -> None:
+        runner, connect = shards_of(pair), shards_of(pair)._connect
+
+        def connect_later(number: int) -> Any:
+            health.append(server.scheduler.health())
+            runner._connect = connect
+            return connect(number)
+
+        runner._connect = connect_later
+        os.kill(first_process(pair).pid, signal.SIGKILL)
+
+    assert answers(pair, kill) == wanted
+    assert not health[0].ok and not health[0].permanent
+    assert health[0].why.endswith("was ended by SIGKILL")
 
 
 def test_a_process_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
