@@ -135,7 +135,7 @@ class Conversation:
         self._thinking = thinking
 
     def _rewind_limit(self) -> int:
-        """Return how many tokens undo and retry can rewind. Sliding layers keep KV rows for this, up to _REWIND_BYTES."""
+        """Return how many tokens `undo` and `retry` can remove. Sliding layers keep up to _REWIND_BYTES of KV rows for them."""
         layers = [layer for layer in self.engine.config.layers if layer.sliding_window is not None]
         bytes_a_token = sum(8 * layer.num_key_value_heads * layer.head_dim for layer in layers)
         return min(self.engine.context, _REWIND_BYTES // bytes_a_token) if layers else 0
