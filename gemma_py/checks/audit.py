@@ -3,10 +3,10 @@
     T tokens of the answer   V vocabulary   L layers that store KV rows
 
 The tokens of prompt and answer are known, so many of them share a pass, and an audit is faster than generating. A receipt
-is checked in the order of STAGES, and the first difference is reported. Of the answer, each token's logits and choice are
-checked before those of the next token.
+is checked in the order of STAGES, and the first difference is reported. The logits and
+the choice of a token are checked before those of the next token.
 
-If a result of a forward pass differs, it is computed twice again, the second time with one token in a pass and another number
+If a result of a forward pass differs, it is computed twice more, the second time with one token in a pass and another number
 of threads. If the three results differ from each other, this machine is at fault, and the audit says nothing about the receipt.
 """
 
@@ -39,8 +39,8 @@ EQUAL, DIVERGED, OTHER_MODEL = "equal", "diverged", "other model"
 UNREADABLE, UNKNOWN = "unreadable", "unknown"
 MakeConstraint = Callable[[Mapping[str, Any]], Constraint]
 
-_MOST_LOGITS = 60 << 20  # bytes of logits of a pass, which are all that an audit holds at once
-_MOST_TOGETHER = 8  # receipts that share passes
+_MOST_LOGITS = 60 << 20  # the most bytes of logits that a pass computes
+_MOST_TOGETHER = 8  # the most receipts that share passes
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
 
 
@@ -67,14 +67,14 @@ class Verdict:
 
 
 class CheckedTokens(NamedTuple):
-    """Some more tokens of a receipt were found equal. texts: their texts."""
+    """An event: more tokens of a receipt were found equal. texts: the texts of these tokens."""
 
     receipt: int
     texts: tuple[str, ...]
 
 
 class Audited(NamedTuple):
-    """The last event of a receipt."""
+    """The last event of a receipt. receipt: the index of the receipt in the call of `audit`."""
 
     receipt: int
     verdict: Verdict
@@ -112,7 +112,7 @@ class _DiffersError(Exception):
 
 @contextmanager
 def _stage(stage: str, kind: str = DIVERGED) -> Iterator[None]:
-    """Raise the errors of a stage as _DiffersError. kind: see `Verdict`; of invalid input."""
+    """Raise the errors of a stage as _DiffersError. kind: the kind of verdict on invalid input."""
     try:
         yield
     except (ComputationError, UndecidableError) as error:
@@ -136,7 +136,7 @@ class _Sequence:
 
     @property
     def unread(self) -> int:
-        """The number of tokens to compute of which no logits are needed."""
+        """The number of pending tokens whose logits are not needed."""
         return max(0, len(self.receipt.prompt) - 1 - self.cache.position)
 
     def part(self, tokens: int, rows: int) -> SequenceInput | None:
@@ -191,7 +191,7 @@ class Auditor:
         sizes = [len(sequence.ids) for sequence in running] + [len(receipt.prompt) + len(receipt.answer)]
         used = sum(self.engine.cache_bytes(size, BLOCK_TOKENS) for size in sizes)
         if any(sequence.cache.position < _common_blocks(sequence.receipt, receipt) for sequence in running):
-            return False  # the beginning is being computed, and copying it from the prefix cache is faster
+            return False  # a running audit computes the common prefix; copying the prefix later is faster
         return not running or (len(running) < _MOST_TOGETHER and used <= self._kv_bytes)
 
     # --- before the logits --------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Auditor:
                 raise _DiffersError("text", f"the response shows another {field.path} than the token ids give")
 
     def _is_echo(self, value: Any, text: str, prompt: Sequence[int]) -> bool:
-        """Return whether the value is the text of the prompt and the text of the answer. `echo` of a completion gives both."""
+        """Return whether the value is the prompt's text followed by the answer's text, as a completion with `echo` gives."""
         tokenizer = self.engine.tokenizer
         if tokenizer is None or not isinstance(value, str) or not value.endswith(text):
             return False
@@ -363,10 +363,9 @@ class Auditor:
         return kv_digests(session.kv_digest())
 
     def _answer_again(self, receipt: Receipt, at: int, chunk: int) -> tuple[object, ...]:
-        """Choose the tokens of the answer again, from logits that are computed again. Return the digest of the last logits, and
-        what was chosen from them.
+        """Compute the answer again, up to token `at` or up to an earlier token that differs from the receipt.
 
-        at: the index in the answer of the last token. An earlier token that is another one than that of the receipt is the last.
+        Return the digest of the last logits, and the token and finish reason that they give.
         """
         session, generation = self.engine.session(), self.engine.generation(self._request(receipt))
         if len(receipt.prompt) > 1:
@@ -396,7 +395,7 @@ class Auditor:
         return Verdict(kind, message, found.stage, found.token, position, checked)
 
     def _fault(self, computed: _Computed) -> str:
-        """Compute a result twice again, the second time with other threads and one token in a pass.
+        """Compute a result twice more, the second time with other threads and one token in a pass.
 
         If the results of this machine differ from each other, or a pass fails, then the machine is at fault, and the return
         value says how. Otherwise, the return value is an empty string.
@@ -417,7 +416,7 @@ class Auditor:
                 self.engine.set_threads(before)
 
     def _where(self, ids: Sequence[int]) -> str:
-        """Return the layer and the phase in which two traced computations of the tokens differ, if they do again."""
+        """Compute the tokens twice with a trace. Return the first layer and phase that differ, or an empty string."""
         poison = self.engine.instruments.poison
         try:
             runs = [compute(self.engine, ids, chunk, trace=True) for chunk in (64, 1)]
@@ -428,7 +427,7 @@ class Auditor:
 
 
 def _common_blocks(a: Receipt, b: Receipt) -> int:
-    """Return the length of the common prefix of two prompts in whole blocks, whose KV rows the two audits can share."""
+    """Return how many tokens two prompts share at their beginning, in whole blocks of the prefix cache."""
     size = min(len(a.prompt), len(b.prompt)) - 1
     differ = np.flatnonzero(np.array(a.prompt[:size]) != np.array(b.prompt[:size]))
     return (int(differ[0]) if len(differ) else size) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -47,7 +47,7 @@ def pass_cost(program: LinkedProgram, kv_bytes: int, position: int, T: int) -> n
 
 
 def _keys(position: int, T: int, W: int) -> int:
-    """Return how many pairs of a query and a key the attention of T queries has after `position` tokens.
+    """Count the pairs of query and key in the attention of T queries after `position` tokens.
 
     A query attends to the last W tokens, its own token included, or to all tokens if W is 0.
     """

@@ -20,7 +20,6 @@ def check_drawable(path: Path) -> None:
 
 
 def panels(count: int, title: str) -> tuple[Any, list[Any]]:
-    """Return a figure with `count` plots side by side, and the axes of the plots."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * count, 4.2), layout="constrained")
@@ -36,7 +35,7 @@ def draw(ax: Any, label: str, x: list[int], y: list[float]) -> None:
 
 
 def finish(ax: Any, title: str, x_label: str, y_label: str, ticks: list[int], log: bool = False) -> None:
-    """Set titles, labels, scales and limits. ticks: the x values to mark."""
+    """ticks: the x values to mark."""
     ax.set(title=title, xlabel=x_label, ylabel=y_label)
     if log:
         ax.set_xscale("log", base=2)

@@ -30,7 +30,7 @@ _BY_SHAPE = {"D": "hidden_size", "L": "num_hidden_layers", "H": "num_attention_h
              "double": "use_double_wide_mlp", "cap": "final_logit_softcapping", "moe": "enable_moe_block",
              "X": "num_experts", "C": "top_k_experts", "FX": "moe_intermediate_size",
              "embedding": "embedding_dim"}  # fmt: skip
-# The fields of config.json that name the model, for model types that have another name in GGUF.
+# For GGUF architectures with another name in Hugging Face: the fields of config.json that select the model class.
 _HUGGING_FACE: dict[str, dict[str, Any]] = {
     "gemma-embedding": {"model_type": "gemma3_text", "use_bidirectional_attention": True},
     "gemma-embedding2": {"model_type": "embedding_gemma2_text"},
@@ -129,7 +129,7 @@ def _random(kind: BlockType, count: int) -> np.ndarray:
 
 
 def _blank(kind: BlockType, count: int) -> np.ndarray:
-    """Return as many zero bytes as `count` values of type `kind` have. All elements are views of one byte of memory."""
+    """Return as many zero bytes as `count` values of type `kind` have. All elements share one byte of memory."""
     return np.broadcast_to(np.uint8(0), count // kind.block * kind.bytes)
 
 

@@ -99,8 +99,8 @@ def answer(engine: Engine, request: Request) -> Answer:
 def measured(engine: Engine, case: Case, around: Around = _unchanged) -> dict[str, Any]:
     """Generate every answer with `off` and with `auto`, in an order that alternates. Return the figures.
 
-    Ids, texts and finish reasons are compared, and those of the last round with the bits of log probabilities, which are not
-    computed in measured answers. A difference raises ComputationError.
+    Ids, texts and finish reasons must be equal. The answers of the last round are generated once more with log probabilities,
+    whose bits must be equal too. A difference raises ComputationError.
     """
     ids, ratios, compared, made = engine.encode(case.prompt), [], 0, list[Answer]()
     rates: dict[str, list[float]] = {"off": [], "auto": []}
@@ -136,7 +136,7 @@ def _check(made: Tokens, known: Tokens) -> None:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return the cells of a table, for HEADER."""
+    """Return a row of the table with the columns of HEADER."""
     share = f"{row['accepted'] / row['guessed']:.0%} of {row['guessed']:,}" if row["guessed"] else "no guesses"
     return [
         f"{row['temperature']:g}", f"{row['tokens']:,}", f"{row['tokens_a_pass']:.2f}", share,

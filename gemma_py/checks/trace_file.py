@@ -44,10 +44,9 @@ def identity(checkpoint: Checkpoint, quant: str | None) -> dict[str, str]:
 
 
 def fold(hashes: np.ndarray) -> list[list[str]]:
-    """Return a table of strings, for each layer and each phase the joined digests of blocks of positions.
+    """Return a string for each layer and each phase: 16 hex digits of a sha256 for every block of _BLOCK positions.
 
-    hashes: int64 [layers + 1, phases, tokens]. A digest is 16 hex digits of a sha256 over the hashes of a block of _BLOCK
-    positions. The string is empty where a layer does not have the phase.
+    hashes: int64 [layers + 1, phases, tokens]. The string is empty where a layer does not have the phase.
     """
     little = hashes.astype("<i8")
 

@@ -273,12 +273,12 @@ def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | 
         layer, phase, position = found
         workers = (int(a.workers[found]), int(b.workers[found]))
         row = changed_row(a, b, layer)
-        note = "" if row is None else f"the KV rows of position {row} differ too, though equal ones were computed"
+        note = "" if row is None else f"the KV rows of position {row} differ too, although both runs computed equal rows"
         return Difference(between, layer, a.phases[phase], position, position, workers, note)
     for layer in () if a.session is None else a.session.engine.config.kv_owners:
         row = changed_row(a, b, layer)
         if row is not None:
-            return Difference(between, layer, "rows kept in the cache", row, row, note="equal ones were computed")
+            return Difference(between, layer, "rows kept in the cache", row, row, note="both runs computed equal rows")
     return None
 
 

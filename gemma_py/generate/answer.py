@@ -10,11 +10,11 @@ from gemma_py.templates.notation import Marks
 from gemma_py.templates.tools import Call, read_call
 from gemma_py.tokenizer import Tokenizer
 
-_THOUGHT = "thought\n"  # a thought begins with the name of its channel
+_CHANNEL_NAME = "thought\n"  # the name of the channel of thoughts, with which a thought begins
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the stop strings as a tuple. An empty stop string raises InputError."""
+    """Raise InputError for an empty stop string."""
     strings = (
         () if stop is None else tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
     )
@@ -42,9 +42,9 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Return the text that becomes complete with this token, which is often an empty text."""
+        """Return the text that this token completes, often an empty string."""
         if self._tokenizer is None or token >= self._tokenizer.size:
-            return ""  # an id beyond the vocabulary, which only pads the embedding matrix
+            return ""  # an id of a padding row of the embedding matrix
         self._run.append(token)
         final = self._tokenizer.final_prefix(self._run)
         if final == 0:
@@ -62,11 +62,11 @@ class TextStream:
         return text
 
     def cut(self) -> str:
-        """Return the text of the byte tokens that are held back. A mark follows them, so no later byte can belong to them."""
+        """Decode the held-back bytes of an incomplete character. Call this at a mark, because no more bytes can follow."""
         return self.write(self._decoded())
 
     def write(self, text: str) -> str:
-        """Append a text that is not decoded from a token. Return the text that can be shown now.
+        """Append text that does not come from `push`. Return the text that can be shown now.
 
         The end of the text is held back if it may be the beginning of a stop string.
         """
@@ -92,12 +92,12 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest beginning of the stop string, without its last character, with which the text ends."""
+    """Return how many characters at the end of the text begin the stop string: 2 for the text "abST" and the stop "STOP"."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Part(NamedTuple):
-    """The part of an answer that becomes complete with a token: a piece of text, of a thought, or a tool call.
+    """What one token adds to an answer: text, text of a thought, or tool calls.
 
     reasoning: text of a thought; None if the token belongs to no thought.
     """
@@ -108,7 +108,7 @@ class Part(NamedTuple):
 
 
 class AnswerStream:
-    """Splits an answer into text, thoughts and tool calls, whose marks are recognised by their token ids.
+    """Splits an answer into text, thoughts and tool calls. Special tokens mark where these begin and end.
 
     A mark without its partner, such as the end of a thought that has not begun, is left out. The tokens of an invalid or
     incomplete call become text. Stop strings are searched only in text.
@@ -139,7 +139,6 @@ class AnswerStream:
         return self._text.stopped
 
     def push(self, token: int) -> Part:
-        """Return the piece of text, of a thought or the tool call that becomes complete with this token."""
         marks = self._marks
         if marks is None or self._tokenizer is None:
             return Part(self._text.push(token))
@@ -193,7 +192,7 @@ class _Thought:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = TextStream(tokenizer)
-        # The beginning of the channel's text, held back while it may be the channel's name; None once that is decided.
+        # Text held back while it may still be the channel's name; None once the name was found or ruled out.
         self._name: str | None = ""
         self._space = ""  # white space that is held back, because it may be the end of the thought
         self._begun = False
@@ -204,14 +203,14 @@ class _Thought:
     def finish(self) -> str:
         text = self._pass(self._stream.finish())
         name, self._name = self._name, None
-        return text + self._pass("" if name is None or name == _THOUGHT.strip() else name)
+        return text + self._pass("" if name is None or name == _CHANNEL_NAME.strip() else name)
 
     def _pass(self, new: str) -> str:
         if self._name is not None:
             self._name += new
-            if _THOUGHT.startswith(self._name) and self._name != _THOUGHT:
+            if _CHANNEL_NAME.startswith(self._name) and self._name != _CHANNEL_NAME:
                 return ""
-            new, self._name = self._name.removeprefix(_THOUGHT), None
+            new, self._name = self._name.removeprefix(_CHANNEL_NAME), None
         text = self._space + new
         if not self._begun:
             text = text.lstrip()
@@ -227,12 +226,10 @@ class Constraint(Protocol):
         """Return the logits [V], with -inf for the forbidden tokens. The argument is not changed."""
 
     def accept(self, token: int) -> None:
-        """Tell the grammar which token was chosen."""
+        """Advance the grammar by the chosen token."""
 
     def forced(self, most: int) -> list[int]:
-        """Return up to `most` next tokens, of which each is the only one that the grammar allows after those before it. The
-        state of the grammar does not change.
-        """
+        """Return up to `most` next tokens for which the grammar leaves no choice. The grammar's state does not change."""
 
     @property
     def finished(self) -> bool:
@@ -240,20 +237,19 @@ class Constraint(Protocol):
 
     @property
     def description(self) -> dict[str, Any]:
-        """A JSON object from which the constraint can be made again, for receipts."""
+        """A JSON object for receipts, from which an audit rebuilds the constraint."""
 
 
 class AfterThoughts:
-    """A constraint on the answer alone, which does not restrict a thought before the answer.
+    """Applies a constraint to the answer, but not to a thought before the answer.
 
     thinking: whether the answer begins within a thought.
     """
 
     def __init__(self, inner: Constraint, channel: tuple[int, int], thinking: bool) -> None:
         self._inner, (self._start, self._end) = inner, channel
-        # _thinking: whether the next token belongs to a thought. _thought: whether a thought or the answer itself has begun,
-        # after which no further thought is allowed.
-        self._thinking, self._thought = thinking, thinking
+        # _thinking: the next token belongs to a thought. _begun: thought or answer has begun, so no new thought may begin.
+        self._thinking, self._begun = thinking, thinking
         thoughts = {"channel": list(channel), "begun": thinking}
         self.description = {**inner.description, "thoughts": thoughts}
 
@@ -261,22 +257,22 @@ class AfterThoughts:
         if self._thinking:
             return logits
         allowed = self._inner.allowed(logits)
-        if not self._thought and allowed is not logits:
+        if not self._begun and allowed is not logits:
             allowed[self._start] = logits[self._start]
         return allowed
 
     def accept(self, token: int) -> None:
         if self._thinking:
             self._thinking = token != self._end
-        elif not self._thought and token == self._start:
-            self._thinking = self._thought = True
+        elif not self._begun and token == self._start:
+            self._thinking = self._begun = True
         else:
-            self._thought = True
+            self._begun = True
             self._inner.accept(token)
 
     def forced(self, most: int) -> list[int]:
         # Within a thought, every token is allowed. Before the answer begins, a token that begins a thought is allowed too.
-        return self._inner.forced(most) if self._thought and not self._thinking else []
+        return self._inner.forced(most) if self._begun and not self._thinking else []
 
     @property
     def finished(self) -> bool:

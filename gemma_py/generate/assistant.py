@@ -21,13 +21,13 @@ from gemma_py.weights.tensors import EMBEDDING, GatheredTable, RowTable
 
 
 class _HiddenState:
-    """A table with a single row, the hidden state that the next step reads."""
+    """The hidden state that the next step reads, as a table with one row."""
 
     def __init__(self) -> None:
         self.row = np.empty(0, np.float32)
 
     def gather(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Copy the hidden state to every row, whatever the ids are.    rows: f32 [T, B], written"""
+        """Write the hidden state to every row, and ignore the ids. rows: f32 [T, B]"""
         rows[:] = self.row
 
 
@@ -60,7 +60,7 @@ class Assistant(GuessingModel):
     def step(self, cache: Cache, token: int, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the logits [V] after a token, and the hidden state [B] for the next step.
 
-        cache: the main model's KV cache, which does not change. hidden: the hidden state [B] of the token before.
+        cache: the main model's KV cache, which does not change. hidden: the hidden state [B] of the previous token.
         """
         with self._lock:
             self._hidden.row = hidden
@@ -71,7 +71,7 @@ class Assistant(GuessingModel):
 
 
 class AssistedSequence:
-    """A sequence of the main model. cache: returns the main model's KV cache of the sequence."""
+    """A sequence of the main model. cache: a function that returns the sequence's KV cache."""
 
     def __init__(self, assistant: Assistant, cache: CacheOf) -> None:
         self.assistant, self.cache = assistant, cache
@@ -81,8 +81,6 @@ class AssistedSequence:
 
 
 class AssistantDrafter:
-    """Guesses the tokens of one answer with the assistant."""
-
     pending = 0
 
     def __init__(self, sequence: AssistedSequence, pace: Pace, prompt_tokens: int, sampler: Sampler) -> None:
@@ -92,15 +90,12 @@ class AssistantDrafter:
         self._failed = False
 
     def extend(self, token: int) -> None:
-        """Append a token to the answer."""
         self._answer.append(token)
 
     @property
     def room(self) -> int:
-        """The most tokens that the assistant can guess now.
-
-        The KV rows of all tokens but the last one must be in the main model's cache, and so must the hidden state of the
-        token before the last one.
+        """The most tokens that the assistant can guess now: 0 unless the main model's cache has the KV rows of all tokens but
+        the last, and a hidden state.
         """
         cache = self._sequence.cache()
         if self._failed or not self._sequence.assistant.usable or cache is None or cache.abandoned or not self._answer:
@@ -109,7 +104,7 @@ class AssistantDrafter:
         return MOST_GUESSES if current and cache.last_hidden() is not None else 0
 
     def guess(self, count: int) -> list[int]:
-        """Guess the next `count` tokens. If the assistant fails, there are fewer guesses."""
+        """Guess the next `count` tokens. If the assistant fails, return the guesses before the failure."""
         guesses: list[int] = []
         try:
             self._guess(guesses, min(count, self.room))
@@ -120,7 +115,7 @@ class AssistantDrafter:
         return guesses
 
     def _guess(self, guesses: list[int], count: int) -> None:
-        """Append guesses to the list, one after another."""
+        """Append guesses to the list, so that a failure leaves the earlier guesses in the list."""
         cache, chosen = self._sequence.cache(), list(self._answer)
         hidden = None if cache is None else cache.last_hidden()
         if cache is None or hidden is None:

@@ -32,19 +32,20 @@ class Health:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """Counters of the scheduler. Those of the prefix cache are 0 for an embedding model, which has no prefix cache.
+    """Counters of the scheduler. An embedding model has no prefix cache, so its prefix counters are 0.
 
-    running, waiting: the number of requests that run now, and that wait now.
+    running, waiting: the numbers of running and of waiting requests.
     kv_bytes: the memory reserved for the KV caches of running requests.
     prefix_bytes: the size of the prefix cache.
-    prefix_hits: requests since the start for which the prefix cache had a prefix.
-    prefix_misses: requests since the start for which the prefix cache had none.
-    cached_tokens: prompt tokens since the start that were found in the prefix cache.
-    passes: passes since the start that succeeded.
-    failed_passes: passes since the start that failed and were repeated.
-    computed_tokens: tokens computed since the start, without wrong guesses.
-    guessed_tokens: guesses of tokens that were computed since the start.
-    accepted_tokens: guesses since the start that were equal to the chosen tokens.
+
+    Counted since the start of the scheduler:
+    prefix_hits, prefix_misses: requests for which the prefix cache had a prefix, and had none.
+    cached_tokens: prompt tokens that were found in the prefix cache.
+    passes: passes that succeeded.
+    failed_passes: passes that failed and were repeated.
+    computed_tokens: computed tokens, without wrong guesses.
+    guessed_tokens: guessed tokens that were computed.
+    accepted_tokens: guessed tokens that were equal to the chosen tokens.
     """
 
     running: int
@@ -75,8 +76,6 @@ class Ticket:
 
 
 class ScheduledRequest(ABC):
-    """A waiting or running request."""
-
     def __init__(self, listener: Listener, ticket: Ticket) -> None:
         self._listener, self.ticket = listener, ticket
         self.arrived = time.monotonic()
@@ -86,7 +85,7 @@ class ScheduledRequest(ABC):
     def usage(self) -> Usage: ...
 
     def tell(self, event: Event) -> None:
-        """Call the listener with an event. If the listener raises an exception, this request is cancelled."""
+        """Send an event to the listener. If the listener raises an exception, cancel this request."""
         try:
             self._listener(event)
         except Exception:
@@ -116,7 +115,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
         self._stepped = time.monotonic()
         self._request_seconds = 1.0  # running average of the duration of a request
         self._passes = self._failed = self._computed = 0  # only the scheduler's thread writes these counters
-        # A subclass sets its fields first, and then starts the thread.
+        # The subclass starts the thread after setting its own fields.
         self._thread = threading.Thread(target=self._work, name="gemma_py-scheduler", daemon=True)
 
     # --- from any thread ----------------------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
     def stats(self) -> SchedulerStats: ...
 
     def drain(self, deadline: float) -> int:
-        """Accept no more requests, wait up to `deadline` seconds, then cancel the remaining requests. Return their number."""
+        """Accept no more requests, wait up to `deadline` seconds, then cancel the rest. Return how many were cancelled."""
         with self._changed:
             self._open = False
             self._changed.wait_for(self._idle, max(0.0, deadline))
@@ -176,8 +175,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
             for request in left:
                 request.ticket.cancelled = True
             self._changed.notify_all()
-            # A cancelled request ends together with the current pass. If that pass hangs, the engine ends it at its
-            # deadline.
+            # A cancelled request ends with the current pass. The engine stops a hanging pass at the engine's deadline.
             self._changed.wait_for(self._idle, SLOWEST_STEP)
             return len(left)
 
@@ -226,9 +224,7 @@ class BaseScheduler(ABC, Generic[Q, R]):
             self._finish(request, Finished("cancelled", request.usage()))
 
     def _finish(self, request: R, last: Finished | Failed) -> None:
-        """Remove the request, then send the last event, because a client that sees the event may send a new request at
-        once.
-        """
+        """Remove the request before sending its last event, because the client may then send a new request at once."""
         with self._changed:
             if request in self._running:
                 self._running.remove(request)

@@ -134,8 +134,7 @@ class Generation:
         self.speculation.use_model(sequence.drafter(self._pace, self.prompt, self._sampler))
 
     def guess_chances(self) -> list[float]:
-        """Draft guesses of the next tokens. Return the probabilities that the first holds, that the first two hold, and so
-        on.
+        """Draft guesses of the next tokens. Element n of the result is the probability that guesses 0 to n all hold.
 
         A pass with n guesses chooses up to n + 1 tokens, so there are fewer guesses than tokens left to generate.
         """
@@ -145,7 +144,7 @@ class Generation:
         return self.speculation.chances(most, constraint.forced(min(most, MOST_GUESSES)))
 
     def collect_evidence(self, model: ModelIdentity) -> None:
-        """Collect what `receipt` needs, from the first token on."""
+        """Prepare for `receipt`. Call this before the first token."""
         if self.max_tokens < 1:
             raise InputError("an answer without tokens has no receipt; max_tokens should be at least 1")
         self._evidence = Evidence(model)
@@ -160,7 +159,7 @@ class Generation:
         return self._evidence.receipt(self.prompt, asked_for(self.request, self.max_tokens, self.sampling), kv)
 
     def sample(self, logits: np.ndarray) -> int:
-        """Return the id of the next token. The answer stays as it is, so several requests can sample in several threads."""
+        """Return the id of the next token. The token is not appended yet, so threads can sample for several requests."""
         constraint = self.request.constraint
         return self._sampler.choose(logits if constraint is None else constraint.allowed(logits), self.generated)
 
@@ -234,7 +233,7 @@ def _token(token: int, part: Part, logprob: float, reason: str | None) -> Token:
 
 
 def check_ids(ids: Any, vocab_size: int) -> list[int]:
-    """Return the ids as a list of int. Raise InputError if the list is empty or an id is outside the vocabulary."""
+    """Raise InputError if the list is empty, or an id is no whole number or outside the vocabulary."""
     try:
         if isinstance(ids, bytes | bytearray):
             raise TypeError
@@ -250,7 +249,7 @@ def check_ids(ids: Any, vocab_size: int) -> list[int]:
 
 
 def _exact(token: Any) -> int:
-    """Return a number as an int. Raise ValueError, or another error of `int`, unless it is a whole number."""
+    """Convert a whole number to int. Raise ValueError, or the error of `int`, for any other value."""
     number = int(token)
     if isinstance(token, bool | np.bool_) or token != number:
         raise ValueError
@@ -262,9 +261,7 @@ def is_whole(value: object, least: int | None) -> bool:
 
 
 def whole(name: str, value: Any, least: int | None = 0) -> int:
-    """Return the value as an int. Raise InputError unless the value is a whole number and, if `least` is given, at least
-    `least`.
-    """
+    """Return the value as an int. Raise InputError if the value is not a whole number, or is below `least`."""
     number = int(value) if isinstance(value, np.integer) else value
     if not is_whole(number, least):
         allowed = "" if least is None else f" from {least}"

@@ -28,12 +28,12 @@ from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.pack import PackedArrays, matrix_bytes
 from gemma_py.weights.store import packed_weights
 
-# How long a pass of the draft model over earlier tokens should take, in seconds, because the next token waits for that pass.
+# Target seconds of a draft-model pass over earlier tokens. The next token of the answer waits for such a pass.
 _PASS_SECONDS = 0.1
-_FEWEST_ROWS = 8  # the fewest tokens of such a pass, if so many tokens are pending
-_KEEP = MOST_GUESSES + 1  # the most tokens that a rewind removes from a cache, because they were wrong guesses
+_FEWEST_ROWS = 8  # a pass over earlier tokens computes at least this many, if so many are pending
+_KEEP = MOST_GUESSES + 1  # the most tokens that are removed from a cache after wrong guesses
 CacheOf = Callable[[], Cache | None]  # returns the main model's KV cache of a sequence, or None if there is none yet
-_MOST_FAILURES = 2  # the number of failed passes in a row after which no answer uses the draft model
+_MOST_FAILURES = 2  # after so many failed passes in a row, no answer uses the draft model
 
 
 class GuessingModel(ABC):
@@ -44,7 +44,7 @@ class GuessingModel(ABC):
     """
 
     def __init__(self, checkpoint: Checkpoint, runner: Runner, main: Runner) -> None:
-        """runner: runs the passes of this model. main: runs those of the main model."""
+        """runner: runs this model's passes. main: runs the main model's passes."""
         self.checkpoint, self.runner = checkpoint, runner
         self.share = _weight_bytes(runner.program.model.weights) / _weight_bytes(main.program.model.weights)
         self.failures = self._failures_in_a_row = 0
@@ -55,7 +55,7 @@ class GuessingModel(ABC):
 
     @abstractmethod
     def cache_bytes(self, tokens: int) -> int:
-        """Return the size in bytes of the KV cache that the model needs for a sequence of `tokens` tokens."""
+        """Return the size of this model's KV cache for a sequence of `tokens` tokens."""
 
     @property
     def usable(self) -> bool:
@@ -98,7 +98,7 @@ class DraftModel(GuessingModel):
         return bytes_needed(self.config, self.runner.kv, min(tokens, self.config.max_position_embeddings), CHUNK, _KEEP)
 
     def run(self, cache: Cache, tokens: list[int]) -> np.ndarray:
-        """Append tokens to a cache. Return the logits of the last token for the vocabulary of the main model, [V].
+        """Append tokens to a cache. Return the last token's logits [V], where V is the main model's vocabulary.
 
         If the draft model's output matrix has fewer rows, the missing logits are -inf.
         """
@@ -115,7 +115,7 @@ def _weight_bytes(arrays: PackedArrays) -> int:
 def check_draft(draft: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int) -> None:
     """Raise InputError if the draft model generates no text, or if it has another vocabulary than the main model.
 
-    tokenizer, vocab_size: those of the main model. If a tokenizer is missing, only the sizes of the vocabularies are compared.
+    tokenizer, vocab_size: of the main model. If a tokenizer is missing, only the sizes of the vocabularies are compared.
     """
     if draft.config.embedding is not None:
         raise InputError(f"{draft.path}: a draft model should generate text, but this model computes embeddings")
@@ -134,7 +134,7 @@ def check_draft(draft: Checkpoint, tokenizer: Tokenizer | None, vocab_size: int)
 
 
 class DraftSequence:
-    """The draft model's KV cache of one sequence. It is kept from answer to answer of a conversation."""
+    """The draft model's KV cache of one sequence. A conversation keeps the cache between answers."""
 
     def __init__(self, model: DraftModel) -> None:
         self.model = model
@@ -144,7 +144,7 @@ class DraftSequence:
         return ModelDrafter(self, pace, prompt, sampler)
 
     def rewind(self, position: int) -> None:
-        """Keep at most the first tokens, up to this position. If their KV rows are overwritten, keep no token."""
+        """Remove the tokens from this position on. If KV rows of earlier tokens are overwritten, remove all tokens."""
         if self.cache.abandoned or not self.cache.can_rewind_to(min(position, self.cache.position)):
             self.cache = self.model.new_cache()
         elif position < self.cache.position:
@@ -152,16 +152,13 @@ class DraftSequence:
 
 
 class ModelDrafter:
-    """Guesses the tokens of one answer with the draft model."""
-
     def __init__(self, sequence: DraftSequence, pace: Pace, prompt: Sequence[int], sampler: Sampler) -> None:
         self._sequence, self._pace, self._sampler = sequence, pace, sampler
         self._ids, self._prompt_tokens = list(prompt), len(prompt)
-        self._equal = 0  # the first tokens of the cache that are known to be those of the prompt and the answer
+        self._equal = 0  # how many first tokens of the cache are known to equal prompt and answer
         self._ended = False  # whether the draft model guesses no more tokens of this answer
 
     def extend(self, token: int) -> None:
-        """Append a token to the answer."""
         self._ids.append(token)
 
     @property
@@ -182,8 +179,8 @@ class ModelDrafter:
     def guess(self, count: int) -> list[int]:
         """Guess the next `count` tokens.
 
-        If the draft model fails, there are fewer guesses. If many known tokens are pending, a pass computes a part of them,
-        and there are no guesses yet.
+        If the draft model fails, return the guesses before the failure. If many tokens are pending, compute a part of these
+        tokens and return no guesses.
         """
         guesses: list[int] = []
         try:
@@ -195,7 +192,7 @@ class ModelDrafter:
         return guesses
 
     def _guess(self, guesses: list[int], count: int) -> None:
-        """Append guesses to the list, one after another."""
+        """Append guesses to the list, so that a failure leaves the earlier guesses in the list."""
         model, sequence = self._sequence.model, self._sequence
         # The last known token is computed again if it is in the cache, because its logits are needed.
         first = min(len(self._ids) - self.pending, len(self._ids) - 1)

@@ -14,7 +14,7 @@ _FEWEST_TOKENS = 512  # the smallest capacity of an index
 class Draft(NamedTuple):
     """Guesses of the next tokens.
 
-    matched: the number of tokens before the guesses that also precede the place from which the guesses are copied.
+    matched: how many tokens directly before the guesses equal the tokens directly before the copied text.
     predicted: whether the guesses are copied from the request's prediction.
     model: whether the guesses come from the draft model.
     """
@@ -54,7 +54,7 @@ class DrafterOfModel(Protocol):
 
 
 class SuffixIndex:
-    """A text, and a suffix automaton that finds the longest suffix of the text that also occurs earlier in the text."""
+    """A suffix automaton, which finds the longest suffix of a text that also occurs earlier in the text."""
 
     def __init__(self) -> None:
         self._counts = np.zeros(5, np.int64)
@@ -66,7 +66,6 @@ class SuffixIndex:
         self._states[0] = 0, -1, -1, -1
 
     def _grow(self, tokens: int) -> None:
-        """Allocate arrays for so many tokens."""
         for name, rows in (("_states", 2 * tokens + 2), ("_edges", 3 * tokens + 3), ("_text", tokens)):
             old = getattr(self, name)
             new = np.empty((rows, *old.shape[1:]), np.int32)
@@ -76,7 +75,6 @@ class SuffixIndex:
         kernels.rehash(self._edges, self._table, self._counts)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
         needed = int(self._counts[kernels.TEXT_USED]) + len(tokens)
         if needed > len(self._text):
             self._grow(2 * needed)
@@ -85,10 +83,10 @@ class SuffixIndex:
         )  # fmt: skip
 
     def continuation(self, k: int, ahead: Sequence[int] = ()) -> tuple[list[int], int, int]:
-        """Return the k tokens after an earlier occurrence of the longest repeated suffix, the length of the suffix, and the
-        position of the first of these tokens. Without a repeated suffix, return no tokens.
+        """Find the longest suffix that also occurs earlier. Return the k tokens after the earlier occurrence, the length of
+        the suffix, and the position of the first returned token. Without a repeated suffix, return no tokens.
 
-        ahead: tokens after the text. The suffix then ends with these tokens.
+        ahead: tokens that count as the end of the text, but are not appended to the text.
         """
         made = np.empty(k, np.int32)
         matched, first = kernels.continuation(
@@ -98,10 +96,10 @@ class SuffixIndex:
 
 
 class Lookup:
-    """Finds the longest suffix of prompt and answer that occurs earlier, and guesses that the tokens after it repeat too.
+    """Finds the longest suffix of prompt and answer that occurs earlier, and guesses the tokens after the earlier place.
 
-    With a prediction, the index has the prompt, a separator, the prediction, a separator and the answer. At the beginning
-    of the answer, the second separator matches the first one, and so the guesses are the beginning of the prediction.
+    With a prediction, the index holds: prompt, separator, prediction, separator, answer. At the beginning of the answer, the
+    longest repeated suffix is the separator, so the first guesses are the beginning of the prediction.
     """
 
     def __init__(self, prompt: Sequence[int], prediction: Sequence[int] = ()) -> None:

@@ -30,7 +30,7 @@ _COMMON = {
     "PairClassification": _SIMILARITY, "Reranking": _QUERY, "Retrieval": _QUERY, "Retrieval-query": _QUERY,
     "Retrieval-document": _DOCUMENT, "STS": _SIMILARITY,
 }  # fmt: skip
-# For each model type and task, the prompt for a checkpoint without config_sentence_transformers.json.
+# Prompts by model type and task, for checkpoints without config_sentence_transformers.json.
 _PROMPTS: Mapping[str, Mapping[str, str]] = {
     "gemma-embedding": {
         **_COMMON, "question answering": _ANSWERING, "fact checking": _CHECKING, "classification": _CLASSIFICATION,
@@ -110,7 +110,7 @@ def check_generates(engine: "Engine") -> None:
 
 
 def embed_all(engine: "Engine", texts: Sequence[list[int]]) -> np.ndarray:
-    """Return the embedding of each text, f32 [N, D], not yet normalised. The texts are given as token ids."""
+    """Return the embedding of each text, f32 [N, D], not yet normalised. texts: token ids"""
     made, caches = np.empty((len(texts), engine.program.outputs), np.float32), list[Cache]()
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]), reverse=True)
     while order:
@@ -129,7 +129,7 @@ def how_many(lengths: Sequence[int]) -> int:
 def embed_pass(engine: "Engine", texts: Sequence[list[int]], caches: list[Cache]) -> np.ndarray:
     """Compute the texts in one pass. Return the embeddings, f32 [N, D], not yet normalised.
 
-    caches: a list with a KV cache for each text, which later passes use again. If the list is too short, caches are appended.
+    caches: KV caches to reuse, one for each text. Missing caches are appended to the list.
     """
     caches += [engine.new_cache() for _ in range(len(texts) - len(caches))]
     for cache in caches:

@@ -25,7 +25,7 @@ class _Texts(ScheduledRequest):
         super().__init__(listener, ticket)
         self.texts, self.rows = texts, np.empty((len(texts), width), np.float32)
         self.order = sorted(range(len(texts)), key=lambda number: len(texts[number]), reverse=True)
-        self.done = 0  # how many texts are computed: those with the first numbers of `order`
+        self.done = 0  # the texts order[:done] are computed
 
     def usage(self) -> Usage:
         now = time.monotonic()

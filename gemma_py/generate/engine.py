@@ -85,7 +85,7 @@ class Engine:
         self.checkpoint, self.config, self.path = checkpoint, checkpoint.config, checkpoint.path
         self.context = min(context or self.config.max_position_embeddings, self.config.max_position_embeddings)
         self.quant, self.shards = quant, 1
-        self.lost_shards: list[str] = []  # why a process of a shard is being replaced now
+        self.lost_shards: list[str] = []  # for each shard whose process is being replaced, the reason
         self.pace = Pace()
         self.speculate = "auto"  # the option of requests that do not set it
         self.draft: GuessingModel | None = None
@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """The name of the model's repository on the Hugging Face hub, or else of the model's file or directory."""
+        """The model's repository on the Hugging Face hub, or without a repository the name of the file or directory."""
         return repository_of(self.path) or self.path.name
 
     @property
@@ -126,16 +126,14 @@ class Engine:
         return self.runner.kv
 
     def divide(self, shards: int) -> None:
-        """Divide the layers among so many processes, before the first session."""
-        from gemma_py.cluster.local import local_shards  # imported here, because most engines have no shards
+        """Divide the layers among `shards` processes. Call this before the first session."""
+        from gemma_py.cluster.local import local_shards  # imported here, so that engines without shards start faster
 
         self._runner = local_shards(self.checkpoint, self.runner, self.quant, shards, self.lost_shards)
         self.shards = shards
 
     def use_draft(self, checkpoint: Checkpoint, progress: ReportProgress = no_report) -> None:
-        """Let a smaller model of the same vocabulary, or an assistant, guess tokens. This changes the speed of answers, but
-        no token.
-        """
+        """Let a draft model with this model's vocabulary, or an assistant, guess tokens. The guesses change only the speed."""
         embedding.check_generates(self)
         check_draft(checkpoint, self.tokenizer, self.config.vocab_size)
         if checkpoint.config.backbone_hidden_size:
@@ -172,10 +170,10 @@ class Engine:
 
     @property
     def sampling(self) -> Sampling:
-        """The default sampling options, which are those that the checkpoint recommends.
+        """The default sampling options: the recommendation of the checkpoint.
 
-        If the checkpoint recommends none, the defaults are Google's recommendation for Gemma. A base model without a
-        chat template gets greedy decoding instead.
+        A checkpoint without a recommendation gets greedy decoding if it is a base model without a chat template, and
+        otherwise Google's recommendation for Gemma.
         """
         if self._recommended is None:
             own = self.checkpoint.chat_template
@@ -185,7 +183,7 @@ class Engine:
         return self._recommended
 
     def text_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. A checkpoint without a tokenizer raises InputError."""
+        """Return the tokenizer. Raise InputError if the checkpoint has none."""
         if self.tokenizer is None:
             raise InputError(f"{self.path}: the checkpoint has no tokenizer; give token ids instead of text")
         return self.tokenizer
@@ -280,11 +278,10 @@ class Engine:
         Decoding is greedy by default. If temperature, top_k, top_p, min_p or seed is given, tokens are drawn at random,
         and the options that are not given have the values that the checkpoint recommends.
 
-        logprobs: compute `Token.logprob`. Without log probabilities, which need the exponentials of all logits, a token takes
-        less time.
+        logprobs: compute `Token.logprob`, which takes time, because it needs the exponentials of all logits.
         speculate: "auto" or "off"; by default, the option of `load`.
-        prediction: a text, or token ids, that the continuation is expected to repeat in large parts. A good prediction makes
-        the continuation faster, and no prediction changes the continuation.
+        prediction: a text, or token ids, that the continuation is expected to repeat in large parts. A good prediction saves
+        time. The tokens do not depend on the prediction.
         receipt: whether the last token has a receipt, with which anyone who has the model can check the continuation.
         """
         options = {
@@ -339,7 +336,7 @@ class Engine:
         return ChatFormat(template, self.text_tokenizer())
 
     def chat_sampling(self, options: Mapping[str, Any]) -> Sampling:
-        """Return `Engine.sampling`, in which the given options replace the defaults. An option that is None is not given."""
+        """Return `Engine.sampling`, with the given options instead of the defaults. None means that an option is not given."""
         unknown = sorted(set(options) - set(OPTIONS))
         if unknown:
             raise InputError(f"{unknown[0]}: unknown sampling option, expected one of {', '.join(OPTIONS)}")
@@ -432,7 +429,7 @@ class Engine:
         return self.runner.run_together(inputs)
 
     def accept(self, cache: Cache, tokens: Sequence[int]) -> None:
-        """Add the first guesses of the last pass, which must be equal to these tokens, to the cache."""
+        """Append the first guesses of the last pass to the cache. `tokens` must be equal to these guesses."""
         self.runner.accept(cache, tokens)
 
     def run_kernel(self, kernel: Callable[..., Any], *args: Any, counters: int = 0) -> None:
@@ -470,20 +467,19 @@ def load(
     quant: "q8_0" or "q4_0" quantises float matrices while loading, to the same values as in a GGUF file of that type.
     progress: called as `progress(what, done, total, unit)` while the first start downloads, compiles and packs, which
     may take minutes; see `gemma_py.progress`.
-    pack: whether packed weights are stored in a file. If False, they are kept in memory only and packed again at every
-    start, which takes no disk space.
+    pack: whether packed weights are stored in a file. If False, every start packs the weights again, into memory.
     speculate: "auto" or "off". With "auto", a pass also computes tokens that were guessed from earlier text, where that is
-    expected to save time. This is the default of requests that do not choose.
+    expected to save time. A request can choose another value.
     draft: a smaller model with the vocabulary of this model, or an assistant of this model, which then guesses tokens too.
-    With speculate "off", it is an error.
-    shards: into how many spans of layers to divide the model. Each span but the last is computed by a process of its own.
+    With speculate "off", a draft raises InputError.
+    shards: how many groups of consecutive layers to make. Each group but the last is computed by a process of its own.
 
     The options kv and quant change the logits, in the same way on every machine; the other options do not.
     """
     check_mode(speculate)
     if speculate == "off" and draft is not None:
         raise InputError(
-            "a draft model (--draft) only guesses tokens, and speculate off (--speculate off) wants no guesses"
+            "speculate off (--speculate off) forbids guesses, so a draft model (--draft) has no use; leave one of the two out"
         )
     checkpoint = replace(open_checkpoint(resolve(model, progress)), cacheable=pack)
     engine = Engine(checkpoint, threads, context, deadline, kv, quant, progress)

@@ -76,7 +76,7 @@ class Finished:
     """The last event of a request that ended without an error. reason: "stop", "length" or "cancelled".
 
     receipt: a function that returns the answer's receipt, or None if the request does not ask for one. The function hashes
-    the KV rows, which takes milliseconds to seconds, so call it in a thread that nothing waits for.
+    the KV rows, which takes milliseconds to seconds, so the scheduler's thread should not call the function.
     """
 
     reason: str

@@ -45,7 +45,7 @@ class Evidence:
         """
         reason = self._tokens[-1].finish_reason if self._tokens else None
         if reason is None:
-            raise InputError("only a complete answer has a receipt, because the end of the answer is checked too")
+            raise InputError("the answer has not ended; only a complete answer has a receipt")
         return Receipt(
             self._model, tuple(prompt), asked, tuple(token.id for token in self._tokens), tuple(self._rows),
             outputs_of(self._tokens), reason, kv_digests(kv),

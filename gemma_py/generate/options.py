@@ -12,8 +12,7 @@ from gemma_py.errors import ConfigError, InputError
 from gemma_py.formats.files import present, read_json
 
 _SEEDS = 1 << 63
-# The least and the greatest value of each option, as in OpenAI's API if it has the option. In addition, top_p must not be
-# 0.
+# The least and the greatest value of each option. Options of OpenAI's API have OpenAI's limits. top_p = 0 is refused too.
 RANGES = {
     "temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.01, 100.0),
     "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "logit_bias": (-100.0, 100.0),
@@ -23,7 +22,6 @@ MODES = ("auto", "off")  # the values of the option `speculate`
 
 
 def check_mode(mode: object) -> None:
-    """Raise InputError if the value of the option `speculate` is unknown."""
     if mode not in MODES:
         raise InputError(f"speculate should be one of {', '.join(MODES)}, found {mode!r:.40}")
 
@@ -92,9 +90,8 @@ GEMMA = Sampling(temperature=1.0, top_k=64, top_p=0.95)
 # The default of base models without a recommendation is greedy decoding. The base model gemma-3-270m answered 41% of a set of
 # short questions correctly with greedy decoding, 33% with temperature 0.2 and 16% with temperature 1.
 BASE_MODEL = replace(GEMMA, temperature=0.0)
-# The options that a checkpoint can recommend, and those of them that have another name in GGUF.
-_SAID = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+_RECOMMENDABLE = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GGUF_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}  # for GGUF keys with another name
 
 
 def recommended(path: Path, metadata: Mapping[str, Any], default: Sampling = GEMMA) -> Sampling:
@@ -110,8 +107,8 @@ def recommended(path: Path, metadata: Mapping[str, Any], default: Sampling = GEM
             raise ConfigError(f"{file}: should be a JSON object")
         if document.get("do_sample") is False:
             return Sampling()
-        said = {name: document[name] for name in _SAID if document.get(name) is not None}
-    for name in _SAID:
+        said = {name: document[name] for name in _RECOMMENDABLE if document.get(name) is not None}
+    for name in _RECOMMENDABLE:
         value = metadata.get(f"general.sampling.{_GGUF_NAMES.get(name, name)}")
         if value is not None:
             said[name] = value.item() if isinstance(value, np.generic) else value
@@ -124,12 +121,12 @@ def recommended(path: Path, metadata: Mapping[str, Any], default: Sampling = GEM
 
 
 OPTIONS = tuple(option.name for option in fields(Sampling))
-# Options that ask for random sampling if they are given, except temperature 0.
+# Giving one of these options asks for random sampling, unless the temperature is 0.
 _RANDOM = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def with_options(base: Sampling, given: Mapping[str, Any]) -> Sampling:
-    """Return `base`, in which the given options replace the values. An option that is None is not given.
+    """Return `base`, with the given options instead of its own. None means that an option is not given.
 
     If `base` is BASE_MODEL, giving top_k, top_p, min_p or seed sets the temperature to 1. If a checkpoint recommends greedy
     decoding, decoding stays greedy unless a temperature is given.

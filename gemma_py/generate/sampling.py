@@ -90,7 +90,7 @@ class Sampler:
         return chosen if ids is None else int(ids[chosen])
 
     def _penalised(self, logits: np.ndarray, made: Sequence[int]) -> np.ndarray:
-        """Return the logits with logit bias and penalties. If one of these options is set, the result is a copy."""
+        """Return the logits with logit bias and penalties: a copy if one of these options is set, else the argument itself."""
         s, x = self.sampling, logits
         if s.logit_bias or s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty:
             x = logits.copy()
@@ -108,8 +108,7 @@ class Sampler:
     def _candidates(self, x: np.ndarray, largest: np.float32) -> tuple[np.ndarray, np.ndarray | None]:
         """Apply top-k and top-p. Return the weights and ids of the remaining tokens, likeliest first.
 
-        If top_k is 0, return the weights of the whole vocabulary instead, where a removed token has the weight 0, and None
-        instead of ids.
+        If top_k is 0, return the weights of the whole vocabulary, with the weight 0 for removed tokens, and None as the ids.
         """
         s = self.sampling
         if 0 < s.top_k < len(x):
@@ -163,6 +162,6 @@ def log_probability(logits: np.ndarray, token: int) -> float:
 
 
 def perplexity(nll: Sequence[float]) -> float:
-    """Return e to the power of the mean negative log likelihood, or infinity if a float cannot hold the result."""
+    """Return e to the power of the mean of nll, or infinity if the result overflows."""
     mean = math.fsum(nll) / len(nll)
     return exponential(mean) if mean < 700 else math.inf

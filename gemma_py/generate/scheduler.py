@@ -25,18 +25,16 @@ from gemma_py.runtime.cache import Cache
 from gemma_py.runtime.prefix_cache import BLOCK_TOKENS
 from gemma_py.runtime.runner import CHUNK, SequenceInput
 
-# How long a pass should take, in seconds: first for a pass with prompts only, second for a pass that also decodes. The
-# second one is shorter, because the next token of every answer waits for the end of the pass.
+# Target seconds of a pass that only prefills, and of a pass that also decodes. In a pass that also decodes, every answer waits
+# for its next token.
 _PASS_SECONDS, _PASS_SECONDS_BESIDE = 0.5, 0.15
-# The least probability of a guess in a pass with prompt tokens, because in such a pass a guess delays prompts.
+# In a pass with prompt tokens, guesses delay the prompts, so less probable guesses than this are not computed.
 _LEAST_BESIDE = 0.5
 _FEWEST_ROWS = 8  # the fewest prompt tokens of a pass, because a smaller pass would hardly be faster
 _UNKNOWN_MEMORY, _MOST_PREFIX_BYTES = 4 << 30, 1 << 30
 
 
 class _Sequence(ScheduledRequest):
-    """A request: a prompt and its answer."""
-
     def __init__(self, generation: Generation, listener: Listener, ticket: Ticket, kv_bytes: int) -> None:
         super().__init__(listener, ticket)
         self.generation, self.kv_bytes = generation, kv_bytes
@@ -62,7 +60,7 @@ class _Sequence(ScheduledRequest):
 
     @property
     def scoring(self) -> bool:
-        """Whether the log probabilities of the next tokens were requested. The pass then has to compute their logits."""
+        """Whether the request asks for the log probabilities of its next prompt tokens, for which a pass computes logits."""
         return self.generation.request.scored and not self.answering
 
     @property
@@ -75,8 +73,7 @@ class _Sequence(ScheduledRequest):
     def prefilling(self) -> bool:
         """Whether the next tokens are prefilled, several in a pass. Otherwise, one token is decoded.
 
-        The tokens of the prompt are prefilled. After a failed pass that made the KV cache unusable, the answer's tokens are
-        prefilled again too.
+        The prompt is prefilled. If a failed pass made the KV cache unusable, the answer so far is prefilled too.
         """
         return not self.answering or self.pending > 1
 
@@ -104,8 +101,6 @@ def shares(needs: Sequence[int], room: int) -> list[int]:
 
 
 class Scheduler(BaseScheduler[Request, _Sequence]):
-    """The scheduler of a model that generates text."""
-
     def __init__(
         self,
         engine: Engine,
@@ -175,7 +170,6 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Remove cancelled requests, admit waiting ones, compute one pass, choose tokens."""
         self._remove_cancelled()
         self._admit()
         sequences, inputs = self._plan()
@@ -185,7 +179,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             results = self._pass(inputs)
         except WorkerError as error:
             self._note_failed_pass(error)
-            if not error.settled:  # a stalled worker may still write to these caches
+            if not error.settled:  # a stalled worker may still write to the old caches
                 for sequence in sequences:
                     self._allocate(sequence)
             return  # the failed pass is repeated by the next step
@@ -226,7 +220,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
     def _take(
         self, sequence: _Sequence, part: SequenceInput, logits: np.ndarray, sampled: int | None
     ) -> Finished | Failed | None:
-        """Tell a request about its part of a pass: progress, scores, chosen tokens. Return its last event if it has ended.
+        """Send a request the events of a pass: progress, scores, chosen tokens. Return the last event if the request has ended.
 
         logits: [part.logits, V]
         """
@@ -308,8 +302,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         results = self.engine.run_together(inputs)
         seconds, rows = time.monotonic() - start, sum(len(part.tokens) for part in inputs)
         guesses = sum(part.guesses for part in inputs)
-        # Do not count passes that only decode: they spend most of their time reading weights, whatever the number of
-        # tokens.
+        # A pass that only decodes mostly reads weights, so the pass does not show how long a prompt token takes.
         if rows - guesses > len(inputs):
             self._row_seconds += 0.8 * (seconds / rows - self._row_seconds)
         else:
@@ -366,5 +359,5 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
 
 
 def _receipt(generation: Generation, cache: Cache) -> Callable[[], Receipt] | None:
-    """Return a function that makes the receipt of a complete answer. Until it is called, it keeps the KV cache in memory."""
+    """Return a function that makes the receipt of a complete answer, and keeps the KV cache in memory until then."""
     return (lambda: generation.receipt(cache.digest())) if generation.request.receipt else None

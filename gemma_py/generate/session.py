@@ -25,7 +25,6 @@ class Session:
 
     @property
     def ids(self) -> list[int]:
-        """The ids of the tokens in the KV cache."""
         return self._cache.ids.copy()
 
     @property
@@ -97,7 +96,6 @@ class Session:
         return not self._cache.abandoned
 
     def can_rewind_to(self, position: int) -> bool:
-        """Whether `rewind(position)` would succeed."""
         return self._cache.can_rewind_to(whole("position", position, None))
 
     def raw_kv_rows(self, since: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -10,22 +10,22 @@ from collections.abc import Sequence
 from gemma_py.generate.drafting import Draft, Drafter, DrafterOfModel
 from gemma_py.kernels.matmul import AS_STORED_ROWS, FEW_ROWS, QUAD_ROWS
 
-# The most guesses of a pass, whatever the number of its sequences: more than 16 rows would be a larger tile of a product.
+# The most guesses of a pass, for all its sequences together. A matrix product of more than 16 rows uses larger tiles.
 MOST_GUESSES = 15
 # A guess must gain this much more than it costs, because the estimates of gain and cost are inexact.
 _MARGIN = 1.1
-# The first estimate of what another row costs, as a share of the time of a pass of one row. The rest of this time is the same
-# for any number of rows.
+# The first estimate of the time that each row takes, as a share of the time of a pass of one row. The rest of a pass's time
+# does not depend on the number of rows.
 _ROW_SHARE = 0.25
-# _ROW_SHARE counts as much as measured passes whose numbers of rows have this variance.
+# In the linear fit, _ROW_SHARE weighs as much as measured passes whose numbers of rows have this variance.
 _ROW_WEIGHT = 0.5
 _DECAY = 0.99  # each measurement multiplies the weights of all earlier measurements by this factor
 # A pass counts as at most this multiple of its expected duration, because another process may delay a pass.
 _LONGEST = 2.0
-# The probability that a guess holds before any guess was checked, by the bucket of the matched length. In edits of source
-# code and in answers of a small model, guesses hold a little more often.
+# The first estimate of the probability that a guess holds, by the bucket of the matched length (see `_bucket`). In edits of
+# source code and in answers of a small model, guesses hold a little more often.
 _PRIORS = (0.2, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9, 0.95)
-# The probability, before any guess was checked, that a guess from the request's prediction or from the draft model holds.
+# The first estimates for guesses from the request's prediction and for guesses from the draft model.
 _PRIOR_PREDICTED, _PRIOR_MODEL = 0.7, 0.7
 # The share by which the rate of the draft model's guesses moves back to _PRIOR_MODEL: in each pass, and at the beginning of an
 # answer. So the draft model is tried again some time after it was given up.
@@ -58,7 +58,7 @@ class _Rate:
         self._held, self._checked = self._held * self._keep + held, self._checked * self._keep + 1
 
     def forget(self, share: float, first: float) -> None:
-        """Move the rate by this share towards a first estimate."""
+        """Move the rate by this share towards the estimate `first`."""
         self._held += share * (first * self._checked - self._held)
 
 
@@ -74,7 +74,7 @@ class Pace:
             for predicted in (False, True)
             for bucket, prior in enumerate(_PRIORS)
         }
-        self.model_rate = _Rate(_PRIOR_MODEL, _SHARED_WEIGHT, _SHARED_MEMORY)  # of guesses from the draft model
+        self.model_rate = _Rate(_PRIOR_MODEL, _SHARED_WEIGHT, _SHARED_MEMORY)
         self.draft_share = 1.0  # the estimated cost of the draft model's passes, as a share of the main model's
         # The draft model's seconds for a pass that gives a guess, and for a row of a longer pass; 0 before the first measurement.
         self._draft_pass = self._draft_row = 0.0
@@ -86,7 +86,7 @@ class Pace:
         return self._rates[predicted, _bucket(matched)].value
 
     def check(self, predicted: bool, matched: int, held: bool) -> None:
-        """Learn whether a guess held. matched: how many tokens before the guess equal those before its source."""
+        """Learn whether a guess held. matched: how many tokens before the guess equal those before the copied token."""
         self._rates[predicted, _bucket(matched)].add(held)
 
     def measure(self, rows: int, seconds: float) -> None:
@@ -125,7 +125,6 @@ class Pace:
         return self._draft_row or _ROW_SHARE * self.draft_seconds
 
     def measure_draft(self, rows: int, seconds: float) -> None:
-        """Learn the duration of a pass of the draft model."""
         if rows <= 2:
             old = self._draft_pass or seconds
             self._draft_pass = old + 0.1 * (min(seconds, _LONGEST * old) - old)
@@ -133,7 +132,7 @@ class Pace:
             self._draft_row += (0.2 if self._draft_row else 1.0) * (seconds / rows - self._draft_row)
 
     def tokens_a_second(self, chances: Sequence[float], seconds: float = 0.0) -> float:
-        """Return how many tokens a second an answer alone has with the best number of guesses.
+        """Return the tokens per second of a single answer, with the best number of guesses in a pass.
 
         seconds: the seconds that it takes to draft a guess
         """
@@ -155,8 +154,8 @@ class Pace:
         least: the smallest probability of a guess that is computed.
         drafting: for each answer, the seconds that it takes to draft a guess; by default 0.
 
-        The guesses that gain most for their cost are taken, as many as give the most tokens a second. A product computes
-        whole tiles of rows, so one guess alone may not be worth its time although several guesses are.
+        Guesses are tried in the order of gain per cost, and the number of guesses with the most tokens per second is chosen.
+        One guess may not be worth its time although several are, because a matrix product computes whole tiles of rows.
         """
         counts, expected = [0] * len(chances), float(len(chances))
         fixed, row = self._cost()
@@ -165,9 +164,9 @@ class Pace:
         chosen, chosen_expected, chosen_seconds = list(counts), expected, fixed + row * computed_rows(rows)
         for more in range(1, MOST_GUESSES + 1):
             _, number = max(
-                ((of_it[count] / costs[number], number)
-                 for number, (of_it, count) in enumerate(zip(chances, counts, strict=True))
-                 if count < len(of_it) and of_it[count] > least),
+                ((own[count] / costs[number], number)
+                 for number, (own, count) in enumerate(zip(chances, counts, strict=True))
+                 if count < len(own) and own[count] > least),
                 default=(0.0, None),
             )  # fmt: skip
             if number is None:
@@ -187,7 +186,7 @@ def _bucket(matched: int) -> int:
 
 
 class Speculation:
-    """The guesses of one answer, and what became of them.
+    """The guesses of one answer, and how many of them held.
 
     passes: the passes that computed tokens of the answer.
     guessed, accepted: the number of guesses that were computed, and the number of computed guesses that held.
@@ -196,12 +195,12 @@ class Speculation:
     """
 
     def __init__(self, drafter: Drafter | None, pace: Pace, first: Draft = _NO_DRAFT) -> None:
-        """drafter: None for no guesses. first: the guess of the first token, which the prompt's pass predicts."""
+        """drafter: None for no guesses. first: the guess of the first token, which is compared, but not computed."""
         self._drafter, self._pace = drafter, pace
         self._draft, self._checked = first, 0
         self._forced = 0  # how many of the draft's first guesses a grammar forces
         self._copied = 0  # the index of the draft's first guess that is copied from earlier text
-        self._rates: dict[tuple[bool, int], _Rate] = {}  # of the guesses of this answer
+        self._rates: dict[tuple[bool, int], _Rate] = {}  # this answer's rates, by (predicted, bucket)
         self._model: DrafterOfModel | None = None
         self._model_rate = pace.model_rate
         self._tokens = 0  # the length of the answer
@@ -218,8 +217,8 @@ class Speculation:
         """Choose the source of up to `most` guesses: earlier text, or the draft model if it is expected to give more tokens
         a second. Return the probabilities that the first guess holds, that the first two guesses hold, and so on.
 
-        forced: the next tokens, if a grammar allows no others. Guesses copied from earlier text follow them, because the
-        draft model knows no grammar.
+        forced: the next tokens, if a grammar allows no others. Guesses copied from earlier text follow the forced tokens,
+        because the draft model knows no grammar.
         """
         self._draft, self._checked, self._forced, self._copied, self.drafting = _NO_DRAFT, 0, 0, 0, 0.0
         if self._drafter is None or most < 1:
@@ -258,15 +257,14 @@ class Speculation:
         return 1.0 if number < self._forced else self._rate(self._matched(number)).value
 
     def _matched(self, number: int) -> int:
-        """Return how many tokens directly before copied guess `number` equal the tokens directly before the guess's source."""
+        """Return how many tokens before guess `number` equal the tokens before the text from which the guess is copied."""
         return self._draft.matched + number - self._copied
 
     def _model_gains(self, copied: Sequence[float], by_model: Sequence[float], most: int) -> bool:
         """Return whether the draft model's guesses are expected to save time.
 
-        The draft model may first have to compute many tokens, for example the prompt. How long an answer will be is unknown,
-        and the length so far is the estimate of the length of the rest. So these tokens are computed only when the guesses
-        for a rest of this length would save as much time as these tokens take.
+        The draft model may first have to compute pending tokens, for example the prompt. These must take less time than the
+        guesses will save. The rest of the answer is expected to be as long as the answer so far.
         """
         assert self._model is not None
         pace = self._pace

@@ -76,8 +76,6 @@ def _bytes(text: Any, where: str) -> bytes:
 
 
 class Signer:
-    """Signs receipts with a private key."""
-
     def __init__(self, key: "Ed25519PrivateKey") -> None:
         self._key = key
         self.keyid = key_id(key.public_key())
@@ -85,7 +83,7 @@ class Signer:
     @classmethod
     def load(cls, path: Path) -> "Signer":
         """Read a private key, which other users must not be able to read."""
-        private = _needed()[0]
+        private = _key_classes()[0]
         data = read_bytes(path, _KEY_LIMIT)
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -103,15 +101,13 @@ class Signer:
 
 
 class Verifier:
-    """Checks signatures with a public key."""
-
     def __init__(self, key: "Ed25519PublicKey") -> None:
         self._key = key
         self.keyid = key_id(key)
 
     @classmethod
     def load(cls, path: Path) -> "Verifier":
-        public = _needed()[1]
+        public = _key_classes()[1]
         data = read_bytes(path, _KEY_LIMIT)
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
@@ -136,7 +132,7 @@ class Verifier:
 
 def new_key(path: Path) -> str:
     """Write a new private key, which only this user can read, and its public key beside it. Return the key's id."""
-    private, _ = _needed()
+    private, _ = _key_classes()
     from cryptography.hazmat.primitives import serialization
 
     key = private.generate()
@@ -173,8 +169,7 @@ def _parsed(load: Callable[[], object], kind: Any, message: str) -> Any:
     return key
 
 
-def _needed() -> tuple[Any, Any]:
-    """Return the classes of private and public keys."""
+def _key_classes() -> tuple[Any, Any]:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ModuleNotFoundError:

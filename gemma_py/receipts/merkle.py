@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def root(leaves: Sequence[bytes]) -> bytes:
-    """Return the root of the tree with these leaves, which may have any length. There must be at least one leaf."""
+    """leaves: at least one; a leaf may have any length"""
     nodes = [hashlib.sha256(b"\0" + leaf).digest() for leaf in leaves]
     # Joining neighbours level by level, and leaving a last node without a neighbour as it is, gives the RFC's tree.
     while len(nodes) > 1:

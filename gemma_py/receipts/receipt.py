@@ -25,7 +25,7 @@ PREDICATE = "urn:gemma-py:receipt:v1"
 # The version of the rules that decide an answer: the arithmetic of a forward pass, sampling, and how text is decoded. It
 # changes whenever a bit of a logit, a draw, a character of a text or a digest may change.
 RULES = 2
-DIGEST_BYTES = 12  # of a sha256, for a row of logits or a layer's KV rows
+DIGEST_BYTES = 12  # how much of a sha256 is kept for a row of logits or a layer's KV rows
 ID_BYTES = 3
 MOST_TOKENS, MOST_ID = 1 << 24, (1 << 8 * ID_BYTES) - 1
 MOST_SEED = (1 << 63) - 1
@@ -53,7 +53,7 @@ def number_text(value: float) -> str:
 
 
 def sampling_document(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling options as a receipt has them. Greedy decoding has no seed and no filters, because it uses none.
+    """Return sampling options in the form of a receipt. Greedy decoding ignores seed and filters, so they are reset.
 
     sampling: the fields of `gemma_py.Sampling`
     """
@@ -70,7 +70,7 @@ def sampling_document(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What identifies a model and the numbers that a forward pass computes.
+    """What decides the logits: the files of the model, and two options of `load`.
 
     files: the sha256 of each file that the model is read from, in ascending order. fingerprint: `Engine.fingerprint`.
     quant: the option `quant` of `load`. kv: the number type of the KV cache.
@@ -87,10 +87,10 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class AskedFor:
-    """What was asked for, apart from the prompt.
+    """The request, apart from the prompt.
 
-    sampling: see `sampling_document`. marks: the token ids that mark thoughts and tool calls, or None. constraint: what
-    restricts the answer, such as a JSON schema, or None.
+    sampling: see `sampling_document`. marks: the token ids that mark thoughts and tool calls, or None. constraint: for
+    example a JSON schema that restricts the answer, or None.
     """
 
     max_tokens: int
@@ -107,8 +107,8 @@ class Receipt:
     """How an answer was made.
 
     outputs: the sha256 of the answer's text in UTF-8 and, if the answer has them, of its thoughts and tool calls.
-    logits: for each token of the answer, the beginning of the sha256 of the logits from which the token was chosen.
-    kv: for each layer that stores KV rows, the beginning of its digest in `Session.kv_digest` after the last pass.
+    logits: for each token of the answer, the `row_digest` of the logits from which the token was chosen.
+    kv: for each layer that stores KV rows, the first 12 bytes of the layer's `Session.kv_digest` after the last pass.
     rules: see RULES.
     """
 
@@ -134,7 +134,9 @@ class Receipt:
         return canonical(self.document())
 
     def root(self) -> str:
-        """Return the Merkle root. The first leaf has all fields but the tokens; each other leaf has one token."""
+        """Return the Merkle root. The first leaf has all fields but the tokens. Each other leaf has one token
+        and the digest of the token's logits.
+        """
         first = len(self.prompt)
         leaves = [
             position.to_bytes(8, "big") + token.to_bytes(4, "big") + digest
@@ -240,7 +242,7 @@ def _is_digest(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a text is a float as `number_text` writes it. Infinity and NaN are not."""
+    """Whether the value is the text of a finite float, as `number_text` writes it."""
     if not isinstance(value, str) or not 1 <= len(value) <= 30:
         return False
     try:

@@ -12,13 +12,12 @@ _BLOCK = 1024  # logits
 
 
 def row_digest(row: np.ndarray) -> bytes:
-    """Return the first 12 bytes of the sha256 of the checksums of all blocks of 1,024 logits.
+    """Return a 12-byte digest of a row of logits: each block has a checksum, and sha256 hashes the checksums.
 
     row: [V]; every NaN counts as 0x7FC00000, and the last block is filled up with zeros
 
-    Hashing a whole row of Gemma's vocabulary with sha256 would take as long as 6% of decoding a token. The checksum is not
-    cryptographic, and need not be: an audit computes the logits itself and never takes them from anybody, so a second row
-    with an equal digest is of no use.
+    With sha256 alone, hashing a row would take 6% of the time of decoding a token. The checksum is not cryptographic. It
+    need not be: an audit computes the logits itself, so other logits with an equal digest deceive nobody.
     """
     if np.isnan(row).any():
         row = with_one_nan(row)

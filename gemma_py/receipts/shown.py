@@ -32,7 +32,7 @@ class ShownField(NamedTuple):
 
 
 def shown_fields(response: dict[str, Any], prefix: str) -> dict[int, list[ShownField]]:
-    """Return the fields of a whole response that show its answers, by the number of the choice. prefix: before each path."""
+    """Return the fields that show the response's answers, by the index of the choice. prefix: stands before each path."""
     shown: dict[int, list[ShownField]] = {}
     choices = response.get("choices")
     for number, choice in enumerate(choices if isinstance(choices, list) else []):
@@ -88,7 +88,7 @@ def _fields_of_output(items: Any, path: str) -> Iterator[ShownField]:
 
 
 def _only(entries: list[tuple[str, Any]], otherwise: str) -> str:
-    """Return the path of the only entry. If there is not exactly one, return the path of the whole."""
+    """Return the path of the only entry. If there is not exactly one entry, return `otherwise`."""
     return entries[0][0] if len(entries) == 1 else otherwise
 
 
@@ -110,7 +110,7 @@ def _calls(given: Any) -> Any:
 
 
 class StreamedAnswers:
-    """The answers of a stream, joined from the chunks, which are added in their order.
+    """The answers of a stream, joined from its chunks. `add` must be called in the order of the chunks.
 
     ended: whether the receipts of the response came before these chunks
     """

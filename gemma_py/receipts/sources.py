@@ -10,7 +10,7 @@ from gemma_py.receipts.envelope import Envelope
 from gemma_py.receipts.receipt import Receipt, parse, read
 from gemma_py.receipts.shown import ShownField, StreamedAnswers, shown_fields
 
-LIMIT = 64 << 20  # bytes of a file
+LIMIT = 64 << 20  # the most bytes of a file
 _MOST_SHOWN = 200
 
 
@@ -18,7 +18,7 @@ class FoundReceipt(NamedTuple):
     """A receipt in a file, or the reason why it cannot be read.
 
     envelope: None for a receipt that is not signed. shown: the fields of the response that show the receipt's answer.
-    missing: whether the file holds no receipt, instead of one that cannot be read.
+    missing: True if the file holds no receipt, False if the file holds a receipt that cannot be read.
     """
 
     name: str
@@ -30,7 +30,6 @@ class FoundReceipt(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """Return why there is no receipt that can be read."""
         return f"{'holds no receipt' if self.missing else 'structure'}: {self.error.removeprefix(f'{self.name}: ')}"
 
 
@@ -70,7 +69,7 @@ def receipts_in(data: bytes, where: str) -> Iterator[FoundReceipt]:
 def _receipts(document: Any, where: str, streams: dict[str, StreamedAnswers]) -> Iterator[FoundReceipt]:
     """Yield the receipts within a document.
 
-    streams: what the chunks in earlier lines show, by the id of their response. The last chunk of a stream has the receipts.
+    streams: by response id, the answers in the chunks of earlier lines. The last chunk of a stream has the receipts.
     """
     if not isinstance(document, dict):
         return

@@ -45,10 +45,10 @@ class Checkpoint:
     source: Source
     chat_template: str | None
     metadata: Mapping[str, Any]  # GGUF's metadata; empty for safetensors
-    # For each part of the checkpoint for images or sound, which is not read: the number of its tensors.
+    # The number of tensors in each part for images or sound, such as "vision_tower". These tensors are not read.
     left_out: Mapping[str, int] = field(default_factory=dict)
     modules: Modules = field(default_factory=Modules)  # empty for GGUF
-    # Whether the packed weights may be in the cache on disk. If not, each start packs them into memory.
+    # Whether packed weights may be cached on disk. If not, each start packs the weights into memory.
     cacheable: bool = True
 
     @property
@@ -56,7 +56,7 @@ class Checkpoint:
         return self.source.tensors
 
     def weights(self, quant: str | None = None) -> dict[str, Matrix | StoredMatrix | np.ndarray]:
-        """Read all weights, unpacked, as only the specification (reference/) needs them. A `GatheredTable` stays in the file."""
+        """Read all weights, unpacked, for the specification (reference/). A `GatheredTable` stays in the file."""
         return read_weights(self.stored_weights(quant))
 
     def stored_weights(self, quant: str | None = None) -> dict[str, Stored]:
@@ -146,9 +146,7 @@ def _open_directory(path: Path) -> Checkpoint:
 
 
 def _text_model(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], Counter[str]]:
-    """Return the tensors of the text model. For every other part of a multimodal checkpoint, return the number of its
-    tensors.
-    """
+    """Return the tensors of the text model, and the number of tensors in each other part of a multimodal checkpoint."""
     parts = {name: other_part(name) for name in tensors}
     text = {name: tensor for name, tensor in tensors.items() if parts[name] is None}
     return text, Counter(part for part in parts.values() if part is not None)

@@ -1,6 +1,6 @@
 """The modules of sentence-transformers that follow an embedding model's transformer, and the prompts for tasks.
 
-modules.json lists the modules, each with a type and a folder: Transformer, Pooling, then any number of Dense, then
+modules.json lists the modules, each with a type and a folder: Transformer, Pooling, up to 8 times Dense, and perhaps
 Normalize.
 """
 
@@ -36,7 +36,7 @@ class Modules:
 
 
 def read_modules(directory: Path) -> Modules:
-    """Read modules.json and config_sentence_transformers.json. Each of the files may be missing."""
+    """Read modules.json and config_sentence_transformers.json. Either file may be missing."""
     file, dense = directory / "modules.json", []
     folders = _folders(file) if present(file) else []
     for kind, folder in folders:

@@ -50,9 +50,9 @@ class PackedArrays(NamedTuple):
 class PackedWeights:
     """Packed weights.
 
-    matrices: for each matrix by name, the number of its row of `arrays.matrices`
-    gains: for each norm's gain by name, the index in `arrays.gains` at which the gain begins
-    tables: by name, the matrices that are not packed but stay in the checkpoint's file (see `GatheredTable`)
+    matrices: for each name of a matrix, the index of the matrix in `arrays.matrices`
+    gains: for each name of a gain, the index in `arrays.gains` at which the gain begins
+    tables: by name, the matrices that stay unpacked in the checkpoint's file (see `GatheredTable`)
     """
 
     arrays: PackedArrays
@@ -61,12 +61,11 @@ class PackedWeights:
     tables: Mapping[str, RowTable]
 
     def with_tables(self, tables: Mapping[str, RowTable]) -> "PackedWeights":
-        """Return these weights with more tables."""
         return replace(self, tables={**self.tables, **tables})
 
 
 def matrix_bytes(arrays: PackedArrays, number: int) -> int:
-    """Return the size of a packed matrix in bytes. number: its row of `arrays.matrices`."""
+    """Return the size of a packed matrix. number: the index of the matrix in `arrays.matrices`."""
     row = arrays.matrices[number]
     panels = panel_count(int(row[ROWS]))
     if row[KIND] == CODES:
@@ -81,7 +80,7 @@ PAGE = 4096
 
 
 class Arena(NamedTuple):
-    """The size of an arena: the number of values of dense matrices, and the number of values of experts.
+    """The size of an arena. dense, experts: the number of values of dense matrices and of experts' matrices.
 
     If there are experts, the dense matrices are padded to whole pages.
     """
@@ -130,7 +129,6 @@ class PackingPlan:
 
     @property
     def bytes(self) -> int:
-        """The size of the arenas in bytes."""
         return sum(arena.kind.itemsize * arena.size for arena in self.arenas)
 
     def fill(self, arenas: Sequence[np.ndarray]) -> Iterator[StoredMatrix]:

@@ -14,7 +14,7 @@ The sections of experts are not read at a start, because most of them are not ne
 are read from the disk once, and compared with the checksums in the header. A record on disk then keeps the file's device,
 inode, size and time of modification. Without a record for these values, the next start checks the experts again.
 
-What may happen to the file, and what protects from it:
+What may damage the file, and how the damage is noticed or prevented:
 
     a write is interrupted, or the file is changed    the checksum, or for experts the missing record
     another user writes to the file                   the permissions of the file and the directory
@@ -123,7 +123,7 @@ def _cached(plan: PackingPlan, source: Path, progress: ReportProgress) -> list[n
 class _Section(NamedTuple):
     """A part of an arena in the file: the matrices that every pass reads, or the matrices of experts.
 
-    first: the number of bytes between the beginning of the first section and the beginning of this section.
+    first: the byte at which the section begins, counted from the beginning of the first section.
     values: the number of values, without padding.
     """
 
@@ -184,7 +184,6 @@ def _arenas(data: np.ndarray, plan: PackingPlan) -> list[np.ndarray]:
 
 
 def _checksum(data: np.ndarray, plan: PackingPlan, section: _Section) -> int:
-    """Return the checksum of a section, including the padding."""
     first = len(data) - sum(other.bytes for other in _sections(plan)) + section.first
     part = data[first : first + section.bytes]
     if not section.of_experts:
@@ -199,7 +198,7 @@ def _checksum(data: np.ndarray, plan: PackingPlan, section: _Section) -> int:
 
 
 def _found_checksums(data: np.ndarray, plan: PackingPlan, recorded: str) -> list[int]:
-    """Return the checksums of a file's sections. Those of experts' sections are taken from `recorded`, the others computed.
+    """Return the checksums of a file's sections: from `recorded` for experts' sections, computed for the others.
 
     recorded: the checksums in the file's header, separated by spaces
     """
@@ -262,7 +261,7 @@ def _check_experts(
     progress: ReportProgress,
 ) -> None:
     """Raise _DamagedError if a section of experts has a wrong checksum. If a record on disk says that the sections were
-    checked before, they are not read.
+    checked before, the sections are not read.
 
     identity: device, inode, size and time of modification of the mapped file, which is not the file at `path` if another
     process has replaced that file. data: the bytes of the mapped file. sums: the checksums in the header, in the order of
@@ -425,6 +424,5 @@ def drop_records() -> None:
 
 
 def _identity(file: Path | int) -> tuple[int, int, int, int, int]:
-    """Return the identity of the file at a path or of an open file."""
     status = os.stat(file)  # noqa: PTH116, because Path.stat knows no open files
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

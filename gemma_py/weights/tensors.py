@@ -177,9 +177,9 @@ _IGNORED = (".rotary_emb.inv_freq",)  # tensors whose names have these endings a
 _OTHER_PARTS = ("vision_tower", "vision_model", "vision_embedder", "multi_modal_projector", "embed_vision", "audio_tower",
                 "embed_audio", "v", "a", "mm")  # fmt: skip
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
-# The names of an embedding model's dense layers begin with this; the tensors are in files of their own.
+# The prefix of the names of an embedding model's dense layers. Each dense layer is in a file of its own.
 DENSE = "dense."
-# Tensors of an assistant that are beside its text model, so that their names have no prefix.
+# An assistant's tensors outside the text model, whose names have no prefix.
 _OUTSIDE = ("pre_projection", "post_projection")
 
 
@@ -226,7 +226,7 @@ def gguf_source(
 
 
 def _part_of_stack(tensor: StoredTensor, spec: Tensor) -> StoredTensor:
-    """Return one matrix of a tensor [count, N, K]."""
+    """Return matrix `number` of a tensor [count, N, K], where (number, count) is `spec.stack`."""
     if tensor.shape != spec.gguf_shape:
         raise ConfigError(
             f"{tensor.where}: shape {list(spec.gguf_shape)} expected from the config, found {list(tensor.shape)}"
