@@ -286,7 +286,6 @@ class Auditor:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def _pass(self, running: list[_Sequence]) -> Iterator[CheckedTokens | Audited]:
-        """Compute one pass of the running receipts, and check the logits of the pass."""
         sequences, inputs, tokens, rows = [], [], CHUNK, self._rows
         for sequence in running:
             part = sequence.part(tokens, rows)

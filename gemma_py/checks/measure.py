@@ -166,7 +166,6 @@ class Benchmark:
         self._compare(row, hashlib.sha256(bytes_for_digest(logits) + " ".join(cache.digest()).encode()).hexdigest())
 
     def _compare(self, row: BenchRow, digest: str) -> None:
-        """Raise MismatchError if two runs of a test gave different logits or KV caches."""
         row.digest = digest
         if self._digests.setdefault(row.test, digest) != digest:
             raise MismatchError(

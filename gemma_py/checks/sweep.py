@@ -163,6 +163,6 @@ class Sweep:
         plot.save(figure, path)
 
     def _line(self, ax: Any, label: str, x: Sequence[int], y: Sequence[float | None]) -> None:
-        """Plot a line through the measured points. None stands for a missing measurement."""
+        """y: None stands for a missing measurement."""
         measured = sorted((at, value) for at, value in zip(x, y, strict=True) if value is not None)
         plot.draw(ax, label, [at for at, _ in measured], [value for _, value in measured])

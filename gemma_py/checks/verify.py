@@ -319,8 +319,6 @@ def locate(
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The settings of `verify`, and one result for each setting."""
-
     tokens: int
     reference_tokens: int
     settings: tuple[RunSetting, ...]

@@ -123,5 +123,4 @@ class Lookup:
 
 
 def warm_up() -> None:
-    """Call the kernels of the index once, so that no answer waits for their compilation."""
     Lookup([1, 2, 1]).propose(1)

@@ -46,7 +46,6 @@ def likeliest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def warm_up() -> None:
-    """Call every sampling kernel once, so that the first answer does not wait for a compilation."""
     logits = np.arange(8, dtype=np.float32)
     for top_k in (4, 0):
         Sampler(Sampling(temperature=1.0, top_k=top_k, top_p=0.5, seed=0), len(logits), [0]).choose(logits, [])
