@@ -273,7 +273,9 @@ def where_traces_part(a: TracedRun, b: TracedRun, between: str) -> Difference | 
         layer, phase, position = found
         workers = (int(a.workers[found]), int(b.workers[found]))
         row = changed_row(a, b, layer)
-        note = "" if row is None else f"the KV rows of position {row} differ too, although both runs computed equal rows"
+        note = (
+            "" if row is None else f"the KV rows of position {row} differ too, although both runs computed equal rows"
+        )
         return Difference(between, layer, a.phases[phase], position, position, workers, note)
     for layer in () if a.session is None else a.session.engine.config.kv_owners:
         row = changed_row(a, b, layer)
