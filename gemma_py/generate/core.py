@@ -158,15 +158,26 @@ class Generation:
             raise InputError("the request did not ask for a receipt")
         return self._evidence.receipt(self.prompt, asked_for(self.request, self.max_tokens, self.sampling), kv)
 
-    def sample(self, logits: np.ndarray) -> int:
-        """Return the id of the next token. The token is not appended yet, so threads can sample for several requests."""
-        constraint = self.request.constraint
-        return self._sampler.choose(logits if constraint is None else constraint.allowed(logits), self.generated)
+    def sample(self, logits: np.ndarray, guesses: Sequence[int] = ()) -> list[int]:
+        """Return the next token, and if it equals the first guess, the token after it, and so on.
+
+        The answer stays as it is, so several requests can sample in several threads.
+
+        logits: [1 + guesses, V]
+        """
+        constraint, sampled = self.request.constraint, list[int]()
+        for row, guess in zip(logits, (*guesses, None), strict=True):
+            row = row if constraint is None else constraint.allowed(row)
+            sampled.append(self._sampler.choose(row, [*self.generated, *sampled]))
+            # The grammar allows other tokens once it has accepted a token.
+            if sampled[-1] != guess or constraint is not None:
+                break
+        return sampled
 
     def next(self, logits: np.ndarray, sampled: int | None = None) -> Token:
         """Choose the next token.
 
-        logits: [V], computed from the prompt and all tokens chosen so far. sampled: what `sample` returned for these logits
+        logits: [V], computed from the prompt and all tokens chosen so far. sampled: the token that `sample` returned for these logits
         """
         if self._evidence is None:
             return self._next(logits, sampled)
@@ -177,7 +188,7 @@ class Generation:
 
     def _next(self, logits: np.ndarray, sampled: int | None) -> Token:
         constraint = self.request.constraint
-        token = self.sample(logits) if sampled is None else sampled
+        token = self.sample(logits[None])[0] if sampled is None else sampled
         logprob, self.top = math.nan, ()
         if self.request.logprobs or self.request.top_logprobs:
             logprob, self.top = self.score(logits, token)

@@ -175,8 +175,9 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         sequences, inputs = self._plan()
         if not inputs:
             return
+        start = time.monotonic()
         try:
-            results = self._pass(inputs)
+            results = self.engine.run_together(inputs)
         except WorkerError as error:
             self._note_failed_pass(error)
             if not error.settled:  # a stalled worker may still write to the old caches
@@ -184,6 +185,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
                     self._allocate(sequence)
             return  # the failed pass is repeated by the next step
         self._trouble = None
+        self._count_pass(inputs)
         sampled = self._sample(sequences, inputs, results)
         for sequence, part, logits, token in zip(sequences, inputs, results, sampled, strict=True):
             begun = sequence.position - (len(part.tokens) - part.guesses)
@@ -192,23 +194,24 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             self._prefixes.insert(part.cache, begun)
             if last is not None:
                 self._finish(sequence, last)
+        self._measure_pass(inputs, time.monotonic() - start)
 
     def _sample(
         self, sequences: Sequence[_Sequence], inputs: Sequence[SequenceInput], results: Sequence[np.ndarray]
-    ) -> list[int | None]:
-        """Sample the first token of each request that draws, with several threads. None stands for the other requests.
+    ) -> list[list[int]]:
+        """Sample the next tokens of each request that draws, with several threads. Other requests get an empty list.
 
         A draw takes about 4% of the time of a pass, and a greedy choice so little that other threads would not help.
         """
-        sampled: list[int | None] = [None] * len(sequences)
+        sampled: list[list[int]] = [[] for _ in sequences]
         drawing = [number for number, sequence in enumerate(sequences) if sequence.draws]
         count = min(self.engine.threads, len(drawing))
 
         def sample(share: int) -> None:
             for number in drawing[share::count]:
+                logits, guesses = _answer_rows(inputs[number], results[number])
                 with contextlib.suppress(GemmaError):  # `_choose` samples again, and reports the error to the request
-                    row = results[number][-1 - inputs[number].guesses]
-                    sampled[number] = sequences[number].generation.sample(row)
+                    sampled[number] = sequences[number].generation.sample(logits, guesses)
 
         if count > 1:
             others = [self._samplers.submit(sample, share) for share in range(1, count)]
@@ -218,7 +221,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         return sampled
 
     def _take(
-        self, sequence: _Sequence, part: SequenceInput, logits: np.ndarray, sampled: int | None
+        self, sequence: _Sequence, part: SequenceInput, logits: np.ndarray, sampled: list[int]
     ) -> Finished | Failed | None:
         """Send a request the events of a pass: progress, scores, chosen tokens. Return the last event if the request has ended.
 
@@ -297,20 +300,20 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
                 inputs.append(SequenceInput(sequence.cache, tokens + drafted, logits, len(drafted)))
         return sequences, inputs
 
-    def _pass(self, inputs: list[SequenceInput]) -> list[np.ndarray]:
-        start = time.monotonic()
-        results = self.engine.run_together(inputs)
-        seconds, rows = time.monotonic() - start, sum(len(part.tokens) for part in inputs)
+    def _count_pass(self, inputs: Sequence[SequenceInput]) -> None:
         guesses = sum(part.guesses for part in inputs)
+        self._passes += 1
+        self._computed += sum(len(part.tokens) for part in inputs) - guesses
+        self._guessed += guesses
+
+    def _measure_pass(self, inputs: Sequence[SequenceInput], seconds: float) -> None:
+        """Learn how long passes take, sampling included."""
+        rows, guesses = sum(len(part.tokens) for part in inputs), sum(part.guesses for part in inputs)
         # A pass that only decodes mostly reads weights, so the pass does not show how long a prompt token takes.
         if rows - guesses > len(inputs):
             self._row_seconds += 0.8 * (seconds / rows - self._row_seconds)
         else:
             self.engine.pace.measure(rows, seconds)
-        self._passes += 1
-        self._computed += rows - guesses
-        self._guessed += guesses
-        return results
 
     def _score(self, sequence: _Sequence, logits: np.ndarray) -> None:
         """Send a Scored event for each prompt token whose probability follows from the logits of this pass.
@@ -327,7 +330,7 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             sequence.scores += 1
 
     def _choose(
-        self, sequence: _Sequence, part: SequenceInput, logits: np.ndarray, sampled: int | None
+        self, sequence: _Sequence, part: SequenceInput, logits: np.ndarray, sampled: list[int]
     ) -> Finished | None:
         """Choose the next tokens of an answer, and send a Generated event for each. Return the last event if the answer has
         ended.
@@ -341,9 +344,9 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
         if generation.max_tokens == 0:
             return Finished("length", sequence.usage())
         generation.speculation.computed(part.guesses)
-        guesses = part.tokens[len(part.tokens) - part.guesses :]
-        for row, guess in zip(logits[-1 - part.guesses :], [*guesses, None], strict=True):
-            token, sampled = generation.next(row, sampled), None
+        rows, guesses = _answer_rows(part, logits)
+        for number, (row, guess) in enumerate(zip(rows, [*guesses, None], strict=True)):
+            token = generation.next(row, sampled[number] if number < len(sampled) else None)
             sequence.ids.append(token.id)
             sequence.first_token = sequence.first_token or time.monotonic()
             sequence.tell(Generated(token, generation.top))
@@ -356,6 +359,11 @@ class Scheduler(BaseScheduler[Request, _Sequence]):
             self._accepted += 1
             self._computed += 1
         raise AssertionError
+
+
+def _answer_rows(part: SequenceInput, logits: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Return the logits that the next tokens of an answer are chosen from, [1 + guesses, V], and the guesses."""
+    return logits[len(logits) - 1 - part.guesses :], part.tokens[len(part.tokens) - part.guesses :]
 
 
 def _receipt(generation: Generation, cache: Cache) -> Callable[[], Receipt] | None:

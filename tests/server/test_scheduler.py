@@ -60,9 +60,9 @@ def test_several_threads_draw_and_each_request_gets_its_own_token(
     """mutant: the tokens that were drawn in a pass reach the requests in reverse order."""
     threads, honest_sample, honest_step = set(), Generation.sample, Scheduler._sample
 
-    def sample(self: Generation, logits: np.ndarray) -> int:
+    def sample(self: Generation, logits: np.ndarray, guesses: Sequence[int] = ()) -> list[int]:
         threads.add(threading.current_thread().name.rstrip("0123456789"))
-        return honest_sample(self, logits)
+        return honest_sample(self, logits, guesses)
 
     monkeypatch.setattr(Generation, "sample", sample)
     if mutant:
