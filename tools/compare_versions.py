@@ -27,6 +27,7 @@ def pieces(model: str, threads: int) -> dict[str, Callable[[], None]]:
 
     decode-512: decode STEPS tokens after 512 tokens.
     streams-8: STEPS passes with a token of each of 8 streams.
+    start: a new process that prints one token.
     """
     import gemma_py
     from gemma_py.runtime import runner
@@ -48,6 +49,10 @@ def pieces(model: str, threads: int) -> dict[str, Callable[[], None]]:
         for number in range(STEPS):
             long.decode(ids[600 + number])
 
+    def start() -> None:
+        command = [sys.executable, "-m", "gemma_py", "generate", model, "--prompt", "a", "--max-tokens", "1"]
+        subprocess.run(command, capture_output=True, check=True)
+
     def streams() -> None:
         for number in range(STEPS):
             together([sequence(cache, [ids[900 + number]]) for cache in caches])
@@ -57,6 +62,7 @@ def pieces(model: str, threads: int) -> dict[str, Callable[[], None]]:
         "prefill-2048": lambda: prefill(2048),
         "decode-512": decode,
         "streams-8": streams,
+        "start": start,
     }
 
 
@@ -74,6 +80,8 @@ class Version:
     def __init__(self, root: Path, python: str, model: str, threads: int) -> None:
         command = [python, str(ROOT / "tools" / "compare_versions.py"), "--worker", model, str(threads)]
         environment = {**os.environ, "PYTHONPATH": str(root)}
+        # If Python may not store bytecode, the start of a process mostly shows how much source code the version has.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=root, env=environment, stdin=pipe, stdout=pipe, text=True)
         self.answer()
@@ -112,7 +120,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--work", default="prefill-512,prefill-2048,decode-512,streams-8")
+    parser.add_argument("--work", default="prefill-512,prefill-2048,decode-512,streams-8,start")
     args = parser.parse_args()
     old = Version(args.other.resolve(), args.python, args.model, args.threads)
     new = Version(ROOT, sys.executable, args.model, args.threads)
