@@ -24,9 +24,10 @@ def _checksum(words):
     """Return the checksum of the words. Eight independent chains hide the latency of the multiplication."""
     a, b, c, d = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(4)
     e, f, g, h = np.uint64(5), np.uint64(6), np.uint64(7), np.uint64(8)
-    for i in range(0, words.shape[0], 8):
-        a, b, c, d = _mixed(a, words[i]), _mixed(b, words[i + 1]), _mixed(c, words[i + 2]), _mixed(d, words[i + 3])
-        e, f, g, h = _mixed(e, words[i + 4]), _mixed(f, words[i + 5]), _mixed(g, words[i + 6]), _mixed(h, words[i + 7])
+    rows = words.reshape(-1, 8)
+    for i in range(rows.shape[0]):
+        a, b, c, d = _mixed(a, rows[i, 0]), _mixed(b, rows[i, 1]), _mixed(c, rows[i, 2]), _mixed(d, rows[i, 3])
+        e, f, g, h = _mixed(e, rows[i, 4]), _mixed(f, rows[i, 5]), _mixed(g, rows[i, 6]), _mixed(h, rows[i, 7])
     digest = np.uint64(words.shape[0])
     for lane in (a, b, c, d, e, f, g, h):
         digest = _mixed(digest, lane)
