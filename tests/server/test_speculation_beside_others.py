@@ -90,14 +90,14 @@ def test_control_mutants_of_the_scheduler(crowd: Crowd, monkeypatch: pytest.Monk
     honest = Scheduler._choose
 
     def choose(
-        self: Scheduler, sequence: Any, part: SequenceInput, logits: np.ndarray, sampled: int | None
+        self: Scheduler, sequence: Any, part: SequenceInput, logits: np.ndarray, sampled: list[int]
     ) -> Finished | None:
         if part.guesses and mutant == "a guess too many":
             sequence.ids += part.tokens[-1:]
             self.engine.accept(part.cache, part.tokens[-part.guesses :])
-            part = part._replace(guesses=0)
+            part, sampled = part._replace(guesses=0), []
         if mutant == "the logits of the next row":
-            logits, sampled = np.roll(logits, 1, axis=0), None
+            logits, sampled = np.roll(logits, 1, axis=0), []
         return honest(self, sequence, part, logits, sampled)
 
     monkeypatch.setattr(Scheduler, "_choose", choose)
