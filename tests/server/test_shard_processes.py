@@ -21,7 +21,7 @@ from serving import Heard, Running, serving, wait_until
 
 import gemma_py
 from gemma_py.cluster import links
-from gemma_py.cluster.links import Identity, PipeLink
+from gemma_py.cluster.links import Identity, Join, PipeLink
 from gemma_py.cluster.shard import Accept
 from gemma_py.cluster.shards import Shards
 from gemma_py.errors import ComputationError, InputError, ShardError
@@ -168,9 +168,8 @@ class _Interrupted:
         raise KeyboardInterrupt
 
 
-def test_a_session_goes_on_after_ctrl_c(
-    whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def same_after_ctrl_c(whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Interrupt a pass of a session. Return whether the next pass has the logits and KV rows of an engine without shards."""
     sessions = [engine.session() for engine in (whole, pair)]
     for session in sessions:
         session.prefill(PROMPT)
@@ -180,10 +179,33 @@ def test_a_session_goes_on_after_ctrl_c(
         with pytest.raises(KeyboardInterrupt):
             sessions[1].decode(9)
     assert sessions[1].position == len(PROMPT)
-    # The reply to the interrupted call, which comes late, is not taken for the reply to this call.
-    assert sessions[0].decode(5).tobytes() == sessions[1].decode(5).tobytes()
-    assert sessions[0].kv_digest() == sessions[1].kv_digest()
+    logits = [session.decode(5).tobytes() for session in sessions]
     assert first_process(pair) is before
+    return logits[0] == logits[1] and sessions[0].kv_digest() == sessions[1].kv_digest()
+
+
+def test_a_session_goes_on_after_ctrl_c(
+    whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert same_after_ctrl_c(whole, pair, monkeypatch)
+
+
+def test_an_answer_goes_on_after_a_shard_dies_while_it_starts(
+    whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    honest = PipeLink._request
+
+    def request(self: PipeLink, message: tuple[Any, ...], deadline: float) -> Any:
+        if isinstance(message[0], Join) and len(killed) < 2:
+            killed.append(self.process.pid)
+            os.kill(self.process.pid, signal.SIGKILL)
+        return honest(self, message, deadline)
+
+    monkeypatch.setattr(PipeLink, "_request", request)
+    os.kill(first_process(pair).pid, signal.SIGKILL)
+    assert ids_of(pair, PROMPT) == ids_of(whole, PROMPT)
+    assert len(killed) == 2
 
 
 def test_a_dead_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,18 +370,37 @@ def test_a_replay_that_is_one_token_short_is_noticed(
     assert sessions[0].decode(5).tobytes() != sessions[1].decode(5).tobytes()
 
 
-def test_a_prefix_that_outlives_its_epoch_is_noticed(whole: gemma_py.Engine, pair: gemma_py.Engine) -> None:
-    """If only one shard's prefix cache is cleared, the shards find different prefixes, which is an error."""
-    prefixes = pair.new_prefix_cache(1 << 20)
-    cache = pair.new_cache(16)
-    pair.run_together([SequenceInput(cache, PROMPT)])
-    prefixes.insert(cache, 0)
-    assert prefixes.restore(pair.new_cache(16), PROMPT) == 48
-    shard = shards_of(pair).local
-    shard.prefixes = shard._prefix_cache(4)
-    with pytest.raises(ComputationError, match="the shards have different prefixes, of 48, 0 tokens"):
-        prefixes.restore(pair.new_cache(16), PROMPT)
-    assert prefixes.restore(pair.new_cache(16), PROMPT) == 0  # all shards began again
+def test_chunks_of_a_replay_that_change_places_are_noticed(
+    whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gemma_py.cluster.shards.CHUNK", 16)
+    sessions = [engine.session() for engine in (whole, pair)]
+    for session in sessions:
+        session.prefill(PROMPT)
+    runner = shards_of(pair)
+    run_parts = runner._run_parts
+
+    def swapped(parts: Any, ahead: int, traces: Any) -> Any:
+        number = PROMPT.index(parts[0].tokens[0]) if len(parts[0].tokens) == 16 else 0
+        tokens = {16: PROMPT[32:48], 32: PROMPT[16:32]}.get(number, parts[0].tokens)
+        return run_parts([parts[0]._replace(tokens=tokens)], ahead, traces)
+
+    for mutant in (False, True):
+        if mutant:
+            monkeypatch.setattr(runner, "_run_parts", swapped)
+        runner._begin_again()
+        assert (sessions[0].decode(5).tobytes() == sessions[1].decode(5).tobytes()) != mutant
+
+
+def test_a_late_reply_that_is_taken_for_the_next_reply_is_noticed(
+    whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutant: all calls have one number, so each call gets the reply to the call before it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(PipeLink, "_call", property(lambda self: 7, lambda self, value: None), raising=False)
+        with pytest.raises(ValueError, match="could not broadcast"):
+            same_after_ctrl_c(whole, pair, patch)
+    assert ids_of(pair, PROMPT) == ids_of(whole, PROMPT)
 
 
 def test_an_engine_without_shards_imports_nothing_of_them() -> None:

@@ -1,0 +1,135 @@
+"""Kill and stop the processes of shards at random while streams run. All answers must equal those of an engine without shards.
+
+    python tools/shard_faults.py [MODEL] [--shards 3] [--streams 8] [--tokens 10000] [--every 3.0] [--deadline 2.0]
+        [--seed 0]
+
+A fault comes about every EVERY seconds, and also hits processes that have only just been started. The JSON document on
+the last line has the number of faults, the numbers of answers that differ, the processes that are left at the end, and
+the longest time in which no stream got a token. An answer fails if shards are killed again and again before they are
+ready. The exit code is 1 if an answer differs or fails, or if a process is left. Linux only.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
+from repository import TINY
+
+import gemma_py
+from gemma_py.cli.common import positive
+from gemma_py.generate.core import Request
+from gemma_py.generate.events import Event, Failed, Finished, Generated
+from gemma_py.generate.options import Sampling
+from gemma_py.generate.scheduler import Scheduler
+
+_ANSWER = 100  # tokens
+_WAIT = 120.0  # seconds without an event, after which a run counts as hung
+
+
+def requests_of(engine: gemma_py.Engine, count: int, seed: int) -> list[Request]:
+    """Every second request draws at temperature 1. Some prompts begin alike, so that the prefix caches are used."""
+    rng, made = random.Random(seed), list[Request]()
+    common = [rng.randrange(engine.config.vocab_size) for _ in range(48)]
+    for number in range(count):
+        own = [rng.randrange(engine.config.vocab_size) for _ in range(rng.randint(1, 60))]
+        sampling = Sampling(temperature=1.0, seed=number) if number % 2 else Sampling()
+        made.append(Request(common + own if number % 3 else own, _ANSWER, sampling, ends=frozenset()))
+    return made
+
+
+def answers(engine: gemma_py.Engine, requests: list[Request], streams: int) -> tuple[list[Any], float]:
+    """Return each request's tokens, or its error, and the longest time in seconds without any token."""
+    scheduler, heard = Scheduler(engine, parallel=streams, queue=len(requests)), queue.SimpleQueue[tuple[int, Event]]()
+
+    def put(number: int, event: Event) -> None:
+        heard.put((number, event))
+
+    made: list[Any] = [[] for _ in requests]
+    running, longest, last = len(requests), 0.0, time.monotonic()
+    try:
+        for number, request in enumerate(requests):
+            scheduler.submit(request, partial(put, number))
+        while running:
+            number, event = heard.get(timeout=_WAIT)
+            if isinstance(event, Generated):
+                made[number].append(event.token.id)
+                longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            elif isinstance(event, Failed):
+                made[number] = str(event.error)
+                longest = max(longest, time.monotonic() - last)
+            running -= isinstance(event, Finished | Failed)
+    finally:
+        scheduler.close()
+    return made, longest
+
+
+def shard_processes() -> list[int]:
+    """Return the ids of the shards' processes, those that are only just starting too."""
+    tasks = Path("/proc/self/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [child for child in children if b"gemma_py.cluster.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+class Faults(threading.Thread):
+    """Kills or stops the process of a shard from time to time."""
+
+    def __init__(self, every: float, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.counts = Counter[str]()
+        self._every, self._rng, self._done = every, random.Random(seed), threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(self._rng.uniform(0, 2 * self._every)):
+            kind = self._rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+            with contextlib.suppress(OSError, IndexError):  # a process that has just ended, or no process
+                os.kill(self._rng.choice(shard_processes()), kind)
+                self.counts[kind.name] += 1
+
+    def end(self) -> None:
+        self._done.set()
+        self.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=str(TINY))
+    parser.add_argument("--shards", type=positive, default=3)
+    parser.add_argument("--streams", type=positive, default=8)
+    parser.add_argument("--tokens", type=positive, default=10000)
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between two faults on average")
+    parser.add_argument("--deadline", type=float, default=2.0, help="seconds after which a stopped shard is replaced")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with gemma_py.load(args.model) as engine:
+        requests = requests_of(engine, -(-args.tokens // _ANSWER), args.seed)
+        wanted, undisturbed = answers(engine, requests, args.streams)
+    with gemma_py.load(args.model, shards=args.shards, deadline=args.deadline) as engine:
+        faults = Faults(args.every, args.seed)
+        faults.start()
+        made, longest = answers(engine, requests, args.streams)
+        faults.end()
+    failed = {number: got for number, got in enumerate(made) if isinstance(got, str)}
+    wrong = [number for number, got in enumerate(made) if number not in failed and got != wanted[number]]
+    report = {
+        "tokens": sum(map(len, wanted)), "faults": faults.counts, "wrong": wrong, "failed": failed, "left": shard_processes(),
+        "longest_seconds": round(longest, 2), "longest_seconds_without_shards": round(undisturbed, 2),
+    }  # fmt: skip
+    print(json.dumps(report))
+    return 1 if wrong or failed or report["left"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
