@@ -1,12 +1,13 @@
 """Kill and stop the processes of shards at random while streams run. All answers must equal those of an engine without shards.
 
-    python tools/shard_faults.py [MODEL] [--shards 3] [--streams 8] [--tokens 10000] [--every 3.0] [--deadline 2.0]
+    python tools/shard_faults.py [MODEL] [--shards 3] [--streams 8] [--tokens 10000] [--every 100] [--deadline 2.0]
         [--seed 0]
 
-A fault comes about every EVERY seconds, and also hits processes that have only just been started. The JSON document on
+A fault comes after EVERY tokens on average. Every third fault is followed by another one within a second, which often
+hits a process that is only just starting. The JSON document on
 the last line has the number of faults, the numbers of answers that differ, the processes that are left at the end, and
-the longest time in which no stream got a token. An answer fails if shards are killed again and again before they are
-ready. The exit code is 1 if an answer differs or fails, or if a process is left. Linux only.
+the longest time in which no stream got a token. The exit code is 1 if an answer differs or fails, or if a process is
+left. Linux only.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,13 @@ def requests_of(engine: gemma_py.Engine, count: int, seed: int) -> list[Request]
     return made
 
 
-def answers(engine: gemma_py.Engine, requests: list[Request], streams: int) -> tuple[list[Any], float]:
-    """Return each request's tokens, or its error, and the longest time in seconds without any token."""
+def answers(
+    engine: gemma_py.Engine, requests: list[Request], streams: int, fault: Callable[[], None]
+) -> tuple[list[Any], float]:
+    """Return each request's tokens, or its error, and the longest time in seconds without any token.
+
+    fault: called after each token
+    """
     scheduler, heard = Scheduler(engine, parallel=streams, queue=len(requests)), queue.SimpleQueue[tuple[int, Event]]()
 
     def put(number: int, event: Event) -> None:
@@ -67,6 +74,7 @@ def answers(engine: gemma_py.Engine, requests: list[Request], streams: int) -> t
             if isinstance(event, Generated):
                 made[number].append(event.token.id)
                 longest, last = max(longest, time.monotonic() - last), time.monotonic()
+                fault()
             elif isinstance(event, Failed):
                 made[number] = str(event.error)
                 longest = max(longest, time.monotonic() - last)
@@ -83,24 +91,45 @@ def shard_processes() -> list[int]:
     return [child for child in children if b"gemma_py.cluster.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-class Faults(threading.Thread):
+class Faults:
     """Kills or stops the process of a shard from time to time."""
 
-    def __init__(self, every: float, seed: int) -> None:
-        super().__init__(daemon=True)
+    def __init__(self, every: int, seed: int) -> None:
         self.counts = Counter[str]()
-        self._every, self._rng, self._done = every, random.Random(seed), threading.Event()
+        self._every, self._rng, self._last = every, random.Random(seed), threading.Timer(0, int)
 
-    def run(self) -> None:
-        while not self._done.wait(self._rng.uniform(0, 2 * self._every)):
-            kind = self._rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-            with contextlib.suppress(OSError, IndexError):  # a process that has just ended, or no process
-                os.kill(self._rng.choice(shard_processes()), kind)
-                self.counts[kind.name] += 1
+    def after_token(self) -> None:
+        if self._rng.random() < 1 / self._every:
+            self._fault()
+            if self._rng.random() < 1 / 3:
+                self._last = threading.Timer(self._rng.random(), self._fault)
+                self._last.start()
+
+    def _fault(self) -> None:
+        kind = self._rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+        with contextlib.suppress(OSError, IndexError):  # a process that has just ended, or no process
+            os.kill(self._rng.choice(shard_processes()), kind)
+            self.counts[kind.name] += 1
 
     def end(self) -> None:
-        self._done.set()
-        self.join()
+        self._last.cancel()
+
+
+def run(model: str, shards: int, streams: int, tokens: int, every: int, deadline: float, seed: int) -> dict[str, Any]:
+    with gemma_py.load(model) as engine:
+        requests = requests_of(engine, -(-tokens // _ANSWER), seed)
+        wanted, undisturbed = answers(engine, requests, streams, lambda: None)
+    with gemma_py.load(model, shards=shards, deadline=deadline) as engine:
+        faults = Faults(every, seed)
+        made, longest = answers(engine, requests, streams, faults.after_token)
+        faults.end()
+    failed = {number: got for number, got in enumerate(made) if isinstance(got, str)}
+    wrong = [number for number, got in enumerate(made) if number not in failed and got != wanted[number]]
+    return {
+        "tokens": sum(map(len, wanted)), "faults": faults.counts, "wrong": wrong, "failed": failed,
+        "left": shard_processes(), "longest_seconds": round(longest, 2),
+        "longest_seconds_without_shards": round(undisturbed, 2),
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -109,26 +138,13 @@ def main() -> int:
     parser.add_argument("--shards", type=positive, default=3)
     parser.add_argument("--streams", type=positive, default=8)
     parser.add_argument("--tokens", type=positive, default=10000)
-    parser.add_argument("--every", type=float, default=3.0, help="seconds between two faults on average")
+    parser.add_argument("--every", type=positive, default=100, help="tokens between two faults on average")
     parser.add_argument("--deadline", type=float, default=2.0, help="seconds after which a stopped shard is replaced")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with gemma_py.load(args.model) as engine:
-        requests = requests_of(engine, -(-args.tokens // _ANSWER), args.seed)
-        wanted, undisturbed = answers(engine, requests, args.streams)
-    with gemma_py.load(args.model, shards=args.shards, deadline=args.deadline) as engine:
-        faults = Faults(args.every, args.seed)
-        faults.start()
-        made, longest = answers(engine, requests, args.streams)
-        faults.end()
-    failed = {number: got for number, got in enumerate(made) if isinstance(got, str)}
-    wrong = [number for number, got in enumerate(made) if number not in failed and got != wanted[number]]
-    report = {
-        "tokens": sum(map(len, wanted)), "faults": faults.counts, "wrong": wrong, "failed": failed, "left": shard_processes(),
-        "longest_seconds": round(longest, 2), "longest_seconds_without_shards": round(undisturbed, 2),
-    }  # fmt: skip
+    report = run(args.model, args.shards, args.streams, args.tokens, args.every, args.deadline, args.seed)
     print(json.dumps(report))
-    return 1 if wrong or failed or report["left"] else 0
+    return 1 if report["wrong"] or report["failed"] or report["left"] else 0
 
 
 if __name__ == "__main__":

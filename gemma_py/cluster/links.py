@@ -3,7 +3,8 @@
     this process  --(number, orders, rows)-->  the shard's process
                   <--(number, results)--  or  <--(number, error's type, error's message)--
 
-The shard's process also sends beats, several in each deadline, from a thread of its own. If the process ends, the pipe is closed,
+The shard's process also sends beats, several in each deadline, from a thread of its own, even before it imports numba and
+loads the weights. If the process ends, the pipe is closed,
 and if the process stalls, the beats stop. Both raise ShardError. A late reply to an interrupted call has an old number and is
 ignored.
 """
@@ -22,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gemma_py.cluster import BEAT
 from gemma_py.cluster.shard import Order, Rows, SetThreads
 from gemma_py.errors import ContextError, InputError, ShardError
 from gemma_py.kernels.simd.target import TARGET
@@ -29,9 +31,8 @@ from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.pack import LAYOUT
 from gemma_py.weights.store import file_digests
 
-BEAT = None  # the message that only shows that a process is alive
 _TICKS = 20  # how often the deadline is divided, to see a stall
-_LONGEST_START = 600.0  # seconds in which a process must have loaded its weights
+_START = 10.0  # seconds in which Python must have started, even if the deadline is shorter
 _END = 5.0  # seconds in which a killed process must have ended
 _SAME_ERRORS = {error.__name__: error for error in (InputError, ContextError)}
 
@@ -73,12 +74,13 @@ class PipeLink:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._call = 0
+        self._heard = False  # whether the process has given a sign of life
         self.usable = True
         # PYTHONPATH lets the process find the modules of this process. An empty path stands for the current directory. The
         # process has a process group of its own, so Ctrl-C does not reach it.
         paths = [path or str(Path.cwd()) for path in sys.path if isinstance(path, str)]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "gemma_py.cluster.worker"],
+            [sys.executable, "-P", "-m", "gemma_py.cluster.worker", str(join.deadline)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             process_group=0, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
@@ -95,20 +97,20 @@ class PipeLink:
             box = self._outbox if work is _send else self._inbox
             threading.Thread(target=work, args=(connection, box), name="gemma_py-shard", daemon=True).start()
         try:
-            self._request((join,), _LONGEST_START)
+            self._request((join,))
         except BaseException:
             self.close()
             raise
 
     def call(self, orders: Sequence[Order], rows: Rows) -> list[Any]:
-        results: list[Any] = self._request((list(orders), rows), self._join.deadline)
+        results: list[Any] = self._request((list(orders), rows))
         return results
 
     def set_threads(self, threads: int) -> None:
         self._join = self._join._replace(threads=threads)
         self.call([SetThreads(threads)], ())
 
-    def _request(self, message: tuple[Any, ...], deadline: float) -> Any:
+    def _request(self, message: tuple[Any, ...]) -> Any:
         """Send a message, and wait for the reply as long as the process gives signs of life.
 
         Silence is counted in short waits, so that a suspension of this process too does not count as a stall.
@@ -119,6 +121,7 @@ class PipeLink:
         self._outbox.put((self._call, *message))
         silent = 0
         while True:
+            deadline = self._join.deadline if self._heard else max(self._join.deadline, _START)
             try:
                 reply = self._inbox.get(timeout=deadline / _TICKS)
             except queue.Empty:
@@ -127,7 +130,7 @@ class PipeLink:
                     self.close()
                     raise self._error(f"gave no sign of life for {deadline:g} s") from None
                 continue
-            silent = 0
+            silent, self._heard = 0, True
             if isinstance(reply, EOFError):
                 raise self._error(self._end())
             if reply is BEAT or reply[0] != self._call:

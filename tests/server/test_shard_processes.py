@@ -190,22 +190,26 @@ def test_a_session_goes_on_after_ctrl_c(
     assert same_after_ctrl_c(whole, pair, monkeypatch)
 
 
-def test_an_answer_goes_on_after_a_shard_dies_while_it_starts(
-    whole: gemma_py.Engine, pair: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_answer_goes_on_after_shards_end_or_stall_while_they_start(
+    whole: gemma_py.Engine, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals
 ) -> None:
-    killed: list[int] = []
+    monkeypatch.setattr(links, "_START", 3.0)
+    started: list[int] = []
     honest = PipeLink._request
 
-    def request(self: PipeLink, message: tuple[Any, ...], deadline: float) -> Any:
-        if isinstance(message[0], Join) and len(killed) < 2:
-            killed.append(self.process.pid)
-            os.kill(self.process.pid, signal.SIGKILL)
-        return honest(self, message, deadline)
+    def request(self: PipeLink, message: tuple[Any, ...]) -> Any:
+        if isinstance(message[0], Join):
+            started.append(self.process.pid)
+            if len(started) in (2, 3):
+                os.kill(self.process.pid, kind)
+        return honest(self, message)
 
     monkeypatch.setattr(PipeLink, "_request", request)
-    os.kill(first_process(pair).pid, signal.SIGKILL)
-    assert ids_of(pair, PROMPT) == ids_of(whole, PROMPT)
-    assert len(killed) == 2
+    with load(2) as engine:
+        os.kill(started[0], signal.SIGKILL)
+        assert ids_of(engine, PROMPT) == ids_of(whole, PROMPT)
+    assert len(started) == 4
 
 
 def test_a_dead_shard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,6 +405,20 @@ def test_a_late_reply_that_is_taken_for_the_next_reply_is_noticed(
         with pytest.raises(ValueError, match="could not broadcast"):
             same_after_ctrl_c(whole, pair, patch)
     assert ids_of(pair, PROMPT) == ids_of(whole, PROMPT)
+
+
+def test_a_prefix_that_outlives_its_epoch_is_noticed(whole: gemma_py.Engine, pair: gemma_py.Engine) -> None:
+    """If only one shard's prefix cache is cleared, the shards find different prefixes, which is an error."""
+    prefixes = pair.new_prefix_cache(1 << 20)
+    cache = pair.new_cache(16)
+    pair.run_together([SequenceInput(cache, PROMPT)])
+    prefixes.insert(cache, 0)
+    assert prefixes.restore(pair.new_cache(16), PROMPT) == 48
+    shard = shards_of(pair).local
+    shard.prefixes = shard._prefix_cache(4)
+    with pytest.raises(ComputationError, match="the shards have different prefixes, of 48, 0 tokens"):
+        prefixes.restore(pair.new_cache(16), PROMPT)
+    assert prefixes.restore(pair.new_cache(16), PROMPT) == 0  # all shards began again
 
 
 def test_an_engine_without_shards_imports_nothing_of_them() -> None:
