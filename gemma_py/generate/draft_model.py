@@ -155,7 +155,7 @@ class ModelDrafter:
     def __init__(self, sequence: DraftSequence, pace: Pace, prompt: Sequence[int], sampler: Sampler) -> None:
         self._sequence, self._pace, self._sampler = sequence, pace, sampler
         self._ids, self._prompt_tokens = list(prompt), len(prompt)
-        self._equal = 0  # how many first tokens of the cache are known to equal prompt and answer
+        self._equal = 0  # so many tokens at the beginning of the cache are known to equal prompt and answer
         self._ended = False  # whether the draft model guesses no more tokens of this answer
 
     def extend(self, token: int) -> None:

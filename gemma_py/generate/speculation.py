@@ -291,7 +291,7 @@ class Speculation:
         return list(self._draft.tokens[:count])
 
     def computed(self, guesses: int) -> None:
-        """Count a pass that computed a token of the answer and so many guesses."""
+        """Count a pass, which computed one token of the answer and `guesses` guesses."""
         self.passes += 1
         self.guessed += guesses
 

@@ -83,8 +83,8 @@ AS_STORED_ROWS = 2 if USES_VNNI else FEW_ROWS  # the most rows for which codes a
 # How many rows one call of a matmul should compute. Tiles of 5 and of 6 rows divide a multiple of 30. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
-# How many bytes ahead of a product of few rows its codes are prefetched. A single row reads faster without, because prefetches
-# take the place of loads.
+# A product of a few rows prefetches codes this many bytes ahead. A product of one row does not, because prefetches would take
+# the place of loads.
 _AHEAD = 2048
 _SIGN_BITS = 0x8080
 

@@ -131,7 +131,7 @@ class StreamedAnswers:
                 for name in ("content", "reasoning_content", "refusal"):
                     parts[f"delta.{name}"].append(delta.get(name))
                 parts["delta.tool_calls"] += calls if isinstance(calls, list) else [calls]
-            elif "text" in choice and "receipts" not in chunk:  # a chunk with receipts has the text of the whole answer
+            elif "text" in choice and "receipts" not in chunk:  # the chunk with the receipts repeats the whole text
                 self._parts(index)["text"].append(choice["text"])
 
     def _parts(self, index: int) -> dict[str, list[Any]]:

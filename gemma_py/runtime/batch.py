@@ -17,8 +17,7 @@ from gemma_py.kernels.panels import INPUT_BLOCK, UnpackBuffer
 from gemma_py.runtime import cache as c
 from gemma_py.runtime import program as p
 
-# The most rows of an expert in a tile. Unpacking the expert's panels for each tile takes little time compared with this
-# many rows.
+# The most rows of an expert in a tile. With this many rows, unpacking the expert's panels takes a small part of the time.
 EXPERT_ROWS = 8 * TILE_ROWS_MULTIPLE
 FIRST, END_ROW, ORIGIN = range(3)  # columns of `Batch.segments`
 ROWS, LONGEST = range(2)  # columns of `Batch.counts`

@@ -5,7 +5,7 @@ The keys and the values of a layer are [G, capacity, E] each. Position t is stor
 ring has at least window + chunk - 1 rows, so that a chunk never overwrites a row that a query of this chunk reads. With
 `keep` additional rows, a session can remove its last `keep` tokens without computing any KV rows again.
 
-A chunk may end with guesses: tokens that sampling may not choose. A pass stores the KV rows of guesses too, but commits only
+A chunk may end with guesses, which sampling later accepts or rejects. A pass stores the KV rows of guesses too, but commits only
 the tokens before the guesses. `accept` then commits the guesses that sampling chose. A rejected guess needs no rollback: its
 position was never committed, and its row lies in the part of the ring that the chunk was allowed to overwrite.
 """
@@ -128,10 +128,9 @@ class Cache:
         self.ids: list[int] = []
         self._guesses: list[int] = []  # tokens after `ids` whose rows are stored, but not committed
         self._first = [0] * len(config.kv_layers)  # for each layer, the first position whose row `restore` stored
-        # The largest position after a pass. Later passes may overwrite rows that only lower positions need.
+        # The largest position that the cache has had. After a rewind, rows that only lower positions need may be missing.
         self._highest = 0
-        # The layers have KV rows for the first number of tokens, if no pass has more tokens than the second number.
-        self._room = 0, 0
+        self._room = 0, 0  # (tokens, chunk): there are KV rows for this many tokens, in passes of up to `chunk` tokens
         layers = [
             Rows(*(np.empty((layer.num_key_value_heads, 0, layer.head_dim), self.dtype) for _ in range(2)))
             for layer in config.kv_layers

@@ -70,7 +70,7 @@ class Sizes:
 
 
 class Gather(NamedTuple):
-    """A table that stays in the checkpoint's file. Before a pass, the table's rows of the pass's tokens are copied to a buffer.
+    """A table that stays in the checkpoint's file. Before a pass, the rows of the pass's tokens are copied from the table to a buffer.
 
     offset: the buffer's entry in `ModelTables.offsets`. width: the width of a row.
     """
