@@ -34,7 +34,7 @@ class CatalogEntry:
     sha256: str = ""
 
 
-INSTALLED = "checkpoints"  # the name of models/ in an installed package
+INSTALLED = "checkpoints"  # the directory models/ of the repository has this name in an installed package
 
 
 def models_dir() -> Path:

@@ -2,8 +2,9 @@
 
     first shard  --rows-->  second shard  --rows-->  ...  --rows-->  last shard, in this process  -->  logits
 
-The engine uses `Shards` like a `Runner`. The KV rows are in the shards. A `ShardedCache` has only the tokens, and the number of
-the shards' caches. Orders that need no result are collected, and go to the shards together with the next pass.
+The engine uses `Shards` like a `Runner`. The KV rows are in the shards. A `ShardedCache` has only the tokens, and the number by
+which the shards find their caches of the sequence. Orders that need no result are collected, and go to the shards together with
+the next pass.
 
 If anything interrupts an order, some shards may have carried it out and others not. Then all caches of all shards are dropped,
 and a sequence's tokens are computed again before its next pass. The KV rows have the same bits as before, so answers continue as
@@ -93,7 +94,8 @@ Connect = Callable[[int], Link]  # opens the link to the shard with this number
 class ShardedCache(Cache):
     """The tokens of a sequence whose KV rows are in the shards.
 
-    number, epoch: the caches of the shards have this number, if the shards' epoch is this epoch. Otherwise, there are none.
+    number: the number by which the shards find their caches of the sequence.
+    epoch: the value of `Shards.epoch` when the shards created these caches. If `Shards.epoch` has changed, they are gone.
     """
 
     def __init__(self, shards: "Shards", keep: int) -> None:

@@ -168,7 +168,7 @@ class Generation:
         constraint, sampled = self.request.constraint, list[int]()
         for row, guess in zip(logits, (*guesses, None), strict=True):
             row = row if constraint is None else constraint.allowed(row)
-            sampled.append(self._sampler.choose(row, [*self.generated, *sampled]))
+            sampled.append(self._sampler.choose(row, [*self.generated, *sampled] if sampled else self.generated))
             # The grammar allows other tokens once it has accepted a token.
             if sampled[-1] != guess or constraint is not None:
                 break

@@ -6,6 +6,9 @@ from gemma_py.kernels.decorator import inlined, kernel
 
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
+# In each half of a word, a float32: the bits without the sign; a number that carries into the sign bit of every NaN, and of
+# no other float, when it is added to these bits; the sign bit.
+_MAGNITUDE, _CARRY, _SIGN = (np.uint64(bits << 32 | bits) for bits in (0x7FFFFFFF, 0x007FFFFF, 0x80000000))
 
 
 @inlined
@@ -43,13 +46,27 @@ def checksum(words):
     return _checksum(words)
 
 
+@inlined
+def _has_nan(words):
+    """Return whether the words, as pairs of float32, contain a NaN."""
+    found = np.uint64(0)
+    for i in range(words.shape[0]):
+        found |= (words[i] & _MAGNITUDE) + _CARRY
+    return (found & _SIGN) != 0
+
+
 @kernel
 def block_checksums(words, checksums):
-    """Compute the checksum of each block of the words. All blocks have equal lengths.
+    """Compute the checksum of each block of the words. Return whether the words, as pairs of float32, contain a NaN.
+
+    All blocks have equal lengths.
 
     words: uint64, read; the number of words is a multiple of 8 times the number of blocks
     checksums: [blocks] uint64, written
     """
-    size = words.shape[0] // checksums.shape[0]
+    size, nan = words.shape[0] // checksums.shape[0], False
     for block in range(checksums.shape[0]):
-        checksums[block] = _checksum(words[block * size : (block + 1) * size])
+        part = words[block * size : (block + 1) * size]
+        checksums[block] = _checksum(part)
+        nan |= _has_nan(part)
+    return nan

@@ -4,6 +4,7 @@
     block    16 block scales (f16); 16 block minimums (f16), if the format has minimums; then runs of 32 inputs
     run      16 sub-scales (int8) for each group, if the format has sub-scales;
              16 sub-minimums (int8) for each group, if it also has minimums; then codes
+    group    the inputs that share a scale: half of a run (16 inputs) or a whole run (32), depending on the format
     codes    8 bits: [8 quads, 16 outputs, 4] int8
              4 bits: [4 quads, 16 outputs, 4] bytes, with quad v in the low half and quad v + 4 in the high half
              5 bits: the low 4 bits as above, then the fifth bits: [16 outputs, 4] bytes, with bit v for quad v

@@ -72,8 +72,9 @@ def unused(config: Config) -> frozenset[str]:
 def joined(assistant: Config, main: Config, where: str) -> Config:
     """Return the config of an assistant whose layers follow those of the main model. where: the assistant's file.
 
-    A layer has as many key/value heads as the KV rows that it reads. A query sees the rows that the main model's cache keeps
-    for the next token. In a sliding layer, these are one row less than the window, which includes the token's own row.
+    A layer gets the number of key/value heads of the main model's layer whose KV rows it reads. A query sees the rows that the
+    main model's cache keeps for the next token. For a sliding layer, the cache keeps window - 1 rows, because the window
+    includes the row of the next token itself.
     """
     for name, expected, found in (
         ("hidden_size", main.hidden_size, assistant.backbone_hidden_size),
