@@ -227,7 +227,8 @@ class Conversation:
         ids = [token for token in made if token < tokenizer.size]
         while ids and len(tokenizer.decode(ids).lstrip()) > len(text):
             ids.pop()
-        # An answer with control tokens is tokenised again as plain text, so that the answer cannot forge a turn.
+        # Later prompts use the stored tokens of the answer. Tokens with a control token are not stored, so that later prompts
+        # tokenise the answer as plain text, and it cannot forge a turn.
         if ids and tokenizer.decode(ids).strip() == text.strip() and tokenizer.control_ids.isdisjoint(ids):
             self._answer_ids.setdefault(text.strip(), ids)
         if self._session.usable:

@@ -1,8 +1,9 @@
 """EmbeddingGemma 2, text: tensor names, the program of a forward pass, and config readers for Hugging Face and GGUF.
 
-The layers are those of Gemma 4 with per-layer inputs, with three differences. Attention is bidirectional. No layer reads
-the KV rows of another layer. The per-layer inputs are a projection of the token's embedding, without a table. The embedding
-of a text is a projection of the mean of the hidden states.
+The layers are those of Gemma 4's models with per-layer inputs, but attention is bidirectional, every layer stores its own KV
+rows, and the per-layer inputs are only a projection of the token's embedding, without a table.
+
+The embedding of a text is a projection of the mean of the hidden states.
 """
 
 from gemma_py.errors import UnsupportedError

@@ -195,9 +195,10 @@ def publish(cells, worker, mark, first, last):
 
 @inlined
 def last_awaited(cells, worker, position, last):
-    """Return the row for which to wait before the query at `position` is computed: `last`, the last row that it sees.
+    """Return the position up to which rows must be published before the query at `position` is computed.
 
-    If fault injection leaves out the wait for rows after `position`, return `position`.
+    This is `last`, the last position that the query sees. If fault injection leaves out the wait for rows after the query,
+    it is `position`.
     """
     if load_acquire(cells.shared, FAULT_PLAN) and fault_injection.omits(cells, worker, fault_injection.OMIT_AHEAD):
         return position
