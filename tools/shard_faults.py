@@ -4,10 +4,10 @@
         [--seed 0]
 
 A fault comes after EVERY tokens on average. Every third fault is followed by another one within a second, which often
-hits a process that is only just starting. The JSON document on
-the last line has the number of faults, the numbers of answers that differ, the processes that are left at the end, and
-the longest time in which no stream got a token. The exit code is 1 if an answer differs or fails, or if a process is
-left. Linux only.
+hits a process that is only just starting. The JSON document on the last line has the number of faults, the numbers of
+the answers that differ, the answers that fail with their errors, the processes that are left at the end, and the
+longest time in which no stream got a token. The exit code is 1 if an answer differs or fails, or if a process is left.
+Linux only.
 """
 
 import argparse
@@ -86,9 +86,13 @@ def answers(
 
 def shard_processes() -> list[int]:
     """Return the ids of the shards' processes, those that are only just starting too."""
-    tasks = Path("/proc/self/task").iterdir()
-    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return [child for child in children if b"gemma_py.cluster.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    made = list[int]()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread or a process that has just ended
+            for child in (task / "children").read_text().split():
+                if b"gemma_py.cluster.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    made.append(int(child))
+    return made
 
 
 class Faults:
