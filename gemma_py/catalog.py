@@ -34,7 +34,7 @@ class CatalogEntry:
     sha256: str = ""
 
 
-INSTALLED = "checkpoints"  # the directory models/ of the repository has this name in an installed package
+INSTALLED = "checkpoints"
 
 
 def models_dir() -> Path:

@@ -3,10 +3,9 @@
     this process  --(number, orders, rows)-->  the shard's process
                   <--(number, results)--  or  <--(number, error's type, error's message)--
 
-The shard's process also sends beats, several in each deadline, from a thread of its own, even before it imports numba and
-loads the weights. If the process ends, the pipe is closed,
-and if the process stalls, the beats stop. Both raise ShardError. A late reply to an interrupted call has an old number and is
-ignored.
+A thread of the shard's process sends several beats in each deadline, even before the process imports numba and loads
+weights. The call raises ShardError if the pipe closes, because the process has ended, or if the beats stop, because the
+process stalls. A late reply to an interrupted call has an old number and is ignored.
 """
 
 import contextlib
@@ -31,14 +30,14 @@ from gemma_py.weights.checkpoint import Checkpoint
 from gemma_py.weights.pack import LAYOUT
 from gemma_py.weights.store import file_digests
 
-_TICKS = 20  # how often the deadline is divided, to see a stall
-_START = 10.0  # seconds in which Python must have started, even if the deadline is shorter
-_END = 5.0  # seconds in which a killed process must have ended
+_TICKS = 20  # a reply is awaited in this many waits of deadline / _TICKS
+_START = 10.0  # the least seconds to wait for the first beat, because Python has to start before it
+_END = 5.0  # seconds to wait for the end of a process
 _SAME_ERRORS = {error.__name__: error for error in (InputError, ContextError)}
 
 
 class Identity(NamedTuple):
-    """What must be equal in all shards of a model."""
+    """The files, code and packing that determine a shard's bits. All shards of a model must have equal identities."""
 
     model: tuple[str, ...]  # the sha256 of each of the model's files
     package: str  # a sha256 of the sources of gemma_py
@@ -46,7 +45,7 @@ class Identity(NamedTuple):
 
 
 class Join(NamedTuple):
-    """The first message to a shard's process: which shard it is."""
+    """The first message to a shard's process, which says what to load."""
 
     path: Path
     cacheable: bool
@@ -67,17 +66,17 @@ def identity_of(checkpoint: Checkpoint) -> Identity:
 
 
 class PipeLink:
-    """Starts a process with a shard. See `Link`."""
+    """Starts a shard's process, and carries orders to it. See `Link` in shards.py."""
 
     def __init__(self, join: Join, span: str, shards: int) -> None:
         self._join, self._span, self._shards = join, span, shards
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._call = 0
-        self._heard = False  # whether the process has given a sign of life
+        self._heard = False  # whether the process has sent anything
         self.usable = True
-        # PYTHONPATH lets the process find the modules of this process. An empty path stands for the current directory. The
-        # process has a process group of its own, so Ctrl-C does not reach it.
+        # PYTHONPATH lets the new process find the modules of this process. An empty path stands for the current directory.
+        # The new process has a process group of its own, so Ctrl-C does not reach it.
         paths = [path or str(Path.cwd()) for path in sys.path if isinstance(path, str)]
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gemma_py.cluster.worker", str(join.deadline)],
@@ -86,7 +85,7 @@ class PipeLink:
         )  # fmt: skip
         self._kill = weakref.finalize(self, _kill, self.process, os.getpid())  # for an engine that is never closed
         assert self.process.stdin is not None and self.process.stdout is not None
-        # The threads own the pipes' ends, so that no write to a stalled process blocks a call.
+        # Two threads own the pipes' ends. So a write to a stalled process blocks a thread, but not a call.
         ends = os.dup(self.process.stdin.fileno()), os.dup(self.process.stdout.fileno())
         self.process.stdin.close()
         self.process.stdout.close()
@@ -113,7 +112,7 @@ class PipeLink:
     def _request(self, message: tuple[Any, ...]) -> Any:
         """Send a message, and wait for the reply as long as the process gives signs of life.
 
-        Silence is counted in short waits, so that a suspension of this process too does not count as a stall.
+        Silence is counted in short waits. If this process is suspended, only one wait expires, which is no stall.
         """
         if not self.usable:
             raise self._error("is no longer running")
@@ -154,14 +153,14 @@ class PipeLink:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def close(self) -> None:
-        """End the process. It keeps nothing that is needed later."""
+        """End the process. Its KV rows can be computed again."""
         self.usable = False
         self._outbox.put(BEAT)  # ends the sending thread
         self._kill()
 
 
 def _kill(process: "subprocess.Popen[bytes]", parent: int) -> None:
-    """End a process. A fork of its parent must not end it."""
+    """End a process, unless this process is a fork of `parent`, the process that started it."""
     if os.getpid() == parent:
         process.kill()
         process.wait(_END)

@@ -37,7 +37,7 @@ def local_shards(checkpoint: Checkpoint, whole: Runner, quant: str | None, shard
 
 
 def joined_shard(join: Join) -> Shard:
-    """Load a shard in its own process."""
+    """Load a shard. Only the shard's process calls this function."""
     checkpoint = replace(open_checkpoint(join.path), cacheable=join.cacheable)
     found = identity_of(checkpoint)
     for name, mine, theirs in zip(found._fields, found, join.identity, strict=True):

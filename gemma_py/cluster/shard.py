@@ -1,7 +1,7 @@
 """A shard: the runner of a span, with the KV caches and the prefix cache of the span's layers.
 
-A shard knows nothing of other shards and of what carries its orders. All shards of a model apply the same orders in the same
-sequence, so their caches hold the same tokens.
+A shard knows neither the other shards nor the link that carries its orders. All shards of a model apply equal orders in an
+equal sequence, so their caches hold equal tokens.
 """
 
 from collections.abc import Sequence
@@ -50,26 +50,24 @@ class Rewind(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Free a cache."""
-
     cache: int
 
 
 class Reset(NamedTuple):
-    """Free all caches, and begin with an empty prefix cache of so many blocks."""
+    """Free all caches, and create an empty prefix cache of `blocks` blocks."""
 
     blocks: int
 
 
 class Insert(NamedTuple):
-    """Store the blocks that the last pass completed in the prefix cache."""
+    """Copy to the prefix cache the blocks that the last pass completed. since: the position at which the pass began."""
 
     cache: int
     since: int
 
 
 class FindPrefix(NamedTuple):
-    """Copy the longest cached prefix to an empty cache. The result is the number of tokens."""
+    """Copy the longest cached prefix to an empty cache. The result is the number of copied tokens."""
 
     cache: int
     ids: Sequence[int]
@@ -84,7 +82,7 @@ class Restore(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Call a method of a cache that changes nothing. The result is what the method returns."""
+    """Call a method that does not change the cache. The result is the method's return value."""
 
     cache: int
     method: str
@@ -118,7 +116,7 @@ Order = Begin | Prepare | Accept | Rewind | Drop | Reset | Insert | FindPrefix |
 
 @dataclass(frozen=True)
 class PassResult:
-    """rows: the buffers for the next span. logits: those of each sequence; of the last span only."""
+    """rows: the buffers for the next span. logits: one array per sequence, which has columns only in the last span."""
 
     rows: Rows
     logits: Sequence[np.ndarray]
@@ -126,13 +124,13 @@ class PassResult:
 
 
 class _ReceivedRows:
-    """The rows of a buffer that an earlier span computed, as a table from which a pass copies its rows."""
+    """The rows of a buffer, received from the previous span. A pass copies them like rows of an embedding table."""
 
     def __init__(self) -> None:
         self.rows = np.empty((0, 0), np.float32)
 
     def gather(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Copy the received rows, whatever the ids are.    rows: f32 [T, width], written"""
+        """Copy all received rows. The ids are ignored.    rows: f32 [T, width], written"""
         rows[:] = self.rows
 
 
@@ -150,7 +148,7 @@ class SpanRunner(Runner):
     def run_span(self, inputs: Sequence[SequenceInput], rows: Rows) -> tuple[Rows, list[np.ndarray]]:
         """Run a pass. Return the rows for the next span, and the logits of each sequence.
 
-        rows: those that the span before returned
+        rows: the rows that the previous span returned
         """
         if len(rows) != len(self._received):
             raise InputError(f"{self.span} needs rows of {len(self._received)} buffers, found {len(rows)}")
@@ -166,10 +164,7 @@ class SpanRunner(Runner):
 
 
 class Shard:
-    """A span's runner and caches.
-
-    caches: by the number that the order `Begin` gave.
-    """
+    """A span's runner and caches. caches: by the number in the order `Begin`."""
 
     def __init__(self, runner: SpanRunner) -> None:
         self.runner = runner
@@ -177,7 +172,7 @@ class Shard:
         self.prefixes = self._prefix_cache(0)
 
     def apply(self, orders: Sequence[Order], rows: Rows) -> list[Any]:
-        """Carry out orders. Return the result of each. rows: for a `Run`, the rows from the span before."""
+        """Carry out orders, and return one result per order. rows: for a `Run`, the rows from the previous span."""
         return [self._apply(order, rows) for order in orders]
 
     def _apply(self, order: Order, rows: Rows) -> Any:

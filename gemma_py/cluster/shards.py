@@ -6,9 +6,9 @@ The engine uses `Shards` like a `Runner`. The KV rows are in the shards. A `Shar
 which the shards find their caches of the sequence. Orders that need no result are collected, and go to the shards together with
 the next pass.
 
-If anything interrupts an order, some shards may have carried it out and others not. Then all caches of all shards are dropped,
-and a sequence's tokens are computed again before its next pass. The KV rows have the same bits as before, so answers continue as
-if nothing had happened.
+If an order is interrupted, perhaps only some shards have carried out the order. Then all shards drop all caches, and a
+sequence's tokens are computed again before the sequence's next pass. The new KV rows have the bits of the old ones, so no answer
+changes.
 """
 
 import os
@@ -51,7 +51,7 @@ from gemma_py.runtime.program import LinkedProgram
 from gemma_py.runtime.runner import CHUNK, Runner, SequenceInput, SharedTeam
 from gemma_py.runtime.trace import UNTRACED, Trace
 
-# The error of a shard is raised after so many attempts, if they took longer than this number of seconds.
+# A shard's error is raised only after at least this many attempts and this many seconds.
 _LEAST_ATTEMPTS, _PATIENCE = 3, 30.0
 T = TypeVar("T")
 
@@ -95,7 +95,8 @@ class ShardedCache(Cache):
     """The tokens of a sequence whose KV rows are in the shards.
 
     number: the number by which the shards find their caches of the sequence.
-    epoch: the value of `Shards.epoch` when the shards created these caches. If `Shards.epoch` has changed, they are gone.
+    epoch: the value of `Shards.epoch` when the shards created these caches. If `Shards.epoch` has changed since, the shards
+    have dropped these caches.
     """
 
     def __init__(self, shards: "Shards", keep: int) -> None:
@@ -187,7 +188,7 @@ class ShardedPrefixCache(PrefixCache):
 
 
 class Shards(Runner):
-    """Runs passes in several shards. The last shard is in this process, so logits never travel.
+    """Runs passes in several shards. The last shard is in this process, so logits are not sent.
 
     epoch: how often all caches were dropped.
     """
@@ -202,11 +203,11 @@ class Shards(Runner):
         connect: Connect,
         lost: list[str],
     ) -> None:
-        """program: the whole model's. connect: opens the links to all shards except the last.
+        """program: of the whole model. connect: opens the link to any shard except the last.
 
-        lost: has the error of a shard as long as the shard is replaced and tokens are computed again
+        lost: holds a failed shard's error until the failed work has been repeated
         """
-        # Methods that hold the lock call each other.
+        # A reentrant lock, because methods that hold the lock call each other.
         shared.lock = threading.RLock()  # type: ignore[assignment]
         super().__init__(program, config, shared, kv)
         self.spans, self.epoch, self._lost = spans, 0, lost
@@ -214,7 +215,7 @@ class Shards(Runner):
         self.local = Shard(SpanRunner(spans[-1], shared, kv))
         self._orders: list[Order] = []
         self._blocks = self._last_number = 0
-        # The epochs and numbers of caches that are no longer used. Garbage collection appends to it at any time.
+        # (epoch, number) of each garbage-collected cache. A deque, because garbage collection may append at any time.
         self._unused: deque[tuple[int, int]] = deque()
         self._links: list[Link] = []
         try:
@@ -253,7 +254,7 @@ class Shards(Runner):
     def _pass(self, inputs: Sequence[SequenceInput], ahead: int = 0) -> list[np.ndarray]:
         for entry in inputs:
             if not 0 <= entry.guesses < len(entry.tokens):
-                raise InputError("a pass needs a token of each sequence that is not a guess")
+                raise InputError("each sequence of a pass needs a token that is not a guess")
             entry.cache.reject_guesses()
         with self.locked():
             logits = self._again_after_faults(lambda: self._run(inputs, ahead))
@@ -300,18 +301,18 @@ class Shards(Runner):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock. A forked process must not write to the pipes of the process that it was forked from."""
+        """Hold the lock. Raise ComputationError in a forked process, which must not write to its parent's pipes."""
         if os.getpid() != self._process:
             raise ComputationError("an engine with shards cannot be used in a forked process")
         with self.shared.lock:
             yield
 
     def order(self, order: Order) -> None:
-        """Send an order together with the next pass."""
+        """Collect an order, which is sent before the next request to the shards."""
         self._orders.append(order)
 
     def read_all(self, cache: ShardedCache, method: str, *arguments: int) -> list[Any]:
-        """Call a method of the cache of each shard."""
+        """Call a method of each shard's cache."""
 
         def read() -> list[Any]:
             self._make_current(cache)
@@ -321,7 +322,7 @@ class Shards(Runner):
             return self._again_after_faults(read)
 
     def read_layer(self, cache: ShardedCache, method: str, layer: int, *arguments: int) -> Any:
-        """Call a method of the cache of the shard that has a layer. layer: its number among the layers with KV rows."""
+        """Call a method of a cache, in the shard that has a layer. layer: an index into `config.kv_layers`"""
 
         def read() -> Any:
             self._make_current(cache)
@@ -359,7 +360,7 @@ class Shards(Runner):
             self._again_after_faults(fill)
 
     def keep_prefixes(self, blocks: int) -> None:
-        """Begin with empty prefix caches of so many blocks."""
+        """Drop all caches, and create empty prefix caches of `blocks` blocks."""
         with self.locked():
             self._blocks = blocks
             self._begin_again()
@@ -380,7 +381,7 @@ class Shards(Runner):
     # --- orders -------------------------------------------------------------------------------------------------------
 
     def _make_current(self, cache: Cache) -> None:
-        """Let the shards have a cache with the tokens of this cache. After a fault, compute the tokens again."""
+        """Create the shards' caches of a sequence if they do not exist. After a fault, also compute the tokens again."""
         assert isinstance(cache, ShardedCache)
         if cache.current:
             return
@@ -396,7 +397,7 @@ class Shards(Runner):
         cache.number, cache.epoch = number, self.epoch
 
     def _pending(self) -> list[Order]:
-        """Return the orders that were collected since the last pass."""
+        """Replace failed shards. Return the collected orders, and begin a new collection."""
         for number, link in enumerate(self._links):
             if not link.usable:
                 link.close()
@@ -409,7 +410,7 @@ class Shards(Runner):
         return orders
 
     def _deliver(self, *orders: Order) -> list[Any]:
-        """Send the collected orders and these to every shard. Return each shard's result of the last order."""
+        """Send the collected orders, then `orders`, to every shard. Return each shard's result of the last order."""
         sent = [*self._pending(), *orders]
         results = [link.call(sent, ()) for link in self._links]
         return [result[-1] for result in results] if sent else []

@@ -1,8 +1,8 @@
-"""Spans: the layers of a model in consecutive parts, each of which is a slice of the linked program.
+"""Spans. A span is a run of consecutive layers, and a slice of the linked program.
 
-A span that does not begin the model needs buffers that an earlier span writes, such as the residual stream. A few operations
-in front of a span are cheap and need only such buffers or the tokens' positions: norms, the quantisation of a norm's output,
-and the tables of rope. The span computes these again, so that their outputs do not travel between processes.
+Every span but the first needs buffers that an earlier span writes, such as the residual stream. Some buffers are cheap to
+compute from others: the output of a norm, the codes of a buffer, and the rope tables. A span computes these buffers again,
+so that they are not sent between processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from gemma_py.runtime.program import LinkedProgram
 from gemma_py.runtime.runner import CHUNK
 from gemma_py.weights.pack import CODES, KIND, matrix_bytes
 
-# Operations whose target may hold anything before them. Every other operation also reads its target.
+# Operations that overwrite their target without reading it. Every other operation also reads its target.
 _OVERWRITES = (o.EMBED, o.ROPE_TABLE, o.NORM, o.TAKE, o.MEAN, o.TAKE_COLUMNS, o.PREDICT, o.MIX, o.MATMUL, o.EXPERT_MATMUL,
                o.SCORES, o.ATTEND, o.ROUTE)  # fmt: skip
 _PRODUCTS = (o.MATMUL, o.EXPERT_MATMUL)
@@ -32,8 +32,8 @@ _UNTRACED_ROW = -1
 class Span:
     """Layers first .. end - 1.
 
-    reads: for each buffer that the span needs from earlier spans, its entry in `ModelTables.offsets` and its width. writes:
-    those that later spans need.
+    reads: the buffers that the previous span sends, for this span or a later one. writes: the buffers for the next span.
+    A buffer is given by its entry in `ModelTables.offsets` and its width.
     """
 
     first: int
@@ -48,7 +48,7 @@ class Span:
 
 
 def allowed_cuts(config: Config) -> list[int]:
-    """Return the layers at which a span may begin, in ascending order, with layer 0.
+    """Return the layers at which a span may begin, in ascending order. Layer 0 is one of them.
 
     A layer that reads the KV rows of another layer must be in that layer's span. Otherwise, KV rows would have to be copied
     to another process in every pass.
@@ -58,9 +58,9 @@ def allowed_cuts(config: Config) -> list[int]:
 
 
 def choose_cuts(config: Config, program: LinkedProgram, shards: int, kv: str, tokens: int) -> list[int]:
-    """Return the layers at which the spans begin, and the number of layers at the end.
+    """Return the first layer of each span, and then the number of layers.
 
-    The largest span is as small as possible, counted in bytes of its matrices and of the KV rows of `tokens` tokens.
+    The largest span is as small as possible. A span's size is the bytes of its matrices and of the KV rows of `tokens` tokens.
     """
     if type(shards) is not int or shards < 1:
         raise InputError(f"shards should be at least 1, found {shards!r:.40}")
@@ -74,7 +74,7 @@ def choose_cuts(config: Config, program: LinkedProgram, shards: int, kv: str, to
         )
     sizes = np.cumsum([0, *_layer_bytes(config, program, kv, tokens)])
     ends = [*allowed[1:], count]
-    # largest[i][n]: the size of the largest of n spans that end at ends[i], and where the last of these spans begins.
+    # largest[i][n]: if n spans end at ends[i], the size of the largest span, and the first layer of the last span.
     largest: list[dict[int, tuple[int, int]]] = []
     for number, end in enumerate(ends):
         best = {1: (int(sizes[end]), 0)}
@@ -94,7 +94,7 @@ def choose_cuts(config: Config, program: LinkedProgram, shards: int, kv: str, to
 
 
 def _layer_bytes(config: Config, program: LinkedProgram, kv: str, tokens: int) -> list[int]:
-    """Return the bytes of each layer's matrices and KV rows. The last layer's number includes the output matrix."""
+    """Return the bytes of each layer's matrices and KV rows. The last layer includes the output matrix."""
     count = len(config.layers)
     sizes = [0] * count
     table = program.model.ops
@@ -111,7 +111,7 @@ def _layer_bytes(config: Config, program: LinkedProgram, kv: str, tokens: int) -
 
 
 def make_spans(config: Config, program: LinkedProgram, cuts: Sequence[int]) -> list[Span]:
-    """Divide a linked program. cuts: the layers at which spans begin, and the number of layers at the end."""
+    """Divide a linked program. cuts: the first layer of each span, and then the number of layers."""
     starts = [_first_operation(program, cut) for cut in cuts[:-1]]
     ends = [*starts[1:], len(program.model.ops)]
     needs = [_needs(program, start) if start else ([], []) for start in starts]
@@ -129,23 +129,21 @@ def make_spans(config: Config, program: LinkedProgram, cuts: Sequence[int]) -> l
 
 
 def _first_operation(program: LinkedProgram, layer: int) -> int:
-    """Return the index of the layer's first operation. Operations before the first layer belong to it."""
+    """Return the index of the layer's first operation. Operations before layer 0 count as operations of layer 0."""
     layers = program.model.ops[:, p.LAYER]
     if (np.diff(layers) < 0).any():
         raise InputError("the layers of this model cannot be divided, because operations of several layers are mixed")
     return 0 if layer == 0 else int(np.argmax(layers >= layer))
 
 
-def _read(op: np.ndarray) -> list[int]:
-    """Return the buffers that an operation reads."""
+def _buffers_read(op: np.ndarray) -> list[int]:
     buffers = [op[p.SOURCE]] + ([] if op[p.OP] == o.ROPE_TABLE else [op[p.SECOND]])
     if op[p.OP] not in _OVERWRITES and not (op[p.OP] == o.PUT_COLUMNS and op[p.FIRST_COLUMN] == 0):
         buffers.append(op[p.TARGET])
     return [int(buffer) for buffer in buffers if buffer != p.NO_BUFFER]
 
 
-def _written(op: np.ndarray) -> list[int]:
-    """Return the buffers that an operation writes."""
+def _buffers_written(op: np.ndarray) -> list[int]:
     buffers = [op[p.TARGET]]
     if op[p.OP] == o.ROPE_TABLE:
         buffers.append(op[p.SECOND])
@@ -173,21 +171,21 @@ def _needs(program: LinkedProgram, start: int) -> tuple[list[int], list[int]]:
             source = int(table[number, p.SOURCE])
             if _changed(table[number + 1 : start], source):
                 raise InputError(
-                    "the layers of this model cannot be divided where the codes of a changed buffer are read"
+                    "the layers of this model cannot be divided, because a span reads codes of a buffer that changed later"
                 )
             again.add(number)
             buffers.append(source)
-        buffers += [buffer for buffer in _read(op) if buffer not in defined]
+        buffers += [buffer for buffer in _buffers_read(op) if buffer not in defined]
         if op[p.OP] == o.QUANTISE:
             coded.add(int(op[p.SLOT]))
-        defined.update(_written(op))
+        defined.update(_buffers_written(op))
     waiting = sorted(set(buffers))
     while waiting:
         buffer = waiting.pop()
         number = _last(table[:start], partial(_writes, buffer=buffer))
         op = table[number]
         if op[p.ROWS_OF] != o.ALL:
-            raise InputError("the layers of this model cannot be divided after some tokens' rows were left out")
+            raise InputError("the layers of this model cannot be divided after an operation that leaves out rows")
         pure = (
             op[p.OP] == o.NORM and op[p.SOURCE] != op[p.TARGET] and not _changed(table[number:start], int(op[p.SOURCE]))
         )
@@ -203,7 +201,6 @@ def _needs(program: LinkedProgram, start: int) -> tuple[list[int], list[int]]:
 
 
 def _last(table: np.ndarray, holds: Callable[[np.ndarray], bool]) -> int:
-    """Return the index of the last operation for which `holds` is true."""
     return next(number for number in range(len(table) - 1, -1, -1) if holds(table[number]))
 
 
@@ -212,7 +209,7 @@ def _quantises(op: np.ndarray, slot: int) -> bool:
 
 
 def _writes(op: np.ndarray, buffer: int) -> bool:
-    return buffer in _written(op)
+    return buffer in _buffers_written(op)
 
 
 def _changed(table: np.ndarray, buffer: int) -> bool:

@@ -1,6 +1,6 @@
 """The process of a shard. `PipeLink` starts this module as a program, and sends orders to its standard input.
 
-If the starting process ends, its end of the pipe is closed, and this process ends too, even in the middle of a pass.
+If the process that started this one ends, the pipe is closed. Then this process ends too, even in the middle of a pass.
 """
 
 import os
@@ -19,7 +19,7 @@ _SECONDS = 1.0  # the longest time between beats
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Whatever this process prints must not get between the replies.
+    # File descriptor 1 is redirected to stderr, because printed text would otherwise mix with the replies.
     replies = Connection(os.dup(1), readable=False)
     os.dup2(2, 1)
     lock, messages = threading.Lock(), queue.SimpleQueue[Any]()
@@ -29,7 +29,7 @@ def main() -> None:
             replies.send(message)
 
     threading.Thread(target=_beat, args=(reply, min(_SECONDS, float(sys.argv[1]) / 5)), daemon=True).start()
-    # Imported here, because it takes a second or more, in which the process must give signs of life.
+    # Imported after the beats have begun, because the import takes a second or more.
     from gemma_py.cluster.local import joined_shard
 
     threading.Thread(target=_listen, args=(Connection(os.dup(0), writable=False), messages), daemon=True).start()

@@ -1,9 +1,8 @@
 """Atomic access to int64 cells, a spin-loop hint, a clock, and a check for IEEE arithmetic.
 
-A cell is one element of a contiguous int64 array. Loads have acquire ordering and stores have release ordering: when a
-thread loads a value, it also sees everything that another thread wrote before it stored that value. So a thread can fill a
-plain array and then store to a cell, and a thread that loads the cell can read the array. The runtime relies on no other
-memory ordering.
+A cell is one element of a contiguous int64 array. Loads have acquire ordering and stores have release ordering: if thread B
+loads a value that thread A stored, then B sees everything that A wrote before the store. So A can fill a plain array and
+then store to a cell, and B can read the array after loading that value. The runtime relies on no other memory ordering.
 """
 
 import time
@@ -31,9 +30,7 @@ def _pointer(context, builder, sig, args):
 
 @intrinsic
 def load_acquire(typing, array, index):
-    """Return a cell's value. After this call, everything that was written before the `store_release` of this value is
-    visible.
-    """
+    """Return a cell's value. Everything that was written before the `store_release` of this value is then visible."""
     if not _is_cells(array):
         return None
 
@@ -94,7 +91,7 @@ def yield_cpu(typing):
 
 @intrinsic
 def sleep_microseconds(typing, duration):
-    """Call POSIX `usleep` for less than a second. Only tests call this function."""
+    """Call POSIX `usleep` for less than a second. Only fault injection and tests call this function."""
     return types.int32(types.uint32), lambda context, builder, sig, args: _call_libc(builder, "usleep", args)
 
 

@@ -2,7 +2,8 @@
 
 A query is one head at one position. A block consists of the query heads that share one key/value head, at some neighbouring
 positions. Each query sees its own range of keys. A lane of a vector computes the score of one query and one key, or one
-column of an output. So every sum is one chain of additions: e ascending for a score, t ascending for an output.
+column of an output. So every sum is one chain of additions: over ascending columns e for a score, and over ascending
+positions t for an output.
 
 Position t is stored in row t % capacity of the ring. The score of a key that a query does not see is discarded by a select.
 A multiplication by 0 would be wrong, because a row may hold anything, even NaN. Rows that no query of the block sees are
@@ -132,7 +133,7 @@ def _make_scores(ring, base, begin, end, block, scratch, layout):
 
 
 def _make_add_values(rows):
-    """Return the function `add_values`, compiled for a fixed number of queries, `rows`."""
+    """Return the function `add_values`, which computes `rows` queries at a time."""
 
     @inlined
     def add_values(ring, base, t, keys, scratch, weights, rescale, out, used, left, right):

@@ -6,8 +6,8 @@ from gemma_py.kernels.decorator import inlined, kernel
 
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
-# In each half of a word, a float32: the bits without the sign; a number that carries into the sign bit of every NaN, and of
-# no other float, when it is added to these bits; the sign bit.
+# For the two float32 in a word: _MAGNITUDE selects the bits without the sign, and _SIGN the sign bit. The magnitude plus _CARRY
+# has the sign bit set if the float is NaN, and only then.
 _MAGNITUDE, _CARRY, _SIGN = (np.uint64(bits << 32 | bits) for bits in (0x7FFFFFFF, 0x007FFFFF, 0x80000000))
 
 
@@ -39,10 +39,7 @@ def _checksum(words):
 
 @kernel
 def checksum(words):
-    """Return a 64-bit checksum.
-
-    words: uint64, read; the number of words is a multiple of 8
-    """
+    """words: uint64, read; the number of words is a multiple of 8"""
     return _checksum(words)
 
 

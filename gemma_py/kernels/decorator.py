@@ -1,8 +1,7 @@
 """Decorators for all compiled code, and the directory in which the machine code is cached.
 
-This module overrides internals of numba, because numba 0.68 has no public options for the purpose. The docstring of
-each override says how much time or memory the override saves. pyproject.toml pins numba's version because internals may
-change.
+This module overrides internals of numba, because numba 0.68 has no public options for the purpose. pyproject.toml pins
+numba's version, because internals may change.
 """
 
 import hashlib
@@ -175,15 +174,14 @@ class _InnerDispatcher(_Dispatcher):
         raise TypeError(f"{self.py_func.__name__} can only be called by a kernel")
 
 
-_names: Counter[tuple[str, str]] = Counter()  # how many functions of a module have a name
+_names: Counter[tuple[str, str]] = Counter()  # (module, name) -> how many functions have this name
 
 
 def _make_name_unique(function: Callable[..., Any]) -> None:
-    """Append a number to the name of a function if an earlier function of its module has the same name.
+    """Append a number to a function's name if an earlier function of the module has this name.
 
-    The symbol of a compiled function consists of this name and of a number that counts the functions which a process compiled.
-    Two processes compile the phases, so two closures of one name could get one symbol, and the linker would keep only one of
-    the two functions.
+    numba makes a compiled function's symbol from the name and a counter of the process. The phases are compiled in several
+    processes. So two closures of one name could get one symbol, and the linker would keep only one of them.
     """
     name = function.__module__, function.__qualname__
     if _names[name]:
@@ -202,8 +200,8 @@ def _compiled(
 
     `_nrt=False` turns off reference counting. Kernels allocate nothing, and their callers hold the arrays, so nothing has
     to be counted. With reference counting, every use of an array in a tuple would be an atomic addition, and a call of
-    runtime/sync.py would take 60 ns instead of 6 ns. Hazard: a function may return an array only if the array is one of its
-    arguments, or inside a tuple.
+    runtime/sync.py would take 60 ns instead of 6 ns. Hazard: a function may return an array only if the array is an
+    argument of the function, or inside a tuple.
 
     `no_cfunc_wrapper` leaves out an entry point for C, which nothing calls.
     """

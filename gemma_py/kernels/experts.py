@@ -40,7 +40,7 @@ def _softmax(x, at, X, scale):
 
 @inlined
 def _largest(x, at, X):
-    """Return the index of the largest number of x[at : at + X], without chosen experts. Of equal numbers, take the first."""
+    """Return the index of the largest number of x[at : at + X], or of the first such number. Skip chosen experts."""
     best = np.int64(-1)
     for i in range(at, at + X):
         if x[i] != _CHOSEN and (best < 0 or x[i] > x[best]):

@@ -13,7 +13,7 @@ Codes are multiplied in three ways, which give equal bits, because the dot produ
 
     one or two rows  as they are stored, because the speed of memory is the limit, and the stored codes are small
     few rows         with VNNI as signed bytes, unpacked for two panels; without VNNI as they are stored
-    many rows        as int16, because such dot products are the fastest; unpacking to int16 takes the time of some rows
+    many rows        as int16, because such dot products are the fastest; for few rows, unpacking would take too long
 
 One call computes the given rows of the given panels. Outputs are independent, so any worker can compute any part.
 """
@@ -80,7 +80,7 @@ QUAD_ROWS = 4  # rows of a tile that multiplies bytes
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
 FEW_ROWS = 16  # unpacking codes to int16 pays off only for more rows than this
 AS_STORED_ROWS = 2 if USES_VNNI else FEW_ROWS  # the most rows for which codes are not unpacked
-# How many rows one call of a matmul should compute. Tiles of 5 and of 6 rows divide a multiple of 30. Fewer than 120 rows
+# How many rows one call of a matmul should compute. A multiple of 30 rows consists of whole tiles of 5 or 6 rows. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
 # A product of a few rows prefetches codes this many bytes ahead. A product of one row does not, because prefetches would take
@@ -357,8 +357,8 @@ def _make_row_functions(quads: Any, width: int) -> Any:
         """
         block, offset = codes_at // INPUT_BLOCK, np.int32(w.offset)
         sx, (high, low, high_2, low_2) = load_scalar(x.scales, block), zero_ints(4)
-        # With VNNI, `_add_quad_dots` makes 8-bit weight codes unsigned by adding 128. Subtract what that adds to the dot
-        # product.
+        # With VNNI, `_add_quad_dots` makes 8-bit weight codes unsigned by adding 128. The totals begin with flip_sums,
+        # which subtracts what the 128 add to the dot product.
         if USES_VNNI and width == 8:
             high = splat(np.int32(load_scalar(x.flip_sums, 2 * block)))
             high_2 = splat(np.int32(load_scalar(x.flip_sums, 2 * block + 1)))

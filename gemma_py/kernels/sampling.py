@@ -10,7 +10,7 @@ from gemma_py.kernels.decorator import inlined, kernel
 from gemma_py.kernels.elementary import exp
 
 _BLOCK = 64  # the number of logits that `top_k` examines or skips together
-SUM_BLOCK = 1024  # weights
+SUM_BLOCK = 1024  # the number of weights in a block of `running_sums`
 # The number of bins into which logits are sorted by value. The first bin begins at the largest logit. A bin is 1/16 wide,
 # except that the last bin has no lower end.
 BINS = 1024
@@ -164,7 +164,7 @@ def zero_below_bin(x, largest, edge, weights, members):
 def draw(weights, least, target, sums):
     """Return the first index at which the running sum of the weights exceeds `target`.
 
-    Weights below `least` count as 0.
+    Weights below `least` count as 0. If no sum exceeds `target`, return the last index with a weight of at least `least`.
 
     weights: [n] f32, read
     sums: [number of blocks] f64, read: what `running_sums` computed, so that only one block has to be searched

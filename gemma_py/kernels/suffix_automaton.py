@@ -14,8 +14,8 @@ LENGTH, LINK, END, EDGES = range(4)  # columns of the states
 STATE, TOKEN, TARGET, NEXT = range(4)  # columns of the edges
 STATES_USED, EDGES_USED, TEXT_USED, LAST, MATCHED = range(5)  # entries of the counts
 _NONE = -1
-# A new token ends an occurrence of each suffix of the text. The new position is stored in the states of this many suffixes
-# only, because a repetitive text has as many such states as tokens.
+# A new token ends an occurrence of every suffix of the text. Only this many states of suffixes get the new position, because
+# a repetitive text has as many such states as tokens, and updating all of them for every token would take too long.
 _UPDATED = 8
 
 
@@ -122,8 +122,8 @@ def continuation(states, edges, table, text, counts, ahead, made):
     """Find the longest suffix of (text + the tokens `ahead`) that also occurs earlier in the text. Write to `made` the tokens
     that followed the suffix's latest known occurrence.
 
-    Return the length of the suffix, and the position in the text of the first token written. If fewer tokens than `made` holds
-    follow that occurrence, they are repeated.
+    If `made` has room for more tokens, the written tokens are repeated. Return the length of the suffix, and the position in
+    the text of the first token written.
 
     states: int32 [S, 4], edges: int32 [E, 4], table: int32 [H], text: int32 [N], counts: int64 [5], ahead: int32 [n], all
     read   made: int32 [k], written if the length is not 0

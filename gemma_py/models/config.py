@@ -111,7 +111,7 @@ class Config:
 
     @cached_property
     def kv_numbers(self) -> tuple[int, ...]:
-        """For each layer of the model, the index in `kv_owners` of the layer from which it reads KV rows."""
+        """For each layer of the model, the index in `kv_owners` of the layer whose KV rows the layer reads."""
         return tuple(self.kv_owners.index(layer.kv_source) for layer in self.layers)
 
 

@@ -161,8 +161,9 @@ def write(p: Program) -> None:
 
 
 def _per_layer_inputs(p: Program) -> None:
-    """Compute own = (RMSNorm(projection of x * D^-1/2) + row of the table * sqrt(P)) * 2^-1/2, from the buffer `x` to the
-    buffer `own`, for all layers at once. The row is that of the token's id.
+    """Compute own = (RMSNorm(projection of x * D^-1/2) + row of the table * sqrt(P)) * 2^-1/2, for all layers at once.
+
+    x, own: buffers. The row is that of the token's id.
     """
     p.embed("per_layer_table", "own", math.sqrt(p.config.hidden_size_per_layer_input))
     project_inputs(p, "c")
@@ -349,10 +350,10 @@ def layer_types(fields: Fields, default: int, period: int = 6) -> list[str]:
 def head_shapes(
     fields: Fields, types: list[str], usual: tuple[int, int], full: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """Return the number of key/value heads and the width of a head, for each layer.
+    """Return for each layer the pair (number of key/value heads, width of a head).
 
-    usual: these two numbers for a layer that `per_layer_config` does not name, and for sliding layers if the file has no
-    `per_layer_config`. full: these two numbers for full layers if the file has no `per_layer_config`.
+    usual: the pair of sliding layers. full: the pair of full layers. If the file has `per_layer_config`, that table gives the
+    pairs, and `usual` is the default for every layer.
     """
     per_layer = fields.table("per_layer_config")
     if per_layer is None:

@@ -1,8 +1,8 @@
 """Gemma 4's assistants: tensor names, the program of a step, and config readers for Hugging Face and GGUF.
 
-An assistant guesses tokens for the Gemma 4 model with which it was trained, the main model. It has a few layers, which
-compute only queries. Of the main model's layers that store KV rows, they read the KV rows of the last sliding layer and of
-the last full layer. So an assistant is like more layers of the main model, and `joined` returns the config of both together.
+An assistant guesses tokens for the Gemma 4 model with which it was trained, the main model. An assistant has a few layers,
+which compute no keys and values. The assistant's sliding layers read the KV rows of the main model's last sliding layer that
+stores KV rows, and the full layers those of the last such full layer. So an assistant is like more layers of the main model.
 
 A step takes a token, and the previous token's hidden state, which is the output of the final norm. To guess several tokens,
 the assistant runs several steps. The first step takes the main model's hidden state, and each later step takes the hidden
@@ -81,7 +81,7 @@ def joined(assistant: Config, main: Config, where: str) -> Config:
         ("vocab_size", main.vocab_size, assistant.vocab_size),
     ):
         if expected != found:
-            raise InputError(f"{where}: the assistant is for a main model of {name} {found}, found one of {expected}")
+            raise InputError(f"{where}: the assistant needs a main model with {name} {found}, found {expected}")
     layers = []
     for number, layer in enumerate(assistant.layers):
         sliding = layer.sliding_window is not None

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from gemma_py.models.config import Config, Rope
 
-# Kinds of operations. The kinds before MATMUL compute each row by itself. Several such operations can share a phase, in
-# which a worker takes a few rows through all of them.
+# Kinds of operations. The kinds before MATMUL are row operations. Several row operations can share a phase, in which a worker
+# takes a few rows through all operations.
 (EMBED, ROPE_TABLE, NORM, ADD, SCALE, MULTIPLY, GELU_GATE, QUANTISE, TAKE, MEAN, TAKE_COLUMNS, PUT_COLUMNS, GAIN, TANH, SPARSIFY,
  MATCH, PREDICT, CORRECT, ADD_TO_STREAMS, ROPE, ROUTE, MIX, STORE, MATMUL, EXPERT_MATMUL, SCORES, ATTEND) = range(27)  # fmt: skip
 KIND_NAMES = ("embed", "rope table", "norm", "add", "scale", "multiply", "gelu gate", "quantise", "take", "mean", "take columns",
@@ -290,7 +290,7 @@ class Program:
         self._add(GELU_GATE, source=up, target=gate, width=width)
 
     def take(self, source: str, target: str, kind: int = TAKE) -> None:
-        """Copy to target the rows of source of the tokens whose logits are wanted. kind: TAKE, or MEAN (see `mean`)."""
+        """Copy to target the WANTED rows of source. kind: TAKE, or MEAN (see `mean`)."""
         if self._phase.rows != WANTED or self._rows_now[source] != ALL:
             raise ValueError(f"{KIND_NAMES[kind]} needs a phase of WANTED rows and a source of ALL, found {source}")
         width = self._widths_now[source]
@@ -312,7 +312,7 @@ class Program:
         self._add(ROPE, target=target, source=cosines, second=sines, heads=heads, width=y.head_dim)
 
     def store(self, keys: str, values: str, layer: int) -> None:
-        """Store keys and values as KV rows of the layer. Attention reads a KV row once it and all earlier rows are stored."""
+        """Store keys and values as KV rows of the layer. Attention waits until the rows that it reads are stored."""
         y, kv = self.config.layers[layer], self.config.kv_numbers[layer]
         if y.kv_source != layer:
             raise ValueError(f"layer {layer} must not store KV rows, because it reads those of layer {y.kv_source}")
@@ -377,7 +377,7 @@ class Program:
             raise ValueError(f"{routes} has no routes")
         count, stride = self._widths_now[routes] // 2, self._widths_now[source]
         if stride % count or source == target:
-            raise ValueError(f"rows of {source} should have {count} equal parts and another name than the target")
+            raise ValueError(f"rows of {source} should have {count} equal parts, and {source} should not be the target")
         self._write(target, stride // count)
         self._add(MIX, source=source, second=routes, target=target, width=stride // count, stride=stride)
 

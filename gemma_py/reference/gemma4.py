@@ -1,8 +1,8 @@
 """Gemma 4, text: one token at a time, with the operations of operations.py, which also explains the letters.
 
-P is the width of a per-layer input, a vector for each token and layer. Here, every layer is computed for every token, while
-the engine leaves out layers whose results are not needed. Attention scores are not scaled, because queries and keys are
-normalised.
+P is the width of a per-layer input, a vector for each token and layer. Here, every layer is computed for every token. The
+engine computes what follows the last layer's KV rows only for tokens whose logits are wanted. Attention scores are not
+scaled, because queries and keys are normalised.
 """
 
 import math

@@ -240,7 +240,6 @@ def gelu_gate(gate, up):
 
 @jit
 def tanh_row(x):
-    """Return y[d] = tanh(x[d])."""
     y = np.empty_like(x)
     for d in range(x.shape[0]):
         y[d] = tanh(x[d])
@@ -249,7 +248,6 @@ def tanh_row(x):
 
 @jit
 def multiply_row(x, gain):
-    """Return y[d] = x[d] * gain[d]."""
     y = np.empty_like(x)
     for d in range(x.shape[0]):
         y[d] = x[d] * gain[d]
@@ -264,7 +262,6 @@ def soft_cap(value, cap):
 
 @jit
 def soft_cap_row(x, cap):
-    """Return y[n] = soft_cap(x[n], cap)."""
     y = np.empty_like(x)
     for n in range(x.shape[0]):
         y[n] = soft_cap(x[n], cap)

@@ -55,7 +55,10 @@ class ExpertScratch(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """The scratch memory of a pass. Workers share `floats`, `coded` and `scores`. The other arrays have a part for each worker."""
+    """The scratch memory of a pass.
+
+    Workers share `floats`, `coded` and `scores`. The other arrays have a part for each worker.
+    """
 
     floats: np.ndarray  # the buffers of the program
     coded: CodedRows  # the quantised inputs of matrix products
@@ -91,7 +94,7 @@ def new_scratch(sizes: p.Sizes, T: int, workers: int) -> Scratch:
 
 @inlined
 def buffer_of(model, batch, scratch, number, width):
-    """Return the buffer `number` as an array, whose rows have this width, in a tuple with one element.
+    """Return buffer `number`, an array of rows of this width, in a tuple of one element.
 
     Without reference counting, a compiled function may return a new array only inside a tuple.
     """

@@ -39,8 +39,8 @@ _SHARED_LINES = 3
 # Cells in `own`. Each worker has a line there, which only this worker writes.
 PROGRESS, WAITING, LAYER, PHASE, RANDOM, AWAITED, BOUND = range(7)
 
-# The values of the cell WAITING: what a worker waits for. A waiting worker continues when a cell exceeds the value in its cell
-# BOUND. AWAITED holds the index of the cell that is awaited, in `shared` for AT_BARRIER and in `watermarks` otherwise.
+# The values of the cell WAITING: what a worker waits for. A waiting worker continues when the awaited cell exceeds the value of
+# the worker's cell BOUND. The awaited cell has the index AWAITED, in `shared` for AT_BARRIER and in `watermarks` otherwise.
 COMPUTES, AT_BARRIER, TO_PUBLISH, FOR_ROWS = range(4)
 WAITS = ("computes", "waits at a barrier", "waits to publish rows", "waits for rows")
 

@@ -1,8 +1,8 @@
 """Compilation of the forward pass in several processes, because numba compiles only one kernel at a time in a process.
 
 Each process runs this module as a program. The process reads names of kernels from stdin, one per line, compiles each
-kernel into the cache on disk, and writes the name to stdout when done. Before, it writes an empty line for each second in
-which it used the CPU, as a sign of life. If a process dies, stops or cannot write to the cache, the main process compiles
+kernel into the cache on disk, and writes the name to stdout when done. As a sign of life, the process also writes an empty
+line for each second in which it used the CPU. If a process dies, stops or cannot write to the cache, the main process compiles
 the missing kernels itself.
 """
 
@@ -43,7 +43,8 @@ from gemma_py.weights.pack import PackedArrays
 # takes longest comes first. `forward` calls every kernel of the shares, so it is compiled last.
 SHARES = ((matmul_phase,), (attention_phase, scores_phase), (rows_phase, trace_phase))
 _KERNELS = {kernel.__name__: kernel for share in (*SHARES, (forward,)) for kernel in share}
-# The seconds after which a process without a sign of life is killed. A kernel may take longer to compile, as under emulation.
+# The seconds after which a process without a sign of life is killed. A compilation may take longer, as under emulation, if
+# the process gives signs of life.
 _SILENCE = 300.0
 _BEAT = 1.0  # seconds between signs of life
 _LEAST_WORK = 0.05  # a process gives a sign of life only if it used more CPU seconds than this in the last second
@@ -53,8 +54,8 @@ _TICK = 0.2  # seconds between two looks of the main process at the compiling pr
 def _mark(cache: Path, kv: str) -> Path:
     """Return the file that exists if the cache on disk has the forward pass for KV rows of this type.
 
-    numba keys each kernel in the cache by triple, CPU name and features, and so does this file's name. Otherwise, on a home
-    directory that machines of two kinds share, the second machine would take the first one's kernels for its own.
+    Like numba's cache, the file's name depends on the triple, the CPU name and the features. Otherwise, if machines of two
+    kinds share a home directory, the second machine would not notice that the kernels there are for the first machine.
     """
     return cache / f"compiled-{kv}-{hashlib.sha256(repr(TARGET).encode()).hexdigest()[:16]}"
 

@@ -108,7 +108,10 @@ def _is_at(cells, worker, layer, phase):
 
 @inlined
 def inject(cells, worker, place):
-    """If the plan says so for this place, delay this worker or inject the fault. The caller has checked FAULT_PLAN."""
+    """Delay this worker if the plan has a seed, and inject the plan's fault if this is the fault's place.
+
+    The caller has checked FAULT_PLAN.
+    """
     shared = cells.shared
     if shared[c.SEED] != 0:
         _delay(cells, worker)

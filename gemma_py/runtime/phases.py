@@ -197,8 +197,8 @@ def attend_tile(model, op, scratch, batch, workspace, number, g, first, last):
 def _attend_tiles(worker, workers, cells, model, scratch, batch, trace, op):
     """Compute attention in tiles of neighbouring positions and one key/value head.
 
-    Few positions are divided among all workers. Before a tile, the worker waits until the last KV row that the tile reads is
-    published.
+    If there are few positions, tiles are so small that every worker gets one. Before a tile, the worker waits until the last
+    KV row that the tile reads is published.
     """
     H, G, segments = op[p.HEADS], op[p.KV_HEADS], batch.segments[op[p.ROWS_OF]]
     workspace = scratch.attention[own_part(scratch.attention, worker, workers)]

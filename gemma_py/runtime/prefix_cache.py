@@ -24,7 +24,7 @@ _ROOT = 0
 
 
 class _Block(NamedTuple):
-    number: int  # part of the keys of the blocks that follow this block; no later block gets this number
+    number: int  # part of the keys of the blocks that follow this block; never used for another block
     slot: int
 
 
@@ -52,7 +52,6 @@ class PrefixCache:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks in the cache."""
         return len(self._blocks)
 
     @property

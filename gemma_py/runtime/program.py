@@ -70,7 +70,9 @@ class Sizes:
 
 
 class Gather(NamedTuple):
-    """A table that stays in the checkpoint's file. Before a pass, the rows of the pass's tokens are copied from the table to a buffer.
+    """A table that stays in the checkpoint's file.
+
+    Before a pass, the rows of the pass's tokens are copied from the table to a buffer.
 
     offset: the buffer's entry in `ModelTables.offsets`. width: the width of a row.
     """

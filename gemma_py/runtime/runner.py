@@ -114,7 +114,7 @@ class Runner:
         positions, T, keys, wanted = [], 0, 0, 0
         for cache, tokens, rows, guesses in inputs:
             if not 0 <= guesses < len(tokens):
-                raise InputError("a pass needs a token of each sequence that is not a guess")
+                raise InputError("each sequence of a pass needs a token that is not a guess")
             if self.config.embedding and (cache.position or rows != 1):
                 raise InputError(
                     "an embedding model needs every text whole, in one pass, and returns one row for each text"
@@ -131,8 +131,8 @@ class Runner:
         logits = np.empty((wanted, program.outputs), np.float32)
         batch = _batch(inputs, logits.reshape(-1))
         if not program.stores:
-            # The program stores no KV row at the query's own position. So attention counts the query as standing one
-            # position earlier, where it sees only rows that are stored.
+            # The program stores no KV row at the query's own position, so attention must not read that row. Therefore,
+            # attention treats the query as standing one position earlier.
             batch.segments[:, :, ORIGIN] -= 1
         for table, offset, width in program.gathers:
             table.gather(batch.tokens, scratch.floats[offset * T : (offset + width) * T].reshape(T, width))
@@ -175,7 +175,7 @@ class Runner:
         former.close()
 
     def _compile(self) -> None:
-        """Load the forward pass from the kernel cache on disk, or compile it if the cache lacks it."""
+        """Load the forward pass from the kernel cache on disk, or compile the forward pass."""
         scratch, logits = self._scratch_for(1, 1), np.empty(0, np.float32)
         batch = _batch([SequenceInput(self.cache(), [], 0)], logits)
         self.team.compile(forward, self.program.model, scratch, batch, NO_TRACE)

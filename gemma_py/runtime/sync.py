@@ -66,7 +66,7 @@ def is_intact(cells):
 
 @inlined
 def progress(cells, worker):
-    """Count a step of this worker. A kernel must call this in long work without claims and waits, or it would look stalled."""
+    """Count a step of this worker. A kernel calls this in long work without claims and waits, because it would look stalled."""
     _advance(cells, worker)
     return is_intact(cells)
 

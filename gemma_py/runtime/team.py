@@ -4,8 +4,8 @@
 calling thread does not compute. It watches the workers, so that Ctrl-C works during a long prefill and stalls are detected.
 
 A team has a deadline, the maximum time in seconds until `Team.run` reports a stall. The fraction _PATIENCE of the deadline is
-the patience, the time for which a worker may make no step. A step is a claimed tile, a finished wait or an entered phase. The
-team fails a run in two cases:
+the patience, the time for which a worker may make no step. A step is a claimed tile, a finished wait, an entered phase or a
+call of `progress`. The team fails a run in two cases:
 - Stall: one worker could continue but makes no step for longer than the patience, while another worker waits or has
   finished. If a team has only one worker, the second condition does not apply.
 - Deadlock: every worker waits or has finished, and no awaited cell has a value that would let a worker continue. No worker
@@ -160,9 +160,9 @@ class _Watch:
     def tick(self, elapsed: float) -> tuple[int, str] | None:
         """Look at the workers after `elapsed` seconds. Return a stalled worker and a description, or None.
 
-        A tick reads whether workers rest before it reads their steps. So if every worker rests in two successive ticks, and
-        no worker has made a step since the tick before these two, then every worker has stayed in one wait between the
-        two ticks. No cell can then have changed, and the second tick saw that no cell lets a worker continue.
+        A tick first reads which workers rest, and then reads the workers' steps. Suppose that every worker rests in two
+        successive ticks, and that no worker has made a step since the tick before. Then every worker stayed in one wait
+        between the two ticks, so no cell changed. The second tick saw that no cell lets a worker continue: a deadlock.
         """
         if global_compiler_lock.is_locked():  # workers make no steps while a kernel is compiled or loaded
             return None

@@ -56,7 +56,7 @@ def _bits(x):
 
 @inlined
 def trace_rows(trace, at, tokens, x, width, first, last):
-    """Update the hashes in row `at` of the trace with rows first .. last - 1 of x. Row t of x is that of tokens[t]."""
+    """Update the hashes in row `at` of the trace with rows first .. last - 1 of x. Row t of x belongs to column tokens[t]."""
     for t in range(first, last):
         token = tokens[t]
         for i in range(t * width, (t + 1) * width):

@@ -100,7 +100,6 @@ def lane_mask(builder, count):
 
 
 def masked_store(builder, value, pointer, mask):
-    """Store the lanes that the mask selects."""
     kind = ir.FunctionType(ir.VoidType(), [f32x16.llvm, pointer.type, I32, b1x16.llvm])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.store.v16f32.p0")
     builder.call(function, [value, pointer, ir.Constant(I32, 4), mask])

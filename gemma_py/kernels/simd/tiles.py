@@ -175,7 +175,7 @@ def start_dots(typing, sums, offsets, step, count, C):
 
 @intrinsic(prefer_literal=True)
 def add_byte_dots(typing, high, planes, offsets, step, weights, at, stride, dots):
-    """Add the dot products of one byte of each of 16 inputs, and 16 C outputs, to dots[r, c]. Needs VNNI.
+    """Add to dots[r, c] the dot products of 16 inputs and 16 C outputs, with one byte of each input. Needs VNNI.
 
     high: 1 for the inputs' high bytes, 0 for their low bytes
     planes: for every four inputs, from planes[offsets[r] + step] on, four signed high bytes and four unsigned low bytes
