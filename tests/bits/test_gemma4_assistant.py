@@ -296,7 +296,7 @@ def test_assistants_that_do_not_fit_are_refused(checkpoints: dict[str, Path], tm
         gemma_py.load(TINY, draft=assistant)
     with gemma_py.load(checkpoints["gemma4-dense"], threads=1) as engine:
         config = replace(open_checkpoint(assistant).config, backbone_hidden_size=31)
-        with pytest.raises(InputError, match="for a main model of hidden_size 31, found one of 32"):
+        with pytest.raises(InputError, match="needs a main model with hidden_size 31, found 32"):
             joined(config, engine.config, "here")
 
 
