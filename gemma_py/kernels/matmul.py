@@ -12,39 +12,35 @@ with outputs whose weights are zero, and whose results are not stored.
 Codes are multiplied in three ways, which give equal bits, because the dot product of a group of codes is an exact integer:
 
     one or two rows  as they are stored, because the speed of memory is the limit, and the stored codes are small
-    few rows         with VNNI as signed bytes, unpacked for two panels; without VNNI as they are stored
-    many rows        as int16, because such dot products are the fastest; for few rows, unpacking would take too long
+    few rows         with VNNI or ARM64's sdot as signed bytes, unpacked for a tile; without these as they are stored
+    many rows        with sdot as signed bytes, elsewhere as int16, because such dot products are the fastest; for few
+                     rows, unpacking to int16 would take too long
 
 One call computes the given rows of the given panels. Outputs are independent, so any worker can compute any part.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from gemma_py.kernels.decorator import force_inlined, inlined
+from gemma_py.kernels.code_rows import few_rows, one_row
+from gemma_py.kernels.decorator import inlined
 from gemma_py.kernels.intrinsics import array_from_address
 from gemma_py.kernels.panels import (
     COLUMNS,
     INPUT_BLOCK,
     SMALL_GROUP,
-    for_each_width,
-    load_block_scales,
-    load_run_scales,
-    quads_to_pairs,
     reads_quads_in_place,
-    sub_scale_bytes_of,
     unpack_panel,
     unpack_quads,
 )
-from gemma_py.kernels.simd.codes import words_xor
-from gemma_py.kernels.simd.dots import dot_pairs, dot_quads, load_splat_pair, load_splat_quad
-from gemma_py.kernels.simd.target import USES_VNNI, USES_ZMM
+from gemma_py.kernels.simd.target import FLIPS_LOW, USES_SDOT, USES_VNNI, USES_ZMM
 from gemma_py.kernels.simd.tiles import (
     add_byte_dots,
     add_dots,
     add_products,
     add_scaled,
+    add_tiles,
     prefetch_totals,
     row_offsets,
     shift_dots,
@@ -56,21 +52,7 @@ from gemma_py.kernels.simd.tiles import (
     zero_totals,
 )
 from gemma_py.kernels.simd.vectors import (
-    add,
-    fma,
-    load,
-    load_scalar,
-    mul,
-    prefetch,
     prefetch_to_l2,
-    shift_left,
-    splat,
-    store,
-    store_partial,
-    sub,
-    to_f32,
-    zero,
-    zero_ints,
 )
 
 # Rows and panels in a tile of outputs. The sums of a tile hide the latency of an FMA, and still fit in the registers.
@@ -79,14 +61,13 @@ CODE_ROWS, CODE_PANELS = (6, 2) if USES_ZMM else (5, 1)
 QUAD_ROWS = 4  # rows of a tile that multiplies bytes
 MATVEC_PANELS = 4  # the number of float panels with which a single row is multiplied at a time
 FEW_ROWS = 16  # unpacking codes to int16 pays off only for more rows than this
-AS_STORED_ROWS = 2 if USES_VNNI else FEW_ROWS  # the most rows for which codes are not unpacked
+AS_STORED_ROWS = 2 if USES_VNNI or USES_SDOT else FEW_ROWS  # the most rows for which codes are not unpacked
+# Whether products of up to MAX_BYTE_ROWS rows multiply bytes. An input has two bytes. VNNI multiplies twice as many bytes as
+# int16 in one instruction, so bytes save nothing but the unpacking to int16. ARM64's sdot multiplies four times as many.
+USES_BYTES, MAX_BYTE_ROWS = USES_VNNI or USES_SDOT, np.iinfo(np.int64).max if USES_SDOT else FEW_ROWS
 # How many rows one call of a matmul should compute. A multiple of 30 rows consists of whole tiles of 5 or 6 rows. Fewer than 120 rows
 # do not repay the unpacking, and more than 540 rows gain nothing.
 TILE_ROWS_MULTIPLE, MIN_TILE_ROWS, MAX_TILE_ROWS = 30, 120, 540
-# A product of a few rows prefetches codes this many bytes ahead. A product of one row does not, because prefetches would take
-# the place of loads.
-_AHEAD = 2048
-_SIGN_BITS = 0x8080
 
 
 class FloatPanels(NamedTuple):
@@ -108,7 +89,8 @@ class CodedRows(NamedTuple):
     byte_planes: np.ndarray  # for every four codes, their signed high bytes, then their unsigned low bytes
     scales: np.ndarray  # f32 [T * K / 32]
     sums: np.ndarray  # f32 [T * K / 32]: the sum of the codes of each block
-    flip_sums: np.ndarray  # f32 [T * K / 16]: -128 times the sum of the high bytes of each half block's codes
+    # f32 [T * K / 16]: -128 times the sum of the high bytes of each half block's codes, or of the low bytes if FLIPS_LOW
+    flip_sums: np.ndarray
     sums_of_16: np.ndarray  # f32 [T * K / 16]: the sum of the codes of each half block
 
 
@@ -118,15 +100,6 @@ def unpack_buffer_sizes(K: int) -> tuple[int, int]:
     There are as many minimums as scales.
     """
     return K * COLUMNS * CODE_PANELS, max(FEW_ROWS, (K // SMALL_GROUP + 1) * CODE_PANELS) * COLUMNS
-
-
-@force_inlined
-def _store_columns(y, at, value, columns):
-    """Store the first `columns` lanes of value from y[at] on. If `columns` is larger than 16, store all 16 lanes."""
-    if columns >= COLUMNS:
-        store(y, at, value)
-    elif columns > 0:
-        store_partial(y, at, value, columns)
 
 
 # --- float weights ----------------------------------------------------------------------------------------------------
@@ -219,7 +192,7 @@ def _code_tile(x, t, rows, w, panel, unpacked, y):
         store_partial_totals(y, outputs, N - column, totals)
 
 
-# --- quantised weights: few rows, with VNNI ---------------------------------------------------------------------------
+# --- quantised weights: bytes -----------------------------------------------------------------------------------------
 
 
 @inlined
@@ -246,13 +219,20 @@ def _quad_tile(x, t, rows, w, panel, quads, panel_stride, run_stride, unpacked, 
         while line < ahead + (block + 1) * ahead_step:
             prefetch_to_l2(w.arena, line)
             line += 64
-        if halves == 2:
+        if not USES_VNNI:
+            dots = zero_dots(planes, CODE_PANELS)
+        elif halves == 2:
             dots = start_dots(x.flip_sums, of_16, half, 2, CODE_PANELS)
         else:
             dots = start_dots(x.flip_sums, of_16, half, 1, CODE_PANELS)
         for h in range(halves):
             dots = add_byte_dots(1, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
         dots = shift_dots(dots)
+        if FLIPS_LOW:
+            if halves == 2:
+                dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 2, CODE_PANELS))
+            else:
+                dots = add_tiles(dots, start_dots(x.flip_sums, of_16, half, 1, CODE_PANELS))
         for h in range(halves):
             dots = add_byte_dots(0, x.byte_planes, planes, (half + h) * 32, quads, at + h * 256, panel_stride, dots)
         totals = add_scaled(x.scales, scales, block, unpacked.scales, weights_at, dots, totals)
@@ -294,158 +274,6 @@ def _quad_tiles(x, first_row, last_row, w, panel, unpacked, y):
         ahead += runs * ahead_step
 
 
-# --- quantised weights: rows that are multiplied with codes as stored ---------------------------------------------------
-
-
-@force_inlined
-def _add_scaled_dot(total, sx, sw, dot):
-    """Return total + (sx * sw) * dot. sx: the scale of a block of inputs. sw: the weight scales of 16 outputs."""
-    return fma(mul(splat(sx), sw), to_f32(dot), total)
-
-
-@force_inlined
-def _subtract_minimum(total, sx, minimum, code_sum):
-    """Return total - (sx * minimum) * code_sum."""
-    return fma(mul(splat(-sx), minimum), splat(code_sum), total)
-
-
-@force_inlined
-def _add_group(total, w, dot, offset, sx, scales, minimums, code_sum):
-    """Return the total plus the contribution of one group of weights.
-
-    dot: the dot product of the group's codes, where each weight code is too large by `offset`
-    code_sum: the sum of the group's input codes; code_sum * offset is subtracted from `dot`
-    """
-    total = _add_scaled_dot(total, sx, scales, sub(dot, splat(np.int32(np.int32(code_sum) * offset))))
-    return _subtract_minimum(total, sx, minimums, code_sum) if w.minimums else total
-
-
-@force_inlined
-def _add_quad_dots(x, at, quads, width, high, low):
-    """Add the dot product of four input codes and four weights to `high` and `low`, for each of 16 outputs.
-
-    VNNI multiplies unsigned bytes with signed bytes. So `high` accumulates products of the input's signed high bytes
-    with unsigned weights, and `low` accumulates products of the input's unsigned low bytes with signed weights. Without
-    VNNI, `low` accumulates products of whole 16-bit codes.
-    """
-    if USES_VNNI:
-        unsigned = words_xor(quads, _SIGN_BITS) if width == 8 else quads
-        high = dot_quads(unsigned, load_splat_quad(x.byte_planes, 2 * at), high)
-        return high, dot_quads(load_splat_quad(x.byte_planes, 2 * at + 4), quads, low)
-    even, odd = quads_to_pairs(quads, width)
-    return high, dot_pairs(load_splat_pair(x.codes, at), even, dot_pairs(load_splat_pair(x.codes, at + 2), odd, low))
-
-
-@force_inlined
-def _join_dots(high, low):
-    return add(shift_left(high, splat(np.int32(8))), low) if USES_VNNI else low
-
-
-def _make_row_functions(quads: Any, width: int) -> Any:
-    """Return (one_row, few_rows) for codes of `width` bits. `quads` is the function that loads such codes."""
-
-    @force_inlined
-    def load_run(w, at):
-        return quads(w.arena, at, 0), quads(w.arena, at, 1), quads(w.arena, at, 2), quads(w.arena, at, 3)
-
-    @force_inlined
-    def add_run(x, codes_at, w, run, scales, minimums, total):
-        """Return a row's total plus the products of 32 inputs with a run of weights.
-
-        codes_at: index of the first of the 32 input codes
-        scales, minimums: pairs, one element for each group of 16 inputs
-        """
-        block, offset = codes_at // INPUT_BLOCK, np.int32(w.offset)
-        sx, (high, low, high_2, low_2) = load_scalar(x.scales, block), zero_ints(4)
-        # With VNNI, `_add_quad_dots` makes 8-bit weight codes unsigned by adding 128. The totals begin with flip_sums,
-        # which subtracts what the 128 add to the dot product.
-        if USES_VNNI and width == 8:
-            high = splat(np.int32(load_scalar(x.flip_sums, 2 * block)))
-            high_2 = splat(np.int32(load_scalar(x.flip_sums, 2 * block + 1)))
-        for v, (first, second) in enumerate(run):
-            high, low = _add_quad_dots(x, codes_at + 4 * v, first, width, high, low)
-            high_2, low_2 = _add_quad_dots(x, codes_at + SMALL_GROUP + 4 * v, second, width, high_2, low_2)
-        dot, dot_2 = _join_dots(high, low), _join_dots(high_2, low_2)
-        if w.group == INPUT_BLOCK:
-            code_sum = load_scalar(x.sums, block)
-            return _add_group(total, w, add(dot, dot_2), offset, sx, scales[0], minimums[0], code_sum)
-        code_sum, code_sum_2 = load_scalar(x.sums_of_16, 2 * block), load_scalar(x.sums_of_16, 2 * block + 1)
-        total = _add_group(total, w, dot, offset, sx, scales[0], minimums[0], code_sum)
-        return _add_group(total, w, dot_2, offset, sx, scales[1], minimums[1], code_sum_2)
-
-    @inlined
-    def one_row(x, row, w, panel, y):
-        at, codes_at, total = w.start + panel * w.panel_bytes, row * w.K, zero()
-        sub_scale_bytes = sub_scale_bytes_of(w)
-        run_scale_bytes = sub_scale_bytes * (1 + w.minimums)
-        for _ in range(w.K // w.block):
-            block_scales, block_minimums, at = load_block_scales(w, at)
-            for _ in range(w.block // INPUT_BLOCK):
-                run = load_run(w, at + run_scale_bytes)
-                scales, minimums = load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes)
-                total = add_run(x, codes_at, w, run, scales, minimums, total)
-                at, codes_at = at + run_scale_bytes + 64 * width, codes_at + INPUT_BLOCK
-        _store_columns(y, row * w.N + panel * COLUMNS, total, w.N - panel * COLUMNS)
-
-    @inlined
-    def few_rows(x, first_row, rows, w, panel, unpacked, y):
-        """Multiply `rows` rows with one panel. Each run of the panel is loaded once for all rows.
-
-        The unpack buffer holds the totals of the rows.
-        """
-        at, k, totals = w.start + panel * w.panel_bytes, first_row * w.K, unpacked.scales
-        sub_scale_bytes = sub_scale_bytes_of(w)
-        run_scale_bytes = sub_scale_bytes * (1 + w.minimums)
-        for row in range(rows):
-            store(totals, row * COLUMNS, zero())
-        for _ in range(w.K // w.block):
-            block_scales, block_minimums, at = load_block_scales(w, at)
-            for _ in range(w.block // INPUT_BLOCK):
-                for line in range(_AHEAD, _AHEAD + 64 * (width + 1), 64):
-                    prefetch(w.arena, at + run_scale_bytes + line)
-                run = load_run(w, at + run_scale_bytes)
-                scales, minimums = load_run_scales(w, block_scales, block_minimums, at, sub_scale_bytes)
-                for row in range(rows):
-                    total = load(totals, row * COLUMNS)
-                    total = add_run(x, k + row * w.K, w, run, scales, minimums, total)
-                    store(totals, row * COLUMNS, total)
-                at, k = at + run_scale_bytes + 64 * width, k + INPUT_BLOCK
-        for row in range(rows):
-            column = panel * COLUMNS
-            _store_columns(y, (first_row + row) * w.N + column, load(totals, row * COLUMNS), w.N - column)
-
-    return one_row, few_rows
-
-
-_FOUR, _FIVE, _SIX, _EIGHT = for_each_width(_make_row_functions)
-(_one_row_4, _few_rows_4), (_one_row_5, _few_rows_5) = _FOUR, _FIVE
-(_one_row_6, _few_rows_6), (_one_row_8, _few_rows_8) = _SIX, _EIGHT
-
-
-@inlined
-def _one_row(x, row, w, panel, y):
-    if w.width == 4:
-        _one_row_4(x, row, w, panel, y)
-    elif w.width == 5:
-        _one_row_5(x, row, w, panel, y)
-    elif w.width == 6:
-        _one_row_6(x, row, w, panel, y)
-    else:
-        _one_row_8(x, row, w, panel, y)
-
-
-@inlined
-def _few_rows(x, first_row, rows, w, panel, unpacked, y):
-    if w.width == 4:
-        _few_rows_4(x, first_row, rows, w, panel, unpacked, y)
-    elif w.width == 5:
-        _few_rows_5(x, first_row, rows, w, panel, unpacked, y)
-    elif w.width == 6:
-        _few_rows_6(x, first_row, rows, w, panel, unpacked, y)
-    else:
-        _few_rows_8(x, first_row, rows, w, panel, unpacked, y)
-
-
 @inlined
 def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked):
     """Compute y[t, n] = sum over groups of (sx * sw) * dot(x codes, w codes) - (sx * minimum) * sum(x codes).
@@ -461,11 +289,11 @@ def matmul_codes(x, w, y, first_row, last_row, first_panel, last_panel, unpacked
     rows = last_row - first_row
     if rows == 1:
         for panel in range(first_panel, last_panel):
-            _one_row(x, first_row, w, panel, y)
+            one_row(x, first_row, w, panel, y)
     elif rows <= AS_STORED_ROWS:
         for panel in range(first_panel, last_panel):
-            _few_rows(x, first_row, rows, w, panel, unpacked, y)
-    elif USES_VNNI and rows <= FEW_ROWS:
+            few_rows(x, first_row, rows, w, panel, unpacked, y)
+    elif USES_BYTES and rows <= MAX_BYTE_ROWS:
         for panel in range(first_panel, last_panel, CODE_PANELS):
             _quad_tiles(x, first_row, last_row, w, panel, unpacked, y)
     else:

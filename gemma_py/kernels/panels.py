@@ -27,6 +27,7 @@ import numpy as np
 
 from gemma_py.kernels.decorator import force_inlined, inlined
 from gemma_py.kernels.simd.codes import (
+    bytes_lshr,
     bytes_sub,
     load_bytes,
     load_f16,
@@ -39,6 +40,7 @@ from gemma_py.kernels.simd.codes import (
     words_shl,
     words_sub,
 )
+from gemma_py.kernels.simd.target import IS_ARM64
 from gemma_py.kernels.simd.vectors import mul, store
 
 COLUMNS = 16  # outputs of a panel
@@ -174,6 +176,8 @@ def _quads_8(arena, at, v):
 @force_inlined
 def _quads_4(arena, at, v):
     both = load_words(arena, at + v * _QUADS)
+    if IS_ARM64:
+        return words_and(both, 0x0F0F), bytes_lshr(both, 4)
     return words_and(both, 0x0F0F), words_and(words_lshr(both, 4), 0x0F0F)
 
 

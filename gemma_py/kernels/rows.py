@@ -12,6 +12,7 @@ from gemma_py.kernels.elementary import exp64, log64, sine_cosine64
 from gemma_py.kernels.intrinsics import fma, sqrt, widen
 from gemma_py.kernels.panels import COLUMNS, INPUT_BLOCK, unpack_panel
 from gemma_py.kernels.simd.codes import store_byte_planes, store_codes
+from gemma_py.kernels.simd.target import FLIPS_LOW
 from gemma_py.kernels.simd.vectors import (
     add,
     bit_and,
@@ -41,7 +42,7 @@ _F = np.float32
 _ZERO, _ONE, _HALF, _NAN = _F(0.0), _F(1.0), _F(0.5), _F(np.nan)
 _LARGEST_CODE, _ROUND = _F(32767.0), _F(12582912.0)
 _SMALLEST_CODE = _F(-32767.0)
-_BYTE_BITS, _LEAST_BYTE = np.int32(8), _F(-128.0)
+_BYTE_BITS, _LOW_BYTE, _LEAST_BYTE = np.int32(8), np.int32(255), _F(-128.0)
 _MAGNITUDE, _LARGEST_F32_BITS = np.int32(0x7FFFFFFF), np.int32(0x7F7FFFFF)
 _GELU_SLOPE, _GELU_CUBE = _F(0.7978845608028654), _F(0.044715)
 
@@ -101,7 +102,11 @@ def _store_block(coded, at, low, high):
 
 
 @inlined
-def _sum_high_bytes(a, b, c, d):
+def _sum_flipped_bytes(a, b, c, d):
+    """Return the sums of the bytes that are multiplied with weights plus 128: the low or the high bytes of the codes."""
+    if FLIPS_LOW:
+        mask = splat(_LOW_BYTE)
+        return to_f32(sums_of_four(bit_and(a, mask), bit_and(b, mask), bit_and(c, mask), bit_and(d, mask)))
     bits = splat(_BYTE_BITS)
     return to_f32(sums_of_four(shift_right(a, bits), shift_right(b, bits), shift_right(c, bits), shift_right(d, bits)))
 
@@ -145,10 +150,10 @@ def quantise_rows(x, K, coded, first, last, shift):
         _store_block(coded, target + offsets[2], low2, high2)
         _store_block(coded, target + offsets[3], low3, high3)
         low, high = sums_of_four(low0, low1, low2, low3), sums_of_four(high0, high1, high2, high3)
-        high_bytes = interleave(_sum_high_bytes(low0, low1, low2, low3), _sum_high_bytes(high0, high1, high2, high3))
+        flipped = interleave(_sum_flipped_bytes(low0, low1, low2, low3), _sum_flipped_bytes(high0, high1, high2, high3))
         store_partial(coded.scales, at, scales, count)
         store_partial(coded.sums, at, to_f32(add(low, high)), count)
-        store_partial(coded.flip_sums, 2 * at, mul(high_bytes, splat(_LEAST_BYTE)), 2 * count)
+        store_partial(coded.flip_sums, 2 * at, mul(flipped, splat(_LEAST_BYTE)), 2 * count)
         store_partial(coded.sums_of_16, 2 * at, interleave(to_f32(low), to_f32(high)), 2 * count)
 
 

@@ -1,5 +1,5 @@
-"""Machine code for ARM64, compiled on any machine: memory ordering, no fused multiply-add unless asked for, integer dot
-products.
+"""Machine code for ARM64, compiled on any machine: memory ordering, no fused multiply-add unless asked for, instructions for
+integer dot products.
 
 tools/arm64.py compares the results of this code in an emulator. The emulator cannot show a missing memory ordering,
 because it runs on x86-64, which orders loads and stores more strictly.
@@ -15,11 +15,20 @@ from repository import ROOT, child_environment
 
 # A program, not an import, because it replaces LLVM's target for its whole process.
 PROGRAM = ROOT / "tests" / "support" / "arm64_assembly.py"
-# `generic` is the oldest ARMv8, which loops for an atomic operation. Neoverse V1 has an instruction for each.
-CPUS = ("generic", "neoverse-v1")
+# `generic` is the oldest ARMv8, which loops for an atomic operation. Neoverse N1 and V1 have an instruction for each.
+CPUS = ("generic", "neoverse-n1", "neoverse-v1")
+ONE_INSTRUCTION = {"load": {"ldapr"}, "store": {"stlr"}, "add": {"ldaddal"}, "exchange": {"casal"}}
 EXPECTED = {
     "generic": {"load": {"ldar"}, "store": {"stlr"}, "add": {"ldaxr", "stlxr"}, "exchange": {"ldaxr", "stlxr"}},
-    "neoverse-v1": {"load": {"ldapr"}, "store": {"stlr"}, "add": {"ldaddal"}, "exchange": {"casal"}},
+    "neoverse-n1": ONE_INSTRUCTION,
+    "neoverse-v1": ONE_INSTRUCTION,
+}
+# Vector instructions that multiply integers. sudot is usdot with its operands exchanged.
+INTEGER_PRODUCT = re.compile(r"[su]ml[as]l2?|[su]mull2?|ml[as]|[su]{1,2}dot")
+PRODUCTS = {
+    "generic": {"smull", "smull2", "smlal", "smlal2"},
+    "neoverse-n1": {"sdot", "udot"},
+    "neoverse-v1": {"sdot", "sudot"},
 }
 ATOMIC = re.compile(r"(ld|st)(a|l|x)\w*r|ldadd\w*|cas\w*|dmb|swp\w*")
 FUSED = re.compile(r"fn?m(add|sub)|fml[as]")
@@ -61,5 +70,10 @@ def test_a_product_and_a_sum_are_rounded_separately(compiled: Compiled) -> None:
 
 
 def test_products_of_codes_are_widened_by_the_multiplication(compiled: Compiled) -> None:
-    assert {"smull", "smull2"} <= compiled[1]["dot"]
+    assert {"smlal", "smlal2"} <= compiled[1]["dot"]
     assert not compiled[1]["dot"] & {"mul", "mla"}
+
+
+def test_quantised_weights_are_multiplied_by_the_fastest_instructions(compiled: Compiled) -> None:
+    cpu, instructions = compiled
+    assert {name for name in instructions["products"] if INTEGER_PRODUCT.fullmatch(name)} == PRODUCTS[cpu]

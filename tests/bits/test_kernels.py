@@ -245,9 +245,10 @@ def test_quantise_rows_matches_the_reference(seed, T, blocks):
     byte_planes = np.stack([by_fours >> 8, by_fours & 255], 2).astype(np.uint8).view(np.int8)
     assert_same(made.byte_planes.reshape(byte_planes.shape), byte_planes)
     assert_same(made.scales.reshape(T, -1), scales)
+    flipped = codes.astype(np.int64) & 255 if target.FLIPS_LOW else codes.astype(np.int64) >> 8
     for found, numbers, width in (
         (made.sums, codes, 32),
-        (made.flip_sums, -128 * (codes.astype(np.int64) >> 8), 16),
+        (made.flip_sums, -128 * flipped, 16),
         (made.sums_of_16, codes, 16),
     ):
         sums = numbers.reshape(T, -1, width).astype(np.int64).sum(axis=2)

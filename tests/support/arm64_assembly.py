@@ -1,5 +1,6 @@
-"""Compiles small kernels for ARM64 on any machine, and prints their assembly as JSON. A test runs this file as a
-program.
+"""Compiles small kernels and the products of quantised weights for ARM64 on any machine, and prints their assembly as JSON.
+
+A test and tools/estimate_arm64.py run this file as a program.
 """
 
 import json
@@ -13,12 +14,15 @@ llvm.initialize_all_targets()
 llvm.initialize_all_asmprinters()
 llvm.get_process_triple = llvm.get_default_triple = lambda: "aarch64-unknown-linux-gnu"
 
-from gemma_py.kernels import atomics  # noqa: E402  # numba reads the triple when it is first imported
+from gemma_py.kernels import atomics, matmul, panels  # noqa: E402  # numba reads the triple when it is first imported
 from gemma_py.kernels.decorator import kernel  # noqa: E402
 from gemma_py.kernels.intrinsics import fma  # noqa: E402
 from gemma_py.kernels.simd import codes, dots, vectors  # noqa: E402
 
-CELLS, FLOATS, BYTES = numba.typeof(np.empty(1, np.int64)), numba.typeof(np.empty(1, np.float32)), numba.int8[::1]
+CELLS, FLOATS, BYTES, WORDS = (numba.typeof(np.empty(1, kind)) for kind in (np.int64, np.float32, np.int8, np.int16))
+ROWS = numba.types.NamedTuple([WORDS, BYTES, FLOATS, FLOATS, FLOATS, FLOATS], matmul.CodedRows)
+PANELS = numba.types.NamedTuple([BYTES] + [numba.int64] * 10, panels.CodePanels)
+BUFFER = numba.types.NamedTuple([WORDS, FLOATS, FLOATS], panels.UnpackBuffer)
 
 
 def load(cells):
@@ -61,9 +65,14 @@ def dot(x, y):
     vectors.store(y, 0, vectors.to_f32(pairs))
 
 
+def products(x, w, y, rows, unpacked):
+    matmul.matmul_codes(x, w, y, 0, rows, 0, 4, unpacked)
+
+
 KERNELS: dict[Callable[..., object], tuple[object, ...]] = dict.fromkeys((load, store, add, exchange, spin), (CELLS,))
 KERNELS |= dict.fromkeys((product_and_sum, products_and_sums, fused), (FLOATS,))
 KERNELS[dot] = BYTES, FLOATS
+KERNELS[products] = ROWS, PANELS, FLOATS, numba.int64, BUFFER
 
 
 def assembly(function, kinds):

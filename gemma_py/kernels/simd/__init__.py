@@ -3,6 +3,7 @@
     vectors     loads, stores, arithmetic, comparisons, reductions
     codes       operations on the bytes and 16-bit words of quantised weights and inputs
     dots        exact dot products of integer codes
+    neon        exact dot products of integer codes on ARM64
     tiles       operations on tiles of R rows by C vectors
     target      detection of the machine's instructions
     builders    the vector types, and helpers that build LLVM IR

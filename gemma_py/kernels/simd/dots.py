@@ -16,7 +16,7 @@ from gemma_py.kernels.simd.builders import (
     shuffle,
     splat_scalar,
 )
-from gemma_py.kernels.simd.target import pair_instruction, uses_vnni
+from gemma_py.kernels.simd.target import is_arm64, pair_instruction, uses_vnni
 
 
 @intrinsic
@@ -45,9 +45,15 @@ def vnni_instruction(builder, instruction, a, b, total):
 
 
 def dot_pairs_value(context, builder, a, b, total):
-    """Return the IR of `dot_pairs`: VNNI, pmaddwd on 512 or 256 bits, or plain products, depending on the target."""
+    """Return the IR of `dot_pairs`: VNNI, pmaddwd on 512 or 256 bits, smlal, or plain products, depending on the target."""
     undefined = ir.Constant(i16x32.llvm, ir.Undefined)
     instruction = pair_instruction(*context.codegen().magic_tuple())
+    if is_arm64(context.codegen().magic_tuple()[0]):
+        # The codes are shuffled before they are widened, because LLVM then finds smlal, which widens, multiplies and adds.
+        for first in (0, 1):
+            x, y = (builder.sext(shuffle(builder, v, undefined, range(first, 32, 2)), i32x16.llvm) for v in (a, b))
+            total = builder.add(total, builder.mul(x, y))
+        return total
     if instruction is None:
         wide = ir.VectorType(I32, 32)
         products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))

@@ -57,6 +57,31 @@ def uses_vnni(triple, cpu, features):
     return "vpdpwssd" in assembly_of((triple, cpu, features), source)
 
 
+def is_arm64(triple):
+    return triple.startswith(("aarch64", "arm64"))
+
+
+@cache
+def has_neon_dot(name, triple, cpu, features):
+    """Return whether the target has an instruction of ARM64 that multiplies bytes and adds the products of each quad.
+
+    name: sdot, which multiplies signed bytes (FEAT_DotProd, which also has udot for unsigned bytes), or usdot, which
+    multiplies unsigned with signed bytes (FEAT_I8MM)
+    """
+    if not is_arm64(triple):
+        return False
+    source = f"""
+        declare <4 x i32> @llvm.vector.partial.reduce.add.v4i32.v16i32(<4 x i32>, <16 x i32>)
+        define <4 x i32> @f(<4 x i32> %total, <16 x i8> %a, <16 x i8> %b) {{
+            %x = {"zext" if name == "usdot" else "sext"} <16 x i8> %a to <16 x i32>
+            %y = sext <16 x i8> %b to <16 x i32>
+            %products = mul <16 x i32> %x, %y
+            %sum = call <4 x i32> @llvm.vector.partial.reduce.add.v4i32.v16i32(<4 x i32> %total, <16 x i32> %products)
+            ret <4 x i32> %sum
+        }}"""
+    return name in assembly_of((triple, cpu, features), source)
+
+
 @cache
 def uses_zmm(triple, cpu, features):
     """Return whether sixteen floats fit in one register (zmm) of this target.
@@ -71,3 +96,9 @@ def uses_zmm(triple, cpu, features):
 TARGET: tuple[str, str, str] = cpu_target.target_context.codegen().magic_tuple()
 USES_ZMM: bool = uses_zmm(*TARGET)
 USES_VNNI: bool = uses_vnni(*TARGET)
+IS_ARM64: bool = is_arm64(TARGET[0])
+USES_SDOT: bool = has_neon_dot("sdot", *TARGET)
+USES_USDOT: bool = has_neon_dot("usdot", *TARGET)
+# Whether no instruction multiplies unsigned bytes of inputs with signed weights. Then the weights are made unsigned by adding
+# 128, which flips their sign bits.
+FLIPS_LOW: bool = USES_SDOT and not USES_USDOT

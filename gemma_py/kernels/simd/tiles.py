@@ -28,6 +28,8 @@ from gemma_py.kernels.simd.builders import (
     vector_constant,
 )
 from gemma_py.kernels.simd.dots import dot_pairs_value, load_splat_pair_value, vnni_instruction
+from gemma_py.kernels.simd.neon import SIGN_BITS, add_byte_dot, load_planes
+from gemma_py.kernels.simd.target import FLIPS_LOW, USES_SDOT, USES_VNNI
 
 
 def _tuple_values(builder, values):
@@ -175,25 +177,26 @@ def start_dots(typing, sums, offsets, step, count, C):
 
 @intrinsic(prefer_literal=True)
 def add_byte_dots(typing, high, planes, offsets, step, weights, at, stride, dots):
-    """Add to dots[r, c] the dot products of 16 inputs and 16 C outputs, with one byte of each input. Needs VNNI.
+    """Add to dots[r, c] the dot products of 16 inputs and 16 C outputs, with one byte of each input. Needs VNNI or sdot.
 
     high: 1 for the inputs' high bytes, 0 for their low bytes
     planes: for every four inputs, from planes[offsets[r] + step] on, four signed high bytes and four unsigned low bytes
     weights: from weights[at + stride c] on, the signed bytes of 4 quads of 16 outputs
 
     VNNI multiplies unsigned bytes with signed bytes. Therefore the high bytes are multiplied with the weights plus 128,
-    which are the weights with the sign bit flipped.
+    which are the weights with the sign bit flipped. Where FLIPS_LOW is true, the low bytes are.
     """
     if not (is_flat(planes, types.int8) and is_flat(weights, types.int8) and isinstance(high, types.IntegerLiteral)):
         return None
-    flips = high.literal_value == 1
+    is_high = high.literal_value == 1
+    flips = USES_VNNI if is_high else FLIPS_LOW
 
     def codegen(context, builder, sig, args):
         _, _, offsets, step, _, at, stride, dots = args
         results, offsets = _tuple_values(builder, dots), _tuple_values(builder, offsets)
         vectors = len(results) // len(offsets)
         panels = [builder.add(at, builder.mul(stride, ir.Constant(at.type, c))) for c in range(vectors)]
-        sign_bits = ir.Constant(i32x16.llvm, [ir.Constant(I32, 0x80808080)] * 16)
+        sign_bits = ir.Constant(i32x16.llvm, [ir.Constant(I32, SIGN_BITS)] * 16)
         for quad in range(4):
             columns = []
             for panel in panels:
@@ -201,11 +204,18 @@ def add_byte_dots(typing, high, planes, offsets, step, weights, at, stride, dots
                 column = load_value_at(context, builder, weights, args[4], place, i32x16.llvm, 1)
                 columns.append(builder.xor(column, sign_bits) if flips else column)
             for r, offset in enumerate(offsets):
-                place = _add_constant(builder, builder.add(offset, step), 8 * quad + (0 if flips else 4))
+                if USES_SDOT:
+                    place = builder.add(offset, step)
+                    code = load_planes(context, builder, planes, args[1], place, quad // 2)
+                    for number, column in enumerate(columns, r * vectors):
+                        total = results[number]
+                        results[number] = add_byte_dot(context, builder, is_high, column, code, quad % 2, total)
+                    continue
+                place = _add_constant(builder, builder.add(offset, step), 8 * quad + (0 if is_high else 4))
                 code = load_value_at(context, builder, planes, args[1], place, I32, 4)
                 code = splat_scalar(builder, code, i32x16.llvm)
                 for c, column in enumerate(columns):
-                    factors = (column, code) if flips else (code, column)
+                    factors = (column, code) if is_high else (code, column)
                     number = r * vectors + c
                     results[number] = vnni_instruction(builder, "vpdpbusd", *factors, results[number])
         return context.make_tuple(builder, sig.return_type, results)
@@ -223,6 +233,17 @@ def shift_dots(typing, dots):
         return context.make_tuple(builder, sig.return_type, results)
 
     return dots(dots), codegen
+
+
+@intrinsic
+def add_tiles(typing, a, b):
+    """Return the sums of the dots of two tiles."""
+
+    def codegen(context, builder, sig, args):
+        both = zip(*(_tuple_values(builder, values) for values in args), strict=True)
+        return context.make_tuple(builder, a, [builder.add(*values) for values in both])
+
+    return (a(a, b), codegen) if a == b else None
 
 
 @intrinsic
